@@ -1,0 +1,1 @@
+"""ZeRO for plain PyTorch, as a function."""

@@ -1,0 +1,77 @@
+"""Every error that zero raises on purpose, as one tree.
+
+    ZeroError                    exit code 1; the message is one line: what, seen, do
+    ├── ConfigError              2  a setting is wrong; nothing was allocated yet
+    │   ├── LayoutError             sizes that do not describe a flat parameter
+    │   └── PlanError               a model that cannot be split as asked
+    ├── OutsideUnitError         1  a parameter was read where it is not gathered
+    ├── StaleStateError          1  a spent State, or parameters changed under a live graph
+    ├── NonFiniteGradientError   6  an eager update met a gradient that is not finite
+    ├── StoreError               4  a page that cannot be read or written
+    └── WorldError               5  ranks that cannot go on together
+        ├── HandshakeError       2  ranks were started with different settings
+        ├── DeadlineError        5  a wait ran out; names rank and operation
+        └── RankFailedError      5  another rank died; names it and its cause
+
+`exit_code` is what the command line returns for each.
+"""
+
+
+class ZeroError(Exception):
+    """Base of all: `except zero.ZeroError` catches what zero itself refuses."""
+
+    exit_code = 1
+
+
+class ConfigError(ZeroError):
+    """A setting is wrong. Raised before any tensor, process group or folder exists."""
+
+    exit_code = 2
+
+
+class LayoutError(ConfigError):
+    """Sizes or names that do not describe this flat parameter."""
+
+
+class PlanError(ConfigError):
+    """The model cannot be split, placed or initialised as asked."""
+
+
+class OutsideUnitError(ZeroError):
+    """A parameter was read outside the modules that its unit is gathered for."""
+
+
+class StaleStateError(ZeroError):
+    """A `State` was used again after the step that consumed it."""
+
+
+class NonFiniteGradientError(ZeroError):
+    """`zero.update=eager` met a gradient that is not finite: some units are updated already."""
+
+    exit_code = 6
+
+
+class StoreError(ZeroError):
+    """A page could not be read or written whole."""
+
+    exit_code = 4
+
+
+class WorldError(ZeroError):
+    """The ranks cannot go on together."""
+
+    exit_code = 5
+
+
+class HandshakeError(WorldError):
+    """The ranks were started with different settings."""
+
+    exit_code = 2
+
+
+class DeadlineError(WorldError):
+    """A wait ran out of time."""
+
+
+class RankFailedError(WorldError):
+    """Another rank failed first; the message names it and its cause."""

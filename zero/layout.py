@@ -1,0 +1,260 @@
+"""Where each parameter of a unit sits inside one flat tensor.
+
+A flat tensor is slots in order, one per parameter, with gaps of zeros between them. Every slot starts at a whole
+vector of 64 elements and the flat is padded so that every rank's shard is whole vectors too: fused kernels give
+the same bits however a flat is cut between vectors, and not elsewhere. Offsets do not depend on the world size,
+only the padding at the end does, so ranges of a flat mean the same in every world.
+
+Pure arithmetic: sizes and ranks are integers, nothing here communicates. The only file that divides by the world size.
+
+Letters: P padded elements, W world size, S = P / W elements of one shard, K elements of one page.
+Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero.errors import LayoutError
+
+VECTOR = 64
+"""Elements. Cuts fall on multiples of it; 128 bytes in a 2-byte dtype, a cache line or more in every dtype."""
+
+PAGE_QUANTUM = 2048
+"""Elements. 4 KiB in a 2-byte dtype, the unit of direct file access."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place: elements [offset, stop) of the flat, row-major. `group` says who shares its settings."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    group: int = 0
+
+    @cached_property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @cached_property
+    def stop(self) -> int:
+        return self.offset + self.numel
+
+
+class Piece(NamedTuple):
+    """Elements [slot_start, slot_stop) of a slot, counted from the slot's start, lie at `start_in_range` of a range."""
+
+    slot: Slot
+    slot_start: int
+    slot_stop: int
+    start_in_range: int
+
+
+class Segment(NamedTuple):
+    """Elements [start, stop) of the flat belong to one group."""
+
+    start: int
+    stop: int
+    group: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The slots of one flat tensor, in order, and the number of ranks that share it.
+
+    Make one with `Layout.of`. Two layouts are equal when slots and world size are.
+
+    Raises:
+        LayoutError: slots overlap, are out of order, start between vectors or share a name; the world is empty.
+    """
+
+    slots: tuple[Slot, ...]
+    world_size: int
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise LayoutError(f"world size is {self.world_size}; a layout needs at least 1 rank")
+        end, names = 0, set()
+        for slot in self.slots:
+            if any(size < 0 for size in slot.shape):
+                raise LayoutError(f"{slot.name!r} has shape {slot.shape}; sizes must be 0 or more")
+            if slot.name in names:
+                raise LayoutError(f"{slot.name!r} has two slots; give each parameter its own name")
+            if slot.offset < end or slot.offset % VECTOR:
+                raise LayoutError(
+                    f"{slot.name!r} starts at element {slot.offset}; "
+                    f"expected a multiple of {VECTOR}, {end} or more, as `Layout.of` chooses"
+                )
+            names.add(slot.name)
+            end = slot.stop
+
+    @classmethod
+    def of(
+        cls, shapes: Mapping[str, Sequence[int]], *, world_size: int, groups: Mapping[str, int] | None = None
+    ) -> Layout:
+        """Place parameters one after another, in the mapping's order.
+
+        Args:
+            shapes: name -> shape. Empty shapes (0-dim) take 1 element, zero sizes take none.
+            groups: name -> group, 0 where missing.
+
+        Raises:
+            LayoutError: a negative size, no ranks, or a group for a name that has no shape.
+        """
+        groups = groups or {}
+        if unknown := [name for name in groups if name not in shapes]:
+            raise LayoutError(f"groups name {unknown[0]!r}, which has no shape; known: {', '.join(shapes) or 'none'}")
+        slots, end = [], 0
+        for name, shape in shapes.items():
+            slot = Slot(name, tuple(int(size) for size in shape), _round_up(end, VECTOR), groups.get(name, 0))
+            slots.append(slot)
+            end = slot.stop
+        return cls(tuple(slots), world_size)
+
+    @cached_property
+    def P(self) -> int:
+        """Elements of the flat, padding included: a multiple of 64 W, 0 when no slot has an element."""
+        return _round_up(self.slots[-1].stop if self.slots else 0, VECTOR * self.world_size)
+
+    @cached_property
+    def S(self) -> int:
+        """Elements of each rank's shard: a multiple of 64."""
+        return self.P // self.world_size
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the parameters, without gaps."""
+        return sum(slot.numel for slot in self.slots)
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The (start, stop) ranges that no slot covers, in order; always zeros in a flat."""
+        found, end = [], 0
+        for slot in self._filled:
+            if slot.offset > end:
+                found.append((end, slot.offset))
+            end = slot.stop
+        if end < self.P:
+            found.append((end, self.P))
+        return tuple(found)
+
+    def shard(self, rank: int) -> tuple[int, int]:
+        """The (start, stop) range of the flat that `rank` owns."""
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"rank {rank} is not in a world of {self.world_size}")
+        return rank * self.S, (rank + 1) * self.S
+
+    def views(self, full_P: Tensor) -> dict[str, Tensor]:
+        """Name the parameters inside a flat one.
+
+        Args:
+            full_P: (P,), any dtype or device.
+
+        Returns:
+            Views of `full_P`, in the layout's order. Writing to one writes to it.
+
+        Raises:
+            LayoutError: `full_P` is not (P,).
+        """
+        self._check_full(full_P)
+        return {slot.name: full_P[slot.offset : slot.stop].view(slot.shape) for slot in self.slots}
+
+    @torch.no_grad()
+    def flatten(self, tensors: Mapping[str, Tensor], out_P: Tensor) -> None:
+        """Write tensors into their slots, cast to the dtype of `out_P`; gaps and missing names become zeros.
+
+        Args:
+            tensors: name -> tensor of the slot's shape, any dtype, device or strides.
+            out_P: (P,), overwritten whole.
+
+        Raises:
+            LayoutError: an unknown name, another shape than the slot's, or `out_P` is not (P,). Nothing was written.
+        """
+        views = self.views(out_P)
+        for name, tensor in tensors.items():
+            if name not in views:
+                raise LayoutError(f"no slot is named {name!r}; known: {', '.join(views) or 'none'}")
+            if tensor.shape != views[name].shape:
+                raise LayoutError(f"{name!r} has shape {tuple(tensor.shape)}; its slot has {tuple(views[name].shape)}")
+        for name, view in views.items():
+            if name in tensors:
+                view.copy_(tensors[name])
+            else:
+                view.zero_()
+        for start, stop in self.gaps:
+            out_P[start:stop].zero_()
+
+    def pieces(self, start: int, stop: int) -> list[Piece]:
+        """Which part of which slot lies in [start, stop) of the flat, in order; slots without one are left out.
+
+        Raises:
+            LayoutError: the range is not inside the flat.
+        """
+        found = []
+        for slot in self._filled_from(start, stop):
+            first, last = max(start, slot.offset), min(stop, slot.stop)
+            if first < last:
+                found.append(Piece(slot, first - slot.offset, last - slot.offset, first - start))
+        return found
+
+    def segments(self, start: int, stop: int) -> tuple[Segment, ...]:
+        """Cover [start, stop) with the longest runs of one group; a gap belongs to the slot before it.
+
+        Cuts fall on multiples of 64, so each segment may go through a fused kernel on its own.
+
+        Raises:
+            LayoutError: the range is not inside the flat.
+        """
+        found: list[Segment] = []
+        for slot in self._filled_from(start, stop):
+            if found and found[-1].group == slot.group:
+                continue
+            first = max(start, slot.offset)
+            if found:
+                found[-1] = found[-1]._replace(stop=first)
+            found.append(Segment(first, stop, slot.group))
+        return tuple(found)
+
+    @cached_property
+    def _filled(self) -> tuple[Slot, ...]:
+        return tuple(slot for slot in self.slots if slot.numel)
+
+    def _filled_from(self, start: int, stop: int) -> tuple[Slot, ...]:
+        """The filled slots that begin before `stop`, from the last one that begins at or before `start`."""
+        if not 0 <= start <= stop <= self.P:
+            raise LayoutError(f"[{start}, {stop}) is not a range of a flat of {self.P} elements")
+        if start == stop:
+            return ()
+        first = bisect_right(self._filled, start, key=lambda slot: slot.offset) - 1
+        last = bisect_right(self._filled, stop - 1, key=lambda slot: slot.offset)
+        return self._filled[first:last]
+
+    def _check_full(self, full_P: Tensor) -> None:
+        if full_P.dim() != 1 or full_P.numel() != self.P:
+            raise LayoutError(f"the flat tensor has shape {tuple(full_P.shape)}; this layout needs ({self.P},)")
+
+
+def pages(numel: int, page_numel: int) -> tuple[tuple[int, int], ...]:
+    """Cut `numel` elements into (start, stop) pages of `page_numel`; the last one may be shorter.
+
+    Raises:
+        LayoutError: `page_numel` is not a positive multiple of 2048 (4 KiB in a 2-byte dtype), or `numel` is negative.
+    """
+    if page_numel < 1 or page_numel % PAGE_QUANTUM:
+        raise LayoutError(f"a page of {page_numel} elements; it must be a positive multiple of {PAGE_QUANTUM}")
+    if numel < 0:
+        raise LayoutError(f"{numel} elements cannot be cut into pages")
+    return tuple((start, min(start + page_numel, numel)) for start in range(0, numel, page_numel))
+
+
+def _round_up(numel: int, multiple: int) -> int:
+    return -(-numel // multiple) * multiple

@@ -49,6 +49,10 @@ class Slot:
     def stop(self) -> int:
         return self.offset + self.numel
 
+    @cached_property
+    def stride(self) -> tuple[int, ...]:
+        return tuple(prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+
 
 class Piece(NamedTuple):
     """Elements [slot_start, slot_stop) of a slot, counted from the slot's start, lie at `start_in_range` of a range."""
@@ -157,16 +161,19 @@ class Layout:
         """Name the parameters inside a flat one.
 
         Args:
-            full_P: (P,), any dtype or device.
+            full_P: (P,), contiguous, any dtype or device.
 
         Returns:
             Views of `full_P`, in the layout's order. Writing to one writes to it.
 
         Raises:
-            LayoutError: `full_P` is not (P,).
+            LayoutError: `full_P` is not (P,) and contiguous.
         """
-        self._check_full(full_P)
-        return {slot.name: full_P[slot.offset : slot.stop].view(slot.shape) for slot in self.slots}
+        if full_P.shape != (self.P,) or not full_P.is_contiguous():
+            raise LayoutError(f"the flat tensor has shape {tuple(full_P.shape)}; expected ({self.P},), contiguous")
+        # Every gather comes through here: as_strided is one operator a slot, a third of the time of slice and view.
+        base = full_P.storage_offset()
+        return {slot.name: full_P.as_strided(slot.shape, slot.stride, base + slot.offset) for slot in self.slots}
 
     @torch.no_grad()
     def flatten(self, tensors: Mapping[str, Tensor], out_P: Tensor) -> None:
@@ -174,10 +181,10 @@ class Layout:
 
         Args:
             tensors: name -> tensor of the slot's shape, any dtype, device or strides.
-            out_P: (P,), overwritten whole.
+            out_P: (P,), contiguous, overwritten whole.
 
         Raises:
-            LayoutError: an unknown name, another shape than the slot's, or `out_P` is not (P,). Nothing was written.
+            LayoutError: an unknown name, another shape than the slot's, or `out_P` as in `views`. Nothing was written.
         """
         views = self.views(out_P)
         for name, tensor in tensors.items():
@@ -237,10 +244,6 @@ class Layout:
         first = bisect_right(self._filled, start, key=lambda slot: slot.offset) - 1
         last = bisect_right(self._filled, stop - 1, key=lambda slot: slot.offset)
         return self._filled[first:last]
-
-    def _check_full(self, full_P: Tensor) -> None:
-        if full_P.dim() != 1 or full_P.numel() != self.P:
-            raise LayoutError(f"the flat tensor has shape {tuple(full_P.shape)}; this layout needs ({self.P},)")
 
 
 def pages(numel: int, page_numel: int) -> tuple[tuple[int, int], ...]:

@@ -1,0 +1,127 @@
+"""What to say to a setting that a pydantic schema refuses: the key as typed, what is wrong, the nearest right word.
+
+Pydantic answers with a list of records over several lines; a person at a command line wants to know what to type.
+"""
+
+import difflib
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+
+def keys(model: type[BaseModel]) -> tuple[str, ...]:
+    """Every dotted key that some choice of options has, in reading order."""
+    return tuple(dict.fromkeys(_keys_of(model, "")))
+
+
+def sentence(model: type[BaseModel], refused: ValidationError, raw: Mapping[str, Any]) -> str:
+    """One line about the first of pydantic's errors, unknown keys before wrong values."""
+    errors = refused.errors(include_url=False)
+    error = min(errors, key=lambda error: error["type"] != "extra_forbidden")
+    # pydantic puts the tag of a union into the path: keep only what the user typed
+    path: list[str] = []
+    node: Any = raw
+    for part in error["loc"]:
+        if isinstance(node, Mapping) and part in node:
+            path.append(str(part))
+            node = node[part]
+    key, kind, limits = ".".join(path), error["type"], error.get("ctx", {})
+    seen = f"{key}={_shown(node)}"
+    if kind == "extra_forbidden":
+        return unknown_key(model, key)
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return _section_given_a_value(model, key, node)
+    if kind == "union_tag_not_found":
+        return f"{key} needs {key}.name"
+    if kind == "union_tag_invalid":
+        options = [option.strip().strip("'") for option in limits["expected_tags"].split(",")]
+        return f"{key}.name={_shown(node.get('name'))} does not exist; {nearest(str(node.get('name')), options)}"
+    if kind == "literal_error":
+        options = [option.strip(" '") for option in limits["expected"].replace(" or ", ",").split(",")]
+        return f"{seen}: must be {' or '.join(options)}" if len(options) < 3 else f"{seen}: {_choose(node, options)}"
+    if kind == "value_error":
+        return f"{seen}: {limits['error']}"
+    if kind in ("byte_size", "byte_size_unit"):
+        return f"{seen}: must be a size in bytes such as 8MiB or 80GiB, not negative"
+    texts = {
+        "int_type": "must be a whole number",
+        "int_from_float": "must be a whole number",
+        "float_type": "must be a number",
+        "finite_number": "must be a finite number",
+        "bool_type": "must be true or false",
+        "string_type": "must be text",
+    }
+    bounds = {
+        "greater_than_equal": "at least",
+        "greater_than": "above",
+        "less_than_equal": "at most",
+        "less_than": "below",
+    }
+    if kind in bounds:
+        return f"{seen}: must be {bounds[kind]} {next(iter(limits.values())):g}"
+    return f"{seen}: {texts.get(kind, error['msg'])}"
+
+
+def nearest(word: str, options: Iterable[str]) -> str:
+    """The end of a sentence: the option that looks most like `word`, or all of them."""
+    options = list(options)
+    close = difflib.get_close_matches(word.lower(), [option.lower() for option in options], n=1, cutoff=0.5)
+    for option in options:
+        if close and option.lower() == close[0]:
+            return f"did you mean {option}?"
+    return "there are " + ", ".join(options)
+
+
+def unknown_key(model: type[BaseModel], key: str) -> str:
+    """The sentence for a key that does not exist."""
+    section, _, _ = key.rpartition(".")
+    known = keys(model)
+    siblings = [name for name in known if name.rpartition(".")[0] == section]
+    tops = list(dict.fromkeys(name.split(".")[0] for name in known))
+    if key in known:
+        return f"{key} is not a key of the option chosen for {key.split('.')[0]}"
+    for options in (siblings, known, tops):
+        close = difflib.get_close_matches(key, options, n=1, cutoff=0.7)
+        if close:
+            return f"unknown key {key}; did you mean {close[0]}?"
+    by_last_word = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
+    if by_last_word:
+        return f"unknown key {key}; did you mean {by_last_word[0]}?"
+    return f"unknown key {key}; there are " + ", ".join(siblings if section else tops)
+
+
+def _section_given_a_value(model: type[BaseModel], key: str, value: object) -> str:
+    first = next(name for name in keys(model) if name.startswith(f"{key}."))
+    return f"{key}={_shown(value)}: {key} is a section of keys; did you mean {first}={_shown(value)}?"
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in typing.get_args(annotation):
+        yield from _models_in(argument)
+
+
+def _keys_of(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        key = prefix + (field.alias or name)
+        below = list(_models_in(field.annotation))
+        if not below:
+            yield key
+        for section in below:
+            yield from _keys_of(section, f"{key}.")
+
+
+def _shown(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = " ".join(str(value).split())  # one line, whatever was typed
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _choose(value: object, options: list[str]) -> str:
+    tail = nearest(str(value), options)
+    choices = "must be one of " + ", ".join(options)
+    return choices if tail.startswith("there are") else f"{choices}; {tail}"

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from zero.errors import ConfigError
+from zero.schedule import Schedule
 
 
 class Hyper(NamedTuple):
@@ -40,7 +41,6 @@ class Hyper(NamedTuple):
 
 
 Update = Callable[[Tensor, Tensor, tuple[Tensor, ...], Hyper], None]
-Schedule = Callable[[int], float]
 Decay = Callable[[str, tuple[int, ...]], bool]
 
 

@@ -27,7 +27,9 @@ def layouts(draw) -> Layout:
 @st.composite
 def ranges(draw) -> tuple[Layout, int, int]:
     layout = draw(layouts())
-    start, stop = sorted(draw(st.tuples(st.integers(0, layout.P), st.integers(0, layout.P))))
+    edges = sorted({0, layout.P, *(slot.offset for slot in layout.slots), *(slot.stop for slot in layout.slots)})
+    place = st.one_of(st.sampled_from(edges), st.integers(0, layout.P))
+    start, stop = sorted([draw(place), draw(place)])
     return layout, start, stop
 
 

@@ -7,6 +7,10 @@ them, so that thread ranks and processes add in the same order and give the same
 Sums are local: a chunk travels as it is, and the rank that owns it adds what arrived in rank order. That is exact
 where gloo's own reduce-scatter is not (it adds bf16 in bf16), deterministic, and faster for large tensors.
 
+Host tensors travel point to point. Gloo's collectives copy through a buffer of their own as large as the result
+and take half as long again; they also mix up operations that differ between ranks without a word, where here the
+tag of every message is a digest of its operation, so that only equal operations meet.
+
 Every wait has a deadline. A world whose operation failed is finished: its later operations fail as well.
 
 Letters: W world size, P elements of a full flat tensor, S = P / W.
@@ -18,11 +22,14 @@ import hashlib
 import json
 import os
 import threading
+import time
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -31,10 +38,16 @@ from torch import Tensor
 from zero.errors import ConfigError, DeadlineError, HandshakeError, LayoutError, RankFailedError, WorldError
 
 SUM_NUMEL = 65_536
-"""Elements that a local sum adds at a time: two fp32 chunks and a half one stay in the cache."""
+"""Elements that a local sum adds at a time on the host: the chunks stay in cache, the scratch stays small."""
 
-_GRACE_S = 1.0
+DEVICE_SUM_NUMEL = 1 << 22
+"""The same on a GPU, where every chunk costs a kernel launch."""
+
+GRACE_S = 1.0
 """How long a failing rank listens for what the others were doing."""
+
+RECENT_OPS = 64
+"""Operations that a rank remembers, to find the first one that ranks started differently."""
 
 
 class Handle(Protocol):
@@ -59,17 +72,17 @@ class _Done:
 
 
 class _Then:
-    """`first`, then `finish`, once; holds every tensor of the operation until then."""
+    """An operation that `finish` completes, once; `tensors` are kept alive until then."""
 
-    def __init__(self, first: Handle, finish: Callable[[], None]) -> None:
-        self._first: Handle | None = first
+    def __init__(self, finish: Callable[[], None], tensors: object) -> None:
         self._finish: Callable[[], None] | None = finish
+        self._tensors = tensors
 
     def wait(self) -> None:
-        first, finish, self._first, self._finish = self._first, self._finish, None, None
-        if first is not None and finish is not None:
-            first.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
             finish()
+        self._tensors = None
 
 
 class World(ABC):
@@ -107,8 +120,8 @@ class World(ABC):
             ConfigError: the environment is incomplete.
             DeadlineError: the other ranks did not come.
         """
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return SoloWorld(_local_device(device), timeout_s=timeout_s)
+        if _env_int("WORLD_SIZE", "1") == 1:
+            return SoloWorld(_claim_device(device), timeout_s=timeout_s)
         return ProcessWorld(timeout_s=timeout_s, device=device)
 
     def gather(self, shard_S: Tensor, full_P: Tensor, *, what: str = "") -> Handle:
@@ -133,18 +146,24 @@ class World(ABC):
         Args:
             full_P: (W * S,), this rank's summand.
             recv_P: like `full_P`; scratch, holds nothing useful afterwards.
-            sum_S: (S,), fp32 or full_P.dtype; receives the sum.
+            sum_S: (S,), fp32 or full_P.dtype, apart from `full_P`; receives the sum.
             accumulate: add the sum to `sum_S` instead.
         """
         op = _label("reduce_scatter", what)
         _check(op, full_P, sum_S.numel() * self.size, full_P.dtype)
         _check(op, sum_S, sum_S.numel(), sum_S.dtype)
         _check(op, recv_P, full_P.numel(), full_P.dtype)
+        if self.size > 1 and (_overlap(full_P, sum_S) or _overlap(recv_P, sum_S)):
+            raise LayoutError(f"{op}: sum_S lies inside a tensor that is still read while the sum is written")
+        arrival = self._exchange(full_P, recv_P, op)
 
         def add() -> None:
-            ordered_sum(recv_P, sum_S, self.size, accumulate=accumulate)
+            arrival.wait()
+            chunks = list(recv_P.view(self.size, -1).unbind())
+            chunks[self.rank] = full_P.view(self.size, -1)[self.rank]
+            ordered_sum(chunks, sum_S, accumulate=accumulate)
 
-        return _Then(self._exchange(full_P, recv_P, op), add)
+        return _Then(add, (full_P, recv_P, sum_S))
 
     def all_reduce(self, values: Tensor, *, what: str = "") -> Handle:
         """Replace `values` (contiguous, any shape, small) by their sum over ranks, added in rank order."""
@@ -152,11 +171,13 @@ class World(ABC):
         _check(op, values, values.numel(), values.dtype, flat=False)
         flat_S = values.view(-1)
         full_P = flat_S.new_empty(flat_S.numel() * self.size)
+        arrival = self._gather(flat_S, full_P, op)
 
         def add() -> None:
-            ordered_sum(full_P, flat_S, self.size)
+            arrival.wait()
+            ordered_sum(full_P.view(self.size, -1).unbind(), flat_S)
 
-        return _Then(self._gather(flat_S, full_P, op), add)
+        return _Then(add, (flat_S, full_P))
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, what: str = "") -> Handle:
         """Give every rank the `tensor` (contiguous, any shape and dtype) of rank `source`, in place."""
@@ -168,8 +189,9 @@ class World(ABC):
 
     def barrier(self, what: str = "") -> None:
         """Return when every rank's host is here; device streams are not waited for."""
-        token_S = torch.zeros(1, dtype=torch.uint8)
-        self._gather(token_S, torch.empty(self.size, dtype=torch.uint8), _label("barrier", what)).wait()
+        token_S = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        full_P = torch.empty(self.size, dtype=torch.uint8, device="cpu")
+        self._gather(token_S, full_P, _label("barrier", what)).wait()
 
     def agree(self, fields: Mapping[str, str], what: str = "settings") -> None:
         """Check that every rank came with the same `fields`; costs one gather of 32 bytes when they did.
@@ -177,23 +199,18 @@ class World(ABC):
         Raises:
             HandshakeError: on every rank, with the first field that differs, its values and their ranks.
         """
-        message = json.dumps(dict(fields), sort_keys=True).encode()
-        digest_S = torch.frombuffer(bytearray(hashlib.sha256(message).digest()), dtype=torch.uint8)
-        digests_P = digest_S.new_empty(32 * self.size)
-        self._gather(digest_S, digests_P, _label("agree", what)).wait()
-        if torch.equal(digests_P.view(self.size, 32), digest_S.expand(self.size, 32)):
-            return
-        raise HandshakeError(_difference(what, [json.loads(text) for text in self._gather_texts(message, what)]))
+        text = json.dumps(dict(fields), sort_keys=True)
+        digest_S = _as_bytes(hashlib.sha256(text.encode()).hexdigest())
+        digests = digest_S.new_empty(self.size, digest_S.numel())
+        self._gather(digest_S, digests.view(-1), _label("agree", what)).wait()
+        if not torch.equal(digests, digest_S.expand_as(digests)):
+            raise HandshakeError(_field_difference(what, [json.loads(own) for own in self._gather_texts(text, what)]))
 
     def share(self, text: str, source: int = 0) -> str:
         """The `text` of rank `source`, on every rank."""
-        message = text.encode()
-        numel = torch.tensor([len(message)])
+        numel = torch.tensor([len(text.encode())], device="cpu")
         self.broadcast(numel, source, what="the length of a text").wait()
-        if self.rank == source:
-            body = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0).byte()
-        else:
-            body = torch.empty(int(numel), dtype=torch.uint8)
+        body = _as_bytes(text) if self.rank == source else torch.empty(int(numel), dtype=torch.uint8, device="cpu")
         self.broadcast(body, source, what="a text").wait()
         return bytes(body.tolist()).decode()
 
@@ -218,13 +235,13 @@ class World(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.size}, {self.device})"
 
-    def _gather_texts(self, message: bytes, what: str) -> list[str]:
-        numels_P = torch.empty(self.size, dtype=torch.int64)
-        self._gather(torch.tensor([len(message)]), numels_P, _label("agree on lengths", what)).wait()
-        padded_S = torch.frombuffer(bytearray(message.ljust(int(numels_P.max()), b" ")), dtype=torch.uint8)
-        full_P = padded_S.new_empty(padded_S.numel() * self.size)
-        self._gather(padded_S, full_P, _label("agree on fields", what)).wait()
-        return [bytes(row).decode() for row in full_P.view(self.size, -1).tolist()]
+    def _gather_texts(self, text: str, what: str) -> list[str]:
+        numels = torch.empty(self.size, dtype=torch.int64, device="cpu")
+        self._gather(torch.tensor([len(text.encode())], device="cpu"), numels, _label("agree on lengths", what)).wait()
+        padded_S = _as_bytes(text.encode().ljust(int(numels.max())).decode())
+        texts = padded_S.new_empty(self.size, padded_S.numel())
+        self._gather(padded_S, texts.view(-1), _label("agree on fields", what)).wait()
+        return [bytes(row).decode() for row in texts.tolist()]
 
     @abstractmethod
     def _gather(self, shard_S: Tensor, full_P: Tensor, op: str) -> Handle: ...
@@ -262,77 +279,278 @@ class SoloWorld(World):
 
 
 class ProcessWorld(World):
-    """One process per rank, over gloo for tensors in host memory and NCCL for tensors on GPUs.
+    """One process per rank: gloo for tensors in host memory, NCCL for tensors on GPUs.
 
-    Reads torchrun's environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+    Reads torchrun's environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and LOCAL_RANK for the GPU. Where a
+    default process group exists already it is left alone, and so is its order of collectives.
+
+    On a GPU the host never waits, so a deadline is kept by NCCL's watchdog, which ends the process after `timeout_s`.
     """
 
     def __init__(self, *, timeout_s: float = 300.0, device: str | None = None) -> None:
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ConfigError(f"the environment lacks {', '.join(missing)}; start the ranks with torchrun")
-        place = _local_device(device)
-        super().__init__(
-            int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device=place, timeout_s=timeout_s
-        )
-        if place.type == "cuda":
-            torch.cuda.set_device(place)
-        timeout = timedelta(seconds=timeout_s)
+        super().__init__(_env_int("RANK"), _env_int("WORLD_SIZE"), device=_claim_device(device), timeout_s=timeout_s)
+        self._notes = _Notes(_open_store(self.rank, self.size, timeout_s), self.rank, self.size)
+        self._owns_default = not dist.is_initialized()
+        self._group: dist.ProcessGroup | None = self._open_group()
+        self._number = 0
+        self._recent: deque[tuple[int, str]] = deque(maxlen=RECENT_OPS)
+        self._failure: WorldError | None = None
+
+    def _open_group(self) -> dist.ProcessGroup | None:
+        timeout = timedelta(seconds=self.timeout_s)
+        backend, device_id = ("cpu:gloo,cuda:nccl", self.device) if self.device.type == "cuda" else ("gloo", None)
         try:
-            store, _, _ = next(dist.rendezvous("env://", self.rank, self.size, timeout=timeout))
+            if not self._owns_default:
+                return dist.new_group(backend=backend, timeout=timeout)
+            store, rank, size = self._notes.store, self.rank, self.size
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo",
-                store=dist.PrefixStore("zero", store),
-                rank=self.rank,
-                world_size=self.size,
-                timeout=timeout,
+                backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id
             )
         except RuntimeError as error:
             raise DeadlineError(
-                f"rank {self.rank} of {self.size} could not join the others within {timeout_s:g} s: {error}"
+                f"rank {self.rank} of {self.size} could not connect to the others within {self.timeout_s:g} s: "
+                f"{_first_line(error)}"
             ) from error
+        return dist.group.WORLD
+
+    def fail(self, error: BaseException) -> None:
+        self._notes.post("raised", "", f"{type(error).__name__}: {_first_line(error)}", [])
 
     def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if self._group is not None:
+            dist.destroy_process_group(None if self._owns_default else self._group)
+            self._group = None
 
     def _gather(self, shard_S: Tensor, full_P: Tensor, op: str) -> Handle:
-        return self._start(_all_gather, full_P, shard_S, op)
+        if full_P.is_cuda:
+            return self._collective(_all_gather, full_P, shard_S, op)
+        slots = full_P.view(self.size, -1).unbind()
+        if slots[self.rank].data_ptr() != shard_S.data_ptr():
+            slots[self.rank].copy_(shard_S)
+        others = self._others()
+        return self._messages(op, full_P, dict.fromkeys(others, shard_S), {r: slots[r] for r in others})
 
     def _exchange(self, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
-        return self._start(dist.all_to_all_single, recv_P, full_P, op)
+        if full_P.is_cuda:
+            return self._collective(dist.all_to_all_single, recv_P, full_P, op)
+        chunks, slots = full_P.view(self.size, -1).unbind(), recv_P.view(self.size, -1).unbind()
+        others = self._others()
+        return self._messages(op, full_P, {r: chunks[r] for r in others}, {r: slots[r] for r in others})
 
     def _broadcast(self, flat: Tensor, source: int, op: str) -> Handle:
-        raise NotImplementedError
+        if flat.is_cuda:
+            return self._collective(lambda out, _, **keywords: dist.broadcast(out, source, **keywords), flat, flat, op)
+        if self.rank == source:
+            return self._messages(op, flat, dict.fromkeys(self._others(), flat), {})
+        return self._messages(op, flat, {}, {source: flat})
 
-    def _start(self, collective: Callable[..., dist.Work], out: Tensor, into: Tensor, op: str) -> Handle:
-        raise NotImplementedError
+    def _others(self) -> list[int]:
+        """The other ranks, nearest first, so that no rank is everyone's first."""
+        return [(self.rank + k) % self.size for k in range(1, self.size)]
+
+    def _messages(self, op: str, whole: Tensor, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Handle:
+        """Start sending `out[r]` to rank r and receiving `into[r]` from it."""
+        tag = self._begin(op, whole)
+        if not whole.numel():
+            return _Done()
+        works = [(peer, self._try(op, peer, dist.irecv, flat, peer, self._group, tag)) for peer, flat in into.items()]
+        works += [(peer, self._try(op, peer, dist.isend, flat, peer, self._group, tag)) for peer, flat in out.items()]
+
+        def wait() -> None:
+            end_s = time.monotonic() + self.timeout_s
+            for peer, work in works:
+                left_s = max(0.001, end_s - time.monotonic())
+                self._try(op, peer, work.wait, timedelta(seconds=left_s))
+
+        return _Then(wait, (out, into))
+
+    def _collective(self, collective: Callable[..., Any], out: Tensor, into: Tensor, op: str) -> Handle:
+        """Start an NCCL collective. Only bytes move, so every dtype may travel."""
+        self._begin(op, out)
+        if not out.numel():
+            return _Done()
+        out_bytes, into_bytes = out.view(torch.uint8), into.view(torch.uint8)
+        work = self._try(op, None, lambda: collective(out_bytes, into_bytes, group=self._group, async_op=True))
+        return _Then(lambda: self._try(op, None, work.wait), (out, into))
+
+    def _begin(self, op: str, whole: Tensor) -> int:
+        """Note the operation as started; returns the tag that only the same operation of another rank has."""
+        if self._failure is not None:
+            raise type(self._failure)(f"{op} after a failure: {self._failure}")
+        signature = _signature(op, whole)
+        self._number += 1
+        self._recent.append((self._number, signature))
+        return zlib.crc32(f"{self._number} {signature}".encode()) & 0x7FFF_FFFF
+
+    def _try(self, op: str, peer: int | None, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return call(*args)
+        except RuntimeError as error:
+            self._failure = self._explain(op, peer, error)
+            raise self._failure from error
+
+    def _explain(self, op: str, peer: int | None, error: RuntimeError) -> WorldError:
+        """Turn a torn connection into the story that all ranks can tell together."""
+        text = _first_line(error)
+        kind = "waited" if "timed out" in text.lower() else "lost"
+        self._notes.post(kind, op, text, list(self._recent))
+        notes = self._notes.read()
+        return _story(self.rank, self.size, op, peer, kind, text, self.timeout_s, notes)
 
 
-def ordered_sum(parts_P: Tensor, sum_S: Tensor, size: int, *, accumulate: bool = False) -> None:
-    """Add the `size` chunks of `parts_P` in order, in sum_S.dtype: sum_S = [sum_S +] ((c_0 + c_1) + c_2) ...
+class _Notes:
+    """What failing ranks leave for each other in the rendezvous store.
 
-    Allocates no more than two chunks of `SUM_NUMEL` elements.
+    The store may be gone, or its host stopped: every call is made in a thread that is given `GRACE_S` and then left.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self.store = store
+        self._rank = rank
+        self._size = size
+        self._posted = False
+
+    def post(self, kind: str, op: str, text: str, recent: list[tuple[int, str]]) -> None:
+        if self._posted:
+            return
+        self._posted = True
+
+        def write() -> None:
+            order = self.store.add("failures", 1)
+            note = {"order": order, "kind": kind, "op": op, "text": text, "recent": recent}
+            self.store.set(f"note/{self._rank}", json.dumps(note))
+
+        _within(GRACE_S, write)
+
+    def read(self) -> dict[int, dict[str, Any]]:
+        """The notes of all ranks that left one, waiting a little for the rest."""
+        notes: dict[int, dict[str, Any]] = {}
+
+        def fetch() -> None:
+            keys = [f"note/{r}" for r in range(self._size)]
+            with contextlib.suppress(RuntimeError):
+                self.store.wait(keys, timedelta(seconds=GRACE_S))
+            for r, key in enumerate(keys):
+                if self.store.check([key]):
+                    notes[r] = json.loads(self.store.get(key))
+            # Rank 0 may be the store's host: it stays until those who left a note have read the others'.
+            self.store.set(f"read/{self._rank}", "")
+            if self._rank == 0:
+                self.store.wait([f"read/{r}" for r in notes], timedelta(seconds=GRACE_S))
+
+        _within(3 * GRACE_S, fetch)
+        return dict(notes)
+
+
+def _within(limit_s: float, call: Callable[[], None]) -> None:
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            call()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+
+
+def _story(
+    rank: int,
+    size: int,
+    op: str,
+    peer: int | None,
+    kind: str,
+    text: str,
+    timeout_s: float,
+    notes: Mapping[int, Mapping[str, Any]],
+) -> WorldError:
+    """Say what ended an operation, from this rank's error and the notes that all ranks left."""
+    others = sorted((note["order"], r) for r, note in notes.items() if r != rank)
+    for _, r in others:
+        if notes[r]["kind"] == "raised":
+            return RankFailedError(f"rank {r} failed first: {notes[r]['text']}; rank {rank} was in {op}")
+    different = _first_difference({r: dict(note["recent"]) for r, note in notes.items()})
+    if different:
+        return WorldError(f"the ranks run different operations: {different}")
+    silent = [r for r in range(size) if r != rank and r not in notes]
+    if kind == "lost" and silent:
+        return RankFailedError(
+            f"rank {rank} lost {_ranks(silent)} in {op}; a rank that goes without a word was usually killed, "
+            f"most often for memory ({text})"
+        )
+    seen = [f"rank {r} was in {notes[r]['op']}" for _, r in others]
+    if silent:
+        seen.append(f"{_ranks(silent)} said nothing: busy elsewhere, stopped or dead")
+    late = "" if peer is None or peer in silent else f" for rank {peer}"
+    waiting = (
+        f"waited {timeout_s:g} s{late}" if kind == "waited" else f"was cut off after others had waited {timeout_s:g} s"
+    )
+    return DeadlineError("; ".join([f"rank {rank} {waiting} in {op}", *seen]))
+
+
+def _first_difference(started: Mapping[int, Mapping[int, str]]) -> str:
+    """The first operation, by number, that two ranks started differently; "" where there is none."""
+    for number in sorted(set().union(*started.values())) if started else []:
+        signatures = {r: ops[number] for r, ops in started.items() if number in ops}
+        if len(set(signatures.values())) > 1:
+            return by_rank(signatures)
+    return ""
+
+
+def _open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
+    """The store at MASTER_ADDR:MASTER_PORT, once every rank is there.
+
+    torchrun's agent hosts it, or else rank 0 does.
+    """
+    host, port = os.environ["MASTER_ADDR"], _env_int("MASTER_PORT")
+    hosting = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        server = dist.TCPStore(host, port, size, hosting, timeout, wait_for_workers=False, multi_tenant=True)
+        # A second world in the same processes must not find the first one's keys.
+        opened = server.add(f"zero/opened/{rank}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1)
+        store = dist.PrefixStore(f"zero/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{opened}", server)
+        store.set(f"here/{rank}", "")
+    except RuntimeError as error:
+        raise DeadlineError(
+            f"rank {rank} of {size} found no store at {host}:{port} within {timeout_s:g} s: {_first_line(error)}"
+        ) from error
+    try:
+        store.wait([f"here/{r}" for r in range(size)], timeout)
+    except RuntimeError as error:
+        absent = [r for r in range(size) if not store.check([f"here/{r}"])]
+        raise DeadlineError(f"rank {rank} of {size} waited {timeout_s:g} s for {_ranks(absent)} to start") from error
+    return store
+
+
+@torch.no_grad()
+def ordered_sum(chunks: Sequence[Tensor], sum_S: Tensor, *, accumulate: bool = False) -> None:
+    """Add `chunks` in order, in sum_S.dtype: sum_S = [sum_S +] ((c_0 + c_1) + c_2) ...
+
+    Works through `SUM_NUMEL` elements at a time (`DEVICE_SUM_NUMEL` on a GPU) and allocates two such pieces at most:
+    a host add of two dtypes would first make a converted copy of the whole operand.
 
     Args:
-        parts_P: (size * S,), any dtype; left as it is.
+        chunks: each (S,), all of one dtype; left as they are, so they must be apart from `sum_S`.
         sum_S: (S,).
     """
-    parts = parts_P.view(size, -1)
-    if not accumulate:
-        for start in range(0, sum_S.numel(), SUM_NUMEL):
-            out, pieces = sum_S[start : start + SUM_NUMEL], parts[:, start : start + SUM_NUMEL]
-            out.copy_(pieces[0])
-            for r in range(1, size):
-                out.add_(pieces[r])
+    on_host = sum_S.device.type == "cpu"
+    numel = min(SUM_NUMEL if on_host else DEVICE_SUM_NUMEL, sum_S.numel())
+    total = sum_S.new_empty(numel) if accumulate else None
+    cast = sum_S.new_empty(numel) if on_host and chunks[0].dtype != sum_S.dtype else None
+    if not numel:
         return
-    total = sum_S.new_empty(min(SUM_NUMEL, sum_S.numel()))
-    for start in range(0, sum_S.numel(), SUM_NUMEL):
-        out, pieces = sum_S[start : start + SUM_NUMEL], parts[:, start : start + SUM_NUMEL]
-        acc = total[: out.numel()].copy_(pieces[0])
-        for r in range(1, size):
-            acc.add_(pieces[r])
-        out.add_(acc)
+    for out, first, *rest in zip(sum_S.split(numel), *(chunk.split(numel) for chunk in chunks), strict=True):
+        acc = out if total is None else total[: out.numel()]
+        if rest and first.dtype == acc.dtype:
+            torch.add(first, rest.pop(0), out=acc)
+        else:
+            acc.copy_(first)
+        for piece in rest:
+            acc.add_(piece if cast is None else cast[: out.numel()].copy_(piece))
+        if total is not None:
+            out.add_(acc)
 
 
 def _label(op: str, what: str) -> str:
@@ -347,27 +565,74 @@ def _check(op: str, tensor: Tensor, numel: int, dtype: torch.dtype, *, flat: boo
         )
 
 
-def _local_device(device: str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device, int(os.environ.get("LOCAL_RANK", "0"))) if device == "cuda" else torch.device(device)
+def _signature(op: str, whole: Tensor) -> str:
+    """What must be the same on every rank."""
+    return f"{op}, {whole.numel()} elements of {whole.dtype}"
 
 
-def _difference(what: str, fields: list[dict[str, str]]) -> str:
-    """The first field that is not the same everywhere, as one line."""
-    names = sorted(set().union(*fields))
-    for name in names:
-        ranks: dict[str, list[int]] = {}
-        for rank, own in enumerate(fields):
-            ranks.setdefault(own.get(name, "(absent)"), []).append(rank)
-        if len(ranks) > 1:
-            seen = "; ".join(f"{value} on {_ranks(where)}" for value, where in ranks.items())
-            return f"the ranks were started with different {what}: {name} is {seen}"
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+
+
+def _claim_device(device: str | None) -> torch.device:
+    """Where this process computes; LOCAL_RANK picks the GPU and it becomes torch's current one."""
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind != "cuda":
+        return torch.device(kind)
+    local_rank = _env_int("LOCAL_RANK", "0")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"LOCAL_RANK is {local_rank} and this machine has {torch.cuda.device_count()} GPUs; start fewer ranks"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _env_int(name: str, default: str = "") -> int:
+    value = os.environ.get(name, default)
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(f"the environment variable {name} must be a whole number, not {value!r}") from None
+
+
+def _as_bytes(text: str) -> Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def by_rank(values: Mapping[int, str]) -> str:
+    """Which rank has which value, equal values together: "3 on rank 0; 4 on ranks 1, 2"."""
+    ranks: dict[str, list[int]] = {}
+    for rank in sorted(values):
+        ranks.setdefault(values[rank], []).append(rank)
+    return "; ".join(f"{value} on {_ranks(where)}" for value, where in ranks.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _field_difference(what: str, fields: Sequence[Mapping[str, str]]) -> str:
+    """The first field that is not the same on every rank, as one line."""
+    for name in sorted(set().union(*fields)):
+        values = [own.get(name, "(absent)") for own in fields]
+        if len(set(values)) > 1:
+            return f"the ranks were started with different {what}: {name} is {by_rank(dict(enumerate(_clip(values))))}"
     raise AssertionError("the digests differ and the fields do not")
 
 
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def _clip(values: Sequence[str]) -> list[str]:
+    """Long values, cut to where they begin to differ."""
+    columns = enumerate(zip(*values, strict=False))
+    start = max(0, next((i for i, column in columns if len(set(column)) > 1), min(map(len, values))) - 40)
+    return [
+        ("…" if start else "") + value[start : start + 160] + ("…" if start + 160 < len(value) else "")
+        for value in values
+    ]
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

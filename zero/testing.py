@@ -1,8 +1,8 @@
 """Many ranks in one test: as threads of this process, or as processes of their own.
 
 Thread ranks meet at a board. The last one to come does the copying for all, so an operation is complete exactly when
-every rank has started it, as on a real network, and handles can be waited for in any order. What a network lets pass
-in silence is refused here: ranks that run different operations, shapes or dtypes.
+every rank has started it, as on a real network, and handles can be waited for in any order. Sums are the world's own.
+Ranks that run different operations, shapes or dtypes are refused at once, by name.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -20,54 +21,96 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zero.errors import DeadlineError, RankFailedError, WorldError
-from zero.world import GRACE_S, Handle, World
+from zero.failure import GRACE_S, by_rank, first_line, some_ranks
+from zero.world import Handle, World, signature_of
+
+# ------------------------------------------------------------------------------------------------- ranks as threads
+
+
+class _Seat(NamedTuple):
+    """One rank at a meeting: what it gives, where it receives; both may be the same tensor."""
+
+    source: Tensor
+    target: Tensor
+
+
+_Move = Callable[[list[_Seat]], None]
 
 
 @dataclass
 class _Meeting:
-    """One operation: what it is, and each rank's tensors as they come."""
+    """One operation: how each rank described it, and its seats until the last rank has come."""
 
     signatures: dict[int, str] = field(default_factory=dict)
-    tensors: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    seats: dict[int, _Seat] = field(default_factory=dict)
     done: bool = False
 
 
 class _Board:
-    """What thread ranks share: a lock, the meetings under way, the first failure."""
+    """What thread ranks share: one lock, the meetings under way, who has left, the first failure."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.changed = threading.Condition()
         self.generator_lock = threading.RLock()
         self.meetings: dict[int, _Meeting] = {}
-        self.last_op = ["nothing yet"] * size
+        self.last_op = ["nothing"] * size
+        self.left: set[int] = set()
         self.failure: tuple[int, BaseException] | None = None
 
-    def post(self, rank: int, number: int, op: str, signature: str, tensors: tuple[Tensor, Tensor], move: "_Move"):
+    def arrive(self, rank: int, number: int, op: str, seat: _Seat, move: _Move) -> _Meeting:
+        """Take a seat at meeting `number`; the last rank to come moves everyone's data."""
         with self.changed:
             self.raise_failure(rank, op)
             self.last_op[rank] = op
             meeting = self.meetings.setdefault(number, _Meeting())
-            meeting.signatures[rank] = signature
-            meeting.tensors[rank] = tensors
+            meeting.signatures[rank] = signature_of(op, seat.target)
+            meeting.seats[rank] = seat
             if len(set(meeting.signatures.values())) > 1:
-                self.fail(rank, WorldError(_disagreement(meeting.signatures)))
-                self.raise_failure(rank, op)
-            if len(meeting.tensors) == self.size:
+                different = WorldError(f"the ranks run different operations: {by_rank(meeting.signatures)}")
+                self.fail(rank, different)
+                raise different
+            if len(meeting.seats) == self.size:
                 with torch.no_grad():
-                    move([meeting.tensors[r] for r in range(self.size)])
+                    move([meeting.seats[r] for r in range(self.size)])
                 meeting.done = True
-                meeting.tensors.clear()
+                meeting.seats.clear()
                 del self.meetings[number]
                 self.changed.notify_all()
         return meeting
+
+    def await_all(self, rank: int, meeting: _Meeting, op: str, timeout_s: float) -> None:
+        """Return when the meeting is done."""
+
+        def settled() -> bool:
+            return meeting.done or self.failure is not None or bool(self.left - meeting.signatures.keys())
+
+        with self.changed:
+            self.changed.wait_for(settled, timeout_s)
+            if meeting.done:
+                return
+            self.raise_failure(rank, op)
+            absent = [r for r in range(self.size) if r not in meeting.signatures]
+            gone = [r for r in absent if r in self.left]
+            if gone:
+                error = WorldError(f"{some_ranks(gone)} left the world; rank {rank} was in {op}")
+            else:
+                last = "; ".join(f"rank {r}, last seen in {self.last_op[r]}" for r in absent)
+                error = DeadlineError(f"rank {rank} waited {timeout_s:g} s in {op}; not there: {last}")
+            self.fail(rank, error)
+            raise error
+
+    def leave(self, rank: int) -> None:
+        with self.changed:
+            self.left.add(rank)
+            self.changed.notify_all()
 
     def fail(self, rank: int, error: BaseException) -> None:
         with self.changed:
@@ -80,33 +123,17 @@ class _Board:
             return
         first, error = self.failure
         if type(error) is WorldError:
-            raise WorldError(*error.args)
-        raise RankFailedError(
-            f"rank {first} failed first: {type(error).__name__}: {error}; rank {rank} was in {op}"
-        ) from error
-
-
-_Move = Callable[[list[tuple[Tensor, Tensor]]], None]
+            raise WorldError(str(error))
+        cause = f"{type(error).__name__}: {first_line(error)}"
+        raise RankFailedError(f"rank {first} failed first: {cause}; rank {rank} was in {op}") from error
 
 
 class _BoardHandle:
-    def __init__(self, world: "ThreadWorld", meeting: _Meeting, op: str) -> None:
-        self._world, self._meeting, self._op = world, meeting, op
+    def __init__(self, await_all: Callable[[], None]) -> None:
+        self._await_all = await_all
 
     def wait(self) -> None:
-        world, board = self._world, self._world.board
-        with board.changed:
-            board.changed.wait_for(lambda: self._meeting.done or board.failure is not None, world.timeout_s)
-            if self._meeting.done:
-                return
-            board.raise_failure(world.rank, self._op)
-            absent = [r for r in range(world.size) if r not in self._meeting.signatures]
-            error = DeadlineError(
-                f"rank {world.rank} waited {world.timeout_s:g} s in {self._op}; not arrived: "
-                + "; ".join(f"rank {r} (last seen in {board.last_op[r]})" for r in absent)
-            )
-            board.fail(world.rank, error)
-            raise error
+        self._await_all()
 
 
 class ThreadWorld(World):
@@ -114,102 +141,106 @@ class ThreadWorld(World):
 
     def __init__(self, rank: int, board: _Board, *, timeout_s: float = 60.0) -> None:
         super().__init__(rank, board.size, device="cpu", timeout_s=timeout_s)
-        self.board = board
+        self._board = board
         self._number = 0
 
     @classmethod
-    def of(cls, size: int, *, timeout_s: float = 60.0) -> "list[ThreadWorld]":
-        """All ranks of a new world."""
+    def all_ranks(cls, size: int, *, timeout_s: float = 60.0) -> "list[ThreadWorld]":
+        """A new world, seen from each of its ranks; `run_ranks` gives each to a thread."""
         board = _Board(size)
         return [cls(rank, board, timeout_s=timeout_s) for rank in range(size)]
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        if not self.board.generator_lock.acquire(timeout=self.timeout_s):
+        if not self._board.generator_lock.acquire(timeout=self.timeout_s):
             raise DeadlineError(f"rank {self.rank} waited {self.timeout_s:g} s for another rank's exclusive block")
         try:
             yield
         finally:
-            self.board.generator_lock.release()
+            self._board.generator_lock.release()
 
     def fail(self, error: BaseException) -> None:
-        self.board.fail(self.rank, error)
+        self._board.fail(self.rank, error)
+
+    def close(self) -> None:
+        self._board.leave(self.rank)
 
     def _gather(self, shard_S: Tensor, full_P: Tensor, op: str) -> Handle:
-        return self._post(op, shard_S, full_P, _move_gather)
+        return self._meet(op, _Seat(shard_S, full_P), _move_gather)
 
     def _exchange(self, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
-        return self._post(op, full_P, recv_P, _move_exchange)
+        return self._meet(op, _Seat(full_P, recv_P), _move_exchange)
 
     def _broadcast(self, flat: Tensor, source: int, op: str) -> Handle:
-        return self._post(op, flat, flat, lambda tensors: _move_broadcast(tensors, source))
+        return self._meet(op, _Seat(flat, flat), lambda seats: _move_broadcast(seats, source))
 
-    def _post(self, op: str, source: Tensor, target: Tensor, move: _Move) -> Handle:
+    def _meet(self, op: str, seat: _Seat, move: _Move) -> Handle:
         self._number += 1
-        signature = f"{op}, {target.numel()} elements of {target.dtype}"
-        meeting = self.board.post(self.rank, self._number, op, signature, (source, target), move)
-        return _BoardHandle(self, meeting, op)
+        meeting = self._board.arrive(self.rank, self._number, op, seat, move)
+        return _BoardHandle(lambda: self._board.await_all(self.rank, meeting, op, self.timeout_s))
 
 
-def _move_gather(tensors: list[tuple[Tensor, Tensor]]) -> None:
-    for _, full_P in tensors:
-        for (shard_S, _), slot_S in zip(tensors, full_P.view(len(tensors), -1), strict=True):
+def _move_gather(seats: list[_Seat]) -> None:
+    for _, full_P in seats:
+        for (shard_S, _), slot_S in zip(seats, full_P.view(len(seats), -1), strict=True):
             if shard_S.data_ptr() != slot_S.data_ptr():
                 slot_S.copy_(shard_S)
 
 
-def _move_exchange(tensors: list[tuple[Tensor, Tensor]]) -> None:
-    size = len(tensors)
-    for r, (_, recv_P) in enumerate(tensors):
-        for (full_P, _), slot_S in zip(tensors, recv_P.view(size, -1), strict=True):
+def _move_exchange(seats: list[_Seat]) -> None:
+    size = len(seats)
+    for r, (_, recv_P) in enumerate(seats):
+        for (full_P, _), slot_S in zip(seats, recv_P.view(size, -1), strict=True):
             slot_S.copy_(full_P.view(size, -1)[r])
 
 
-def _move_broadcast(tensors: list[tuple[Tensor, Tensor]], source: int) -> None:
-    for r, (_, flat) in enumerate(tensors):
+def _move_broadcast(seats: list[_Seat], source: int) -> None:
+    for r, (_, flat) in enumerate(seats):
         if r != source:
-            flat.copy_(tensors[source][0])
-
-
-def _disagreement(signatures: dict[int, str]) -> str:
-    ranks: dict[str, list[int]] = {}
-    for rank in sorted(signatures):
-        ranks.setdefault(signatures[rank], []).append(rank)
-    seen = "; ".join(f"{signature} on ranks {where}" for signature, where in ranks.items())
-    return f"the ranks run different operations: {seen}"
+            flat.copy_(seats[source].source)
 
 
 def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
     """Run fn(world, *args) on `size` thread ranks and return their results in rank order.
 
     Raises:
-        Exception: what the first failing rank raised, with its rank as a note; the others are released at once.
-        DeadlineError: a rank was still running after `timeout_s`.
+        BaseException: what the first failing rank raised, with its rank as a note; the others are released at once.
+        DeadlineError: a rank was still running after `timeout_s`, with the stacks of all that were.
     """
-    worlds = ThreadWorld.of(size, timeout_s=timeout_s)
-    board = worlds[0].board
+    worlds = ThreadWorld.all_ranks(size, timeout_s=timeout_s)
+    board = worlds[0]._board
     results: list[Any] = [None] * size
 
     def run(world: ThreadWorld) -> None:
-        try:
+        with contextlib.suppress(BaseException), world:
             results[world.rank] = fn(world, *args)
-        except BaseException as error:
-            world.fail(error)
 
     threads = [threading.Thread(target=run, args=(world,), name=f"rank {world.rank}", daemon=True) for world in worlds]
     for thread in threads:
         thread.start()
-    end_s = time.monotonic() + timeout_s
+    with board.changed:
+        board.changed.wait_for(lambda: board.failure is not None or len(board.left) == size, timeout_s)
+        if board.failure is None and len(board.left) < size:
+            late = sorted(set(range(size)) - board.left)
+            stacks = "\n".join(f"--- rank {r} ---\n{_stack(threads[r])}" for r in late)
+            message = f"{some_ranks(late)} of {size} still running after {timeout_s:g} s"
+            board.fail(late[0], DeadlineError(f"{message}\n{stacks}"))
+    end_s = time.monotonic() + GRACE_S
     for thread in threads:
         thread.join(max(0.0, end_s - time.monotonic()))
-    late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
-    if late and board.failure is None:
-        raise DeadlineError(f"ranks {late} of {size} were still running after {timeout_s:g} s")
     if board.failure is not None:
         rank, error = board.failure
         error.add_note(f"raised on rank {rank} of {size}")
         raise error
     return results
+
+
+def _stack(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "".join(traceback.format_stack(frame)) if frame else "has just ended\n"
+
+
+# ----------------------------------------------------------------------------------------------- ranks as processes
 
 
 def run_processes(size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
@@ -261,7 +292,7 @@ class _RankProcess:
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         }
         arguments = (env, job, child_end, str(self.stacks), timeout_s, list(warnings.filters))
-        self.process = context.Process(target=_rank_main, args=arguments, name=f"rank {rank}", daemon=True)
+        self.process = context.Process(target=_rank_main, args=arguments, name=f"rank {rank}", daemon=False)
         self.process.start()
         child_end.close()
 
@@ -316,7 +347,7 @@ def _late(ranks: list[_RankProcess], size: int, timeout_s: float) -> str:
         f"--- rank {rank.rank} ---\n{rank.stacks.read_text() if rank.stacks.exists() else 'had not started yet'}"
         for rank in ranks
     )
-    return f"ranks {[rank.rank for rank in ranks]} of {size} were still running after {timeout_s:g} s\n{stacks}"
+    return f"{some_ranks([rank.rank for rank in ranks])} of {size} still running after {timeout_s:g} s\n{stacks}"
 
 
 def _how(exitcode: int | None) -> str:
@@ -329,12 +360,22 @@ def _how(exitcode: int | None) -> str:
 def _rank_main(
     env: dict[str, str], job: bytes, outcome: Any, stacks: str, timeout_s: float, filters: list[Any]
 ) -> None:
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
     os.environ.update(env)
+    torch.set_num_threads(1)
+    # In place: the interpreter's own warning code holds on to this very list.
+    cast(list[Any], warnings.filters)[:] = filters
     with Path(stacks).open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        torch.set_num_threads(1)
-        warnings.filters[:] = filters
         outcome.send_bytes(_outcome(job, timeout_s))
+        faulthandler.unregister(signal.SIGUSR1)
+
+
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _outcome(job: bytes, timeout_s: float) -> bytes:
@@ -350,5 +391,5 @@ def _outcome(job: bytes, timeout_s: float) -> bytes:
             message = pickle.dumps((None, error, trace))
             pickle.loads(message)
         except Exception:
-            message = pickle.dumps((None, RankFailedError(f"{type(error).__name__}: {error}"), trace))
+            message = pickle.dumps((None, WorldError(f"{type(error).__name__}: {error}"), trace))
         return message

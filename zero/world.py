@@ -21,7 +21,6 @@ import contextlib
 import hashlib
 import json
 import os
-import threading
 import time
 import zlib
 from abc import ABC, abstractmethod
@@ -35,16 +34,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero.errors import ConfigError, DeadlineError, HandshakeError, LayoutError, RankFailedError, WorldError
+from zero.errors import ConfigError, DeadlineError, HandshakeError, LayoutError, WorldError
+from zero.failure import Note, Notes, explain, field_difference, first_line, some_ranks
 
 SUM_NUMEL = 65_536
 """Elements that a local sum adds at a time on the host: the chunks stay in cache, the scratch stays small."""
 
 DEVICE_SUM_NUMEL = 1 << 22
 """The same on a GPU, where every chunk costs a kernel launch."""
-
-GRACE_S = 1.0
-"""How long a failing rank listens for what the others were doing."""
 
 RECENT_OPS = 64
 """Operations that a rank remembers, to find the first one that ranks started differently."""
@@ -134,7 +131,7 @@ class World(ABC):
         op = _label("gather", what)
         _check(op, full_P, shard_S.numel() * self.size, shard_S.dtype)
         _check(op, shard_S, shard_S.numel(), shard_S.dtype)
-        return self._gather(shard_S, full_P, op)
+        return self._gather(shard_S.detach(), full_P, op)
 
     def reduce_scatter(
         self, full_P: Tensor, recv_P: Tensor, sum_S: Tensor, *, accumulate: bool = False, what: str = ""
@@ -194,7 +191,7 @@ class World(ABC):
         self._gather(token_S, full_P, _label("barrier", what)).wait()
 
     def agree(self, fields: Mapping[str, str], what: str = "settings") -> None:
-        """Check that every rank came with the same `fields`; costs one gather of 32 bytes when they did.
+        """Check that every rank came with the same `fields`; costs one gather of 64 bytes when they did.
 
         Raises:
             HandshakeError: on every rank, with the first field that differs, its values and their ranks.
@@ -204,7 +201,8 @@ class World(ABC):
         digests = digest_S.new_empty(self.size, digest_S.numel())
         self._gather(digest_S, digests.view(-1), _label("agree", what)).wait()
         if not torch.equal(digests, digest_S.expand_as(digests)):
-            raise HandshakeError(_field_difference(what, [json.loads(own) for own in self._gather_texts(text, what)]))
+            different = field_difference([json.loads(own) for own in self._gather_texts(text, what)])
+            raise HandshakeError(f"the ranks were started with different {what}: {different}")
 
     def share(self, text: str, source: int = 0) -> str:
         """The `text` of rank `source`, on every rank."""
@@ -292,11 +290,12 @@ class ProcessWorld(World):
         if missing:
             raise ConfigError(f"the environment lacks {', '.join(missing)}; start the ranks with torchrun")
         super().__init__(_env_int("RANK"), _env_int("WORLD_SIZE"), device=_claim_device(device), timeout_s=timeout_s)
-        self._notes = _Notes(_open_store(self.rank, self.size, timeout_s), self.rank, self.size)
+        self._store = _open_store(self.rank, self.size, timeout_s)
+        self._notes = Notes(self._store, self.rank, self.size)
         self._owns_default = not dist.is_initialized()
-        self._group: dist.ProcessGroup | None = self._open_group()
+        self._group = self._open_group()
         self._number = 0
-        self._recent: deque[tuple[int, str]] = deque(maxlen=RECENT_OPS)
+        self._started: deque[tuple[int, str]] = deque(maxlen=RECENT_OPS)
         self._failure: WorldError | None = None
 
     def _open_group(self) -> dist.ProcessGroup | None:
@@ -305,22 +304,27 @@ class ProcessWorld(World):
         try:
             if not self._owns_default:
                 return dist.new_group(backend=backend, timeout=timeout)
-            store, rank, size = self._notes.store, self.rank, self.size
             dist.init_process_group(
-                backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id
+                backend,
+                store=self._store,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timeout,
+                device_id=device_id,
             )
         except RuntimeError as error:
             raise DeadlineError(
                 f"rank {self.rank} of {self.size} could not connect to the others within {self.timeout_s:g} s: "
-                f"{_first_line(error)}"
+                f"{first_line(error)}"
             ) from error
         return dist.group.WORLD
 
     def fail(self, error: BaseException) -> None:
-        self._notes.post("raised", "", f"{type(error).__name__}: {_first_line(error)}", [])
+        self._notes.post(Note.of_raise(error))
 
     def close(self) -> None:
         if self._group is not None:
+            self._notes.post(Note.of_leaving())
             dist.destroy_process_group(None if self._owns_default else self._group)
             self._group = None
 
@@ -362,8 +366,7 @@ class ProcessWorld(World):
         def wait() -> None:
             end_s = time.monotonic() + self.timeout_s
             for peer, work in works:
-                left_s = max(0.001, end_s - time.monotonic())
-                self._try(op, peer, work.wait, timedelta(seconds=left_s))
+                self._try(op, peer, work.wait, timedelta(seconds=max(0.001, end_s - time.monotonic())))
 
         return _Then(wait, (out, into))
 
@@ -378,124 +381,24 @@ class ProcessWorld(World):
 
     def _begin(self, op: str, whole: Tensor) -> int:
         """Note the operation as started; returns the tag that only the same operation of another rank has."""
+        if self._group is None:
+            raise WorldError(f"{op}: rank {self.rank} has left this world; open a new one")
         if self._failure is not None:
-            raise type(self._failure)(f"{op} after a failure: {self._failure}")
-        signature = _signature(op, whole)
+            raise self._failure
+        signature = signature_of(op, whole)
         self._number += 1
-        self._recent.append((self._number, signature))
+        self._started.append((self._number, signature))
         return zlib.crc32(f"{self._number} {signature}".encode()) & 0x7FFF_FFFF
 
     def _try(self, op: str, peer: int | None, call: Callable[..., Any], *args: Any) -> Any:
         try:
             return call(*args)
         except RuntimeError as error:
-            self._failure = self._explain(op, peer, error)
+            if self._failure is None:
+                mine = Note.of_wait(error, op, dict(self._started), peer)
+                self._notes.post(mine)
+                self._failure = explain(self.rank, self.size, mine, self._notes.read(), self.timeout_s)
             raise self._failure from error
-
-    def _explain(self, op: str, peer: int | None, error: RuntimeError) -> WorldError:
-        """Turn a torn connection into the story that all ranks can tell together."""
-        text = _first_line(error)
-        kind = "waited" if "timed out" in text.lower() else "lost"
-        self._notes.post(kind, op, text, list(self._recent))
-        notes = self._notes.read()
-        return _story(self.rank, self.size, op, peer, kind, text, self.timeout_s, notes)
-
-
-class _Notes:
-    """What failing ranks leave for each other in the rendezvous store.
-
-    The store may be gone, or its host stopped: every call is made in a thread that is given `GRACE_S` and then left.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self.store = store
-        self._rank = rank
-        self._size = size
-        self._posted = False
-
-    def post(self, kind: str, op: str, text: str, recent: list[tuple[int, str]]) -> None:
-        if self._posted:
-            return
-        self._posted = True
-
-        def write() -> None:
-            order = self.store.add("failures", 1)
-            note = {"order": order, "kind": kind, "op": op, "text": text, "recent": recent}
-            self.store.set(f"note/{self._rank}", json.dumps(note))
-
-        _within(GRACE_S, write)
-
-    def read(self) -> dict[int, dict[str, Any]]:
-        """The notes of all ranks that left one, waiting a little for the rest."""
-        notes: dict[int, dict[str, Any]] = {}
-
-        def fetch() -> None:
-            keys = [f"note/{r}" for r in range(self._size)]
-            with contextlib.suppress(RuntimeError):
-                self.store.wait(keys, timedelta(seconds=GRACE_S))
-            for r, key in enumerate(keys):
-                if self.store.check([key]):
-                    notes[r] = json.loads(self.store.get(key))
-            # Rank 0 may be the store's host: it stays until those who left a note have read the others'.
-            self.store.set(f"read/{self._rank}", "")
-            if self._rank == 0:
-                self.store.wait([f"read/{r}" for r in notes], timedelta(seconds=GRACE_S))
-
-        _within(3 * GRACE_S, fetch)
-        return dict(notes)
-
-
-def _within(limit_s: float, call: Callable[[], None]) -> None:
-    def run() -> None:
-        with contextlib.suppress(RuntimeError):
-            call()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(limit_s)
-
-
-def _story(
-    rank: int,
-    size: int,
-    op: str,
-    peer: int | None,
-    kind: str,
-    text: str,
-    timeout_s: float,
-    notes: Mapping[int, Mapping[str, Any]],
-) -> WorldError:
-    """Say what ended an operation, from this rank's error and the notes that all ranks left."""
-    others = sorted((note["order"], r) for r, note in notes.items() if r != rank)
-    for _, r in others:
-        if notes[r]["kind"] == "raised":
-            return RankFailedError(f"rank {r} failed first: {notes[r]['text']}; rank {rank} was in {op}")
-    different = _first_difference({r: dict(note["recent"]) for r, note in notes.items()})
-    if different:
-        return WorldError(f"the ranks run different operations: {different}")
-    silent = [r for r in range(size) if r != rank and r not in notes]
-    if kind == "lost" and silent:
-        return RankFailedError(
-            f"rank {rank} lost {_ranks(silent)} in {op}; a rank that goes without a word was usually killed, "
-            f"most often for memory ({text})"
-        )
-    seen = [f"rank {r} was in {notes[r]['op']}" for _, r in others]
-    if silent:
-        seen.append(f"{_ranks(silent)} said nothing: busy elsewhere, stopped or dead")
-    late = "" if peer is None or peer in silent else f" for rank {peer}"
-    waiting = (
-        f"waited {timeout_s:g} s{late}" if kind == "waited" else f"was cut off after others had waited {timeout_s:g} s"
-    )
-    return DeadlineError("; ".join([f"rank {rank} {waiting} in {op}", *seen]))
-
-
-def _first_difference(started: Mapping[int, Mapping[int, str]]) -> str:
-    """The first operation, by number, that two ranks started differently; "" where there is none."""
-    for number in sorted(set().union(*started.values())) if started else []:
-        signatures = {r: ops[number] for r, ops in started.items() if number in ops}
-        if len(set(signatures.values())) > 1:
-            return by_rank(signatures)
-    return ""
 
 
 def _open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
@@ -513,14 +416,17 @@ def _open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
         store = dist.PrefixStore(f"zero/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{opened}", server)
         store.set(f"here/{rank}", "")
     except RuntimeError as error:
-        raise DeadlineError(
-            f"rank {rank} of {size} found no store at {host}:{port} within {timeout_s:g} s: {_first_line(error)}"
+        refusal = DeadlineError if "timed out" in str(error).lower() else WorldError
+        raise refusal(
+            f"rank {rank} of {size} found no store at {host}:{port} within {timeout_s:g} s: {first_line(error)}"
         ) from error
     try:
         store.wait([f"here/{r}" for r in range(size)], timeout)
     except RuntimeError as error:
         absent = [r for r in range(size) if not store.check([f"here/{r}"])]
-        raise DeadlineError(f"rank {rank} of {size} waited {timeout_s:g} s for {_ranks(absent)} to start") from error
+        raise DeadlineError(
+            f"rank {rank} of {size} waited {timeout_s:g} s for {some_ranks(absent)} to start"
+        ) from error
     return store
 
 
@@ -565,7 +471,7 @@ def _check(op: str, tensor: Tensor, numel: int, dtype: torch.dtype, *, flat: boo
         )
 
 
-def _signature(op: str, whole: Tensor) -> str:
+def signature_of(op: str, whole: Tensor) -> str:
     """What must be the same on every rank."""
     return f"{op}, {whole.numel()} elements of {whole.dtype}"
 
@@ -598,41 +504,6 @@ def _env_int(name: str, default: str = "") -> int:
 
 def _as_bytes(text: str) -> Tensor:
     return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]
-
-
-def by_rank(values: Mapping[int, str]) -> str:
-    """Which rank has which value, equal values together: "3 on rank 0; 4 on ranks 1, 2"."""
-    ranks: dict[str, list[int]] = {}
-    for rank in sorted(values):
-        ranks.setdefault(values[rank], []).append(rank)
-    return "; ".join(f"{value} on {_ranks(where)}" for value, where in ranks.items())
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _field_difference(what: str, fields: Sequence[Mapping[str, str]]) -> str:
-    """The first field that is not the same on every rank, as one line."""
-    for name in sorted(set().union(*fields)):
-        values = [own.get(name, "(absent)") for own in fields]
-        if len(set(values)) > 1:
-            return f"the ranks were started with different {what}: {name} is {by_rank(dict(enumerate(_clip(values))))}"
-    raise AssertionError("the digests differ and the fields do not")
-
-
-def _clip(values: Sequence[str]) -> list[str]:
-    """Long values, cut to where they begin to differ."""
-    columns = enumerate(zip(*values, strict=False))
-    start = max(0, next((i for i, column in columns if len(set(column)) > 1), min(map(len, values))) - 40)
-    return [
-        ("…" if start else "") + value[start : start + 160] + ("…" if start + 160 < len(value) else "")
-        for value in values
-    ]
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

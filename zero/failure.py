@@ -1,0 +1,201 @@
+"""Who failed first: what ranks that cannot go on tell each other, and the one line that each then raises.
+
+A torn connection says only that something happened somewhere. So a rank whose operation fails leaves a note in the
+rendezvous store (why it stopped, which operations it started last), listens a moment for the notes of the others, and
+then knows the cause: a rank that raised, ranks that ran different operations, a rank that never came, a rank that is
+gone without a word.
+
+Nothing here communicates but through the store that it is given, and only ever after a failure.
+"""
+
+import contextlib
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal, Protocol
+
+from zero.errors import DeadlineError, RankFailedError, WorldError
+
+GRACE_S = 1.0
+"""How long a failing rank listens for the others."""
+
+_PAUSE_S = 0.01
+_NETWORK_PREFIX = re.compile(r"^\[[^]]*\] *")
+
+
+@dataclass(frozen=True)
+class Note:
+    """Why a rank stopped.
+
+    Attributes:
+        kind: its wait ran out, its connection broke, its own code raised, or it was done and closed its world.
+        op: the operation that it was in; "" where there was none.
+        text: the cause in its words.
+        started: its latest operations by number, so that the first difference can be found.
+        peer: the rank at the other end of a broken connection, where known.
+    """
+
+    kind: Literal["waited", "lost", "raised", "left"]
+    op: str
+    text: str
+    started: Mapping[int, str]
+    peer: int | None = None
+
+    @classmethod
+    def of_wait(cls, error: BaseException, op: str, started: Mapping[int, str], peer: int | None) -> "Note":
+        text = first_line(error)
+        return cls("waited" if "timed out" in text.lower() else "lost", op, text, started, peer)
+
+    @classmethod
+    def of_raise(cls, error: BaseException) -> "Note":
+        return cls("raised", "", f"{type(error).__name__}: {first_line(error)}", {})
+
+    @classmethod
+    def of_leaving(cls) -> "Note":
+        return cls("left", "", "", {})
+
+
+class NoteStore(Protocol):
+    """The part of a c10d store that notes need."""
+
+    def add(self, key: str, amount: int, /) -> int: ...
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+class Notes:
+    """The notes of all ranks, in a store.
+
+    The store may be gone, or its host stopped. So every visit is made by a thread that is left behind when it is late.
+    """
+
+    def __init__(self, store: NoteStore, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._posted = False
+
+    def post(self, note: Note) -> None:
+        """Leave this rank's note. Only the first one counts: what follows is a consequence."""
+        if self._posted:
+            return
+        self._posted = True
+
+        def write() -> None:
+            order = self._store.add("notes", 1)
+            self._store.set(f"note/{self._rank}", json.dumps({"order": order, **asdict(note)}))
+
+        _within(GRACE_S, write)
+
+    def read(self) -> dict[int, Note]:
+        """The notes so far by rank, oldest first, after waiting up to `GRACE_S` for the missing ones."""
+        found: list[tuple[int, int, Note]] = []
+
+        def fetch() -> None:
+            self._await([f"note/{r}" for r in range(self._size)])
+            for r in range(self._size):
+                if self._store.check([f"note/{r}"]):
+                    fields = json.loads(self._store.get(f"note/{r}"))
+                    started = {int(number): signature for number, signature in fields.pop("started").items()}
+                    found.append((fields.pop("order"), r, Note(**fields, started=started)))
+            # Rank 0 may be the store's host: it stays until those who left a note have read the others'.
+            self._store.set(f"read/{self._rank}", "")
+            if self._rank == 0:
+                self._await([f"read/{r}" for _, r, _ in found])
+
+        _within(3 * GRACE_S, fetch)
+        return {r: note for _, r, note in sorted(found, key=lambda entry: entry[0])}
+
+    def _await(self, keys: list[str]) -> None:
+        """Like the store's own wait, which would log every time-out from C++."""
+        end_s = time.monotonic() + GRACE_S
+        pause = threading.Event()
+        while not self._store.check(keys) and time.monotonic() < end_s:
+            pause.wait(_PAUSE_S)
+
+
+def explain(rank: int, size: int, mine: Note, notes: Mapping[int, Note], timeout_s: float) -> WorldError:
+    """What ended an operation on `rank`, from its own note and the others' (by rank, oldest first)."""
+    others = {r: note for r, note in notes.items() if r != rank}
+    for r, note in others.items():
+        if note.kind == "raised":
+            return RankFailedError(f"rank {r} failed first: {note.text}; rank {rank} was in {mine.op}")
+    different = first_difference({rank: mine.started} | {r: note.started for r, note in others.items()})
+    if different:
+        return WorldError(f"the ranks run different operations: {different}")
+    missed = {note.peer for note in (mine, *others.values()) if note.kind == "lost"}
+    left = sorted(r for r, note in others.items() if note.kind == "left" and r in missed)
+    if left:
+        return WorldError(f"{some_ranks(left)} left the world; rank {rank} was in {mine.op}")
+    silent = [r for r in range(size) if r != rank and r not in others]
+    if mine.kind == "lost" and silent:
+        return RankFailedError(
+            f"rank {rank} lost {some_ranks(silent)} in {mine.op}; a rank that goes without a word was usually killed "
+            f"by signal 9, most often for memory ({mine.text})"
+        )
+    wait = f"waited {timeout_s:g} s" if mine.kind == "waited" else f"was cut off, others had waited {timeout_s:g} s,"
+    seen = [f"rank {rank} {wait} in {mine.op}"]
+    seen += [f"rank {r} in {note.op}" for r, note in others.items()]
+    if silent:
+        seen.append(f"no word from {some_ranks(silent)}: busy elsewhere, stopped or dead")
+    return DeadlineError("; ".join(seen))
+
+
+def first_difference(started: Mapping[int, Mapping[int, str]]) -> str:
+    """The first operation, by number, that ranks started differently; "" where there is none."""
+    for number in sorted(set().union(*started.values())):
+        signatures = {r: ops[number] for r, ops in started.items() if number in ops}
+        if len(set(signatures.values())) > 1:
+            return by_rank(signatures)
+    return ""
+
+
+def by_rank(values: Mapping[int, str]) -> str:
+    """Which rank has which value, equal values together: "3 on rank 0; 4 on ranks 1, 2"."""
+    ranks: dict[str, list[int]] = {}
+    for rank in sorted(values):
+        ranks.setdefault(values[rank], []).append(rank)
+    return "; ".join(f"{value} on {some_ranks(where)}" for value, where in ranks.items())
+
+
+def some_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def field_difference(fields: Sequence[Mapping[str, str]]) -> str:
+    """The first field that is not the same on every rank, as one line; "" where there is none."""
+    for name in sorted(set().union(*fields)):
+        values = [own.get(name, "(absent)") for own in fields]
+        if len(set(values)) > 1:
+            return f"{name} is {by_rank(dict(enumerate(_clip(values))))}"
+    return ""
+
+
+def first_line(error: BaseException) -> str:
+    """An error's message without the source position and the advice that network libraries put around it."""
+    line = (str(error).splitlines() or [""])[0]
+    return _NETWORK_PREFIX.sub("", line).split(". This is typically")[0]
+
+
+def _clip(values: Sequence[str]) -> list[str]:
+    """Long values, cut to where they begin to differ."""
+    columns = enumerate(zip(*values, strict=False))
+    start = max(0, next((i for i, column in columns if len(set(column)) > 1), min(map(len, values))) - 40)
+    return [
+        ("…" if start else "") + value[start : start + 160] + ("…" if start + 160 < len(value) else "")
+        for value in values
+    ]
+
+
+def _within(limit_s: float, visit: Callable[[], None]) -> None:
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            visit()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit_s)

@@ -1,1 +1,76 @@
-"""ZeRO for plain PyTorch, as a function."""
+"""ZeRO for plain PyTorch, as a function.
+
+The names below in the order of the story: find your world, choose stage, precision and optimizer, make a plan for a
+model, open a store, init a state, make a step, run it. They are imported on first use, so that reading a configuration
+does not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zero.errors import ZeroError
+    from zero.full import full_state_dict
+    from zero.optim import adam, adamw, lion, sgd
+    from zero.placement import Offload
+    from zero.plan import Plan
+    from zero.precision import LossScaling, Precision
+    from zero.stage import Stage
+    from zero.state import State
+    from zero.step import Metrics, init, make_forward, make_step, open_store
+    from zero.unit import empty
+    from zero.world import World
+
+_HOME = {
+    "World": "world",
+    "Stage": "stage",
+    "Precision": "precision",
+    "LossScaling": "precision",
+    "Offload": "placement",
+    "adamw": "optim",
+    "adam": "optim",
+    "sgd": "optim",
+    "lion": "optim",
+    "empty": "unit",
+    "Plan": "plan",
+    "open_store": "step",
+    "init": "step",
+    "State": "state",
+    "make_step": "step",
+    "Metrics": "step",
+    "make_forward": "step",
+    "full_state_dict": "full",
+    "ZeroError": "errors",
+}
+
+__all__ = [
+    "LossScaling",
+    "Metrics",
+    "Offload",
+    "Plan",
+    "Precision",
+    "Stage",
+    "State",
+    "World",
+    "ZeroError",
+    "adam",
+    "adamw",
+    "empty",
+    "full_state_dict",
+    "init",
+    "lion",
+    "make_forward",
+    "make_step",
+    "open_store",
+    "sgd",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'zero' has no attribute {name!r}")
+    return getattr(import_module(f"zero.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,386 @@
+"""Gather a unit just before it computes, release it after, regather it when backward comes back.
+
+`Gather` is one autograd function from a unit to the tuple of its parameters. Its forward cuts views out of the gathered
+buffer; its backward hands the views' gradients to the reducer, whose reduce-scatter is the transpose of the gather.
+
+While a unit computes, a pair of saved-tensor hooks looks at everything autograd wants to keep. What lies in a gathered
+buffer is replaced by (unit, version, offset, size, stride), so the buffer can be released after forward; the first
+touch in backward gathers the unit again. No activation is recomputed. Only the innermost hooks count in torch, so where
+user code has its own (a checkpoint around the unit), packing is left to it: it drops everything and recomputes.
+
+How long a buffer is pinned:
+
+    in forward               from the call to its return
+    in backward              from the first touch until the gradients of all the unit's calls have arrived
+    ... with none to come    until backward touches another unit, or ends (frozen units, gradients of inputs only)
+    gathered ahead           until it is used, or the pass ends
+
+Everything that decides about a collective depends on the order of calls alone, so all ranks decide alike.
+
+Source: research prototypes of saved-tensor regather; Zhao et al. 2023, "PyTorch FSDP", section 4.1 for the schedule.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from zero.device import Device
+from zero.errors import StaleStateError
+from zero.layout import Layout
+from zero.order import CollectiveLog, VisitOrder
+from zero.pool import Buffer, Pool
+from zero.state import UnitState
+from zero.unit import Absent, Site, in_backward
+from zero.world import World
+
+
+class Packed(NamedTuple):
+    """A saved tensor that lay in a gathered buffer: where to find it when the unit is gathered again."""
+
+    unit: int
+    version: int
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class Gather(torch.autograd.Function):
+    """From a unit to its parameters: backward is where their gradients leave autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, gatherer: "Gatherer", unit: UnitState, flat: Tensor) -> tuple[Tensor, ...]:
+        """`anchor` only makes autograd record the call; the parameters are views of `flat`."""
+        ctx.set_materialize_grads(False)
+        ctx.gatherer, ctx.unit = gatherer, unit
+        return tuple(cut(unit.spec.trainable, flat, 0))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        ctx.gatherer.deliver(ctx.unit, grads)
+        return None, None, None, None
+
+
+def cut(layout: Layout, flat: Tensor, start: int) -> Iterable[Tensor]:
+    """The layout's parameters as views of `flat`, whose element `start` is the layout's first."""
+    for slot in layout.slots:
+        yield flat[start + slot.offset : start + slot.stop].view(slot.shape)
+
+
+class Gatherer:
+    """Runs the sites of one copied model on gathered units.
+
+    Args:
+        pool: None when every unit is resident.
+        prefetch: how many units to gather ahead, in both directions.
+        remat: recompute each unit's activations in backward instead of keeping them.
+        force: applies a unit's waiting update to its shard.
+        deliver: takes the gradients of one call of a unit; None for a parameter that was not used.
+        settle: every gradient of the unit's calls in this microbatch has been delivered.
+        log: where every collective is noted.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitState],
+        *,
+        world: World,
+        device: Device,
+        pool: Pool | None,
+        prefetch: int,
+        remat: bool,
+        force: Callable[[UnitState], None],
+        deliver: Callable[[UnitState, Sequence[Tensor | None]], None],
+        settle: Callable[[UnitState], None],
+        log: CollectiveLog,
+    ) -> None:
+        self._log = log
+        self._units, self._world, self._device, self.pool = units, world, device, pool
+        self._prefetch, self._remat = prefetch, remat
+        self._force, self._deliver, self._settle = force, deliver, settle
+        self._orders = {True: VisitOrder(), False: VisitOrder()}
+        self._anchor = torch.zeros(0, requires_grad=True)
+        self._held: dict[int, Buffer] = {}  # pinned by the backward pass under way
+        self._passes: set[int] = set()  # backward passes under way, by autograd's id; more than one when nested
+        self._lock = threading.RLock()  # on a GPU backward runs on autograd's own threads
+
+    # -- one microbatch ------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A microbatch, or a forward without gradients, starts."""
+        self._orders[torch.is_grad_enabled()].begin()
+        self._drop_ahead()
+
+    def end(self) -> None:
+        """The microbatch is over: units whose calls reached no gradient settle with zeros, in unit order."""
+        for unit in self._units:
+            if unit.calls:
+                self._close(unit)
+        self._drop_ahead()
+
+    def reset(self) -> None:
+        """After an exception: forget calls, pins and half-made records."""
+        self._held.clear()
+        self._passes.clear()
+        for order in self._orders.values():
+            order.forget()
+        for unit in self._units:
+            unit.calls.clear()
+            unit.returned = 0
+        if self.pool is not None:
+            self.pool.unpin_all()
+
+    def runner(self, site: Site) -> Callable[[nn.Module, Any, Any], Any]:
+        """What the `Unit` at `site` calls."""
+        return partial(self.run, site)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def run(self, site: Site, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What a `Unit` does instead of its module's forward."""
+        recomputing = in_backward()
+        pinned: list[Buffer] = []
+        try:
+            for index in site.units:
+                if recomputing:
+                    self._hold(self._units[index])
+                else:
+                    pinned.append(self._pin(self._units[index]))
+            names, values = self._parameters(site, recomputing)
+            with self._packing():
+                outputs = self._call(module, names, values, args, kwargs, recomputing)
+            return self._own(outputs)
+        finally:
+            for buffer in pinned:
+                self._unpin(buffer)
+
+    def _parameters(self, site: Site, recomputing: bool) -> tuple[list[str], list[Tensor]]:
+        """The site's parameters by local name: views of the gathered buffers."""
+        trainable: dict[int, Sequence[Tensor]] = {}
+        frozen: dict[int, Sequence[Tensor]] = {}
+        for index in site.units:
+            unit = self._units[index]
+            flat = self._buffer(unit).flat
+            frozen[index] = tuple(cut(unit.spec.frozen, flat, unit.spec.trainable.P))
+            if torch.is_grad_enabled() and unit.spec.trainable.slots:
+                trainable[index] = views = Gather.apply(self._anchor, self, unit, flat)
+                if not recomputing:  # a recomputed call is the same call again
+                    unit.calls.append(views[0].grad_fn)
+            else:
+                trainable[index] = tuple(cut(unit.spec.trainable, flat, 0))
+        values = [(trainable if bound.trainable else frozen)[bound.unit][bound.slot] for bound in site.bindings]
+        return [bound.local for bound in site.bindings], values
+
+    def _call(
+        self, module: nn.Module, names: list[str], values: list[Tensor], args: Any, kwargs: Any, recomputing: bool
+    ) -> Any:
+        if not self._remat or recomputing or not torch.is_grad_enabled():
+            return functional_call(module, dict(zip(names, values, strict=True)), args, kwargs, tie_weights=False)
+        # What forward changes (running statistics) is put back for the recomputation, which must neither see the change
+        # nor repeat it: it works on copies of what forward saw.
+        before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in module.named_buffers()}
+        replaced: dict[str, Tensor] | None = None
+
+        def compute(*tensors: Any) -> Any:
+            given = dict(zip(names, tensors, strict=False)) | (replaced or {})
+            return functional_call(module, given, tensors[len(names) :], kwargs, tie_weights=False)
+
+        # The parameters go in as arguments: a checkpoint keeps its arguments through our hooks, and so not at all.
+        outputs = checkpoint(compute, *values, *args, use_reentrant=False)
+        replaced = {name: copy for name, (buffer, seen, copy) in before.items() if buffer._version != seen}
+        before.clear()
+        return outputs
+
+    def _packing(self) -> AbstractContextManager[Any]:
+        if self.pool is None or not torch.is_grad_enabled():
+            return nullcontext()  # nothing is ever released, so autograd may keep what it likes
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            return nullcontext()  # ours, around an outer unit, see all buffers; a foreign pair must not be hidden
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _own(self, outputs: Any) -> Any:
+        """Copy outputs that lie in a buffer: they must outlive it."""
+        if self.pool is None:
+            return outputs
+        pool = self.pool
+        return tree_map_only(Tensor, lambda t: t if pool.holding(t) is None else t.clone(), outputs)
+
+    # -- residency -----------------------------------------------------------------------------------------------------
+
+    def materialise(self, unit: UnitState) -> Tensor:
+        """The full flat of `unit`, current until the next gather. Collective; for reading outside a step."""
+        self._request(unit)
+        return self._arrive(unit).flat
+
+    def _pin(self, unit: UnitState) -> Buffer:
+        """Gather `unit`, and ahead of time those that come next; returns its buffer, pinned and ready to compute on."""
+        upcoming = self._orders[torch.is_grad_enabled() or in_backward()].visit(unit.index, self._prefetch)
+        self._request(unit)
+        self._buffer(unit).pins += 1
+        for index in upcoming:
+            self._request_ahead(self._units[index])
+        return self._arrive(unit)
+
+    def _request(self, unit: UnitState) -> None:
+        """Start the gather of `unit` unless a current copy is here or on its way."""
+        buffer = unit.resident or (self.pool and self.pool.find(unit.index))
+        if buffer is not None and buffer.version == unit.version and unit.waiting is None:
+            return
+        with self._device.aside("gather") as ready:
+            if unit.waiting is not None:
+                self._force(unit)
+            if unit.resident is None:
+                assert self.pool is not None
+                buffer = self.pool.take(unit.index, unit.full_numel)
+            assert buffer is not None
+            buffer.ready = ready
+            if buffer.version != unit.version:
+                buffer.version = unit.version
+                self._start(unit, buffer)
+
+    def _start(self, unit: UnitState, buffer: Buffer) -> None:
+        split, what = unit.spec.trainable.P, self._log.note(f"gather of {unit.spec.name}")
+        for shard_S, full_P in ((unit.shard_S, buffer.flat[:split]), (unit.frozen_S, buffer.flat[split:])):
+            if shard_S.numel():
+                buffer.arrivals.append(self._world.gather(shard_S, full_P, what=what))
+
+    def _request_ahead(self, unit: UnitState) -> None:
+        if unit.resident is not None:
+            self._request(unit)
+            return
+        assert self.pool is not None
+        buffer = self.pool.find(unit.index)
+        if buffer is None and not self.pool.has_room(unit.full_numel):
+            return
+        self._request(unit)
+        self._buffer(unit).ahead = True
+
+    def _arrive(self, unit: UnitState) -> Buffer:
+        buffer = self._buffer(unit)
+        buffer.land()
+        buffer.ahead = False
+        if self.pool is not None:
+            self.pool.touch(buffer)
+        return buffer
+
+    def _buffer(self, unit: UnitState) -> Buffer:
+        buffer = unit.resident or (self.pool and self.pool.find(unit.index))
+        assert buffer is not None, f"{unit.spec.name} is not gathered"
+        return buffer
+
+    def _unpin(self, buffer: Buffer) -> None:
+        if self.pool is not None:
+            self.pool.unpin(buffer)
+        else:
+            buffer.pins -= 1
+
+    def _drop_ahead(self) -> None:
+        """What was gathered ahead and never used may go."""
+        if self.pool is not None:
+            self.pool.drop_ahead()
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: Tensor) -> Any:
+        assert self.pool is not None
+        buffer = self.pool.holding(tensor)
+        if buffer is None:
+            return tensor
+        assert buffer.unit is not None
+        return Packed(buffer.unit, buffer.version, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if not isinstance(packed, Packed):
+            return packed
+        unit = self._units[packed.unit]
+        if unit.version != packed.version or unit.waiting is not None:
+            raise StaleStateError(
+                f"the parameters of {unit.spec.name} changed between this graph's forward and its backward; "
+                "call backward before the next step"
+            )
+        with self._lock:
+            buffer = self._hold(unit)
+        return buffer.flat.as_strided(packed.size, packed.stride, packed.offset)
+
+    def regather(self, site: Site, binding: int) -> Callable[[], Tensor]:
+        """How a checkpoint inside user code finds a parameter while it recomputes: see `Absent`."""
+        bound = site.bindings[binding]
+
+        def view() -> Tensor:
+            with self._lock:
+                unit = self._units[bound.unit]
+                flat = self._hold(unit).flat
+            layout, start = (unit.spec.trainable, 0) if bound.trainable else (unit.spec.frozen, unit.spec.trainable.P)
+            slot = layout.slots[bound.slot]
+            found = flat[start + slot.offset : start + slot.stop].view(slot.shape).detach()
+            return found.requires_grad_(bound.trainable)
+
+        return view
+
+    def _hold(self, unit: UnitState) -> Buffer:
+        """Pin `unit` for the backward pass under way."""
+        self._watch_pass()
+        if unit.index not in self._held:
+            for index in [index for index in self._held if not self._awaited(self._units[index])]:
+                self._let_go(index)
+            self._held[unit.index] = self._pin(unit)
+        return self._held[unit.index]
+
+    def _awaited(self, unit: UnitState) -> bool:
+        """The pass under way will still bring gradients of `unit`, and with them the moment to let it go."""
+        return any(torch._C._will_engine_execute_node(call) for call in unit.calls)
+
+    def _let_go(self, index: int) -> None:
+        buffer = self._held.pop(index, None)
+        if buffer is not None:
+            self._unpin(buffer)
+
+    def deliver(self, unit: UnitState, grads: Sequence[Tensor | None]) -> None:
+        """One call's gradients have arrived."""
+        with self._lock:
+            self._watch_pass()
+            self._deliver(unit, grads)
+            unit.returned += 1
+            if unit.returned == len(unit.calls):
+                self._close(unit)
+
+    def _close(self, unit: UnitState) -> None:
+        unit.calls.clear()
+        unit.returned = 0
+        self._settle(unit)
+        self._let_go(unit.index)
+
+    def _watch_pass(self) -> None:
+        """Have autograd tell us when the backward pass under way ends, whoever started it."""
+        task = torch._C._current_graph_task_id()
+        if task != -1 and task not in self._passes:
+            self._passes.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._pass_ended(task))
+
+    def _pass_ended(self, task: int) -> None:
+        self._passes.discard(task)
+        if self._passes:
+            return  # a pass inside another one, as a reentrant checkpoint makes
+        for unit in self._units:
+            if unit.returned:
+                self._close(unit)
+        for index in list(self._held):
+            self._let_go(index)
+
+
+def bind_absent(copied: nn.Module, sites: Iterable[Site], gatherer: Gatherer) -> None:
+    """Tell every absent parameter how to be found while a checkpoint inside user code recomputes."""
+    for site in sites:
+        module = copied.get_submodule(site.path)
+        for number, bound in enumerate(site.bindings):
+            owner, _, name = bound.local.rpartition(".")
+            absent = module.get_submodule(owner)._parameters[name]
+            assert isinstance(absent, Absent)
+            absent.regather = gatherer.regather(site, number)

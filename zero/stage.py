@@ -1,0 +1,63 @@
+"""A ZeRO stage is three booleans: which of moments, gradients and parameters are sharded.
+
+Stage 0 shards nothing. Every rank keeps everything; gradients are all-reduced once per step, as in plain data
+parallelism.
+
+Stage 1 shards the moments and the fp32 master. A rank updates only its own range, so it needs only its own range of the
+gradient: the all-reduce becomes a reduce-scatter. The other ranges of the new parameters arrive with the next gather,
+which overlaps with the next forward.
+
+Stage 2 also shards the gradients: each microbatch is reduce-scattered as soon as it exists, and what accumulates over
+microbatches is one shard.
+
+Stage 3 also shards the parameters: a unit is gathered just before it computes, released after, and gathered once more
+when backward comes back to it.
+
+This is the only file that knows the four numbers; all others read the booleans.
+
+Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.
+"""
+
+from dataclasses import dataclass
+
+from zero.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Which parts of the training state are sharded over the ranks.
+
+    Raises:
+        ConfigError: `level` is not one of 0, 1, 2, 3.
+    """
+
+    level: int = 3
+
+    def __post_init__(self) -> None:
+        if type(self.level) is not int or self.level not in range(4):
+            raise ConfigError(f"zero.stage={self.level!r}: a stage is 0, 1, 2 or 3")
+
+    @property
+    def moments(self) -> bool:
+        """The moments and the fp32 master are sharded."""
+        return self.level >= 1
+
+    @property
+    def gradients(self) -> bool:
+        """Accumulated gradients are sharded: reduced every microbatch."""
+        return self.level >= 2
+
+    @property
+    def parameters(self) -> bool:
+        """Parameters are sharded between uses: gathered just in time and released."""
+        return self.level >= 3
+
+
+def paper_bytes(level: int, *, numel: int, world_size: int) -> float:
+    """Bytes of model state per rank by the paper's formula: 2-byte parameters and gradients, 12 bytes of Adam.
+
+    Args:
+        numel: parameters of the whole model.
+    """
+    sharded = {0: 0, 1: 12, 2: 14, 3: 16}[level]
+    return numel * ((16 - sharded) + sharded / world_size)

@@ -1,0 +1,315 @@
+"""`init` makes a state, `make_step` makes the function that moves it on.
+
+A step: for each microbatch forward and backward; then one small collective that carries every rank's sums of squares
+and losses; then a decision, the same on all ranks, to skip the step or to mark every unit as waiting for its update.
+
+Losses and norms are added in rank order, so all ranks know the same bits.
+
+Source: Rajbhandari et al. 2020, "ZeRO"; Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zero.device import Device
+from zero.errors import ConfigError, NonFiniteGradientError, WorldError
+from zero.gather import Gatherer, bind_absent
+from zero.initialise import Weights, values_of
+from zero.optim import Hyper
+from zero.order import CollectiveLog
+from zero.plan import Plan
+from zero.pool import Buffer, Pool
+from zero.reduce import Reducer
+from zero.state import Machinery, State, UnitState
+from zero.store import MemoryStore, Page, Store
+from zero.unit import UnitSpec, attach, detached_copy
+from zero.update import Updater
+
+LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
+
+
+class Metrics(NamedTuple):
+    """What one step did, the same on every rank."""
+
+    loss: float
+    """Mean over the global batch."""
+    grad_norm: float
+    """Of the mean gradient, before clipping; infinite or NaN when the step was skipped."""
+    lr: float
+    loss_scale: float
+    """That this step ran with."""
+    skipped: bool
+    blame: str | None
+    """The first unit with a gradient that is not finite."""
+    aux: dict[str, float]
+    """Means over the global batch of what `loss_fn` returned beside the loss."""
+
+
+def open_store(plan: Plan) -> Store:
+    """The store that holds this rank's master and moments, with every page allocated and zero."""
+    store = MemoryStore(plan.world.device)
+    for page, numel in plan.store_pages().items():
+        store.allocate(page, numel, torch.float32)
+    return store
+
+
+def init(plan: Plan, store: Store, *, seed: int = 0, weights: Weights = None) -> State:
+    """A state at step 0, made unit by unit: at no time does more than one unit exist whole, unless it is resident.
+
+    Args:
+        weights: None to call each owner's `reset_parameters` with a generator seeded from (seed, owner), which gives
+            the same values for every stage, world and choice of units; or tensors by name; or the path of a
+            safetensors file; or a function of (name, fp32 tensor) that fills the tensor.
+
+    Raises:
+        HandshakeError: the ranks have different plans or seeds.
+        PlanError: an owner without `reset_parameters`, or missing or misshapen weights; named.
+    """
+    plan.world.agree(plan.fields() | {"seed": str(seed)})
+    copied = detached_copy(plan.model, plan.splitting, plan.world.device)
+    units = tuple(
+        _unit_state(plan, store, spec, values)
+        for spec, values in values_of(plan.splitting, copied, seed, weights, plan.world)
+    )
+    gatherer, reducer, updater, log = _wire(plan, store, units)
+    bind_absent(copied, plan.splitting.sites, gatherer)
+    model = attach(copied, plan.splitting, gatherer.runner)
+    machinery = Machinery(plan, model, store, units, gatherer, reducer, updater, log)
+    return State(machinery, 0, plan.precision.scale.start())
+
+
+def _unit_state(plan: Plan, store: Store, spec: UnitSpec, values: Mapping[str, Tensor]) -> UnitState:
+    """Flatten one unit's values, keep this rank's part of them, write the master's pages."""
+    compute, where = plan.precision.compute, plan.world.device
+    full = torch.zeros(spec.trainable.P + spec.frozen.P, dtype=torch.float32)
+    for layout, flat in ((spec.trainable, full[: spec.trainable.P]), (spec.frozen, full[spec.trainable.P :])):
+        layout.flatten({slot.name: values[slot.name] for slot in layout.slots}, flat)
+    start, stop = spec.trainable.shard(plan.world.rank)
+    frozen = [spec.trainable.P + edge for edge in spec.frozen.shard(plan.world.rank)]
+    resident = Buffer(full.numel(), compute, where) if plan.resident else None
+    if resident is not None:
+        resident.flat.copy_(full)
+        resident.version = 0
+    keep = resident.flat if resident is not None else full.to(where, compute, copy=True)
+    shard_S, frozen_S = keep[start:stop], keep[frozen[0] : frozen[1]]
+    if resident is None:
+        shard_S, frozen_S = shard_S.clone(), frozen_S.clone()
+    if plan.precision.has_master:
+        mine = full[: spec.trainable.P] if plan.whole_update else full[start:stop]
+        for number, page_K in enumerate(mine.split(plan.page_numel)):
+            if page_K.numel():
+                store.write(Page(spec.index, "master", number), page_K.to(where)).wait()
+    grad = torch.zeros(plan.grad_numel(spec), dtype=plan.grad_dtype, device=where) if spec.trainable.slots else None
+    return UnitState(spec, resident, shard_S, frozen_S, grad)
+
+
+def _wire(plan: Plan, store: Store, units: tuple[UnitState, ...]) -> tuple[Gatherer, Reducer, Updater, CollectiveLog]:
+    device, log = Device(plan.world.device), CollectiveLog()
+    pool = None if plan.resident else Pool(plan.buffer_counts(), plan.precision.compute, plan.world.device)
+    updater = Updater(
+        store,
+        plan.optimizer,
+        decays=(False, True),
+        page_numel=plan.page_numel,
+        has_master=plan.precision.has_master,
+        whole=plan.whole_update,
+        rank=plan.world.rank,
+        device=plan.world.device,
+    )
+    reducer = Reducer(
+        world=plan.world,
+        device=device,
+        counts=plan.flat_counts(),
+        dtype=plan.flat_dtype,
+        local=plan.local_sum,
+        whole=plan.whole_update,
+        force=updater.force,
+        final=updater.final,
+        log=log,
+    )
+    gatherer = Gatherer(
+        units,
+        world=plan.world,
+        device=device,
+        pool=pool,
+        prefetch=plan.prefetch,
+        remat=plan.activations == "remat",
+        force=updater.force,
+        deliver=reducer.deliver,
+        settle=reducer.settle,
+        log=log,
+    )
+    return gatherer, reducer, updater, log
+
+
+def make_step(plan: Plan, loss_fn: LossFn) -> Callable[[State, Sequence[Any]], tuple[State, Metrics]]:
+    """The training step: `state, metrics = step(state, microbatches)`.
+
+    Args:
+        loss_fn: (model, microbatch) to a scalar loss, the mean over the microbatch, or to (loss, dict of scalars). The
+            model is the plan's copy; call it as the original.
+
+    The step takes `plan.accumulate` microbatches of this rank and returns the next state; the old one is spent. If it
+    raises, the old state is still good, except that buffers such as running statistics have seen the microbatches.
+
+    Raises (when called):
+        StaleStateError: the state is spent.
+        WorldError: the ranks visited different units.
+        NonFiniteGradientError: `zero.update=eager` and a gradient that is not finite.
+    """
+
+    def step(state: State, microbatches: Sequence[Any]) -> tuple[State, Metrics]:
+        if len(microbatches) != plan.accumulate:
+            raise ConfigError(f"a step takes batch.accumulate={plan.accumulate} microbatches, not {len(microbatches)}")
+        parts = state.machinery
+        hyper = Hyper(
+            step=state.step + 1,
+            lr=plan.optimizer.lr_at(state.step + 1),
+            weight_decay=plan.optimizer.weight_decay,
+            divisor=plan.world.size * plan.accumulate * state.scale.scale,
+        )
+        _clear(parts)
+        parts.updater.at_once = hyper if plan.update == "eager" else None
+        try:
+            losses, aux = _passes(parts, loss_fn, microbatches, state.scale.scale)
+            parts.reducer.finish()
+        except BaseException:
+            parts.gatherer.reset()
+            parts.reducer.reset()
+            raise
+        told = _tell(parts, losses, aux)
+        norm = told.norm(hyper.divisor)
+        finite = math.isfinite(norm)
+        if finite:
+            _wait_for_update(parts, hyper._replace(divisor=hyper.divisor / _clip(plan.optimizer.clip, norm)))
+        elif plan.update == "eager":
+            raise NonFiniteGradientError(
+                f"step {hyper.step}: the gradient of {told.blame} is not finite, and zero.update=eager has updated "
+                "units already; use zero.update=lazy, which skips such a step"
+            )
+        metrics = Metrics(told.loss, norm, hyper.lr, state.scale.scale, not finite, told.blame, told.aux)
+        return state.advance(scale=plan.precision.scale.advance(state.scale, finite), finite=finite), metrics
+
+    return step
+
+
+def make_forward(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Evaluation: `forward(state, *args)` is `fn(model, *args)` in eval mode without gradients.
+
+    Parameters are read through the waiting update, so the state's own step is what is seen. Every rank must call it
+    the same number of times.
+    """
+
+    def forward(state: State, *args: Any, **kwargs: Any) -> Any:
+        parts = state.machinery
+        training = parts.model.training
+        parts.model.eval()
+        try:
+            with torch.no_grad():
+                parts.gatherer.begin()
+                return fn(parts.model, *args, **kwargs)
+        finally:
+            parts.model.train(training)
+
+    return forward
+
+
+# -- the parts of a step -----------------------------------------------------------------------------------------------
+
+
+def _clear(parts: Machinery) -> None:
+    """Forget the last step's sums and gradients; a waiting update has its own claim on the latter."""
+    parts.log.clear()
+    parts.updater.sums.clear()
+    for unit in parts.units:
+        unit.filled = False
+
+
+def _passes(
+    parts: Machinery, loss_fn: LossFn, microbatches: Sequence[Any], scale: float
+) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    """Forward and backward of every microbatch; returns their losses."""
+    losses: list[Tensor] = []
+    aux: dict[str, list[Tensor]] = {}
+    for number, microbatch in enumerate(microbatches):
+        parts.gatherer.begin()
+        parts.reducer.begin(last=number == len(microbatches) - 1)
+        result = loss_fn(parts.model, microbatch)
+        loss, beside = result if isinstance(result, tuple) else (result, {})
+        (loss if scale == 1.0 else loss * scale).backward()
+        parts.gatherer.end()
+        losses.append(loss.detach().double())
+        for name, value in beside.items():
+            aux.setdefault(name, []).append(torch.as_tensor(value).detach().double())
+    return losses, aux
+
+
+class _Told(NamedTuple):
+    """What the step's one small collective brought, added in rank order."""
+
+    sums: list[float]
+    loss: float
+    aux: dict[str, float]
+    blame: str | None
+
+    def norm(self, divisor: float) -> float:
+        """The global norm of the mean gradient, added in unit order and rounded once to fp32."""
+        total = sum(self.sums)
+        root = math.sqrt(total) if math.isfinite(total) else math.nan
+        return float(torch.tensor(root / divisor, dtype=torch.float32))
+
+
+def _tell(parts: Machinery, losses: list[Tensor], aux: dict[str, list[Tensor]]) -> _Told:
+    world, count = parts.plan.world, len(parts.units)
+    names = sorted(aux)
+    nothing = torch.zeros((), dtype=torch.float64, device=world.device)
+    mine = torch.stack(
+        [
+            *(parts.updater.sums.get(unit.index, nothing) for unit in parts.units),
+            torch.stack(losses).mean().to(world.device),
+            *(torch.stack(aux[name]).mean().to(world.device) for name in names),
+            torch.tensor(float(parts.log.fingerprint), dtype=torch.float64, device=world.device),
+        ]
+    )
+    everyone = torch.zeros(world.size * mine.numel(), dtype=torch.float64, device=world.device)
+    world.gather(mine, everyone, what="norms and losses").wait()
+    ranks = everyone.view(world.size, -1).tolist()
+    _same_visits(parts, [int(rank[-1]) for rank in ranks])
+    sums = [sum(rank[number] for rank in ranks) for number in range(count)]
+    means = [sum(rank[number] for rank in ranks) / world.size for number in range(count, len(ranks[0]) - 1)]
+    blame = next((u.spec.name for u, total in zip(parts.units, sums, strict=True) if not math.isfinite(total)), None)
+    return _Told(sums, means[0], dict(zip(names, means[1:], strict=True)), blame)
+
+
+def _same_visits(parts: Machinery, fingerprints: list[int]) -> None:
+    """Refuse the step if the ranks' collectives were not the same ones in the same order: bytes met the wrong bytes."""
+    if len(set(fingerprints)) == 1:
+        return
+    odd = [rank for rank, print_ in enumerate(fingerprints) if print_ != fingerprints[0]]
+    raise WorldError(
+        f"ranks {odd} gathered or reduced other units than rank 0 in this step; all ranks must run the same units in "
+        "the same order (this rank: " + ", ".join(parts.log.recent) + ")"
+    )
+
+
+def _clip(limit: float | None, norm: float) -> float:
+    """What the gradient is multiplied by, as in `torch.nn.utils.clip_grad_norm_`."""
+    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+
+
+def _wait_for_update(parts: Machinery, hyper: Hyper) -> None:
+    """Mark every unit as waiting for this step's update, or do it now."""
+    for unit in parts.units:
+        if unit.grad is None or (parts.updater.at_once is not None and unit.filled):
+            continue
+        if not unit.filled:  # not visited in this step: the last update may still wait, and this one has no gradient
+            if unit.waiting is not None:
+                parts.updater.force(unit)
+            unit.grad.zero_()
+        unit.waiting = hyper
+        if parts.plan.update == "serial":
+            parts.updater.force(unit)

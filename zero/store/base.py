@@ -1,0 +1,76 @@
+"""The contract of a state store: pages of master and moments, read and written by key.
+
+A store knows keys and bytes. It does not know what Adam is, how many ranks there are, or where a page lies in a model.
+A page is a 1-D tensor of fixed length and dtype; its contents are whatever was last written to it.
+
+Every tier passes the same tests, `zero.testing.StoreContract`.
+"""
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Page(NamedTuple):
+    """The key of one page: unit index, what it holds ("master", "mu", ...), and its number within the shard."""
+
+    unit: int
+    kind: str
+    index: int
+
+
+class Ticket(Protocol):
+    """A read or a write under way."""
+
+    def wait(self) -> None:
+        """Return when the bytes are there; raise what went wrong."""
+
+
+class Done:
+    """The ticket of work that was complete when it was issued."""
+
+    def wait(self) -> None:
+        return None
+
+
+class Store(ABC):
+    """Where pages sleep between two updates."""
+
+    @abstractmethod
+    def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
+        """Make room for a page; it holds zeros until it is written.
+
+        Raises:
+            StoreError: the page exists already.
+        """
+
+    @abstractmethod
+    def read(self, page: Page, into: Tensor) -> Ticket:
+        """Copy a page to `into`, (K,), the page's length and dtype. `into` is valid after `ticket.wait()`.
+
+        Raises:
+            StoreError: unknown page, or another length or dtype than was allocated.
+        """
+
+    @abstractmethod
+    def write(self, page: Page, source: Tensor) -> Ticket:
+        """Copy `source`, (K,), to the page. `source` must not change before `ticket.wait()`.
+
+        Raises:
+            StoreError: unknown page, or another length or dtype than was allocated.
+        """
+
+    @abstractmethod
+    def in_place(self, page: Page) -> Tensor | None:
+        """The page itself where the compute device can work on it directly, else None: then read and write it."""
+
+    @property
+    @abstractmethod
+    def allocated_bytes(self) -> int:
+        """Bytes that all pages take on this store's tier."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything. A closed store raises StoreError on any use; closing twice is allowed."""

@@ -1,0 +1,61 @@
+"""Pages in memory: the device tier.
+
+The pages live where the optimizer computes, so `in_place` hands them out and nothing is ever copied.
+"""
+
+import torch
+from torch import Tensor
+
+from zero.errors import StoreError
+from zero.store.base import Done, Page, Store, Ticket
+
+
+class MemoryStore(Store):
+    """Pages as tensors on `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pages: dict[Page, Tensor] | None = {}
+
+    def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
+        pages = self._open()
+        if page in pages:
+            raise StoreError(f"{page} is allocated already")
+        pages[page] = torch.zeros(numel, dtype=dtype, device=self._device)
+
+    def read(self, page: Page, into: Tensor) -> Ticket:
+        into.copy_(self._matching(page, into), non_blocking=True)
+        return Done()
+
+    def write(self, page: Page, source: Tensor) -> Ticket:
+        self._matching(page, source).copy_(source, non_blocking=True)
+        return Done()
+
+    def in_place(self, page: Page) -> Tensor | None:
+        return self._find(page)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(page.nbytes for page in self._open().values())
+
+    def close(self) -> None:
+        self._pages = None
+
+    def _open(self) -> dict[Page, Tensor]:
+        if self._pages is None:
+            raise StoreError("this store is closed")
+        return self._pages
+
+    def _find(self, page: Page) -> Tensor:
+        try:
+            return self._open()[page]
+        except KeyError:
+            raise StoreError(f"{page} was never allocated") from None
+
+    def _matching(self, page: Page, other: Tensor) -> Tensor:
+        mine = self._find(page)
+        if mine.shape != other.shape or mine.dtype != other.dtype:
+            raise StoreError(
+                f"{page} holds {tuple(mine.shape)} {mine.dtype}, the other side is {tuple(other.shape)} {other.dtype}"
+            )
+        return mine

@@ -1,0 +1,394 @@
+"""Split a model into units: what is gathered and released together.
+
+A **unit** owns parameters. A **site** is a module whose forward needs a unit; usually each site has its own unit and
+each unit one site, but a tied weight is one slot in one unit with several sites. A parameter belongs to the unit of the
+nearest site above the place where it is first found, and every other place that holds it makes its own nearest site
+need that unit too.
+
+By default every element of an outermost `ModuleList` or `Sequential` is a site. Modules above those lists are descended
+into, and their other parameter-owning children are sites, so that an embedding or a head does not stay gathered for the
+whole step; parameters that such an ancestor owns directly make the ancestor itself a site. Or the sites are named by
+class.
+
+Nothing here touches the user's model: `Splitting` is names and sizes; `attach` works on a copy.
+"""
+
+import copy
+import difflib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero.errors import OutsideUnitError, PlanError
+from zero.layout import Layout
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """What one unit owns: a flat of trainable parameters and a flat of frozen ones."""
+
+    index: int
+    name: str
+    trainable: Layout
+    frozen: Layout
+
+
+@dataclass(frozen=True)
+class Binding:
+    """One parameter as one site sees it: `local` inside the site's module is slot number `slot` of a flat of `unit`."""
+
+    local: str
+    unit: int
+    slot: int
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class Site:
+    """A module whose forward needs `units`, in the order in which they are gathered."""
+
+    path: str
+    bindings: tuple[Binding, ...]
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(binding.unit for binding in self.bindings))
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A module that holds parameters directly: `slots` maps its own parameter names to full names."""
+
+    path: str
+    slots: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """A model as units and sites. `depth` is how many sites with parameters lie inside one another at most."""
+
+    units: tuple[UnitSpec, ...]
+    sites: tuple[Site, ...]
+    owners: tuple[Owner, ...]
+    depth: int
+
+
+@dataclass
+class _Found:
+    """One parameter while the tree is walked."""
+
+    name: str
+    parameter: nn.Parameter
+    unit: str
+
+
+def split(
+    model: nn.Module,
+    *,
+    world_size: int,
+    class_names: Sequence[str] | None = None,
+    group: Callable[[str, tuple[int, ...]], int] = lambda name, shape: 0,
+) -> Splitting:
+    """Find the units and sites of `model`, whose parameters may be on any device, meta included.
+
+    Args:
+        class_names: classes whose instances are sites; None for the default policy of this module's docstring.
+        group: parameter name and shape to the number of its optimizer group.
+
+    Raises:
+        PlanError: a class name that no module has, or a parameter that is not floating point.
+    """
+    roots = _by_class(model, class_names) if class_names else _by_default(model)
+    found, needs, owners, depth = _walk(model, roots)
+    names = dict.fromkeys(one.unit for one in found.values())
+    units = tuple(_unit(index, name, found.values(), world_size, group) for index, name in enumerate(names))
+    where = {
+        slot.name: (unit.index, number, layout is unit.trainable)
+        for unit in units
+        for layout in (unit.trainable, unit.frozen)
+        for number, slot in enumerate(layout.slots)
+    }
+    sites = tuple(
+        Site(path, tuple(Binding(local, *where[found[key].name]) for local, key in wanted.items()))
+        for path, wanted in needs.items()
+    )
+    full_names = {key: one.name for key, one in found.items()}
+    return Splitting(
+        units,
+        sites,
+        tuple(Owner(path, tuple((own, full_names[key]) for own, key in slots)) for path, slots in owners),
+        depth,
+    )
+
+
+def _unit(index: int, name: str, found: Any, world_size: int, group: Callable[[str, tuple[int, ...]], int]) -> UnitSpec:
+    def layout(trainable: bool) -> Layout:
+        mine = {
+            one.name: tuple(one.parameter.shape)
+            for one in found
+            if one.unit == name and one.parameter.requires_grad is trainable
+        }
+        return Layout.of(mine, world_size=world_size, groups={key: group(key, shape) for key, shape in mine.items()})
+
+    return UnitSpec(index, name or "(root)", layout(True), layout(False))
+
+
+def _walk(
+    model: nn.Module, roots: set[int]
+) -> tuple[dict[int, _Found], dict[str, dict[str, int]], list[tuple[str, list[tuple[str, int]]]], int]:
+    """Visit every place that holds a parameter; ties are recorded by identity, before anything moves to meta."""
+    found: dict[int, _Found] = {}
+    needs: dict[str, dict[str, int]] = {}
+    owners: list[tuple[str, list[tuple[str, int]]]] = []
+    seen: set[tuple[int, str]] = set()
+    deepest = 0
+
+    def visit(module: nn.Module, path: str, site: str, local: str, depth: int) -> None:
+        nonlocal deepest
+        if id(module) in roots and path != site:
+            if (id(module), "") in seen:  # one module at two places is one site
+                return
+            site, local = path, ""
+            seen.add((id(module), ""))
+        own = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
+        for name, parameter in own:
+            if not parameter.is_floating_point():
+                raise PlanError(f"parameter {path}.{name} is {parameter.dtype}: register it as a buffer")
+            found.setdefault(id(parameter), _Found(f"{path}.{name}" if path else name, parameter, site))
+            needs.setdefault(site, {})[local + name] = id(parameter)
+        if own and all(path != known for known, _ in owners):
+            owners.append((path, [(name, id(parameter)) for name, parameter in own]))
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{path}.{name}" if path else name, site, f"{local}{name}.", depth)
+
+    visit(model, "", "", "", 0)
+    paths = list(needs)
+    for path in paths:
+        above = sum(1 for other in paths if other != path and (other == "" or path.startswith(other + ".")))
+        deepest = max(deepest, above)
+    return found, needs, owners, deepest
+
+
+def _by_class(model: nn.Module, class_names: Sequence[str]) -> set[int]:
+    present = {type(module).__name__ for module in model.modules()}
+    for name in class_names:
+        if name not in present:
+            near = difflib.get_close_matches(name, present, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise PlanError(f"zero.units: no module of class {name} in the model{hint}")
+    return {id(module) for module in model.modules() if type(module).__name__ in set(class_names)}
+
+
+def _by_default(model: nn.Module) -> set[int]:
+    roots: set[int] = set()
+
+    def place(module: nn.Module) -> None:
+        if not _owns_parameters(module):
+            return
+        if _can_be_called(module):
+            roots.add(id(module))
+        else:
+            descend(module)
+
+    def descend(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, nn.ModuleList | nn.Sequential):
+                for element in child:
+                    place(element)
+            elif _holds_blocks(child):
+                descend(child)
+            else:
+                place(child)
+
+    if isinstance(model, nn.Sequential):
+        for element in model:
+            place(element)
+    else:
+        descend(model)
+    return roots
+
+
+def _owns_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    return any(
+        isinstance(inner, nn.ModuleList | nn.Sequential) and _owns_parameters(inner) for inner in module.modules()
+    )
+
+
+# What may be asked of a parameter that is not gathered: what is known without its values.
+_METADATA = frozenset(
+    [
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "requires_grad",
+        "grad",
+        "grad_fn",
+        "is_leaf",
+        "retains_grad",
+        "is_meta",
+        "is_sparse",
+        "is_cuda",
+        "is_cpu",
+        "is_quantized",
+        "is_nested",
+        "itemsize",
+        "nbytes",
+        "names",
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "stride",
+        "is_contiguous",
+        "data_ptr",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "__len__",
+        "__hash__",
+        "_version",
+        "_base",
+        "_backward_hooks",
+    ]
+)
+
+
+class Absent(nn.Parameter):
+    """Stands where a parameter was, on meta: sizes can be read, values cannot.
+
+    Reading values raises `OutsideUnitError` with the parameter's name, except during a backward pass: then the reader
+    is a checkpoint inside user code that recomputes after its unit's forward has ended, and `regather` gives the view.
+    """
+
+    full_name: str
+    regather: Callable[[], Tensor] | None
+
+    def __new__(cls, name: str, like: Tensor) -> "Absent":
+        absent = Tensor._make_subclass(cls, torch.empty_like(like, device="meta"), like.requires_grad)
+        absent.full_name, absent.regather = name, None
+        return absent
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Absent":
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        asked = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+        if asked in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return func(*(_present(value) for value in args), **{k: _present(v) for k, v in (kwargs or {}).items()})
+
+
+def _present(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_present(one) for one in value)
+    if not isinstance(value, Absent):
+        return value
+    if value.regather is not None and in_backward():
+        return value.regather()
+    raise OutsideUnitError(
+        f"parameter {value.full_name} was read outside the modules of its unit, where it is not gathered; "
+        "read it inside their forward, or name a class that holds the reader in zero.units"
+    )
+
+
+def in_backward() -> bool:
+    """True while autograd runs a backward pass on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Unit(nn.Module):
+    """Stands at a site in the copied model: runs the module it replaced, and answers for it otherwise.
+
+    The module's forward hooks fire, inside, with the full parameters in place.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self._run = run
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self.module, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+
+def detached_copy(model: nn.Module, splitting: Splitting, device: torch.device) -> nn.Module:
+    """A copy of `model` with real buffers, on `device`, and an `Absent` in place of every parameter."""
+    memo: dict[int, Any] = {}
+    for owner in splitting.owners:
+        module = model.get_submodule(owner.path)
+        for own, name in owner.slots:
+            parameter = module._parameters[own]
+            assert parameter is not None
+            memo.setdefault(id(parameter), Absent(name, parameter))
+    copied = copy.deepcopy(model, memo)
+    for module in copied.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    return copied
+
+
+def attach(copied: nn.Module, splitting: Splitting, run: Callable[[Site], Callable[..., Any]]) -> nn.Module:
+    """Replace each site of a copied model by a `Unit`, wherever the module is registered; returns the new root."""
+    wrapped = {}
+    for site in splitting.sites:
+        module = copied.get_submodule(site.path)
+        wrapped[id(module)] = Unit(module, run(site))
+    for parent in list(copied.modules()):
+        for name, child in parent._modules.items():
+            if id(child) in wrapped:
+                parent._modules[name] = wrapped[id(child)]
+    return wrapped.get(id(copied), copied)
+
+
+@contextmanager
+def empty() -> Iterator[None]:
+    """Inside, parameters are created on meta, so that a model is never whole; buffers stay real.
+
+    `torch.device("meta")` would also destroy tables that a constructor computes. Ties survive: a parameter registered
+    twice becomes one meta parameter. torch's hook is process-wide: ranks that are threads take turns
+    (`world.exclusive()`).
+    """
+    known: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return None
+        alive, meta = known.get(id(parameter), (None, None))
+        if meta is None or alive is None or alive() is not parameter:
+            meta = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+            known[id(parameter)] = weakref.ref(parameter), meta
+        return meta
+
+    handle = nn.modules.module.register_module_parameter_registration_hook(to_meta)
+    try:
+        yield
+    finally:
+        handle.remove()

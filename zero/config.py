@@ -5,7 +5,7 @@ what was seen, what to write. Knows nothing of ranks, Hydra or torch, so a mista
 Integers are strict (`Literal[0, 1, 2, 3]` alone would accept `True` and `2.0`), numbers finite, sizes bytes or 8MiB.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -159,6 +159,12 @@ class Batch(Section):
                 )
             raise ConfigError(f"batch.global={rows} does not divide by {product}; choose a multiple")
         return Batch(**{"global": rows, "micro": micro, "accumulate": accumulate})
+
+    def numbers(self) -> tuple[int, int, int]:
+        """(global, micro, accumulate) of a solved batch."""
+        if self.global_ == "auto" or self.micro == "auto" or self.accumulate == "auto":
+            raise ConfigError("batch.* still holds auto; write `config = config.on(ranks)` first")
+        return self.global_, self.micro, self.accumulate
 
 
 class Model(Section):
@@ -463,8 +469,8 @@ class Config(Section):
             )
         if eager and self.precision.compute == "fp16":
             raise ConfigError("zero.update=eager cannot undo an overflow of fp16; set zero.update=lazy")
-        if self.warmup > self.steps:
-            raise ConfigError(f"schedule.warmup={self.warmup} is longer than steps={self.steps}")
+        if self.schedule.name.startswith("warmup_") and self.warmup >= self.steps:
+            raise ConfigError(f"schedule.warmup={self.warmup} leaves no step of steps={self.steps} for the decay")
         vocab = 256 if isinstance(self.data, Text) else self.data.vocab
         if vocab > self.model.vocab:
             raise ConfigError(
@@ -477,7 +483,7 @@ class Config(Section):
     def warmup(self) -> int:
         """Steps until the peak learning rate."""
         given = 0 if isinstance(self.schedule, Constant) else self.schedule.warmup
-        return -(-self.steps // 20) if given == "auto" else given
+        return self.steps // 20 if given == "auto" else given
 
     def on(self, ranks: int) -> "Config":
         """The same run with `launch.ranks` and the batch as numbers.
@@ -508,6 +514,19 @@ def read(raw: Mapping[str, Any]) -> Config:
 def keys() -> tuple[str, ...]:
     """Every dotted key that some choice of options has, in reading order."""
     return refusal.keys(Config)
+
+
+def flat(config: Config) -> dict[str, str]:
+    """Dotted key to value as text, for comparing the settings of ranks."""
+
+    def walk(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+        for key, value in node.items():
+            if isinstance(value, dict):
+                yield from walk(value, f"{prefix}{key}.")
+            else:
+                yield prefix + key, str(value)
+
+    return dict(walk(config.plain(), ""))
 
 
 def unknown_key(key: str) -> str:

@@ -1,0 +1,318 @@
+"""Trains a model under ZeRO.
+
+    python train.py                                     one process
+    python train.py zero.stage=3 launch.ranks=2         two processes on this machine
+    python train.py -m zero.stage=0,1,2,3               one run after another
+    torchrun --nproc-per-node 2 train.py zero.stage=3   ranks started by someone else
+
+`train` is a whole run and knows nothing of Hydra or processes; `run` starts its ranks; `main` turns a command line into
+a `Config`, or into one line of refusal before torch is even imported.
+Settings are in conf/, their meaning in zero/config.py. A run leaves runs/<date>/<time>/.
+"""
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero import launch, refusal
+from zero.config import COMES_LATER, Config, flat, keys, read, unknown_key
+from zero.data import check_data, open_data
+from zero.errors import ConfigError, RankFailedError
+
+if TYPE_CHECKING:
+    from zero.meter import Summary
+
+CONF = Path(__file__).resolve().parent / "conf"
+
+
+def train(config: Config, folder: Path) -> "Summary":
+    """Train as one rank of the world that the environment describes. Rank 0 writes metrics.jsonl and summary.json.
+
+    Raises:
+        ZeroError: see `zero/errors.py`.
+    """
+    import torch
+
+    import zero
+    from zero.build import build_plan
+    from zero.evaluate import sample_text, validation_loss
+    from zero.meter import Meter
+    from zero.models import GPT, loss
+    from zero.tracker import open_tracker, write_summary
+
+    torch.use_deterministic_algorithms(config.deterministic)
+    with (
+        zero.World.from_env(config.launch.timeout) as world,
+        open_tracker(config, folder if world.rank == 0 else None) as tracker,
+    ):
+        config = config.on(world.size)
+        rows, micro, accumulate = config.batch.numbers()
+        data = open_data(config.data.source(), config.model.seq, config.seed)
+        world.agree({**flat(config), "digest of the data": data.digest})
+
+        with zero.empty():
+            model = GPT(config.model.gpt())
+        plan = build_plan(config, model, world)
+        tracker.note(f"{plan}\ndata {data.digest}\nfolder {folder}")
+        state = zero.init(plan, zero.open_store(plan), seed=config.seed)
+        step = zero.make_step(plan, loss)
+        loss_of = zero.make_forward(plan, loss)
+        logits_of = zero.make_forward(plan, lambda model, tokens: model(tokens))
+        meter = Meter(world, tokens_per_step=rows * config.model.seq)
+
+        last = min(config.steps, config.debug.stop_at or config.steps)
+        for number in range(1, last + 1):
+            first = world.rank * accumulate * micro
+            batch = data.batch(1 if config.debug.overfit else number, first, first + accumulate * micro, rows)
+            state, metrics = step(state, batch.to(world.device).split(micro))
+            meter.count(metrics)
+            validating = number == last or (config.val.every > 0 and number % config.val.every == 0)
+            if validating:
+                with meter.paused():
+                    of_chunk = partial(loss_of, state)
+                    meter.validated(validation_loss(of_chunk, data, world, rows=config.val.rows, chunk_rows=micro))
+            if validating or number % config.tracker.every == 0:
+                tracker.log(meter.row(validated=validating))
+
+        summary = meter.summary(plan, data.digest, "finished" if last == config.steps else "debug.stop_at reached")
+        if config.sample.tokens:
+            tracker.note(sample_text(partial(logits_of, state), data, world, config))
+        if world.rank == 0:
+            write_summary(folder, summary._asdict())
+        tracker.finish(summary._asdict())
+    return summary
+
+
+def run(config: Config, folder: Path, *, apart: bool = False) -> "Summary":
+    """Train on as many ranks as the settings say, inside this process if that is one, and leave a complete folder.
+
+    Args:
+        apart: use a child process even for one rank, so that runs share neither memory peaks nor crashes.
+    """
+    from zero.tracker import write_summary
+
+    ranks = launch.count_ranks(config.launch.ranks)
+    config = config.on(ranks)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_config(config, folder)
+    how: dict[str, Any] = {
+        "folder": folder / "ranks",
+        "threads": config.launch.threads,
+        "malloc": config.launch.malloc,
+    }
+    try:
+        if ranks == 1 and not apart:
+            return launch.inside(train, config, folder, **how)
+        return launch.launch(train, config, folder, ranks=ranks, **how)
+    except BaseException as error:
+        write_summary(folder, {"exit_reason": launch.describe(error)})
+        raise
+
+
+def _write_config(config: Config, folder: Path) -> None:
+    from omegaconf import OmegaConf
+
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.plain())))
+
+
+# From a command line to settings
+
+
+def settle(raw: Mapping[str, Any]) -> Config:
+    """Everything that can be refused without torch, a process or a folder.
+
+    Raises:
+        ConfigError: one line.
+    """
+    config = read(raw)
+    config.on(launch.count_ranks(config.launch.ranks))
+    check_data(config.data.source(), config.model.seq)
+    return config
+
+
+def compose(overrides: Sequence[str], config_name: str = "config") -> Any:
+    """Hydra's composed configuration, with its own part under `hydra`.
+
+    Raises:
+        ConfigError: one line about the first override that names something that does not exist.
+    """
+    import hydra
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(str(CONF), job_name="train", **_version_base()):
+            return hydra.compose(config_name, list(overrides), return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(_explain(overrides, error)) from None
+
+
+def settings_in(composed: Any) -> dict[str, Any]:
+    """Our part of what Hydra composed, as plain values."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    ours = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+    try:
+        container = OmegaConf.to_container(ours, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_one_line(error)) from None
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def _explain(overrides: Sequence[str], error: Exception) -> str:
+    """Hydra's message takes several lines and advises `+key`; say instead which word is wrong."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+        except HydraException:
+            return f"{text} cannot be read; write key=value, and quote what the shell or Hydra would interpret"
+        key, value = override.key_or_group, override.value()
+        if key.startswith("hydra"):
+            continue
+        if override.is_sweep_override():
+            return f"{text} is a list of runs; add -m to run them one after another"
+        if (CONF / key).is_dir():
+            options = sorted(path.stem for path in (CONF / key).glob("*.yaml"))
+            if key == "offload" and value in ("cpu", "nvme", "infinity", "auto"):
+                return f"offload={value} {COMES_LATER}; only offload=none exists so far"
+            if value is not None and value not in options:
+                return f"{key}={value} does not exist; {refusal.nearest(str(value), options)}"
+        elif key not in keys() and not any(known.startswith(f"{key}.") for known in keys()):
+            return unknown_key(key)
+    return _one_line(error)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _version_base() -> dict[str, str]:
+    """Hydra 1.3 warns without it, 1.4 with it."""
+    import hydra
+
+    return {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
+
+
+# From settings to exit codes
+
+
+def main(arguments: Sequence[str]) -> int:
+    """One line on stderr and an exit code for everything that can go wrong."""
+    try:
+        if launch.under_torchrun():
+            return _as_one_rank(arguments)
+        return _with_hydra(arguments)
+    except KeyboardInterrupt:
+        return _say("stopped by SIGINT", 130)
+    except launch.Interrupted as stopped:
+        return _say(str(stopped), stopped.exit_code)
+    except Exception as error:
+        return _say(launch.describe(error), getattr(error, "exit_code", 1))
+
+
+def _say(text: str, exit_code: int) -> int:
+    print(text, file=sys.stderr, flush=True)
+    return exit_code
+
+
+def _with_hydra(arguments: Sequence[str]) -> int:
+    """Check every run that the command line asks for, then let Hydra make the folders and call us once per run."""
+    import hydra
+    from hydra._internal.utils import get_args_parser
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    for argument in arguments:
+        if argument.startswith("--") and argument[2:].split("=")[0] in keys():
+            raise ConfigError(f"{argument}: settings are written without dashes: {argument[2:]}")
+    asked = get_args_parser().parse_args(list(arguments))
+    if not (asked.hydra_help or asked.shell_completion):
+        for overrides in _runs_in(asked.overrides) if asked.multirun else [asked.overrides]:
+            settle(settings_in(compose(overrides)))
+    codes: list[int] = []
+
+    def job(composed: Any) -> float:
+        folder, sweep = Path(HydraConfig.get().runtime.output_dir), HydraConfig.get().mode == RunMode.MULTIRUN
+        name = " ".join(HydraConfig.get().overrides.task)
+        try:
+            if sweep:
+                print(f"\nrun {HydraConfig.get().job.num}: {name}", flush=True)
+            return run(settle(settings_in(composed)), folder, apart=sweep).val_loss
+        except Exception as error:
+            where = "" if isinstance(error, ConfigError | RankFailedError) else f" (log: {folder}/ranks/0.log)"
+            codes.append(_say(launch.describe(error) + where, getattr(error, "exit_code", 1)))
+            return float("nan")  # the other runs of a sweep go on; sweepers read it as a failed trial
+
+    sys.argv = [sys.argv[0], *arguments]
+    hydra.main(config_path=str(CONF), config_name="config", **_version_base())(job)()
+    return max(codes, default=0)
+
+
+def _runs_in(overrides: Sequence[str], limit: int = 64) -> Iterator[list[str]]:
+    """The overrides of the first runs of a sweep. Choices that only a sweeper can make are left out."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise ConfigError(_explain(overrides, error)) from None
+    choices = [
+        [f"{one.get_key_element()}={value}" for value in one.sweep_string_iterator()]
+        if one.is_discrete_sweep()
+        else [one.input_line]
+        for one in parsed
+        if one.is_discrete_sweep() or not one.is_sweep_override()
+    ]
+    return ([str(text) for text in run] for run in itertools.islice(itertools.product(*choices), limit))
+
+
+def _as_one_rank(arguments: Sequence[str]) -> int:
+    """Under torchrun rank 0 composes and makes the folder; the others are told."""
+    from zero.world import World
+
+    letter = ""
+    if os.environ["RANK"] == "0":
+        if any(argument.startswith("-") for argument in arguments):
+            raise ConfigError("torchrun starts one run: give key=value only, or sweep with python train.py -m")
+        composed = compose(arguments)
+        config = settle(settings_in(composed))
+        letter = json.dumps({"config": config.plain(), "folder": str(_make_folder(composed, arguments))})
+    with World.from_env() as world:
+        told = json.loads(world.share(letter))
+    config, folder = read(told["config"]), Path(told["folder"])
+    if os.environ["RANK"] == "0":
+        _write_config(config.on(int(os.environ["WORLD_SIZE"])), folder)
+    train(config, folder)
+    return 0
+
+
+def _make_folder(composed: Any, overrides: Sequence[str]) -> Path:
+    """What Hydra does for a run that it starts itself."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    HydraConfig.instance().set_config(composed)
+    folder = Path(composed.hydra.run.dir)
+    record = folder / (composed.hydra.output_subdir or ".hydra")
+    record.mkdir(parents=True)
+    OmegaConf.save(OmegaConf.create(settings_in(composed)), record / "config.yaml")
+    OmegaConf.save(OmegaConf.create(list(overrides)), record / "overrides.yaml")
+    return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

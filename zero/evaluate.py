@@ -1,0 +1,48 @@
+"""Validation loss and a sample of text, by all ranks together.
+
+Rows are cut into chunks that do not depend on the world, chunks are dealt to ranks in turn, and a rank without one
+computes another's for nothing, because every rank must run the model equally often.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from zero.config import Config
+from zero.data.windows import Data
+from zero.models import generate
+from zero.world import World
+
+
+def validation_loss(loss: Callable[[Tensor], Tensor], data: Data, world: World, *, rows: int, chunk_rows: int) -> float:
+    """Mean loss over the first `rows` validation rows, the same number on every rank.
+
+    Args:
+        loss: (rows, seq + 1) int64 on the world's device to their mean loss.
+        chunk_rows: rows at a time; a matter of memory only.
+    """
+    chunks = data.validation(0, rows).split(chunk_rows)
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)
+    for first in range(0, len(chunks), world.size):
+        number = first + world.rank
+        chunk = chunks[number % len(chunks)].to(world.device)
+        mean = loss(chunk).double()
+        if number < len(chunks):
+            total += torch.stack((mean * len(chunk), mean.new_tensor(len(chunk))))
+    world.all_reduce(total, what="validation loss").wait()
+    return float(total[0] / total[1])
+
+
+def sample_text(logits: Callable[[Tensor], Tensor], data: Data, world: World, config: Config) -> str:
+    """The beginning of a validation row, continued by the model as `config.sample` says.
+
+    Args:
+        logits: (1, t) int64 on the world's device to (1, t, vocab).
+    """
+    seq, wanted = config.model.seq, config.sample
+    prompt = data.validation(0, 1)[:, : min(32, seq)].to(world.device)
+    row = generate(logits, prompt, wanted.tokens, seq=seq, temperature=wanted.temperature, seed=config.seed)[0].cpu()
+    # what the model made up must not command the terminal
+    text = data.decode(row)
+    return "".join(mark if mark.isprintable() or mark in "\n\t" else "\N{REPLACEMENT CHARACTER}" for mark in text)

@@ -1,0 +1,276 @@
+"""Starts the ranks of one run on this machine, and says in one message why a run ended badly.
+
+`launch` starts child processes through torch's elastic agent, never restarted; `inside` runs the only rank in this
+process. What a rank prints goes to `ranks/<rank>.log`, except the stdout of rank 0, which is the user's terminal.
+
+The agent reports whichever dead child it sees first, and that may be a survivor that lost its connection. So a failing
+rank leaves a dated note, then waits a moment for the death of another to be seen: the earliest note, or a
+death without a note, is the cause. Knows nothing of models; `entry` is any function that can be pickled.
+"""
+
+import ctypes
+import faulthandler
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from zero.errors import RankFailedError, ZeroError
+
+MEMORY_ADVICE = "lower batch.micro or model.seq, set zero.activations=remat, or raise zero.stage or launch.ranks"
+
+MMAP_THRESHOLD_BYTES = 4 * 1024**3
+TRIM_THRESHOLD_BYTES = 16 * 1024**3
+
+_GRACE_S = 0.5
+
+
+class Interrupted(BaseException):
+    """The run was told to stop by a signal. Like KeyboardInterrupt no Exception: nobody should go on after it."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.exit_code = 128 + signum
+
+
+def count_ranks(asked: int | Literal["auto"]) -> int:
+    """How many ranks `launch.ranks` means: one per GPU, or 1 on a CPU, when it is "auto".
+
+    Under torchrun its world size. Imports torch only on a machine that has a GPU driver.
+    """
+    if under_torchrun():
+        return int(os.environ["WORLD_SIZE"])
+    if asked != "auto":
+        return asked
+    if not (Path("/proc/driver/nvidia/version").exists() or Path("/dev/kfd").exists()):
+        return 1
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def under_torchrun() -> bool:
+    """Whether an agent outside started this process. RANK alone is no sign: some clusters number nodes with it."""
+    return "LOCAL_RANK" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def environment(ranks: int, threads: int | Literal["auto"], malloc: bool) -> dict[str, str]:
+    """Variables that child ranks are started with; what the user has set already stays.
+
+    Page faults of freshly mapped tensors can cost more than an optimizer step. With both thresholds raised glibc keeps
+    freed memory for the next tensor instead of giving it back.
+    """
+    share = max(1, _cores() // ranks) if threads == "auto" else threads
+    wanted = {"OMP_NUM_THREADS": str(share), "MKL_NUM_THREADS": str(share)}
+    if malloc:
+        wanted["MALLOC_MMAP_THRESHOLD_"] = str(MMAP_THRESHOLD_BYTES)
+        wanted["MALLOC_TRIM_THRESHOLD_"] = str(TRIM_THRESHOLD_BYTES)
+    own = {} if threads == "auto" else {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
+    return {name: value for name, value in wanted.items() if name in own or name not in os.environ}
+
+
+def inside(
+    entry: Callable[..., Any], *args: Any, folder: Path, threads: int | Literal["auto"] = "auto", malloc: bool = True
+) -> Any:
+    """`entry(*args)` as the only rank, in this process, so that a debugger works. Errors pass through.
+
+    Args:
+        folder: receives `0.log`, with the traceback if there is one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if malloc:
+        _raise_thresholds()
+    if threads != "auto":
+        import torch
+
+        torch.set_num_threads(threads)
+    with (folder / "0.log").open("w") as log:
+        print(f"rank 0 of 1, process {os.getpid()}", file=log, flush=True)
+        try:
+            return entry(*args)
+        except Exception:
+            traceback.print_exc(file=log)
+            raise
+
+
+def launch(
+    entry: Callable[..., Any],
+    *args: Any,
+    ranks: int,
+    folder: Path,
+    threads: int | Literal["auto"] = "auto",
+    malloc: bool = True,
+) -> Any:
+    """`entry(*args)` in each of `ranks` new processes; returns what rank 0 returned.
+
+    Each finds torchrun's variables in its environment. All are gone when this returns or raises.
+
+    Args:
+        entry: defined at the top of a module, like its arguments and result able to be pickled.
+        folder: receives `<rank>.log`.
+
+    Raises:
+        RankFailedError: names the first rank that failed and why; its `exit_code` is that of the cause.
+        Interrupted: SIGINT or SIGTERM arrived here.
+    """
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        notes = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zero-ranks-")))
+        stack.enter_context(_environ(environment(ranks, threads, malloc)))
+        stack.enter_context(_quiet("torch.distributed", "torch.multiprocessing"))
+        stack.enter_context(_signal_handlers_kept())
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            max_restarts=0,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            start_method="spawn",
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=str(notes)),
+        )
+        try:
+            return elastic_launch(config, _rank)(entry, args, folder, notes)[0]
+        except SignalException as stopped:
+            raise Interrupted(stopped.sigval) from None
+        except ChildFailedError as failed:
+            rank, failure = min(failed.failures.items())
+            if failure.exitcode == -signal.SIGINT:
+                raise Interrupted(signal.SIGINT) from None
+            raise _first_failure(rank, failure.exitcode, _read_notes(notes), folder) from None
+        finally:
+            if sys.stdout.isatty():
+                print("\x1b[?25h", end="", flush=True)  # a rank that died inside its progress bar left no cursor
+
+
+def _rank(entry: Callable[..., Any], args: tuple[Any, ...], folder: Path, notes: Path) -> Any:
+    rank = int(os.environ["RANK"])
+    # The agent ends its children with SIGTERM, and the kernel sends SIGINT when the agent dies: both end us at once,
+    # even inside a collective, where a Python handler would not run
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _redirect(folder / f"{rank}.log", stdout=rank > 0)
+    faulthandler.enable()
+    print(f"rank {rank} of {os.environ['WORLD_SIZE']}, process {os.getpid()}", file=sys.stderr, flush=True)
+    try:
+        return entry(*args)
+    except BaseException as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        note = {
+            "time_ns": time.monotonic_ns(),
+            "rank": rank,
+            "cause": describe(error),
+            "exit_code": getattr(error, "exit_code", 1),
+        }
+        unfinished = notes / f"{rank}.unfinished"
+        unfinished.write_text(json.dumps(note))
+        unfinished.rename(notes / f"{rank}.note")
+        time.sleep(_GRACE_S)
+        raise SystemExit(note["exit_code"]) from None
+
+
+def describe(error: BaseException) -> str:
+    """One line: the class unless it is one of ours, the message, and advice where memory ran out."""
+    text = " ".join(str(error).split()) or "no message"
+    if not isinstance(error, ZeroError):
+        text = f"{type(error).__name__}: {text}"
+    if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
+        text = f"{text}; {MEMORY_ADVICE}"
+    return text
+
+
+def _read_notes(notes: Path) -> list[Mapping[str, Any]]:
+    return sorted((json.loads(path.read_text()) for path in notes.glob("*.note")), key=lambda note: note["time_ns"])
+
+
+def _first_failure(dead: int, code: int, notes: list[Mapping[str, Any]], folder: Path) -> RankFailedError:
+    """Choose between the child that the agent found dead and the notes that ranks left, the earliest first."""
+    if notes and (code >= 0 or dead in {note["rank"] for note in notes}):
+        first = notes[0]
+        error = RankFailedError(f"rank {first['rank']} failed: {first['cause']} (log: {folder}/{first['rank']}.log)")
+        error.exit_code = first["exit_code"]
+        return error
+    if code == -signal.SIGKILL:
+        why = f"was killed by the system (signal 9), most likely because host memory ran out; {MEMORY_ADVICE}"
+    elif code < 0:
+        why = f"died of {signal.Signals(-code).name} (signal {-code})"
+    else:
+        why = f"ended with exit code {code} and no message"
+    return RankFailedError(f"rank {dead} {why} (log: {folder}/{dead}.log)")
+
+
+def _redirect(path: Path, *, stdout: bool) -> None:
+    """Send file descriptor 2, and 1 if asked, to `path`: what native code prints goes there too."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for descriptor in (1, 2) if stdout else (2,):
+        os.dup2(log, descriptor)
+    os.close(log)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _raise_thresholds() -> None:
+    """What `environment` does for children, for a process that already runs; nothing where malloc is not glibc's."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"} & os.environ.keys():
+        return
+    largest = 2**31 - 1  # mallopt takes an int
+    mallopt(-3, largest)  # M_MMAP_THRESHOLD
+    mallopt(-1, largest)  # M_TRIM_THRESHOLD
+
+
+@contextmanager
+def _environ(changes: Mapping[str, str]) -> Iterator[None]:
+    """Children read these when their interpreter starts, so they have to be in this process first."""
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """The agent's own account of a failure is sixty lines; ours is one."""
+    before = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
+
+
+@contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """The agent installs handlers and leaves them behind."""
+    caught = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {signum: signal.getsignal(signum) for signum in caught}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from zero.device import Device
@@ -66,6 +66,20 @@ class Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         ctx.gatherer.deliver(ctx.unit, grads)
         return None, None, None, None
+
+
+class Reach(torch.autograd.Function):
+    """The identity, with an edge to a unit's `Gather`: backward passes through the unit whatever it computed."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.count = len(parameters)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return *grads, *[None] * ctx.count
 
 
 def cut(layout: Layout, flat: Tensor, start: int) -> Iterable[Tensor]:
@@ -156,7 +170,7 @@ class Gatherer:
             names, values = self._parameters(site, recomputing)
             with self._packing():
                 outputs = self._call(module, names, values, args, kwargs, recomputing)
-            return self._own(outputs)
+            return self._own(_reaching(outputs, values, (args, kwargs)))
         finally:
             for buffer in pinned:
                 self._unpin(buffer)
@@ -346,6 +360,8 @@ class Gatherer:
         """One call's gradients have arrived."""
         with self._lock:
             self._watch_pass()
+            if unit.resident is None and not unit.spec.lookup and unit.index not in self._held:
+                self._hold(unit)  # this rank had no use for its values, but others gather it here
             self._deliver(unit, grads)
             unit.returned += 1
             if unit.returned == len(unit.calls):
@@ -373,6 +389,31 @@ class Gatherer:
                 self._close(unit)
         for index in list(self._held):
             self._let_go(index)
+
+
+def _reaching(outputs: Any, parameters: Sequence[Tensor], inputs: Any) -> Any:
+    """`outputs`, made to depend on every `Gather` that made `parameters`.
+
+    A rank may take a branch without parameters (`if drop: return x`) while the others do not. Its backward must come by
+    here all the same, or its collectives would be other ones than theirs.
+    """
+    wanted = {p.grad_fn: p for p in parameters if p.grad_fn is not None}
+    tensors = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()]
+    if not wanted or not tensors:
+        return outputs
+    known = {t.grad_fn for t in tree_leaves(inputs) if isinstance(t, Tensor)}
+    stack = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    while stack and wanted:
+        node = stack.pop()
+        if node in known:
+            continue
+        known.add(node)
+        wanted.pop(node, None)
+        stack.extend(following for following, _ in node.next_functions if following is not None)
+    if not wanted:
+        return outputs
+    joined = Reach.apply(tensors[0], *wanted.values())
+    return tree_map_only(Tensor, lambda t: joined if t is tensors[0] else t, outputs)
 
 
 def bind_absent(copied: nn.Module, sites: Iterable[Site], gatherer: Gatherer) -> None:

@@ -30,12 +30,16 @@ from zero.layout import Layout
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """What one unit owns: a flat of trainable parameters and a flat of frozen ones."""
+    """What one unit owns: a flat of trainable parameters and a flat of frozen ones.
+
+    `lookup` says that parameters are only looked up by index (`nn.Embedding`), so backward does not read their values.
+    """
 
     index: int
     name: str
     trainable: Layout
     frozen: Layout
+    lookup: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,11 @@ def split(
     roots = _by_class(model, class_names) if class_names else _by_default(model)
     found, needs, owners, depth = _walk(model, roots)
     names = dict.fromkeys(one.unit for one in found.values())
-    units = tuple(_unit(index, name, found.values(), world_size, group) for index, name in enumerate(names))
+    lookups = _lookups(model, found)
+    units = tuple(
+        _unit(index, name, found.values(), world_size, group, lookup=name in lookups)
+        for index, name in enumerate(names)
+    )
     where = {
         slot.name: (unit.index, number, layout is unit.trainable)
         for unit in units
@@ -126,7 +134,9 @@ def split(
     )
 
 
-def _unit(index: int, name: str, found: Any, world_size: int, group: Callable[[str, tuple[int, ...]], int]) -> UnitSpec:
+def _unit(
+    index: int, name: str, found: Any, world_size: int, group: Callable[[str, tuple[int, ...]], int], *, lookup: bool
+) -> UnitSpec:
     def layout(trainable: bool) -> Layout:
         mine = {
             one.name: tuple(one.parameter.shape)
@@ -135,7 +145,18 @@ def _unit(index: int, name: str, found: Any, world_size: int, group: Callable[[s
         }
         return Layout.of(mine, world_size=world_size, groups={key: group(key, shape) for key, shape in mine.items()})
 
-    return UnitSpec(index, name or "(root)", layout(True), layout(False))
+    return UnitSpec(index, name or "(root)", layout(True), layout(False), lookup)
+
+
+def _lookups(model: nn.Module, found: Mapping[int, _Found]) -> set[str]:
+    """The units whose every parameter is held by embeddings alone."""
+    read = {
+        id(parameter)
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for parameter in module._parameters.values()
+    }
+    return {one.unit for one in found.values()} - {one.unit for key, one in found.items() if key in read}
 
 
 def _walk(

@@ -139,13 +139,23 @@ def all_laws(world: World) -> dict[str, object]:
     }
 
 
+def laws_and_stories(world: World) -> dict[str, object]:
+    return all_laws(world) | {"stories": stories(world)}
+
+
+@pytest.fixture(scope="module")
+def three_processes():
+    """One start of three processes for all that three processes have to show."""
+    return run_processes(3, laws_and_stories, timeout_s=60)
+
+
 @pytest.fixture(scope="module", params=[*SIZES, *(-size for size in PROCESSES)], ids=lambda n: f"{abs(n)}{'tp'[n < 0]}")
 def outcome(request):
     """What every rank saw; a positive size means threads, a negative one processes."""
     size = request.param
     if size > 0:
         return run_ranks(size, lambda world: {law.__name__: law(world) for law in LAWS})
-    return run_processes(-size, all_laws, timeout_s=60)
+    return request.getfixturevalue("three_processes") if size == -3 else run_processes(-size, all_laws, timeout_s=60)
 
 
 def test_gather_and_reduce_scatter_are_transposes(outcome):
@@ -460,9 +470,9 @@ def stories(outer: World) -> dict[str, str]:
     return told
 
 
-@pytest.fixture(scope="module")
-def told():
-    return run_processes(3, stories, timeout_s=90)
+@pytest.fixture
+def told(three_processes):
+    return [rank["stories"] for rank in three_processes]
 
 
 @pytest.mark.process
@@ -519,5 +529,5 @@ def stands_still(world: World) -> None:
 
 @pytest.mark.process
 def test_a_process_that_hangs_is_stopped_and_shown_with_its_stack():
-    with pytest.raises(DeadlineError, match=r"(?s)rank 0 of 1 still running after 6 s.*in stands_still"):
-        run_processes(1, stands_still, timeout_s=6)
+    with pytest.raises(DeadlineError, match=r"(?s)rank 0 of 1 still running after 1 s.*in stands_still"):
+        run_processes(1, stands_still, timeout_s=SHORT_S)

@@ -242,6 +242,11 @@ def _stack(thread: threading.Thread) -> str:
 
 # ----------------------------------------------------------------------------------------------- ranks as processes
 
+START_S = 90.0
+"""How long processes may take to import what they need, on a busy machine."""
+
+_STARTED = b"started"
+
 
 def run_processes(size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """Run fn(world, *args) in `size` fresh gloo processes of one thread each; return their results in rank order.
@@ -252,7 +257,8 @@ def run_processes(size: int, fn: Callable[..., Any], *args: Any, timeout_s: floa
     Raises:
         Exception: what the first failing rank raised, with its rank and traceback as a note.
         RankFailedError: a rank was killed, or left without a result.
-        DeadlineError: a rank was still running after `timeout_s`, with the stacks of all that were.
+        DeadlineError: a rank was still running `timeout_s` after the last one had started, with the stacks of all
+            that were.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
@@ -264,6 +270,12 @@ def run_processes(size: int, fn: Callable[..., Any], *args: Any, timeout_s: floa
         finally:
             for rank in ranks:
                 rank.kill()
+
+
+class _Outcome(NamedTuple):
+    result: Any = None
+    error: BaseException | None = None
+    trace: str = ""
 
 
 class _RankProcess:
@@ -296,16 +308,20 @@ class _RankProcess:
         self.process.start()
         child_end.close()
 
-    def receive(self) -> tuple[Any, BaseException | None]:
-        """The result, or what ended the rank."""
+    def receive(self) -> "_Outcome | None":
+        """The next word from the rank; None when it has only started."""
         try:
-            result, error, trace = pickle.loads(self.outcome.recv_bytes())
+            message = self.outcome.recv_bytes()
         except EOFError:
             self.process.join(GRACE_S)
-            return None, RankFailedError(f"rank {self.rank} left without a result: {_how(self.process.exitcode)}")
-        if error is not None:
-            error.add_note(f"raised on rank {self.rank}:\n{trace}")
-        return result, error
+            how = _how(self.process.exitcode)
+            return _Outcome(error=RankFailedError(f"rank {self.rank} left without a result: {how}"))
+        if message == _STARTED:
+            return None
+        outcome: _Outcome = pickle.loads(message)
+        if outcome.error is not None:
+            outcome.error.add_note(f"raised on rank {self.rank}:\n{outcome.trace}")
+        return outcome
 
     def dump_stacks(self) -> None:
         if self.stacks.exists() and self.process.pid is not None:
@@ -319,17 +335,24 @@ class _RankProcess:
 
 def _collect(ranks: list[_RankProcess], timeout_s: float) -> list[Any]:
     """Results in rank order, or the error that explains the others."""
-    end_s = time.monotonic() + timeout_s
     waiting = {rank.outcome: rank for rank in ranks}
     results: dict[int, Any] = {}
     errors: list[BaseException] = []
+    starting = len(ranks)
+    end_s = time.monotonic() + START_S
     while waiting and (ready := multiprocessing.connection.wait(list(waiting), max(0.0, end_s - time.monotonic()))):
-        for outcome in ready:
-            rank = waiting.pop(outcome)
-            results[rank.rank], error = rank.receive()
-            if error is not None:
-                errors.append(error)
-                # The ranks that only noticed get a little longer to say so, the cause may be among them.
+        for connection in ready:
+            rank = waiting[connection]
+            outcome = rank.receive()
+            if outcome is None:
+                starting -= 1
+                end_s = end_s if starting or errors else time.monotonic() + timeout_s
+                continue
+            del waiting[connection]
+            results[rank.rank] = outcome.result
+            if outcome.error is not None:
+                errors.append(outcome.error)
+                # The ranks that only noticed may speak first, the cause gets a moment to follow.
                 end_s = min(end_s, time.monotonic() + 4 * GRACE_S)
     if errors:
         causes = [error for error in errors if not isinstance(error, RankFailedError)]
@@ -367,6 +390,7 @@ def _rank_main(
     cast(list[Any], warnings.filters)[:] = filters
     with Path(stacks).open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        outcome.send_bytes(_STARTED)
         outcome.send_bytes(_outcome(job, timeout_s))
         faulthandler.unregister(signal.SIGUSR1)
 
@@ -384,12 +408,12 @@ def _outcome(job: bytes, timeout_s: float) -> bytes:
         fn, args = pickle.loads(job)
         with World.from_env(timeout_s, device="cpu") as world:
             result = fn(world, *args)
-        return pickle.dumps((result, None, ""))
+        return pickle.dumps(_Outcome(result))
     except BaseException as error:
         trace = traceback.format_exc()
         try:
-            message = pickle.dumps((None, error, trace))
+            message = pickle.dumps(_Outcome(None, error, trace))
             pickle.loads(message)
         except Exception:
-            message = pickle.dumps((None, WorldError(f"{type(error).__name__}: {error}"), trace))
+            message = pickle.dumps(_Outcome(None, WorldError(f"{type(error).__name__}: {error}"), trace))
         return message

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from zero.errors import ConfigError
 from zero.layout import pages
-from zero.state import State, UnitState
+from zero.state import State
 from zero.store import Page
+from zero.unit_state import UnitState
 
 
 def full_state_dict(state: State, kind: str = "param") -> dict[str, Tensor]:

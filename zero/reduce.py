@@ -27,7 +27,7 @@ from zero.device import Device, Event
 from zero.errors import WorldError
 from zero.layout import Layout
 from zero.order import CollectiveLog
-from zero.state import UnitState
+from zero.unit_state import UnitState
 from zero.world import Handle, World
 
 

@@ -24,9 +24,10 @@ from zero.order import CollectiveLog
 from zero.plan import Plan
 from zero.pool import Buffer, Pool
 from zero.reduce import Reducer
-from zero.state import Machinery, State, UnitState
+from zero.state import Machinery, State
 from zero.store import MemoryStore, Page, Store
 from zero.unit import UnitSpec, attach, detached_copy
+from zero.unit_state import UnitState
 from zero.update import Updater
 
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]

@@ -20,8 +20,8 @@ from torch import Tensor
 from zero.errors import StaleStateError
 from zero.layout import pages
 from zero.optim import Hyper, Transform
-from zero.state import UnitState
 from zero.store import Page, Store
+from zero.unit_state import UnitState
 
 PIECE_NUMEL = 256 * 1024
 """Elements that the update takes at a time: fp32 parameter, gradient and two moments are 4 MiB."""

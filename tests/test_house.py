@@ -1,0 +1,154 @@
+"""The house: who may know whom. Each rule says why in its failure message."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "zero"
+
+# From the bottom up: a file may import from zero only what stands in an earlier line.
+LAYERS = [
+    ("arithmetic", "errors refusal schedule stage layout precision optim placement order"),
+    ("doors", "failure world device store.base store.memory store"),
+    ("engine", "unit pool unit_state plan reduce update gather state initialise step full"),
+    ("edges", "data.order data.source data.windows data.text data.tokens data.synthetic data"),
+    ("edges", "models.gpt_config models.gpt models"),
+    ("edges", "config build evaluate meter tracker launch testing"),
+]
+RANK = {name: place for place, name in enumerate(name for _, names in LAYERS for name in names.split())}
+ARITHMETIC = LAYERS[0][1].split()
+DOORS = LAYERS[1][1].split()
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(path: Path) -> list[str]:
+    """Every module that a file imports, deferred imports and those for types included."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "zero":
+            found += [f"zero.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.append(node.module)
+    return found
+
+
+def zero_imports(path: Path) -> list[str]:
+    return [name.removeprefix("zero.") for name in imports(path) if name.startswith("zero.")]
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p != PACKAGE / "__init__.py"], ids=name_of)
+def test_arrows_point_downward(path):
+    name = name_of(path)
+    assert name in RANK, f"zero/{name} is not in the table of layers: say which sentence describes it, then add it"
+    for other in zero_imports(path):
+        if (other + ".").startswith(f"{name}.") and path.name == "__init__.py":
+            continue  # a family's front door shows what is inside
+        assert RANK[other] < RANK[name], (
+            f"zero/{name} imports zero/{other}, which stands above it: a file that knows its users cannot be read alone"
+        )
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_arithmetic_touches_nothing_outside(name):
+    found = imports(PACKAGE / f"{name}.py")
+    outside = {"os", "time", "threading", "socket", "subprocess", "pathlib", "psutil", "torch.distributed"}
+    assert not outside & set(found), f"zero/{name} is arithmetic: no ranks, no files, no clock, so that it needs no mock"
+    assert not set(DOORS) & set(zero_imports(PACKAGE / f"{name}.py")), f"zero/{name} is arithmetic and opens no door"
+
+
+@pytest.mark.parametrize(
+    ("module", "allowed", "why"),
+    [
+        (r"hydra|omegaconf", set(), "the library works without Hydra"),
+        (r"wandb", {"tracker"}, "one file talks to W&B"),
+        (r"torch\.distributed(?!\.(elastic|launcher))", {"world", "testing"}, "one file talks to other ranks"),
+        (r"torch\.distributed\.(elastic|launcher)", {"launch"}, "one file starts ranks"),
+        (r"numpy|jax|deepspeed", set(), "torch is enough"),
+    ],
+)
+def test_one_file_owns_each_outside_thing(module, allowed, why):
+    users = {name_of(path) for path in FILES for name in imports(path) if re.match(rf"({module})(\.|$)", name)}
+    assert users <= allowed, f"{module} is imported in {sorted(users - allowed)}: {why}"
+
+
+@pytest.mark.parametrize("name", [name for name in RANK if name.startswith("store")])
+def test_a_store_knows_keys_and_bytes(name):
+    path = PACKAGE / (name.replace(".", "/") + ".py")
+    path = path if path.exists() else PACKAGE / name / "__init__.py"
+    known = [other for other in zero_imports(path) if not other.startswith(("store", "errors"))]
+    assert not known, f"zero/{name} imports {known}: a store does not know what its pages mean"
+
+
+def test_the_optimizer_does_not_know_where_its_moments_sleep():
+    assert not {"store", "world", "device"} & set(zero_imports(PACKAGE / "optim.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_stage_is_three_booleans(path):
+    if name_of(path) in ("stage", "config", "refusal"):
+        return
+    text = path.read_text()
+    asked = re.findall(r"(?:level|stage)\s*(?:==|>=|<=|!=|>|<|in)\s*[\[({]?\d", text)
+    assert not asked, f"{asked}: ask stage.moments, .gradients or .parameters; only stage.py knows the numbers"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_nothing_is_asked_by_hasattr(path):
+    assert "hasattr(" not in path.read_text(), "decide once from data, then act"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_module_holds_mutable_state(path):
+    for node in ast.parse(path.read_text()).body:
+        value = getattr(node, "value", None)
+        names = [t.id for t in getattr(node, "targets", [getattr(node, "target", None)]) if isinstance(t, ast.Name)]
+        if isinstance(value, ast.List | ast.Dict | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp):
+            constant = all(name.strip("_").isupper() or name == "__all__" for name in names)
+            assert constant, f"{names} in zero/{name_of(path)} is module state: pass it as an argument"
+
+
+@pytest.mark.parametrize("path", [*FILES, ROOT / "train.py"], ids=str)
+def test_one_word_for_each_thing(path):
+    others = "partition swap manager helper utils swapper engine_".split()
+    names = {
+        node.name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    } | {path.stem}
+    used = [name for name in names if any(word in name.lower() for word in others)]
+    assert not used, f"{used}: see the vocabulary in ARCHITECTURE.md"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_file_begins_with_its_idea(path):
+    assert ast.get_docstring(ast.parse(path.read_text())), f"zero/{name_of(path)} does not say what it is"
+
+
+def test_the_top_level_is_what_the_readme_says():
+    import subprocess
+
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    top = {line.split("/")[0] for line in listed.stdout.splitlines()}
+    allowed = {"zero", "conf", "train.py", "tests", "scripts", "docs", "pyproject.toml", "README.md", "ARCHITECTURE.md"}
+    allowed |= {"CHANGELOG.md", "LICENSE", ".ci", ".gitignore", ".pre-commit-config.yaml"}
+    assert top <= allowed
+
+
+def test_public_names_tell_the_story():
+    import zero
+
+    assert set(zero.__all__) == set(zero._HOME)
+    for name in zero.__all__:
+        assert getattr(zero, name).__doc__, f"zero.{name} has no docstring"

@@ -21,7 +21,7 @@ Source: research prototypes of saved-tensor regather; Zhao et al. 2023, "PyTorch
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,9 +37,13 @@ from zero.errors import StaleStateError
 from zero.layout import Layout
 from zero.order import CollectiveLog, VisitOrder
 from zero.pool import Buffer, Pool
-from zero.state import UnitState
 from zero.unit import Absent, Site, in_backward
+from zero.unit_state import UnitState
 from zero.world import World
+
+UNCOUNTED_NUMEL = 65_536
+"""torch's batch norm changes running statistics without counting it in their version. They have one element per
+channel, so a buffer of at most this many elements is taken as changed without asking."""
 
 
 class Packed(NamedTuple):
@@ -52,20 +56,29 @@ class Packed(NamedTuple):
     stride: tuple[int, ...]
 
 
+class Kept(NamedTuple):
+    """A saved tensor that lay elsewhere. With hooks in place torch does not check versions, so this does."""
+
+    tensor: Tensor
+    version: int
+
+
 class Gather(torch.autograd.Function):
     """From a unit to its parameters: backward is where their gradients leave autograd."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, gatherer: "Gatherer", unit: UnitState, flat: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, anchor: Tensor, gatherer: "Gatherer", unit: UnitState, flat: Tensor, counted: bool
+    ) -> tuple[Tensor, ...]:
         """`anchor` only makes autograd record the call; the parameters are views of `flat`."""
         ctx.set_materialize_grads(False)
-        ctx.gatherer, ctx.unit = gatherer, unit
+        ctx.gatherer, ctx.unit, ctx.counted = gatherer, unit, counted
         return tuple(cut(unit.spec.trainable, flat, 0))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        ctx.gatherer.deliver(ctx.unit, grads)
-        return None, None, None, None
+        ctx.gatherer.deliver(ctx.unit, grads, counted=ctx.counted)
+        return None, None, None, None, None
 
 
 class Reach(torch.autograd.Function):
@@ -75,7 +88,7 @@ class Reach(torch.autograd.Function):
     def forward(ctx: Any, output: Tensor, *parameters: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.count = len(parameters)
-        return output.view_as(output)
+        return output.clone()  # not a view: the caller may write into it
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -122,6 +135,7 @@ class Gatherer:
         self._orders = {True: VisitOrder(), False: VisitOrder()}
         self._anchor = torch.zeros(0, requires_grad=True)
         self._held: dict[int, Buffer] = {}  # pinned by the backward pass under way
+        self._open: set[int] = set()  # units that gradients were delivered to and that have not settled
         self._passes: set[int] = set()  # backward passes under way, by autograd's id; more than one when nested
         self._lock = threading.RLock()  # on a GPU backward runs on autograd's own threads
 
@@ -129,7 +143,8 @@ class Gatherer:
 
     def begin(self) -> None:
         """A microbatch, or a forward without gradients, starts."""
-        self._orders[torch.is_grad_enabled()].begin()
+        for order in self._orders.values():
+            order.begin()
         self._drop_ahead()
 
     def end(self) -> None:
@@ -142,6 +157,7 @@ class Gatherer:
     def reset(self) -> None:
         """After an exception: forget calls, pins and half-made records."""
         self._held.clear()
+        self._open.clear()
         self._passes.clear()
         for order in self._orders.values():
             order.forget()
@@ -168,9 +184,10 @@ class Gatherer:
                 else:
                     pinned.append(self._pin(self._units[index]))
             names, values = self._parameters(site, recomputing)
+            before = _nodes((args, kwargs))  # taken now: the call may change its inputs in place
             with self._packing():
-                outputs = self._call(module, names, values, args, kwargs, recomputing)
-            return self._own(_reaching(outputs, values, (args, kwargs)))
+                outputs = self._call(module, names, values, args, kwargs)
+            return self._own(_reaching(outputs, values, before))
         finally:
             for buffer in pinned:
                 self._unpin(buffer)
@@ -184,7 +201,7 @@ class Gatherer:
             flat = self._buffer(unit).flat
             frozen[index] = tuple(cut(unit.spec.frozen, flat, unit.spec.trainable.P))
             if torch.is_grad_enabled() and unit.spec.trainable.slots:
-                trainable[index] = views = Gather.apply(self._anchor, self, unit, flat)
+                trainable[index] = views = Gather.apply(self._anchor, self, unit, flat, not recomputing)
                 if not recomputing:  # a recomputed call is the same call again
                     unit.calls.append(views[0].grad_fn)
             else:
@@ -193,22 +210,27 @@ class Gatherer:
         return [bound.local for bound in site.bindings], values
 
     def _call(
-        self, module: nn.Module, names: list[str], values: list[Tensor], args: Any, kwargs: Any, recomputing: bool
+        self, module: nn.Module, names: list[str], values: list[Tensor], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        if not self._remat or recomputing or not torch.is_grad_enabled():
+        if not self._remat or not torch.is_grad_enabled():
             return functional_call(module, dict(zip(names, values, strict=True)), args, kwargs, tie_weights=False)
+        tensors, rebuild = _apart(args, kwargs)
         # What forward changes (running statistics) is put back for the recomputation, which must neither see the change
         # nor repeat it: it works on copies of what forward saw.
         before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in module.named_buffers()}
         replaced: dict[str, Tensor] | None = None
 
-        def compute(*tensors: Any) -> Any:
-            given = dict(zip(names, tensors, strict=False)) | (replaced or {})
-            return functional_call(module, given, tensors[len(names) :], kwargs, tie_weights=False)
+        def compute(*given: Tensor) -> Any:
+            held = dict(zip(names, given, strict=False)) | (replaced or {})
+            return functional_call(module, held, *rebuild(given[len(names) :]), tie_weights=False)
 
         # The parameters go in as arguments: a checkpoint keeps its arguments through our hooks, and so not at all.
-        outputs = checkpoint(compute, *values, *args, use_reentrant=False)
-        replaced = {name: copy for name, (buffer, seen, copy) in before.items() if buffer._version != seen}
+        outputs = checkpoint(compute, *values, *tensors, use_reentrant=False)
+        replaced = {
+            name: copy
+            for name, (buffer, seen, copy) in before.items()
+            if buffer._version != seen or copy.numel() <= UNCOUNTED_NUMEL
+        }
         before.clear()
         return outputs
 
@@ -306,13 +328,13 @@ class Gatherer:
         assert self.pool is not None
         buffer = self.pool.holding(tensor)
         if buffer is None:
-            return tensor
+            return Kept(tensor, tensor._version)
         assert buffer.unit is not None
         return Packed(buffer.unit, buffer.version, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _unpack(self, packed: Any) -> Tensor:
-        if not isinstance(packed, Packed):
-            return packed
+        if isinstance(packed, Kept):
+            return _unchanged(packed)
         unit = self._units[packed.unit]
         if unit.version != packed.version or unit.waiting is not None:
             raise StaleStateError(
@@ -331,10 +353,10 @@ class Gatherer:
             with self._lock:
                 unit = self._units[bound.unit]
                 flat = self._hold(unit).flat
-            layout, start = (unit.spec.trainable, 0) if bound.trainable else (unit.spec.frozen, unit.spec.trainable.P)
-            slot = layout.slots[bound.slot]
-            found = flat[start + slot.offset : start + slot.stop].view(slot.shape).detach()
-            return found.requires_grad_(bound.trainable)
+            if not bound.trainable:
+                return tuple(cut(unit.spec.frozen, flat, unit.spec.trainable.P))[bound.slot]
+            # a reentrant checkpoint goes backward from here, and its gradients must arrive
+            return Gather.apply(self._anchor, self, unit, flat, False)[bound.slot]
 
         return view
 
@@ -356,20 +378,22 @@ class Gatherer:
         if buffer is not None:
             self._unpin(buffer)
 
-    def deliver(self, unit: UnitState, grads: Sequence[Tensor | None]) -> None:
-        """One call's gradients have arrived."""
+    def deliver(self, unit: UnitState, grads: Sequence[Tensor | None], *, counted: bool) -> None:
+        """One call's gradients have arrived, or `counted=False` those of a part of it that was recomputed."""
         with self._lock:
             self._watch_pass()
             if unit.resident is None and not unit.spec.lookup and unit.index not in self._held:
                 self._hold(unit)  # this rank had no use for its values, but others gather it here
             self._deliver(unit, grads)
-            unit.returned += 1
-            if unit.returned == len(unit.calls):
+            self._open.add(unit.index)
+            unit.returned += counted
+            if counted and unit.returned == len(unit.calls):
                 self._close(unit)
 
     def _close(self, unit: UnitState) -> None:
         unit.calls.clear()
         unit.returned = 0
+        self._open.discard(unit.index)
         self._settle(unit)
         self._let_go(unit.index)
 
@@ -384,24 +408,28 @@ class Gatherer:
         self._passes.discard(task)
         if self._passes:
             return  # a pass inside another one, as a reentrant checkpoint makes
-        for unit in self._units:
-            if unit.returned:
+        for index in sorted(self._open):
+            unit = self._units[index]
+            if unit.returned or not unit.calls:  # else its own call is still to come, or `end` closes it
                 self._close(unit)
         for index in list(self._held):
             self._let_go(index)
 
 
-def _reaching(outputs: Any, parameters: Sequence[Tensor], inputs: Any) -> Any:
+def _nodes(values: Any) -> set[Any]:
+    return {t.grad_fn for t in tree_leaves(values) if isinstance(t, Tensor)}
+
+
+def _reaching(outputs: Any, parameters: Sequence[Tensor], known: set[Any]) -> Any:
     """`outputs`, made to depend on every `Gather` that made `parameters`.
 
     A rank may take a branch without parameters (`if drop: return x`) while the others do not. Its backward must come by
-    here all the same, or its collectives would be other ones than theirs.
+    here all the same, or its collectives would be other ones than theirs. `known` are the nodes that made the inputs.
     """
     wanted = {p.grad_fn: p for p in parameters if p.grad_fn is not None}
     tensors = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()]
     if not wanted or not tensors:
         return outputs
-    known = {t.grad_fn for t in tree_leaves(inputs) if isinstance(t, Tensor)}
     stack = [t.grad_fn for t in tensors if t.grad_fn is not None]
     while stack and wanted:
         node = stack.pop()
@@ -414,6 +442,34 @@ def _reaching(outputs: Any, parameters: Sequence[Tensor], inputs: Any) -> Any:
         return outputs
     joined = Reach.apply(tensors[0], *wanted.values())
     return tree_map_only(Tensor, lambda t: joined if t is tensors[0] else t, outputs)
+
+
+def _unchanged(kept: Kept) -> Tensor:
+    """The tensor that was kept; refused, as torch does without hooks, if it was written to since."""
+    if kept.tensor._version != kept.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(kept.tensor.shape)} is at version {kept.tensor._version}, expected {kept.version}"
+        )
+    return kept.tensor
+
+
+def _apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
+    """The distinct tensors among the arguments, and a function from others in their places to (args, kwargs).
+
+    A tensor given twice is one tensor then too: attention asks whether `query is key`.
+    """
+    given = [*args, *kwargs.values()]
+    tensors = {id(value): value for value in given if isinstance(value, Tensor)}
+    numbers = {key: number for number, key in enumerate(tensors)}
+    places = [(numbers.get(id(value)), None if isinstance(value, Tensor) else value) for value in given]
+    count, names = len(args), tuple(kwargs)
+
+    def rebuild(others: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        values = [rest if number is None else others[number] for number, rest in places]
+        return tuple(values[:count]), dict(zip(names, values[count:], strict=True))
+
+    return list(tensors.values()), rebuild
 
 
 def bind_absent(copied: nn.Module, sites: Iterable[Site], gatherer: Gatherer) -> None:

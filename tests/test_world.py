@@ -139,8 +139,18 @@ def all_laws(world: World) -> dict[str, object]:
     }
 
 
+class CollectiveWorld(ProcessWorld):
+    """The way that GPU tensors take, on host tensors."""
+
+    def _by_collective(self, tensor: torch.Tensor) -> bool:
+        return True
+
+
 def laws_and_stories(world: World) -> dict[str, object]:
-    return all_laws(world) | {"stories": stories(world)}
+    seen = all_laws(world)
+    with CollectiveWorld(timeout_s=30, device="cpu") as collective:
+        seen["by collective"] = {law.__name__: law(collective) for law in LAWS}
+    return seen | {"stories": stories(world)}
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +206,12 @@ def test_threads_and_processes_give_the_same_bits(outcome):
     assert [rank["sums"] for rank in outcome] == threads
     assert {rank["threads"] for rank in outcome} == {1}
     assert {rank["kind"] for rank in outcome} == {"ProcessWorld"}
+
+
+@pytest.mark.process
+def test_collectives_obey_the_same_laws_with_the_same_bits(three_processes):
+    for rank in three_processes:
+        assert rank["by collective"] == {law.__name__: rank[law.__name__] for law in LAWS}
 
 
 # The local sum.
@@ -435,7 +451,10 @@ def leaves(world: World) -> None:
 def differs(world: World) -> None:
     world.barrier("start")
     full_P = torch.zeros(world.size, dtype=torch.int32 if world.rank == 1 else torch.float32)
-    world.gather(full_P[:1].clone(), full_P, what="h.0").wait()
+    handle = world.gather(full_P[:1].clone(), full_P, what="h.0")
+    with pytest.raises(WorldError):
+        handle.wait()
+    handle.wait()
 
 
 def comes_late(world: World) -> None:

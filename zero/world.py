@@ -76,10 +76,9 @@ class _Then:
         self._tensors = tensors
 
     def wait(self) -> None:
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
-        self._tensors = None
+        if self._finish is not None:
+            self._finish()
+        self._finish = self._tensors = None
 
 
 class World(ABC):
@@ -329,7 +328,7 @@ class ProcessWorld(World):
             self._group = None
 
     def _gather(self, shard_S: Tensor, full_P: Tensor, op: str) -> Handle:
-        if full_P.is_cuda:
+        if self._by_collective(full_P):
             return self._collective(_all_gather, full_P, shard_S, op)
         slots = full_P.view(self.size, -1).unbind()
         if slots[self.rank].data_ptr() != shard_S.data_ptr():
@@ -338,18 +337,21 @@ class ProcessWorld(World):
         return self._messages(op, full_P, dict.fromkeys(others, shard_S), {r: slots[r] for r in others})
 
     def _exchange(self, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
-        if full_P.is_cuda:
+        if self._by_collective(full_P):
             return self._collective(dist.all_to_all_single, recv_P, full_P, op)
         chunks, slots = full_P.view(self.size, -1).unbind(), recv_P.view(self.size, -1).unbind()
         others = self._others()
         return self._messages(op, full_P, {r: chunks[r] for r in others}, {r: slots[r] for r in others})
 
     def _broadcast(self, flat: Tensor, source: int, op: str) -> Handle:
-        if flat.is_cuda:
+        if self._by_collective(flat):
             return self._collective(lambda out, _, **keywords: dist.broadcast(out, source, **keywords), flat, flat, op)
         if self.rank == source:
             return self._messages(op, flat, dict.fromkeys(self._others(), flat), {})
         return self._messages(op, flat, {}, {source: flat})
+
+    def _by_collective(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda
 
     def _others(self) -> list[int]:
         """The other ranks, nearest first, so that no rank is everyone's first."""
@@ -364,6 +366,8 @@ class ProcessWorld(World):
         works += [(peer, self._try(op, peer, dist.isend, flat, peer, self._group, tag)) for peer, flat in out.items()]
 
         def wait() -> None:
+            if self._failure is not None:
+                raise self._failure
             end_s = time.monotonic() + self.timeout_s
             for peer, work in works:
                 self._try(op, peer, work.wait, timedelta(seconds=max(0.001, end_s - time.monotonic())))

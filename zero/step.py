@@ -80,6 +80,8 @@ def init(plan: Plan, store: Store, *, seed: int = 0, weights: Weights = None) ->
     bind_absent(copied, plan.splitting.sites, gatherer)
     model = attach(copied, plan.splitting, gatherer.runner)
     machinery = Machinery(plan, model, store, units, gatherer, reducer, updater, log)
+    # Thread ranks share torch's generator, and a checkpoint's recomputation sets it: none trains while another draws.
+    plan.world.barrier("init")
     return State(machinery, 0, plan.precision.scale.start())
 
 

@@ -1,0 +1,298 @@
+"""The systems that `bench_step` compares: one function each, from a job to a step. Runs as one rank of one system.
+
+All train the same GPT on the same rows with the same optimizer: fused AdamW, clipping at norm 1, gradients reduced in
+fp32. What a system does beyond that is what its own documentation recommends, and is said in `SYSTEMS`.
+"""
+
+import argparse
+import gc
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from zero.data import TextConfig, open_data
+from zero.models import GPT, GPTConfig, loss
+
+LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
+SEED = 0
+
+Step = Callable[[Tensor], float]
+
+
+class Job(NamedTuple):
+    """What to build. `dtype` is fp32 or bf16; `rows` are per rank."""
+
+    system: str
+    dtype: str
+    width: int
+    layers: int
+    seq: int
+    rows: int
+
+    @property
+    def half(self) -> bool:
+        return self.dtype == "bf16"
+
+    def config(self) -> GPTConfig:
+        return GPTConfig(width=self.width, layers=self.layers, heads=self.width // 64, seq=self.seq, tied=False)
+
+
+def fill(name: str, parameter: Tensor) -> None:
+    """First values from the parameter's name, so that every system starts from the same ones."""
+    if parameter.ndim == 1:
+        parameter.fill_(1.0)
+        return
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
+    parameter.normal_(std=0.02, generator=generator)
+
+
+def _model(job: Job) -> GPT:
+    model = GPT(job.config())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            fill(name, parameter)
+    return model
+
+
+def _adamw(model: torch.nn.Module) -> torch.optim.AdamW:
+    """Weight decay on matrices only, as our own default mask has it."""
+    decay = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    plain = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    groups = [{"params": decay, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+
+
+def _gloo() -> None:
+    dist.init_process_group("gloo")
+
+
+def floor(job: Job) -> Step:
+    """Forward and backward of the replica, nothing else."""
+    _gloo()
+    model = _model(job).to(torch.bfloat16 if job.half else torch.float32)
+
+    def step(batch: Tensor) -> float:
+        value = loss(model, batch)
+        value.backward()
+        model.zero_grad()
+        return float(value.detach())
+
+    return step
+
+
+def ddp(job: Job) -> Step:
+    """fp32 parameters; bf16 is torch.autocast around the forward, as torch's AMP pages recommend for DDP."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    _gloo()
+    # the rotary tables are constants: without this DDP would broadcast them every step
+    model = DistributedDataParallel(_model(job), broadcast_buffers=False, gradient_as_bucket_view=True)
+    optimizer = _adamw(model)
+
+    def step(batch: Tensor) -> float:
+        with torch.autocast("cpu", torch.bfloat16, enabled=job.half):
+            value = loss(model, batch)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(value.detach())
+
+    return step
+
+
+def fsdp2(job: Job) -> Step:
+    """fully_shard on each block and on the root; bf16 is MixedPrecisionPolicy(param bf16, reduce fp32)."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    _gloo()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    keys: dict[str, Any] = {"mesh": mesh, "mp_policy": policy if job.half else MixedPrecisionPolicy()}
+    model = _model(job)
+    for block in model.blocks:
+        fully_shard(block, **keys)
+    fully_shard(model, **keys)
+    optimizer = _adamw(model)
+
+    def step(batch: Tensor) -> float:
+        value = loss(model, batch)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(value.detach())
+
+    return step
+
+
+def _deepspeed(job: Job, stage: int, communication: str | None) -> Step:
+    """torch's fused AdamW given to `deepspeed.initialize`; bf16 is its bf16 mode with fp32 master."""
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    model = _model(job)
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": job.rows,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": job.half},
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False}},
+    }
+    if communication is not None:
+        settings["communication_data_type"] = communication
+    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=_adamw(model), config=settings)
+    del model
+
+    def step(batch: Tensor) -> float:
+        value = loss(engine, batch)
+        engine.backward(value)
+        engine.step()
+        return float(value.detach())
+
+    return step
+
+
+def _zero(job: Job, stage: int) -> Step:
+    """Our own stage with its defaults: lazy update, prefetch 1."""
+    import zero
+
+    world = zero.World.from_env()
+    with zero.empty():
+        model = GPT(job.config())
+    plan = zero.Plan(
+        model,
+        optimizer=zero.adamw(LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY, clip=CLIP),
+        stage=zero.Stage(stage),
+        precision=zero.Precision(job.dtype),
+        world=world,
+    )
+    store = zero.open_store(plan)
+    state = zero.init(plan, store, weights=fill)
+    take = zero.make_step(plan, loss)
+
+    def step(batch: Tensor) -> float:
+        nonlocal state
+        state, metrics = take(state, [batch])
+        return metrics.loss
+
+    return step
+
+
+class System(NamedTuple):
+    """One row of the table."""
+
+    build: Callable[[Job], Step]
+    about: str
+    dtypes: tuple[str, ...] = ("fp32", "bf16")
+    deepspeed: bool = False
+
+
+SYSTEMS: dict[str, System] = {
+    "floor": System(floor, "forward and backward of the replica on both ranks at once, in the dtype; no update"),
+    "ddp": System(ddp, "DDP, gradient_as_bucket_view; bf16: fp32 parameters and gradients under autocast"),
+    "fsdp2": System(
+        fsdp2, "fully_shard per block and root; bf16: parameters gathered in bf16, gradients reduced in fp32"
+    ),
+}
+for _stage in (1, 2, 3):
+    SYSTEMS[f"deepspeed{_stage}"] = System(
+        lambda job, stage=_stage: _deepspeed(job, stage, "fp32"),
+        f"DeepSpeed ZeRO-{_stage}, communication_data_type fp32, throughput timer off; bf16: bf16.enabled",
+        deepspeed=True,
+    )
+    SYSTEMS[f"deepspeed{_stage}-asis"] = System(
+        lambda job, stage=_stage: _deepspeed(job, stage, None),
+        f"DeepSpeed ZeRO-{_stage}, communication_data_type as it comes (the model's dtype)",
+        dtypes=("bf16",),  # with an fp32 model it would be the same job as above
+        deepspeed=True,
+    )
+for _stage in (0, 1, 2, 3):
+    SYSTEMS[f"zero{_stage}"] = System(
+        lambda job, stage=_stage: _zero(job, stage), f"zero.stage={_stage}, update=lazy, prefetch=1, reduce fp32"
+    )
+
+
+def peak_bytes() -> int:
+    """Highest resident size of this process since it began or since `forget_peak`. Not `getrusage`: that one remembers
+    the parent's size from before exec."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmHWM")
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def measure(job: Job, warmup: int, steps: int) -> dict[str, Any]:
+    """Times of `steps` steps between barriers, after `warmup` unmeasured ones."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    data = open_data(TextConfig(), job.seq, SEED)
+    step = SYSTEMS[job.system].build(job)
+    gc.collect()
+    times, losses = [], []
+    built = peak_bytes()
+    for number in range(warmup + steps):
+        if number == warmup:
+            built = max(built, peak_bytes())
+            forget_peak()
+        batch = data.batch(number, rank * job.rows, (rank + 1) * job.rows, size * job.rows)
+        dist.barrier()
+        start = time.perf_counter()
+        losses.append(step(batch))
+        dist.barrier()
+        times.append(time.perf_counter() - start)
+    peaks, mean = torch.tensor([built, peak_bytes()], dtype=torch.int64), torch.tensor(losses) / size
+    dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+    dist.all_reduce(mean)
+    return {
+        "system": job.system,
+        "dtype": job.dtype,
+        "step_s": times[warmup:],
+        "warmup_s": times[:warmup],
+        "loss": mean.tolist(),
+        "build_peak_bytes": int(peaks[0]),
+        "step_peak_bytes": int(peaks[1]),
+        "torch": torch.__version__,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("system", "dtype", "out"):
+        parser.add_argument(f"--{name}", required=True)
+    for name in ("width", "layers", "seq", "rows", "warmup", "steps"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    job = Job(given.system, given.dtype, given.width, given.layers, given.seq, given.rows)
+    result = measure(job, given.warmup, given.steps)
+    if os.environ["RANK"] == "0":
+        Path(given.out).write_text(json.dumps(result))
+    dist.barrier()
+    # nothing of ours is open any more, and some systems' threads make an orderly end slow
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -118,8 +118,9 @@ class Plan:
 
     @property
     def flat_dtype(self) -> torch.dtype:
-        """What gradients travel in: a half-precision one travels as it is, and is added in fp32 where it arrives."""
-        return self.grad_dtype if self.local_sum else self.precision.compute
+        """What gradients travel in: as they are, unless something narrower was asked for; they are added in fp32."""
+        sent = self.grad_dtype if self.local_sum else self.precision.compute
+        return min(self.precision.reduce, sent, key=lambda dtype: dtype.itemsize)
 
     def grad_numel(self, unit: UnitSpec) -> int:
         """Elements of the gradient that a rank keeps for the update."""

@@ -4,7 +4,7 @@ Each call of a unit delivers gradients by parameter. They are copied into one fl
 delivered, the flat is reduce-scattered while the next units' backward runs. Which flat it is:
 
     gradients sharded, or one microbatch    a pooled flat, free again when its reduction is done; two may be under way
-    several microbatches, not sharded       `grad` itself, which adds up microbatches and is reduced after the last
+    several microbatches, not sharded       `grad`, which adds up microbatches; after the last a pooled flat takes it on
     one rank                                `grad` itself, and nothing is reduced
 
 A parameter that was not used has a zero gradient. So has a unit that was not visited.
@@ -41,12 +41,11 @@ class GradientFlat:
 
 @dataclass(eq=False)
 class Reduction:
-    """A reduce-scatter under way, the flats that it gives back, and the sum where it did not go to `grad` itself."""
+    """A reduce-scatter under way and the flats that it gives back."""
 
     unit: UnitState
     handle: Handle
-    flats: tuple[GradientFlat, ...]
-    sum_S: Tensor | None
+    flats: tuple[GradientFlat, GradientFlat]
 
 
 class Reducer:
@@ -112,12 +111,12 @@ class Reducer:
         if not (unit.filled if self._local else unit.index in self._filling):
             self.deliver(unit, [None] * len(layout.slots))
         if not self._local:
-            sent = self._filling.pop(unit.index)
-            self._start(unit, sent.flat_P, (sent, self._take(layout.P)))
+            self._start(unit, self._filling.pop(unit.index), accumulate=unit.filled)
         elif self._last and self._world.size > 1:
             assert unit.grad is not None
-            room = self._take(layout.P)  # the sum cannot land in `grad`, which is still being read
-            self._start(unit, unit.grad, (room, self._take(layout.P)), sum_S=room.flat_P[: layout.S])
+            sent = self._take(layout.P)  # the sum lands in `grad`, so it cannot be sent from there
+            sent.flat_P.copy_(unit.grad)
+            self._start(unit, sent, accumulate=False)
         elif self._last:
             self._final(unit)
 
@@ -145,23 +144,18 @@ class Reducer:
         self._under_way.clear()
         self._gathers.clear()
 
-    def _start(
-        self, unit: UnitState, full_P: Tensor, flats: tuple[GradientFlat, ...], *, sum_S: Tensor | None = None
-    ) -> None:
-        what = self._log.note(f"gradients of {unit.spec.name}")
-        landing = unit.own_grad_S(self._world.rank) if sum_S is None else sum_S
-        again = unit.filled and sum_S is None
-        handle = self._world.reduce_scatter(full_P, flats[-1].flat_P, landing, accumulate=again, what=what)
+    def _start(self, unit: UnitState, sent: GradientFlat, *, accumulate: bool) -> None:
+        received = self._take(unit.spec.trainable.P)
+        what, sum_S = self._log.note(f"gradients of {unit.spec.name}"), unit.own_grad_S(self._world.rank)
+        handle = self._world.reduce_scatter(sent.flat_P, received.flat_P, sum_S, accumulate=accumulate, what=what)
         unit.filled = True
-        self._under_way.append(Reduction(unit, handle, flats, sum_S))
+        self._under_way.append(Reduction(unit, handle, (sent, received)))
 
     def _complete_oldest(self) -> None:
         reduction = self._under_way.popleft()
         unit, last = reduction.unit, self._last
         with self._device.aside("reduce") as self._done:
             reduction.handle.wait()
-            if reduction.sum_S is not None:
-                unit.own_grad_S(self._world.rank).copy_(reduction.sum_S)
             if self._whole and last:
                 assert unit.grad is not None
                 what = self._log.note(f"gradients of {unit.spec.name}")

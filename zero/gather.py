@@ -21,8 +21,8 @@ Source: research prototypes of saved-tensor regather; Zhao et al. 2023, "PyTorch
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -179,13 +179,14 @@ class Gatherer:
         pinned: list[Buffer] = []
         try:
             for index in site.units:
-                if recomputing:
-                    self._hold(self._units[index])
+                if recomputing:  # held for the pass, but also pinned for the call: holding one may let another go
+                    pinned.append(self._hold(self._units[index]))
+                    pinned[-1].pins += 1
                 else:
                     pinned.append(self._pin(self._units[index]))
             names, values = self._parameters(site, recomputing)
             before = _nodes((args, kwargs))  # taken now: the call may change its inputs in place
-            with self._packing():
+            with self._read_only(site), self._packing():
                 outputs = self._call(module, names, values, args, kwargs)
             return self._own(_reaching(outputs, values, before))
         finally:
@@ -233,6 +234,20 @@ class Gatherer:
         }
         before.clear()
         return outputs
+
+    @contextmanager
+    def _read_only(self, site: Site) -> Iterator[None]:
+        """Refuse user code that writes into a parameter: it would change a copy, and one rank's at that."""
+        flats = [
+            (index, flat, flat._version) for index in site.units for flat in [self._buffer(self._units[index]).flat]
+        ]
+        yield
+        for index, flat, version in flats:
+            if flat._version != version:
+                raise StaleStateError(
+                    f"a parameter of {self._units[index].spec.name} was written to in place by its own forward; only "
+                    "the optimizer changes parameters, so keep such a tensor in a buffer"
+                )
 
     def _packing(self) -> AbstractContextManager[Any]:
         if self.pool is None or not torch.is_grad_enabled():

@@ -82,13 +82,17 @@ class Pool:
         self.renewed = 0
 
     @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        return tuple(buffer for buffers in self._buffers.values() for buffer in buffers)
+
+    @property
     def pinned(self) -> int:
-        """Buffers in use now."""
-        return sum(not b.is_free for buffers in self._buffers.values() for b in buffers)
+        """Buffers in use now, or gathered ahead."""
+        return sum(not buffer.is_free for buffer in self.buffers)
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(b.flat.nbytes for buffers in self._buffers.values() for b in buffers)
+        return sum(buffer.flat.nbytes for buffer in self.buffers)
 
     def find(self, unit: int) -> Buffer | None:
         """The buffer that holds `unit`, whatever its version."""

@@ -74,7 +74,11 @@ class Owner:
 
 @dataclass(frozen=True)
 class Splitting:
-    """A model as units and sites. `depth` is how many sites with parameters lie inside one another at most."""
+    """A model as units and sites.
+
+    `depth` is how many units are gathered at most beside the first: sites lie inside one another, and a site may need
+    several units.
+    """
 
     units: tuple[UnitSpec, ...]
     sites: tuple[Site, ...]
@@ -108,7 +112,7 @@ def split(
         PlanError: a class name that no module has, or a parameter that is not floating point.
     """
     roots = _by_class(model, class_names) if class_names else _by_default(model)
-    found, needs, owners, depth = _walk(model, roots)
+    found, needs, owners = _walk(model, roots)
     names = dict.fromkeys(one.unit for one in found.values())
     lookups = _lookups(model, found)
     units = tuple(
@@ -130,7 +134,7 @@ def split(
         units,
         sites,
         tuple(Owner(path, tuple((own, full_names[key]) for own, key in slots)) for path, slots in owners),
-        depth,
+        _depth(sites),
     )
 
 
@@ -161,16 +165,14 @@ def _lookups(model: nn.Module, found: Mapping[int, _Found]) -> set[str]:
 
 def _walk(
     model: nn.Module, roots: set[int]
-) -> tuple[dict[int, _Found], dict[str, dict[str, int]], list[tuple[str, list[tuple[str, int]]]], int]:
+) -> tuple[dict[int, _Found], dict[str, dict[str, int]], list[tuple[str, list[tuple[str, int]]]]]:
     """Visit every place that holds a parameter; ties are recorded by identity, before anything moves to meta."""
     found: dict[int, _Found] = {}
     needs: dict[str, dict[str, int]] = {}
     owners: list[tuple[str, list[tuple[str, int]]]] = []
     seen: set[tuple[int, str]] = set()
-    deepest = 0
 
-    def visit(module: nn.Module, path: str, site: str, local: str, depth: int) -> None:
-        nonlocal deepest
+    def visit(module: nn.Module, path: str, site: str, local: str) -> None:
         if id(module) in roots and path != site:
             if (id(module), "") in seen:  # one module at two places is one site
                 return
@@ -186,14 +188,18 @@ def _walk(
             owners.append((path, [(name, id(parameter)) for name, parameter in own]))
         for name, child in module._modules.items():
             if child is not None:
-                visit(child, f"{path}.{name}" if path else name, site, f"{local}{name}.", depth)
+                visit(child, f"{path}.{name}" if path else name, site, f"{local}{name}.")
 
-    visit(model, "", "", "", 0)
-    paths = list(needs)
-    for path in paths:
-        above = sum(1 for other in paths if other != path and (other == "" or path.startswith(other + ".")))
-        deepest = max(deepest, above)
-    return found, needs, owners, deepest
+    visit(model, "", "", "")
+    return found, needs, owners
+
+
+def _depth(sites: Sequence[Site]) -> int:
+    def gathered_inside(path: str) -> set[int]:
+        around = (site for site in sites if site.path in ("", path) or path.startswith(f"{site.path}."))
+        return {unit for site in around for unit in site.units}
+
+    return max((len(gathered_inside(site.path)) for site in sites), default=1) - 1
 
 
 def _by_class(model: nn.Module, class_names: Sequence[str]) -> set[int]:

@@ -81,6 +81,7 @@ def train(config: Config, folder: Path) -> "Summary":
 
         summary = meter.summary(plan, data.digest, "finished" if last == config.steps else "debug.stop_at reached")
         if config.sample.tokens:
+            tracker.note("sample:")
             tracker.note(sample_text(partial(logits_of, state), data, world, config))
         if world.rank == 0:
             write_summary(folder, summary._asdict())
@@ -238,7 +239,9 @@ def _with_hydra(arguments: Sequence[str]) -> int:
     for argument in arguments:
         if argument.startswith("--") and argument[2:].split("=")[0] in keys():
             raise ConfigError(f"{argument}: settings are written without dashes: {argument[2:]}")
-    asked = get_args_parser().parse_args(list(arguments))
+    asked, unknown = get_args_parser().parse_known_args(list(arguments))
+    if unknown:
+        raise ConfigError(f"unknown option {unknown[0]}; settings are written key=value, and --help lists them")
     if not (asked.hydra_help or asked.shell_completion):
         for overrides in _runs_in(asked.overrides) if asked.multirun else [asked.overrides]:
             settle(settings_in(compose(overrides)))

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ByteSize,
     ConfigDict,
     Field,
-    PlainValidator,
     ValidationError,
     WrapValidator,
     model_validator,
@@ -94,8 +94,8 @@ def _whole_pages(value: ByteSize) -> ByteSize:
     return value
 
 
-Count = Annotated[int | Literal["auto"], PlainValidator(_count_or_auto)]
-Steps = Annotated[int | Literal["auto"], PlainValidator(_steps_or_auto)]
+Count = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
+Steps = Annotated[int | Literal["auto"], BeforeValidator(_steps_or_auto)]
 Whole = Annotated[int, Field(ge=1, le=2**53)]
 Natural = Annotated[int, Field(ge=0, le=2**53)]
 Positive = Annotated[float, Field(gt=0)]
@@ -108,10 +108,10 @@ Tier = Annotated[Literal["none"], WrapValidator(_not_later)]
 class Zero(Section):
     """How the training state is sharded and moved."""
 
-    stage: Annotated[int, PlainValidator(_stage)] = Field(
+    stage: Annotated[int, BeforeValidator(_stage)] = Field(
         3, description="what is sharded: 0 nothing, 1 moments and master, 2 and gradients, 3 and parameters"
     )
-    units: Annotated[Literal["auto"] | tuple[str, ...], PlainValidator(_units)] = Field(
+    units: Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_units)] = Field(
         "auto", description="what is gathered together: auto (each block), or class names such as [Block]"
     )
     prefetch: Natural = Field(1, description="units gathered ahead of the one that computes, in both directions")

@@ -1,0 +1,40 @@
+# Sourced by the other scripts: goes to the repository and puts its .venv first in PATH.
+#
+#     source "$(dirname "$0")/venv.sh" [extra]
+#
+# Makes .venv if it is missing, and installs again only when the dependencies in pyproject.toml have changed.
+# PYTHON chooses the interpreter; without it the first of python3, python3.13, python3.12, python3.11 that fits.
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+
+fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
+
+if [ ! -x .venv/bin/python ]; then
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+        if fits "$candidate"; then
+            "$candidate" -m venv .venv || exit 1
+            break
+        fi
+    done
+    if [ ! -x .venv/bin/python ]; then
+        echo "no Python 3.11 to 3.13 found; set PYTHON=/path/to/python" >&2
+        exit 1
+    fi
+fi
+
+stamp=$(.venv/bin/python - "${1:-}" <<'PYTHON'
+import hashlib, pathlib, sys, tomllib
+
+project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
+wanted = [project["dependencies"], project["optional-dependencies"].get(sys.argv[1]), str(pathlib.Path.cwd())]
+print(hashlib.sha256(repr(wanted).encode()).hexdigest())
+PYTHON
+) || exit 1
+stamp_file=".venv/installed${1:+-$1}"
+if [ "$(cat "$stamp_file" 2>/dev/null)" != "$stamp" ]; then
+    echo "installing into .venv" >&2
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".${1:+[$1]}" >&2 || exit 1
+    echo "$stamp" >"$stamp_file"
+fi
+
+PATH="$PWD/.venv/bin:$PATH"

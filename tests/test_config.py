@@ -1,0 +1,194 @@
+"""One closed schema: every mistake is one line that names the key as typed and what to write."""
+
+import math
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero.config import UNIT_CLASSES, Config, flat, keys, read
+from zero.errors import ConfigError
+from zero.models import GPT, GPTConfig
+
+MISTAKES = [
+    ({"zero": {"stage": 7}}, "zero.stage=7: must be 0, 1, 2 or 3"),
+    ({"zero": {"stage": "three"}}, "zero.stage=three: must be 0, 1, 2 or 3"),
+    ({"zero": {"stage": True}}, "zero.stage=true: must be 0, 1, 2 or 3"),
+    ({"zero": {"stage": 2.0}}, "zero.stage=2.0: must be 0, 1, 2 or 3"),
+    ({"zero": {"stge": 3}}, "unknown key zero.stge; did you mean zero.stage?"),
+    ({"zero": 3}, "zero=3: zero is a section of keys; did you mean zero.stage=3?"),
+    ({"zero": None}, "zero=null: zero is a section of keys; did you mean zero.stage=null?"),
+    ({"stage": 3}, "unknown key stage; did you mean zero.stage?"),
+    ({"ofload": {}}, "unknown key ofload; did you mean offload?"),
+    ({"zero": {"units": ["Blok"]}}, "zero.units=['Blok']: Blok is not a class of this model; did you mean Block?"),
+    ({"zero": {"units": []}}, "zero.units=[]: must be auto or a list of class names, such as [Block]"),
+    ({"zero": {"prefetch": -1}}, "zero.prefetch=-1: must be at least 0"),
+    ({"zero": {"activations": "offload"}}, "comes with the state store"),
+    ({"zero": {"activations": "remet"}}, "zero.activations=remet: must be keep or remat"),
+    ({"zero": {"update": "laxy"}}, "zero.update=laxy: must be one of lazy, serial, eager; did you mean lazy?"),
+    ({"zero": {"update": "eager"}}, "set optim.clip=null or zero.update=lazy"),
+    (
+        {"zero": {"update": "eager"}, "precision": {"compute": "fp16"}, "optim": {"name": "adamw", "clip": None}},
+        "cannot undo an overflow",
+    ),
+    ({"optim": {"name": "adamm"}}, "optim.name=adamm does not exist; did you mean adam"),
+    ({"optim": {"name": "sgd", "beta1": 0.9}}, "optim.beta1 is not a key of the option chosen for optim"),
+    ({"optim": {"name": "sgd", "momentum": 0, "nesterov": True}}, "optim.nesterov=true needs optim.momentum"),
+    ({"optim": {"name": "adamw", "lr": -1}}, "optim.lr=-1: must be above 0"),
+    ({"optim": {"name": "adamw", "lr": math.nan}}, "optim.lr=nan: must be a finite number"),
+    ({"optim": {"name": "adamw", "lr": math.inf}}, "optim.lr=inf: must be a finite number"),
+    ({"optim": {"name": "adamw", "lr": True}}, "optim.lr=true: must be a number"),
+    ({"optim": {"name": "adamw", "clip": 0}}, "optim.clip=0: must be above 0"),
+    ({"precision": {"compute": "fp8"}}, "precision.compute=fp8: must be one of fp32, bf16, fp16"),
+    ({"precision": {"scale": {"initial": 0.5}}}, "precision.scale.initial=0.5 is not between minimum=1"),
+    ({"offload": {"page": "-1GiB"}}, "offload.page=-1GiB: must be a size in bytes such as 8MiB or 80GiB"),
+    ({"offload": {"page": -1}}, "offload.page=-1: must be a size in bytes"),
+    ({"offload": {"page": "1e3"}}, "offload.page=1e3: must be a size in bytes"),
+    ({"offload": {"page": 1000}}, "offload.page=1000: must be a positive multiple of 8KiB"),
+    ({"offload": {"optimizer": "cpu"}}, "offload.optimizer=cpu: comes with the state store; only none exists so far"),
+    ({"offload": {"optimizer": "nvmee"}}, "offload.optimizer=nvmee: must be none"),
+    ({"mode": "plan"}, "mode=plan: comes later; only train exists so far"),
+    ({"steps": 1e6}, "steps=1000000.0: must be a whole number"),
+    ({"steps": 10**400}, "steps=1000"),
+    ({"seed": "two\nlines"}, "seed=two lines: must be a whole number"),
+    ({"launch": {"ranks": 0}}, "launch.ranks=0: must be a whole number from 1, or auto"),
+    ({"launch": {"malloc": 1}}, "launch.malloc=1: must be true or false"),
+    ({"model": {"width": 191}}, "model.width=191 does not split into model.heads=6"),
+    ({"model": {"vocab": 100}}, "model.vocab=100 is smaller than the 256 tokens of data=text"),
+    ({"data": {"name": "tokens"}}, "data=tokens needs data.path=FILE"),
+    ({"data": {"name": "text", "holdout": 0}}, "data.holdout=0: must be above 0"),
+    ({"schedule": {"name": "warmup_linear", "warmup": 300}}, "schedule.warmup=300 leaves no step of steps=300"),
+    ({"optim": {}}, "optim needs optim.name"),
+]
+
+
+@pytest.mark.parametrize(("raw", "said"), MISTAKES, ids=lambda value: str(value)[:60])
+def test_a_mistake_is_one_line_with_the_key_as_typed(raw, said):
+    with pytest.raises(ConfigError) as caught:
+        read(raw)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_defaults_are_a_run():
+    assert read({}) == Config()
+
+
+def test_plain_values_read_back_as_the_same_settings():
+    config = read(
+        {"zero": {"units": ["Block", "Embedding"]}, "offload": {"page": "1.5MiB"}, "tracker": {"name": "wandb"}}
+    )
+    assert read(config.plain()) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert flat(config)["offload.page"] == str(3 * 2**19)
+
+
+def test_every_key_says_what_it_means():
+    def undescribed(section):
+        for name, field in section.model_fields.items():
+            if not field.description and not isinstance(field.get_default(), module.Section):
+                yield name
+
+    from zero import config as module
+
+    sections = [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, module.Section)]
+    assert len(sections) > 20
+    assert {f"{section.__name__}.{name}" for section in sections for name in undescribed(section)} == set()
+
+
+def test_the_model_has_the_keys_and_defaults_of_its_own_record():
+    assert Config().model.gpt() == GPTConfig()
+
+
+def test_unit_classes_are_the_owners_of_the_models_parameters():
+    owners = set()
+    for norm in ("rms", "layer"):
+        model = GPT(GPTConfig(width=8, heads=2, layers=1, seq=4, norm=norm, tied=False))
+        owners |= {type(module).__name__ for module in model.modules() if list(module.parameters())}
+    assert owners - {"GPT", "ModuleList"} == set(UNIT_CLASSES)
+
+
+# The batch triangle
+
+
+@given(st.integers(1, 50), st.integers(1, 50), st.integers(1, 50))
+def test_any_two_of_the_batch_give_the_third(micro, accumulate, ranks):
+    rows = micro * accumulate * ranks
+    whole = (rows, micro, accumulate)
+    for missing in (None, "global", "micro", "accumulate"):
+        given_ = dict(zip(("global", "micro", "accumulate"), whole, strict=True))
+        if missing:
+            given_[missing] = "auto"
+        config = read({"batch": given_}).on(ranks)
+        assert config.batch.numbers() == whole
+        assert config.launch.ranks == ranks
+        assert config.on(ranks) == config
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "said"),
+    [
+        ({"global": 32, "micro": 5, "accumulate": 2}, 1, "batch.micro=5 x batch.accumulate=2 x 1 rank = 10"),
+        ({"global": 32, "micro": 4, "accumulate": 4}, 3, "x 3 ranks = 48"),
+        ({"global": 10}, 3, "batch.global=10 does not divide by 3 ranks"),
+        ({"global": 10, "micro": 4}, 2, "batch.global=10 does not divide by batch.micro=4 x 2 ranks"),
+        ({"global": 2}, 3, "batch.global=2 does not divide by 3 ranks"),
+        ({"global": "auto"}, 2, "batch.global and batch.micro are both auto"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused_with_its_numbers(batch, ranks, said):
+    settings = read({"batch": batch})
+    with pytest.raises(ConfigError) as caught:
+        settings.on(ranks)
+    assert said in str(caught.value)
+
+
+def test_only_the_global_batch_matters_without_other_wishes():
+    assert read({"batch": {"global": 12}}).on(3).batch.numbers() == (12, 4, 1)
+
+
+# Generated nonsense: whatever is put in place of a value, the answer is a Config or one line
+
+NONSENSE = [
+    None,
+    "",
+    "x",
+    -1,
+    0,
+    1.5,
+    True,
+    math.nan,
+    math.inf,
+    -math.inf,
+    10**400,
+    [],
+    {},
+    [[]],
+    {"a": 1},
+    "9" * 400,
+    "\x00",
+]
+
+
+@pytest.mark.parametrize("key", keys())
+def test_nonsense_is_refused_in_one_line_or_is_a_value(key):
+    section, _, name = key.rpartition(".")
+    for value in NONSENSE:
+        raw: dict = {name: value}
+        for part in reversed(section.split(".")):
+            raw = {part: raw} if part else raw
+        top = raw.get(key.split(".")[0])
+        defaults = Config().plain().get(key.split(".")[0])
+        if isinstance(top, dict) and isinstance(defaults, dict) and "name" in defaults:
+            top.setdefault("name", defaults["name"])
+        said = _answer(raw)
+        assert "\n" not in said
+        assert len(said) < 300
+
+
+def _answer(raw) -> str:
+    try:
+        return type(read(raw)).__name__
+    except ConfigError as refused:
+        return str(refused)

@@ -252,8 +252,9 @@ def _environ(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-    """The agent's own account of a failure is sixty lines; ours is one."""
+def _quiet(*prefixes: str) -> Iterator[None]:
+    """The agent's own account of a failure is sixty lines; ours is one. Its loggers have a level each."""
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(prefixes)]
     before = {name: logging.getLogger(name).level for name in names}
     for name in names:
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)

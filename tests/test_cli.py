@@ -1,0 +1,226 @@
+"""What a person at a terminal gets: a run folder, or one line and an honest exit code.
+
+Refusals run in this process, with torch's import forbidden, except one that is timed as a whole program.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+import train
+from zero.tracker import ROW
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ["debug=tiny", "data=synthetic"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def program(*arguments: str, cwd: Path, **how) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, ROOT / "train.py", *arguments],
+        cwd=cwd, capture_output=True, text=True, timeout=100, check=False, **how,
+    )  # fmt: skip
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+REFUSALS = [
+    (["zero.stage=7"], "zero.stage=7: must be 0, 1, 2 or 3"),
+    (["zero.stage=three"], "zero.stage=three: must be 0, 1, 2 or 3"),
+    (["zero.stge=3"], "unknown key zero.stge; did you mean zero.stage?"),
+    (["+zero.stge=3"], "unknown key zero.stge; did you mean zero.stage?"),
+    (["++ofload=cpu"], "unknown key ofload; did you mean offload?"),
+    (["zero=3"], "zero=3: zero is a section of keys; did you mean zero.stage=3?"),
+    (["--zero.stage=3"], "--zero.stage=3: settings are written without dashes: zero.stage=3"),
+    (["--bogus"], "unknown option --bogus; settings are written key=value, and --help lists them"),
+    (["zero.stage"], "zero.stage cannot be read; write key=value"),
+    (["zero.stage=["], "zero.stage=[ cannot be read; write key=value"),
+    (["batch.global=32", "batch.micro=5", "batch.accumulate=2"], "batch.micro=5 x batch.accumulate=2 x 1 rank = 10"),
+    (["launch.ranks=3"], "batch.global=32 does not divide by 3 ranks"),
+    (["optim.lr=-1"], "optim.lr=-1: must be above 0"),
+    (["optim.lr=nan"], "optim.lr=nan: must be a finite number"),
+    (["optim=adamm"], "optim=adamm does not exist; did you mean adam"),
+    (["optim=3"], "optim=3 does not exist; there are adam, adamw, lion, sgd"),
+    (["zero.units=[Blok]"], "Blok is not a class of this model; did you mean Block?"),
+    (["data.folder=nowhere"], "data.folder=nowhere does not exist"),
+    (["data.folder=empty"], "data.folder=empty holds no text file"),
+    (["data=tokens", "data.path=nowhere", "model.vocab=50304"], "data.path=nowhere is not a file"),
+    (["precision=fp8"], "precision=fp8 does not exist; did you mean fp32?"),
+    (["model=gpt_nona"], "model=gpt_nona does not exist; did you mean gpt_nano?"),
+    (["experiment=none"], "experiment=none does not exist; there are cpu_smoke"),
+    (["offload.page=-1GiB"], "offload.page=-1GiB: must be a size in bytes"),
+    (["offload=nvme"], "offload=nvme comes with the state store; only offload=none exists so far"),
+    (["mode=plan"], "mode=plan: comes later; only train exists so far"),
+    (["zero.stage=0,1"], "zero.stage=0,1 is a list of runs; add -m"),
+    (["-m", "zero.stage=0,1,7"], "zero.stage=7: must be 0, 1, 2 or 3"),
+    (["-m", "zero.stage=0,"], "zero.stage=0, cannot be read"),
+    (["seed=${nope}"], "nope"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), REFUSALS, ids=lambda value: " ".join(value) if type(value) is list else ""
+)
+def test_a_mistake_is_one_line_exit_code_2_and_no_folder(here, arguments, said, capsys):
+    (here / "empty").mkdir()
+    assert train.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+    assert [path.name for path in here.iterdir()] == ["empty"]
+
+
+@pytest.mark.parametrize("arguments", [["zero.stage=7"], ["data.folder=nowhere"], ["+zero.stge=3"]], ids=str)
+def test_a_mistake_is_answered_within_two_seconds_and_without_torch(here, arguments):
+    watch = (
+        "import runpy, sys\n"
+        f"sys.argv = ['train.py', *{arguments}]\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "try:\n"
+        f"    runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
+        "except SystemExit as end:\n"
+        "    assert 'torch' not in sys.modules, 'torch was imported'\n"
+        "    assert end.code == 2, end.code\n"
+        "else:\n"
+        "    raise AssertionError('accepted')\n"
+    )
+    begin_s = time.perf_counter()
+    # what the process itself used, so that a busy machine does not fail the test
+    before = os.times()
+    done = subprocess.run(
+        [sys.executable, "-c", watch], cwd=here, capture_output=True, text=True, check=False, timeout=60
+    )
+    after = os.times()
+    assert done.returncode == 0, done.stderr
+    used_s = after.children_user + after.children_system - before.children_user - before.children_system
+    assert min(used_s, time.perf_counter() - begin_s) < 2
+    assert not list(here.iterdir())
+
+
+def test_help_speaks_of_both_commands(here):
+    done = program("--help", cwd=here)
+    assert done.returncode == 0
+    assert "zero.stage=3 launch.ranks=2" in done.stdout
+    assert "-m zero.stage=0,1,2,3" in done.stdout
+
+
+# Runs
+
+
+@pytest.mark.process
+def test_a_run_leaves_a_complete_folder(here):
+    done = program(*TINY, "launch.ranks=2", "batch.accumulate=2", cwd=here)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    (folder,) = here.glob("runs/*/*")
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    hydra = {f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides")}
+    assert names == {"config.yaml", "metrics.jsonl", "summary.json", "ranks/0.log", "ranks/1.log"} | hydra
+
+    table = rows(folder)
+    assert all(tuple(row) == ROW for row in table)
+    assert [row["step"] for row in table] == [1, 2, 3, 4]
+    assert [row["val/loss"] is not None for row in table] == [False, True, False, True]
+    assert [row["tokens"] for row in table] == [128, 256, 384, 512]
+    assert all(row["speed/step_s"] > 0 and row["memory/host_peak_bytes"] > 2**20 for row in table)
+
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["exit_reason"] == "finished"
+    assert (summary["steps"], summary["ranks"]) == (4, 2)
+    assert summary["val_loss"] == table[-1]["val/loss"]
+    assert summary["best_train_loss"] == min(row["train/loss"] for row in table)
+    assert summary["plan_bytes"]["device"]["moments"] > 0
+
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    assert settings["batch"] == {"global": 4, "micro": 1, "accumulate": 2}
+    assert settings["launch"]["ranks"] == 2
+
+    lines = done.stdout.splitlines()
+    assert sum(line.startswith("step ") for line in lines) == 4
+    assert any(line.startswith("moments") for line in lines), "the plan was not printed"
+    assert "sample:" in lines
+
+
+def test_a_run_can_be_repeated_from_its_settings(here, capsys):
+    """The run folder says all that the run depends on."""
+    assert train.main([*TINY, "sample.tokens=0", "launch.malloc=false"]) == 0
+    (folder,) = here.glob("runs/*/*")
+    config = train.read(yaml.safe_load((folder / "config.yaml").read_text()))
+    (here / "again").mkdir()
+    summary = train.train(config, here / "again")
+    first = [{key: row[key] for key in ROW if key.split("/")[0] in ("train", "val", "step")} for row in rows(folder)]
+    again = [{key: row[key] for key in first[0]} for row in rows(here / "again")]
+    assert first == again
+    assert summary.val_loss == again[-1]["val/loss"]
+
+
+@pytest.mark.process
+def test_a_sweep_gives_each_run_its_folder_and_goes_on_after_a_failure(here):
+    (here / "tokens.bin").write_bytes(bytes([9, 0] * 3000 + [0, 1] * 3000))  # the second half is token 256
+    data = ["data=tokens", "data.path=tokens.bin", "data.vocab=256"]
+    done = program(
+        "-m", "debug=tiny", *data, "data.holdout=0.1,0.5", "sample.tokens=0", "tracker.console=none", cwd=here
+    )
+    assert done.returncode == 2, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2, done.stderr
+    assert all("the data holds token 256" in line for line in lines)
+    assert sorted(path.name for path in here.glob("runs/*/*/*/summary.json")) == ["summary.json"] * 2
+    for path in here.glob("runs/*/*/*/summary.json"):
+        assert "the data holds token 256" in json.loads(path.read_text())["exit_reason"]
+
+
+@pytest.mark.process
+def test_torchrun_gives_the_same_run(here):
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", *torchrun, ROOT / "train.py", *TINY],
+        cwd=here, capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (folder,) = here.glob("runs/*/*")
+    assert {path.name for path in folder.iterdir()} == {"config.yaml", "metrics.jsonl", "summary.json", ".hydra"}
+    assert yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text()) == TINY
+    assert train.main([*TINY, "tracker.console=none"]) == 0
+    _, alone = sorted(here.glob("runs/*/*"))
+    losses = [[row["train/loss"] for row in rows(one)] for one in (folder, alone)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # the order of addition differs between world sizes
+
+
+@pytest.mark.process
+def test_ctrl_c_is_one_line_and_exit_code_130(here):
+    arguments = [*TINY, "steps=100000", "val.every=0", "launch.ranks=2"]
+    with subprocess.Popen(
+        [sys.executable, ROOT / "train.py", *arguments],
+        cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as running:  # fmt: skip
+        for line in running.stdout:
+            if line.startswith("step "):
+                break
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does: parent and ranks alike
+        _, said = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert said == "stopped by SIGINT\n"
+    with pytest.raises(ProcessLookupError):
+        os.killpg(running.pid, 0)
+    (folder,) = here.glob("runs/*/*")
+    assert json.loads((folder / "summary.json").read_text()) == {"exit_reason": "stopped by SIGINT"}
+    assert rows(folder)[0]["step"] == 1

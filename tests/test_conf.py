@@ -1,0 +1,113 @@
+"""conf/ shows every key with its default, and every choice in it composes, validates and builds."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+import zero
+from train import CONF, compose, settings_in
+from zero import config as schema
+from zero.build import build_optimizer, build_plan, build_precision
+from zero.config import Config, keys, read
+from zero.models import GPT, GPTConfig
+
+OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml"))
+NEEDS = {"data=tokens": ["data.path=tokens.bin", "model.vocab=50304"]}
+
+
+@cache
+def composed(*overrides: str) -> dict:
+    return settings_in(compose(overrides))
+
+
+def settled(*overrides: str) -> Config:
+    return read(composed(*overrides))
+
+
+def dotted(node: dict, prefix: str = "") -> set[str]:
+    found = set()
+    for key, value in node.items():
+        found |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key}
+    return found
+
+
+def test_the_composed_default_is_the_default_of_the_schema():
+    assert settled() == Config()
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_composes_and_builds(option):
+    config = settled(option, *NEEDS.get(option, [])).on(1)
+    precision, optimizer = build_precision(config), build_optimizer(config)
+    assert all(0 <= optimizer.lr_at(step) <= config.optim.lr for step in (1, 2, config.warmup + 1, config.steps))
+    with zero.empty():
+        model = GPT(GPTConfig(width=8, layers=1, heads=2, seq=4))
+    plan = build_plan(config, model, zero.World.from_env())
+    assert plan.precision == precision
+    assert plan.stage == zero.Stage(config.zero.stage)
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if "experiment" not in option])
+def test_an_option_shows_every_key(option):
+    """What a reader of the YAML does not see, he cannot change."""
+    config = settled(option, *NEEDS.get(option, []))
+    group = option.split("=")[0]
+    assert dotted(composed(option, *NEEDS.get(option, []))) == dotted(config.plain())
+    if group != "debug":
+        own = yaml.safe_load((CONF / group / f"{option.split('=')[1]}.yaml").read_text())
+        assert dotted(own, f"{group}.") == {key for key in dotted(config.plain()) if key.startswith(f"{group}.")}
+
+
+@pytest.mark.parametrize(
+    ("option", "section"),
+    [
+        ("data=text", schema.Text()),
+        ("data=synthetic", schema.Synthetic()),
+        ("optim=adamw", schema.AdamW()),
+        ("optim=adam", schema.Adam()),
+        ("optim=sgd", schema.SGD()),
+        ("optim=lion", schema.Lion()),
+        ("schedule=constant", schema.Constant()),
+        ("schedule=linear_warmup", schema.LinearWarmup()),
+        ("schedule=warmup_linear", schema.WarmupLinear()),
+        ("schedule=warmup_cosine", schema.WarmupCosine()),
+        ("precision=fp32", schema.Precision()),
+        ("precision=bf16", schema.Precision(compute="bf16")),
+        ("precision=fp16", schema.Precision(compute="fp16")),
+        ("tracker=jsonl", schema.Jsonl()),
+        ("tracker=wandb", schema.Wandb()),
+    ],
+    ids=str,
+)
+def test_a_group_used_without_its_yaml_is_the_same(option, section):
+    assert getattr(settled(option), option.split("=")[0]) == section
+
+
+def test_every_key_of_the_schema_is_in_some_yaml():
+    shown = set()
+    for option in OPTIONS:
+        shown |= dotted(composed(option, *NEEDS.get(option, [])))
+    assert shown == set(keys())
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("gpt_nano", 1.8), ("gpt_124m", 85), ("gpt_340m", 303), ("gpt_1b", 925)]
+)
+def test_a_model_is_as_large_as_its_name(name, millions):
+    """Byte vocabularies have small tables: the names count the GPT-2 ones."""
+    numel = settled(f"model={name}").model.gpt().parameters_numel
+    assert numel / 1e6 == pytest.approx(millions, rel=0.05)
+
+
+def test_a_choice_on_the_command_line_wins_over_an_experiment():
+    config = settled("experiment=cpu_smoke", "data=text", "steps=7", "optim=sgd", "schedule=constant")
+    assert (config.data.name, config.steps, config.optim.name) == ("text", 7, "sgd")
+    assert settled("debug=tiny", "experiment=cpu_smoke").model.width == 32
+
+
+def test_conf_has_no_machine_in_it():
+    for path in CONF.rglob("*.yaml"):
+        assert "/home" not in path.read_text(), path
+        assert path.read_text().startswith("#"), f"{path.relative_to(Path.cwd())} does not begin with its idea"

@@ -216,11 +216,9 @@ def main(arguments: Sequence[str]) -> int:
         if launch.under_torchrun():
             return _as_one_rank(arguments)
         return _with_hydra(arguments)
-    except KeyboardInterrupt:
-        return _say("stopped by SIGINT", 130)
-    except launch.Interrupted as stopped:
-        return _say(str(stopped), stopped.exit_code)
-    except Exception as error:
+    except KeyboardInterrupt as stopped:
+        return _say(launch.describe(stopped), 130)
+    except (Exception, launch.Interrupted) as error:
         return _say(launch.describe(error), getattr(error, "exit_code", 1))
 
 

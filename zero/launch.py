@@ -187,8 +187,10 @@ def _rank(entry: Callable[..., Any], args: tuple[Any, ...], folder: Path, notes:
 
 def describe(error: BaseException) -> str:
     """One line: the class unless it is one of ours, the message, and advice where memory ran out."""
+    if isinstance(error, KeyboardInterrupt):
+        error = Interrupted(signal.SIGINT)
     text = " ".join(str(error).split()) or "no message"
-    if not isinstance(error, ZeroError):
+    if not isinstance(error, ZeroError | Interrupted):
         text = f"{type(error).__name__}: {text}"
     if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
         text = f"{text}; {MEMORY_ADVICE}"

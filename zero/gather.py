@@ -281,7 +281,7 @@ class Gatherer:
 
     def _request(self, unit: UnitState) -> None:
         """Start the gather of `unit` unless a current copy is here or on its way."""
-        buffer = unit.resident or (self.pool and self.pool.find(unit.index))
+        buffer = self._find(unit)
         if buffer is not None and buffer.version == unit.version and unit.waiting is None:
             return
         with self._device.aside("gather") as ready:
@@ -321,8 +321,11 @@ class Gatherer:
             self.pool.touch(buffer)
         return buffer
 
+    def _find(self, unit: UnitState) -> Buffer | None:
+        return unit.resident if self.pool is None else self.pool.find(unit.index)
+
     def _buffer(self, unit: UnitState) -> Buffer:
-        buffer = unit.resident or (self.pool and self.pool.find(unit.index))
+        buffer = self._find(unit)
         assert buffer is not None, f"{unit.spec.name} is not gathered"
         return buffer
 
@@ -345,7 +348,7 @@ class Gatherer:
         if buffer is None:
             return Kept(tensor, tensor._version)
         assert buffer.unit is not None
-        return Packed(buffer.unit, buffer.version, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return Packed(buffer.unit, buffer.version, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Kept):

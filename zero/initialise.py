@@ -78,10 +78,12 @@ def _made_by(owner: Owner, copied: nn.Module) -> dict[str, Tensor]:
             "give it one, or pass weights= to zero.init"
         )
     absent = dict(module._parameters)
+    made: dict[int, nn.Parameter] = {}  # a parameter under two names is one
     try:
         for own, parameter in absent.items():
             if parameter is not None:
-                module._parameters[own] = nn.Parameter(torch.zeros(parameter.shape, dtype=torch.float32))
+                zeros = nn.Parameter(torch.zeros(parameter.shape, dtype=torch.float32))
+                module._parameters[own] = made.setdefault(id(parameter), zeros)
         reset()
         return {name: _value(module._parameters[own]) for own, name in owner.slots}
     finally:

@@ -71,7 +71,7 @@ def init(plan: Plan, store: Store, *, seed: int = 0, weights: Weights = None) ->
         PlanError: an owner without `reset_parameters`, or missing or misshapen weights; named.
     """
     plan.world.agree(plan.fields() | {"seed": str(seed)})
-    copied = detached_copy(plan.model, plan.splitting, plan.world.device)
+    copied = detached_copy(plan.model, plan.splitting, plan.precision.compute, plan.world.device)
     units = tuple(
         _unit_state(plan, store, spec, values)
         for spec, values in values_of(plan.splitting, copied, seed, weights, plan.world)
@@ -157,7 +157,8 @@ def make_step(plan: Plan, loss_fn: LossFn) -> Callable[[State, Sequence[Any]], t
             model is the plan's copy; call it as the original.
 
     The step takes `plan.accumulate` microbatches of this rank and returns the next state; the old one is spent. If it
-    raises, the old state is still good, except that buffers such as running statistics have seen the microbatches.
+    raises, the old state is still good, except that buffers such as running statistics have seen the microbatches; and
+    except with `zero.update=eager` once backward has updated a unit, which spends the state.
 
     Raises (when called):
         StaleStateError: the state is spent.
@@ -183,6 +184,8 @@ def make_step(plan: Plan, loss_fn: LossFn) -> Callable[[State, Sequence[Any]], t
         except BaseException:
             parts.gatherer.reset()
             parts.reducer.reset()
+            if plan.update == "eager" and parts.updater.sums:
+                _spend(state)
             raise
         told = _tell(parts, losses, aux)
         norm = told.norm(hyper.divisor)
@@ -190,6 +193,7 @@ def make_step(plan: Plan, loss_fn: LossFn) -> Callable[[State, Sequence[Any]], t
         if finite:
             _wait_for_update(parts, hyper._replace(divisor=hyper.divisor / _clip(plan.optimizer.clip, norm)))
         elif plan.update == "eager":
+            _spend(state)
             raise NonFiniteGradientError(
                 f"step {hyper.step}: the gradient of {told.blame} is not finite, and zero.update=eager has updated "
                 "units already; use zero.update=lazy, which skips such a step"
@@ -230,6 +234,11 @@ def _clear(parts: Machinery) -> None:
     parts.updater.sums.clear()
     for unit in parts.units:
         unit.filled = False
+
+
+def _spend(state: State) -> None:
+    """Units are updated already and cannot go back: nothing may take this for the state that it was."""
+    state.advance(scale=state.scale, finite=False)
 
 
 def _passes(

@@ -109,7 +109,7 @@ def split(
         group: parameter name and shape to the number of its optimizer group.
 
     Raises:
-        PlanError: a class name that no module has, or a parameter that is not floating point.
+        PlanError: a class name that no module has, a parameter that is not floating point, or a buffer without values.
     """
     roots = _by_class(model, class_names) if class_names else _by_default(model)
     found, needs, owners = _walk(model, roots)
@@ -184,6 +184,12 @@ def _walk(
                 raise PlanError(f"parameter {path}.{name} is {parameter.dtype}: register it as a buffer")
             found.setdefault(id(parameter), _Found(f"{path}.{name}" if path else name, parameter, site))
             needs.setdefault(site, {})[local + name] = id(parameter)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                raise PlanError(
+                    f"buffer {path}.{name} is on meta and has no values; build the model under zero.empty(), which "
+                    "sends only parameters to meta, and do not compute buffers from parameters there"
+                )
         if own and all(path != known for known, _ in owners):
             owners.append((path, [(name, id(parameter)) for name, parameter in own]))
         for name, child in module._modules.items():
@@ -220,6 +226,9 @@ def _by_default(model: nn.Module) -> set[int]:
             return
         if _can_be_called(module):
             roots.add(id(module))
+        elif isinstance(module, nn.ModuleList):
+            for element in module:
+                place(element)
         else:
             descend(module)
 
@@ -260,7 +269,6 @@ _METADATA = frozenset(
     [
         "shape",
         "dtype",
-        "device",
         "layout",
         "ndim",
         "requires_grad",
@@ -268,10 +276,7 @@ _METADATA = frozenset(
         "grad_fn",
         "is_leaf",
         "retains_grad",
-        "is_meta",
         "is_sparse",
-        "is_cuda",
-        "is_cpu",
         "is_quantized",
         "is_nested",
         "itemsize",
@@ -298,18 +303,19 @@ _METADATA = frozenset(
 
 
 class Absent(nn.Parameter):
-    """Stands where a parameter was, on meta: sizes can be read, values cannot.
+    """Stands where a parameter was: sizes, dtype and device of the gathered one can be read, values cannot.
 
     Reading values raises `OutsideUnitError` with the parameter's name, except during a backward pass: then the reader
     is a checkpoint inside user code that recomputes after its unit's forward has ended, and `regather` gives the view.
     """
 
     full_name: str
+    home: torch.device
     regather: Callable[[], Tensor] | None
 
-    def __new__(cls, name: str, like: Tensor) -> "Absent":
-        absent = Tensor._make_subclass(cls, torch.empty_like(like, device="meta"), like.requires_grad)
-        absent.full_name, absent.regather = name, None
+    def __new__(cls, name: str, like: Tensor, dtype: torch.dtype, home: torch.device) -> "Absent":
+        absent = Tensor._make_subclass(cls, torch.empty_like(like, dtype=dtype, device="meta"), like.requires_grad)
+        absent.full_name, absent.home, absent.regather = name, home, None
         return absent
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Absent":
@@ -320,6 +326,9 @@ class Absent(nn.Parameter):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         asked = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+        if asked in ("device", "is_meta", "is_cuda", "is_cpu"):  # it is on meta itself, which is nobody's business
+            home = args[0].home
+            return home if asked == "device" else home.type == asked.removeprefix("is_")
         if asked in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -347,13 +356,14 @@ def in_backward() -> bool:
 class Unit(nn.Module):
     """Stands at a site in the copied model: runs the module it replaced, and answers for it otherwise.
 
-    The module's forward hooks fire, inside, with the full parameters in place.
+    The module's forward hooks fire, inside, with the full parameters in place. What the model reads from it or sets on
+    it is read from and set on the module.
     """
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
         super().__init__()
-        self.module = module
-        self._run = run
+        super().__setattr__("module", module)
+        self.__dict__["_run"] = run
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self.module, args, kwargs)
@@ -364,16 +374,26 @@ class Unit(nn.Module):
         except AttributeError:
             return getattr(self.module, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__ or hasattr(nn.Module, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
 
-def detached_copy(model: nn.Module, splitting: Splitting, device: torch.device) -> nn.Module:
-    """A copy of `model` with real buffers, on `device`, and an `Absent` in place of every parameter."""
+
+def detached_copy(model: nn.Module, splitting: Splitting, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A copy of `model` with real buffers, on `device`, and an `Absent` in place of every parameter.
+
+    Args:
+        dtype: that parameters are gathered in.
+    """
     memo: dict[int, Any] = {}
     for owner in splitting.owners:
         module = model.get_submodule(owner.path)
         for own, name in owner.slots:
             parameter = module._parameters[own]
             assert parameter is not None
-            memo.setdefault(id(parameter), Absent(name, parameter))
+            memo.setdefault(id(parameter), Absent(name, parameter, dtype, device))
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():
         for name, buffer in module._buffers.items():
@@ -414,7 +434,7 @@ def empty() -> Iterator[None]:
             known[id(parameter)] = weakref.ref(parameter), meta
         return meta
 
-    handle = nn.modules.module.register_module_parameter_registration_hook(to_meta)
+    handle = nn.modules.module.register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         yield
     finally:

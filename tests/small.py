@@ -95,6 +95,7 @@ class Setting:
 
     stage: int = 3
     precision: str = "fp32"
+    reduce: str = "fp32"
     optimizer: Callable[..., zero.optim.Transform] = zero.adamw
     lr: Any = 1e-2
     clip: float | None = None
@@ -120,7 +121,7 @@ class Setting:
             optimizer=self.optimizer(self.lr, clip=self.clip, weight_decay=self.weight_decay),
             world=world,
             stage=zero.Stage(self.stage),
-            precision=zero.Precision(self.precision, scale=scale),
+            precision=zero.Precision(self.precision, reduce=self.reduce, scale=scale),
             units=self.units,
             prefetch=self.prefetch,
             activations=self.activations,  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from small import Setting, slice_of
 from torch import Tensor, nn
 
 import zero
-from zero.errors import NonFiniteGradientError
+from zero.errors import NonFiniteGradientError, StaleStateError
 from zero.full import digest
 from zero.testing import run_processes, run_ranks
 
@@ -210,6 +210,8 @@ def eager_outcome(world, stage, name):
     try:
         step(state, batch_for(world, 1, poisoned=name))
     except NonFiniteGradientError as error:
+        with pytest.raises(StaleStateError):
+            digest(state)
         return error.exit_code, str(error)
     return None
 

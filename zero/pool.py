@@ -25,7 +25,7 @@ class Buffer:
     """One flat buffer: memory, the unit and version it holds, and how many users have pinned it."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, extra: bool = False) -> None:
-        self.flat = torch.zeros(numel, dtype=dtype, device=device)
+        self.flat = _zeros(numel, dtype, device)
         self.extra = extra
         self.unit: int | None = None
         self.version = -1
@@ -57,12 +57,17 @@ class Buffer:
 
     def renew(self) -> None:
         """Leave the memory to whoever looks at it and take fresh memory."""
-        self.flat = torch.zeros_like(self.flat)
+        self.flat = _zeros(self.flat.numel(), self.flat.dtype, self.flat.device)
         self._watch()
 
     def _watch(self) -> None:
         self._storage = self.flat.untyped_storage()
         self._alone = torch._C._storage_Use_Count(self._storage._cdata)
+
+
+def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # an evaluation may ask for it, and a later step keep it for backward
+        return torch.zeros(numel, dtype=dtype, device=device)
 
 
 class Pool:

@@ -1,6 +1,7 @@
 # Sourced by the other scripts: goes to the repository and puts its .venv first in PATH.
 #
-#     source "$(dirname "$0")/venv.sh" [extra]
+#     extra=test    # or nothing
+#     source "$(dirname "$0")/venv.sh"
 #
 # Makes .venv if it is missing, and installs again only when the dependencies in pyproject.toml have changed.
 # PYTHON chooses the interpreter; without it the first of python3, python3.13, python3.12, python3.11 that fits.
@@ -22,7 +23,7 @@ if [ ! -x .venv/bin/python ]; then
     fi
 fi
 
-stamp=$(.venv/bin/python - "${1:-}" <<'PYTHON'
+stamp=$(.venv/bin/python - "${extra:-}" <<'PYTHON'
 import hashlib, pathlib, sys, tomllib
 
 project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
@@ -30,11 +31,12 @@ wanted = [project["dependencies"], project["optional-dependencies"].get(sys.argv
 print(hashlib.sha256(repr(wanted).encode()).hexdigest())
 PYTHON
 ) || exit 1
-stamp_file=".venv/installed${1:+-$1}"
+stamp_file=".venv/installed${extra:+-$extra}"
 if [ "$(cat "$stamp_file" 2>/dev/null)" != "$stamp" ]; then
     echo "installing into .venv" >&2
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".${1:+[$1]}" >&2 || exit 1
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".${extra:+[$extra]}" >&2 || exit 1
     echo "$stamp" >"$stamp_file"
 fi
 
+unset extra
 PATH="$PWD/.venv/bin:$PATH"

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from zero.errors import StaleStateError, WorldError
+from zero.gather import UNCOUNTED_NUMEL
 from zero.models.gpt import GPT
 from zero.models.gpt import loss as gpt_loss
 from zero.models.gpt_config import GPTConfig
@@ -809,6 +810,73 @@ def test_writing_to_a_parameter_is_refused_by_name(stage):
     """At stage 3 the write would reach a gathered copy and be lost, below it ranks would part."""
     with pytest.raises(StaleStateError, match=r"layers\.0 was written to in place"):
         sharded(Chain(WritesItsParameter), stage=stage)
+
+
+class BackwardParts(Chain):
+    """All ranks go the same way forward, but the loss of one needs only the first unit."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        first = self.layers[0](batch.x)
+        last = self.layers[2](self.layers[1](first))
+        return last if batch.rank == 0 else first
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_ranks_whose_backward_visits_different_units_are_refused_by_name(stage):
+    with pytest.raises(WorldError, match="layers"):
+        sharded(BackwardParts(), stage=stage)
+
+
+# -- buffers of the model, sparse gradients ----------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Computes with buffers that it replaces or changes in every call, small ones and large ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        for name, numel in (("small", 1), ("large", UNCOUNTED_NUMEL + 1)):
+            self.register_buffer(f"{name}_replaced", torch.zeros(numel))
+            self.register_buffer(f"{name}_changed", torch.zeros(numel))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.small_replaced = self.small_replaced + 1
+        self.large_replaced = self.large_replaced + 2
+        self.small_changed += 3
+        self.large_changed += 4
+        calls = self.small_replaced + self.large_replaced[0] + self.small_changed + self.large_changed[0]
+        return torch.sin(self.linear(x) * calls)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_recomputation_sees_the_buffers_that_forward_saw_and_changes_none(stage):
+    model = Chain(Counting)
+    kept, recomputed = (sharded(model, stage=stage, activations=which) for which in ("keep", "remat"))
+    for one, other in zip(kept, recomputed, strict=True):
+        assert one.losses == other.losses
+        torch.testing.assert_close(one.parameters, other.parameters, rtol=0, atol=0)
+
+
+class SparseLookup(nn.Module):
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH, sparse=sparse)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.table(torch.tensor([0, 1, 1])) + self.table(torch.tensor([2, batch.rank, 4]))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_sparse_gradient_counts_like_a_dense_one(stage):
+    model = SparseLookup(sparse=True)
+    assert_same(sharded(model, stage=stage), *plain(_dense(model), mean_square, 2, STEPS))
+
+
+def _dense(model: SparseLookup) -> SparseLookup:
+    dense = SparseLookup(sparse=False)
+    dense.load_state_dict(model.state_dict())
+    return dense
 
 
 # -- after an exception, and between steps -----------------------------------------------------------------------------

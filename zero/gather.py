@@ -227,10 +227,11 @@ class Gatherer:
 
         # The parameters go in as arguments: a checkpoint keeps its arguments through our hooks, and so not at all.
         outputs = checkpoint(compute, *values, *tensors, use_reentrant=False)
+        now = dict(module.named_buffers())
         replaced = {
             name: copy
             for name, (buffer, seen, copy) in before.items()
-            if buffer._version != seen or copy.numel() <= UNCOUNTED_NUMEL
+            if now.get(name) is not buffer or buffer._version != seen or copy.numel() <= UNCOUNTED_NUMEL
         }
         before.clear()
         return outputs

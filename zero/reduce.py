@@ -191,7 +191,7 @@ def _add(layout: Layout, flat_P: Tensor, grads: Sequence[Tensor | None], *, over
     for slot, grad in zip(layout.slots, grads, strict=True):
         place = flat_P[slot.offset : slot.stop].view(slot.shape)
         if grad is not None and overwrite:
-            place.copy_(grad)
+            place.copy_(grad.to_dense() if grad.is_sparse else grad)
         elif grad is not None:
             place.add_(grad)
         elif overwrite:

@@ -375,7 +375,7 @@ class Unit(nn.Module):
             return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__ or hasattr(nn.Module, name):
+        if name in self.__dict__ or name in nn.Module.__dict__:
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)

@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from zero.errors import StaleStateError, WorldError
-from zero.gather import UNCOUNTED_NUMEL
 from zero.models.gpt import GPT
 from zero.models.gpt import loss as gpt_loss
 from zero.models.gpt_config import GPTConfig
 from zero.pool import Pool
+from zero.recompute import UNCOUNTED_NUMEL
 from zero.testing import run_ranks
 
 WIDTH, ROWS, STEPS, LR = 7, 3, 3, 0.3
@@ -716,7 +716,7 @@ def test_a_mostly_frozen_model_does_not_grow():
             if number in (19, 199):
                 world.barrier("before counting")
                 gatherer = state.machinery.gatherer
-                visits = sum(len(order._seen) + len(order._expected) for order in gatherer._orders.values())
+                visits = sum(len(order._seen) + len(order._expected) for order in gatherer.residency._orders.values())
                 alive = live_tensors() if world.rank == 0 else (0, 0)
                 seen.append((*alive, gatherer.pool.allocated_bytes, visits))
                 world.barrier("after counting")

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 import zero
+from zero.copied import Absent, Unit, attach, detached_copy
 from zero.errors import OutsideUnitError, PlanError
 from zero.models.gpt import GPT
 from zero.models.gpt_config import GPTConfig
 from zero.testing import run_ranks
-from zero.unit import Absent, Splitting, Unit, attach, detached_copy, split
+from zero.unit import Splitting, split
 
 WIDTH = 5
 

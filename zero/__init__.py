@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zero.copied import empty
     from zero.errors import ZeroError
     from zero.full import full_state_dict
     from zero.optim import adam, adamw, lion, sgd
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from zero.stage import Stage
     from zero.state import State
     from zero.step import Metrics, init, make_forward, make_step, open_store
-    from zero.unit import empty
     from zero.world import World
 
 _HOME = {
@@ -31,7 +31,7 @@ _HOME = {
     "adam": "optim",
     "sgd": "optim",
     "lion": "optim",
-    "empty": "unit",
+    "empty": "copied",
     "Plan": "plan",
     "open_store": "step",
     "init": "step",

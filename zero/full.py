@@ -47,10 +47,10 @@ def _unit(state: State, unit: UnitState, kind: str) -> Iterator[tuple[str, Tenso
     if unit.waiting is not None:
         state.machinery.updater.force(unit)
     if kind == "compute" or (kind == "param" and not plan.precision.has_master):
-        full = state.machinery.gatherer.materialise(unit).float().cpu()
+        full = state.machinery.gatherer.residency.materialise(unit).float().cpu()
         flats = [(spec.trainable, full[: spec.trainable.P]), (spec.frozen, full[spec.trainable.P :])]
     elif kind == "param":
-        full = state.machinery.gatherer.materialise(unit).float().cpu()
+        full = state.machinery.gatherer.residency.materialise(unit).float().cpu()
         flats = [(spec.trainable, _pages(state, unit, "master")), (spec.frozen, full[spec.trainable.P :])]
     elif kind in plan.optimizer.moments:
         flats = [(spec.trainable, _pages(state, unit, kind))]

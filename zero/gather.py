@@ -21,7 +21,7 @@ Source: research prototypes of saved-tensor regather; Zhao et al. 2023, "PyTorch
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,20 +30,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import checkpoint
 
-from zero.device import Device
+from zero.copied import Absent, in_backward
 from zero.errors import StaleStateError
 from zero.layout import Layout
-from zero.order import CollectiveLog, VisitOrder
-from zero.pool import Buffer, Pool
-from zero.unit import Absent, Site, in_backward
+from zero.pool import Buffer
+from zero.recompute import recomputed_call
+from zero.residency import Residency
+from zero.unit import Site
 from zero.unit_state import UnitState
-from zero.world import World
-
-UNCOUNTED_NUMEL = 65_536
-"""torch's batch norm changes running statistics without counting it in their version. They have one element per
-channel, so a buffer of at most this many elements is taken as changed without asking."""
 
 
 class Packed(NamedTuple):
@@ -105,34 +100,22 @@ class Gatherer:
     """Runs the sites of one copied model on gathered units.
 
     Args:
-        pool: None when every unit is resident.
-        prefetch: how many units to gather ahead, in both directions.
         remat: recompute each unit's activations in backward instead of keeping them.
-        force: applies a unit's waiting update to its shard.
         deliver: takes the gradients of one call of a unit; None for a parameter that was not used.
         settle: every gradient of the unit's calls in this microbatch has been delivered.
-        log: where every collective is noted.
     """
 
     def __init__(
         self,
         units: Sequence[UnitState],
+        residency: Residency,
         *,
-        world: World,
-        device: Device,
-        pool: Pool | None,
-        prefetch: int,
         remat: bool,
-        force: Callable[[UnitState], None],
         deliver: Callable[[UnitState, Sequence[Tensor | None]], None],
         settle: Callable[[UnitState], None],
-        log: CollectiveLog,
     ) -> None:
-        self._log = log
-        self._units, self._world, self._device, self.pool = units, world, device, pool
-        self._prefetch, self._remat = prefetch, remat
-        self._force, self._deliver, self._settle = force, deliver, settle
-        self._orders = {True: VisitOrder(), False: VisitOrder()}
+        self._units, self.residency, self.pool = units, residency, residency.pool
+        self._remat, self._deliver, self._settle = remat, deliver, settle
         self._anchor = torch.zeros(0, requires_grad=True)
         self._held: dict[int, Buffer] = {}  # pinned by the backward pass under way
         self._open: set[int] = set()  # units that gradients were delivered to and that have not settled
@@ -143,29 +126,24 @@ class Gatherer:
 
     def begin(self) -> None:
         """A microbatch, or a forward without gradients, starts."""
-        for order in self._orders.values():
-            order.begin()
-        self._drop_ahead()
+        self.residency.begin()
 
     def end(self) -> None:
         """The microbatch is over: units whose calls reached no gradient settle with zeros, in unit order."""
         for unit in self._units:
             if unit.calls:
                 self._close(unit)
-        self._drop_ahead()
+        self.residency.end()
 
     def reset(self) -> None:
-        """After an exception: forget calls, pins and half-made records."""
+        """After an exception: forget calls and pins."""
         self._held.clear()
         self._open.clear()
         self._passes.clear()
-        for order in self._orders.values():
-            order.forget()
         for unit in self._units:
             unit.calls.clear()
             unit.returned = 0
-        if self.pool is not None:
-            self.pool.unpin_all()
+        self.residency.reset()
 
     def runner(self, site: Site) -> Callable[[nn.Module, Any, Any], Any]:
         """What the `Unit` at `site` calls."""
@@ -183,7 +161,7 @@ class Gatherer:
                     pinned.append(self._hold(self._units[index]))
                     pinned[-1].pins += 1
                 else:
-                    pinned.append(self._pin(self._units[index]))
+                    pinned.append(self.residency.pin(self._units[index], training=torch.is_grad_enabled()))
             names, values = self._parameters(site, recomputing)
             before = _nodes((args, kwargs))  # taken now: the call may change its inputs in place
             with self._read_only(site), self._packing():
@@ -191,7 +169,7 @@ class Gatherer:
             return self._own(_reaching(outputs, values, before))
         finally:
             for buffer in pinned:
-                self._unpin(buffer)
+                self.residency.unpin(buffer)
 
     def _parameters(self, site: Site, recomputing: bool) -> tuple[list[str], list[Tensor]]:
         """The site's parameters by local name: views of the gathered buffers."""
@@ -199,7 +177,7 @@ class Gatherer:
         frozen: dict[int, Sequence[Tensor]] = {}
         for index in site.units:
             unit = self._units[index]
-            flat = self._buffer(unit).flat
+            flat = self.residency.buffer(unit).flat
             frozen[index] = tuple(cut(unit.spec.frozen, flat, unit.spec.trainable.P))
             if torch.is_grad_enabled() and unit.spec.trainable.slots:
                 trainable[index] = views = Gather.apply(self._anchor, self, unit, flat, not recomputing)
@@ -213,34 +191,17 @@ class Gatherer:
     def _call(
         self, module: nn.Module, names: list[str], values: list[Tensor], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        if not self._remat or not torch.is_grad_enabled():
-            return functional_call(module, dict(zip(names, values, strict=True)), args, kwargs, tie_weights=False)
-        tensors, rebuild = _apart(args, kwargs)
-        # What forward changes (running statistics) is put back for the recomputation, which must neither see the change
-        # nor repeat it: it works on copies of what forward saw.
-        before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in module.named_buffers()}
-        replaced: dict[str, Tensor] | None = None
-
-        def compute(*given: Tensor) -> Any:
-            held = dict(zip(names, given, strict=False)) | (replaced or {})
-            return functional_call(module, held, *rebuild(given[len(names) :]), tie_weights=False)
-
-        # The parameters go in as arguments: a checkpoint keeps its arguments through our hooks, and so not at all.
-        outputs = checkpoint(compute, *values, *tensors, use_reentrant=False)
-        now = dict(module.named_buffers())
-        replaced = {
-            name: copy
-            for name, (buffer, seen, copy) in before.items()
-            if now.get(name) is not buffer or buffer._version != seen or copy.numel() <= UNCOUNTED_NUMEL
-        }
-        before.clear()
-        return outputs
+        if self._remat and torch.is_grad_enabled():
+            return recomputed_call(module, names, values, args, kwargs)
+        return functional_call(module, dict(zip(names, values, strict=True)), args, kwargs, tie_weights=False)
 
     @contextmanager
     def _read_only(self, site: Site) -> Iterator[None]:
         """Refuse user code that writes into a parameter: it would change a copy, and one rank's at that."""
         flats = [
-            (index, flat, flat._version) for index in site.units for flat in [self._buffer(self._units[index]).flat]
+            (index, flat, flat._version)
+            for index in site.units
+            for flat in [self.residency.buffer(self._units[index]).flat]
         ]
         yield
         for index, flat, version in flats:
@@ -263,83 +224,6 @@ class Gatherer:
             return outputs
         pool = self.pool
         return tree_map_only(Tensor, lambda t: t if pool.holding(t) is None else t.clone(), outputs)
-
-    # -- residency -----------------------------------------------------------------------------------------------------
-
-    def materialise(self, unit: UnitState) -> Tensor:
-        """The full flat of `unit`, current until the next gather. Collective; for reading outside a step."""
-        self._request(unit)
-        return self._arrive(unit).flat
-
-    def _pin(self, unit: UnitState) -> Buffer:
-        """Gather `unit`, and ahead of time those that come next; returns its buffer, pinned and ready to compute on."""
-        upcoming = self._orders[torch.is_grad_enabled() or in_backward()].visit(unit.index, self._prefetch)
-        self._request(unit)
-        self._buffer(unit).pins += 1
-        for index in upcoming:
-            self._request_ahead(self._units[index])
-        return self._arrive(unit)
-
-    def _request(self, unit: UnitState) -> None:
-        """Start the gather of `unit` unless a current copy is here or on its way."""
-        buffer = self._find(unit)
-        if buffer is not None and buffer.version == unit.version and unit.waiting is None:
-            return
-        with self._device.aside("gather") as ready:
-            if unit.waiting is not None:
-                self._force(unit)
-            if unit.resident is None:
-                assert self.pool is not None
-                buffer = self.pool.take(unit.index, unit.full_numel)
-            assert buffer is not None
-            buffer.ready = ready
-            if buffer.version != unit.version:
-                buffer.version = unit.version
-                self._start(unit, buffer)
-
-    def _start(self, unit: UnitState, buffer: Buffer) -> None:
-        split, what = unit.spec.trainable.P, self._log.note(f"gather of {unit.spec.name}")
-        for shard_S, full_P in ((unit.shard_S, buffer.flat[:split]), (unit.frozen_S, buffer.flat[split:])):
-            if shard_S.numel():
-                buffer.arrivals.append(self._world.gather(shard_S, full_P, what=what))
-
-    def _request_ahead(self, unit: UnitState) -> None:
-        if unit.resident is not None:
-            self._request(unit)
-            return
-        assert self.pool is not None
-        buffer = self.pool.find(unit.index)
-        if buffer is None and not self.pool.has_room(unit.full_numel):
-            return
-        self._request(unit)
-        self._buffer(unit).ahead = True
-
-    def _arrive(self, unit: UnitState) -> Buffer:
-        buffer = self._buffer(unit)
-        buffer.land()
-        buffer.ahead = False
-        if self.pool is not None:
-            self.pool.touch(buffer)
-        return buffer
-
-    def _find(self, unit: UnitState) -> Buffer | None:
-        return unit.resident if self.pool is None else self.pool.find(unit.index)
-
-    def _buffer(self, unit: UnitState) -> Buffer:
-        buffer = self._find(unit)
-        assert buffer is not None, f"{unit.spec.name} is not gathered"
-        return buffer
-
-    def _unpin(self, buffer: Buffer) -> None:
-        if self.pool is not None:
-            self.pool.unpin(buffer)
-        else:
-            buffer.pins -= 1
-
-    def _drop_ahead(self) -> None:
-        """What was gathered ahead and never used may go."""
-        if self.pool is not None:
-            self.pool.drop_ahead()
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -385,7 +269,7 @@ class Gatherer:
         if unit.index not in self._held:
             for index in [index for index in self._held if not self._awaited(self._units[index])]:
                 self._let_go(index)
-            self._held[unit.index] = self._pin(unit)
+            self._held[unit.index] = self.residency.pin(unit, training=True)
         return self._held[unit.index]
 
     def _awaited(self, unit: UnitState) -> bool:
@@ -395,7 +279,7 @@ class Gatherer:
     def _let_go(self, index: int) -> None:
         buffer = self._held.pop(index, None)
         if buffer is not None:
-            self._unpin(buffer)
+            self.residency.unpin(buffer)
 
     def deliver(self, unit: UnitState, grads: Sequence[Tensor | None], *, counted: bool) -> None:
         """One call's gradients have arrived, or `counted=False` those of a part of it that was recomputed."""
@@ -471,24 +355,6 @@ def _unchanged(kept: Kept) -> Tensor:
             f"of shape {tuple(kept.tensor.shape)} is at version {kept.tensor._version}, expected {kept.version}"
         )
     return kept.tensor
-
-
-def _apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
-    """The distinct tensors among the arguments, and a function from others in their places to (args, kwargs).
-
-    A tensor given twice is one tensor then too: attention asks whether `query is key`.
-    """
-    given = [*args, *kwargs.values()]
-    tensors = {id(value): value for value in given if isinstance(value, Tensor)}
-    numbers = {key: number for number, key in enumerate(tensors)}
-    places = [(numbers.get(id(value)), None if isinstance(value, Tensor) else value) for value in given]
-    count, names = len(args), tuple(kwargs)
-
-    def rebuild(others: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        values = [rest if number is None else others[number] for number, rest in places]
-        return tuple(values[:count]), dict(zip(names, values[count:], strict=True))
-
-    return list(tensors.values()), rebuild
 
 
 def bind_absent(copied: nn.Module, sites: Iterable[Site], gatherer: Gatherer) -> None:

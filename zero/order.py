@@ -57,8 +57,7 @@ class CollectiveLog:
     def clear(self) -> None:
         self.fingerprint = 0
 
-    def note(self, what: str) -> str:
-        """Add one collective; returns its name."""
+    def note(self, what: str) -> None:
+        """Add one collective."""
         self.fingerprint = zlib.crc32(what.encode(), self.fingerprint)
         self.recent.append(what)
-        return what

@@ -146,7 +146,8 @@ class Reducer:
 
     def _start(self, unit: UnitState, sent: GradientFlat, *, accumulate: bool) -> None:
         received = self._take(unit.spec.trainable.P)
-        what, sum_S = self._log.note(f"gradients of {unit.spec.name}"), unit.own_grad_S(self._world.rank)
+        self._log.note(f"reduction of {unit.spec.name}")
+        sum_S, what = unit.own_grad_S(self._world.rank), f"the gradient of {unit.spec.name}"
         handle = self._world.reduce_scatter(sent.flat_P, received.flat_P, sum_S, accumulate=accumulate, what=what)
         unit.filled = True
         self._under_way.append(Reduction(unit, handle, (sent, received)))
@@ -158,7 +159,7 @@ class Reducer:
             reduction.handle.wait()
             if self._whole and last:
                 assert unit.grad is not None
-                what = self._log.note(f"gradients of {unit.spec.name}")
+                what = f"the gradient of {unit.spec.name}"
                 self._gathers.append(
                     (unit, self._world.gather(unit.own_grad_S(self._world.rank), unit.grad, what=what))
                 )

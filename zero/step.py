@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zero.copied import attach, detached_copy
 from zero.device import Device
 from zero.errors import ConfigError, NonFiniteGradientError, WorldError
 from zero.gather import Gatherer, bind_absent
@@ -24,9 +25,10 @@ from zero.order import CollectiveLog
 from zero.plan import Plan
 from zero.pool import Buffer, Pool
 from zero.reduce import Reducer
+from zero.residency import Residency
 from zero.state import Machinery, State
 from zero.store import MemoryStore, Page, Store
-from zero.unit import UnitSpec, attach, detached_copy
+from zero.unit import UnitSpec
 from zero.unit_state import UnitState
 from zero.update import Updater
 
@@ -134,17 +136,17 @@ def _wire(plan: Plan, store: Store, units: tuple[UnitState, ...]) -> tuple[Gathe
         final=updater.final,
         log=log,
     )
-    gatherer = Gatherer(
+    residency = Residency(
         units,
         world=plan.world,
         device=device,
         pool=pool,
         prefetch=plan.prefetch,
-        remat=plan.activations == "remat",
         force=updater.force,
-        deliver=reducer.deliver,
-        settle=reducer.settle,
         log=log,
+    )
+    gatherer = Gatherer(
+        units, residency, remat=plan.activations == "remat", deliver=reducer.deliver, settle=reducer.settle
     )
     return gatherer, reducer, updater, log
 

@@ -18,7 +18,7 @@ class Page(NamedTuple):
 
     unit: int
     kind: str
-    index: int
+    number: int
 
 
 class Ticket(Protocol):

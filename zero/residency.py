@@ -1,0 +1,136 @@
+"""Which units are whole on this rank right now: gathers them, and those that come next ahead of time.
+
+A unit is whole in a buffer of its own (resident) or in one borrowed from the pool. Its copy is current while the
+buffer's version is the unit's; a waiting update is forced before a gather, so what arrives is this step's parameters.
+
+Everything that starts a collective here depends on the order of calls alone, so all ranks start the same ones.
+"""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from zero.device import Device
+from zero.order import CollectiveLog, VisitOrder
+from zero.pool import Buffer, Pool
+from zero.unit_state import UnitState
+from zero.world import World
+
+
+class Residency:
+    """Gathers units into their buffers.
+
+    Args:
+        pool: None when every unit is resident.
+        prefetch: how many units to gather ahead, in both directions.
+        force: applies a unit's waiting update to its shard.
+        log: where every collective is noted.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitState],
+        *,
+        world: World,
+        device: Device,
+        pool: Pool | None,
+        prefetch: int,
+        force: Callable[[UnitState], None],
+        log: CollectiveLog,
+    ) -> None:
+        self._units, self._world, self._device, self.pool = units, world, device, pool
+        self._prefetch, self._force, self._log = prefetch, force, log
+        self._orders = {True: VisitOrder(), False: VisitOrder()}
+
+    def begin(self) -> None:
+        """A microbatch, or a forward without gradients, starts."""
+        for order in self._orders.values():
+            order.begin()
+        self.end()
+
+    def end(self) -> None:
+        """It is over: what was gathered ahead and never used may go."""
+        if self.pool is not None:
+            self.pool.drop_ahead()
+
+    def reset(self) -> None:
+        """After an exception: forget pins and half-made records."""
+        for order in self._orders.values():
+            order.forget()
+        if self.pool is not None:
+            self.pool.unpin_all()
+
+    def pin(self, unit: UnitState, *, training: bool) -> Buffer:
+        """Gather `unit`, and ahead of time those that come next; returns its buffer, pinned and ready to compute on.
+
+        Args:
+            training: whether backward will follow, or is under way; forwards without it have an order of their own.
+        """
+        upcoming = self._orders[training].visit(unit.index, self._prefetch)
+        self._request(unit)
+        self.buffer(unit).pins += 1
+        for index in upcoming:
+            self._request_ahead(self._units[index])
+        return self._arrive(unit)
+
+    def unpin(self, buffer: Buffer) -> None:
+        """One user of `buffer` is done."""
+        if self.pool is not None:
+            self.pool.unpin(buffer)
+        else:
+            buffer.pins -= 1
+
+    def buffer(self, unit: UnitState) -> Buffer:
+        """Where `unit` is gathered now."""
+        buffer = self._find(unit)
+        assert buffer is not None, f"{unit.spec.name} is not gathered"
+        return buffer
+
+    def materialise(self, unit: UnitState) -> Tensor:
+        """The full flat of `unit`, current until the next gather. Collective; for reading outside a step."""
+        self._request(unit)
+        return self._arrive(unit).flat
+
+    def _request(self, unit: UnitState) -> None:
+        """Start the gather of `unit` unless a current copy is here or on its way."""
+        buffer = self._find(unit)
+        if buffer is not None and buffer.version == unit.version and unit.waiting is None:
+            return
+        with self._device.aside("gather") as ready:
+            if unit.waiting is not None:
+                self._force(unit)
+            if unit.resident is None:
+                assert self.pool is not None
+                buffer = self.pool.take(unit.index, unit.full_numel)
+            assert buffer is not None
+            buffer.ready = ready
+            if buffer.version != unit.version:
+                buffer.version = unit.version
+                self._start(unit, buffer)
+
+    def _start(self, unit: UnitState, buffer: Buffer) -> None:
+        self._log.note(f"gather of {unit.spec.name}")
+        split = unit.spec.trainable.P
+        for shard_S, full_P in ((unit.shard_S, buffer.flat[:split]), (unit.frozen_S, buffer.flat[split:])):
+            if shard_S.numel():
+                buffer.arrivals.append(self._world.gather(shard_S, full_P, what=unit.spec.name))
+
+    def _request_ahead(self, unit: UnitState) -> None:
+        if unit.resident is not None:
+            self._request(unit)
+            return
+        assert self.pool is not None
+        if self.pool.find(unit.index) is not None or self.pool.has_room(unit.full_numel):
+            self._request(unit)
+            self.buffer(unit).ahead = True
+
+    def _arrive(self, unit: UnitState) -> Buffer:
+        buffer = self.buffer(unit)
+        buffer.land()
+        buffer.ahead = False
+        if self.pool is not None:
+            self.pool.touch(buffer)
+        return buffer
+
+    def _find(self, unit: UnitState) -> Buffer | None:
+        return unit.resident if self.pool is None else self.pool.find(unit.index)

@@ -58,7 +58,7 @@ MISTAKES = [
     ({"model": {"vocab": 100}}, "model.vocab=100 is smaller than the 256 tokens of data=text"),
     ({"data": {"name": "tokens"}}, "data=tokens needs data.path=FILE"),
     ({"data": {"name": "text", "holdout": 0}}, "data.holdout=0: must be above 0"),
-    ({"schedule": {"name": "warmup_linear", "warmup": 300}}, "schedule.warmup=300 leaves no step of steps=300"),
+    ({"schedule": {"name": "warmup_linear", "warmup": 200}}, "schedule.warmup=200 leaves no step of steps=200"),
     ({"optim": {}}, "optim needs optim.name"),
 ]
 

@@ -128,7 +128,7 @@ class Zero(Section):
 class Batch(Section):
     """global = micro x accumulate x ranks; what is auto follows from the rest (accumulate then is 1 where free)."""
 
-    global_: Count = Field(32, alias="global", description="rows per step over all ranks, or auto")
+    global_: Count = Field(16, alias="global", description="rows per step over all ranks, or auto")
     micro: Count = Field("auto", description="rows per microbatch and rank, or auto")
     accumulate: Count = Field("auto", description="microbatches per step and rank, or auto")
 
@@ -408,7 +408,7 @@ Tracker = Annotated[Jsonl | Wandb, Field(discriminator="name")]
 class Val(Section):
     """Validation on rows that training never sees."""
 
-    every: Natural = Field(100, description="steps between two validations; 0: only after the last step")
+    every: Natural = Field(50, description="steps between two validations; 0: only after the last step")
     rows: Whole = Field(64, description="rows of model.seq tokens per validation, over all ranks")
 
 
@@ -442,7 +442,7 @@ class Config(Section):
     """A whole run. `Config()` is the default run."""
 
     mode: Annotated[Literal["train"], WrapValidator(_mode)] = Field("train", description="what to do")
-    steps: Whole = Field(300, description="optimizer steps")
+    steps: Whole = Field(200, description="optimizer steps")
     seed: Natural = Field(0, description="seed of weights, data order and sample")
     deterministic: bool = Field(False, description="refuse kernels whose result varies from run to run (GPU)")
     zero: Zero = Zero()

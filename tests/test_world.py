@@ -1,5 +1,6 @@
 """Laws of communication: they hold on any number of ranks, whether ranks are threads or processes."""
 
+import gc
 import os
 import signal
 import socket
@@ -397,6 +398,26 @@ def test_exclusive_keeps_torchs_generator_to_one_rank():
 
     first, *rest = run_ranks(4, draw)
     assert rest == [first] * 3
+
+
+def save_the_generator_amid_garbage(world):
+    """What checkpoints do, with cycles of tensors lying about."""
+    for _ in range(300):
+        cycle = [2 * torch.zeros(1, requires_grad=True)]
+        cycle.append(cycle)
+        torch.set_rng_state(torch.get_rng_state())
+    return gc.isenabled()
+
+
+def test_ranks_that_save_torchs_generator_do_not_lock_each_other_out():
+    """A collection inside torch's generator lock gives Python's away: two threads then wait for each other for ever."""
+    before = gc.get_threshold()
+    gc.set_threshold(5, 2, 2)  # without the rule, this hangs at once
+    try:
+        assert run_ranks(3, save_the_generator_amid_garbage) == [False] * 3
+    finally:
+        gc.set_threshold(*before)
+    assert gc.isenabled()
 
 
 # The environment.

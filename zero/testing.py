@@ -7,6 +7,7 @@ Ranks that run different operations, shapes or dtypes are refused at once, by na
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -218,8 +219,35 @@ def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 
             results[world.rank] = fn(world, *args)
 
     threads = [threading.Thread(target=run, args=(world,), name=f"rank {world.rank}", daemon=True) for world in worlds]
-    for thread in threads:
-        thread.start()
+    with _no_collection():
+        for thread in threads:
+            thread.start()
+        _await_ranks(board, threads, timeout_s)
+    if board.failure is not None:
+        rank, error = board.failure
+        error.add_note(f"raised on rank {rank} of {size}")
+        raise error
+    return results
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """No automatic garbage collection in here. torch's random state can start one (as a checkpoint saves it) while it
+    holds the generator's lock; the collection lets Python's lock go, and the next rank to save its state takes that one
+    and waits for the other for ever.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _await_ranks(board: _Board, threads: list[threading.Thread], timeout_s: float) -> None:
+    """Return when all ranks have left, or when one has failed and the others have had the time to notice."""
+    size = len(threads)
     with board.changed:
         board.changed.wait_for(lambda: board.failure is not None or len(board.left) == size, timeout_s)
         if board.failure is None and len(board.left) < size:
@@ -230,11 +258,6 @@ def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 
     end_s = time.monotonic() + GRACE_S
     for thread in threads:
         thread.join(max(0.0, end_s - time.monotonic()))
-    if board.failure is not None:
-        rank, error = board.failure
-        error.add_note(f"raised on rank {rank} of {size}")
-        raise error
-    return results
 
 
 def _stack(thread: threading.Thread) -> str:

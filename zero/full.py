@@ -3,6 +3,7 @@
 Everything here is collective, and reads through the waiting updates.
 """
 
+import ctypes
 import hashlib
 from collections.abc import Iterator
 
@@ -36,10 +37,16 @@ def digest(state: State) -> str:
     for kind in ("param", "compute", *plan.optimizer.moments):
         for name, tensor in full_state_dict(state, kind).items():
             told.update(f"{kind} {name}".encode())
-            told.update(bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist()) if tensor.numel() else b"")
+            told.update(_bytes(tensor))
     for name, buffer in state.model.named_buffers():
-        told.update(repr((name.replace("module.", ""), buffer.tolist())).encode())
+        told.update(name.replace("module.", "").encode())
+        told.update(_bytes(buffer.detach().cpu()))
     return told.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    whole = tensor.contiguous()
+    return ctypes.string_at(whole.data_ptr(), whole.nbytes)
 
 
 def _unit(state: State, unit: UnitState, kind: str) -> Iterator[tuple[str, Tensor]]:

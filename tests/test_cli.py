@@ -61,6 +61,8 @@ REFUSALS = [
     (["optim=adamm"], "optim=adamm does not exist; did you mean adam"),
     (["optim=3"], "optim=3 does not exist; there are adam, adamw, lion, sgd"),
     (["zero.units=[Blok]"], "Blok is not a class of this model; did you mean Block?"),
+    (["zero.units=[LayerNorm]"], "zero.units: a model with model.norm=rms has no LayerNorm; write RMSNorm"),
+    (["launch.timeout=1e300"], "launch.timeout=1e+300: must be at most 604800"),
     (["data.folder=nowhere"], "data.folder=nowhere does not exist"),
     (["data.folder=empty"], "data.folder=empty holds no text file"),
     (["data=tokens", "data.path=nowhere", "model.vocab=50304"], "data.path=nowhere is not a file"),

@@ -23,6 +23,10 @@ MISTAKES = [
     ({"ofload": {}}, "unknown key ofload; did you mean offload?"),
     ({"zero": {"units": ["Blok"]}}, "zero.units=['Blok']: Blok is not a class of this model; did you mean Block?"),
     ({"zero": {"units": []}}, "zero.units=[]: must be auto or a list of class names, such as [Block]"),
+    (
+        {"zero": {"units": ["Block", "RMSNorm"]}, "model": {"norm": "layer"}},
+        "model.norm=layer has no RMSNorm; write LayerNorm",
+    ),
     ({"zero": {"prefetch": -1}}, "zero.prefetch=-1: must be at least 0"),
     ({"zero": {"activations": "offload"}}, "comes with the state store"),
     ({"zero": {"activations": "remet"}}, "zero.activations=remet: must be keep or remat"),
@@ -53,6 +57,7 @@ MISTAKES = [
     ({"steps": 10**400}, "steps=1000"),
     ({"seed": "two\nlines"}, "seed=two lines: must be a whole number"),
     ({"launch": {"ranks": 0}}, "launch.ranks=0: must be a whole number from 1, or auto"),
+    ({"launch": {"timeout": 0.5}}, "launch.timeout=0.5: must be at least 1"),
     ({"launch": {"malloc": 1}}, "launch.malloc=1: must be true or false"),
     ({"model": {"width": 191}}, "model.width=191 does not split into model.heads=6"),
     ({"model": {"vocab": 100}}, "model.vocab=100 is smaller than the 256 tokens of data=text"),

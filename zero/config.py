@@ -366,7 +366,9 @@ class Precision(Section):
     """Number types. The master copy and the accumulation are always fp32."""
 
     compute: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="type of forward and backward")
-    reduce: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="type in which gradients travel and are added")
+    reduce: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="type in which gradients travel between ranks; they are added in fp32"
+    )
     scale: Scale = Field(Scale(), description="loss scaling, for fp16")
 
 
@@ -424,7 +426,9 @@ class Launch(Section):
 
     ranks: Count = Field("auto", description="processes; auto: one per GPU, or 1 on a CPU")
     threads: Count = Field("auto", description="CPU threads per rank; auto: the cores shared evenly")
-    timeout: Positive = Field(300.0, description="longest wait for another rank, in seconds")
+    timeout: Annotated[float, Field(ge=1, le=604_800)] = Field(
+        300.0, description="longest wait for another rank, in seconds; at most a week"
+    )
     malloc: bool = Field(
         True,
         description="raise glibc's mmap and trim thresholds: faster steps, some more resident memory",
@@ -471,6 +475,9 @@ class Config(Section):
             raise ConfigError("zero.update=eager cannot undo an overflow of fp16; set zero.update=lazy")
         if self.schedule.name.startswith("warmup_") and self.warmup >= self.steps:
             raise ConfigError(f"schedule.warmup={self.warmup} leaves no step of steps={self.steps} for the decay")
+        norm, absent = ("RMSNorm", "LayerNorm") if self.model.norm == "rms" else ("LayerNorm", "RMSNorm")
+        if absent in self.zero.units:
+            raise ConfigError(f"zero.units: a model with model.norm={self.model.norm} has no {absent}; write {norm}")
         vocab = 256 if isinstance(self.data, Text) else self.data.vocab
         if vocab > self.model.vocab:
             raise ConfigError(

@@ -22,6 +22,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from zero.data import TextConfig, open_data
+from zero.device import host_peak_bytes
 from zero.models import GPT, GPTConfig, loss
 
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
@@ -230,16 +231,8 @@ for _stage in (0, 1, 2, 3):
     )
 
 
-def peak_bytes() -> int:
-    """Highest resident size of this process since it began or since `forget_peak`. Not `getrusage`: that one remembers
-    the parent's size from before exec."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmHWM")
-
-
 def forget_peak() -> None:
+    """`host_peak_bytes` begins anew; Linux only."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -250,10 +243,10 @@ def measure(job: Job, warmup: int, steps: int) -> dict[str, Any]:
     step = SYSTEMS[job.system].build(job)
     gc.collect()
     times, losses = [], []
-    built = peak_bytes()
+    built = host_peak_bytes()
     for number in range(warmup + steps):
         if number == warmup:
-            built = max(built, peak_bytes())
+            built = max(built, host_peak_bytes())
             forget_peak()
         batch = data.batch(number, rank * job.rows, (rank + 1) * job.rows, size * job.rows)
         dist.barrier()
@@ -261,7 +254,7 @@ def measure(job: Job, warmup: int, steps: int) -> dict[str, Any]:
         losses.append(step(batch))
         dist.barrier()
         times.append(time.perf_counter() - start)
-    peaks, mean = torch.tensor([built, peak_bytes()], dtype=torch.int64), torch.tensor(losses) / size
+    peaks, mean = torch.tensor([built, host_peak_bytes()], dtype=torch.int64), torch.tensor(losses) / size
     dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
     dist.all_reduce(mean)
     return {

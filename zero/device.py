@@ -5,12 +5,14 @@ enqueued so far (so a buffer is never overwritten while a kernel still reads it)
 compute stream waits for before it uses the result. On a CPU everything happens in program order and an event is empty.
 """
 
+import ctypes
+import re
 import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-import psutil
 import torch
 
 
@@ -58,11 +60,22 @@ class Device:
         """Most bytes that tensors ever took on the GPU; 0 on a CPU, where the host reading says it."""
         return torch.cuda.max_memory_allocated(self.device) if self._on_gpu else 0
 
-    def host_peak_bytes(self) -> int:
-        """Most resident host memory that this process ever had."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak * (1 if sys.platform == "darwin" else 1024)
 
-    def host_bytes(self) -> int:
-        """Resident host memory of this process now."""
-        return int(psutil.Process().memory_info().rss)
+def host_peak_bytes() -> int:
+    """Most resident host memory that this process ever had.
+
+    On Linux from /proc: `getrusage` also counts what the parent had when it started this process.
+    """
+    status = Path("/proc/self/status")
+    found = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(), re.MULTILINE) if status.exists() else None
+    if found:
+        return int(found[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024)
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, not copied; valid while the tensor lives."""
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

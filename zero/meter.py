@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from zero.device import Device
+from zero.device import Device, host_peak_bytes
 from zero.plan import Plan
 from zero.step import Metrics
 from zero.world import World
@@ -37,6 +37,8 @@ class Summary(NamedTuple):
 class Meter:
     """Counts steps and seconds on one rank. `row` is collective, everything else is local.
 
+    So a summary can be made when the other ranks are gone.
+
     Attributes:
         steps, skipped: since the start; `steps` counts the skipped ones too.
         last: metrics of the newest step.
@@ -52,6 +54,7 @@ class Meter:
         self.last: Metrics | None = None
         self.train_loss = self.val_loss = float("nan")
         self.best_train_loss = self.best_val_loss = inf
+        self._peaks_bytes = (0, 0)
 
     @property
     def tokens(self) -> int:
@@ -87,7 +90,7 @@ class Meter:
         now_s, last = time.perf_counter(), self.last
         step_s = (now_s - self._since_s) / max(1, self.steps - self._since_step)
         self._since_s, self._since_step = now_s, self.steps
-        device_peak_bytes, host_peak_bytes = self.peaks_bytes()
+        self._peaks_bytes = device_bytes, host_bytes = self._largest(self._own_peaks_bytes())
         return {
             "step": self.steps,
             "tokens": self.tokens,
@@ -99,13 +102,14 @@ class Meter:
             "val/loss": self.val_loss if validated else None,
             "speed/step_s": step_s,
             "speed/tokens_per_s": self._tokens_per_step / step_s,
-            "memory/device_peak_bytes": device_peak_bytes,
-            "memory/host_peak_bytes": host_peak_bytes,
+            "memory/device_peak_bytes": device_bytes,
+            "memory/host_peak_bytes": host_bytes,
         }
 
     def summary(self, plan: Plan, data_digest: str, exit_reason: str) -> Summary:
-        """The end of the run. Collective."""
-        device_peak_bytes, host_peak_bytes = self.peaks_bytes()
+        """How far the run has come; peaks over all ranks up to the last row, over this rank up to now."""
+        peaks_bytes = zip(self._peaks_bytes, self._own_peaks_bytes(), strict=True)
+        device_bytes, host_bytes = (max(pair) for pair in peaks_bytes)
         return Summary(
             exit_reason=exit_reason,
             steps=self.steps,
@@ -118,15 +122,18 @@ class Meter:
             skipped=self.skipped,
             ranks=self._world.size,
             parameters_numel=plan.numel,
-            device_peak_bytes=device_peak_bytes,
-            host_peak_bytes=host_peak_bytes,
+            device_peak_bytes=device_bytes,
+            host_peak_bytes=host_bytes,
             plan_bytes=plan.bytes,
             data_digest=data_digest,
         )
 
-    def peaks_bytes(self) -> tuple[int, int]:
-        """(device, host): the most that any rank ever held. Collective."""
-        mine = [self._device.peak_bytes(), self._device.host_peak_bytes()]
+    def _own_peaks_bytes(self) -> tuple[int, int]:
+        """(device, host): the most that this rank ever held."""
+        return self._device.peak_bytes(), host_peak_bytes()
+
+    def _largest(self, mine: tuple[int, int]) -> tuple[int, int]:
+        """The same over all ranks. Collective."""
         everyone = torch.zeros(self._world.size, 2, dtype=torch.float64, device=self._world.device)
         everyone[self._world.rank] = torch.tensor(mine, dtype=torch.float64)
         self._world.all_reduce(everyone, what="memory peaks").wait()

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from zero.errors import OutsideUnitError
 from zero.unit import Site, Splitting
 
+BATCH_NORM = nn.BatchNorm1d.forward
+"""All dimensions share it. A subclass with a forward of its own knows itself in what dtype it computes."""
+
 # What may be asked of a parameter that is not gathered: what is known without its values.
 _METADATA = frozenset(
     {"shape", "dtype", "layout", "ndim", "names", "itemsize", "nbytes", "requires_grad", "grad", "grad_fn", "is_leaf"}
@@ -88,6 +91,7 @@ class Unit(nn.Module):
         super().__init__()
         super().__setattr__("module", module)
         self.__dict__["_run"] = run
+        self.__dict__["training"] = module.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self.module, args, kwargs)
@@ -108,6 +112,8 @@ class Unit(nn.Module):
 def detached_copy(model: nn.Module, splitting: Splitting, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """A copy of `model` with real buffers, on `device`, and an `Absent` in place of every parameter.
 
+    Buffers keep their dtype, except torch's batch norm's, whose kernel takes statistics and weights of one dtype only.
+
     Args:
         dtype: that parameters are gathered in.
     """
@@ -119,10 +125,13 @@ def detached_copy(model: nn.Module, splitting: Splitting, dtype: torch.dtype, de
             assert parameter is not None
             memo.setdefault(id(parameter), Absent(name, parameter, dtype, device))
     copied = copy.deepcopy(model, memo)
+    moved: dict[int, Tensor] = {}  # a buffer of two modules stays one
     for module in copied.modules():
+        cast = dtype if type(module).forward is BATCH_NORM else None
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+                to = cast if buffer.is_floating_point() else None
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device, to))
     return copied
 
 

@@ -3,13 +3,13 @@
 Everything here is collective, and reads through the waiting updates.
 """
 
-import ctypes
 import hashlib
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from zero.device import memory_of
 from zero.errors import ConfigError
 from zero.layout import pages
 from zero.state import State
@@ -37,16 +37,11 @@ def digest(state: State) -> str:
     for kind in ("param", "compute", *plan.optimizer.moments):
         for name, tensor in full_state_dict(state, kind).items():
             told.update(f"{kind} {name}".encode())
-            told.update(_bytes(tensor))
+            told.update(memory_of(tensor.contiguous()))
     for name, buffer in state.model.named_buffers():
         told.update(name.replace("module.", "").encode())
-        told.update(_bytes(buffer.detach().cpu()))
+        told.update(memory_of(buffer.detach().cpu().contiguous()))
     return told.hexdigest()
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    whole = tensor.contiguous()
-    return ctypes.string_at(whole.data_ptr(), whole.nbytes)
 
 
 def _unit(state: State, unit: UnitState, kind: str) -> Iterator[tuple[str, Tensor]]:

@@ -292,6 +292,8 @@ class Gatherer:
             unit.returned += counted
             if counted and unit.returned == len(unit.calls):
                 self._close(unit)
+            elif counted:  # used again further up: gathered again there, rather than held until then
+                self._let_go(unit.index)
 
     def _close(self, unit: UnitState) -> None:
         unit.calls.clear()

@@ -5,9 +5,11 @@ true by construction.
 """
 
 import hashlib
+import platform
 from collections import Counter
-from collections.abc import Sequence
-from typing import Literal, get_args
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -166,7 +168,7 @@ class Plan:
 
     @property
     def bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes on this rank: tier to kind to bytes. Activations and the model's own temporaries are not in it."""
+        """Bytes on this rank: tier to kind to bytes. Activations and temporaries of a few MiB are not in it."""
         compute = torch.empty((), dtype=self.precision.compute).element_size()
         flat = torch.empty((), dtype=self.flat_dtype).element_size()
         grad = torch.empty((), dtype=self.grad_dtype).element_size()
@@ -199,8 +201,11 @@ class Plan:
             "precision": str(self.precision),
             "offload": str(self.offload),
             "optim": f"{self.optimizer.name} clip={self.optimizer.clip} weight_decay={self.optimizer.weight_decay}",
-            "page": str(self.page_numel),
-            "torch": torch.__version__,
+            "optim settings": str([one for one in _arguments(self.optimizer.update) if isinstance(one, float | int)]),
+            "optim.lr": str(self.optimizer.lr_at(1)),
+            "offload.page": str(self.page_numel),
+            "version of torch": torch.__version__,
+            "version of python": platform.python_version(),
         }
         for unit in self.units:
             slots = repr((unit.trainable.slots, unit.frozen.slots)).encode()
@@ -219,6 +224,11 @@ class Plan:
             lines.append(f"{kind:<16} " + " ".join(f"{_size(tier.get(kind, 0)):>12}" for tier in self.bytes.values()))
         totals = " ".join(f"{_size(sum(tier.values())):>12}" for tier in self.bytes.values())
         return "\n".join([*lines, f"{'total':<16} {totals}"])
+
+
+def _arguments(update: Callable[..., None]) -> tuple[Any, ...]:
+    """What an optimizer's update was made with."""
+    return update.args if isinstance(update, partial) else ()
 
 
 def _size(count: int) -> str:

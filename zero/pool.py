@@ -105,6 +105,8 @@ class Pool:
 
     def holding(self, tensor: Tensor) -> Buffer | None:
         """The buffer whose memory `tensor` looks at."""
+        if tensor.layout is not torch.strided:
+            return None
         address = tensor.untyped_storage().data_ptr()
         return self._by_address.get(address) if address else None
 

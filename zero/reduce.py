@@ -41,11 +41,12 @@ class GradientFlat:
 
 @dataclass(eq=False)
 class Reduction:
-    """A reduce-scatter under way and the flats that it gives back."""
+    """A reduce-scatter under way, the flats that it gives back, and whether the unit is complete after it."""
 
     unit: UnitState
     handle: Handle
     flats: tuple[GradientFlat, GradientFlat]
+    last: bool
 
 
 class Reducer:
@@ -63,6 +64,7 @@ class Reducer:
 
     def __init__(
         self,
+        units: Sequence[UnitState],
         *,
         world: World,
         device: Device,
@@ -74,21 +76,26 @@ class Reducer:
         final: Callable[[UnitState], None],
         log: CollectiveLog,
     ) -> None:
-        self._log = log
-        self._world, self._device, self._dtype = world, device, dtype
+        self._units, self._log = units, log
+        self._world, self._device = world, device
         self._local, self._whole = local, whole
         self._force, self._final = force, final
-        self._free = {numel: [self._allocate(numel) for _ in range(count)] for numel, count in counts.items()}
+        self._free = {
+            numel: [GradientFlat(torch.zeros(numel, dtype=dtype, device=device.device), Event()) for _ in range(count)]
+            for numel, count in counts.items()
+        }
         self._filling: dict[int, GradientFlat] = {}  # by unit: delivered to, not yet reduced
+        self._parted: set[int] = set()  # units of which a part was reduced before all of this microbatch had come
         self._under_way: deque[Reduction] = deque()
-        self._gathers: deque[tuple[UnitState, Handle]] = deque()
+        self._gathers: dict[int, tuple[UnitState, Handle]] = {}  # by unit: the sums of the other ranks' ranges
+        self._closed: set[int] = set()  # units that expect nothing more in this step
         self._done = Event()
         self._last = False
-        self.overflowed = 0
 
     def begin(self, *, last: bool) -> None:
         """A microbatch starts; `last` says that no other follows in this step."""
         self._last = last
+        self._parted.clear()
 
     @torch.no_grad()
     def deliver(self, unit: UnitState, grads: Sequence[Tensor | None]) -> None:
@@ -102,90 +109,121 @@ class Reducer:
             return
         overwrite = unit.index not in self._filling
         if overwrite:
-            self._filling[unit.index] = self._take(unit.spec.trainable.P)
+            self._filling[unit.index] = self._take_to_fill(unit.spec.trainable.P)
         _add(unit.spec.trainable, self._filling[unit.index].flat_P, grads, overwrite=overwrite)
 
     def settle(self, unit: UnitState) -> None:
         """Every call of this microbatch has delivered: start the reduction, unless more microbatches come first."""
-        layout = unit.spec.trainable
-        if not (unit.filled if self._local else unit.index in self._filling):
-            self.deliver(unit, [None] * len(layout.slots))
-        if not self._local:
-            self._start(unit, self._filling.pop(unit.index), accumulate=unit.filled)
-        elif self._last and self._world.size > 1:
-            assert unit.grad is not None
-            sent = self._take(layout.P)  # the sum lands in `grad`, so it cannot be sent from there
-            sent.flat_P.copy_(unit.grad)
-            self._start(unit, sent, accumulate=False)
-        elif self._last:
-            self._final(unit)
+        if self._local:
+            if not unit.filled:
+                self.deliver(unit, [None] * len(unit.spec.trainable.slots))
+            if self._last:
+                self._close(unit)
+            return
+        if unit.index not in self._filling:
+            if unit.index in self._parted:
+                return
+            self.deliver(unit, [None] * len(unit.spec.trainable.slots))
+        self._start(unit, self._filling.pop(unit.index), last=self._last)
 
     def finish(self) -> None:
         """Return when every unit's `grad` is final, on the compute stream."""
+        for unit in self._units:  # visited in earlier microbatches only: nothing has closed them yet
+            if self._local and unit.filled and unit.index not in self._closed:
+                self._close(unit)
         while self._under_way:
             self._complete_oldest()
-        while self._gathers:
-            unit, handle = self._gathers.popleft()
+        for unit in self._units:
+            if unit.filled and unit.index not in self._closed:
+                self._close(unit)
+        for index in list(self._gathers):
+            unit, handle = self._gathers.pop(index)
             with self._device.aside("reduce") as self._done:
                 handle.wait()
                 self._final(unit)
+        self._closed.clear()
         self._done.wait()
 
     def reset(self) -> None:
         """After an exception: wait for what is under way and forget it."""
-        handles = [*(reduction.handle for reduction in self._under_way), *(handle for _, handle in self._gathers)]
+        handles = [*(one.handle for one in self._under_way), *(handle for _, handle in self._gathers.values())]
         with suppress(WorldError):  # a broken world is what is being reported already
             for handle in handles:
                 handle.wait()
         for reduction in self._under_way:
             self._give_back(reduction.flats)
         self._give_back(tuple(self._filling.values()))
-        self._filling.clear()
-        self._under_way.clear()
-        self._gathers.clear()
+        for forgotten in (self._filling, self._under_way, self._gathers, self._closed, self._parted):
+            forgotten.clear()
 
-    def _start(self, unit: UnitState, sent: GradientFlat, *, accumulate: bool) -> None:
+    def _start(self, unit: UnitState, sent: GradientFlat, *, last: bool) -> None:
+        """Reduce one flat into `grad`; `last` says that the unit is then complete."""
+        if unit.index in self._gathers:  # closed too early: it had one more call
+            self._gathers.pop(unit.index)[1].wait()
+        self._closed.discard(unit.index)
         received = self._take(unit.spec.trainable.P)
         self._log.note(f"reduction of {unit.spec.name}")
         sum_S, what = unit.own_grad_S(self._world.rank), f"the gradient of {unit.spec.name}"
-        handle = self._world.reduce_scatter(sent.flat_P, received.flat_P, sum_S, accumulate=accumulate, what=what)
+        again = unit.filled and not self._local
+        handle = self._world.reduce_scatter(sent.flat_P, received.flat_P, sum_S, accumulate=again, what=what)
         unit.filled = True
-        self._under_way.append(Reduction(unit, handle, (sent, received)))
+        self._under_way.append(Reduction(unit, handle, (sent, received), last))
 
     def _complete_oldest(self) -> None:
         reduction = self._under_way.popleft()
-        unit, last = reduction.unit, self._last
         with self._device.aside("reduce") as self._done:
             reduction.handle.wait()
-            if self._whole and last:
-                assert unit.grad is not None
-                what = f"the gradient of {unit.spec.name}"
-                self._gathers.append(
-                    (unit, self._world.gather(unit.own_grad_S(self._world.rank), unit.grad, what=what))
-                )
-            elif last and not any(other.unit is unit for other in self._under_way):
-                self._final(unit)
+            if reduction.last:
+                self._publish(reduction.unit)
         for flat in reduction.flats:
             flat.free = self._done
         self._give_back(reduction.flats)
 
+    def _close(self, unit: UnitState) -> None:
+        """No more gradient of `unit` comes in this step."""
+        if self._local and self._world.size > 1:
+            assert unit.grad is not None
+            sent = self._take(unit.spec.trainable.P)  # the sum lands in `grad`, so it cannot be sent from there
+            sent.flat_P.copy_(unit.grad)
+            self._start(unit, sent, last=True)
+            self._closed.add(unit.index)
+        else:
+            self._publish(unit)
+
+    def _publish(self, unit: UnitState) -> None:
+        """This rank's range is summed: that is all, or every rank gets the others' ranges too."""
+        self._closed.add(unit.index)
+        if self._whole and self._world.size > 1:
+            assert unit.grad is not None
+            own_S, what = unit.own_grad_S(self._world.rank), f"the gradient of {unit.spec.name}"
+            self._gathers[unit.index] = unit, self._world.gather(own_S, unit.grad, what=what)
+        else:
+            self._final(unit)
+
+    def _take_to_fill(self, numel: int) -> GradientFlat:
+        """A flat to deliver to, leaving one to receive in.
+
+        Where many units are being filled at once, as in a stack that is looped over, the oldest is reduced as it is.
+        """
+        while len(self._free[numel]) < 2:
+            if self._under_way:
+                self._complete_oldest()
+                continue
+            oldest = next(index for index, flat in self._filling.items() if flat.flat_P.numel() == numel)
+            self._parted.add(oldest)
+            self._start(self._units[oldest], self._filling.pop(oldest), last=False)
+        return self._take(numel)
+
     def _take(self, numel: int) -> GradientFlat:
-        free = self._free[numel]
-        while not free and self._under_way:
+        while not self._free[numel]:
             self._complete_oldest()
-        if not free:  # more units are being filled at once than there are flats: nested ones, or calls without gradient
-            self.overflowed += 1
-            return self._allocate(numel)
-        flat = free.pop()
+        flat = self._free[numel].pop()
         flat.free.wait()
         return flat
 
     def _give_back(self, flats: Sequence[GradientFlat]) -> None:
         for flat in flats:
             self._free[flat.flat_P.numel()].append(flat)
-
-    def _allocate(self, numel: int) -> GradientFlat:
-        return GradientFlat(torch.zeros(numel, dtype=self._dtype, device=self._device.device), Event())
 
 
 def _add(layout: Layout, flat_P: Tensor, grads: Sequence[Tensor | None], *, overwrite: bool) -> None:

@@ -41,6 +41,7 @@ class Residency:
         self._units, self._world, self._device, self.pool = units, world, device, pool
         self._prefetch, self._force, self._log = prefetch, force, log
         self._orders = {True: VisitOrder(), False: VisitOrder()}
+        self._ahead: set[int] = set()  # units asked for before their turn, and not used yet
 
     def begin(self) -> None:
         """A microbatch, or a forward without gradients, starts."""
@@ -49,7 +50,12 @@ class Residency:
         self.end()
 
     def end(self) -> None:
-        """It is over: what was gathered ahead and never used may go."""
+        """It is over: what was gathered ahead and never used has arrived, and may go."""
+        for index in sorted(self._ahead):
+            buffer = self._find(self._units[index])
+            if buffer is not None:
+                buffer.land()
+        self._ahead.clear()
         if self.pool is not None:
             self.pool.drop_ahead()
 
@@ -57,6 +63,7 @@ class Residency:
         """After an exception: forget pins and half-made records."""
         for order in self._orders.values():
             order.forget()
+        self._ahead.clear()
         if self.pool is not None:
             self.pool.unpin_all()
 
@@ -116,6 +123,7 @@ class Residency:
                 buffer.arrivals.append(self._world.gather(shard_S, full_P, what=unit.spec.name))
 
     def _request_ahead(self, unit: UnitState) -> None:
+        self._ahead.add(unit.index)
         if unit.resident is not None:
             self._request(unit)
             return
@@ -125,6 +133,7 @@ class Residency:
             self.buffer(unit).ahead = True
 
     def _arrive(self, unit: UnitState) -> Buffer:
+        self._ahead.discard(unit.index)
         buffer = self.buffer(unit)
         buffer.land()
         buffer.ahead = False

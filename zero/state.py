@@ -82,6 +82,10 @@ class State:
         self.spent_.append(live.step_ + live.scale_.skipped + 1)
         return replace(live, step_=live.step_ + finite, scale_=scale, spent_=[])
 
+    def spend(self) -> None:
+        """Something changed that cannot go back: nothing may take this for the state that it was."""
+        self.advance(scale=self.scale, finite=False)
+
     def _live(self) -> State:
         if self.spent_:
             raise StaleStateError(

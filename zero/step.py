@@ -9,6 +9,7 @@ Source: Rajbhandari et al. 2020, "ZeRO"; Micikevicius et al. 2018, "Mixed Precis
 """
 
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.copied import attach, detached_copy
-from zero.device import Device
+from zero.device import Device, memory_of
 from zero.errors import ConfigError, NonFiniteGradientError, WorldError
 from zero.gather import Gatherer, bind_absent
 from zero.initialise import Weights, values_of
@@ -69,26 +70,27 @@ def init(plan: Plan, store: Store, *, seed: int = 0, weights: Weights = None) ->
             safetensors file; or a function of (name, fp32 tensor) that fills the tensor.
 
     Raises:
-        HandshakeError: the ranks have different plans or seeds.
+        HandshakeError: the ranks have different plans, seeds or weights.
         PlanError: an owner without `reset_parameters`, or missing or misshapen weights; named.
     """
     plan.world.agree(plan.fields() | {"seed": str(seed)})
     copied = detached_copy(plan.model, plan.splitting, plan.precision.compute, plan.world.device)
-    units = tuple(
-        _unit_state(plan, store, spec, values)
-        for spec, values in values_of(plan.splitting, copied, seed, weights, plan.world)
-    )
-    gatherer, reducer, updater, log = _wire(plan, store, units)
+    units, checks = [], {}
+    for spec, values in values_of(plan.splitting, copied, seed, weights, plan.world):
+        unit, checks[f"first values of {spec.name}"] = _unit_state(plan, store, spec, values)
+        units.append(unit)
+    plan.world.agree(checks)
+    gatherer, reducer, updater, log = _wire(plan, store, tuple(units))
     bind_absent(copied, plan.splitting.sites, gatherer)
     model = attach(copied, plan.splitting, gatherer.runner)
-    machinery = Machinery(plan, model, store, units, gatherer, reducer, updater, log)
+    machinery = Machinery(plan, model, store, tuple(units), gatherer, reducer, updater, log)
     # Thread ranks share torch's generator, and a checkpoint's recomputation sets it: none trains while another draws.
     plan.world.barrier("init")
     return State(machinery, 0, plan.precision.scale.start())
 
 
-def _unit_state(plan: Plan, store: Store, spec: UnitSpec, values: Mapping[str, Tensor]) -> UnitState:
-    """Flatten one unit's values, keep this rank's part of them, write the master's pages."""
+def _unit_state(plan: Plan, store: Store, spec: UnitSpec, values: Mapping[str, Tensor]) -> tuple[UnitState, str]:
+    """Flatten one unit's values, keep this rank's part, write the master's pages; and a check of the whole."""
     compute, where = plan.precision.compute, plan.world.device
     full = torch.zeros(spec.trainable.P + spec.frozen.P, dtype=torch.float32)
     for layout, flat in ((spec.trainable, full[: spec.trainable.P]), (spec.frozen, full[spec.trainable.P :])):
@@ -109,7 +111,7 @@ def _unit_state(plan: Plan, store: Store, spec: UnitSpec, values: Mapping[str, T
             if page_K.numel():
                 store.write(Page(spec.index, "master", number), page_K.to(where)).wait()
     grad = torch.zeros(plan.grad_numel(spec), dtype=plan.grad_dtype, device=where) if spec.trainable.slots else None
-    return UnitState(spec, resident, shard_S, frozen_S, grad)
+    return UnitState(spec, resident, shard_S, frozen_S, grad), f"{zlib.crc32(memory_of(full)):08x}"
 
 
 def _wire(plan: Plan, store: Store, units: tuple[UnitState, ...]) -> tuple[Gatherer, Reducer, Updater, CollectiveLog]:
@@ -126,6 +128,7 @@ def _wire(plan: Plan, store: Store, units: tuple[UnitState, ...]) -> tuple[Gathe
         device=plan.world.device,
     )
     reducer = Reducer(
+        units,
         world=plan.world,
         device=device,
         counts=plan.flat_counts(),
@@ -169,6 +172,7 @@ def make_step(plan: Plan, loss_fn: LossFn) -> Callable[[State, Sequence[Any]], t
     """
 
     def step(state: State, microbatches: Sequence[Any]) -> tuple[State, Metrics]:
+        _same_plan(plan, state)
         if len(microbatches) != plan.accumulate:
             raise ConfigError(f"a step takes batch.accumulate={plan.accumulate} microbatches, not {len(microbatches)}")
         parts = state.machinery
@@ -179,29 +183,30 @@ def make_step(plan: Plan, loss_fn: LossFn) -> Callable[[State, Sequence[Any]], t
             divisor=plan.world.size * plan.accumulate * state.scale.scale,
         )
         _clear(parts)
+        parts.log.note(repr(hyper))
         parts.updater.at_once = hyper if plan.update == "eager" else None
         try:
             losses, aux = _passes(parts, loss_fn, microbatches, state.scale.scale)
             parts.reducer.finish()
+            told = _tell(parts, losses, aux)
         except BaseException:
             parts.gatherer.reset()
             parts.reducer.reset()
-            if plan.update == "eager" and parts.updater.sums:
-                _spend(state)
+            if parts.updater.at_once is not None and parts.updater.sums:
+                state.spend()
             raise
-        told = _tell(parts, losses, aux)
         norm = told.norm(hyper.divisor)
         finite = math.isfinite(norm)
+        metrics = Metrics(told.loss, norm, hyper.lr, state.scale.scale, not finite, told.blame, told.aux)
+        following = state.advance(scale=plan.precision.scale.advance(state.scale, finite), finite=finite)
         if finite:
             _wait_for_update(parts, hyper._replace(divisor=hyper.divisor / _clip(plan.optimizer.clip, norm)))
         elif plan.update == "eager":
-            _spend(state)
             raise NonFiniteGradientError(
                 f"step {hyper.step}: the gradient of {told.blame} is not finite, and zero.update=eager has updated "
                 "units already; use zero.update=lazy, which skips such a step"
             )
-        metrics = Metrics(told.loss, norm, hyper.lr, state.scale.scale, not finite, told.blame, told.aux)
-        return state.advance(scale=plan.precision.scale.advance(state.scale, finite), finite=finite), metrics
+        return following, metrics
 
     return step
 
@@ -214,20 +219,27 @@ def make_forward(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def forward(state: State, *args: Any, **kwargs: Any) -> Any:
+        _same_plan(plan, state)
         parts = state.machinery
-        training = parts.model.training
+        modes = [(module, module.training) for module in parts.model.modules()]
         parts.model.eval()
         try:
             with torch.no_grad():
                 parts.gatherer.begin()
                 return fn(parts.model, *args, **kwargs)
         finally:
-            parts.model.train(training)
+            for module, training in modes:
+                module.training = training
 
     return forward
 
 
 # -- the parts of a step -----------------------------------------------------------------------------------------------
+
+
+def _same_plan(plan: Plan, state: State) -> None:
+    if state.plan is not plan:
+        raise ConfigError("this State was made by zero.init from another Plan; make the step from state.plan")
 
 
 def _clear(parts: Machinery) -> None:
@@ -236,11 +248,6 @@ def _clear(parts: Machinery) -> None:
     parts.updater.sums.clear()
     for unit in parts.units:
         unit.filled = False
-
-
-def _spend(state: State) -> None:
-    """Units are updated already and cannot go back: nothing may take this for the state that it was."""
-    state.advance(scale=state.scale, finite=False)
 
 
 def _passes(
@@ -305,8 +312,8 @@ def _same_visits(parts: Machinery, fingerprints: list[int]) -> None:
         return
     odd = [rank for rank, print_ in enumerate(fingerprints) if print_ != fingerprints[0]]
     raise WorldError(
-        f"ranks {odd} gathered or reduced other units than rank 0 in this step; all ranks must run the same units in "
-        "the same order (this rank: " + ", ".join(parts.log.recent) + ")"
+        f"ranks {odd} gathered or reduced other units than rank 0 in this step, or with another rate or scale; "
+        "all ranks must run the same units in the same order (this rank: " + ", ".join(parts.log.recent) + ")"
     )
 
 

@@ -25,8 +25,9 @@ class UnitState:
         resident: the buffer that always holds the full unit; None when the unit is gathered into the pool.
         shard_S: (S,) trainable, compute dtype.
         frozen_S: (S of the frozen flat,), compute dtype.
-        grad: (P,) or (S,), see `Plan.gradients`; None when nothing is trainable.
+        grad: (P,) or (S,), see `Plan.grad_numel`; None when nothing is trainable.
         waiting: the update that the next gather must force, or None.
+        torn: that update began and did not end.
         version: how many times the parameters changed.
         calls: the autograd nodes of this microbatch's forward calls, until all their gradients have arrived.
         returned: how many of them have.
@@ -39,6 +40,7 @@ class UnitState:
     frozen_S: Tensor
     grad: Tensor | None
     waiting: Hyper | None = None
+    torn: bool = False
     version: int = 0
     calls: list[Any] = field(default_factory=list)
     returned: int = 0

@@ -55,8 +55,6 @@ class Updater:
     ) -> None:
         self._store, self._transform, self._decays = store, transform, decays
         self._page_numel, self._has_master, self._whole, self._rank = page_numel, has_master, whole, rank
-        self._gradient = torch.zeros(PIECE_NUMEL, dtype=torch.float32, device=device)
-        self._squares = torch.zeros(SQUARES_NUMEL, dtype=torch.float64, device=device)
         self._device = device
         self.sums: dict[int, Tensor] = {}  # by unit: sum of squares of this rank's range, fp64
         self.at_once: Hyper | None = None  # eager: what to update with as soon as a gradient is final
@@ -79,9 +77,13 @@ class Updater:
     @torch.no_grad()
     def force(self, unit: UnitState) -> None:
         """Apply the waiting update of `unit`: its shard, master and moments move on by one step."""
-        hyper, unit.waiting = unit.waiting, None
+        if unit.torn:
+            raise StaleStateError(
+                f"the update of {unit.spec.name} was interrupted half-way, so this state is no state; start again from "
+                "the last checkpoint"
+            )
+        hyper, unit.torn = unit.waiting, True
         assert hyper is not None
-        assert unit.grad is not None
         parameters, grad, first = self._extent(unit)
         for number, (start, stop) in enumerate(pages(parameters.numel(), self._page_numel)):
             with self._open(unit.index, number, parameters[start:stop]) as (master_K, moments_K):
@@ -95,6 +97,7 @@ class Updater:
                         hyper._replace(weight_decay=decay),
                         parameters[start:stop][segment],
                     )
+        unit.waiting, unit.torn = None, False
         unit.version += 1
         if self._whole:
             assert unit.resident is not None
@@ -116,7 +119,7 @@ class Updater:
             piece = slice(start, min(start + PIECE_NUMEL, master_K.numel()))
             grad = grad_K[piece]
             if grad.dtype != torch.float32:
-                grad = self._gradient[: grad.numel()].copy_(grad)
+                grad = grad.float()
             self._transform.update(master_K[piece], grad, tuple(moment[piece] for moment in moments_K), hyper)
             if self._has_master:
                 parameters_K[piece].copy_(master_K[piece])
@@ -147,8 +150,9 @@ class Updater:
         not depend on stage, page size or tier; integers are exact. An fp32 number's square cannot overflow in fp64.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._device)
+        squares = torch.empty(min(SQUARES_NUMEL, grad_S.numel()), dtype=torch.float64, device=self._device)
         for start in range(0, grad_S.numel(), SQUARES_NUMEL):
             chunk = grad_S[start : start + SQUARES_NUMEL]
-            wide = self._squares[: chunk.numel()].copy_(chunk)
+            wide = squares[: chunk.numel()].copy_(chunk)
             total += torch.dot(wide, wide)
         return total

@@ -14,7 +14,8 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ def train(config: Config, folder: Path) -> "Summary":
     from zero.evaluate import sample_text, validation_loss
     from zero.meter import Meter
     from zero.models import GPT, loss
-    from zero.tracker import open_tracker, write_summary
+    from zero.tracker import RUNNING, open_tracker, write_failure, write_summary
 
     torch.use_deterministic_algorithms(config.deterministic)
     with (
@@ -65,26 +66,36 @@ def train(config: Config, folder: Path) -> "Summary":
         logits_of = zero.make_forward(plan, lambda model, tokens: model(tokens))
         meter = Meter(world, tokens_per_step=rows * config.model.seq)
 
-        last = min(config.steps, config.debug.stop_at or config.steps)
-        for number in range(1, last + 1):
-            first = world.rank * accumulate * micro
-            batch = data.batch(1 if config.debug.overfit else number, first, first + accumulate * micro, rows)
-            state, metrics = step(state, batch.to(world.device).split(micro))
-            meter.count(metrics)
-            validating = number == last or (config.val.every > 0 and number % config.val.every == 0)
-            if validating:
-                with meter.paused():
-                    of_chunk = partial(loss_of, state)
-                    meter.validated(validation_loss(of_chunk, data, world, rows=config.val.rows, chunk_rows=micro))
-            if validating or number % config.tracker.every == 0:
-                tracker.log(meter.row(validated=validating))
+        def report(write: Callable[..., None], exit_reason: str) -> "Summary":
+            so_far = meter.summary(plan, data.digest, exit_reason)
+            if world.rank == 0:
+                write(folder, so_far._asdict())
+            return so_far
 
-        summary = meter.summary(plan, data.digest, "finished" if last == config.steps else "debug.stop_at reached")
-        if config.sample.tokens:
-            tracker.note("sample:")
-            tracker.note(sample_text(partial(logits_of, state), data, world, config))
-        if world.rank == 0:
-            write_summary(folder, summary._asdict())
+        last = min(config.steps, config.debug.stop_at or config.steps)
+        try:
+            for number in range(1, last + 1):
+                first = world.rank * accumulate * micro
+                batch = data.batch(1 if config.debug.overfit else number, first, first + accumulate * micro, rows)
+                state, metrics = step(state, batch.to(world.device).split(micro))
+                meter.count(metrics)
+                validating = number == last or (config.val.every > 0 and number % config.val.every == 0)
+                if validating:
+                    with meter.paused():
+                        of_chunk = partial(loss_of, state)
+                        meter.validated(validation_loss(of_chunk, data, world, rows=config.val.rows))
+                if validating or number % config.tracker.every == 0:
+                    row = meter.row(validated=validating)
+                    report(write_summary, RUNNING)  # for a run that is killed
+                    tracker.log(row)
+            if config.sample.tokens:
+                tracker.note("sample:")
+                tracker.note(sample_text(partial(logits_of, state), data, world, config))
+        except BaseException as error:
+            with suppress(OSError):  # the disk may be what failed
+                report(write_failure, launch.describe(error))
+            raise
+        summary = report(write_summary, "finished" if last == config.steps else "debug.stop_at reached")
         tracker.finish(summary._asdict())
     return summary
 
@@ -95,24 +106,29 @@ def run(config: Config, folder: Path, *, apart: bool = False) -> "Summary":
     Args:
         apart: use a child process even for one rank, so that runs share neither memory peaks nor crashes.
     """
-    from zero.tracker import write_summary
+    from zero.tracker import write_failure
 
     ranks = launch.count_ranks(config.launch.ranks)
     config = config.on(ranks)
     folder.mkdir(parents=True, exist_ok=True)
     _write_config(config, folder)
-    how: dict[str, Any] = {
+    try:
+        if ranks == 1 and not apart:
+            return launch.inside(train, config, folder, **_how(config, folder))
+        return launch.launch(train, config, folder, ranks=ranks, **_how(config, folder))
+    except BaseException as error:
+        write_failure(folder, {"exit_reason": launch.describe(error)}, final=True)
+        raise
+
+
+def _how(config: Config, folder: Path) -> dict[str, Any]:
+    """What `launch` asks about the ranks of a run."""
+    return {
         "folder": folder / "ranks",
         "threads": config.launch.threads,
         "malloc": config.launch.malloc,
+        "deterministic": config.deterministic,
     }
-    try:
-        if ranks == 1 and not apart:
-            return launch.inside(train, config, folder, **how)
-        return launch.launch(train, config, folder, ranks=ranks, **how)
-    except BaseException as error:
-        write_summary(folder, {"exit_reason": launch.describe(error)})
-        raise
 
 
 def _write_config(config: Config, folder: Path) -> None:
@@ -283,6 +299,7 @@ def _runs_in(overrides: Sequence[str], limit: int = 64) -> Iterator[list[str]]:
 
 def _as_one_rank(arguments: Sequence[str]) -> int:
     """Under torchrun rank 0 composes and makes the folder; the others are told."""
+    from zero.tracker import write_failure
     from zero.world import World
 
     letter = ""
@@ -291,14 +308,29 @@ def _as_one_rank(arguments: Sequence[str]) -> int:
             raise ConfigError("torchrun starts one run: give key=value only, or sweep with python train.py -m")
         composed = compose(arguments)
         config = settle(settings_in(composed))
-        letter = json.dumps({"config": config.plain(), "folder": str(_make_folder(composed, arguments))})
-    with World.from_env() as world:
+        letter = json.dumps({"config": config.plain(), "folder": str(_make_folder(composed, arguments).absolute())})
+        timeout_s = config.launch.timeout
+    else:
+        timeout_s = _timeout_s(arguments)
+    with World.from_env(timeout_s) as world:
         told = json.loads(world.share(letter))
     config, folder = read(told["config"]), Path(told["folder"])
     if os.environ["RANK"] == "0":
         _write_config(config.on(int(os.environ["WORLD_SIZE"])), folder)
-    train(config, folder)
+    try:
+        launch.joined(train, config, folder, **_how(config, folder))
+    except BaseException as error:
+        write_failure(folder, {"exit_reason": launch.describe(error)})
+        raise
     return 0
+
+
+def _timeout_s(arguments: Sequence[str]) -> float:
+    """How long a rank waits to be told its settings, before it has any. What is wrong with them, rank 0 says."""
+    try:
+        return read(settings_in(compose(arguments))).launch.timeout
+    except ConfigError:
+        return Config().launch.timeout
 
 
 def _make_folder(composed: Any, overrides: Sequence[str]) -> Path:

@@ -6,6 +6,7 @@ Refusals run in this process, with torch's import forbidden, except one that is 
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import yaml
 
 import train
+from zero.errors import RankFailedError
 from zero.tracker import ROW
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +39,25 @@ def program(*arguments: str, cwd: Path, **how) -> subprocess.CompletedProcess[st
         [sys.executable, ROOT / "train.py", *arguments],
         cwd=cwd, capture_output=True, text=True, timeout=100, check=False, **how,
     )  # fmt: skip
+
+
+def torchrun(*arguments: str, cwd: Path, **how) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [sys.executable, *launcher, ROOT / "train.py", *arguments],
+        cwd=cwd, capture_output=True, text=True, timeout=100, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, **how,
+    )  # fmt: skip
+
+
+def said_by_us(stderr: str) -> list[str]:
+    """Without the account that torchrun gives of its children: lines of its logger, then a traceback."""
+    lines = stderr.split("Traceback (most recent call last)")[0].splitlines()
+    return [line for line in lines if not re.match(r"[IWE]\d{4} ", line)]
+
+
+def summary_of(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
 
 
 def rows(folder: Path) -> list[dict]:
@@ -146,7 +167,7 @@ def test_a_run_leaves_a_complete_folder(here):
     assert [row["tokens"] for row in table] == [128, 256, 384, 512]
     assert all(row["speed/step_s"] > 0 and row["memory/host_peak_bytes"] > 2**20 for row in table)
 
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = summary_of(folder)
     assert summary["exit_reason"] == "finished"
     assert (summary["steps"], summary["ranks"]) == (4, 2)
     assert summary["val_loss"] == table[-1]["val/loss"]
@@ -193,20 +214,58 @@ def test_a_sweep_gives_each_run_its_folder_and_goes_on_after_a_failure(here):
 
 
 @pytest.mark.process
+def test_a_sweep_gives_each_run_its_own_process(here):
+    done = program("-m", "zero.stage=0,3", *TINY, "steps=2", "sample.tokens=0", cwd=here)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    folders = sorted(here.glob("runs/*/*/[01]"))
+    assert [yaml.safe_load((folder / "config.yaml").read_text())["zero"]["stage"] for folder in folders] == [0, 3]
+    assert [summary_of(folder)["exit_reason"] for folder in folders] == ["finished"] * 2
+    assert summary_of(folders[0])["val_loss"] == summary_of(folders[1])["val_loss"]
+    first_lines = [(folder / "ranks" / "0.log").read_text().splitlines()[0] for folder in folders]
+    assert len(set(first_lines)) == 2, "both runs were one process"
+
+
+# Under torchrun
+
+
+@pytest.mark.process
 def test_torchrun_gives_the_same_run(here):
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", *torchrun, ROOT / "train.py", *TINY],
-        cwd=here, capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = torchrun(*TINY, "launch.threads=1", cwd=here)
     assert done.returncode == 0, done.stderr
     (folder,) = here.glob("runs/*/*")
-    assert {path.name for path in folder.iterdir()} == {"config.yaml", "metrics.jsonl", "summary.json", ".hydra"}
-    assert yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text()) == TINY
+    names = {"config.yaml", "metrics.jsonl", "summary.json", ".hydra", "ranks"}
+    assert {path.name for path in folder.iterdir()} == names
+    assert yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text()) == [*TINY, "launch.threads=1"]
+    for rank in range(2):
+        assert (folder / "ranks" / f"{rank}.log").read_text().startswith(f"rank {rank} of 2")
     assert train.main([*TINY, "tracker.console=none"]) == 0
     _, alone = sorted(here.glob("runs/*/*"))
     losses = [[row["train/loss"] for row in rows(one)] for one in (folder, alone)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # the order of addition differs between world sizes
+
+
+@pytest.mark.process
+def test_a_mistake_under_torchrun_is_one_line_exit_code_2_and_no_folder(here):
+    done = torchrun("zero.stage=7", cwd=here)
+    assert done.returncode == 1  # torchrun's own; it tells that of the rank
+    assert said_by_us(done.stderr) == ["zero.stage=7: must be 0, 1, 2 or 3"]
+    assert "exitcode  : 2" in done.stderr
+    assert not list(here.iterdir())
+
+
+@pytest.mark.process
+def test_a_failure_under_torchrun_is_in_the_summary_and_in_a_log(here):
+    (here / "tokens.bin").write_bytes(bytes([9, 0] * 3000 + [0, 1] * 3000))  # the second half is token 256
+    done = torchrun("debug=tiny", "data=tokens", "data.path=tokens.bin", "data.vocab=256", "sample.tokens=0", cwd=here)
+    assert done.returncode == 1
+    (folder,) = here.glob("runs/*/*")
+    assert "the data holds token 256" in summary_of(folder)["exit_reason"]
+    assert "the data holds token 256" in "".join(path.read_text() for path in (folder / "ranks").iterdir())
+    assert all("the data holds token 256" in line for line in said_by_us(done.stderr))
+
+
+# Ends that nobody planned
 
 
 def _alive_in_group(group: int) -> list[psutil.Process]:
@@ -217,6 +276,39 @@ def _alive_in_group(group: int) -> list[psutil.Process]:
             if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
+
+
+def _alive_after(group: int, limit_s: float = 10) -> list[psutil.Process]:
+    """Those that stay: multiprocessing's resource tracker ends when it sees its pipe closed, which takes a moment."""
+    end_s = time.monotonic() + limit_s
+    while (alive := _alive_in_group(group)) and time.monotonic() < end_s:
+        psutil.wait_procs(alive, timeout=0.1)
+    return alive
+
+
+@pytest.mark.process
+def test_a_rank_killed_by_the_system_is_named_with_advice_about_memory(here):
+    arguments = [*TINY, "steps=100000", "val.every=0", "launch.ranks=2"]
+    with subprocess.Popen(
+        [sys.executable, ROOT / "train.py", *arguments],
+        cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as running:  # fmt: skip
+        for line in running.stdout:
+            if line.startswith("step "):
+                break
+        (folder,) = here.glob("runs/*/*")
+        told = (folder / "ranks" / "1.log").read_text().splitlines()[0]
+        os.kill(int(told.split("process ")[1]), signal.SIGKILL)
+        _, said = running.communicate(timeout=60)
+    assert running.returncode == RankFailedError.exit_code
+    assert said.count("\n") == 1
+    assert "rank 1 was killed by the system (signal 9)" in said
+    assert "memory" in said
+    assert not _alive_after(running.pid)
+    summary = summary_of(folder)
+    assert summary["exit_reason"] == said.strip()
+    assert summary["steps"] >= 1
+    assert summary["train_loss"] > 0
 
 
 @pytest.mark.process
@@ -233,11 +325,10 @@ def test_ctrl_c_is_one_line_and_exit_code_130(here):
         _, said = running.communicate(timeout=60)
     assert running.returncode == 130
     assert said == "stopped by SIGINT\n"
-    # multiprocessing's resource tracker ignores signals, and ends when it sees its pipe closed
-    end_s = time.monotonic() + 10
-    while (alive := _alive_in_group(running.pid)) and time.monotonic() < end_s:
-        psutil.wait_procs(alive, timeout=0.1)
-    assert not alive
+    assert not _alive_after(running.pid)
     (folder,) = here.glob("runs/*/*")
-    assert json.loads((folder / "summary.json").read_text()) == {"exit_reason": "stopped by SIGINT"}
+    summary = summary_of(folder)
+    assert summary["exit_reason"] == "stopped by SIGINT"
+    assert summary["steps"] >= 1
+    assert summary["plan_bytes"]["device"]["moments"] > 0
     assert rows(folder)[0]["step"] == 1

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,10 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
 def environment_of_rank(names: tuple[str, ...]) -> dict[str, str | None]:
     print("printed by rank", os.environ["RANK"])
     return {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", *names)}
+
+
+def workspace_of_cublas() -> str | None:
+    return os.environ.get("CUBLAS_WORKSPACE_CONFIG")
 
 
 def raise_on(rank: int, error: BaseException) -> None:
@@ -51,6 +54,18 @@ def test_rank_0_answers_and_every_rank_has_a_log(folder: Path, capfd: pytest.Cap
     assert "printed by rank 1" in (folder / "1.log").read_text()
     assert (folder / "0.log").read_text().startswith("rank 0 of 2")
     assert capfd.readouterr() == ("printed by rank 0\n", "")
+
+
+def test_a_deterministic_run_fixes_the_workspace_of_cublas(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses cuBLAS in deterministic runs without it."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    assert launch.environment(2, "auto", False, True)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert "CUBLAS_WORKSPACE_CONFIG" not in launch.environment(2, "auto", False)
+    assert launch.inside(workspace_of_cublas, folder=folder, deterministic=True) == ":4096:8"
+    assert launch.launch(workspace_of_cublas, ranks=1, folder=folder, deterministic=True) == ":4096:8"
+    assert workspace_of_cublas() is None
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert launch.inside(workspace_of_cublas, folder=folder, deterministic=True) == ":16:8"
 
 
 @pytest.mark.parametrize(
@@ -118,19 +133,13 @@ def test_a_signal_to_the_parent_leaves_no_orphan(tmp_path: Path, signum: int) ->
         "        sys.exit(stopped.exit_code)\n"
     )
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    pipes = [tmp_path / f"{rank}.pid" for rank in range(2)]
+    for pipe in pipes:
+        os.mkfifo(pipe)
     with subprocess.Popen([sys.executable, script, tmp_path], env=environ) as parent:
-        pids = [_await_pid(tmp_path / f"{rank}.pid") for rank in range(2)]
+        pids = [int(pipe.read_text()) for pipe in pipes]  # waits for the rank to open its end
         parent.send_signal(signum)
         assert parent.wait(timeout=30) == 128 + signum
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-
-
-def _await_pid(path: Path) -> int:
-    end_s = time.monotonic() + 60
-    while time.monotonic() < end_s:
-        if path.exists() and (text := path.read_text()):
-            return int(text)
-        time.sleep(0.05)
-    raise AssertionError(f"{path.name} did not appear")

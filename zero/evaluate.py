@@ -1,7 +1,7 @@
 """Validation loss and a sample of text, by all ranks together.
 
-Rows are cut into chunks that do not depend on the world, chunks are dealt to ranks in turn, and a rank without one
-computes another's for nothing, because every rank must run the model equally often.
+Rows are cut into chunks of a fixed size, whatever the world or the batch, chunks are dealt to ranks in turn, and a rank
+without one computes another's for nothing, because every rank must run the model equally often.
 """
 
 from collections.abc import Callable
@@ -14,15 +14,18 @@ from zero.data.windows import Data
 from zero.models import generate
 from zero.world import World
 
+CHUNK_TOKENS = 2048
+"""Tokens that one rank evaluates at a time, in whole rows; few, so that validation needs no more memory than a step."""
 
-def validation_loss(loss: Callable[[Tensor], Tensor], data: Data, world: World, *, rows: int, chunk_rows: int) -> float:
+
+def validation_loss(loss: Callable[[Tensor], Tensor], data: Data, world: World, *, rows: int) -> float:
     """Mean loss over the first `rows` validation rows, the same number on every rank.
 
     Args:
         loss: (rows, seq + 1) int64 on the world's device to their mean loss.
-        chunk_rows: rows at a time; a matter of memory only.
     """
-    chunks = data.validation(0, rows).split(chunk_rows)
+    whole = data.validation(0, rows)
+    chunks = whole.split(max(1, CHUNK_TOKENS // (whole.shape[1] - 1)))
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
     for first in range(0, len(chunks), world.size):
         number = first + world.rank

@@ -1,7 +1,8 @@
 """Starts the ranks of one run on this machine, and says in one message why a run ended badly.
 
 `launch` starts child processes through torch's elastic agent, never restarted; `inside` runs the only rank in this
-process. What a rank prints goes to `ranks/<rank>.log`, except the stdout of rank 0, which is the user's terminal.
+process; `joined` runs the rank as which torchrun started this process. What a rank prints goes to `ranks/<rank>.log`,
+except the stdout of rank 0, which is the user's terminal.
 
 The agent reports whichever dead child it sees first, and that may be a survivor that lost its connection. So a failing
 rank leaves a dated note, then waits a moment for the death of another to be seen: the earliest note, or a
@@ -30,6 +31,7 @@ MEMORY_ADVICE = "lower batch.micro or model.seq, set zero.activations=remat, or 
 
 MMAP_THRESHOLD_BYTES = 4 * 1024**3
 TRIM_THRESHOLD_BYTES = 16 * 1024**3
+CUBLAS_WORKSPACE = ":4096:8"
 
 _GRACE_S = 0.5
 
@@ -63,23 +65,33 @@ def under_torchrun() -> bool:
     return "LOCAL_RANK" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def environment(ranks: int, threads: int | Literal["auto"], malloc: bool) -> dict[str, str]:
+def environment(
+    ranks: int, threads: int | Literal["auto"], malloc: bool, deterministic: bool = False
+) -> dict[str, str]:
     """Variables that child ranks are started with; what the user has set already stays.
 
     Page faults of freshly mapped tensors can cost more than an optimizer step. With both thresholds raised glibc keeps
-    freed memory for the next tensor instead of giving it back.
+    freed memory for the next tensor instead of giving it back. Deterministic runs need cuBLAS's workspace fixed before
+    its first product, or torch refuses it.
     """
     share = max(1, _cores() // ranks) if threads == "auto" else threads
     wanted = {"OMP_NUM_THREADS": str(share), "MKL_NUM_THREADS": str(share)}
     if malloc:
         wanted["MALLOC_MMAP_THRESHOLD_"] = str(MMAP_THRESHOLD_BYTES)
         wanted["MALLOC_TRIM_THRESHOLD_"] = str(TRIM_THRESHOLD_BYTES)
+    if deterministic:
+        wanted["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
     own = {} if threads == "auto" else {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
     return {name: value for name, value in wanted.items() if name in own or name not in os.environ}
 
 
 def inside(
-    entry: Callable[..., Any], *args: Any, folder: Path, threads: int | Literal["auto"] = "auto", malloc: bool = True
+    entry: Callable[..., Any],
+    *args: Any,
+    folder: Path,
+    threads: int | Literal["auto"] = "auto",
+    malloc: bool = True,
+    deterministic: bool = False,
 ) -> Any:
     """`entry(*args)` as the only rank, in this process, so that a debugger works. Errors pass through.
 
@@ -87,19 +99,55 @@ def inside(
         folder: receives `0.log`, with the traceback if there is one.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if malloc:
-        _raise_thresholds()
-    if threads != "auto":
-        import torch
-
-        torch.set_num_threads(threads)
-    with (folder / "0.log").open("w") as log:
+    with _set_up(threads, malloc, deterministic), (folder / "0.log").open("w") as log:
         print(f"rank 0 of 1, process {os.getpid()}", file=log, flush=True)
         try:
             return entry(*args)
         except Exception:
             traceback.print_exc(file=log)
             raise
+
+
+def joined(
+    entry: Callable[..., Any],
+    *args: Any,
+    folder: Path,
+    threads: int | Literal["auto"] = "auto",
+    malloc: bool = True,
+    deterministic: bool = False,
+) -> Any:
+    """`entry(*args)` as the rank that torchrun made of this process. Errors pass through.
+
+    `threads="auto"` keeps the OMP_NUM_THREADS that torchrun sets.
+
+    Args:
+        folder: receives `<rank>.log`, with the traceback if there is one.
+
+    Raises:
+        Interrupted: torchrun ended this rank, as it does with all when one has failed.
+    """
+    rank = int(os.environ["RANK"])
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        stack.enter_context(_set_up(threads, malloc, deterministic))
+        stack.enter_context(_signal_handlers_kept())
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, _stop)  # by default SIGTERM would end us before we can say how far we came
+        stack.enter_context(_redirected(folder / f"{rank}.log", stdout=rank > 0))
+        faulthandler.enable()
+        stack.callback(faulthandler.disable)
+        print(f"rank {rank} of {os.environ['WORLD_SIZE']}, process {os.getpid()}", file=sys.stderr, flush=True)
+        try:
+            return entry(*args)
+        except BaseException:
+            traceback.print_exc()
+            raise
+
+
+def _stop(signum: int, _: object) -> None:
+    for further in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(further, signal.SIG_IGN)  # a terminal and torchrun both send one
+    raise Interrupted(signum)
 
 
 def launch(
@@ -109,6 +157,7 @@ def launch(
     folder: Path,
     threads: int | Literal["auto"] = "auto",
     malloc: bool = True,
+    deterministic: bool = False,
 ) -> Any:
     """`entry(*args)` in each of `ranks` new processes; returns what rank 0 returned.
 
@@ -129,7 +178,7 @@ def launch(
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         notes = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zero-ranks-")))
-        stack.enter_context(_environ(environment(ranks, threads, malloc)))
+        stack.enter_context(_environ(environment(ranks, threads, malloc, deterministic)))
         stack.enter_context(_quiet("torch.distributed", "torch.multiprocessing"))
         stack.enter_context(_signal_handlers_kept())
         config = LaunchConfig(
@@ -227,12 +276,41 @@ def _redirect(path: Path, *, stdout: bool) -> None:
     os.close(log)
 
 
+@contextmanager
+def _redirected(path: Path, *, stdout: bool) -> Iterator[None]:
+    """`_redirect` for the time of the body."""
+    kept = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
+    _redirect(path, stdout=stdout)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for descriptor, copy in kept.items():
+            os.dup2(copy, descriptor)
+            os.close(copy)
+
+
+@contextmanager
+def _set_up(threads: int | Literal["auto"], malloc: bool, deterministic: bool) -> Iterator[None]:
+    """What `environment` does for children, for a process that already runs."""
+    if malloc:
+        _raise_thresholds()
+    if threads != "auto":
+        import torch
+
+        torch.set_num_threads(threads)
+    fixed = deterministic and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    with _environ({"CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE} if fixed else {}):
+        yield
+
+
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _raise_thresholds() -> None:
-    """What `environment` does for children, for a process that already runs; nothing where malloc is not glibc's."""
+    """Nothing where malloc is not glibc's."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"} & os.environ.keys():
         return

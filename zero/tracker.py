@@ -254,10 +254,30 @@ def _minutes(seconds: float | None) -> str:
     return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
 
 
+RUNNING = "running, or ended without a word"
+"""The exit reason until there is one."""
+
+
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    """summary.json of a run; numbers that JSON does not have become null."""
+    """summary.json of a run, whole at any moment; numbers that JSON does not have become null."""
     clean = {key: _finite(value) if isinstance(value, float) else value for key, value in summary.items()}
-    (folder / "summary.json").write_text(json.dumps(clean, indent=2, allow_nan=False) + "\n")
+    unfinished = folder / f".summary.{os.getpid()}"
+    unfinished.write_text(json.dumps(clean, indent=2, allow_nan=False) + "\n")
+    unfinished.replace(folder / "summary.json")
+
+
+def write_failure(folder: Path, summary: Mapping[str, Any], *, final: bool = False) -> None:
+    """Bring summary.json up to date after a failure; fields that `summary` lacks stay.
+
+    Args:
+        summary: at least `exit_reason`.
+        final: replace a reason that is there already. By default it stays: the first rank to say one is the nearest
+            to the cause.
+    """
+    path = folder / "summary.json"
+    before = json.loads(path.read_text()) if path.exists() else {"exit_reason": RUNNING}
+    known = not final and before["exit_reason"] != RUNNING
+    write_summary(folder, {**before, **summary, **({"exit_reason": before["exit_reason"]} if known else {})})
 
 
 def _finite(value: float | int | None) -> float | int | None:

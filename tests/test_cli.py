@@ -23,6 +23,7 @@ from zero.tracker import ROW
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["debug=tiny", "data=synthetic"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @pytest.fixture
@@ -42,9 +43,8 @@ def program(*arguments: str, cwd: Path, **how) -> subprocess.CompletedProcess[st
 
 
 def torchrun(*arguments: str, cwd: Path, **how) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
-        [sys.executable, *launcher, ROOT / "train.py", *arguments],
+        [sys.executable, *TORCHRUN, ROOT / "train.py", *arguments],
         cwd=cwd, capture_output=True, text=True, timeout=100, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"}, **how,
     )  # fmt: skip
@@ -265,7 +265,41 @@ def test_a_failure_under_torchrun_is_in_the_summary_and_in_a_log(here):
     assert all("the data holds token 256" in line for line in said_by_us(done.stderr))
 
 
+@pytest.mark.process
+def test_a_rank_killed_under_torchrun_is_named_in_the_summary(here):
+    """torchrun ends the other rank at once; it has a moment to find out why."""
+    with subprocess.Popen(
+        [sys.executable, *TORCHRUN, ROOT / "train.py", *TINY, "steps=100000", "val.every=0"],
+        cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as running:  # fmt: skip
+        folder = _after_a_step(running, here)
+        os.kill(_process_of_rank(1, folder), signal.SIGKILL)
+        _, said = running.communicate(timeout=60)
+    assert running.returncode == 1
+    summary = summary_of(folder)
+    assert said_by_us(said) == [summary["exit_reason"]]
+    assert "rank 0 lost rank 1" in summary["exit_reason"]
+    assert "memory" in summary["exit_reason"]
+    assert summary["steps"] >= 1
+    assert not _alive_after(running.pid)
+
+
 # Ends that nobody planned
+
+
+def _after_a_step(running: subprocess.Popen[str], here: Path) -> Path:
+    """The folder of a run that has made a step."""
+    for line in running.stdout:
+        if line.startswith("step "):
+            break
+    (folder,) = here.glob("runs/*/*")
+    return folder
+
+
+def _process_of_rank(rank: int, folder: Path) -> int:
+    first_line = (folder / "ranks" / f"{rank}.log").read_text().splitlines()[0]
+    return int(first_line.split("process ")[1])
 
 
 def _alive_in_group(group: int) -> list[psutil.Process]:
@@ -293,12 +327,8 @@ def test_a_rank_killed_by_the_system_is_named_with_advice_about_memory(here):
         [sys.executable, ROOT / "train.py", *arguments],
         cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     ) as running:  # fmt: skip
-        for line in running.stdout:
-            if line.startswith("step "):
-                break
-        (folder,) = here.glob("runs/*/*")
-        told = (folder / "ranks" / "1.log").read_text().splitlines()[0]
-        os.kill(int(told.split("process ")[1]), signal.SIGKILL)
+        folder = _after_a_step(running, here)
+        os.kill(_process_of_rank(1, folder), signal.SIGKILL)
         _, said = running.communicate(timeout=60)
     assert running.returncode == RankFailedError.exit_code
     assert said.count("\n") == 1
@@ -318,15 +348,12 @@ def test_ctrl_c_is_one_line_and_exit_code_130(here):
         [sys.executable, ROOT / "train.py", *arguments],
         cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     ) as running:  # fmt: skip
-        for line in running.stdout:
-            if line.startswith("step "):
-                break
+        folder = _after_a_step(running, here)
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does: parent and ranks alike
         _, said = running.communicate(timeout=60)
     assert running.returncode == 130
     assert said == "stopped by SIGINT\n"
     assert not _alive_after(running.pid)
-    (folder,) = here.glob("runs/*/*")
     summary = summary_of(folder)
     assert summary["exit_reason"] == "stopped by SIGINT"
     assert summary["steps"] >= 1

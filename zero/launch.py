@@ -34,6 +34,7 @@ TRIM_THRESHOLD_BYTES = 16 * 1024**3
 CUBLAS_WORKSPACE = ":4096:8"
 
 _GRACE_S = 0.5
+_TERM_GRACE_S = 3.0
 
 
 class Interrupted(BaseException):
@@ -131,8 +132,11 @@ def joined(
     with ExitStack() as stack:
         stack.enter_context(_set_up(threads, malloc, deterministic))
         stack.enter_context(_signal_handlers_kept())
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, _stop)  # by default SIGTERM would end us before we can say how far we came
+        # By default SIGTERM would end us before we can say how far we came
+        signal.signal(signal.SIGINT, _stop)
+        signal.signal(signal.SIGTERM, _stop_soon)
+        signal.signal(signal.SIGALRM, _stop)
+        stack.callback(signal.setitimer, signal.ITIMER_REAL, 0)
         stack.enter_context(_redirected(folder / f"{rank}.log", stdout=rank > 0))
         faulthandler.enable()
         stack.callback(faulthandler.disable)
@@ -145,9 +149,14 @@ def joined(
 
 
 def _stop(signum: int, _: object) -> None:
-    for further in (signal.SIGTERM, signal.SIGINT):
+    for further in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
         signal.signal(further, signal.SIG_IGN)  # a terminal and torchrun both send one
-    raise Interrupted(signum)
+    raise Interrupted(signal.SIGTERM if signum == signal.SIGALRM else signum)
+
+
+def _stop_soon(*_: object) -> None:
+    """Mostly another rank has failed: then our connection to it breaks, and that error names it."""
+    signal.setitimer(signal.ITIMER_REAL, _TERM_GRACE_S)
 
 
 def launch(
@@ -348,7 +357,7 @@ def _quiet(*prefixes: str) -> Iterator[None]:
 @contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
     """The agent installs handlers and leaves them behind."""
-    caught = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    caught = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM)
     before = {signum: signal.getsignal(signum) for signum in caught}
     try:
         yield

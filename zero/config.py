@@ -367,7 +367,7 @@ class Precision(Section):
 
     compute: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="type of forward and backward")
     reduce: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="type in which gradients travel between ranks; they are added in fp32"
+        "fp32", description="widest type in which gradients travel (compute, if narrower); they are added in fp32"
     )
     scale: Scale = Field(Scale(), description="loss scaling, for fp16")
 

@@ -161,14 +161,28 @@ def test_no_prefetch_depth_changes_a_bit_of_a_gpt(activations):
     assert expected[0][0] == expected[1][0], "no running statistics here: all ranks hold the same state"
 
 
-def several_placements(world, precision):
+def over_gloo(world, settings):
     """One gloo world for all of them: starting processes is what takes long."""
-    return [train_small(world, setting.but(precision=precision, clip=0.5)) for setting in placements(eager=False)[::3]]
+    return [train_small(world, setting) for setting in settings]
 
 
 @pytest.mark.process
 def test_processes_agree_with_threads():
-    """Gloo moves bytes and the ranks add in order, so processes give the bits that threads give."""
-    threads = run_ranks(2, train_small, Setting(precision="bf16", clip=0.5, stage=0))
-    for rank, told in enumerate(run_processes(2, several_placements, "bf16")):
-        assert told == [threads[rank]] * 6
+    """Gloo moves bytes and the ranks add in order, so processes give the bits that threads give.
+
+    Every precision with clipping and without, eager where there is none, and microbatches added before ranks and after.
+    """
+    expected: list[Setting] = []
+    asked: list[Setting] = []
+    for precision in ("fp32", "bf16", "fp16"):
+        for clip in (None, 0.5):
+            for row in placements(eager=clip is None and precision != "fp16")[::3]:
+                asked.append(row.but(precision=precision, clip=clip))
+                expected.append(Setting(precision=precision, clip=clip, stage=0, update="serial"))
+        for stage in range(4):
+            asked.append(Setting(precision=precision, clip=0.5, stage=stage, accumulate=2))
+            expected.append(asked[-1].but(stage=stage // 2 * 2, update="serial", prefetch=0))
+    alone = {setting: run_ranks(2, train_small, setting) for setting in set(expected)}
+    for rank, told in enumerate(run_processes(2, over_gloo, asked)):
+        for one, setting, reference in zip(told, asked, expected, strict=True):
+            assert one == alone[reference][rank], setting

@@ -16,7 +16,7 @@ LAYERS = [
     ("engine", "unit copied pool unit_state plan reduce update residency recompute gather state initialise step full"),
     ("edges", "data.order data.source data.windows data.text data.tokens data.synthetic data"),
     ("edges", "models.gpt_config models.gpt models"),
-    ("edges", "config build evaluate meter tracker launch testing"),
+    ("edges", "config build evaluate meter tracker launch testing.threads testing.processes testing.contract testing"),
 ]
 RANK = {name: place for place, name in enumerate(name for _, names in LAYERS for name in names.split())}
 ARITHMETIC = LAYERS[0][1].split()
@@ -73,7 +73,7 @@ def test_arithmetic_touches_nothing_outside(name):
     [
         (r"hydra|omegaconf", set(), "the library works without Hydra"),
         (r"wandb", {"tracker"}, "one file talks to W&B"),
-        (r"torch\.distributed(?!\.(elastic|launcher))", {"world", "testing"}, "one file talks to other ranks"),
+        (r"torch\.distributed(?!\.(elastic|launcher))", {"world", "testing.processes"}, "one file talks to ranks"),
         (r"torch\.distributed\.(elastic|launcher)", {"launch"}, "one file starts ranks"),
         (r"numpy|jax|deepspeed", set(), "torch is enough"),
     ],

@@ -189,3 +189,32 @@ def test_ranks_that_start_apart_are_refused(what):
 
     with pytest.raises(HandshakeError, match={"lr": "lr", "beta1": "settings", "weights": "first values"}[what]):
         run_ranks(2, rank_main)
+
+
+def test_a_model_that_was_built_whole_keeps_its_values():
+    """Finetuning must not begin with noise."""
+    model = Stack()
+    world = zero.World.from_env()
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-2), world=world, stage=3, precision="fp32", units=[nn.Linear])
+    found = full_state_dict(zero.init(plan, zero.open_store(plan), seed=5))
+    assert all(torch.equal(found[name], parameter) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("given", [torch.ones(1, 8), {"x": 1}, "batch"])
+def test_microbatches_are_a_list(given):
+    """A tensor has a length and elements too: rows would be taken for microbatches."""
+    state, step = start(zero.World.from_env())
+    with pytest.raises(ConfigError, match="list"):
+        step(state, given)
+
+
+def test_a_loss_is_a_scalar():
+    state, _ = start(zero.World.from_env())
+    step = zero.make_step(state.plan, lambda model, batch: model(*batch))
+    with pytest.raises(ConfigError, match="scalar"):
+        step(state, [batch_of(0, 0, 0)])
+
+
+def test_units_are_a_list_of_classes_or_names():
+    with pytest.raises(ConfigError, match=r"\['Linear'\]"):
+        zero.Plan(Stack(), optimizer=zero.adamw(1e-2), world=zero.World.from_env(), units="Linear")

@@ -377,7 +377,9 @@ def test_a_parameter_under_two_names_of_one_owner_keeps_its_value():
             nn.init.ones_(self.a)
 
     def values(world: zero.World) -> dict[str, Tensor]:
-        plan = zero.Plan(nn.Sequential(Owner()), optimizer=zero.sgd(0.1), world=world)
+        with zero.empty():
+            model = nn.Sequential(Owner())
+        plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=world)
         return zero.full_state_dict(zero.init(plan, zero.open_store(plan)))
 
     (made,) = run_ranks(1, values)

@@ -1,8 +1,8 @@
 """First values, one unit at a time, the same for every stage, world and choice of units.
 
-Values are made on the CPU in fp32: each owner (a module that holds parameters directly) gets real parameters for a
-moment, its `reset_parameters` runs with a generator seeded from (seed, owner's path), and the values are taken out.
-A tied parameter is made by its first owner.
+A model that was built whole keeps the values it has. Values of parameters on meta are made on the CPU in fp32: each
+owner (a module that holds parameters directly) gets real parameters for a moment, its `reset_parameters` runs with a
+generator seeded from (seed, owner's path), and the values are taken out. A tied parameter is made by its first owner.
 """
 
 import hashlib
@@ -22,27 +22,32 @@ Weights = Mapping[str, Tensor] | str | PathLike[str] | Callable[[str, Tensor], N
 
 
 def values_of(
-    splitting: Splitting, copied: nn.Module, seed: int, weights: Weights, world: World
+    splitting: Splitting, model: nn.Module, copied: nn.Module, seed: int, weights: Weights, world: World
 ) -> Iterator[tuple[UnitSpec, dict[str, Tensor]]]:
     """Each unit with its parameters by full name, fp32 on the CPU; take one before asking for the next.
 
     Args:
+        model: the user's; parameters of it that are not on meta are taken as they are, unless `weights` says otherwise.
         copied: the copied model, whose parameters are absent; its owners lend their `reset_parameters`.
 
     Raises:
         PlanError: an owner without `reset_parameters`; a weight that is missing or has another shape.
     """
-    source = _source(splitting, copied, seed, weights, world)
+    source = _source(splitting, model, copied, seed, weights, world)
     for spec in splitting.units:
         wanted = {slot.name: slot.shape for layout in (spec.trainable, spec.frozen) for slot in layout.slots}
         yield spec, source(wanted)
 
 
 def _source(
-    splitting: Splitting, copied: nn.Module, seed: int, weights: Weights, world: World
+    splitting: Splitting, model: nn.Module, copied: nn.Module, seed: int, weights: Weights, world: World
 ) -> Callable[[Mapping[str, tuple[int, ...]]], dict[str, Tensor]]:
     if weights is None:
-        return lambda wanted: _reset(splitting, copied, seed, wanted, world)
+        given = _given(splitting, model)
+        return lambda wanted: {
+            **{name: given[name] for name in wanted if name in given},
+            **_reset(splitting, copied, seed, {n: shape for n, shape in wanted.items() if n not in given}, world),
+        }
     if isinstance(weights, Mapping):
         return lambda wanted: {name: _checked(name, shape, weights.get(name)) for name, shape in wanted.items()}
     if callable(weights):
@@ -51,6 +56,18 @@ def _source(
     if not path.is_file():
         raise PlanError(f"weights={path}: there is no such file")
     return lambda wanted: _stored(path, wanted)
+
+
+def _given(splitting: Splitting, model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that have values already, by full name."""
+    given: dict[str, Tensor] = {}
+    for owner in splitting.owners:
+        held = model.get_submodule(owner.path)._parameters
+        for own, name in owner.slots:
+            parameter = held[own]
+            if parameter is not None and not parameter.is_meta:
+                given.setdefault(name, parameter.detach())
+    return given
 
 
 def _reset(

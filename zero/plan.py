@@ -36,7 +36,7 @@ class Plan:
     Args:
         model: on any device; best built under `zero.empty()`. It is copied, never changed.
         optimizer: from `zero.adamw` and its family.
-        units: class names whose instances are units; None for the default policy (see `unit.py`).
+        units: classes, or their names, whose instances are units; None for the default policy (see `unit.py`).
         prefetch: units gathered ahead, in both directions.
         activations: "keep", or "remat" to recompute each unit's in backward.
         update: "lazy" hides each unit's update before its next gather, "serial" does all right after backward (same
@@ -54,10 +54,10 @@ class Plan:
         *,
         optimizer: Transform,
         world: World,
-        stage: Stage = Stage(3),  # noqa: B008 - frozen
-        precision: Precision | None = None,
+        stage: Stage | int = 3,
+        precision: Precision | str = "fp32",
         offload: Offload | None = None,
-        units: Sequence[str] | None = None,
+        units: Sequence[str | type[nn.Module]] | None = None,
         prefetch: int = 1,
         activations: Activations = "keep",
         update: Update = "lazy",
@@ -71,8 +71,9 @@ class Plan:
         for key, value, known in (("activations", activations, Activations), ("update", update, Update)):
             if value not in get_args(known):
                 raise PlanError(f"zero.{key}={value}: it is one of {', '.join(get_args(known))}")
-        self.model, self.optimizer, self.world, self.stage = model, optimizer, world, stage
-        self.precision = precision or Precision("fp32")
+        self.model, self.optimizer, self.world = model, optimizer, world
+        self.stage = stage if isinstance(stage, Stage) else Stage(stage)
+        self.precision = precision if isinstance(precision, Precision) else Precision(precision)
         self.offload = offload or Offload()
         self.prefetch, self.activations, self.update, self.accumulate = prefetch, activations, update, accumulate
         self.page_numel = page_bytes // 4
@@ -86,7 +87,7 @@ class Plan:
         self.splitting = split(
             model,
             world_size=world.size,
-            class_names=units,
+            class_names=_names(units),
             group=lambda name, shape: int(optimizer.decay(name, shape)),
         )
         if not any(unit.trainable.slots for unit in self.units):
@@ -224,6 +225,12 @@ class Plan:
             lines.append(f"{kind:<16} " + " ".join(f"{_size(tier.get(kind, 0)):>12}" for tier in self.bytes.values()))
         totals = " ".join(f"{_size(sum(tier.values())):>12}" for tier in self.bytes.values())
         return "\n".join([*lines, f"{'total':<16} {totals}"])
+
+
+def _names(units: Sequence[str | type[nn.Module]] | None) -> list[str] | None:
+    if isinstance(units, str):
+        raise PlanError(f"zero.units={units!r} is one string; pass a list: [{units!r}]")
+    return None if units is None else [unit if isinstance(unit, str) else unit.__name__ for unit in units]
 
 
 def _arguments(update: Callable[..., None]) -> tuple[Any, ...]:

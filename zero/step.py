@@ -65,9 +65,10 @@ def init(plan: Plan, store: Store, *, seed: int = 0, weights: Weights = None) ->
     """A state at step 0, made unit by unit: at no time does more than one unit exist whole, unless it is resident.
 
     Args:
-        weights: None to call each owner's `reset_parameters` with a generator seeded from (seed, owner), which gives
-            the same values for every stage, world and choice of units; or tensors by name; or the path of a
-            safetensors file; or a function of (name, fp32 tensor) that fills the tensor.
+        weights: None to keep the values of a model that has them, and for parameters on meta to call each owner's
+            `reset_parameters` with a generator seeded from (seed, owner), which gives the same values for every stage,
+            world and choice of units; or tensors by name; or the path of a safetensors file; or a function of (name,
+            fp32 tensor) that fills the tensor.
 
     Raises:
         HandshakeError: the ranks have different plans, seeds or weights.
@@ -76,7 +77,7 @@ def init(plan: Plan, store: Store, *, seed: int = 0, weights: Weights = None) ->
     plan.world.agree(plan.fields() | {"seed": str(seed)})
     copied = detached_copy(plan.model, plan.splitting, plan.precision.compute, plan.world.device)
     units, checks = [], {}
-    for spec, values in values_of(plan.splitting, copied, seed, weights, plan.world):
+    for spec, values in values_of(plan.splitting, plan.model, copied, seed, weights, plan.world):
         unit, checks[f"first values of {spec.name}"] = _unit_state(plan, store, spec, values)
         units.append(unit)
     plan.world.agree(checks)
@@ -173,8 +174,15 @@ def make_step(plan: Plan, loss_fn: LossFn) -> Callable[[State, Sequence[Any]], t
 
     def step(state: State, microbatches: Sequence[Any]) -> tuple[State, Metrics]:
         _same_plan(plan, state)
+        if isinstance(microbatches, Tensor | Mapping | str):
+            raise ConfigError(
+                f"microbatches is a {type(microbatches).__name__}; pass a list of them: step(state, [batch])"
+            )
         if len(microbatches) != plan.accumulate:
-            raise ConfigError(f"a step takes batch.accumulate={plan.accumulate} microbatches, not {len(microbatches)}")
+            raise ConfigError(
+                f"a step takes batch.accumulate={plan.accumulate} microbatches, not {len(microbatches)}; "
+                "in Python it is Plan(accumulate=...)"
+            )
         parts = state.machinery
         hyper = Hyper(
             step=state.step + 1,
@@ -261,6 +269,10 @@ def _passes(
         parts.reducer.begin(last=number == len(microbatches) - 1)
         result = loss_fn(parts.model, microbatch)
         loss, beside = result if isinstance(result, tuple) else (result, {})
+        if loss.numel() != 1:
+            raise ConfigError(
+                f"the loss has shape {tuple(loss.shape)}; it must be a scalar: the mean of the microbatch"
+            )
         (loss if scale == 1.0 else loss * scale).backward()
         parts.gatherer.end()
         losses.append(loss.detach().double())

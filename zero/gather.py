@@ -68,7 +68,7 @@ class Gather(torch.autograd.Function):
         """`anchor` only makes autograd record the call; the parameters are views of `flat`."""
         ctx.set_materialize_grads(False)
         ctx.gatherer, ctx.unit, ctx.counted = gatherer, unit, counted
-        return tuple(cut(unit.spec.trainable, flat, 0))
+        return views(unit.spec.trainable, flat)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -90,10 +90,9 @@ class Reach(torch.autograd.Function):
         return *grads, *[None] * ctx.count
 
 
-def cut(layout: Layout, flat: Tensor, start: int) -> Iterable[Tensor]:
+def views(layout: Layout, flat: Tensor, start: int = 0) -> tuple[Tensor, ...]:
     """The layout's parameters as views of `flat`, whose element `start` is the layout's first."""
-    for slot in layout.slots:
-        yield flat[start + slot.offset : start + slot.stop].view(slot.shape)
+    return tuple(layout.views(flat[start : start + layout.P]).values())
 
 
 class Gatherer:
@@ -178,13 +177,13 @@ class Gatherer:
         for index in site.units:
             unit = self._units[index]
             flat = self.residency.buffer(unit).flat
-            frozen[index] = tuple(cut(unit.spec.frozen, flat, unit.spec.trainable.P))
+            frozen[index] = views(unit.spec.frozen, flat, unit.spec.trainable.P)
             if torch.is_grad_enabled() and unit.spec.trainable.slots:
-                trainable[index] = views = Gather.apply(self._anchor, self, unit, flat, not recomputing)
+                trainable[index] = made = Gather.apply(self._anchor, self, unit, flat, not recomputing)
                 if not recomputing:  # a recomputed call is the same call again
-                    unit.calls.append(views[0].grad_fn)
+                    unit.calls.append(made[0].grad_fn)
             else:
-                trainable[index] = tuple(cut(unit.spec.trainable, flat, 0))
+                trainable[index] = views(unit.spec.trainable, flat)
         values = [(trainable if bound.trainable else frozen)[bound.unit][bound.slot] for bound in site.bindings]
         return [bound.local for bound in site.bindings], values
 
@@ -257,7 +256,7 @@ class Gatherer:
                 unit = self._units[bound.unit]
                 flat = self._hold(unit).flat
             if not bound.trainable:
-                return tuple(cut(unit.spec.frozen, flat, unit.spec.trainable.P))[bound.slot]
+                return views(unit.spec.frozen, flat, unit.spec.trainable.P)[bound.slot]
             # a reentrant checkpoint goes backward from here, and its gradients must arrive
             return Gather.apply(self._anchor, self, unit, flat, False)[bound.slot]
 

@@ -227,8 +227,7 @@ class Reducer:
 
 
 def _add(layout: Layout, flat_P: Tensor, grads: Sequence[Tensor | None], *, overwrite: bool) -> None:
-    for slot, grad in zip(layout.slots, grads, strict=True):
-        place = flat_P[slot.offset : slot.stop].view(slot.shape)
+    for place, grad in zip(layout.views(flat_P).values(), grads, strict=True):
         if grad is not None and overwrite:
             place.copy_(grad.to_dense() if grad.is_sparse else grad)
         elif grad is not None:

@@ -141,7 +141,7 @@ def test_segments_are_the_longest_runs_of_one_group(case):
 
 
 @settings(deadline=None)
-@given(st.integers(0, 50_000), st.integers(1, 4).map(lambda n: 2048 * n))
+@given(st.integers(0, 50_000), st.integers(1, 8).map(lambda n: 1024 * n))
 def test_pages_cover_a_shard_in_whole_pages_and_a_rest(numel, page_numel):
     cut = pages(numel, page_numel)
     assert [i for start, stop in cut for i in range(start, stop)] == list(range(numel))

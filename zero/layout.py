@@ -28,8 +28,8 @@ from zero.errors import LayoutError
 VECTOR = 64
 """Elements. Cuts fall on multiples of it; 128 bytes in a 2-byte dtype, a cache line or more in every dtype."""
 
-PAGE_QUANTUM = 2048
-"""Elements. 4 KiB in a 2-byte dtype, the unit of direct file access."""
+PAGE_QUANTUM = 1024
+"""Elements. 4 KiB of fp32, the unit of direct file access; whole vectors in every dtype."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def pages(numel: int, page_numel: int) -> tuple[tuple[int, int], ...]:
     """Cut `numel` elements into (start, stop) pages of `page_numel`; the last one may be shorter.
 
     Raises:
-        LayoutError: `page_numel` is not a positive multiple of 2048 (4 KiB in a 2-byte dtype), or `numel` is negative.
+        LayoutError: `page_numel` is not a positive multiple of 1024 (4 KiB of fp32), or `numel` is negative.
     """
     if page_numel < 1 or page_numel % PAGE_QUANTUM:
         raise LayoutError(f"a page of {page_numel} elements; it must be a positive multiple of {PAGE_QUANTUM}")

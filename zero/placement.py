@@ -1,31 +1,281 @@
-"""Which page sleeps on which tier.
+"""Which tier each part of the training state sleeps on, decided once, before any of it exists.
 
-So far there is one tier, the device, and every page sleeps there: `Offload` accepts nothing else.
+An `Offload` says what is wanted: for each kind of state a tier, or `auto`. `place` turns that, sizes and budgets into
+one tier for the parameters, one for the gradients, and one for every page of master and moments.
+
+Pages of master and moments are visited once per step in a fixed cyclic order, so a cache that keeps what was used last
+would never hit: what fits is pinned, the rest streams. The earliest pages get the fastest tier, because the first unit
+of forward has no compute before it to hide a read behind.
+
+Source: Rajbhandari et al. 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning",
+section 5.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass, replace
+from types import MappingProxyType
+from typing import Literal
 
 from zero.errors import ConfigError
 
-TIERS = ("none", "cpu", "nvme")
+Tier = Literal["device", "host", "nvme"]
+
+TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
+"""Fastest first."""
+
+IF_SHARDED = "cpu_if_sharded"
+"""Of parameters: cpu at the stage that shards them; elsewhere they stay on the device. What presets ask for."""
+
+OPTIMIZER = GRAD = ("none", "cpu", "nvme", "auto")
+PARAM = ("none", "cpu", "nvme", "auto", IF_SHARDED)
+
+PRESETS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {
+        "none": ("none", "none", "none"),
+        "cpu": ("cpu", IF_SHARDED, "cpu"),
+        "nvme": ("nvme", IF_SHARDED, "cpu"),
+        "infinity": ("nvme", "nvme", "nvme"),
+        "auto": ("auto", "auto", "auto"),
+    }
+)
+"""Name -> the settings of (optimizer, param, grad)."""
+
+BLOCK_BYTES = 4096
+"""Of direct file access; a page is whole blocks."""
+
+KiB, MiB, GiB = 1024, 1024**2, 1024**3
+
+_TIER_OF: Mapping[str, Tier] = MappingProxyType({"none": "device", "cpu": "host", "nvme": "nvme"})
 
 
 @dataclass(frozen=True)
 class Offload:
-    """What leaves the device between uses, and to which tier; "none" keeps it there.
+    """What leaves the device between two uses, and how it travels: `Offload("nvme", path="/mnt/nvme")`.
+
+    Args:
+        preset: "none", "cpu", "nvme", "infinity" or "auto"; it gives those of the next three that are None.
+        optimizer: tier of master and moments: "none" (the device), "cpu", "nvme", or "auto" (the fastest with room).
+        param: tier of parameters; also "cpu_if_sharded", which is "none" below stage 3.
+        grad: tier of gradients.
+        path: folder of the NVMe file; None: the current folder.
+        page_bytes: bytes of one fp32 page of master, of a moment or of gradients: a multiple of 4 KiB.
+        threads: threads that read, update and write pages; None: measured at the start, or 4.
+        read_ahead: pages of each kind that are read before their turn; None: 12.
+        device_budget, host_budget: most that one rank may hold: bytes (int), a share of what is free (float), or None
+            for all that is free.
+        verify: check length, version and CRC-32 of each page that is read back from a file.
+        pin: lock host buffers for the GPU's copy engines.
+        compute: where pages that sleep off the device are updated: "device", or "host" with the CPU's kernel.
 
     Raises:
-        ConfigError: an unknown tier, or one that is not there yet.
+        ConfigError: an unknown word, a page that is not whole blocks, a number that is too small.
     """
 
-    optimizer: str = "none"
-    param: str = "none"
-    grad: str = "none"
+    preset: InitVar[str] = "none"
+    optimizer: str | None = None
+    param: str | None = None
+    grad: str | None = None
+    path: str | None = None
+    page_bytes: int = 4 * MiB
+    threads: int | None = None
+    read_ahead: int | None = None
+    device_budget: int | float | None = None
+    host_budget: int | float | None = None
+    verify: bool = True
+    pin: bool = True
+    compute: str = "device"
 
-    def __post_init__(self) -> None:
-        for key in ("optimizer", "param", "grad"):
-            tier = getattr(self, key)
-            if tier not in TIERS:
-                raise ConfigError(f"offload.{key}={tier}: a tier is one of {', '.join(TIERS)}")
-            if tier != "none":
-                raise ConfigError(f"offload.{key}={tier} comes with the state store; use offload=none")
+    def __post_init__(self, preset: str) -> None:
+        _one_of("offload", preset, tuple(PRESETS))
+        for key, given, meant in zip(("optimizer", "param", "grad"), self.kinds, PRESETS[preset], strict=True):
+            object.__setattr__(self, key, meant if given is None else given)
+        for key, known in (("optimizer", OPTIMIZER), ("param", PARAM), ("grad", GRAD), ("compute", ("device", "host"))):
+            _one_of(f"offload.{key}", getattr(self, key), known)
+        if self.path is not None and not isinstance(self.path, str):
+            raise ConfigError(f"offload.path={self.path!r}: a folder's name, as str, or None for the current folder")
+        if self.page_bytes < BLOCK_BYTES or self.page_bytes % BLOCK_BYTES:
+            raise ConfigError(f"offload.page={self.page_bytes}: must be a positive multiple of 4KiB")
+        for key, count, least in (("threads", self.threads, 1), ("read_ahead", self.read_ahead, 0)):
+            if count is not None and (type(count) is not int or count < least):
+                raise ConfigError(f"offload.{key}={count}: must be a whole number from {least}, or None")
+        for key, budget in (("device_budget", self.device_budget), ("host_budget", self.host_budget)):
+            if not _is_budget(budget):
+                raise ConfigError(
+                    f"offload.{key}={budget}: must be a number of bytes, a share such as 0.5 of what is free, or None"
+                )
+
+    @property
+    def kinds(self) -> tuple[str | None, str | None, str | None]:
+        """The settings of (optimizer, param, grad)."""
+        return self.optimizer, self.param, self.grad
+
+    def at(self, *, parameters_sharded: bool) -> Offload:
+        """The same with those kinds only that exist at a stage: no setting but none, cpu, nvme and auto is left.
+
+        Raises:
+            ConfigError: parameters were asked to leave the device where every rank needs them whole.
+        """
+        if parameters_sharded:
+            return replace(self, param="cpu") if self.param == IF_SHARDED else self
+        if self.param in ("none", "auto", IF_SHARDED):
+            return replace(self, param="none")
+        infinity = self.kinds == PRESETS["infinity"]
+        setting = "offload=infinity" if infinity else f"offload.param={self.param}"
+        instead = "offload=nvme" if infinity else "offload.param=none"
+        where = "on disk" if self.param == "nvme" else "on the host"
+        raise ConfigError(
+            f"{setting} keeps parameters {where}, which only zero.stage=3 can; use zero.stage=3, or {instead}"
+        )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The tier of everything on one rank.
+
+    Attributes:
+        optimizer: (unit, number) of a page group -> tier of its master and moments, in visiting order.
+        bytes: tier -> bytes there, fixed buffers included.
+    """
+
+    param: Tier
+    grad: Tier
+    optimizer: Mapping[tuple[int, int], Tier]
+    bytes: Mapping[Tier, int]
+
+
+def place(
+    offload: Offload,
+    groups: Sequence[tuple[int, int, int]],
+    *,
+    param_bytes: int,
+    grad_bytes: int,
+    device_fixed_bytes: int,
+    host_fixed_bytes: int,
+    device_bytes: int,
+    host_bytes: int,
+    device_is_host: bool,
+) -> Placement:
+    """Decide where everything sleeps.
+
+    Kinds with a tier of their own are counted first; then what is `auto` takes the fastest tier that has room:
+    parameters, gradients, page groups in order. A group that finds a tier full closes it for the groups after it, so
+    no group sleeps on a faster tier than an earlier one.
+
+    Args:
+        offload: as `Offload.at` resolved it.
+        groups: (unit, number, bytes of master and moments) in the order in which a step visits them.
+        param_bytes, grad_bytes: what this rank keeps of each between two uses.
+        device_fixed_bytes, host_fixed_bytes: buffers that are there in any case.
+        device_bytes, host_bytes: the budgets as numbers, see `budget_bytes`.
+        device_is_host: the CPU computes. Then there is one memory: all of it counts against `host_bytes`, and `auto`
+            calls it "host".
+
+    Raises:
+        ConfigError: what has to be in a memory does not fit there; numbers, and the key to change.
+    """
+    kinds = {"param": param_bytes, "grad": grad_bytes, "optimizer": sum(size for _, _, size in groups)}
+    fixed = {key: _TIER_OF[setting] for key in kinds if (setting := getattr(offload, key)) != "auto"}
+    used: Counter[Tier] = Counter({"device": device_fixed_bytes, "host": host_fixed_bytes})
+    for key, tier in fixed.items():
+        used[tier] += kinds[key]
+    _refuse_what_cannot_fit(
+        offload,
+        {key: (tier, kinds[key]) for key, tier in fixed.items()},
+        used,
+        buffers={"device": device_fixed_bytes, "host": host_fixed_bytes},
+        budgets={"device": device_bytes, "host": host_bytes},
+        device_is_host=device_is_host,
+    )
+
+    def has_room(tier: Tier, size: int) -> bool:
+        if device_is_host:
+            return tier == "nvme" or (tier == "host" and used["device"] + used["host"] + size <= host_bytes)
+        return tier == "nvme" or used[tier] + size <= {"device": device_bytes, "host": host_bytes}[tier]
+
+    def take(size: int, tiers: Sequence[Tier]) -> Tier:
+        tier = next(tier for tier in tiers if has_room(tier, size))
+        used[tier] += size
+        return tier
+
+    param, grad = (fixed[key] if key in fixed else take(kinds[key], TIERS) for key in ("param", "grad"))
+    optimizer: dict[tuple[int, int], Tier] = {}
+    fastest: Tier = "device"
+    for unit, number, size in groups:
+        fastest = fixed["optimizer"] if "optimizer" in fixed else take(size, TIERS[TIERS.index(fastest) :])
+        optimizer[unit, number] = fastest
+    return Placement(param, grad, optimizer, {tier: used[tier] for tier in TIERS})
+
+
+def budget_bytes(budget: int | float | None, free_bytes: int) -> int:
+    """A budget as a number: bytes, or a share of what is free; never more than is free."""
+    if budget is None:
+        return free_bytes
+    return min(budget if isinstance(budget, int) else int(budget * free_bytes), free_bytes)
+
+
+def _refuse_what_cannot_fit(
+    offload: Offload,
+    fixed: Mapping[str, tuple[Tier, int]],
+    used: Mapping[Tier, int],
+    *,
+    buffers: Mapping[Tier, int],
+    budgets: Mapping[Tier, int],
+    device_is_host: bool,
+) -> None:
+    if device_is_host and offload.device_budget is not None:
+        raise ConfigError(
+            f"offload.device_budget={budget_text(offload.device_budget)}: the CPU computes here and there is one "
+            "memory; set offload.host_budget"
+        )
+    memories: tuple[tuple[Tier, ...], ...] = (("host", "device"),) if device_is_host else (("device",), ("host",))
+    for tiers in memories:
+        needs_bytes = sum(used[tier] for tier in tiers)
+        if needs_bytes <= budgets[tiers[0]]:
+            continue
+        inside = {key: size for key, (tier, size) in fixed.items() if tier in tiers and size}
+        words = {"optimizer": "master and moments", "param": "parameters", "grad": "gradients"}
+        parts = [f"{_size(sum(buffers[tier] for tier in tiers))} of buffers (their smallest number)"]
+        parts += [f"{_size(inside[key])} of {word}" for key, word in words.items() if key in inside]
+        out = "cpu" if tiers == ("device",) else "nvme"
+        moves = [f"offload.{key}={out}" for key in ("optimizer", "grad", "param") if key in inside]
+        raises = [f"raise offload.{tiers[0]}_budget"] if getattr(offload, f"{tiers[0]}_budget") is not None else []
+        raise ConfigError(
+            f"{_limit(offload, tiers[0], budgets[tiers[0]])}: a rank needs at least {_size(needs_bytes)} there: "
+            f"{' + '.join(parts)}; {', or '.join([*raises, *(f'set {move}' for move in moves[:1]), 'use more ranks'])}"
+        )
+
+
+def _limit(offload: Offload, tier: Tier, limit_bytes: int) -> str:
+    """How a memory's limit came about."""
+    given = offload.device_budget if tier == "device" else offload.host_budget
+    if given is None or (isinstance(given, int) and limit_bytes < given):
+        wish = "" if given is None else f", less than offload.{tier}_budget={budget_text(given)}"
+        return f"{tier} memory has {_size(limit_bytes)} free{wish}"
+    share = "" if isinstance(given, int) else f", which is {_size(limit_bytes)}"
+    return f"offload.{tier}_budget={budget_text(given)}{share}"
+
+
+def budget_text(budget: int | float) -> str:
+    """A budget as a user may type it."""
+    return _size(budget) if isinstance(budget, int) else f"{budget:.4%}".rstrip("0%").rstrip(".") + "%"
+
+
+def _is_budget(budget: object) -> bool:
+    if budget is None or (type(budget) is int and budget >= 0):
+        return True
+    return type(budget) is float and 0 < budget <= 1
+
+
+def _one_of(key: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{key}={value}: must be one of {', '.join(known)}")
+
+
+def _size(count: int) -> str:
+    for unit, name in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} B"

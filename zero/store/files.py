@@ -1,0 +1,360 @@
+"""The few file calls that a store makes, and one nameless file that is read and written in blocks.
+
+`Files` is the only door to the file system, so a test can fail any call (`zero.testing.FaultyFiles`). `ScratchFile`
+knows descriptors, alignment, request sizes and short counts; it does not know what a page is.
+
+The file never has a name, or loses it at once: nothing is left behind however the process ends, nothing of an earlier
+run can be read by mistake, and two runs may share a folder. Transfers go past the page cache (`O_DIRECT`) where the
+file system agrees, so that state that was put on a disk does not come back as memory.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from zero.errors import StoreError
+
+BLOCK_BYTES = 4096
+"""Direct transfers start, end and lie in memory at multiples of this: no disk in use asks for more."""
+
+REQUEST_BYTES = 4 * 2**20
+"""The default size of one call: large enough that Python's share of it does not show."""
+
+DIRECT = getattr(os, "O_DIRECT", 0)
+NAMELESS = getattr(os, "O_TMPFILE", 0)
+
+_NO_NAMELESS = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
+_NO_RESERVING = {errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV, errno.EINVAL}
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+_Transfer = Callable[[int, Sequence[memoryview], int], int]
+
+
+class Files:
+    """The calls themselves; each raises OSError as the system does."""
+
+    def stat(self, path: Path) -> os.stat_result:
+        return os.stat(path)
+
+    def free_bytes(self, folder: Path) -> int:
+        """What an ordinary user may still write there."""
+        found = os.statvfs(folder)
+        return found.f_bavail * found.f_frsize
+
+    def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
+        return os.open(path, flags | os.O_CLOEXEC, mode)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
+        """Give the file real blocks there."""
+        call = getattr(os, "posix_fallocate", None)
+        if call is None:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        call(fd, offset, nbytes)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        """Set the length; what is new reads as zeros and has no blocks yet."""
+        os.ftruncate(fd, nbytes)
+
+    def clear_direct(self, fd: int) -> None:
+        """From now on, transfers go through the page cache. The file may have no name to open it by again."""
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~DIRECT)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.pwritev(fd, buffers, offset)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+
+class ScratchFile:
+    """A file without a name in `folder`; its space is free again when it is closed, or when the process dies.
+
+    Different parts may be read and written by different threads at once. Offsets are multiples of `BLOCK_BYTES`; what
+    lies between the end of a transfer and the end of its last block is not kept.
+
+    Raises:
+        StoreError: no file can be made, written and read back there, in one line that names `offload.path`.
+    """
+
+    def __init__(self, folder: Path, files: Files, *, request_bytes: int = REQUEST_BYTES) -> None:
+        if request_bytes <= 0 or request_bytes % BLOCK_BYTES:
+            raise StoreError(f"a request of {request_bytes} bytes is not a multiple of {BLOCK_BYTES}")
+        self._folder = folder
+        self._files = files
+        self._request_bytes = request_bytes
+        self._reserved_bytes = 0
+        self._lock = threading.Lock()
+        self._users = 0
+        self._closed = False
+        self._bounce = threading.local()
+        self._fd, self._direct = _open_nameless(folder, files)
+        try:
+            if DIRECT and not self._direct:
+                self._say_buffered()
+            self._try_out()
+        except BaseException:
+            self.close()
+            raise
+
+    def reserve(self, end_bytes: int) -> None:
+        """Give the file room up to `end_bytes`, so that a full disk shows before the training and not in it.
+
+        Raises:
+            StoreError: there is not so much space, with both numbers.
+        """
+        with self._using() as fd:
+            more_bytes = end_bytes - self._reserved_bytes
+            if more_bytes <= 0:
+                return
+            free_bytes = 0
+            try:
+                free_bytes = self._files.free_bytes(self._folder)
+                if more_bytes > free_bytes:
+                    raise _no_space(self._folder, more_bytes, free_bytes)
+                self._fallocate(fd, end_bytes)
+            except OSError as error:
+                if error.errno in _NO_SPACE:
+                    raise _no_space(self._folder, more_bytes, free_bytes, error) from error
+                raise _refused(self._folder, f"no {sized(more_bytes)} can be reserved", error) from error
+            self._reserved_bytes = end_bytes
+
+    def read(self, memory: memoryview, offset: int) -> None:
+        """Fill `memory`, all of it. Raises OSError."""
+        with self._using() as fd:
+            for start, end, straight in self._cuts(memory):
+                piece = memory[start:end]
+                with self._block(piece, straight) as block:
+                    self._move(self._files.preadv, fd, block, offset + start)
+                    if not straight:
+                        piece[:] = block[: len(piece)]
+
+    def write(self, memory: memoryview, offset: int) -> None:
+        """Write `memory`, all of it. Raises OSError."""
+        with self._using() as fd:
+            for start, end, straight in self._cuts(memory):
+                piece = memory[start:end]
+                with self._block(piece, straight) as block:
+                    if not straight:
+                        block[: len(piece)] = piece
+                        block[len(piece) :] = bytes(len(block) - len(piece))
+                    self._move(self._files.pwritev, fd, block, offset + start)
+
+    def close(self) -> None:
+        """Refuse what comes; the last transfer that is still under way closes the descriptor.
+
+        A number that was closed under a running transfer may already be another file's.
+        """
+        with self._lock:
+            last = not self._closed and not self._users
+            self._closed = True
+        if last:
+            self._release()
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[int]:
+        with self._lock:
+            if self._closed:
+                raise StoreError("this store is closed")
+            self._users += 1
+        try:
+            yield self._fd
+        finally:
+            with self._lock:
+                self._users -= 1
+                last = self._closed and not self._users
+            if last:
+                self._release()
+
+    def _release(self) -> None:
+        self._bounce = threading.local()
+        with contextlib.suppress(OSError):  # the descriptor is gone in any case, and the bytes are scratch
+            self._files.close(self._fd)
+
+    def _cuts(self, memory: memoryview) -> Iterator[tuple[int, int, bool]]:
+        """(start, end, straight) of each request: straight from or to `memory`, or by way of an aligned buffer."""
+        nbytes = len(memory)
+        if not self._direct:
+            straight_bytes = nbytes
+        elif nbytes and _address_of(memory) % BLOCK_BYTES == 0:
+            straight_bytes = nbytes // BLOCK_BYTES * BLOCK_BYTES
+        else:
+            straight_bytes = 0
+        for begin, stop, straight in ((0, straight_bytes, True), (straight_bytes, nbytes, False)):
+            for start in range(begin, stop, self._request_bytes):
+                yield start, min(start + self._request_bytes, stop), straight
+
+    @contextlib.contextmanager
+    def _block(self, piece: memoryview, straight: bool) -> Iterator[memoryview]:
+        """The piece itself, or as many whole blocks of this thread's aligned buffer."""
+        if straight:
+            yield piece
+            return
+        buffer = getattr(self._bounce, "buffer", None)
+        if buffer is None:
+            buffer = self._bounce.buffer = mmap.mmap(-1, self._request_bytes)  # becomes resident as far as it is used
+        with memoryview(buffer) as whole, whole[: round_up(len(piece))] as block:
+            yield block
+
+    def _move(self, call: _Transfer, fd: int, block: memoryview, offset: int) -> None:
+        """One request, repeated from where it stopped until it is complete."""
+        done = 0
+        while done < len(block):
+            direct = self._direct
+            try:
+                count = call(fd, [block[done:]], offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not direct:
+                    raise
+                self._go_buffered(fd)
+                continue
+            if count <= 0:
+                raise OSError(errno.EIO, f"nothing more after {done} of {len(block)} bytes")
+            done += count
+
+    def _go_buffered(self, fd: int) -> None:
+        with self._lock:
+            first = self._direct
+            if first:
+                self._files.clear_direct(fd)
+                self._direct = False
+        if first:
+            self._say_buffered()
+
+    def _say_buffered(self) -> None:
+        warnings.warn(
+            f"offload.path={self._folder}: direct I/O is refused here, pages go through the page cache (same bits)",
+            stacklevel=2,
+        )
+
+    def _fallocate(self, fd: int, end_bytes: int) -> None:
+        try:
+            self._files.fallocate(fd, self._reserved_bytes, end_bytes - self._reserved_bytes)
+        except OSError as error:
+            if error.errno not in _NO_RESERVING:
+                raise
+            self._files.truncate(fd, end_bytes)
+            if not self._reserved_bytes:
+                warnings.warn(
+                    f"offload.path={self._folder}: this file system cannot reserve space ({named(error)}); should it "
+                    "fill up, the run ends with a StoreError",
+                    stacklevel=2,
+                )
+
+    def _try_out(self) -> None:
+        """One block there and back: what a folder does not allow must show now."""
+        pattern = secrets.token_bytes(BLOCK_BYTES)
+        found = bytearray(BLOCK_BYTES)
+        try:
+            self.write(memoryview(bytearray(pattern)), 0)
+            self.read(memoryview(found), 0)
+        except OSError as error:
+            raise _refused(self._folder, "the first block cannot be written and read", error) from error
+        if found != pattern:
+            raise StoreError(f"offload.path={self._folder}: the first block reads differently than it was written")
+
+
+def _open_nameless(folder: Path, files: Files) -> tuple[int, bool]:
+    """A descriptor, and whether it is direct."""
+    try:
+        if not stat.S_ISDIR(files.stat(folder).st_mode):
+            raise StoreError(f"offload.path={folder} is not a folder; set offload.path to one on a local disk")
+        return _first_that_opens(folder, files)
+    except FileNotFoundError:
+        raise StoreError(f"offload.path={folder} does not exist; make it, or set offload.path") from None
+    except OSError as error:
+        raise _refused(folder, "no file can be made", error) from error
+    except ValueError as error:
+        raise StoreError(f"offload.path={str(folder)!r} is no path: {error}; set offload.path") from None
+
+
+def _first_that_opens(folder: Path, files: Files) -> tuple[int, bool]:
+    """Without a name if the file system can, directly if it can: four ways, the best first."""
+    ways = [(_open_tmpfile, True), (_open_tmpfile, False), (_open_and_unlink, True), (_open_and_unlink, False)]
+    for opening, direct in ways[:-1]:
+        try:
+            return opening(folder, files, DIRECT if direct else 0), direct and bool(DIRECT)
+        except OSError as error:
+            if error.errno not in _NO_NAMELESS:
+                raise
+    return _open_and_unlink(folder, files, 0), False
+
+
+def _open_tmpfile(folder: Path, files: Files, direct: int) -> int:
+    if not NAMELESS:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    return files.open(folder, os.O_RDWR | NAMELESS | direct)
+
+
+def _open_and_unlink(folder: Path, files: Files, direct: int) -> int:
+    path = folder / f".zero-{secrets.token_hex(16)}"
+    try:
+        fd = files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | direct)
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # O_DIRECT is refused after the name was made
+            with contextlib.suppress(OSError):
+                files.unlink(path)
+        raise
+    try:
+        files.unlink(path)
+    except BaseException:
+        files.close(fd)
+        raise
+    return fd
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, not copied; valid while the tensor lives."""
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def round_up(nbytes: int) -> int:
+    """To whole blocks."""
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def sized(nbytes: int) -> str:
+    """A size as people write it."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.2f} {name}"
+    return f"{nbytes / 2**10:.1f} KiB"
+
+
+def named(error: OSError) -> str:
+    """The error's name and words: "EIO (Input/output error)"."""
+    return f"{errno.errorcode.get(error.errno or 0, error.errno)} ({error.strerror})"
+
+
+def _address_of(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _refused(folder: Path, what: str, error: OSError) -> StoreError:
+    return StoreError(f"offload.path={folder}: {what}: {named(error)}; set offload.path to a folder on a local disk")
+
+
+def _no_space(folder: Path, needs_bytes: int, free_bytes: int, error: OSError | None = None) -> StoreError:
+    cause = f" ({named(error)})" if error else ""
+    return StoreError(
+        f"the state store needs {sized(needs_bytes)}, {folder} has {sized(free_bytes)} free{cause}; set offload.path to "
+        "a folder with more space, or keep less there"
+    )

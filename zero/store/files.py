@@ -355,6 +355,6 @@ def _refused(folder: Path, what: str, error: OSError) -> StoreError:
 def _no_space(folder: Path, needs_bytes: int, free_bytes: int, error: OSError | None = None) -> StoreError:
     cause = f" ({named(error)})" if error else ""
     return StoreError(
-        f"the state store needs {sized(needs_bytes)}, {folder} has {sized(free_bytes)} free{cause}; set offload.path to "
-        "a folder with more space, or keep less there"
+        f"the state store needs {sized(needs_bytes)}, {folder} has {sized(free_bytes)} free{cause}; set offload.path "
+        "to a folder with more space, or keep less there"
     )

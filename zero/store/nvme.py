@@ -6,7 +6,7 @@ damaged, went elsewhere or never reached the disk is not delivered, and nothing 
 process did not write.
 
 Reads and writes are complete when they return. Different pages may be moved by different threads at once: the system
-calls and the checksum let the interpreter go. `PrefetchStore` brings the threads; `probe` measures how many a disk wants.
+calls and the checksum let the interpreter go. `PrefetchStore` brings the threads, `probe` measures how many are best.
 """
 
 import threading

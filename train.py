@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero import launch, refusal
-from zero.config import COMES_LATER, Config, flat, keys, read, unknown_key
+from zero.config import Config, flat, keys, read, unknown_key
 from zero.data import check_data, open_data
 from zero.errors import ConfigError, RankFailedError
+from zero.placement import Offload
 
 if TYPE_CHECKING:
     from zero.meter import Summary
@@ -149,7 +150,21 @@ def settle(raw: Mapping[str, Any]) -> Config:
     config = read(raw)
     config.on(launch.count_ranks(config.launch.ranks))
     check_data(config.data.source(), config.model.seq)
+    _check_path(config.offload.asked())
     return config
+
+
+def _check_path(offload: Offload) -> None:
+    """Whether a file can be made where it is wanted. Whether it has room there is known with the plan."""
+    if offload.path is None and "nvme" not in offload.kinds:
+        return
+    folder = Path(offload.path or ".")
+    if not folder.exists():
+        raise ConfigError(f"offload.path={folder} does not exist; give a folder on a fast local disk")
+    if not folder.is_dir():
+        raise ConfigError(f"offload.path={folder} is not a folder; give the folder that the file is to be made in")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"offload.path={folder} is not writable; give a folder where this user may make a file")
 
 
 def compose(overrides: Sequence[str], config_name: str = "config") -> Any:
@@ -203,8 +218,6 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
             return f"{text} is a list of runs; add -m to run them one after another"
         if (CONF / key).is_dir():
             options = sorted(path.stem for path in (CONF / key).glob("*.yaml"))
-            if key == "offload" and value in ("cpu", "nvme", "infinity", "auto"):
-                return f"offload={value} {COMES_LATER}; only offload=none exists so far"
             if value is not None and value not in options:
                 return f"{key}={value} does not exist; {refusal.nearest(str(value), options)}"
         elif key not in keys() and not any(known.startswith(f"{key}.") for known in keys()):

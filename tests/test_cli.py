@@ -91,7 +91,22 @@ REFUSALS = [
     (["model=gpt_nona"], "model=gpt_nona does not exist; did you mean gpt_nano?"),
     (["experiment=none"], "experiment=none does not exist; there are cpu_smoke"),
     (["offload.page=-1GiB"], "offload.page=-1GiB: must be a size in bytes"),
-    (["offload=nvme"], "offload=nvme comes with the state store; only offload=none exists so far"),
+    (["offload=nvem"], "offload=nvem does not exist; did you mean nvme?"),
+    (["offload.page=6KiB"], "offload.page=6KiB: must be a positive multiple of 4KiB"),
+    (["offload.host_budget=half"], "offload.host_budget=half: must be a size such as 8GiB, a share"),
+    (["offload=nvme", "offload.path=nowhere"], "offload.path=nowhere does not exist; give a folder"),
+    (["offload=auto", "offload.path=empty/file"], "offload.path=empty/file is not a folder"),
+    (["offload=infinity", "offload.path=/proc/self"], "offload.path=/proc/self is not writable; give a folder"),
+    (
+        ["offload=infinity", "zero.stage=2"],
+        "offload=infinity keeps parameters on disk, which only zero.stage=3 can; use zero.stage=3, or offload=nvme",
+    ),
+    (
+        ["offload=nvme", "offload.param=cpu", "zero.stage=1"],
+        "offload.param=cpu keeps parameters on the host, which only zero.stage=3 can; use zero.stage=3, or "
+        "offload.param=none",
+    ),
+    (["-m", "offload=cpu,infinity", "zero.stage=3,0"], "offload=infinity keeps parameters on disk"),
     (["mode=plan"], "mode=plan: comes later; only train exists so far"),
     (["zero.stage=0,1"], "zero.stage=0,1 is a list of runs; add -m"),
     (["-m", "zero.stage=0,1,7"], "zero.stage=7: must be 0, 1, 2 or 3"),
@@ -105,6 +120,7 @@ REFUSALS = [
 )
 def test_a_mistake_is_one_line_exit_code_2_and_no_folder(here, arguments, said, capsys):
     (here / "empty").mkdir()
+    (here / "empty" / "file").write_bytes(b"\0")
     assert train.main(arguments) == 2
     printed = capsys.readouterr()
     assert said in printed.err

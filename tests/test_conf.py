@@ -11,7 +11,9 @@ from train import CONF, compose, settings_in
 from zero import config as schema
 from zero.build import build_optimizer, build_plan, build_precision
 from zero.config import Config, keys, read
+from zero.errors import ConfigError
 from zero.models import GPT, GPTConfig
+from zero.placement import PRESETS, Offload
 
 OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml"))
 NEEDS = {"data=tokens": ["data.path=tokens.bin", "model.vocab=50304"]}
@@ -73,6 +75,7 @@ def test_an_option_shows_every_key(option):
         ("schedule=linear_warmup", schema.LinearWarmup()),
         ("schedule=warmup_linear", schema.WarmupLinear()),
         ("schedule=warmup_cosine", schema.WarmupCosine()),
+        ("offload=none", schema.Offload()),
         ("precision=fp32", schema.Precision()),
         ("precision=bf16", schema.Precision(compute="bf16")),
         ("precision=fp16", schema.Precision(compute="fp16")),
@@ -83,6 +86,36 @@ def test_an_option_shows_every_key(option):
 )
 def test_a_group_used_without_its_yaml_is_the_same(option, section):
     assert getattr(settled(option), option.split("=")[0]) == section
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("stage", range(4))
+def test_an_offload_option_is_the_preset_of_its_name_at_every_stage(preset, stage):
+    """A preset applies the kinds that exist at the stage; only infinity needs the last one."""
+    overrides = (f"offload={preset}", f"zero.stage={stage}")
+    if preset == "infinity" and stage < 3:
+        with pytest.raises(ConfigError, match=r"offload=infinity keeps parameters on disk, which only zero.stage=3"):
+            settled(*overrides)
+        return
+    sharded = {"parameters_sharded": stage == 3}
+    assert settled(*overrides).offload.asked() == Offload(preset)
+    kinds = Offload(preset).at(**sharded).kinds
+    assert settled(*overrides).offload.asked().at(**sharded).kinds == kinds
+    assert stage == 3 or kinds[1] == "none"
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_parameters_explicitly_off_the_device_need_the_last_stage(stage):
+    for preset in ("none", "cpu", "nvme"):
+        with pytest.raises(ConfigError, match=r"offload.param=cpu keeps parameters on the host, which only"):
+            settled(f"offload={preset}", "offload.param=cpu", f"zero.stage={stage}")
+    assert settled("offload=infinity", "offload.param=none", f"zero.stage={stage}").offload.grad == "nvme"
+
+
+def test_a_billion_is_a_billion():
+    config = settled("experiment=offload_1b")
+    assert config.model.gpt().parameters_numel == pytest.approx(1e9, rel=0.01)
+    assert config.offload.asked() == Offload("infinity")
 
 
 def test_every_key_of_the_schema_is_in_some_yaml():

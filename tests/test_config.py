@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from zero.config import UNIT_CLASSES, Config, flat, keys, read
 from zero.errors import ConfigError
 from zero.models import GPT, GPTConfig
+from zero.placement import Offload
 
 MISTAKES = [
     ({"zero": {"stage": 7}}, "zero.stage=7: must be 0, 1, 2 or 3"),
@@ -28,7 +29,7 @@ MISTAKES = [
         "model.norm=layer has no RMSNorm; write LayerNorm",
     ),
     ({"zero": {"prefetch": -1}}, "zero.prefetch=-1: must be at least 0"),
-    ({"zero": {"activations": "offload"}}, "comes with the state store"),
+    ({"zero": {"activations": "offload"}}, "zero.activations=offload: comes later; keep and remat exist so far"),
     ({"zero": {"activations": "remet"}}, "zero.activations=remet: must be keep or remat"),
     ({"zero": {"update": "laxy"}}, "zero.update=laxy: must be one of lazy, serial, eager; did you mean lazy?"),
     ({"zero": {"update": "eager"}}, "set optim.clip=null or zero.update=lazy"),
@@ -49,9 +50,34 @@ MISTAKES = [
     ({"offload": {"page": "-1GiB"}}, "offload.page=-1GiB: must be a size in bytes such as 8MiB or 80GiB"),
     ({"offload": {"page": -1}}, "offload.page=-1: must be a size in bytes"),
     ({"offload": {"page": "1e3"}}, "offload.page=1e3: must be a size in bytes"),
-    ({"offload": {"page": 1000}}, "offload.page=1000: must be a positive multiple of 8KiB"),
-    ({"offload": {"optimizer": "cpu"}}, "offload.optimizer=cpu: comes with the state store; only none exists so far"),
-    ({"offload": {"optimizer": "nvmee"}}, "offload.optimizer=nvmee: must be none"),
+    ({"offload": {"page": 1000}}, "offload.page=1000: must be a positive multiple of 4KiB"),
+    ({"offload": {"page": "6KiB"}}, "offload.page=6KiB: must be a positive multiple of 4KiB"),
+    ({"offload": {"optimizer": "nvmee"}}, "offload.optimizer=nvmee: must be one of none, cpu, nvme, auto; did you"),
+    ({"offload": {"optimizer": "infinity"}}, "offload.optimizer=infinity: must be one of none, cpu, nvme, auto"),
+    ({"offload": {"grad": "cpu_if_sharded"}}, "offload.grad=cpu_if_sharded: must be one of none, cpu, nvme, auto"),
+    ({"offload": "nvme"}, "offload=nvme: offload is a section of keys"),
+    ({"offload": {"path": 3}}, "offload.path=3: must be text"),
+    ({"offload": {"threads": 0}}, "offload.threads=0: must be a whole number from 1, or auto"),
+    ({"offload": {"read_ahead": -1}}, "offload.read_ahead=-1: must be a whole number from 0, or auto"),
+    ({"offload": {"page": "8MiB or so"}}, "offload.page=8MiB or so: must be a size in bytes such as 8MiB"),
+    ({"offload": {"host_budget": "0.5"}}, "offload.host_budget=0.5: must be a size such as 8GiB, a share of what is"),
+    ({"offload": {"host_budget": 0.5}}, "offload.host_budget=0.5: must be a size such as 8GiB, a share of what is"),
+    ({"offload": {"host_budget": "0%"}}, "offload.host_budget=0%: must be a size such as 8GiB, a share of what is"),
+    ({"offload": {"host_budget": "120%"}}, "offload.host_budget=120%: must be a size such as 8GiB, a share of what"),
+    ({"offload": {"device_budget": "half"}}, "offload.device_budget=half: must be a size such as 8GiB"),
+    ({"offload": {"device_budget": -1}}, "offload.device_budget=-1: must be a size such as 8GiB"),
+    ({"offload": {"device_budget": None}}, "offload.device_budget=null: must be a size such as 8GiB"),
+    ({"offload": {"verify": 1}}, "offload.verify=1: must be true or false"),
+    ({"offload": {"compute": "gpu"}}, "offload.compute=gpu: must be device or host"),
+    (
+        {"zero": {"stage": 2}, "offload": {"optimizer": "nvme", "param": "nvme", "grad": "nvme"}},
+        "offload=infinity keeps parameters on disk, which only zero.stage=3 can; use zero.stage=3, or offload=nvme",
+    ),
+    (
+        {"zero": {"stage": 0}, "offload": {"param": "cpu"}},
+        "offload.param=cpu keeps parameters on the host, which only zero.stage=3 can; "
+        "use zero.stage=3, or offload.param=none",
+    ),
     ({"mode": "plan"}, "mode=plan: comes later; only train exists so far"),
     ({"steps": 1e6}, "steps=1000000.0: must be a whole number"),
     ({"steps": 10**400}, "steps=1000"),
@@ -87,6 +113,21 @@ def test_plain_values_read_back_as_the_same_settings():
     assert read(config.plain()) == config
     assert pickle.loads(pickle.dumps(config)) == config
     assert flat(config)["offload.page"] == str(3 * 2**19)
+
+
+def test_offload_is_what_the_engine_reads():
+    assert read({}).offload.asked() == Offload()
+    raw = {
+        "optimizer": "nvme", "param": "cpu", "grad": "auto", "path": "/mnt/nvme", "page": "8KiB", "threads": 2,
+        "read_ahead": 0, "device_budget": "12.5%", "host_budget": "2GiB", "verify": False, "pin": False,
+        "compute": "host",
+    }  # fmt: skip
+    config = read({"offload": raw})
+    assert config.offload.asked() == Offload(
+        optimizer="nvme", param="cpu", grad="auto", path="/mnt/nvme", page_bytes=8192, threads=2, read_ahead=0,
+        device_budget=0.125, host_budget=2 * 2**30, verify=False, pin=False, compute="host",
+    )  # fmt: skip
+    assert read(config.plain()) == config
 
 
 def test_every_key_says_what_it_means():

@@ -5,7 +5,6 @@ from torch import nn
 from zero import optim, schedule
 from zero.config import Adam, AdamW, Config, Constant, LinearWarmup, Lion, WarmupLinear
 from zero.optim import Schedule, Transform
-from zero.placement import Offload
 from zero.plan import Plan
 from zero.precision import LossScaling, Precision
 from zero.stage import Stage
@@ -24,7 +23,7 @@ def build_plan(config: Config, model: nn.Module, world: World) -> Plan:
         optimizer=build_optimizer(config),
         stage=Stage(config.zero.stage),
         precision=build_precision(config),
-        offload=Offload(config.offload.optimizer, config.offload.param, config.offload.grad),
+        offload=config.offload.asked(),
         world=world,
         units=None if config.zero.units == "auto" else list(config.zero.units),
         prefetch=config.zero.prefetch,

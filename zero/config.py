@@ -5,7 +5,9 @@ what was seen, what to write. Knows nothing of ranks, Hydra or torch, so a mista
 Integers are strict (`Literal[0, 1, 2, 3]` alone would accept `True` and `2.0`), numbers finite, sizes bytes or 8MiB.
 """
 
+import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -15,17 +17,17 @@ from pydantic import (
     ByteSize,
     ConfigDict,
     Field,
+    TypeAdapter,
     ValidationError,
     WrapValidator,
     model_validator,
 )
 
-from zero import refusal
+from zero import placement, refusal
 from zero.data.source import DataConfig, SyntheticConfig, TextConfig, TokensConfig
 from zero.errors import ConfigError
 from zero.models.gpt_config import GPTConfig
-
-COMES_LATER = "comes with the state store"
+from zero.stage import Stage
 
 UNIT_CLASSES = ("Block", "Attention", "MLP", "Embedding", "Linear", "RMSNorm", "LayerNorm")
 """Classes of the models here that own parameters; `zero.units` chooses among them."""
@@ -58,12 +60,6 @@ def _stage(value: object) -> Any:
     raise ValueError("must be 0, 1, 2 or 3")
 
 
-def _not_later(value: Any, check: Any) -> Any:
-    if value in ("cpu", "nvme", "infinity", "auto"):
-        raise ValueError(f"{COMES_LATER}; only none exists so far")
-    return check(value)
-
-
 def _units(value: object) -> Any:
     if value == "auto":
         return value
@@ -77,7 +73,7 @@ def _units(value: object) -> Any:
 
 def _activations(value: Any, check: Any) -> Any:
     if value == "offload":
-        raise ValueError(f"{COMES_LATER}; keep and remat exist so far")
+        raise ValueError("comes later; keep and remat exist so far")
     return check(value)
 
 
@@ -87,11 +83,36 @@ def _mode(value: Any, check: Any) -> Any:
     return check(value)
 
 
-def _whole_pages(value: ByteSize) -> ByteSize:
-    # 2048 elements of fp32: then a page is a whole number of 4 KiB blocks in every dtype
-    if value < 8192 or value % 8192:
-        raise ValueError("must be a positive multiple of 8KiB")
+def _size_text(value: object) -> Any:
+    # pydantic's ByteSize ignores what follows the unit, and reads 0.5 as no bytes at all
+    if isinstance(value, float) or (isinstance(value, str) and not _SIZE.fullmatch(value)):
+        raise ValueError("must be a size in bytes such as 8MiB or 80GiB, not negative")
     return value
+
+
+def _whole_blocks(value: ByteSize) -> ByteSize:
+    if value < placement.BLOCK_BYTES or value % placement.BLOCK_BYTES:
+        raise ValueError("must be a positive multiple of 4KiB")
+    return value
+
+
+def _budget(value: object) -> Any:
+    """Bytes as an int, a share as it was typed."""
+    if value == "auto" or (isinstance(value, str) and _share(value) is not None):
+        return value
+    try:
+        return int(_BYTES.validate_python(value))
+    except ValidationError:
+        raise ValueError("must be a size such as 8GiB, a share of what is free such as 50%, or auto") from None
+
+
+def _share(text: str) -> float | None:
+    found = re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?)%", text)
+    return float(found[1]) / 100 if found and 0 < float(found[1]) <= 100 else None
+
+
+_SIZE = re.compile(r"\d{1,18}|\d{1,18}(\.\d{1,9})? ?[a-zA-Z]{1,5}")
+_BYTES = TypeAdapter(Annotated[ByteSize, BeforeValidator(_size_text)])
 
 
 Count = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
@@ -102,7 +123,7 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Holdout = Annotated[float, Field(gt=0, le=0.5)]
-Tier = Annotated[Literal["none"], WrapValidator(_not_later)]
+Budget = Annotated[int | str, BeforeValidator(_budget)]
 
 
 class Zero(Section):
@@ -373,14 +394,54 @@ class Precision(Section):
 
 
 class Offload(Section):
-    """Which tier each kind of state sleeps on."""
+    """Which tier each kind of state sleeps on, and how it travels.
 
-    optimizer: Tier = Field("none", description="tier of master and moments")
-    param: Tier = Field("none", description="tier of parameters")
-    grad: Tier = Field("none", description="tier of gradients")
-    page: Annotated[ByteSize, AfterValidator(_whole_pages)] = Field(
-        ByteSize(8 * 1024**2), description="bytes updated at a time, such as 8MiB; a multiple of 8KiB"
+    Options set `param` to cpu_if_sharded, which is cpu at the stage that shards parameters and none below. So whoever
+    writes `offload.param=cpu` means it, and is refused below that stage; whoever writes `offload=cpu` is not.
+    """
+
+    optimizer: Literal["none", "cpu", "nvme", "auto"] = Field(
+        "none", description="master and moments: none (the device), cpu, nvme, or auto (the fastest with room)"
     )
+    param: Literal["none", "cpu", "nvme", "auto", "cpu_if_sharded"] = Field(
+        "none", description="parameters, at zero.stage=3; cpu_if_sharded: cpu there, none below"
+    )
+    grad: Literal["none", "cpu", "nvme", "auto"] = Field("none", description="gradients")
+    path: str | None = Field(None, description="folder of the nameless NVMe file; null: the current folder")
+    page: Annotated[ByteSize, BeforeValidator(_size_text), AfterValidator(_whole_blocks)] = Field(
+        ByteSize(4 * 1024**2), description="bytes of one fp32 page, such as 4MiB; a multiple of 4KiB"
+    )
+    threads: Count = Field("auto", description="threads that read, update and write pages; auto: measured at the start")
+    read_ahead: Steps = Field("auto", description="pages of each kind that are read before their turn; auto: 12")
+    device_budget: Budget = Field(
+        "auto", description="most that a rank holds on the GPU: 60GiB, 75% of what is free, or auto: all that is free"
+    )
+    host_budget: Budget = Field(
+        "auto",
+        description="most that a rank holds in host memory: 8GiB, 50% of what is free, or auto: all that is free",
+    )
+    verify: bool = Field(True, description="check length, version and CRC-32 of each page that is read from a file")
+    pin: bool = Field(True, description="lock host buffers for the GPU's copy engines")
+    compute: Literal["device", "host"] = Field(
+        "device", description="where pages that sleep off the device are updated: device, or host (the CPU's kernel)"
+    )
+
+    def asked(self) -> placement.Offload:
+        """The same as the engine reads it."""
+        return placement.Offload(
+            optimizer=self.optimizer,
+            param=self.param,
+            grad=self.grad,
+            path=None if self.path is None else str(Path(self.path).expanduser()),
+            page_bytes=int(self.page),
+            threads=None if self.threads == "auto" else self.threads,
+            read_ahead=None if self.read_ahead == "auto" else self.read_ahead,
+            device_budget=_share(self.device_budget) if isinstance(self.device_budget, str) else self.device_budget,
+            host_budget=_share(self.host_budget) if isinstance(self.host_budget, str) else self.host_budget,
+            verify=self.verify,
+            pin=self.pin,
+            compute=self.compute,
+        )
 
 
 class Jsonl(Section):
@@ -465,6 +526,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:
+        self.offload.asked().at(parameters_sharded=Stage(self.zero.stage).parameters)
         eager = self.zero.update == "eager"
         if eager and self.optim.clip is not None:
             raise ConfigError(

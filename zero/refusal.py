@@ -82,7 +82,7 @@ def unknown_key(model: type[BaseModel], key: str) -> str:
     tops = list(dict.fromkeys(name.split(".")[0] for name in known))
     if key in known:
         return f"{key} is not a key of the option chosen for {key.split('.')[0]}"
-    for options in (siblings, known, tops):
+    for options in (siblings, [] if section else tops, known, tops):
         close = difflib.get_close_matches(key, options, n=1, cutoff=0.7)
         if close:
             return f"unknown key {key}; did you mean {close[0]}?"

@@ -113,6 +113,10 @@ class ScratchFile:
             self.close()
             raise
 
+    @property
+    def reserved_bytes(self) -> int:
+        return self._reserved_bytes
+
     def reserve(self, end_bytes: int) -> None:
         """Give the file room up to `end_bytes`, so that a full disk shows before the training and not in it.
 

@@ -5,8 +5,8 @@
     store = NvmeStore(folder, files=FaultyFiles(fail(errno.EIO), at=7))                     # the 7th call, once
     store = NvmeStore(folder, files=FaultyFiles(drop(), at=2, only="pwritev", on=True))     # all writes from the 2nd
 
-`ThrottledStore` gives a tier a fixed bandwidth, so that what is measured does not depend on the machine's disk. Both are
-for tests of your own, too.
+`ThrottledStore` gives a tier a fixed bandwidth, so that what is measured does not depend on the machine's disk. Both
+are for tests of your own, too.
 """
 
 import errno
@@ -183,9 +183,7 @@ class FaultyFiles(Files):
         call = Call(name, args, make)
         if self._before is not None:
             self._before(call)
-        if self._fault is None or not self._chosen(name):
-            return call.through()
-        return self._fault(call)
+        return self._fault(call) if self._chosen(name) and self._fault is not None else call.through()
 
     def _chosen(self, name: str) -> bool:
         if self._only and name not in self._only:
@@ -231,7 +229,7 @@ class ThrottledStore(Store):
     """Any store, at the pace of a device that moves `bytes_per_s` in all, reads and writes together.
 
     Each transfer gets its turn on one clock, in the order in which they begin, and returns when its turn is over: eight
-    threads get an eighth each. Time in which nobody asks is not saved up. Pages are not lent: they are read and written.
+    threads get an eighth each. Time in which nobody asks is not saved up. Pages are not lent, but read and written.
 
     Args:
         bytes_per_s: what the device moves.

@@ -1,0 +1,492 @@
+"""The systems that `bench_offload` compares: one function each, from a job to a step. Runs one system in this process.
+
+All train the same GPT on the same rows: bf16, AdamW with fp32 master, clipping at norm 1 (but for eager), one rank.
+Beside them stand the parts that no system can do without: compute alone, and the file's traffic alone.
+
+How DeepSpeed's NVMe offload comes to run on a CPU (0.19.8): `DS_ACCELERATOR=cpu`, and three extensions that it compiles
+on first use into ~/.cache/torch_extensions: async_io (needs Debian's libaio-dev), pin_memory, and cpu_adam for
+DeepSpeedCPUAdam, the only optimizer that it offloads without being told to. A C++ compiler and ninja have to be on the
+PATH. On two cores that takes six minutes, so `bench_offload` has `build_deepspeed` do it before any clock runs. Nothing
+has to be installed with DS_BUILD_AIO=1. Of the `aio` section only known keys count, and the number of threads is
+`intra_op_parallelism` (`thread_count`, as many pages have it, is ignored without a word).
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import bench_systems
+from bench_systems import BETAS, CLIP, EPS, LR, SEED, WEIGHT_DECAY, fill, forget_peak
+
+from zero.data import TextConfig, open_data
+from zero.device import host_peak_bytes
+from zero.models import GPT, GPTConfig, loss
+
+Step = Callable[[Tensor], dict[str, float]]
+
+
+class Job(NamedTuple):
+    """What to build. State that leaves memory goes below `path`."""
+
+    system: str
+    width: int
+    layers: int
+    heads: int
+    seq: int
+    rows: int
+    tied: bool
+    path: str
+
+    def config(self) -> GPTConfig:
+        return GPTConfig(width=self.width, layers=self.layers, heads=self.heads, seq=self.seq, tied=self.tied)
+
+
+class Running(NamedTuple):
+    """A system that is ready to train.
+
+    Attributes:
+        step: takes rows (b, t + 1) int64; returns numbers of this step by name: `loss`, and times and bytes.
+        numel: parameters of the model.
+        facts: what else is worth keeping: sizes from the plan, bytes of activations.
+        close: ends it.
+    """
+
+    step: Step
+    numel: int
+    facts: dict[str, Any]
+    close: Callable[[], None] = lambda: None
+
+
+def _model(job: Job) -> GPT:
+    model = GPT(job.config())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            fill(name, parameter)
+    return model
+
+
+def _numel(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+# Compute alone
+
+
+def compute(job: Job, remat: bool = False) -> Running:
+    """Forward and backward of the bf16 model, each with its time; no update."""
+    model = _model(job).to(torch.bfloat16)
+    if remat:
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    facts: dict[str, Any] = {}
+
+    def step(batch: Tensor) -> dict[str, float]:
+        # what a checkpoint keeps passes by these hooks
+        with contextlib.nullcontext() if facts or remat else _saved(model, facts):
+            start = time.perf_counter()
+            value = loss(model, batch)
+        between = time.perf_counter()
+        value.backward()
+        model.zero_grad()
+        end = time.perf_counter()
+        return {"loss": float(value.detach()), "forward_s": between - start, "backward_s": end - between}
+
+    return Running(step, _numel(model), facts)
+
+
+@contextlib.contextmanager
+def _saved(model: nn.Module, facts: dict[str, Any]) -> Iterable[None]:
+    """Note the bytes that forward keeps for backward, each storage once and parameters not at all."""
+    owned = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        yield
+    facts["activation_bytes"] = sum(kept.values())
+
+
+# Ours
+
+
+def _plan(job: Job, *, offload: Any, update: str = "lazy", activations: str = "keep", clip: float | None = CLIP) -> Any:
+    import zero
+
+    with zero.empty():
+        model = GPT(job.config())
+    return zero.Plan(
+        model,
+        optimizer=zero.adamw(LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY, clip=clip),
+        stage=3,
+        precision="bf16",
+        offload=offload,
+        update=update,
+        activations=activations,
+        world=zero.World.from_env(),
+    )
+
+
+def ours(job: Job, preset: str, *, verify: bool = True, **settings: Any) -> Running:
+    """Stage 3 with an offload preset; everything that is not named here is its default."""
+    import zero
+
+    plan = _plan(job, offload=zero.Offload(preset, path=job.path, verify=verify), **settings)
+    store = zero.open_store(plan)
+    state = zero.init(plan, store, weights=fill)
+    take = zero.make_step(plan, loss)
+
+    def step(batch: Tensor) -> dict[str, float]:
+        nonlocal state
+        before = store.traffic
+        state, metrics = take(state, [batch])
+        return {"loss": metrics.loss} | _moved(before, store.traffic)
+
+    return Running(step, plan.numel, {"plan_bytes": plan.bytes}, store.close)
+
+
+def _moved(before: Any, after: Any) -> dict[str, float]:
+    names = ("read_bytes", "write_bytes", "read_s", "write_s", "busy_s", "wait_s")
+    return {name: getattr(after, name) - getattr(before, name) for name in names}
+
+
+# The file's traffic alone
+
+
+def traffic(job: Job, preset: str, **settings: Any) -> Running:
+    """What a step reads and writes, through the same store with the same pages and threads, and no compute beside it.
+
+    `nvme`: every page of master and moments, read and written. `infinity`: a forward that also reads the gradients,
+    writes the parameters and reads them for each unit; then a backward that reads the parameters again, from the last
+    unit to the first, and writes the gradients. Each ends when the last byte is written.
+    """
+    import zero
+
+    plan = _plan(job, offload=zero.Offload(preset, path=job.path), **settings)
+    store = zero.open_store(plan)
+    passes = _Traffic(plan, store)
+    passes.fill()
+
+    def step(batch: Tensor) -> dict[str, float]:
+        before, start = store.traffic, time.perf_counter()
+        passes.forward()
+        between = time.perf_counter()
+        passes.backward()
+        end = time.perf_counter()
+        return {"forward_s": between - start, "backward_s": end - between} | _moved(before, store.traffic)
+
+    return Running(step, plan.numel, {"plan_bytes": plan.bytes}, store.close)
+
+
+class _Traffic:
+    """The reads and writes of a step. Work on a group does nothing."""
+
+    BUFFERS = 3
+    """Units whose parameters or gradients are under way: the one in use, the one ahead, the one behind."""
+
+    def __init__(self, plan: Any, store: Any) -> None:
+        from zero.store import Group, Page
+
+        self._store, self._units = store, [unit.index for unit in plan.units]
+        self._pages: dict[str, dict[int, list[tuple[Page, int]]]] = {"param": {}, "grad": {}}
+        numbers: dict[tuple[int, int], list[Page]] = {}
+        for page, numel in plan.store_pages().items():
+            if page.kind in self._pages:
+                self._pages[page.kind].setdefault(page.unit, []).append((page, numel))
+            else:
+                numbers.setdefault((page.unit, page.number), []).append(page)
+        self._groups = [
+            Group(
+                unit,
+                number,
+                tuple(pages),
+                self._beside("grad", unit, number),
+                self._beside("param", unit, number),
+            )
+            for (unit, number), pages in sorted(numbers.items())
+        ]
+        self._dtypes = {"param": plan.precision.compute, "grad": plan.grad_dtype}
+
+    def _beside(self, kind: str, unit: int, number: int) -> tuple[Any, ...]:
+        return tuple(page for page, _ in self._pages[kind].get(unit, ()) if page.number == number)
+
+    def fill(self) -> None:
+        """Write every page once: what was never written is zeros, and costs nothing to read."""
+        self._store.expect(self._groups)
+        self.forward()
+        self.backward()
+
+    def forward(self) -> None:
+        # in their order, as a lazy update that reads in the order in which units are gathered
+        for place, group in enumerate(self._groups):
+            self._store.modify(group, _nothing, (place,))
+        self._move("param", self._units, self._store.read)
+        self._store.settle()
+
+    def backward(self) -> None:
+        order = self._units[::-1]
+        self._move("param", order, self._store.read, beside="grad")
+        self._store.settle()
+
+    def _move(self, kind: str, order: list[int], how: Callable[..., Any], beside: str | None = None) -> None:
+        """Read one unit after the other into few buffers, and write those of `beside` in between."""
+        kinds = [(kind, how)] + ([(beside, self._store.write)] if beside else [])
+        buffers = {name: _Buffers(self._pages[name], self._dtypes[name], self.BUFFERS) for name, _ in kinds}
+        for unit in order:
+            for name, move in kinds:
+                buffers[name].move(unit, move)
+        for one in buffers.values():
+            one.wait()
+
+
+class _Buffers:
+    """A few buffers in turn, page aligned: each is free again when what moved through it last is done."""
+
+    def __init__(self, pages: dict[int, list[tuple[Any, int]]], dtype: torch.dtype, count: int) -> None:
+        from zero.device import aligned_zeros
+
+        longest = max((sum(numel for _, numel in unit) for unit in pages.values()), default=0)
+        self._pages, self._turn = pages, 0
+        self._buffers = [aligned_zeros(longest, dtype, torch.device("cpu")) for _ in range(count if longest else 0)]
+        self._tickets: list[list[Any]] = [[] for _ in self._buffers]
+
+    def move(self, unit: int, how: Callable[..., Any]) -> None:
+        if unit not in self._pages:
+            return
+        place = self._turn = (self._turn + 1) % len(self._buffers)
+        for ticket in self._tickets[place]:
+            ticket.wait()
+        pages = self._pages[unit]
+        parts = self._buffers[place][: sum(numel for _, numel in pages)].split([numel for _, numel in pages])
+        self._tickets[place] = [how(page, part) for (page, _), part in zip(pages, parts, strict=True)]
+
+    def wait(self) -> None:
+        for ticket in (ticket for tickets in self._tickets for ticket in tickets):
+            ticket.wait()
+
+
+def _nothing(tensors: tuple[Tensor, ...]) -> None:
+    """The work of a floor."""
+
+
+# The neighbours
+
+
+def fsdp2(job: Job) -> Running:
+    """As `bench_step` has it: fully_shard per block and root, bf16 parameters, fp32 reduction, fused AdamW."""
+    step = bench_systems.fsdp2(bench_systems.Job("fsdp2", "bf16", job.width, job.layers, job.seq, job.rows))
+    numel = sum(parameter.numel() for parameter in GPT(job.config()).to("meta").parameters())
+    return Running(lambda batch: {"loss": step(batch)}, numel, {})
+
+
+def deepspeed_settings(job: Job, device: str, tuned: bool) -> dict[str, Any]:
+    """DeepSpeed's json: what the job is, then what its guides recommend (`tuned`)."""
+    offload: dict[str, Any] = {"device": device, "pin_memory": True}
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": job.rows,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": CLIP,
+        "bf16": {"enabled": True},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY},
+        },
+        "zero_optimization": {"stage": 3, "offload_optimizer": offload},
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+    }
+    if device == "nvme":
+        offload["nvme_path"] = job.path
+    if tuned:
+        settings |= {"timers": {"throughput": {"enabled": False}}, "data_types": {"grad_accum_dtype": "fp32"}}
+        settings["zero_optimization"]["sub_group_size"] = 30_000_000
+    if tuned and device == "nvme":
+        offload |= {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
+        settings["aio"] = {
+            "intra_op_parallelism": 4,
+            "queue_depth": 32,
+            "block_size": 1 << 20,
+            "single_submit": False,
+            "overlap_events": True,
+        }
+    return settings
+
+
+def deepspeed(job: Job, device: str, tuned: bool) -> Running:
+    """ZeRO-3 with the optimizer's state off the device and DeepSpeedCPUAdam."""
+    import deepspeed as library
+
+    library.init_distributed(dist_backend="gloo", verbose=False)
+    model = _model(job)
+    numel = _numel(model)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    settings = deepspeed_settings(job, device, tuned)
+    engine, _, _, _ = library.initialize(model=model, model_parameters=groups, config=settings)
+    del model, groups
+
+    def step(batch: Tensor) -> dict[str, float]:
+        start = time.perf_counter()
+        value = loss(engine, batch)
+        forward = time.perf_counter()
+        engine.backward(value)
+        backward = time.perf_counter()
+        engine.step()
+        end = time.perf_counter()
+        times = {"forward_s": forward - start, "backward_s": backward - forward, "update_s": end - backward}
+        return {"loss": float(value.detach())} | times
+
+    return Running(step, numel, {"settings": settings})
+
+
+def build_deepspeed() -> None:
+    """Compile what DeepSpeed needs, unless that was done before. Minutes."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+
+    for builder in (AsyncIOBuilder(), CPUAdamBuilder()):
+        if not builder.is_compatible(verbose=True):
+            raise SystemExit(
+                f"DeepSpeed cannot build {builder.NAME} here; see the lines above (libaio-dev? a compiler?)"
+            )
+        builder.load(verbose=False)
+
+
+class System(NamedTuple):
+    """One row of the table."""
+
+    build: Callable[[Job], Running]
+    about: str
+    deepspeed: bool = False
+
+
+SYSTEMS: dict[str, System] = {
+    "compute": System(compute, "forward and backward of the bf16 model, nothing else"),
+    "compute-remat": System(partial(compute, remat=True), "the same with each block computed again in backward"),
+    "io-nvme": System(partial(traffic, preset="nvme"), "master and moments read and written once, nothing else"),
+    "io-infinity": System(
+        partial(traffic, preset="infinity", activations="remat"),
+        "as above with gradients and parameters too: of forward, then of backward",
+    ),
+    "zero-none": System(partial(ours, preset="none"), "offload=none, update=lazy"),
+    "zero-none-serial": System(partial(ours, preset="none", update="serial"), "offload=none, update=serial"),
+    "zero-cpu": System(partial(ours, preset="cpu"), "offload=cpu, update=lazy"),
+    "zero-cpu-serial": System(partial(ours, preset="cpu", update="serial"), "offload=cpu, update=serial"),
+    "zero-nvme": System(partial(ours, preset="nvme"), "offload=nvme, update=lazy"),
+    "zero-nvme-serial": System(partial(ours, preset="nvme", update="serial"), "offload=nvme, update=serial"),
+    "zero-nvme-eager": System(
+        partial(ours, preset="nvme", update="eager", clip=None), "offload=nvme, update=eager, no clipping"
+    ),
+    "zero-nvme-unverified": System(
+        partial(ours, preset="nvme", verify=False), "offload=nvme, update=lazy, offload.verify=false"
+    ),
+    "zero-infinity": System(
+        partial(ours, preset="infinity", activations="remat"), "offload=infinity, update=lazy, activations=remat"
+    ),
+    "zero-infinity-serial": System(
+        partial(ours, preset="infinity", activations="remat", update="serial"),
+        "offload=infinity, update=serial, activations=remat",
+    ),
+    "fsdp2": System(fsdp2, "fully_shard per block and root, bf16 parameters, fused AdamW, no offload"),
+    "deepspeed-cpu": System(
+        partial(deepspeed, device="cpu", tuned=True),
+        "ZeRO-3, offload_optimizer cpu, sub_group_size 3e7, throughput timer off, grad_accum_dtype fp32",
+        deepspeed=True,
+    ),
+    "deepspeed-nvme": System(
+        partial(deepspeed, device="nvme", tuned=True),
+        "ZeRO-3, offload_optimizer nvme, tuned: as above, buffer_count 12, pipelined, aio 4 threads x depth 32",
+        deepspeed=True,
+    ),
+    "deepspeed-nvme-defaults": System(
+        partial(deepspeed, device="nvme", tuned=False),
+        "ZeRO-3, offload_optimizer nvme, its own defaults",
+        deepspeed=True,
+    ),
+}
+
+
+def disk_bytes() -> tuple[int, int]:
+    """What the kernel says that this process had read from and written to disks; Linux only."""
+    found = dict(re.findall(r"^(\w+): (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE))
+    return int(found["read_bytes"]), int(found["write_bytes"])
+
+
+def measure(job: Job, warmup: int, steps: int) -> dict[str, Any]:
+    """Numbers of `steps` steps by name, after `warmup` unmeasured ones."""
+    data = open_data(TextConfig(), job.seq, SEED)
+    running = SYSTEMS[job.system].build(job)
+    gc.collect()
+    per_step: dict[str, list[float]] = {}
+    life = 0
+    for number in range(warmup + steps):
+        if number == warmup:
+            life = host_peak_bytes()
+            forget_peak()
+        batch = data.batch(number, 0, job.rows, job.rows)
+        before, start = disk_bytes(), time.perf_counter()
+        told = running.step(batch)
+        told["step_s"] = time.perf_counter() - start
+        told["disk_read_bytes"], told["disk_write_bytes"] = (
+            after - earlier for after, earlier in zip(disk_bytes(), before, strict=True)
+        )
+        for name, value in told.items():
+            per_step.setdefault(name, []).append(value)
+    peak = host_peak_bytes()
+    running.close()
+    return {
+        "system": job.system,
+        "numel": running.numel,
+        "warmup_s": per_step["step_s"][:warmup],
+        **{name: values[warmup:] for name, values in per_step.items()},
+        "step_peak_bytes": peak,
+        "life_peak_bytes": max(life, peak),
+        "torch": torch.__version__,
+        **running.facts,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build-deepspeed", action="store_true", help="compile its extensions and end")
+    for name in ("system", "path", "out"):
+        parser.add_argument(f"--{name}")
+    for name in ("width", "layers", "heads", "seq", "rows", "tied", "warmup", "steps", "threads"):
+        parser.add_argument(f"--{name}", type=int)
+    given = parser.parse_args()
+    if given.build_deepspeed:
+        build_deepspeed()
+        return
+    torch.set_num_threads(given.threads)
+    sizes = (given.width, given.layers, given.heads, given.seq, given.rows, bool(given.tied))
+    result = measure(Job(given.system, *sizes, given.path), given.warmup, given.steps)
+    Path(given.out).write_text(json.dumps(result))
+    # nothing of ours is open any more, and some systems' threads make an orderly end slow
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -19,7 +19,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ Step = Callable[[Tensor], dict[str, float]]
 
 
 class Job(NamedTuple):
-    """What to build. State that leaves memory goes below `path`."""
+    """What to build. State that leaves memory goes below `path`; `io_threads` None is measured by the store."""
 
     system: str
     width: int
@@ -52,6 +52,7 @@ class Job(NamedTuple):
     seq: int
     rows: int
     tied: bool
+    io_threads: int | None
     path: str
 
     def config(self) -> GPTConfig:
@@ -112,7 +113,7 @@ def compute(job: Job, remat: bool = False) -> Running:
 
 
 @contextlib.contextmanager
-def _saved(model: nn.Module, facts: dict[str, Any]) -> Iterable[None]:
+def _saved(model: nn.Module, facts: dict[str, Any]) -> Iterator[None]:
     """Note the bytes that forward keeps for backward, each storage once and parameters not at all."""
     owned = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
@@ -131,7 +132,8 @@ def _saved(model: nn.Module, facts: dict[str, Any]) -> Iterable[None]:
 # Ours
 
 
-def _plan(job: Job, *, offload: Any, update: str = "lazy", activations: str = "keep", clip: float | None = CLIP) -> Any:
+def _plan(job: Job, preset: str, *, verify: bool = True, clip: float | None = CLIP, **settings: Any) -> Any:
+    """A plan at stage 3; everything that is not named here is its default."""
     import zero
 
     with zero.empty():
@@ -141,18 +143,17 @@ def _plan(job: Job, *, offload: Any, update: str = "lazy", activations: str = "k
         optimizer=zero.adamw(LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY, clip=clip),
         stage=3,
         precision="bf16",
-        offload=offload,
-        update=update,
-        activations=activations,
+        offload=zero.Offload(preset, path=job.path, threads=job.io_threads, verify=verify),
         world=zero.World.from_env(),
+        **settings,
     )
 
 
-def ours(job: Job, preset: str, *, verify: bool = True, **settings: Any) -> Running:
-    """Stage 3 with an offload preset; everything that is not named here is its default."""
+def ours(job: Job, preset: str, **settings: Any) -> Running:
+    """Stage 3 with an offload preset."""
     import zero
 
-    plan = _plan(job, offload=zero.Offload(preset, path=job.path, verify=verify), **settings)
+    plan = _plan(job, preset, **settings)
     store = zero.open_store(plan)
     state = zero.init(plan, store, weights=fill)
     take = zero.make_step(plan, loss)
@@ -183,7 +184,7 @@ def traffic(job: Job, preset: str, **settings: Any) -> Running:
     """
     import zero
 
-    plan = _plan(job, offload=zero.Offload(preset, path=job.path), **settings)
+    plan = _plan(job, preset, **settings)
     store = zero.open_store(plan)
     passes = _Traffic(plan, store)
     passes.fill()
@@ -202,34 +203,25 @@ def traffic(job: Job, preset: str, **settings: Any) -> Running:
 class _Traffic:
     """The reads and writes of a step. Work on a group does nothing."""
 
-    BUFFERS = 3
-    """Units whose parameters or gradients are under way: the one in use, the one ahead, the one behind."""
-
     def __init__(self, plan: Any, store: Any) -> None:
         from zero.store import Group, Page
 
-        self._store, self._units = store, [unit.index for unit in plan.units]
-        self._pages: dict[str, dict[int, list[tuple[Page, int]]]] = {"param": {}, "grad": {}}
-        numbers: dict[tuple[int, int], list[Page]] = {}
-        for page, numel in plan.store_pages().items():
-            if page.kind in self._pages:
-                self._pages[page.kind].setdefault(page.unit, []).append((page, numel))
+        self._store, self._order = store, [unit.index for unit in plan.units]
+        moved: dict[str, dict[int, dict[Page, Any]]] = {"param": {}, "grad": {}}
+        state: dict[tuple[int, int], list[Page]] = {}
+        for page, spec in plan.store_pages().items():
+            if page.kind in moved:
+                moved[page.kind].setdefault(page.unit, {})[page] = spec
             else:
-                numbers.setdefault((page.unit, page.number), []).append(page)
-        self._groups = [
-            Group(
-                unit,
-                number,
-                tuple(pages),
-                self._beside("grad", unit, number),
-                self._beside("param", unit, number),
-            )
-            for (unit, number), pages in sorted(numbers.items())
-        ]
-        self._dtypes = {"param": plan.precision.compute, "grad": plan.grad_dtype}
+                state.setdefault((page.unit, page.number), []).append(page)
+        self._params, self._grads = (_Buffers(moved[kind]) for kind in ("param", "grad"))
 
-    def _beside(self, kind: str, unit: int, number: int) -> tuple[Any, ...]:
-        return tuple(page for page, _ in self._pages[kind].get(unit, ()) if page.number == number)
+        def beside(kind: str, unit: int, number: int) -> tuple[Page, ...]:
+            return tuple(page for page in moved[kind].get(unit, ()) if page.number == number)
+
+        self._groups = [
+            Group(*key, tuple(pages), beside("grad", *key), beside("param", *key)) for key, pages in state.items()
+        ]
 
     def fill(self) -> None:
         """Write every page once: what was never written is zeros, and costs nothing to read."""
@@ -238,48 +230,46 @@ class _Traffic:
         self.backward()
 
     def forward(self) -> None:
-        # in their order, as a lazy update that reads in the order in which units are gathered
+        # asked for at once and in order, as a lazy update asks
         for place, group in enumerate(self._groups):
             self._store.modify(group, _nothing, (place,))
-        self._move("param", self._units, self._store.read)
+        for unit in self._order:
+            self._params.move(unit, self._store.read)
+        self._params.wait()
         self._store.settle()
 
     def backward(self) -> None:
-        order = self._units[::-1]
-        self._move("param", order, self._store.read, beside="grad")
+        for unit in reversed(self._order):
+            self._params.move(unit, self._store.read)
+            self._grads.move(unit, self._store.write)
+        self._params.wait()
+        self._grads.wait()
         self._store.settle()
-
-    def _move(self, kind: str, order: list[int], how: Callable[..., Any], beside: str | None = None) -> None:
-        """Read one unit after the other into few buffers, and write those of `beside` in between."""
-        kinds = [(kind, how)] + ([(beside, self._store.write)] if beside else [])
-        buffers = {name: _Buffers(self._pages[name], self._dtypes[name], self.BUFFERS) for name, _ in kinds}
-        for unit in order:
-            for name, move in kinds:
-                buffers[name].move(unit, move)
-        for one in buffers.values():
-            one.wait()
 
 
 class _Buffers:
-    """A few buffers in turn, page aligned: each is free again when what moved through it last is done."""
+    """Three buffers in turn, each as long as the longest unit's pages of one kind: in use, ahead and behind."""
 
-    def __init__(self, pages: dict[int, list[tuple[Any, int]]], dtype: torch.dtype, count: int) -> None:
+    def __init__(self, units: dict[int, dict[Any, Any]]) -> None:
         from zero.device import aligned_zeros
 
-        longest = max((sum(numel for _, numel in unit) for unit in pages.values()), default=0)
-        self._pages, self._turn = pages, 0
-        self._buffers = [aligned_zeros(longest, dtype, torch.device("cpu")) for _ in range(count if longest else 0)]
+        self._units, self._turn = units, 0
+        lengths = [sum(spec.numel for spec in pages.values()) for pages in units.values()]
+        dtypes = [spec.dtype for pages in units.values() for spec in pages.values()]
+        self._buffers = [aligned_zeros(max(lengths), dtypes[0], torch.device("cpu")) for _ in range(3) if lengths]
         self._tickets: list[list[Any]] = [[] for _ in self._buffers]
 
     def move(self, unit: int, how: Callable[..., Any]) -> None:
-        if unit not in self._pages:
+        """Start on a unit's pages, once the buffer is free that they pass through."""
+        pages = self._units.get(unit)
+        if pages is None:
             return
-        place = self._turn = (self._turn + 1) % len(self._buffers)
-        for ticket in self._tickets[place]:
+        self._turn = (self._turn + 1) % len(self._buffers)
+        for ticket in self._tickets[self._turn]:
             ticket.wait()
-        pages = self._pages[unit]
-        parts = self._buffers[place][: sum(numel for _, numel in pages)].split([numel for _, numel in pages])
-        self._tickets[place] = [how(page, part) for (page, _), part in zip(pages, parts, strict=True)]
+        numels = [spec.numel for spec in pages.values()]
+        parts = self._buffers[self._turn][: sum(numels)].split(numels)
+        self._tickets[self._turn] = [how(page, part) for page, part in zip(pages, parts, strict=True)]
 
     def wait(self) -> None:
         for ticket in (ticket for tickets in self._tickets for ticket in tickets):
@@ -473,7 +463,7 @@ def main() -> None:
     parser.add_argument("--build-deepspeed", action="store_true", help="compile its extensions and end")
     for name in ("system", "path", "out"):
         parser.add_argument(f"--{name}")
-    for name in ("width", "layers", "heads", "seq", "rows", "tied", "warmup", "steps", "threads"):
+    for name in ("width", "layers", "heads", "seq", "rows", "tied", "warmup", "steps", "threads", "io-threads"):
         parser.add_argument(f"--{name}", type=int)
     given = parser.parse_args()
     if given.build_deepspeed:
@@ -481,7 +471,8 @@ def main() -> None:
         return
     torch.set_num_threads(given.threads)
     sizes = (given.width, given.layers, given.heads, given.seq, given.rows, bool(given.tied))
-    result = measure(Job(given.system, *sizes, given.path), given.warmup, given.steps)
+    job = Job(given.system, *sizes, given.io_threads or None, given.path)
+    result = measure(job, given.warmup, given.steps)
     Path(given.out).write_text(json.dumps(result))
     # nothing of ours is open any more, and some systems' threads make an orderly end slow
     sys.stdout.flush()

@@ -10,12 +10,12 @@ a `Config`, or into one line of refusal before torch is even imported.
 Settings are in conf/, their meaning in zero/config.py. A run leaves runs/<date>/<time>/.
 """
 
+import contextlib
 import itertools
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,7 @@ def train(config: Config, folder: Path) -> "Summary":
     with (
         zero.World.from_env(config.launch.timeout) as world,
         open_tracker(config, folder if world.rank == 0 else None) as tracker,
+        contextlib.ExitStack() as closing,
     ):
         config = config.on(world.size)
         rows, micro, accumulate = config.batch.numbers()
@@ -61,14 +62,15 @@ def train(config: Config, folder: Path) -> "Summary":
             model = GPT(config.model.gpt())
         plan = build_plan(config, model, world)
         tracker.note(f"{plan}\ndata {data.digest}\nfolder {folder}")
-        state = zero.init(plan, zero.open_store(plan), seed=config.seed)
+        store = closing.enter_context(contextlib.closing(zero.open_store(plan)))
+        state = zero.init(plan, store, seed=config.seed)
         step = zero.make_step(plan, loss)
         loss_of = zero.make_forward(plan, loss)
         logits_of = zero.make_forward(plan, lambda model, tokens: model(tokens))
-        meter = Meter(world, tokens_per_step=rows * config.model.seq)
+        meter = Meter(world, plan, tokens_per_step=rows * config.model.seq, traffic=lambda: store.traffic)
 
         def report(write: Callable[..., None], exit_reason: str) -> "Summary":
-            so_far = meter.summary(plan, data.digest, exit_reason)
+            so_far = meter.summary(data.digest, exit_reason)
             if world.rank == 0:
                 write(folder, so_far._asdict())
             return so_far
@@ -93,10 +95,12 @@ def train(config: Config, folder: Path) -> "Summary":
                 tracker.note("sample:")
                 tracker.note(sample_text(partial(logits_of, state), data, world, config))
         except BaseException as error:
-            with suppress(OSError):  # the disk may be what failed
+            with contextlib.suppress(OSError):  # the disk may be what failed
                 report(write_failure, launch.describe(error))
             raise
         summary = report(write_summary, "finished" if last == config.steps else "debug.stop_at reached")
+        if summary.endurance:
+            tracker.note(summary.endurance)
         tracker.finish(summary._asdict())
     return summary
 

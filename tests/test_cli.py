@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -211,6 +212,45 @@ def test_a_run_can_be_repeated_from_its_settings(here, capsys):
     again = [{key: row[key] for key in first[0]} for row in rows(here / "again")]
     assert first == again
     assert summary.val_loss == again[-1]["val/loss"]
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_offload_changes_where_state_sleeps_and_nothing_else(here, monkeypatch):
+    """Every preset at the stages that have it: the losses of a run without, and nothing left open or on disk."""
+    monkeypatch.chdir(here)
+    (here / "disk").mkdir()
+    quiet = [*TINY, "sample.tokens=0", "launch.malloc=false", "tracker.console=none", "offload.page=8KiB"]
+    presets = {0: ["none", "nvme"], 3: ["none", "cpu", "nvme", "infinity", "auto"]}
+    for stage, names in presets.items():
+        losses = {}
+        for name in names:
+            before = _descriptors(), threading.active_count()
+            run = [f"zero.stage={stage}", f"offload={name}", "offload.path=disk", f"hydra.run.dir={stage}-{name}"]
+            assert train.main([*quiet, *run]) == 0
+            assert (_descriptors(), threading.active_count()) == before, name
+            assert not list((here / "disk").iterdir()), name
+            table, summary = rows(here / f"{stage}-{name}"), summary_of(here / f"{stage}-{name}")
+            assert all(tuple(row) == ROW for row in table)
+            losses[name] = [(row["train/loss"], row["train/grad_norm"], row["val/loss"]) for row in table]
+            wrote = name in ("nvme", "infinity")
+            assert (summary["offload_written_bytes"] > 0) == wrote, name
+            assert ("steps" in (summary["endurance"] or "")) == wrote, name
+            assert any(row["offload/bytes_per_param"] > 0 for row in table) == wrote, name
+        assert all(seen == losses["none"] for seen in losses.values()), losses
+
+
+def test_a_run_that_fails_closes_its_store_too(here, monkeypatch, capsys):
+    def broken(*args, **settings):
+        raise OSError(5, "the data went away")
+
+    monkeypatch.setattr("zero.evaluate.validation_loss", broken)
+    before = _descriptors(), threading.active_count()
+    assert train.main([*TINY, "sample.tokens=0", "launch.malloc=false", "offload=infinity"]) == 1
+    assert "the data went away" in capsys.readouterr().err
+    assert (_descriptors(), threading.active_count()) == before
 
 
 @pytest.mark.process

@@ -30,7 +30,6 @@ def build_plan(config: Config, model: nn.Module, world: World) -> Plan:
         activations=config.zero.activations,
         update=config.zero.update,
         accumulate=accumulate,
-        page_bytes=int(config.offload.page),
     )
 
 

@@ -31,10 +31,24 @@ ROW = (
     "val/loss",
     "speed/step_s",
     "speed/tokens_per_s",
+    "speed/compute_s",
+    "speed/hidden_fraction",
+    "offload/read_bytes",
+    "offload/write_bytes",
+    "offload/wait_s",
+    "offload/read_gbps",
+    "offload/write_gbps",
+    "offload/bytes_per_param",
     "memory/device_peak_bytes",
     "memory/host_peak_bytes",
 )
-"""Keys of every row. `train/skipped` counts from the start; peaks are the largest over ranks."""
+"""Keys of every row. `train/skipped` counts from the start; peaks are the largest over ranks.
+
+`offload/` is what moved between tiers in this row's steps: bytes of all ranks; seconds per step in which the slowest
+rank stood still for it; 10^9 bytes a second while something was read or written (null: nothing was); bytes read and
+written per parameter and step. `speed/compute_s` is the rest of the step, `speed/hidden_fraction` the share of the
+transfers' time that nobody waited for. Validation is left out.
+"""
 
 Row = Mapping[str, float | int | None]
 
@@ -235,6 +249,8 @@ def _words(row: Row) -> list[str]:
         words.append(f"val {_number(row['val/loss'])}")
     if row.get("speed/tokens_per_s") is not None:
         words.append(f"{row['speed/tokens_per_s']:,.0f} tokens/s")
+    if (row.get("offload/wait_s") or 0) >= 0.005:
+        words.append(f"waits {row['offload/wait_s']:.2f} s")
     peak = row.get("memory/device_peak_bytes") or row.get("memory/host_peak_bytes")
     if peak:
         words.append(f"{peak / 2**20:,.0f} MiB")

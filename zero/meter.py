@@ -221,7 +221,8 @@ def endurance(step_bytes: float) -> str:
     """How long a drive lives that takes `step_bytes` at each step."""
     if step_bytes < 1:
         return "nothing was written yet"
-    size, name = next((size, name) for size, name in ((1e9, "GB"), (1e6, "MB"), (1.0, "bytes")) if step_bytes >= size)
+    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
+    size, name = next((size, name) for size, name in units if step_bytes >= size)
     return (
         f"{step_bytes / size:.3g} {name} written per step by all ranks; "
         f"a 1 TB drive rated {LIFE_BYTES / 1e12:.0f} TBW lasts {LIFE_BYTES / step_bytes:,.0f} steps"

@@ -60,7 +60,7 @@ def short(nbytes: int) -> Fault:
         if call.name == "pwritev":
             fd, (buffer,), offset = call.args
             copy = _copy_of(buffer)
-            copy[nbytes:] = bytes(0xA5 ^ byte for byte in copy[nbytes:])
+            copy[nbytes:] = b"\xa5" * len(copy[nbytes:])
             return min(nbytes, call.make(fd, [copy], offset))
         count = call.through()
         if call.name == "preadv":

@@ -5,6 +5,7 @@ frozen parameters beside trained ones, a parameter that nobody uses, one without
 and running statistics.
 """
 
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -105,6 +106,9 @@ class Setting:
     activations: str = "keep"
     update: str = "lazy"
     page_bytes: int = 8 * KiB
+    offload: tuple[tuple[str, str], ...] = ()
+    threads: int = 2
+    read_ahead: int = 2
     units: tuple[str, ...] | None = None
     seed: int = 0
 
@@ -127,7 +131,13 @@ class Setting:
             activations=self.activations,  # type: ignore[arg-type]
             update=self.update,  # type: ignore[arg-type]
             accumulate=self.accumulate,
-            page_bytes=self.page_bytes,
+            offload=zero.Offload(
+                **dict(self.offload),  # type: ignore[arg-type]
+                path=tempfile.gettempdir(),
+                page_bytes=self.page_bytes,
+                threads=self.threads,
+                read_ahead=self.read_ahead,
+            ),
         )
 
     def start(

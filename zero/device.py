@@ -1,4 +1,6 @@
-"""The compute device: side streams with events, and memory readings. On a CPU the streams are no-ops.
+"""The compute device: side streams with events, one arena of host memory, and memory readings.
+
+On a CPU the streams are no-ops.
 
 Work that should overlap with compute is enqueued inside `with device.aside("gather")`. Entering waits for all compute
 enqueued so far (so a buffer is never overwritten while a kernel still reads it), leaving gives an `Event` that the
@@ -6,14 +8,28 @@ compute stream waits for before it uses the result. On a CPU everything happens 
 """
 
 import ctypes
+import mmap
 import re
 import resource
 import sys
+import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import torch
+from torch import Tensor
+
+ALIGNMENT = 4096
+"""Bytes: what direct file access asks of an address, and a page of memory."""
+
+CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""Limit and use of this process's group, in versions 2 and 1."""
 
 
 class Event:
@@ -56,9 +72,121 @@ class Device:
             yield event
             event.record()
 
+    def mark(self) -> Event:
+        """The point that the current stream has reached."""
+        event = Event(torch.cuda.Event() if self._on_gpu else None)
+        event.record()
+        return event
+
+    def is_home_of(self, tensor: Tensor) -> bool:
+        """Kernels of this device can work on `tensor` where it lies."""
+        return tensor.device.type == self.device.type
+
+    @contextmanager
+    def paging(self, name: str, after: Event) -> Iterator[None]:
+        """Let the body copy between tiers and compute on a stream of its own, from `after` on; the host waits at the
+        end. For threads beside the one that trains.
+        """
+        if not self._on_gpu:
+            yield
+            return
+        stream = self._streams.setdefault(name, torch.cuda.Stream(self.device))
+        with torch.cuda.stream(stream):
+            after.wait()
+            yield
+            stream.synchronize()
+
+    def free_bytes(self) -> int:
+        """Bytes of the GPU that nobody uses; 0 on a CPU, whose memory is the host's."""
+        return torch.cuda.mem_get_info(self.device)[0] if self._on_gpu else 0
+
     def peak_bytes(self) -> int:
         """Most bytes that tensors ever took on the GPU; 0 on a CPU, where the host reading says it."""
         return torch.cuda.max_memory_allocated(self.device) if self._on_gpu else 0
+
+
+class Arena:
+    """Host memory of one rank in one piece: page aligned, and pinned where there is a GPU.
+
+    Torch's own pinned memory rounds every block up to a power of two; one mapping that is registered once does not.
+    Nothing is resident before it is touched, except what is pinned.
+
+    Args:
+        nbytes: size; `take` hands it out.
+        pin: register it with CUDA, so that copies run beside compute.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, *, pin: bool = True) -> None:
+        self._memory = mmap.mmap(-1, max(nbytes, ALIGNMENT))
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._taken, self.nbytes = 0, nbytes
+        self.pinned = pin and device.type == "cuda" and nbytes > 0 and self._register()
+
+    def take(self, nbytes: int) -> Tensor:
+        """The next `nbytes` as (nbytes,) uint8, page aligned.
+
+        Raises:
+            MemoryError: the arena was planned too small, which is a mistake of ours.
+        """
+        start = self._taken
+        self._taken = round_up(start + nbytes, ALIGNMENT)
+        if self._taken > round_up(self.nbytes, ALIGNMENT):
+            raise MemoryError(f"the arena of {self.nbytes} bytes has no {nbytes} left")
+        return self._bytes[start : start + nbytes]
+
+    def close(self) -> None:
+        """Unpin. The memory itself goes with its last tensor."""
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+            self.pinned = False
+
+    def _register(self) -> bool:
+        code = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.nbytes, 0)
+        if int(code) != 0:
+            warnings.warn(
+                f"{self.nbytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {int(code)}); copies "
+                "will not overlap with compute. Raise `ulimit -l`, or set offload.pin=false",
+                stacklevel=3,
+            )
+            return False
+        return True
+
+
+def round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(numel,) zeros; on the host page aligned, so that files are read straight into it."""
+    if device.type != "cpu":
+        return torch.zeros(numel, dtype=dtype, device=device)
+    room = torch.zeros(numel + ALIGNMENT // dtype.itemsize, dtype=dtype)
+    start = -room.data_ptr() % ALIGNMENT // dtype.itemsize
+    return room[start : start + numel]
+
+
+def work_alone() -> None:
+    """Let kernels that this thread starts run in this thread only: for threads beside the one that trains.
+
+    Torch keeps the number by thread and also as the default of later threads, which must not change: a thread that
+    ends at once sets it back.
+    """
+    default = torch.get_num_threads()
+    torch.set_num_threads(1)
+    restore = threading.Thread(target=torch.set_num_threads, args=(default,))
+    restore.start()
+    restore.join(timeout=60)
+
+
+def free_host_bytes() -> int:
+    """Host memory that a process may still take: what the system has available, within its cgroup's limits."""
+    free = psutil.virtual_memory().available
+    for limit, used in CGROUP_FILES:
+        try:
+            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+        except (OSError, ValueError):  # no such version of cgroups, or "max"
+            continue
+    return max(free, 0)
 
 
 def host_peak_bytes() -> int:

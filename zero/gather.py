@@ -232,7 +232,8 @@ class Gatherer:
         if buffer is None:
             return Kept(tensor, tensor._version)
         assert buffer.unit is not None
-        return Packed(buffer.unit, buffer.version, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        offset = int(tensor.storage_offset()) - int(buffer.flat.storage_offset())
+        return Packed(buffer.unit, buffer.version, offset, tensor.shape, tensor.stride())
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Kept):
@@ -245,7 +246,8 @@ class Gatherer:
             )
         with self._lock:
             buffer = self._hold(unit)
-        return buffer.flat.as_strided(packed.size, packed.stride, packed.offset)
+        offset = int(buffer.flat.storage_offset()) + packed.offset
+        return buffer.flat.as_strided(packed.size, packed.stride, offset)
 
     def regather(self, site: Site, binding: int) -> Callable[[], Tensor]:
         """How a checkpoint inside user code finds a parameter while it recomputes: see `Absent`."""

@@ -7,17 +7,18 @@ true by construction.
 import hashlib
 import platform
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
 
-from zero.errors import PlanError
-from zero.layout import Layout, pages
+from zero.device import ALIGNMENT, Device, free_host_bytes, round_up
+from zero.errors import ConfigError, PlanError
+from zero.layout import pages
 from zero.optim import Transform
-from zero.placement import Offload
+from zero.placement import Offload, Placement, Tier, budget_bytes, place
 from zero.precision import Precision
 from zero.stage import Stage
 from zero.store import Page
@@ -28,6 +29,27 @@ Activations = Literal["keep", "remat"]
 Update = Literal["lazy", "serial", "eager"]
 
 KiB, MiB, GiB = 1024, 1024**2, 1024**3
+
+THREADS, READ_AHEAD = 4, 12
+"""Of the store, where neither was given: pages in work at once, and pages that may lie ready beside them."""
+
+KINDS = (
+    *("parameters", "gathered units", "gradients", "gradient flats", "gradient buffers"),
+    *("master", "moments", "buffers", "arena"),
+)
+SOMETIMES = ("gradient buffers", "arena")
+"""What the table has rows for; the last ones only where something is offloaded."""
+
+
+class PageSpec(NamedTuple):
+    """One page of the store."""
+
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
 
 class Plan:
@@ -42,10 +64,11 @@ class Plan:
         update: "lazy" hides each unit's update before its next gather, "serial" does all right after backward (same
             bits), "eager" during backward, without clipping or loss scaling only.
         accumulate: microbatches per step.
-        page_bytes: bytes of one fp32 page of master or moments.
+        offload: what sleeps off the device, and where; None: nothing.
 
     Raises:
         PlanError: a setting that does not exist or does not go together with another.
+        ConfigError: what has to be in a memory does not fit there.
     """
 
     def __init__(
@@ -62,7 +85,6 @@ class Plan:
         activations: Activations = "keep",
         update: Update = "lazy",
         accumulate: int = 1,
-        page_bytes: int = 8 * MiB,
     ) -> None:
         if prefetch < 0:
             raise PlanError(f"zero.prefetch={prefetch}: it is a number of units, 0 or more")
@@ -74,9 +96,9 @@ class Plan:
         self.model, self.optimizer, self.world = model, optimizer, world
         self.stage = stage if isinstance(stage, Stage) else Stage(stage)
         self.precision = precision if isinstance(precision, Precision) else Precision(precision)
-        self.offload = offload or Offload()
+        self.offload = (offload or Offload()).at(parameters_sharded=self.stage.parameters)
         self.prefetch, self.activations, self.update, self.accumulate = prefetch, activations, update, accumulate
-        self.page_numel = page_bytes // 4
+        self.page_numel = self.offload.page_bytes // 4
         pages(0, self.page_numel)  # refuses a page that is not whole blocks
         if update == "eager" and (optimizer.clip is not None or self.precision.scale.static != 1.0):
             what = "optim.clip" if optimizer.clip is not None else "loss scaling"
@@ -92,6 +114,7 @@ class Plan:
         )
         if not any(unit.trainable.slots for unit in self.units):
             raise PlanError("the model has no trainable parameter")
+        self.slots, self.placement = self._placed()
 
     # -- what is held --------------------------------------------------------------------------------------------------
 
@@ -100,9 +123,19 @@ class Plan:
         return self.splitting.units
 
     @property
+    def params_away(self) -> bool:
+        """Parameters sleep where no kernel of the device reads them."""
+        return self._is_away(self.placement.param)
+
+    @property
+    def grads_away(self) -> bool:
+        """Gradients wait for the update where no kernel of the device reads them."""
+        return self._is_away(self.placement.grad)
+
+    @property
     def resident(self) -> bool:
-        """Full parameters stay between uses: below stage 3, and where the shard is the whole."""
-        return not self.stage.parameters or self.world.size == 1
+        """Full parameters stay between uses: below stage 3, and where the shard is the whole and on the device."""
+        return not self.params_away and (not self.stage.parameters or self.world.size == 1)
 
     @property
     def whole_update(self) -> bool:
@@ -147,17 +180,150 @@ class Plan:
         sizes = Counter(unit.trainable.P for unit in self.units if unit.trainable.slots)
         return {numel: min(n, 2) * 2 for numel, n in sizes.items()}
 
-    def kinds(self) -> tuple[str, ...]:
-        """What the store holds for each unit."""
-        return ("master", *self.optimizer.moments) if self.precision.has_master else self.optimizer.moments
+    def grad_buffer_counts(self) -> dict[int, int]:
+        """Where gradients sleep in the store, buffers that they arrive in: elements of one to how many."""
+        if not self.grads_away:
+            return {}
+        sizes = Counter(self.grad_numel(unit) for unit in self.units if unit.trainable.slots)
+        return {numel: min(n, 2) for numel, n in sizes.items()}
 
-    def store_pages(self) -> dict[Page, int]:
-        """Every page of this rank and its elements, fp32."""
+    # -- pages of the store --------------------------------------------------------------------------------------------
+
+    @property
+    def state_kinds(self) -> tuple[str, ...]:
+        """What the update reads and writes in the store, number by number."""
+        if self.precision.has_master:
+            return ("master", *self.optimizer.moments)
+        return ("param", *self.optimizer.moments) if self.params_away else self.optimizer.moments
+
+    def grad_ranges(self, unit: UnitSpec) -> tuple[tuple[int, int], ...]:
+        """The pages of a gradient as (start, stop) of it; the first ones are those that this rank updates."""
+        numel = self.grad_numel(unit)
+        if numel == self.update_numel(unit):
+            return pages(numel, self.page_numel)
+        own = unit.trainable.shard(self.world.rank)
+        ranges = (own, (0, own[0]), (own[1], numel))
+        return tuple((a + first, b + first) for first, last in ranges for a, b in pages(last - first, self.page_numel))
+
+    def store_pages(self) -> dict[Page, PageSpec]:
+        """Every page of this rank, unit by unit in the order of forward."""
+        return {page: spec for unit in self.units for page, spec in self._pages_of(unit)}
+
+    def tier(self, page: Page) -> Tier:
+        """Where a page sleeps."""
+        if page.kind in ("param", "frozen"):
+            return self.placement.param
+        return self.placement.grad if page.kind == "grad" else self.placement.optimizer[page.unit, page.number]
+
+    @property
+    def slot_bytes(self) -> int:
+        """A slot of the arena: everything that the update of one page number needs, each page on its own blocks."""
+        numel = min(self.page_numel, max(self.update_numel(unit) for unit in self.units))
+        sizes = {"grad": self.grad_dtype.itemsize, "param": self.precision.compute.itemsize}
+        beside = ("grad",) * self.grads_away + ("param",) * (self.params_away and self.precision.has_master)
+        return sum(round_up(sizes.get(kind, 4) * numel, ALIGNMENT) for kind in (*self.state_kinds, *beside))
+
+    @property
+    def arena_bytes(self) -> int:
+        """Host memory that pages pass through."""
+        return self.slots * self.slot_bytes
+
+    def _pages_of(self, unit: UnitSpec) -> Iterator[tuple[Page, PageSpec]]:
+        numels = {kind: self._cut(self.update_numel(unit)) for kind in self.state_kinds}
+        dtypes = dict.fromkeys(self.state_kinds, torch.float32)
+        if self.grads_away and unit.trainable.slots:
+            numels["grad"], dtypes["grad"] = self.grad_ranges(unit), self.grad_dtype
+        if self.params_away:
+            numels |= {"param": self._cut(unit.trainable.S), "frozen": self._cut(unit.frozen.S)}
+            dtypes |= {"param": self.precision.compute, "frozen": self.precision.compute}
+        for kind, ranges in numels.items():
+            for number, (start, stop) in enumerate(ranges):
+                yield Page(unit.index, kind, number), PageSpec(stop - start, dtypes[kind])
+
+    def _cut(self, numel: int) -> tuple[tuple[int, int], ...]:
+        return pages(numel, self.page_numel)
+
+    # -- where it sleeps -----------------------------------------------------------------------------------------------
+
+    @property
+    def _device_is_host(self) -> bool:
+        return self.world.device.type == "cpu"
+
+    def _is_away(self, tier: Tier) -> bool:
+        return tier == "nvme" or (tier == "host" and not self._device_is_host)
+
+    def _placed(self) -> tuple[int, Placement]:
+        """How many slots the arena has, and where everything sleeps.
+
+        Raises:
+            ConfigError: it does not fit, even with the fewest slots.
+        """
+        # what may be offloaded is taken for offloaded while the buffers are counted, so they are never too few
+        worst: dict[str, Tier] = {"none": "device", "cpu": "host", "nvme": "nvme", "auto": "nvme"}
+        asked = {kind: worst[str(getattr(self.offload, kind))] for kind in ("param", "grad", "optimizer")}
+        groups = [
+            (unit.index, number) for unit in self.units for number, _ in enumerate(self._cut(self.update_numel(unit)))
+        ]
+        self.placement = Placement(
+            asked["param"],
+            asked["grad"],
+            dict.fromkeys(groups, asked["optimizer"]),
+            {"device": 0, "host": 0, "nvme": 0},
+        )
+        sizes: Counter[tuple[int, int]] = Counter()
+        for page, spec in self.store_pages().items():
+            if page.kind in ("master", *self.optimizer.moments):
+                sizes[page.unit, page.number] += spec.nbytes
+        threads = self.offload.threads or THREADS
+        ahead = READ_AHEAD if self.offload.read_ahead is None else self.offload.read_ahead
+        streams = any(self._is_away(tier) for tier in (*asked.values(),))
+        most = min(threads + ahead, len(groups)) if streams else 0
+        fewest = min(threads, most) if self.offload.read_ahead is None else most
+        for slots in (most, fewest):
+            try:
+                return slots, self._place(slots, [(*group, sizes[group]) for group in groups])
+            except ConfigError:
+                if slots == fewest:
+                    raise
+        raise AssertionError
+
+    def _place(self, slots: int, groups: Sequence[tuple[int, int, int]]) -> Placement:
+        device_free, host_free = self._free_bytes()
+        held = self._device_bytes()
+        return place(
+            self.offload,
+            groups,
+            param_bytes=held.pop("parameters"),
+            grad_bytes=held.pop("gradients"),
+            device_fixed_bytes=sum(held.values()),
+            host_fixed_bytes=slots * self.slot_bytes,
+            device_bytes=budget_bytes(self.offload.device_budget, device_free),
+            host_bytes=budget_bytes(self.offload.host_budget, host_free),
+            device_is_host=self._device_is_host,
+        )
+
+    def _free_bytes(self) -> tuple[int, int]:
+        """(device, host) that this rank may take. Where it decides about tiers, all ranks go by rank 0's readings."""
+        mine = f"{Device(self.world.device).free_bytes()} {free_host_bytes() // self.world.local_size}"
+        if "auto" in self.offload.kinds:
+            mine = self.world.share(mine)
+        device, host = mine.split()
+        return int(device), int(host)
+
+    def _device_bytes(self) -> dict[str, int]:
+        """What this rank keeps in the compute dtype and for gradients, wherever that sleeps, and its buffers."""
+        compute = self.precision.compute.itemsize
+        flats = {numel: n * self.flat_dtype.itemsize for numel, n in self.flat_counts().items()}
+        grads = {numel: n * self.grad_dtype.itemsize for numel, n in self.grad_buffer_counts().items()}
+        whole = self.resident
         return {
-            Page(unit.index, kind, number): stop - start
-            for unit in self.units
-            for kind in self.kinds()
-            for number, (start, stop) in enumerate(pages(self.update_numel(unit), self.page_numel))
+            "parameters": compute
+            * sum(one.P if whole else one.S for unit in self.units for one in (unit.trainable, unit.frozen)),
+            "gathered units": compute * sum(numel * n for numel, n in self.buffer_counts().items()),
+            "gradients": self.grad_dtype.itemsize * sum(self.grad_numel(unit) for unit in self.units),
+            "gradient flats": sum(numel * size for numel, size in flats.items()),
+            "gradient buffers": sum(numel * size for numel, size in grads.items()),
+            "buffers": sum(buffer.nbytes for buffer in self.model.buffers()),
         }
 
     # -- how it is told ------------------------------------------------------------------------------------------------
@@ -170,26 +336,20 @@ class Plan:
     @property
     def bytes(self) -> dict[str, dict[str, int]]:
         """Bytes on this rank: tier to kind to bytes. Activations and temporaries of a few MiB are not in it."""
-        compute = torch.empty((), dtype=self.precision.compute).element_size()
-        flat = torch.empty((), dtype=self.flat_dtype).element_size()
-        grad = torch.empty((), dtype=self.grad_dtype).element_size()
-
-        def held(layout: Layout) -> int:
-            return layout.P if self.resident else layout.S
-
-        pages_bytes: Counter[str] = Counter()
-        for page, numel in self.store_pages().items():
-            pages_bytes["master" if page.kind == "master" else "moments"] += 4 * numel
-        device = {
-            "parameters": compute * sum(held(unit.trainable) + held(unit.frozen) for unit in self.units),
-            "gathered units": compute * sum(numel * n for numel, n in self.buffer_counts().items()),
-            "gradients": grad * sum(self.grad_numel(unit) for unit in self.units),
-            "gradient flats": flat * sum(numel * n for numel, n in self.flat_counts().items()),
-            "master": pages_bytes["master"],
-            "moments": pages_bytes["moments"],
-            "buffers": sum(buffer.nbytes for buffer in self.model.buffers()),
+        held = self._device_bytes()
+        told: dict[str, Counter[str]] = {"device": Counter(), "host": Counter(), "nvme": Counter()}
+        told[self.placement.param]["parameters"] = held.pop("parameters")
+        told[self.placement.grad]["gradients"] = held.pop("gradients")
+        told["device"] += Counter(held)
+        for page, spec in self.store_pages().items():
+            if page.kind in ("master", *self.optimizer.moments):
+                told[self.tier(page)]["master" if page.kind == "master" else "moments"] += spec.nbytes
+        told["host"]["arena"] = self.arena_bytes
+        return {
+            tier: {kind: kinds[kind] for kind in KINDS if kinds[kind] or (tier == "device" and kind not in SOMETIMES)}
+            for tier, kinds in told.items()
+            if tier == "device" or any(kinds.values())
         }
-        return {"device": device}
 
     def fields(self) -> dict[str, str]:
         """What all ranks must agree on before they start, for the handshake."""
@@ -202,9 +362,9 @@ class Plan:
             "precision": str(self.precision),
             "offload": str(self.offload),
             "optim": f"{self.optimizer.name} clip={self.optimizer.clip} weight_decay={self.optimizer.weight_decay}",
+            "placement": hashlib.sha256(repr(self.placement).encode()).hexdigest()[:16],
             "optim settings": str([one for one in _arguments(self.optimizer.update) if isinstance(one, float | int)]),
             "optim.lr": str(self.optimizer.lr_at(1)),
-            "offload.page": str(self.page_numel),
             "version of torch": torch.__version__,
             "version of python": platform.python_version(),
         }

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from zero.device import Event
+from zero.device import Event, aligned_zeros
 from zero.world import Handle
 
 
@@ -67,7 +67,7 @@ class Buffer:
 
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # an evaluation may ask for it, and a later step keep it for backward
-        return torch.zeros(numel, dtype=dtype, device=device)
+        return aligned_zeros(numel, dtype, device)
 
 
 class Pool:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from zero.device import Device, Event
 from zero.errors import WorldError
+from zero.gradient import Gradients
 from zero.layout import Layout
 from zero.order import CollectiveLog
 from zero.unit_state import UnitState
@@ -57,6 +58,7 @@ class Reducer:
         dtype: of the pooled flats.
         local: add up microbatches in `grad` and reduce after the last one.
         whole: every rank wants the whole sum, not its own range.
+        gradients: where each unit's `grad` is.
         force: applies a unit's waiting update, which still needs the old gradient.
         final: called when a unit's `grad` is final for this step.
         log: where every collective is noted.
@@ -72,13 +74,14 @@ class Reducer:
         dtype: torch.dtype,
         local: bool,
         whole: bool,
+        gradients: Gradients,
         force: Callable[[UnitState], None],
         final: Callable[[UnitState], None],
         log: CollectiveLog,
     ) -> None:
         self._units, self._log = units, log
         self._world, self._device = world, device
-        self._local, self._whole = local, whole
+        self._local, self._whole, self._gradients = local, whole, gradients
         self._force, self._final = force, final
         self._free = {
             numel: [GradientFlat(torch.zeros(numel, dtype=dtype, device=device.device), Event()) for _ in range(count)]
@@ -103,8 +106,8 @@ class Reducer:
         if unit.waiting is not None:  # not visited since the last step: its update needs the gradient that is there
             self._force(unit)
         if self._local:
-            assert unit.grad is not None
-            _add(unit.spec.trainable, unit.grad, grads, overwrite=not unit.filled)
+            grad = self._gradients.open(unit, fresh=not unit.filled)
+            _add(unit.spec.trainable, grad, grads, overwrite=not unit.filled)
             unit.filled = True
             return
         overwrite = unit.index not in self._filling
@@ -119,6 +122,8 @@ class Reducer:
                 self.deliver(unit, [None] * len(unit.spec.trainable.slots))
             if self._last:
                 self._close(unit)
+            else:
+                self._gradients.park(unit)
             return
         if unit.index not in self._filling:
             if unit.index in self._parted:
@@ -137,10 +142,8 @@ class Reducer:
             if unit.filled and unit.index not in self._closed:
                 self._close(unit)
         for index in list(self._gathers):
-            unit, handle = self._gathers.pop(index)
             with self._device.aside("reduce") as self._done:
-                handle.wait()
-                self._final(unit)
+                self._complete_gather(index)
         self._closed.clear()
         self._done.wait()
 
@@ -153,6 +156,7 @@ class Reducer:
         for reduction in self._under_way:
             self._give_back(reduction.flats)
         self._give_back(tuple(self._filling.values()))
+        self._gradients.reset()
         for forgotten in (self._filling, self._under_way, self._gathers, self._closed, self._parted):
             forgotten.clear()
 
@@ -163,8 +167,9 @@ class Reducer:
         self._closed.discard(unit.index)
         received = self._take(unit.spec.trainable.P)
         self._log.note(f"reduction of {unit.spec.name}")
-        sum_S, what = unit.own_grad_S(self._world.rank), f"the gradient of {unit.spec.name}"
         again = unit.filled and not self._local
+        self._gradients.open(unit, fresh=not again, held=True)
+        sum_S, what = unit.own_grad_S(self._world.rank), f"the gradient of {unit.spec.name}"
         handle = self._world.reduce_scatter(sent.flat_P, received.flat_P, sum_S, accumulate=again, what=what)
         unit.filled = True
         self._under_way.append(Reduction(unit, handle, (sent, received), last))
@@ -175,16 +180,31 @@ class Reducer:
             reduction.handle.wait()
             if reduction.last:
                 self._publish(reduction.unit)
+            else:
+                self._park(reduction.unit)
         for flat in reduction.flats:
             flat.free = self._done
         self._give_back(reduction.flats)
 
+    def _complete_gather(self, index: int) -> None:
+        unit, handle = self._gathers.pop(index)
+        handle.wait()
+        self._finalise(unit)
+
+    def _finalise(self, unit: UnitState) -> None:
+        self._final(unit)
+        self._park(unit)
+
+    def _park(self, unit: UnitState) -> None:
+        """Nothing arrives in `grad` for now, unless another reduction of this unit is under way."""
+        if all(reduction.unit is not unit for reduction in self._under_way):
+            self._gradients.park(unit)
+
     def _close(self, unit: UnitState) -> None:
         """No more gradient of `unit` comes in this step."""
         if self._local and self._world.size > 1:
-            assert unit.grad is not None
             sent = self._take(unit.spec.trainable.P)  # the sum lands in `grad`, so it cannot be sent from there
-            sent.flat_P.copy_(unit.grad)
+            sent.flat_P.copy_(self._gradients.open(unit, fresh=False))
             self._start(unit, sent, last=True)
             self._closed.add(unit.index)
         else:
@@ -193,12 +213,14 @@ class Reducer:
     def _publish(self, unit: UnitState) -> None:
         """This rank's range is summed: that is all, or every rank gets the others' ranges too."""
         self._closed.add(unit.index)
+        grad = self._gradients.open(unit, fresh=False)
         if self._whole and self._world.size > 1:
-            assert unit.grad is not None
             own_S, what = unit.own_grad_S(self._world.rank), f"the gradient of {unit.spec.name}"
-            self._gathers[unit.index] = unit, self._world.gather(own_S, unit.grad, what=what)
+            self._gathers[unit.index] = unit, self._world.gather(own_S, grad, what=what)
+            if self._gradients.scarce:
+                self._complete_gather(unit.index)
         else:
-            self._final(unit)
+            self._finalise(unit)
 
     def _take_to_fill(self, numel: int) -> GradientFlat:
         """A flat to deliver to, leaving one to receive in.

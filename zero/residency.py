@@ -14,7 +14,7 @@ from zero.device import Device
 from zero.order import CollectiveLog, VisitOrder
 from zero.pool import Buffer, Pool
 from zero.unit_state import UnitState
-from zero.world import World
+from zero.world import Handle
 
 
 class Residency:
@@ -23,7 +23,8 @@ class Residency:
     Args:
         pool: None when every unit is resident.
         prefetch: how many units to gather ahead, in both directions.
-        force: applies a unit's waiting update to its shard.
+        force: returns when a unit's waiting update is made.
+        fetch: starts to fill a buffer with a unit; returns what to wait for.
         log: where every collective is noted.
     """
 
@@ -31,15 +32,15 @@ class Residency:
         self,
         units: Sequence[UnitState],
         *,
-        world: World,
         device: Device,
         pool: Pool | None,
         prefetch: int,
         force: Callable[[UnitState], None],
+        fetch: Callable[[UnitState, Tensor], list[Handle]],
         log: CollectiveLog,
     ) -> None:
-        self._units, self._world, self._device, self.pool = units, world, device, pool
-        self._prefetch, self._force, self._log = prefetch, force, log
+        self._units, self._device, self.pool = units, device, pool
+        self._prefetch, self._force, self._fetch, self._log = prefetch, force, fetch, log
         self._orders = {True: VisitOrder(), False: VisitOrder()}
         self._ahead: set[int] = set()  # units asked for before their turn, and not used yet
 
@@ -117,12 +118,11 @@ class Residency:
 
     def _start(self, unit: UnitState, buffer: Buffer) -> None:
         self._log.note(f"gather of {unit.spec.name}")
-        split = unit.spec.trainable.P
-        for shard_S, full_P in ((unit.shard_S, buffer.flat[:split]), (unit.frozen_S, buffer.flat[split:])):
-            if shard_S.numel():
-                buffer.arrivals.append(self._world.gather(shard_S, full_P, what=unit.spec.name))
+        buffer.arrivals += self._fetch(unit, buffer.flat)
 
     def _request_ahead(self, unit: UnitState) -> None:
+        if unit.due:  # the store's threads are at it: waiting for them here would hold up the unit before it
+            return
         self._ahead.add(unit.index)
         if unit.resident is not None:
             self._request(unit)

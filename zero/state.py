@@ -13,11 +13,12 @@ from torch import nn
 
 from zero.errors import StaleStateError
 from zero.gather import Gatherer
+from zero.gradient import Gradients
 from zero.order import CollectiveLog
 from zero.plan import Plan
 from zero.precision import LossScale
 from zero.reduce import Reducer
-from zero.store import Store
+from zero.store import PrefetchStore
 from zero.unit_state import UnitState
 from zero.update import Updater
 
@@ -28,9 +29,10 @@ class Machinery:
 
     plan: Plan
     model: nn.Module
-    store: Store
+    store: PrefetchStore
     units: tuple[UnitState, ...]
     gatherer: Gatherer
+    gradients: Gradients
     reducer: Reducer
     updater: Updater
     log: CollectiveLog

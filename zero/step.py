@@ -9,29 +9,35 @@ Source: Rajbhandari et al. 2020, "ZeRO"; Micikevicius et al. 2018, "Mixed Precis
 """
 
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zero.copied import attach, detached_copy
-from zero.device import Device, memory_of
+from zero.device import ALIGNMENT, Arena, Device, round_up, work_alone
 from zero.errors import ConfigError, NonFiniteGradientError, WorldError
+from zero.fetch import gathering, reading
 from zero.gather import Gatherer, bind_absent
-from zero.initialise import Weights, values_of
+from zero.gradient import Gradients, PagedGradients
+from zero.initialise import Sink, Values, Weights, stream, values_of
+from zero.layout import pages
 from zero.optim import Hyper
 from zero.order import CollectiveLog
-from zero.plan import Plan
+from zero.plan import THREADS, Plan
 from zero.pool import Buffer, Pool
 from zero.reduce import Reducer
 from zero.residency import Residency
 from zero.state import Machinery, State
-from zero.store import MemoryStore, Page, Store
+from zero.store import MemoryStore, NvmeStore, Page, PrefetchStore, Store, Tiers, probe
 from zero.unit import UnitSpec
 from zero.unit_state import UnitState
 from zero.update import Updater
+
+PROBED_BYTES = 1 << 30
+"""From here on a file is large enough for its disk to be measured first, which takes up to 3 seconds."""
 
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
 
@@ -53,16 +59,58 @@ class Metrics(NamedTuple):
     """Means over the global batch of what `loss_fn` returned beside the loss."""
 
 
-def open_store(plan: Plan) -> Store:
-    """The store that holds this rank's master and moments, with every page allocated and zero."""
-    store = MemoryStore(plan.world.device)
-    for page, numel in plan.store_pages().items():
-        store.allocate(page, numel, torch.float32)
+def open_store(plan: Plan, *, disk: Store | None = None) -> PrefetchStore:
+    """The store of this rank, with every page allocated and zero.
+
+    Args:
+        disk: what to use for the nvme tier instead of a file in `offload.path`: anything that passes
+            `zero.testing.StoreContract`.
+
+    Raises:
+        StoreError: `offload.path` cannot be used, or has too little space; nothing was taken yet.
+    """
+    specs = plan.store_pages()
+    on_disk_bytes = sum(round_up(spec.nbytes, ALIGNMENT) for page, spec in specs.items() if plan.tier(page) == "nvme")
+    threads = plan.offload.threads or THREADS
+    stores: dict[str, Store] = {}
+    if on_disk_bytes and disk is None:
+        disk, threads = _open_disk(plan, on_disk_bytes)
+    if disk is not None:
+        stores["nvme"] = disk
+    on_host = [spec for page, spec in specs.items() if plan.tier(page) == "host"]
+    where, pin = plan.world.device, plan.offload.pin
+    if where.type == "cpu":  # one memory: what stays and what goes to the host lie side by side
+        stores |= {"device": MemoryStore(where), "host": MemoryStore(where)}
+        arena = Arena(plan.arena_bytes, where, pin=pin)
+    else:
+        arena = Arena(plan.arena_bytes + sum(round_up(spec.nbytes, ALIGNMENT) for spec in on_host), where, pin=pin)
+        stores |= {"device": MemoryStore(where), "host": MemoryStore(torch.device("cpu"), arena.take)}
+    store = PrefetchStore(
+        Tiers(stores, plan.tier, release=arena.close),
+        [arena.take(plan.slot_bytes) for _ in range(plan.slots)],
+        threads=threads,
+        read_ahead=max(plan.slots - threads, 0) if plan.offload.read_ahead is None else plan.offload.read_ahead,
+        timeout_s=plan.world.timeout_s,
+        prepare=work_alone,
+    )
+    for page, spec in specs.items():
+        store.allocate(page, spec.numel, spec.dtype)
     return store
 
 
-def init(plan: Plan, store: Store, *, seed: int = 0, weights: Weights = None) -> State:
-    """A state at step 0, made unit by unit: at no time does more than one unit exist whole, unless it is resident.
+def _open_disk(plan: Plan, nbytes: int) -> tuple[Store, int]:
+    """The file of this rank, and how many threads suit its disk."""
+    folder, threads = Path(plan.offload.path or "."), plan.offload.threads
+    if threads is None and nbytes >= PROBED_BYTES:
+        speed = probe(folder, size_bytes=nbytes)
+        return NvmeStore(
+            folder, capacity_bytes=nbytes, verify=plan.offload.verify, request_bytes=speed.request_bytes
+        ), speed.threads
+    return NvmeStore(folder, capacity_bytes=nbytes, verify=plan.offload.verify), threads or THREADS
+
+
+def init(plan: Plan, store: PrefetchStore, *, seed: int = 0, weights: Weights = None) -> State:
+    """A state at step 0, made page by page: nothing larger than one owner of parameters exists on the way.
 
     Args:
         weights: None to keep the values of a model that has them, and for parameters on meta to call each owner's
@@ -76,58 +124,70 @@ def init(plan: Plan, store: Store, *, seed: int = 0, weights: Weights = None) ->
     """
     plan.world.agree(plan.fields() | {"seed": str(seed)})
     copied = detached_copy(plan.model, plan.splitting, plan.precision.compute, plan.world.device)
+    values = values_of(plan.splitting, plan.model, copied, seed, weights, plan.world)
     units, checks = [], {}
-    for spec, values in values_of(plan.splitting, plan.model, copied, seed, weights, plan.world):
+    for spec in plan.units:
         unit, checks[f"first values of {spec.name}"] = _unit_state(plan, store, spec, values)
         units.append(unit)
     plan.world.agree(checks)
-    gatherer, reducer, updater, log = _wire(plan, store, tuple(units))
-    bind_absent(copied, plan.splitting.sites, gatherer)
-    model = attach(copied, plan.splitting, gatherer.runner)
-    machinery = Machinery(plan, model, store, tuple(units), gatherer, reducer, updater, log)
+    machinery = _wire(plan, store, tuple(units), copied)
     # Thread ranks share torch's generator, and a checkpoint's recomputation sets it: none trains while another draws.
     plan.world.barrier("init")
     return State(machinery, 0, plan.precision.scale.start())
 
 
-def _unit_state(plan: Plan, store: Store, spec: UnitSpec, values: Mapping[str, Tensor]) -> tuple[UnitState, str]:
-    """Flatten one unit's values, keep this rank's part, write the master's pages; and a check of the whole."""
-    compute, where = plan.precision.compute, plan.world.device
-    full = torch.zeros(spec.trainable.P + spec.frozen.P, dtype=torch.float32)
-    for layout, flat in ((spec.trainable, full[: spec.trainable.P]), (spec.frozen, full[spec.trainable.P :])):
-        layout.flatten({slot.name: values[slot.name] for slot in layout.slots}, flat)
-    start, stop = spec.trainable.shard(plan.world.rank)
-    frozen = [spec.trainable.P + edge for edge in spec.frozen.shard(plan.world.rank)]
-    resident = Buffer(full.numel(), compute, where) if plan.resident else None
+def _unit_state(plan: Plan, store: Store, spec: UnitSpec, values: Values) -> tuple[UnitState, str]:
+    """One unit with this rank's part of its first values, in memory and in the store; and a check of the whole."""
+    compute, where, rank, trainable = plan.precision.compute, plan.world.device, plan.world.rank, spec.trainable
+    resident = Buffer(trainable.P + spec.frozen.P, compute, where) if plan.resident else None
+    shards: list[Tensor | None] = []
+    checks = []
+    for kind, layout, first in (("param", trainable, 0), ("frozen", spec.frozen, trainable.P)):
+        own = layout.shard(rank)
+        sinks = []
+        if plan.params_away:
+            shards.append(None)
+            sinks.append(_to_pages(plan, store, spec.index, kind, own, compute))
+        elif resident is not None:
+            full_P = resident.flat[first : first + layout.P]
+            shards.append(full_P[own[0] : own[1]])
+            sinks.append(_to_memory(plan, full_P, (0, layout.P)))
+        else:
+            shards.append(torch.zeros(layout.S, dtype=compute, device=where))
+            sinks.append(_to_memory(plan, shards[-1], own))
+        if layout is trainable and plan.precision.has_master:
+            extent = (0, layout.P) if plan.whole_update else own
+            sinks.append(_to_pages(plan, store, spec.index, "master", extent, torch.float32))
+        checks.append(f"{stream(layout, values, sinks):08x}")
     if resident is not None:
-        resident.flat.copy_(full)
         resident.version = 0
-    keep = resident.flat if resident is not None else full.to(where, compute, copy=True)
-    shard_S, frozen_S = keep[start:stop], keep[frozen[0] : frozen[1]]
-    if resident is None:
-        shard_S, frozen_S = shard_S.clone(), frozen_S.clone()
-    if plan.precision.has_master:
-        mine = full[: spec.trainable.P] if plan.whole_update else full[start:stop]
-        for number, page_K in enumerate(mine.split(plan.page_numel)):
-            if page_K.numel():
-                store.write(Page(spec.index, "master", number), page_K.to(where)).wait()
-    grad = torch.zeros(plan.grad_numel(spec), dtype=plan.grad_dtype, device=where) if spec.trainable.slots else None
-    return UnitState(spec, resident, shard_S, frozen_S, grad), f"{zlib.crc32(memory_of(full)):08x}"
+    keeps_grad = trainable.slots and not plan.grads_away
+    grad = torch.zeros(plan.grad_numel(spec), dtype=plan.grad_dtype, device=where) if keeps_grad else None
+    return UnitState(spec, resident, shards[0], shards[1], grad), " ".join(checks)
 
 
-def _wire(plan: Plan, store: Store, units: tuple[UnitState, ...]) -> tuple[Gatherer, Reducer, Updater, CollectiveLog]:
+def _to_memory(plan: Plan, into: Tensor | None, extent: tuple[int, int]) -> Sink:
+    assert into is not None
+    parts = into.split(plan.page_numel)
+
+    def keep(number: int, page_K: Tensor) -> None:
+        parts[number].copy_(page_K)
+
+    return Sink(*extent, pages(into.numel(), plan.page_numel), keep)
+
+
+def _to_pages(plan: Plan, store: Store, unit: int, kind: str, extent: tuple[int, int], dtype: torch.dtype) -> Sink:
+    def keep(number: int, page_K: Tensor) -> None:
+        store.write(Page(unit, kind, number), page_K.to(dtype)).wait()
+
+    return Sink(*extent, pages(extent[1] - extent[0], plan.page_numel), keep)
+
+
+def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied: nn.Module) -> Machinery:
     device, log = Device(plan.world.device), CollectiveLog()
     pool = None if plan.resident else Pool(plan.buffer_counts(), plan.precision.compute, plan.world.device)
-    updater = Updater(
-        store,
-        plan.optimizer,
-        decays=(False, True),
-        page_numel=plan.page_numel,
-        has_master=plan.precision.has_master,
-        whole=plan.whole_update,
-        rank=plan.world.rank,
-        device=plan.world.device,
-    )
+    gradients = PagedGradients(plan, store, device) if plan.grads_away else Gradients()
+    updater = Updater(plan, store, units, device=device, gradients=gradients, decays=(False, True))
     reducer = Reducer(
         units,
         world=plan.world,
@@ -136,23 +196,26 @@ def _wire(plan: Plan, store: Store, units: tuple[UnitState, ...]) -> tuple[Gathe
         dtype=plan.flat_dtype,
         local=plan.local_sum,
         whole=plan.whole_update,
+        gradients=gradients,
         force=updater.force,
         final=updater.final,
         log=log,
     )
     residency = Residency(
         units,
-        world=plan.world,
         device=device,
         pool=pool,
         prefetch=plan.prefetch,
         force=updater.force,
+        fetch=reading(plan.world, store, plan.page_numel) if plan.params_away else gathering(plan.world),
         log=log,
     )
     gatherer = Gatherer(
         units, residency, remat=plan.activations == "remat", deliver=reducer.deliver, settle=reducer.settle
     )
-    return gatherer, reducer, updater, log
+    bind_absent(copied, plan.splitting.sites, gatherer)
+    model = attach(copied, plan.splitting, gatherer.runner)
+    return Machinery(plan, model, store, units, gatherer, gradients, reducer, updater, log)
 
 
 def make_step(plan: Plan, loss_fn: LossFn) -> Callable[[State, Sequence[Any]], tuple[State, Metrics]]:
@@ -192,7 +255,7 @@ def make_step(plan: Plan, loss_fn: LossFn) -> Callable[[State, Sequence[Any]], t
         )
         _clear(parts)
         parts.log.note(repr(hyper))
-        parts.updater.at_once = hyper if plan.update == "eager" else None
+        parts.updater.begin(at_once=hyper if plan.update == "eager" else None)
         try:
             losses, aux = _passes(parts, loss_fn, microbatches, state.scale.scale)
             parts.reducer.finish()
@@ -253,7 +316,6 @@ def _same_plan(plan: Plan, state: State) -> None:
 def _clear(parts: Machinery) -> None:
     """Forget the last step's sums and gradients; a waiting update has its own claim on the latter."""
     parts.log.clear()
-    parts.updater.sums.clear()
     for unit in parts.units:
         unit.filled = False
 
@@ -337,12 +399,16 @@ def _clip(limit: float | None, norm: float) -> float:
 def _wait_for_update(parts: Machinery, hyper: Hyper) -> None:
     """Mark every unit as waiting for this step's update, or do it now."""
     for unit in parts.units:
-        if unit.grad is None or (parts.updater.at_once is not None and unit.filled):
+        if not unit.spec.trainable.slots or (parts.updater.at_once is not None and unit.filled):
             continue
         if not unit.filled:  # not visited in this step: the last update may still wait, and this one has no gradient
             if unit.waiting is not None:
                 parts.updater.force(unit)
-            unit.grad.zero_()
-        unit.waiting = hyper
-        if parts.plan.update == "serial":
-            parts.updater.force(unit)
+            parts.gradients.open(unit, fresh=True).zero_()
+            parts.gradients.park(unit)
+        parts.updater.owe(unit, hyper)
+    if parts.plan.update == "serial":
+        for unit in parts.units:
+            if unit.waiting is not None:
+                parts.updater.force(unit)
+        parts.store.settle()

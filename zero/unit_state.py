@@ -4,7 +4,7 @@ full_P     trainable and frozen flats in one buffer, in the compute dtype: resid
 shard_S    this rank's range of the trainable flat in the compute dtype; a view of full_P where that is resident
 frozen_S   the same for the frozen flat
 grad       the gradient that the update will read: this rank's range, or the whole flat
-pages      master (half precision only) and moments, in the store
+pages      master (half precision only) and moments, in the store; there also shards and gradients that are offloaded
 """
 
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zero.optim import Hyper
 from zero.pool import Buffer
+from zero.store import Ticket
 from zero.unit import UnitSpec
 
 
@@ -23,10 +24,11 @@ class UnitState:
 
     Attributes:
         resident: the buffer that always holds the full unit; None when the unit is gathered into the pool.
-        shard_S: (S,) trainable, compute dtype.
-        frozen_S: (S of the frozen flat,), compute dtype.
-        grad: (P,) or (S,), see `Plan.grad_numel`; None when nothing is trainable.
+        shard_S: (S,) trainable, compute dtype; None where parameters sleep in the store.
+        frozen_S: (S of the frozen flat,), compute dtype; likewise.
+        grad: (P,) or (S,), see `Plan.grad_numel`; None when nothing is trainable, or while it sleeps in the store.
         waiting: the update that the next gather must force, or None.
+        due: the parts of that update which the store's threads are at.
         torn: that update began and did not end.
         version: how many times the parameters changed.
         calls: the autograd nodes of this microbatch's forward calls, until all their gradients have arrived.
@@ -36,10 +38,11 @@ class UnitState:
 
     spec: UnitSpec
     resident: Buffer | None
-    shard_S: Tensor
-    frozen_S: Tensor
+    shard_S: Tensor | None
+    frozen_S: Tensor | None
     grad: Tensor | None
     waiting: Hyper | None = None
+    due: list[Ticket] = field(default_factory=list)
     torn: bool = False
     version: int = 0
     calls: list[Any] = field(default_factory=list)

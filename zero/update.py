@@ -1,9 +1,11 @@
 """The optimizer step: norm, clip coefficient, and page by page read, update, write.
 
-A step only decides. It computes the norm, captures every number the update needs by value (`Hyper`), and marks each
-unit as waiting. `force` does the work, later: just before the unit is next gathered, so that paging and arithmetic hide
-behind the forward of the units before it. The order of forcing cannot change a bit, because an update is elementwise
-and reads nothing but its own page, its own gradient and `Hyper`.
+A step only decides. It computes the norm, captures every number the update needs by value (`Hyper`), and makes each
+unit wait for its update. What lies in memory of the device is updated by `force`, just before the unit is next
+gathered. What sleeps in the store is handed to the store's threads at once, in the order in which units will be
+gathered: they read, update and write page by page while the forward of the units before it computes, and `force` only
+waits for the rest. The order cannot change a bit, because an update is elementwise and reads nothing but its own page,
+its own gradient and `Hyper`.
 
 A page passes through in pieces that stay in the cache: unscale, clip, decay, moments, and the cast to the compute dtype
 all happen to one piece before the next.
@@ -11,16 +13,21 @@ all happen to one piece before the next.
 Source: Jiang et al. 2021, "Optimizer Fusion" (forward fusion); Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.2.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from zero.device import Device, Event
 from zero.errors import StaleStateError
+from zero.gradient import Gradients
 from zero.layout import pages
-from zero.optim import Hyper, Transform
-from zero.store import Page, Store
+from zero.optim import Hyper
+from zero.plan import Plan
+from zero.store import Group, Page, PrefetchStore
 from zero.unit_state import UnitState
 
 PIECE_NUMEL = 256 * 1024
@@ -30,37 +37,57 @@ SQUARES_NUMEL = 65_536
 """Elements whose squares are added at a time, counted from the shard's start."""
 
 
+class Part(NamedTuple):
+    """What one page number of a unit stands for: a range of this rank's extent, and its pages."""
+
+    start: int
+    stop: int
+    group: Group
+    here: bool
+    """All of it lies on the device: worked on in place, by the thread that trains."""
+
+
 class Updater:
     """Applies waiting updates on this rank.
 
     Args:
         decays: for each optimizer group, whether weight decay applies.
-        page_numel: elements of a page.
-        has_master: the store holds an fp32 master apart from the parameters.
-        whole: this rank updates the whole flat, not its own range.
-        rank: whose range of a unit this process updates.
+        gradients: where the gradients are.
     """
 
     def __init__(
         self,
-        store: Store,
-        transform: Transform,
+        plan: Plan,
+        store: PrefetchStore,
+        units: Sequence[UnitState],
         *,
+        device: Device,
+        gradients: Gradients,
         decays: tuple[bool, ...],
-        page_numel: int,
-        has_master: bool,
-        whole: bool,
-        rank: int,
-        device: torch.device,
     ) -> None:
-        self._store, self._transform, self._decays = store, transform, decays
-        self._page_numel, self._has_master, self._whole, self._rank = page_numel, has_master, whole, rank
-        self._device = device
+        self._plan, self._store, self._transform = plan, store, plan.optimizer
+        self._device, self._gradients, self._decays = device, gradients, decays
+        self._rank, self._whole, self._has_master = plan.world.rank, plan.whole_update, plan.precision.has_master
+        self._where = torch.device("cpu") if plan.offload.compute == "host" else plan.world.device
+        self._parts = {unit.index: tuple(self._parts_of(unit)) for unit in units}
+        self._order = [unit.index for unit in units]
+        self._forced: list[int] = []
         self.sums: dict[int, Tensor] = {}  # by unit: sum of squares of this rank's range, fp64
         self.at_once: Hyper | None = None  # eager: what to update with as soon as a gradient is final
+        self._expect()
+
+    # -- what a step decides -------------------------------------------------------------------------------------------
+
+    def begin(self, at_once: Hyper | None) -> None:
+        """A step starts. Units will be forced in the order of the last one, as far as that is known."""
+        self.sums.clear()
+        self.at_once = at_once
+        self._order = list(dict.fromkeys([*self._forced, *self._order]))
+        self._forced.clear()
+        self._expect()
 
     def final(self, unit: UnitState) -> None:
-        """The unit's gradient is final: take its sum of squares, and update at once if that was asked for.
+        """The unit's gradient is final: take its sum of squares, and let the update begin if that was asked for.
 
         Raises:
             StaleStateError: an eager update was made already, and then more gradient came.
@@ -71,88 +98,138 @@ class Updater:
             )
         self.sums[unit.index] = self._sum_of_squares(unit.own_grad_S(self._rank))
         if self.at_once is not None:
-            unit.waiting = self.at_once
-            self.force(unit)
+            self._gradients.park(unit)
+            self.owe(unit, self.at_once)
+            if all(part.here for part in self._parts[unit.index]):
+                self.force(unit)
+
+    def owe(self, unit: UnitState, hyper: Hyper) -> None:
+        """From here on `unit` waits for an update with `hyper`; the store's threads begin with their parts of it."""
+        unit.waiting = hyper
+        after, place = self._device.mark(), self._order.index(unit.index)
+        unit.due = [
+            self._store.modify(part.group, partial(self._work, unit, hyper, part, after), (place, part.group.number))
+            for part in self._parts[unit.index]
+            if not part.here
+        ]
 
     @torch.no_grad()
     def force(self, unit: UnitState) -> None:
-        """Apply the waiting update of `unit`: its shard, master and moments move on by one step."""
+        """Return when the waiting update of `unit` is made: shard, master and moments have moved on by one step."""
         if unit.torn:
             raise StaleStateError(
                 f"the update of {unit.spec.name} was interrupted half-way, so this state is no state; start again from "
                 "the last checkpoint"
             )
+        for ticket in unit.due:
+            ticket.wait()
         hyper, unit.torn = unit.waiting, True
         assert hyper is not None
-        parameters, grad, first = self._extent(unit)
-        for number, (start, stop) in enumerate(pages(parameters.numel(), self._page_numel)):
-            with self._open(unit.index, number, parameters[start:stop]) as (master_K, moments_K):
-                for a, b, group in unit.spec.trainable.segments(first + start, first + stop):
-                    decay = hyper.weight_decay if self._decays[group] else 0.0
-                    segment = slice(a - first - start, b - first - start)
-                    self._update(
-                        master_K[segment],
-                        grad[start:stop][segment],
-                        tuple(moment_K[segment] for moment_K in moments_K),
-                        hyper._replace(weight_decay=decay),
-                        parameters[start:stop][segment],
-                    )
+        self._forced.append(unit.index)
+        for part in self._parts[unit.index]:
+            if part.here:
+                lent = [self._store.in_place(page) for page in part.group.pages]
+                self._apply(unit, hyper, part, [page_K for page_K in lent if page_K is not None])
+        unit.due.clear()
         unit.waiting, unit.torn = None, False
         unit.version += 1
-        if self._whole:
-            assert unit.resident is not None
+        if self._whole and unit.resident is not None:
             unit.resident.version = unit.version
 
-    def _extent(self, unit: UnitState) -> tuple[Tensor, Tensor, int]:
-        """What this rank updates: parameters in the compute dtype, their gradient, and where they start in the flat."""
-        layout = unit.spec.trainable
-        if self._whole:
-            assert unit.resident is not None
-            assert unit.grad is not None
-            return unit.resident.flat[: layout.P], unit.grad, 0
-        return unit.shard_S, unit.own_grad_S(self._rank), layout.shard(self._rank)[0]
+    # -- one part ------------------------------------------------------------------------------------------------------
+
+    def _work(self, unit: UnitState, hyper: Hyper, part: Part, after: Event, tensors: Sequence[Tensor]) -> None:
+        """What a thread of the store does with a group in memory: its pages, what is beside, what goes out."""
+        with self._device.paging(threading.current_thread().name, after):
+            self._apply(unit, hyper, part, tensors)
+
+    def _apply(self, unit: UnitState, hyper: Hyper, part: Part, tensors: Sequence[Tensor]) -> None:
+        """Update one part where it is computed; what sleeps elsewhere is copied there and back."""
+        group, count = part.group, len(part.group.pages)
+        own_K, grad_K = (_range(tensor, part) for tensor in (self._parameters(unit), self._gradient(unit)))
+        grad_K = tensors[count] if group.beside else grad_K
+        state = [*tensors[:count]] if self._has_master or own_K is None else [own_K, *tensors[:count]]
+        target_K = tensors[-1] if group.out else state[0] if own_K is None else own_K
+        there = [page_K.to(self._where, non_blocking=True) for page_K in state]
+        cast_K = there[0] if target_K is state[0] else self._like(target_K)
+        assert grad_K is not None
+        self._update(unit, hyper, part, there, grad_K.to(self._where, non_blocking=True), cast_K)
+        for page_K, changed_K in zip((*state, target_K), (*there, cast_K), strict=True):
+            if changed_K is not page_K:
+                page_K.copy_(changed_K, non_blocking=True)
+
+    def _like(self, target_K: Tensor) -> Tensor:
+        """Room for what goes to `target_K`: itself, if it lies where it is computed."""
+        return target_K if target_K.device.type == self._where.type else torch.empty_like(target_K, device=self._where)
 
     def _update(
-        self, master_K: Tensor, grad_K: Tensor, moments_K: tuple[Tensor, ...], hyper: Hyper, parameters_K: Tensor
+        self, unit: UnitState, hyper: Hyper, part: Part, state: Sequence[Tensor], grad_K: Tensor, parameters_K: Tensor
     ) -> None:
-        for start in range(0, master_K.numel(), PIECE_NUMEL):
-            piece = slice(start, min(start + PIECE_NUMEL, master_K.numel()))
-            grad = grad_K[piece]
-            if grad.dtype != torch.float32:
-                grad = grad.float()
-            self._transform.update(master_K[piece], grad, tuple(moment[piece] for moment in moments_K), hyper)
-            if self._has_master:
-                parameters_K[piece].copy_(master_K[piece])
+        """Segments of equal decay, in pieces. `state` begins with the master, or with the parameters themselves."""
+        layout = unit.spec.trainable
+        first = part.start + (0 if self._whole else layout.shard(self._rank)[0])
+        for a, b, number in layout.segments(first, first + part.stop - part.start):
+            told = hyper._replace(weight_decay=hyper.weight_decay if self._decays[number] else 0.0)
+            for start in range(a - first, b - first, PIECE_NUMEL):
+                piece = slice(start, min(start + PIECE_NUMEL, b - first))
+                master, *moments = (one[piece] for one in state)
+                grad = grad_K[piece]
+                grad = grad if grad.dtype == torch.float32 else grad.float()
+                self._transform.update(master, grad, tuple(moments), told)
+                if self._has_master:
+                    parameters_K[piece].copy_(master)
 
-    @contextmanager
-    def _open(self, unit: int, number: int, parameters_K: Tensor) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-        """The master and moments of a page, to be changed in place: lent by the store, or read and written back."""
-        kinds = ("master", *self._transform.moments) if self._has_master else self._transform.moments
-        opened: list[Tensor] = []
-        borrowed: list[tuple[Page, Tensor]] = []
-        tickets = []
-        for kind in kinds:
-            page = Page(unit, kind, number)
-            here = self._store.in_place(page)
-            if here is None:
-                here = torch.empty(parameters_K.numel(), dtype=torch.float32, device=self._device)
-                tickets.append(self._store.read(page, here))
-                borrowed.append((page, here))
-            opened.append(here)
-        for ticket in tickets:
-            ticket.wait()
-        yield (opened[0], tuple(opened[1:])) if self._has_master else (parameters_K, tuple(opened))
-        for ticket in [self._store.write(page, here) for page, here in borrowed]:
-            ticket.wait()
+    # -- where things are ----------------------------------------------------------------------------------------------
+
+    def _parts_of(self, unit: UnitState) -> list[Part]:
+        plan, index = self._plan, unit.index
+        found = []
+        for number, (start, stop) in enumerate(pages(plan.update_numel(unit.spec), plan.page_numel)):
+            group = Group(
+                index,
+                number,
+                tuple(Page(index, kind, number) for kind in plan.state_kinds),
+                (Page(index, "grad", number),) if plan.grads_away else (),
+                (Page(index, "param", number),) if plan.params_away and self._has_master else (),
+            )
+            lent = [self._store.in_place(page) for page in group.pages]
+            here = (
+                not group.beside and not group.out and all(t is not None and self._device.is_home_of(t) for t in lent)
+            )
+            found.append(Part(start, stop, group, here))
+        return found
+
+    def _parameters(self, unit: UnitState) -> Tensor | None:
+        """What this rank updates, in the compute dtype; None where it sleeps in the store."""
+        if self._whole and unit.resident is not None:
+            return unit.resident.flat[: unit.spec.trainable.P]
+        return unit.shard_S
+
+    def _gradient(self, unit: UnitState) -> Tensor | None:
+        """The same of the gradient."""
+        if unit.grad is None:
+            return None
+        return unit.grad if self._whole else unit.own_grad_S(self._rank)
+
+    def _expect(self) -> None:
+        """Tell the store what will be asked for, so that it reads ahead: eager updates come in backward's order."""
+        order = reversed(self._order) if self._plan.update == "eager" else self._order
+        groups = [part.group for index in order for part in self._parts[index] if not part.here]
+        if groups:
+            self._store.expect(groups)
 
     def _sum_of_squares(self, grad_S: Tensor) -> Tensor:
         """The sum of squares, 0-dim fp64. Chunks are counted from the shard's start and added in order, so the bits do
         not depend on stage, page size or tier; integers are exact. An fp32 number's square cannot overflow in fp64.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        squares = torch.empty(min(SQUARES_NUMEL, grad_S.numel()), dtype=torch.float64, device=self._device)
+        total = torch.zeros((), dtype=torch.float64, device=self._plan.world.device)
+        squares = torch.empty(min(SQUARES_NUMEL, grad_S.numel()), dtype=torch.float64, device=total.device)
         for start in range(0, grad_S.numel(), SQUARES_NUMEL):
             chunk = grad_S[start : start + SQUARES_NUMEL]
             wide = squares[: chunk.numel()].copy_(chunk)
             total += torch.dot(wide, wide)
         return total
+
+
+def _range(tensor: Tensor | None, part: Part) -> Tensor | None:
+    return None if tensor is None else tensor[part.start : part.stop]

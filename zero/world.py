@@ -90,6 +90,7 @@ class World(ABC):
     Attributes:
         rank: 0 to size - 1.
         size: W.
+        local_size: how many of them share this machine's memory.
         device: where this rank's full tensors live.
         timeout_s: the deadline of every wait.
     """
@@ -101,6 +102,7 @@ class World(ABC):
             raise ConfigError(f"launch.timeout must be more than 0 seconds, not {timeout_s}")
         self.rank = rank
         self.size = size
+        self.local_size = size
         self.device = torch.device(device)
         self.timeout_s = timeout_s
 
@@ -289,6 +291,7 @@ class ProcessWorld(World):
         if missing:
             raise ConfigError(f"the environment lacks {', '.join(missing)}; start the ranks with torchrun")
         super().__init__(_env_int("RANK"), _env_int("WORLD_SIZE"), device=_claim_device(device), timeout_s=timeout_s)
+        self.local_size = _env_int("LOCAL_WORLD_SIZE", str(self.size))
         self._store = _open_store(self.rank, self.size, timeout_s)
         self._notes = Notes(self._store, self.rank, self.size)
         self._owns_default = not dist.is_initialized()

@@ -2,5 +2,20 @@
 
 from zero.store.base import Page, Store, Ticket
 from zero.store.memory import MemoryStore
+from zero.store.nvme import NvmeStore, probe
+from zero.store.paging import Group
+from zero.store.prefetch import PrefetchStore, Traffic
+from zero.store.tiers import Tiers
 
-__all__ = ["MemoryStore", "Page", "Store", "Ticket"]
+__all__ = [
+    "Group",
+    "MemoryStore",
+    "NvmeStore",
+    "Page",
+    "PrefetchStore",
+    "Store",
+    "Ticket",
+    "Tiers",
+    "Traffic",
+    "probe",
+]

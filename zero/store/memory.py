@@ -1,7 +1,11 @@
-"""Pages in memory: the device tier.
+"""Pages in memory: the device tier, and the host tier.
 
-The pages live where the optimizer computes, so `in_place` hands them out and nothing is ever copied.
+`in_place` lends the pages themselves. Where they lie on the device that computes, the optimizer works on them and
+nothing is ever copied; host pages of a run on a GPU are copied from and to directly, because they lie in its pinned
+arena.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,17 +15,25 @@ from zero.store.base import Done, Page, Store, Ticket
 
 
 class MemoryStore(Store):
-    """Pages as tensors on `device`."""
+    """Pages as tensors.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Args:
+        device: where they are.
+        take: gives (n,) uint8 of zeros for n bytes, to cut pages from; None to ask torch.
+    """
+
+    def __init__(self, device: torch.device, take: Callable[[int], Tensor] | None = None) -> None:
+        self._device, self._take = device, take
         self._pages: dict[Page, Tensor] | None = {}
 
     def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
         pages = self._open()
         if page in pages:
             raise StoreError(f"{page} is allocated already")
-        pages[page] = torch.zeros(numel, dtype=dtype, device=self._device)
+        if self._take is None:
+            pages[page] = torch.zeros(numel, dtype=dtype, device=self._device)
+        else:
+            pages[page] = self._take(numel * dtype.itemsize).view(dtype)
 
     def read(self, page: Page, into: Tensor) -> Ticket:
         into.copy_(self._matching(page, into), non_blocking=True)

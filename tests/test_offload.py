@@ -1,0 +1,399 @@
+"""Where state sleeps is not arithmetic: every tier gives the same bits, and hides what it does."""
+
+import errno
+import random
+import tempfile
+import threading
+import time
+from itertools import product
+
+import pytest
+import torch
+from small import Setting, Small, slice_of, small_batch, small_loss, train_small
+from torch import Tensor, nn
+
+import zero
+from zero.errors import ConfigError, StoreError
+from zero.full import digest, full_state_dict
+from zero.store import MemoryStore, NvmeStore, Store
+from zero.testing import run_processes, run_ranks
+from zero.testing.faults import FaultyFiles, ThrottledStore, fail, flip, short
+
+KiB = 1024
+CPU = torch.device("cpu")
+
+# Presets, and each kind alone where no preset has it so
+EVERYWHERE = ({"preset": "nvme"}, {"preset": "cpu"}, {"preset": "auto"}, {"preset": "none", "grad": "nvme"})
+WITH_SHARDED_PARAMETERS = ({"preset": "infinity"}, {"preset": "none", "param": "nvme"})
+
+
+class Jittery(Store):
+    """A store in which every transfer takes its time: operations end in any order."""
+
+    def __init__(self, inner: Store, seed: int) -> None:
+        self._inner, self._random, self._lock = inner, random.Random(seed), threading.Lock()
+
+    def _delay(self) -> None:
+        with self._lock:
+            chosen = self._random.random()
+        time.sleep(chosen**4 * 2e-3)
+
+    def allocate(self, page, numel, dtype):
+        self._inner.allocate(page, numel, dtype)
+
+    def read(self, page, into):
+        self._delay()
+        return self._inner.read(page, into)
+
+    def write(self, page, source):
+        self._delay()
+        ticket = self._inner.write(page, source)
+        self._delay()
+        return ticket
+
+    def in_place(self, page):
+        self._inner.in_place(page)
+
+    @property
+    def allocated_bytes(self):
+        return self._inner.allocated_bytes
+
+    def close(self):
+        self._inner.close()
+
+
+def offloads(stage: int) -> list[dict[str, str]]:
+    return [*EVERYWHERE, *(WITH_SHARDED_PARAMETERS if stage == 3 else ())]
+
+
+def train_offloaded(world, setting, steps, disk=None):
+    """As `train_small`, on a store that is settled and closed afterwards."""
+    plan = setting.plan(world)
+    store = zero.open_store(plan, disk=None if disk is None else disk(world.rank))
+    state, step = zero.init(plan, store, seed=setting.seed), zero.make_step(plan, small_loss)
+    told = []
+    for number in range(steps):
+        batch = small_batch(number, 6 * world.size * setting.accumulate)
+        state, metrics = step(state, slice_of(batch, world, setting.accumulate))
+        told.append(metrics)
+    found = digest(state), told
+    store.settle()
+    store.close()
+    return found
+
+
+CASES = [
+    (size, stage, *rest)
+    for number, (size, stage) in enumerate(product((1, 2, 3), (0, 1, 2, 3)))
+    for rest in [
+        [("fp32", 1, 0.5), ("bf16", 3, 0.5), ("fp32", 3, None), ("bf16", 1, None)][(number + shift) % 4]
+        for shift in (0, 1)
+    ]
+]
+
+
+@pytest.mark.parametrize(("size", "stage", "precision", "accumulate", "clip"), CASES)
+def test_no_tier_changes_a_bit(size, stage, precision, accumulate, clip):
+    """20 steps on every tier, with another page size, read-ahead, number of threads and update each."""
+    plain = Setting(stage=stage, precision=precision, accumulate=accumulate, clip=clip)
+    expected = run_ranks(size, train_small, plain, 20)
+    updates = ("lazy", "serial", "eager") if clip is None else ("lazy", "serial", "lazy")
+    for number, offload in enumerate(offloads(stage)):
+        setting = plain.but(
+            offload=tuple(offload.items()),
+            update=updates[number % 3],
+            page_bytes=(4 * KiB, 8 * KiB, 16 * 1024 * KiB)[number % 3],
+            read_ahead=(number + size) % 5,
+            threads=1 + (number + stage) % 3,
+        )
+        assert run_ranks(size, train_offloaded, setting, 20) == expected, setting
+
+
+@pytest.mark.parametrize("update", ["lazy", "serial", "eager"])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_order_of_completion_changes_a_bit(seed, update):
+    plain = Setting(precision="bf16", accumulate=2, clip=None, page_bytes=4 * KiB)
+    expected = run_ranks(2, train_small, plain, 8)
+    for offload in ({"preset": "nvme"}, {"preset": "infinity"}):
+        for read_ahead in (0, 1, 4):
+            setting = plain.but(offload=tuple(offload.items()), update=update, read_ahead=read_ahead, threads=3)
+
+            def disk(rank: int) -> Store:
+                return Jittery(MemoryStore(CPU), 10 * seed + rank)
+
+            assert run_ranks(2, train_offloaded, setting, 8, disk) == expected, setting
+
+
+@pytest.mark.parametrize("offload", ["nvme", "infinity"])
+def test_processes_agree_with_threads(offload):
+    setting = Setting(precision="bf16", clip=0.5)
+    expected = run_ranks(2, train_small, setting, 5)
+    assert run_processes(2, train_offloaded, setting.but(offload=(("preset", offload),)), 5) == expected
+
+
+def test_first_values_are_the_same_everywhere():
+    def values(world, setting):
+        plan = setting.plan(world)
+        state = zero.init(plan, zero.open_store(plan), seed=7)
+        return {name: tensor.tolist() for name, tensor in full_state_dict(state).items()}
+
+    for size, precision, offload in ((1, "fp32", "infinity"), (3, "bf16", "infinity"), (2, "bf16", "nvme")):
+        expected = run_ranks(1, values, Setting(stage=0, precision=precision))[0]
+        setting = Setting(precision=precision, offload=(("preset", offload),), page_bytes=4 * KiB)
+        assert run_ranks(size, values, setting) == [expected] * size
+
+
+# -- what a step may do meanwhile --------------------------------------------------------------------------------------
+
+
+def test_a_skipped_step_changes_nothing_and_reads_ahead_for_nothing():
+    """An overflow drops the update before any page is asked for."""
+
+    def rank_main(world):
+        setting = Setting(precision="bf16", offload=(("preset", "infinity"),), clip=0.5)
+        state, step = setting.start(world)
+        batches = [small_batch(number, 6 * world.size) for number in range(3)]
+        state, _ = step(state, slice_of(batches[0], world, 1))
+        before = digest(state)
+
+        def broken(model, batch):
+            loss, beside = small_loss(model, batch)
+            return loss * torch.inf, beside
+
+        state, metrics = zero.make_step(state.plan, broken)(state, slice_of(batches[1], world, 1))
+        assert metrics.skipped
+        return before, state.step, [full_state_dict(state, kind) for kind in ("param", "mu", "nu")]
+
+    def undisturbed(world):
+        state, step = Setting(precision="bf16", clip=0.5).start(world)
+        state, _ = step(state, slice_of(small_batch(0, 6 * world.size), world, 1))
+        return [full_state_dict(state, kind) for kind in ("param", "mu", "nu")]
+
+    for (_, steps, found), expected in zip(run_ranks(2, rank_main), run_ranks(2, undisturbed), strict=True):
+        assert steps == 1
+        for one, other in zip(found, expected, strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_evaluation_between_steps_changes_nothing():
+    """It reads through the waiting updates, wherever they are made."""
+
+    def rank_main(world, setting):
+        state, step = setting.start(world)
+        forward = zero.make_forward(state.plan, small_loss)
+        losses = []
+        for number in range(4):
+            state, _ = step(state, slice_of(small_batch(number, 6 * world.size), world, 1))
+            losses.append(float(forward(state, small_batch(100, 6))[0]))
+        return losses, digest(state)
+
+    expected = run_ranks(2, rank_main, Setting(clip=0.5))
+    for preset in ("nvme", "infinity"):
+        assert run_ranks(2, rank_main, Setting(clip=0.5, offload=(("preset", preset),))) == expected
+
+
+# -- the plan ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("offload", ["cpu", "nvme", "infinity", "auto"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_offloaded_plan_is_true(size, offload, precision):
+    """The table holds every tier, and the bytes that it announces are there."""
+
+    def rank_main(world):
+        setting = Setting(precision=precision, offload=(("preset", offload),), clip=0.5)
+        state, step = setting.start(world)
+        for number in range(2):
+            state, _ = step(state, slice_of(small_batch(number, 6 * world.size), world, 1))
+        digest(state)
+        plan, parts = state.plan, state.machinery
+        specs = plan.store_pages()
+        told = plan.bytes
+        kinds = {"param": "parameters", "frozen": "parameters", "grad": "gradients", "master": "master"}
+        held: dict[tuple[str, str], int] = {}
+        for page, spec in specs.items():
+            key = plan.tier(page), kinds.get(page.kind, "moments")
+            if page.kind == "param" and page.kind in plan.state_kinds:
+                key = plan.tier(page), "parameters"
+            held[key] = held.get(key, 0) + spec.nbytes
+        for (tier, kind), nbytes in held.items():
+            assert told[tier][kind] == nbytes, (tier, kind)
+        if plan.grads_away:
+            home = parts.gradients
+            flats = [
+                *(flat for several in home._free.values() for flat in several),
+                *(one.flat for one in home._leaving),
+            ]
+            flats += [unit.grad for unit in home._open.values()]
+            assert sum(flat.nbytes for flat in flats) == told["device"]["gradient buffers"]
+            assert home.overflowed == 0
+        if parts.gatherer.pool is not None:
+            assert parts.gatherer.pool.allocated_bytes == told["device"]["gathered units"]
+        assert sum(slot.nbytes for slot in parts.store._slots) == told.get("host", {}).get("arena", 0)
+        return True
+
+    assert run_ranks(size, rank_main) == [True] * size
+
+
+def test_below_stage_3_parameters_stay_and_infinity_is_refused():
+    def plan(world, stage, **offload):
+        return Setting(stage=stage, offload=tuple(offload.items())).plan(world)
+
+    for stage in (0, 1, 2):
+        assert run_ranks(2, lambda world, s=stage: plan(world, s, preset="nvme").placement.param) == ["device"] * 2
+        with pytest.raises(ConfigError, match=r"offload=infinity .* zero.stage=3, or offload=nvme"):
+            run_ranks(1, lambda world, s=stage: plan(world, s, preset="infinity") and None)
+
+
+def test_a_budget_that_is_too_small_names_the_least():
+    offload = zero.Offload("cpu", host_budget=4096, page_bytes=8 * KiB)
+
+    def rank_main(world):
+        with world.exclusive(), zero.empty():
+            model = Small()
+        with pytest.raises(ConfigError, match=r"offload.host_budget=4.0 KiB: a rank needs at least .* KiB"):
+            zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, offload=offload)
+
+    run_ranks(1, rank_main)
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+FAULTS = [
+    (fail(errno.EIO), "preadv", "EIO"),
+    (fail(errno.EIO), "pwritev", "EIO"),
+    (fail(errno.ENOSPC), "pwritev", "ENOSPC"),
+    (flip(77), "preadv", "checksum differs"),
+]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("fault", "call", "told"), FAULTS)
+@pytest.mark.parametrize("at", [30, 150])
+def test_a_broken_disk_ends_the_run_with_one_error_on_every_rank(fault, call, told, at):
+    """Right bits or a typed error with the page's name; soon, and on both ranks."""
+
+    def rank_main(world):
+        setting = Setting(precision="bf16", offload=(("preset", "infinity"),), clip=0.5, page_bytes=4 * KiB)
+
+        def disk(rank: int) -> Store:
+            files = FaultyFiles(fault, at=at, only=call, on=True) if rank == 1 else None
+            return NvmeStore(tempfile.gettempdir(), files=files)
+
+        train_offloaded(world, setting, 20, disk)
+
+    begin = time.monotonic()
+    with pytest.raises((StoreError, zero.ZeroError)) as raised:
+        run_ranks(2, rank_main)
+    assert time.monotonic() - begin < 10
+    text = str(raised.value)
+    assert told in text
+    assert "page" in text
+    assert "offset" in text
+    assert "\n" not in text
+
+
+def test_short_transfers_are_completed():
+    plain = Setting(precision="bf16", clip=0.5)
+    expected = run_ranks(1, train_small, plain, 5)
+
+    def disk(rank: int) -> Store:
+        return NvmeStore(tempfile.gettempdir(), files=FaultyFiles(short(4096), at=1, on=True))
+
+    setting = plain.but(offload=(("preset", "infinity"),), page_bytes=16 * KiB)
+    assert run_ranks(1, train_offloaded, setting, 5, disk) == expected
+
+
+# -- hiding ------------------------------------------------------------------------------------------------------------
+
+
+class Slow(torch.autograd.Function):
+    """The identity, which takes its time in both directions: compute that no other thread can slow down."""
+
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(2 * ctx.seconds)
+        return grad, None
+
+
+class SlowBlock(nn.Module):
+    def __init__(self, width: int, seconds: float) -> None:
+        super().__init__()
+        self.linear, self.seconds = nn.Linear(width, width), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + Slow.apply(self.linear(x), self.seconds)
+
+
+class SlowStack(nn.Module):
+    def __init__(self, blocks: int, width: int, seconds: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SlowBlock(width, seconds) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+BLOCKS, BLOCK_WIDTH, BLOCK_S = 10, 128, 0.010
+C_FORWARD_S, C_BACKWARD_S = BLOCKS * BLOCK_S, 2 * BLOCKS * BLOCK_S
+
+
+def step_s(update: str, traffic_s: float) -> float:
+    """The shortest of several steps on a disk on which a step's traffic takes `traffic_s`."""
+
+    def rank_main(world):
+        with zero.empty():
+            model = SlowStack(BLOCKS, BLOCK_WIDTH, BLOCK_S)
+        clip = None if update == "eager" else 1.0
+        plan = zero.Plan(
+            model,
+            optimizer=zero.adamw(1e-3, clip=clip),
+            world=world,
+            update=update,
+            offload=zero.Offload("nvme", page_bytes=128 * KiB, threads=4, read_ahead=4),
+        )
+        moved = 2 * sum(spec.nbytes for spec in plan.store_pages().values())
+        store = zero.open_store(plan, disk=ThrottledStore(MemoryStore(CPU), moved / traffic_s))
+        state, step = zero.init(plan, store), zero.make_step(plan, lambda model, x: model(x).square().mean())
+        x, times = torch.ones(4, BLOCK_WIDTH), []
+        for _ in range(6):
+            begin = time.perf_counter()
+            state, _ = step(state, [x])
+            times.append(time.perf_counter() - begin)
+        store.settle()
+        store.close()
+        return min(times[1:])
+
+    return run_ranks(1, rank_main)[0]
+
+
+@pytest.mark.parametrize("traffic_s", [0.05, 0.2])
+def test_a_lazy_update_hides_behind_the_next_forward(traffic_s):
+    """Time is max(C_forward, O) + C_backward, with clipping on; serial is the sum. Compute and disk are clocks here, so
+    that the machine's load counts little."""
+    lazy, serial = step_s("lazy", traffic_s), step_s("serial", traffic_s)
+    bound = max(C_FORWARD_S, traffic_s) + C_BACKWARD_S
+    print(f"lazy {lazy:.3f} s, serial {serial:.3f} s, bound {bound:.3f} s")
+    assert lazy <= 1.15 * bound
+    assert serial >= 0.95 * (C_FORWARD_S + C_BACKWARD_S + traffic_s)
+    if traffic_s > 0.8 * C_FORWARD_S:
+        assert lazy <= 0.8 * serial
+
+
+def test_an_eager_update_hides_behind_the_whole_step():
+    traffic_s = 0.25
+    eager = step_s("eager", traffic_s)
+    bound = max(C_FORWARD_S + C_BACKWARD_S, traffic_s)
+    print(f"eager {eager:.3f} s, bound {bound:.3f} s")
+    assert eager <= 1.3 * bound

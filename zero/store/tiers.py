@@ -1,0 +1,65 @@
+"""One store out of several: each page sleeps on the tier that it was placed on."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from zero.errors import StoreError
+from zero.store.base import Page, Store, Ticket
+
+
+class Tiers(Store):
+    """Routes every page to the store of its tier.
+
+    Args:
+        stores: tier to store; closed with this one.
+        where: page to tier, and always the same one.
+        release: called when all of them are closed.
+    """
+
+    def __init__(
+        self, stores: Mapping[str, Store], where: Callable[[Page], str], release: Callable[[], None] = lambda: None
+    ) -> None:
+        self._stores, self._where, self._release = dict(stores), where, release
+        self._pages: dict[Page, Store] | None = {}
+
+    def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
+        if self._pages is None:
+            raise StoreError("this store is closed")
+        store = self._stores[self._where(page)]
+        store.allocate(page, numel, dtype)
+        self._pages[page] = store
+
+    def read(self, page: Page, into: Tensor) -> Ticket:
+        return self._of(page).read(page, into)
+
+    def write(self, page: Page, source: Tensor) -> Ticket:
+        return self._of(page).write(page, source)
+
+    def in_place(self, page: Page) -> Tensor | None:
+        return self._of(page).in_place(page)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(store.allocated_bytes for store in self._stores.values())
+
+    def allocated_on(self, tier: str) -> int:
+        """Bytes that all pages of one tier take; 0 where there is no such tier."""
+        return self._stores[tier].allocated_bytes if tier in self._stores else 0
+
+    def close(self) -> None:
+        self._pages = None
+        with ExitStack() as closing:  # one that fails does not keep the others open
+            closing.callback(self._release)
+            for store in self._stores.values():
+                closing.callback(store.close)
+
+    def _of(self, page: Page) -> Store:
+        if self._pages is None:
+            raise StoreError("this store is closed")
+        try:
+            return self._pages[page]
+        except KeyError:
+            raise StoreError(f"{page} was never allocated") from None

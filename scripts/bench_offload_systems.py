@@ -179,8 +179,8 @@ def traffic(job: Job, preset: str, **settings: Any) -> Running:
     """What a step reads and writes, through the same store with the same pages and threads, and no compute beside it.
 
     `nvme`: every page of master and moments, read and written. `infinity`: a forward that also reads the gradients,
-    writes the parameters and reads them for each unit; then a backward that reads the parameters again, from the last
-    unit to the first, and writes the gradients. Each ends when the last byte is written.
+    writes the parameters and reads them for each unit; then a backward that reads the parameters again, but for the
+    units that gathered buffers still hold, and writes the gradients. Each ends when the last byte is written.
     """
     import zero
 
@@ -206,7 +206,7 @@ class _Traffic:
     def __init__(self, plan: Any, store: Any) -> None:
         from zero.store import Group, Page
 
-        self._store, self._order = store, [unit.index for unit in plan.units]
+        self._store, self._order, self._held = store, [unit.index for unit in plan.units], _held_at_the_turn(plan)
         moved: dict[str, dict[int, dict[Page, Any]]] = {"param": {}, "grad": {}}
         state: dict[tuple[int, int], list[Page]] = {}
         for page, spec in plan.store_pages().items():
@@ -240,11 +240,20 @@ class _Traffic:
 
     def backward(self) -> None:
         for unit in reversed(self._order):
-            self._params.move(unit, self._store.read)
+            if unit not in self._held:
+                self._params.move(unit, self._store.read)
             self._grads.move(unit, self._store.write)
         self._params.wait()
         self._grads.wait()
         self._store.settle()
+
+
+def _held_at_the_turn(plan: Any) -> set[int]:
+    """The units that lie in gathered buffers when forward ends: the last ones of each size."""
+    by_size: dict[int, list[int]] = {}
+    for unit in plan.units:
+        by_size.setdefault(unit.trainable.P + unit.frozen.P, []).append(unit.index)
+    return {index for size, count in plan.buffer_counts().items() for index in by_size[size][-count:]}
 
 
 class _Buffers:

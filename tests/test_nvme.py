@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from zero.errors import StoreError
-from zero.store import Page, Store
+from zero.store import Page, Store, nvme
 from zero.store.files import NAMELESS
-from zero.store.nvme import NvmeStore, probe
+from zero.store.nvme import NvmeStore, Speed, probe
 from zero.testing import StoreContract
 from zero.testing.faults import Call, Fault, FaultyFiles, drop, fail, flip, misplace, short
 
@@ -136,6 +136,8 @@ def test_where_space_cannot_be_reserved_that_is_said_once(tmp_path, code):
         warnings.simplefilter("always")
         store.allocate(Page(0, "mu", 0), NUMEL, torch.float32)
         holds_what_is_written(store)
+        (fd,) = files.held
+        assert os.fstat(fd).st_size == store.allocated_bytes
     assert ["cannot reserve space" in str(warning.message) for warning in warned] == [True]
 
 
@@ -239,22 +241,31 @@ def one_line(error: StoreError, pattern: re.Pattern) -> None:
     assert "\n" not in str(error)
 
 
-@pytest.mark.parametrize("direct", ["yes", "open", "transfer"])
+DISKS = {
+    "": {},
+    "refuses direct at open": {"direct": "open"},
+    "refuses direct transfers": {"direct": "transfer"},
+    "wants names": {"nameless": False},
+}
+
+
+@pytest.mark.parametrize("disk", DISKS)
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_nth_call_fails(tmp_path, name, direct):
+def test_the_nth_call_fails(tmp_path, name, disk):
     descriptors, buffers = open_descriptors(), aligned_buffers()
     with whatever_is_warned():
-        undisturbed = FaultyFiles(direct=direct)
+        undisturbed = FaultyFiles(**DISKS[disk])
         assert live(tmp_path, undisturbed) == 0
         assert undisturbed.count > 20
         for at in range(1, undisturbed.count + 1):
             for on in (False, True):
-                files = FaultyFiles(FAULTS[name], at=at, on=on, direct=direct)
+                files = FaultyFiles(FAULTS[name], at=at, on=on, **DISKS[disk])
                 live(tmp_path, files)
                 assert not files.held, f"call {at} failing leaves a descriptor open"
     gc.collect()
     assert (open_descriptors(), aligned_buffers()) == (descriptors, buffers)
-    assert not os.listdir(tmp_path)
+    if disk != "wants names":  # there a name stays if it cannot be unlinked
+        assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("nbytes", [1, 7, 511, 512])
@@ -468,6 +479,15 @@ def test_a_bad_folder_is_refused_in_one_line(tmp_path, use, name):
 def test_a_folder_where_no_file_can_be_made_is_refused_by_cause(tmp_path, code):
     with pytest.raises(StoreError, match=rf"offload\.path={tmp_path}: no file can be made: {errno.errorcode[code]} \("):
         NvmeStore(tmp_path, files=FaultyFiles(fail(code), on=True, only="open"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "cause"),
+    [(flip(3), "pwritev", "differently"), (flip(3), "preadv", "differently"), (drop(), "pwritev", "nothing more")],
+)
+def test_a_disk_that_returns_something_else_is_refused_at_once(tmp_path, fault, name, cause):
+    with pytest.raises(StoreError, match=f"offload.path={tmp_path}: the first block .*{cause}"):
+        NvmeStore(tmp_path, files=FaultyFiles(fault, only=name))
 
 
 def test_too_little_space_is_refused_with_both_numbers(tmp_path):
@@ -692,7 +712,7 @@ def test_the_probe_keeps_to_three_seconds(tmp_path, bytes_per_s, slowest_s):
 
 
 def test_the_probe_returns_in_time_when_the_disk_hangs(tmp_path):
-    gate, closed = Gate("preadv"), threading.Event()
+    gate, closed = Gate("pwritev"), threading.Event()
 
     def before(call: Call) -> None:
         gate(call)
@@ -704,7 +724,7 @@ def test_the_probe_returns_in_time_when_the_disk_hangs(tmp_path):
         before(call)
 
     files = FaultyFiles(before=arm)
-    speed = probe(tmp_path, size_bytes=2**23, files=files, limit_s=0.3)
+    speed = probe(tmp_path, size_bytes=2**23, files=files, limit_s=0.9)
     assert (speed.read_gbps, speed.threads, speed.request_bytes) == (0.0, 4, 2**22)
     assert gate.reached.is_set()
     gate.go_on.set()
@@ -721,6 +741,25 @@ def test_the_probe_prefers_what_is_faster(tmp_path):
             disk.before(call)
 
     assert probe(tmp_path, size_bytes=2**25, files=FaultyFiles(before=before), clock=disk)[2:] == (2, 2**22)
+
+
+def test_the_probe_reads_what_was_written_and_moves_every_block_once_in_a_turn(tmp_path):
+    moved = {"pwritev": [], "preadv": []}
+
+    def before(call: Call) -> None:
+        if call.name in moved:
+            moved[call.name].append(call.args[2] // 2**20)
+
+    probe(tmp_path, size_bytes=2**23, files=FaultyFiles(before=before), clock=lambda: 0.0)
+    ways = 2 * 3  # two turns for each number of threads, with requests of 1 MiB and with one of 4 MiB
+    assert sorted(moved["preadv"]) == sorted([0] + ways * [0, 1, 2, 3] + ways * [0])
+    assert sorted(moved["pwritev"]) == sorted([0, 0, 4] + ways * [4, 5, 6, 7] + ways * [4])
+
+
+def test_of_ways_that_are_nearly_as_fast_the_fewest_threads_are_taken():
+    speeds = [Speed(gbps, gbps, threads, 2**20) for gbps, threads in ((0.94, 2), (0.96, 4), (1.0, 8))]
+    assert nvme._best(speeds) == speeds[1]
+    assert nvme._best(speeds[:1] + speeds[2:]) == speeds[2]
 
 
 @pytest.mark.parametrize("name", ["open", "fallocate", "pwritev", "preadv"])

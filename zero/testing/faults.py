@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from zero.store.base import Done, Page, Store, Ticket
-from zero.store.files import DIRECT, Files
+from zero.store.files import DIRECT, NAMELESS, Files
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,7 @@ class FaultyFiles(Files):
         on: that call and every later one; else that call alone.
         only: names of the calls that are counted, such as "preadv pwritev"; empty for all.
         direct: whether direct I/O is to be had: "yes", or refused at "open", or at the first "transfer".
+        nameless: whether files without a name (O_TMPFILE) are.
         before: called with each call before it is made, from the thread that makes it: the place for a delay.
 
     Attributes:
@@ -136,6 +137,7 @@ class FaultyFiles(Files):
         on: bool = False,
         only: str = "",
         direct: str = "yes",
+        nameless: bool = True,
         before: Callable[[Call], None] | None = None,
     ) -> None:
         self.count = 0
@@ -145,6 +147,7 @@ class FaultyFiles(Files):
         self._on = on
         self._only = only.split()
         self._refuses_direct = direct
+        self._nameless = nameless
         self._before = before
         self._direct: set[int] = set()
         self._lock = threading.Lock()
@@ -193,6 +196,8 @@ class FaultyFiles(Files):
             return self.count == self._at or (self._on and self.count > self._at)
 
     def _really_open(self, path: Path, flags: int, mode: int) -> int:
+        if not self._nameless and flags & NAMELESS == NAMELESS:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
         if flags & DIRECT and self._refuses_direct == "open":
             if flags & os.O_CREAT:
                 super().close(super().open(path, flags & ~DIRECT, mode))  # as Linux does: the name is made first

@@ -14,11 +14,12 @@ LAYERS = [
     ("arithmetic", "errors refusal schedule stage layout precision optim placement order"),
     ("doors", "failure world device store.base store.memory store.files store.nvme store.paging store.prefetch"),
     ("doors", "store.tiers store"),
-    ("engine", "unit copied pool unit_state plan gradient reduce update fetch residency recompute gather"),
-    ("engine", "state initialise step full"),
+    ("engine", "unit copied pool unit_state plan transfer gradient reduce update fetch residency"),
+    ("engine", "recompute gather state initialise step full"),
     ("edges", "data.order data.source data.windows data.text data.tokens data.synthetic data"),
     ("edges", "models.gpt_config models.gpt models"),
-    ("edges", "config build evaluate meter tracker launch testing.threads testing.processes testing.contract testing.faults testing"),
+    ("edges", "config build evaluate meter tracker launch"),
+    ("edges", "testing.threads testing.processes testing.contract testing.faults testing"),
 ]
 RANK = {name: place for place, name in enumerate(name for _, names in LAYERS for name in names.split())}
 ARITHMETIC = LAYERS[0][1].split()

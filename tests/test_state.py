@@ -166,8 +166,8 @@ def bits_here(state):
     """What this rank holds, read without the other ranks."""
     units = state.machinery.units
     tensors = [tensor.clone() for unit in units for tensor in (unit.shard_S, unit.frozen_S)]
-    for page, numel in state.plan.store_pages().items():
-        tensors.append(torch.empty(numel))
+    for page, spec in state.plan.store_pages().items():
+        tensors.append(torch.empty(spec.numel))
         state.machinery.store.read(page, tensors[-1]).wait()
     return tensors
 

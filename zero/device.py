@@ -78,6 +78,11 @@ class Device:
         event.record()
         return event
 
+    @property
+    def shares_memory(self) -> bool:
+        """The device computes in host memory."""
+        return not self._on_gpu
+
     def is_home_of(self, tensor: Tensor) -> bool:
         """Kernels of this device can work on `tensor` where it lies."""
         return tensor.device.type == self.device.type

@@ -8,8 +8,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from zero.device import Device
 from zero.layout import Layout, pages
-from zero.store import Page, Store, Ticket
+from zero.store import Page, PrefetchStore, Ticket
+from zero.transfer import load
 from zero.unit_state import UnitState
 from zero.world import Handle, World
 
@@ -30,7 +32,7 @@ def gathering(world: World) -> Fetch:
     return fetch
 
 
-def reading(world: World, store: Store, page_numel: int) -> Fetch:
+def reading(world: World, device: Device, store: PrefetchStore, page_numel: int) -> Fetch:
     """Fill a buffer with the shards that all ranks hold in their stores, each one's own straight into its place."""
 
     def fetch(unit: UnitState, full: Tensor) -> list[Handle]:
@@ -42,7 +44,7 @@ def reading(world: World, store: Store, page_numel: int) -> Fetch:
         start, stop = layout.shard(world.rank)
         own_S = full_P[start:stop]
         tickets = [
-            store.read(Page(unit.index, kind, number), own_S[a:b])
+            load(store, device, Page(unit.index, kind, number), own_S[a:b])
             for number, (a, b) in enumerate(pages(layout.S, page_numel))
         ]
         if world.size == 1:

@@ -14,7 +14,8 @@ from torch import Tensor
 from zero.device import Device, Event, aligned_zeros
 from zero.errors import StoreError
 from zero.plan import Plan
-from zero.store import Page, Store, Ticket
+from zero.store import Page, PrefetchStore, Ticket
+from zero.transfer import load, save
 from zero.unit_state import UnitState
 
 
@@ -57,7 +58,7 @@ class PagedGradients(Gradients):
 
     scarce = True
 
-    def __init__(self, plan: Plan, store: Store, device: Device) -> None:
+    def __init__(self, plan: Plan, store: PrefetchStore, device: Device) -> None:
         self._plan, self._store, self._device = plan, store, device
         self._counts = plan.grad_buffer_counts()
         self._free = {numel: [self._buffer(numel) for _ in range(n)] for numel, n in self._counts.items()}
@@ -72,7 +73,7 @@ class PagedGradients(Gradients):
             unit.grad = self._take(self._plan.grad_numel(unit.spec))
             self._open[unit.index] = unit
             if not fresh:
-                self._coming = [self._store.read(page, part_K) for page, part_K in self._pages(unit)]
+                self._coming = [load(self._store, self._device, page, part_K) for page, part_K in self._pages(unit)]
                 for ticket in self._coming:
                     ticket.wait()
         if held:
@@ -82,8 +83,8 @@ class PagedGradients(Gradients):
     def park(self, unit: UnitState) -> None:
         if unit.grad is None:
             return
-        flat, tickets = unit.grad, [self._store.write(page, part_K) for page, part_K in self._pages(unit)]
-        unit.grad = None
+        tickets = [save(self._store, self._device, page, part_K) for page, part_K in self._pages(unit)]
+        flat, unit.grad = unit.grad, None
         del self._open[unit.index]
         self._held.discard(unit.index)
         self._leaving.append(_Leaving(flat, tickets, self._device.mark()))

@@ -207,7 +207,7 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
         pool=pool,
         prefetch=plan.prefetch,
         force=updater.force,
-        fetch=reading(plan.world, store, plan.page_numel) if plan.params_away else gathering(plan.world),
+        fetch=reading(plan.world, device, store, plan.page_numel) if plan.params_away else gathering(plan.world),
         log=log,
     )
     gatherer = Gatherer(

@@ -1,0 +1,38 @@
+"""One page between the store and memory of the device.
+
+The store's threads move host memory. Where the device is the host, or lends from it, that is all. On a GPU a page of a
+disk passes through a slot of the pinned arena, and a thread of the store copies it on a stream of its own.
+"""
+
+import threading
+
+from torch import Tensor
+
+from zero.device import Device
+from zero.store import Group, Page, PrefetchStore, Ticket
+
+
+def load(store: PrefetchStore, device: Device, page: Page, into: Tensor) -> Ticket:
+    """Read `page` to `into`, (K,), on the device; what is enqueued there now is done before it changes."""
+    if device.shares_memory or store.in_place(page) is not None:
+        return store.read(page, into)
+    after = device.mark()
+
+    def work(tensors: tuple[Tensor, ...]) -> None:
+        with device.paging(threading.current_thread().name, after):
+            into.copy_(tensors[0], non_blocking=True)
+
+    return store.modify(Group(page.unit, page.number, (), beside=(page,)), work)
+
+
+def save(store: PrefetchStore, device: Device, page: Page, source: Tensor) -> Ticket:
+    """Write `source`, (K,), on the device as what is enqueued there now leaves it; it may change after `wait`."""
+    if device.shares_memory or store.in_place(page) is not None:
+        return store.write(page, source)
+    after = device.mark()
+
+    def work(tensors: tuple[Tensor, ...]) -> None:
+        with device.paging(threading.current_thread().name, after):
+            tensors[0].copy_(source, non_blocking=True)
+
+    return store.modify(Group(page.unit, page.number, (), out=(page,)), work)

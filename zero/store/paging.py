@@ -240,13 +240,13 @@ def _asked(state: State, event: Asked) -> tuple[State, tuple[Action, ...]]:
 
 def _enter(state: State, event: Due | Asked, touched: frozenset[Page], written: frozenset[Page]) -> State:
     """Queue up behind every conflicting operation, and drop what was read ahead of a write."""
-    after = frozenset(
+    after = [
         number
-        for number, other in state.asked.items()
-        if not touched.isdisjoint(other.touched)
-        and not (written.isdisjoint(other.touched) and touched.isdisjoint(other.written))
-    )
-    state = state._replace(asked={**state.asked, event.number: Operation(event, touched, written, after)})
+        for number, (_, touched_too, written_too, _) in state.asked.items()
+        if not touched.isdisjoint(touched_too)
+        and not (written.isdisjoint(touched_too) and touched.isdisjoint(written_too))
+    ]
+    state = state._replace(asked={**state.asked, event.number: Operation(event, touched, written, frozenset(after))})
     own = event.group if isinstance(event, Due) else None
     for group, held in state.awake.items():
         if held.number is None and group != own and not written.isdisjoint(group.pages):
@@ -283,7 +283,7 @@ def _arrived(state: State, group: Group) -> State:
 
 
 def _start(state: State, actions: tuple[Action, ...]) -> tuple[State, tuple[Action, ...]]:
-    while len(state.running) < state.workers:
+    for _ in range(state.workers - len(state.running)):
         state, action = (
             _next_move(state) or _next_work(state) or _next_read(state) or _next_ahead(state) or (state, None)
         )
@@ -334,7 +334,7 @@ def _next_ahead(state: State) -> tuple[State, Action] | None:
     if group is None:
         return None
     pages = frozenset(group.pages)
-    if any(not pages.isdisjoint(operation.written) for operation in state.asked.values()):
+    if any(not pages.isdisjoint(written) for _, _, written, _ in state.asked.values()):
         return None  # the ones after it wait as well: they are needed later
     return _read(state, group, None)
 

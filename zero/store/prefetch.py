@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -437,8 +437,7 @@ class _Crew:
         return None
 
     def _job_of(self, action: Action) -> Callable[..., None]:
-        ticket = self._tickets.get(action.number) if isinstance(action, Work | Move) else None
-        return _nothing if ticket is None else ticket.job
+        return self._tickets[action.number].job if isinstance(action, Work | Move) else _nothing
 
     def _finish(self, action: Action, *, keep_first: bool) -> Action | None:
         """The action has ended well; returns the next one for this thread, if it is to keep the first."""
@@ -455,7 +454,8 @@ class _Crew:
 
     def _fail(self, error: BaseException, action: Action | None) -> None:
         """Everything ends, and everybody who waits is told."""
-        told = str(error) if isinstance(error, StoreError) else f"{_words(action)}: {type(error).__name__}: {error}"
+        where = "a thread of the store" if action is None else _words(action)
+        told = str(error) if isinstance(error, StoreError) else f"{where}: {type(error).__name__}: {error}"
         with self._lock:
             if self._failure is None:
                 self._failure = (told, error)
@@ -487,10 +487,16 @@ class _Crew:
         return kept
 
     def _start_threads(self) -> None:
+        """As many as asked for, or as many as there can be."""
         while len(self._threads) < self._size:
             name = f"store worker {len(self._threads)}"
             thread = threading.Thread(target=self._run, name=name, daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                if self._threads:
+                    return
+                raise StoreError(f"the store could not start a thread: {error}") from error
             self._threads.append(thread)
 
     def _starts_here(self, event: Asked) -> bool:
@@ -550,14 +556,15 @@ class _Meter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._traffic = Traffic()
-        self._under_way = {False: 0, True: 0}  # reads, writes
         self._since_s = time.monotonic()
+        self._reads = self._writes = 0  # under way
+        self._read_bytes = self._write_bytes = 0
+        self._read_s = self._write_s = self._busy_s = self._wait_s = 0.0
 
     @contextmanager
     def moving(self, nbytes: int, writes: bool) -> Iterator[None]:
-        """Around one read or write, which counts when it has ended well."""
-        self._change(writes, +1)
+        """Around one read or write; its bytes count when it has ended well."""
+        self._change(writes, +1, 0)
         moved = 0
         try:
             yield
@@ -567,30 +574,30 @@ class _Meter:
 
     def waited(self, seconds: float) -> None:
         with self._lock:
-            self._traffic = replace(self._traffic, wait_s=self._traffic.wait_s + seconds)
+            self._wait_s += seconds
 
     def read_off(self) -> Traffic:
         with self._lock:
             self._tick()
-            return self._traffic
+            return Traffic(self._read_bytes, self._write_bytes, self._read_s, self._write_s, self._busy_s, self._wait_s)
 
-    def _change(self, writes: bool, by: int, nbytes: int = 0) -> None:
+    def _change(self, writes: bool, by: int, nbytes: int) -> None:
         with self._lock:
             self._tick()
-            self._under_way[writes] += by
-            if nbytes:
-                name = "write_bytes" if writes else "read_bytes"
-                self._traffic = replace(self._traffic, **{name: getattr(self._traffic, name) + nbytes})
+            if writes:
+                self._writes += by
+                self._write_bytes += nbytes
+            else:
+                self._reads += by
+                self._read_bytes += nbytes
 
     def _tick(self) -> None:
         """Add the time since the last change to what was under way since then."""
         now_s = time.monotonic()
         passed_s, self._since_s = now_s - self._since_s, now_s
-        reads, writes = self._under_way[False] > 0, self._under_way[True] > 0
-        if reads or writes:
-            self._traffic = replace(
-                self._traffic,
-                read_s=self._traffic.read_s + passed_s * reads,
-                write_s=self._traffic.write_s + passed_s * writes,
-                busy_s=self._traffic.busy_s + passed_s,
-            )
+        if self._reads:
+            self._read_s += passed_s
+        if self._writes:
+            self._write_s += passed_s
+        if self._reads or self._writes:
+            self._busy_s += passed_s

@@ -570,11 +570,11 @@ def test_slots_that_direct_io_cannot_use_are_refused():
 
 # -- against a dictionary ----------------------------------------------------------------------------------------------
 
-PAGES = [Page(unit, kind, 0) for unit in range(3) for kind in ("mu", "grad")]
+PAGES = [Page(0, "mu", 0), Page(1, "mu", 0), Page(2, "mu", 0), Page(0, "grad", 0), Page(2, "param", 0)]
 MACHINE_GROUPS = [
-    Group(0, 0, (PAGES[0],), (PAGES[1],)),
-    Group(1, 0, (PAGES[2], PAGES[3])),
-    Group(2, 0, (PAGES[4],), (PAGES[1],), (PAGES[5],)),
+    Group(0, 0, (PAGES[0],), (PAGES[3],)),
+    Group(1, 0, (PAGES[1],)),
+    Group(2, 0, (PAGES[2],), (PAGES[3],), (PAGES[4],)),
 ]
 NUMEL = 4
 
@@ -594,12 +594,13 @@ class AgainstDictionary(RuleBasedStateMachine):
 
     def _open(self) -> None:
         self.held = HeldStore("read", "write")
-        self.store = PrefetchStore(self.held, aligned(2, 3 * BLOCK_BYTES), threads=2, read_ahead=1, timeout_s=LONG_S)
+        self.store = PrefetchStore(self.held, aligned(3, 3 * BLOCK_BYTES), threads=2, read_ahead=2, timeout_s=LONG_S)
         for page in PAGES:
             self.store.allocate(page, NUMEL, torch.float32)
         self.model = dict.fromkeys(PAGES, 0.0)
         self.tickets: list[Ticket] = []
         self.reads: list[tuple[Tensor, float]] = []
+        self.settled = 0
 
     def _still(self) -> list[Held]:
         """Return when every action under way waits at the inner store: the threads have done all they can."""
@@ -644,16 +645,17 @@ class AgainstDictionary(RuleBasedStateMachine):
             self.model[page] = expected[0]
 
     @precondition(lambda self: not self.broken)
-    @rule(groups=st.lists(st.sampled_from(MACHINE_GROUPS), max_size=4))
+    @rule(groups=st.permutations(MACHINE_GROUPS))
     def expect(self, groups: list[Group]) -> None:
         self.store.expect(groups)
 
     @precondition(lambda self: not self.broken)
-    @rule(choice=st.integers(0, 7))
-    def complete_one(self, choice: int) -> None:
-        waiting = self._still()
-        if waiting:
-            self.held.let_go(waiting[choice % len(waiting)])
+    @rule(choices=st.lists(st.integers(0, 1), min_size=1, max_size=6))
+    def complete_some(self, choices: list[int]) -> None:
+        for choice in choices:
+            waiting = self._still()
+            if waiting:
+                self.held.let_go(waiting[choice % len(waiting)])
 
     @precondition(lambda self: not self.broken)
     @rule()
@@ -672,9 +674,10 @@ class AgainstDictionary(RuleBasedStateMachine):
         self.tickets.clear()
         self.reads.clear()
         self.held.holds = {"read", "write"}
+        self.settled += 1
 
-    @precondition(lambda self: not self.broken)
-    @rule(choice=st.integers(0, 7))
+    @precondition(lambda self: not self.broken and self.settled > 3)
+    @rule(choice=st.integers(0, 1))
     def fail_one(self, choice: int) -> None:
         waiting = self._still()
         if waiting:
@@ -708,5 +711,5 @@ class AgainstDictionary(RuleBasedStateMachine):
 
 TestAgainstDictionary = AgainstDictionary.TestCase
 TestAgainstDictionary.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None
+    max_examples=100, stateful_step_count=40, deadline=None, derandomize=True, database=None
 )

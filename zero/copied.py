@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from zero.errors import OutsideUnitError
 from zero.unit import Site, Splitting
@@ -169,6 +170,18 @@ def empty() -> Iterator[None]:
 
     handle = nn.modules.module.register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
-        yield
+        with _NoDraws():
+            yield
     finally:
         handle.remove()
+
+
+class _NoDraws(TorchFunctionMode):
+    """Draws for a tensor on meta go nowhere. Torch would import its compiler for them: 80 MB and two seconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = next(iter((*args, *(kwargs or {}).values())), None)
+        draws = func in (Tensor.normal_, Tensor.uniform_) or getattr(func, "__module__", "") == "torch.nn.init"
+        if draws and isinstance(first, Tensor) and first.is_meta:
+            return first
+        return func(*args, **(kwargs or {}))

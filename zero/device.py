@@ -122,8 +122,7 @@ class Arena:
     """
 
     def __init__(self, nbytes: int, device: torch.device, *, pin: bool = True) -> None:
-        self._memory = mmap.mmap(-1, max(nbytes, ALIGNMENT))
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._bytes = torch.frombuffer(_mapping(max(nbytes, ALIGNMENT)), dtype=torch.uint8)
         self._taken, self.nbytes = 0, nbytes
         self.pinned = pin and device.type == "cuda" and nbytes > 0 and self._register()
 
@@ -162,12 +161,19 @@ def round_up(count: int, multiple: int) -> int:
 
 
 def aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(numel,) zeros; on the host page aligned, so that files are read straight into it."""
-    if device.type != "cpu":
+    """(numel,) zeros; on the host in a mapping of their own.
+
+    Such memory is page aligned, so files are read straight into it, and large buffers that stay for good do not cut the
+    heap into pieces.
+    """
+    if device.type != "cpu" or numel == 0:
         return torch.zeros(numel, dtype=dtype, device=device)
-    room = torch.zeros(numel + ALIGNMENT // dtype.itemsize, dtype=dtype)
-    start = -room.data_ptr() % ALIGNMENT // dtype.itemsize
-    return room[start : start + numel]
+    return torch.frombuffer(_mapping(numel * dtype.itemsize), dtype=dtype, count=numel)
+
+
+def _mapping(nbytes: int) -> mmap.mmap:
+    """Zeros of this process alone, resident where they were touched."""
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def work_alone() -> None:
@@ -181,6 +187,16 @@ def work_alone() -> None:
     restore = threading.Thread(target=torch.set_num_threads, args=(default,))
     restore.start()
     restore.join(timeout=60)
+
+
+def give_back_memory() -> None:
+    """Return what was freed to the system; nothing where malloc is not glibc's.
+
+    With its thresholds raised, as `launch.malloc` does, malloc keeps what was freed, in pieces that do not always fit.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def free_host_bytes() -> int:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero.device import ALIGNMENT, Device, free_host_bytes, round_up
 from zero.errors import ConfigError, PlanError
@@ -30,7 +30,7 @@ Update = Literal["lazy", "serial", "eager"]
 
 KiB, MiB, GiB = 1024, 1024**2, 1024**3
 
-THREADS, READ_AHEAD = 4, 12
+THREADS, READ_AHEAD = 4, 4
 """Of the store, where neither was given: pages in work at once, and pages that may lie ready beside them."""
 
 KINDS = (
@@ -323,7 +323,7 @@ class Plan:
             "gradients": self.grad_dtype.itemsize * sum(self.grad_numel(unit) for unit in self.units),
             "gradient flats": sum(numel * size for numel, size in flats.items()),
             "gradient buffers": sum(numel * size for numel, size in grads.items()),
-            "buffers": sum(buffer.nbytes for buffer in self.model.buffers()),
+            "buffers": sum(_nbytes(buffer) for buffer in self.model.buffers()),
         }
 
     # -- how it is told ------------------------------------------------------------------------------------------------
@@ -362,12 +362,13 @@ class Plan:
             "precision": str(self.precision),
             "offload": str(self.offload),
             "optim": f"{self.optimizer.name} clip={self.optimizer.clip} weight_decay={self.optimizer.weight_decay}",
-            "placement": hashlib.sha256(repr(self.placement).encode()).hexdigest()[:16],
             "optim settings": str([one for one in _arguments(self.optimizer.update) if isinstance(one, float | int)]),
             "optim.lr": str(self.optimizer.lr_at(1)),
             "version of torch": torch.__version__,
             "version of python": platform.python_version(),
         }
+        if "auto" in self.offload.kinds:
+            told["tiers of offload=auto"] = hashlib.sha256(repr(self.placement).encode()).hexdigest()[:16]
         for unit in self.units:
             slots = repr((unit.trainable.slots, unit.frozen.slots)).encode()
             told[f"unit {unit.index} {unit.name}"] = hashlib.sha256(slots).hexdigest()[:16]
@@ -396,6 +397,13 @@ def _names(units: Sequence[str | type[nn.Module]] | None) -> list[str] | None:
 def _arguments(update: Callable[..., None]) -> tuple[Any, ...]:
     """What an optimizer's update was made with."""
     return update.args if isinstance(update, partial) else ()
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Of a sparse tensor: its values and their indices."""
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    return tensor._nnz() * (tensor.element_size() + 8 * tensor.ndim)
 
 
 def _size(count: int) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.copied import attach, detached_copy
-from zero.device import ALIGNMENT, Arena, Device, round_up, work_alone
+from zero.device import ALIGNMENT, Arena, Device, aligned_zeros, give_back_memory, round_up, work_alone
 from zero.errors import ConfigError, NonFiniteGradientError, WorldError
 from zero.fetch import gathering, reading
 from zero.gather import Gatherer, bind_absent
@@ -130,6 +130,8 @@ def init(plan: Plan, store: PrefetchStore, *, seed: int = 0, weights: Weights = 
         unit, checks[f"first values of {spec.name}"] = _unit_state(plan, store, spec, values)
         units.append(unit)
     plan.world.agree(checks)
+    del values
+    give_back_memory()  # first values were fp32, and the largest tensors that a run ever has on the host
     machinery = _wire(plan, store, tuple(units), copied)
     # Thread ranks share torch's generator, and a checkpoint's recomputation sets it: none trains while another draws.
     plan.world.barrier("init")
@@ -162,7 +164,7 @@ def _unit_state(plan: Plan, store: Store, spec: UnitSpec, values: Values) -> tup
     if resident is not None:
         resident.version = 0
     keeps_grad = trainable.slots and not plan.grads_away
-    grad = torch.zeros(plan.grad_numel(spec), dtype=plan.grad_dtype, device=where) if keeps_grad else None
+    grad = aligned_zeros(plan.grad_numel(spec), plan.grad_dtype, where) if keeps_grad else None
     return UnitState(spec, resident, shards[0], shards[1], grad), " ".join(checks)
 
 
@@ -269,6 +271,8 @@ def make_step(plan: Plan, loss_fn: LossFn) -> Callable[[State, Sequence[Any]], t
         norm = told.norm(hyper.divisor)
         finite = math.isfinite(norm)
         metrics = Metrics(told.loss, norm, hyper.lr, state.scale.scale, not finite, told.blame, told.aux)
+        if plan.params_away:
+            give_back_memory()  # host memory is what is short
         following = state.advance(scale=plan.precision.scale.advance(state.scale, finite), finite=finite)
         if finite:
             _wait_for_update(parts, hyper._replace(divisor=hyper.divisor / _clip(plan.optimizer.clip, norm)))

@@ -412,7 +412,7 @@ class Offload(Section):
         ByteSize(4 * 1024**2), description="bytes of one fp32 page, such as 4MiB; a multiple of 4KiB"
     )
     threads: Count = Field("auto", description="threads that read, update and write pages; auto: measured at the start")
-    read_ahead: Steps = Field("auto", description="pages of each kind that are read before their turn; auto: 4")
+    read_ahead: Steps = Field("auto", description="pages of each kind that are read before their turn; auto: 2")
     device_budget: Budget = Field(
         "auto", description="most that a rank holds on the GPU: 60GiB, 75% of what is free, or auto: all that is free"
     )

@@ -63,7 +63,7 @@ class Offload:
         path: folder of the NVMe file; None: the current folder.
         page_bytes: bytes of one fp32 page of master, of a moment or of gradients: a multiple of 4 KiB.
         threads: threads that read, update and write pages; None: measured at the start, or 4.
-        read_ahead: pages of each kind that are read before their turn; None: 4.
+        read_ahead: pages of each kind that are read before their turn; None: 2.
         device_budget, host_budget: most that one rank may hold: bytes (int), a share of what is free (float), or None
             for all that is free.
         verify: check length, version and CRC-32 of each page that is read back from a file.

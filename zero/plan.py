@@ -30,7 +30,7 @@ Update = Literal["lazy", "serial", "eager"]
 
 KiB, MiB, GiB = 1024, 1024**2, 1024**3
 
-THREADS, READ_AHEAD = 4, 4
+THREADS, READ_AHEAD = 4, 2
 """Of the store, where neither was given: pages in work at once, and pages that may lie ready beside them."""
 
 KINDS = (

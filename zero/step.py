@@ -271,8 +271,6 @@ def make_step(plan: Plan, loss_fn: LossFn) -> Callable[[State, Sequence[Any]], t
         norm = told.norm(hyper.divisor)
         finite = math.isfinite(norm)
         metrics = Metrics(told.loss, norm, hyper.lr, state.scale.scale, not finite, told.blame, told.aux)
-        if plan.params_away:
-            give_back_memory()  # host memory is what is short
         following = state.advance(scale=plan.precision.scale.advance(state.scale, finite), finite=finite)
         if finite:
             _wait_for_update(parts, hyper._replace(divisor=hyper.divisor / _clip(plan.optimizer.clip, norm)))
@@ -339,8 +337,12 @@ def _passes(
             raise ConfigError(
                 f"the loss has shape {tuple(loss.shape)}; it must be a scalar: the mean of the microbatch"
             )
+        if parts.plan.params_away:  # host memory is what is short: forward's temporaries, then backward's
+            give_back_memory()
         (loss if scale == 1.0 else loss * scale).backward()
         parts.gatherer.end()
+        if parts.plan.params_away:
+            give_back_memory()
         losses.append(loss.detach().double())
         for name, value in beside.items():
             aux.setdefault(name, []).append(torch.as_tensor(value).detach().double())

@@ -1,7 +1,8 @@
-"""Many ranks in one test, as threads or as processes, and the contract of a store: public, for tests of your own."""
+"""For tests of your own: many ranks in one test, as threads or as processes; what a store must do, and disks that fail."""
 
 from zero.testing.contract import StoreContract
+from zero.testing.faults import FaultyFiles, ThrottledStore
 from zero.testing.processes import run_processes
 from zero.testing.threads import ThreadWorld, run_ranks
 
-__all__ = ["StoreContract", "ThreadWorld", "run_processes", "run_ranks"]
+__all__ = ["FaultyFiles", "StoreContract", "ThreadWorld", "ThrottledStore", "run_processes", "run_ranks"]

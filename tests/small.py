@@ -148,9 +148,16 @@ class Setting:
         return zero.init(plan, zero.open_store(plan), seed=self.seed), zero.make_step(plan, loss)
 
 
-def train_small(world: zero.World, setting: Setting, steps: int = 3) -> tuple[str, list[zero.Metrics]]:
+def wide() -> Small:
+    """Units of many pages of 4 KiB, the last one ragged."""
+    return Small(width=83)
+
+
+def train_small(
+    world: zero.World, setting: Setting, steps: int = 3, build: Callable[[], nn.Module] = Small
+) -> tuple[str, list[zero.Metrics]]:
     """Digest and metrics after `steps` steps of `Small` on 6 rows per microbatch."""
-    state, step = setting.start(world)
+    state, step = setting.start(world, build)
     told = []
     for number in range(steps):
         batch = small_batch(number, 6 * world.size * setting.accumulate)

@@ -25,11 +25,8 @@ from torch import Tensor
 ALIGNMENT = 4096
 """Bytes: what direct file access asks of an address, and a page of memory."""
 
-CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
-"""Limit and use of this process's group, in versions 2 and 1."""
+MEMORY_FILES_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+"""Limit and use of a group in the first version of cgroups."""
 
 
 class Event:
@@ -42,6 +39,11 @@ class Event:
         """Mark the point that the current stream has reached."""
         if self._event is not None:
             self._event.record()
+
+    def finish(self) -> None:
+        """Return when the device has passed the marked point."""
+        if self._event is not None:
+            self._event.synchronize()
 
     def wait(self) -> None:
         """Let the current stream go on only after the marked point."""
@@ -88,14 +90,18 @@ class Device:
         return tensor.device.type == self.device.type
 
     @contextmanager
-    def paging(self, name: str, after: Event) -> Iterator[None]:
+    def paging(self, name: str, after: Event, *, now: bool = False) -> Iterator[None]:
         """Let the body copy between tiers and compute on a stream of its own, from `after` on; the host waits at the
-        end. For threads beside the one that trains.
+        end, and with `now` also before, because the host itself computes. For threads beside the one that trains.
         """
         if not self._on_gpu:
             yield
             return
-        stream = self._streams.setdefault(name, torch.cuda.Stream(self.device))
+        stream = self._streams.get(name)
+        if stream is None:
+            stream = self._streams[name] = torch.cuda.Stream(self.device)
+        if now:
+            after.finish()
         with torch.cuda.stream(stream):
             after.wait()
             yield
@@ -103,7 +109,10 @@ class Device:
 
     def free_bytes(self) -> int:
         """Bytes of the GPU that nobody uses; 0 on a CPU, whose memory is the host's."""
-        return torch.cuda.mem_get_info(self.device)[0] if self._on_gpu else 0
+        if not self._on_gpu:
+            return 0
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return torch.cuda.mem_get_info(self.device)[0] + cached
 
     def peak_bytes(self) -> int:
         """Most bytes that tensors ever took on the GPU; 0 on a CPU, where the host reading says it."""
@@ -202,12 +211,31 @@ def give_back_memory() -> None:
 def free_host_bytes() -> int:
     """Host memory that a process may still take: what the system has available, within its cgroup's limits."""
     free = psutil.virtual_memory().available
-    for limit, used in CGROUP_FILES:
+    for folder, limit, used in _cgroups():
         try:
-            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):  # no such version of cgroups, or "max"
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))  # given up when needed
+            free = min(free, int((folder / limit).read_text()) - int((folder / used).read_text()) + cached)
+        except (OSError, ValueError):  # no such group, or its limit is "max"
             continue
     return max(free, 0)
+
+
+def _cgroups() -> Iterator[tuple[Path, str, str]]:
+    """(folder, file of the limit, file of the use) of each group that this process may be in, with those around it."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, names, path = line.split(":", 2)
+        if names == "" or "memory" in names.split(","):
+            root = Path("/sys/fs/cgroup") if names == "" else Path("/sys/fs/cgroup/memory")
+            files = ("memory.max", "memory.current") if names == "" else MEMORY_FILES_V1
+            inner = root / path.lstrip("/")
+            for folder in (inner, *inner.parents):
+                if folder == root or root in folder.parents:
+                    yield folder, *files
 
 
 def host_peak_bytes() -> int:

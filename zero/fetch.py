@@ -59,8 +59,11 @@ class _ReadThenGather:
 
     def __init__(self, tickets: list[Ticket], gather: Callable[[], Handle]) -> None:
         self._tickets, self._gather = tickets, gather
+        self._gathered: Handle | None = None
 
     def wait(self) -> None:
         for ticket in self._tickets:
             ticket.wait()
-        self._gather().wait()
+        if self._gathered is None:
+            self._gathered = self._gather()
+        self._gathered.wait()

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from zero.device import memory_of
+from zero.device import Device, memory_of
 from zero.errors import ConfigError
 from zero.layout import pages
 from zero.state import State
 from zero.store import Page
+from zero.transfer import load
 from zero.unit_state import UnitState
 
 
@@ -68,7 +69,8 @@ def _pages(state: State, unit: UnitState, kind: str) -> Tensor:
     plan, layout = state.plan, unit.spec.trainable
     own = torch.zeros(plan.update_numel(unit.spec), dtype=torch.float32, device=plan.world.device)
     for number, (start, stop) in enumerate(pages(own.numel(), plan.page_numel)):
-        state.machinery.store.read(Page(unit.index, kind, number), own[start:stop]).wait()
+        page = Page(unit.index, kind, number)
+        load(state.machinery.store, Device(plan.world.device), page, own[start:stop]).wait()
     if own.numel() == layout.P:
         return own.cpu()
     full = torch.zeros(layout.P, dtype=torch.float32, device=plan.world.device)

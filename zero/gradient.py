@@ -73,9 +73,11 @@ class PagedGradients(Gradients):
             unit.grad = self._take(self._plan.grad_numel(unit.spec))
             self._open[unit.index] = unit
             if not fresh:
-                self._coming = [load(self._store, self._device, page, part_K) for page, part_K in self._pages(unit)]
-                for ticket in self._coming:
-                    ticket.wait()
+                for page, part_K in self._pages(unit):
+                    self._coming.append(load(self._store, self._device, page, part_K))
+                while self._coming:
+                    self._coming[-1].wait()
+                    self._coming.pop()
         if held:
             self._held.add(unit.index)
         return unit.grad
@@ -91,8 +93,9 @@ class PagedGradients(Gradients):
 
     def reset(self) -> None:
         with suppress(StoreError):  # a broken store is what is being reported already
-            for ticket in self._coming:
-                ticket.wait()
+            while self._coming:
+                self._coming[-1].wait()
+                self._coming.pop()
             while self._leaving:
                 self._finish_oldest()
         for unit in self._open.values():

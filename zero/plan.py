@@ -114,7 +114,7 @@ class Plan:
         )
         if not any(unit.trainable.slots for unit in self.units):
             raise PlanError("the model has no trainable parameter")
-        self.slots, self.placement = self._placed()
+        self.arena_slots, self.placement = self._placed()
 
     # -- what is held --------------------------------------------------------------------------------------------------
 
@@ -221,12 +221,13 @@ class Plan:
         numel = min(self.page_numel, max(self.update_numel(unit) for unit in self.units))
         sizes = {"grad": self.grad_dtype.itemsize, "param": self.precision.compute.itemsize}
         beside = ("grad",) * self.grads_away + ("param",) * (self.params_away and self.precision.has_master)
-        return sum(round_up(sizes.get(kind, 4) * numel, ALIGNMENT) for kind in (*self.state_kinds, *beside))
+        group = sum(round_up(sizes.get(kind, 4) * numel, ALIGNMENT) for kind in (*self.state_kinds, *beside))
+        return max(group, *(round_up(spec.nbytes, ALIGNMENT) for spec in self.store_pages().values()))
 
     @property
     def arena_bytes(self) -> int:
         """Host memory that pages pass through."""
-        return self.slots * self.slot_bytes
+        return self.arena_slots * self.slot_bytes
 
     def _pages_of(self, unit: UnitSpec) -> Iterator[tuple[Page, PageSpec]]:
         numels = {kind: self._cut(self.update_numel(unit)) for kind in self.state_kinds}
@@ -276,7 +277,7 @@ class Plan:
                 sizes[page.unit, page.number] += spec.nbytes
         threads = self.offload.threads or THREADS
         ahead = READ_AHEAD if self.offload.read_ahead is None else self.offload.read_ahead
-        streams = any(self._is_away(tier) for tier in (*asked.values(),))
+        streams = any(self._is_away(tier) for tier in asked.values())
         most = min(threads + ahead, len(groups)) if streams else 0
         fewest = min(threads, most) if self.offload.read_ahead is None else most
         for slots in (most, fewest):

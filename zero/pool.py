@@ -51,8 +51,10 @@ class Buffer:
 
     def land(self) -> None:
         """Wait for what is on its way into this buffer."""
+        self.ready.wait()  # what was enqueued for it, before anything that an arrival enqueues after it
         while self.arrivals:
-            self.arrivals.pop().wait()
+            self.arrivals[-1].wait()  # an interrupt leaves it there, to be waited for again
+            self.arrivals.pop()
         self.ready.wait()
 
     def renew(self) -> None:

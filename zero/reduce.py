@@ -175,16 +175,17 @@ class Reducer:
         self._under_way.append(Reduction(unit, handle, (sent, received), last))
 
     def _complete_oldest(self) -> None:
-        reduction = self._under_way.popleft()
+        reduction = self._under_way[0]
         with self._device.aside("reduce") as self._done:
             reduction.handle.wait()
+            self._under_way.popleft()
+            for flat in reduction.flats:
+                flat.free = self._done
+            self._give_back(reduction.flats)
             if reduction.last:
                 self._publish(reduction.unit)
             else:
                 self._park(reduction.unit)
-        for flat in reduction.flats:
-            flat.free = self._done
-        self._give_back(reduction.flats)
 
     def _complete_gather(self, index: int) -> None:
         unit, handle = self._gathers.pop(index)

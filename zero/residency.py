@@ -25,6 +25,7 @@ class Residency:
         prefetch: how many units to gather ahead, in both directions.
         force: returns when a unit's waiting update is made.
         fetch: starts to fill a buffer with a unit; returns what to wait for.
+        alone: there is no other rank, so what is gathered ahead may depend on what happens to be ready.
         log: where every collective is noted.
     """
 
@@ -37,10 +38,11 @@ class Residency:
         prefetch: int,
         force: Callable[[UnitState], None],
         fetch: Callable[[UnitState, Tensor], list[Handle]],
+        alone: bool,
         log: CollectiveLog,
     ) -> None:
         self._units, self._device, self.pool = units, device, pool
-        self._prefetch, self._force, self._fetch, self._log = prefetch, force, fetch, log
+        self._prefetch, self._force, self._fetch, self._alone, self._log = prefetch, force, fetch, alone, log
         self._orders = {True: VisitOrder(), False: VisitOrder()}
         self._ahead: set[int] = set()  # units asked for before their turn, and not used yet
 
@@ -121,8 +123,8 @@ class Residency:
         buffer.arrivals += self._fetch(unit, buffer.flat)
 
     def _request_ahead(self, unit: UnitState) -> None:
-        if unit.due:  # the store's threads are at it: waiting for them here would hold up the unit before it
-            return
+        if unit.due and not (self._alone and all(ticket.ended for ticket in unit.due)):
+            return  # the store's threads are at it: waiting for them here would hold up the unit before it
         self._ahead.add(unit.index)
         if unit.resident is not None:
             self._request(unit)

@@ -10,6 +10,7 @@ Source: Rajbhandari et al. 2020, "ZeRO"; Micikevicius et al. 2018, "Mixed Precis
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from zero.pool import Buffer, Pool
 from zero.reduce import Reducer
 from zero.residency import Residency
 from zero.state import Machinery, State
-from zero.store import MemoryStore, NvmeStore, Page, PrefetchStore, Store, Tiers, probe
+from zero.store import REQUEST_BYTES, MemoryStore, NvmeStore, Page, PrefetchStore, Store, Tiers, probe
 from zero.unit import UnitSpec
 from zero.unit_state import UnitState
 from zero.update import Updater
@@ -69,44 +70,48 @@ def open_store(plan: Plan, *, disk: Store | None = None) -> PrefetchStore:
     Raises:
         StoreError: `offload.path` cannot be used, or has too little space; nothing was taken yet.
     """
-    specs = plan.store_pages()
-    on_disk_bytes = sum(round_up(spec.nbytes, ALIGNMENT) for page, spec in specs.items() if plan.tier(page) == "nvme")
-    threads = plan.offload.threads or THREADS
-    stores: dict[str, Store] = {}
-    if on_disk_bytes and disk is None:
-        disk, threads = _open_disk(plan, on_disk_bytes)
-    if disk is not None:
-        stores["nvme"] = disk
-    on_host = [spec for page, spec in specs.items() if plan.tier(page) == "host"]
-    where, pin = plan.world.device, plan.offload.pin
-    if where.type == "cpu":  # one memory: what stays and what goes to the host lie side by side
-        stores |= {"device": MemoryStore(where), "host": MemoryStore(where)}
-        arena = Arena(plan.arena_bytes, where, pin=pin)
-    else:
-        arena = Arena(plan.arena_bytes + sum(round_up(spec.nbytes, ALIGNMENT) for spec in on_host), where, pin=pin)
-        stores |= {"device": MemoryStore(where), "host": MemoryStore(torch.device("cpu"), arena.take)}
-    store = PrefetchStore(
-        Tiers(stores, plan.tier, release=arena.close),
-        [arena.take(plan.slot_bytes) for _ in range(plan.slots)],
-        threads=threads,
-        read_ahead=max(plan.slots - threads, 0) if plan.offload.read_ahead is None else plan.offload.read_ahead,
-        timeout_s=plan.world.timeout_s,
-        prepare=work_alone,
-    )
-    for page, spec in specs.items():
-        store.allocate(page, spec.numel, spec.dtype)
+    specs, where, host = plan.store_pages(), plan.world.device, torch.device("cpu")
+    with ExitStack() as undo:  # what a refusal half-way must not leave open
+        stores: dict[str, Store] = {"device": MemoryStore(where)}
+        on_disk_bytes = sum(round_up(one.nbytes, ALIGNMENT) for page, one in specs.items() if plan.tier(page) == "nvme")
+        threads = plan.offload.threads or THREADS
+        if on_disk_bytes and disk is None:
+            disk, threads = _open_disk(plan, on_disk_bytes)
+        if disk is not None:
+            stores["nvme"] = disk
+            undo.callback(disk.close)
+        if where.type == "cpu":  # one memory: what stays and what goes to the host lie side by side
+            arena = Arena(plan.arena_bytes, where, pin=False)
+            stores["host"] = MemoryStore(where)
+        else:
+            on_host = sum(round_up(one.nbytes, ALIGNMENT) for page, one in specs.items() if plan.tier(page) == "host")
+            arena = Arena(plan.arena_bytes + on_host, where, pin=plan.offload.pin)
+            undo.callback(arena.close)
+            stores["host"] = MemoryStore(host, arena.take)
+        ahead = plan.offload.read_ahead
+        store = PrefetchStore(
+            Tiers(stores, plan.tier, release=arena.close),
+            [arena.take(plan.slot_bytes) for _ in range(plan.arena_slots)],
+            threads=threads,
+            read_ahead=max(plan.arena_slots - threads, 0) if ahead is None else ahead,
+            timeout_s=plan.world.timeout_s,
+            prepare=work_alone,
+        )
+        for page, spec in specs.items():
+            store.allocate(page, spec.numel, spec.dtype)
+        undo.pop_all()
     return store
 
 
 def _open_disk(plan: Plan, nbytes: int) -> tuple[Store, int]:
     """The file of this rank, and how many threads suit its disk."""
-    folder, threads = Path(plan.offload.path or "."), plan.offload.threads
+    folder, threads, request_bytes = Path(plan.offload.path or "."), plan.offload.threads, REQUEST_BYTES
     if threads is None and nbytes >= PROBED_BYTES:
+        NvmeStore(folder, capacity_bytes=nbytes).close()  # too little space is refused before anything is measured
         speed = probe(folder, size_bytes=nbytes)
-        return NvmeStore(
-            folder, capacity_bytes=nbytes, verify=plan.offload.verify, request_bytes=speed.request_bytes
-        ), speed.threads
-    return NvmeStore(folder, capacity_bytes=nbytes, verify=plan.offload.verify), threads or THREADS
+        request_bytes, threads = speed.request_bytes, min(speed.threads, THREADS)  # the arena has slots for so many
+    disk = NvmeStore(folder, capacity_bytes=nbytes, verify=plan.offload.verify, request_bytes=request_bytes)
+    return disk, threads or THREADS
 
 
 def init(plan: Plan, store: PrefetchStore, *, seed: int = 0, weights: Weights = None) -> State:
@@ -121,7 +126,9 @@ def init(plan: Plan, store: PrefetchStore, *, seed: int = 0, weights: Weights = 
     Raises:
         HandshakeError: the ranks have different plans, seeds or weights.
         PlanError: an owner without `reset_parameters`, or missing or misshapen weights; named.
+        StoreError: the store holds another state already.
     """
+    store.claim()
     plan.world.agree(plan.fields() | {"seed": str(seed)})
     copied = detached_copy(plan.model, plan.splitting, plan.precision.compute, plan.world.device)
     values = values_of(plan.splitting, plan.model, copied, seed, weights, plan.world)
@@ -210,6 +217,7 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
         prefetch=plan.prefetch,
         force=updater.force,
         fetch=reading(plan.world, device, store, plan.page_numel) if plan.params_away else gathering(plan.world),
+        alone=plan.world.size == 1,
         log=log,
     )
     gatherer = Gatherer(

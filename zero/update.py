@@ -68,6 +68,7 @@ class Updater:
         self._plan, self._store, self._transform = plan, store, plan.optimizer
         self._device, self._gradients, self._decays = device, gradients, decays
         self._rank, self._whole, self._has_master = plan.world.rank, plan.whole_update, plan.precision.has_master
+        self._moments = len(plan.optimizer.moments)
         self._where = torch.device("cpu") if plan.offload.compute == "host" else plan.world.device
         self._parts = {unit.index: tuple(self._parts_of(unit)) for unit in units}
         self._order = [unit.index for unit in units]
@@ -129,7 +130,8 @@ class Updater:
         for part in self._parts[unit.index]:
             if part.here:
                 lent = [self._store.in_place(page) for page in part.group.pages]
-                self._apply(unit, hyper, part, [page_K for page_K in lent if page_K is not None])
+                here = [page_K for page_K in lent if page_K is not None]
+                self._apply(unit, hyper, part, here, self._plan.world.device)
         unit.due.clear()
         unit.waiting, unit.torn = None, False
         unit.version += 1
@@ -140,27 +142,29 @@ class Updater:
 
     def _work(self, unit: UnitState, hyper: Hyper, part: Part, after: Event, tensors: Sequence[Tensor]) -> None:
         """What a thread of the store does with a group in memory: its pages, what is beside, what goes out."""
-        with self._device.paging(threading.current_thread().name, after):
-            self._apply(unit, hyper, part, tensors)
+        on_host = self._where.type == "cpu"
+        with self._device.paging(threading.current_thread().name, after, now=on_host):
+            self._apply(unit, hyper, part, tensors, self._where)
 
-    def _apply(self, unit: UnitState, hyper: Hyper, part: Part, tensors: Sequence[Tensor]) -> None:
-        """Update one part where it is computed; what sleeps elsewhere is copied there and back."""
+    def _apply(self, unit: UnitState, hyper: Hyper, part: Part, tensors: Sequence[Tensor], where: torch.device) -> None:
+        """Update one part on `where`; what lies elsewhere is copied there and back."""
         group, count = part.group, len(part.group.pages)
         own_K, grad_K = (_range(tensor, part) for tensor in (self._parameters(unit), self._gradient(unit)))
         grad_K = tensors[count] if group.beside else grad_K
         state = [*tensors[:count]] if self._has_master or own_K is None else [own_K, *tensors[:count]]
         target_K = tensors[-1] if group.out else state[0] if own_K is None else own_K
-        there = [page_K.to(self._where, non_blocking=True) for page_K in state]
-        cast_K = there[0] if target_K is state[0] else self._like(target_K)
         assert grad_K is not None
-        self._update(unit, hyper, part, there, grad_K.to(self._where, non_blocking=True), cast_K)
-        for page_K, changed_K in zip((*state, target_K), (*there, cast_K), strict=True):
+        behind = where.type != "cpu"  # a copy to the host is read by the CPU at once, so that one must be waited for
+        there = [page_K.to(where, non_blocking=behind) for page_K in state]
+        if target_K is state[0]:
+            cast_K = there[0]
+        else:
+            cast_K = target_K if target_K.device.type == where.type else torch.empty_like(target_K, device=where)
+            state, there = [*state, target_K], [*there, cast_K]
+        self._update(unit, hyper, part, there[: 1 + self._moments], grad_K.to(where, non_blocking=behind), cast_K)
+        for page_K, changed_K in zip(state, there, strict=True):
             if changed_K is not page_K:
-                page_K.copy_(changed_K, non_blocking=True)
-
-    def _like(self, target_K: Tensor) -> Tensor:
-        """Room for what goes to `target_K`: itself, if it lies where it is computed."""
-        return target_K if target_K.device.type == self._where.type else torch.empty_like(target_K, device=self._where)
+                page_K.copy_(changed_K, non_blocking=behind)
 
     def _update(
         self, unit: UnitState, hyper: Hyper, part: Part, state: Sequence[Tensor], grad_K: Tensor, parameters_K: Tensor

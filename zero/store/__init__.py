@@ -1,6 +1,7 @@
 """The one open family of zero: a tier is a class that passes `zero.testing.StoreContract`."""
 
 from zero.store.base import Page, Store, Ticket
+from zero.store.files import REQUEST_BYTES
 from zero.store.memory import MemoryStore
 from zero.store.nvme import NvmeStore, probe
 from zero.store.paging import Group
@@ -8,6 +9,7 @@ from zero.store.prefetch import PrefetchStore, Traffic
 from zero.store.tiers import Tiers
 
 __all__ = [
+    "REQUEST_BYTES",
     "Group",
     "MemoryStore",
     "NvmeStore",

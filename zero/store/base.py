@@ -22,7 +22,13 @@ class Page(NamedTuple):
 
 
 class Ticket(Protocol):
-    """A read or a write under way."""
+    """A read or a write under way.
+
+    Attributes:
+        ended: `wait` would return at once.
+    """
+
+    ended: bool
 
     def wait(self) -> None:
         """Return when the bytes are there; raise what went wrong."""
@@ -30,6 +36,8 @@ class Ticket(Protocol):
 
 class Done:
     """The ticket of work that was complete when it was issued."""
+
+    ended = True
 
     def wait(self) -> None:
         return None

@@ -99,6 +99,7 @@ class PrefetchStore(Store):
         self._shapes: dict[Group, _Shape] = {}
         self._opened: list[tuple[Tensor, ...]] = [()] * len(slots)  # what lies in each slot
         self._meter = _Meter()
+        self._claimed = False
         self._crew = _Crew(len(slots), threads, read_ahead, timeout_s, prepare, self._carry_out, self._meter)
 
     # -- a store like any other --
@@ -129,6 +130,16 @@ class PrefetchStore(Store):
         self._crew.leave()
         self._shapes.clear()
         self._inner.close()
+
+    def claim(self) -> None:
+        """Say that the pages hold a state from here on; a store holds one in its life.
+
+        Raises:
+            StoreError: it has one already, which another would mix with.
+        """
+        if self._claimed:
+            raise StoreError("this store holds a state already; open another one with zero.open_store(plan)")
+        self._claimed = True
 
     # -- groups --
 
@@ -303,8 +314,8 @@ class _Ticket:
         self._crew.await_end(self)
 
     def end(self) -> None:
-        self.ended = True
         self.drop()
+        self.ended = True
 
     def drop(self) -> None:
         """Let go of the job: a ticket may be kept for longer than what its job holds."""

@@ -45,10 +45,6 @@ class Tiers(Store):
     def allocated_bytes(self) -> int:
         return sum(store.allocated_bytes for store in self._stores.values())
 
-    def allocated_on(self, tier: str) -> int:
-        """Bytes that all pages of one tier take; 0 where there is no such tier."""
-        return self._stores[tier].allocated_bytes if tier in self._stores else 0
-
     def close(self) -> None:
         self._pages = None
         with ExitStack() as closing:  # one that fails does not keep the others open

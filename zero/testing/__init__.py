@@ -1,4 +1,4 @@
-"""For tests of your own: many ranks in one test, as threads or as processes; what a store must do, and disks that fail."""
+"""For tests of your own: many ranks, as threads or as processes; what a store must do, and disks that fail."""
 
 from zero.testing.contract import StoreContract
 from zero.testing.faults import FaultyFiles, ThrottledStore

@@ -15,8 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from zero.device import aligned_zeros
 from zero.errors import OutsideUnitError
 from zero.unit import Site, Splitting
+
+MAPPED_BYTES = 1 << 20
+"""From here on a tensor is worth a mapping of its own."""
 
 BATCH_NORM = nn.BatchNorm1d.forward
 """All dimensions share it. A subclass with a forward of its own knows itself in what dtype it computes."""
@@ -170,18 +174,34 @@ def empty() -> Iterator[None]:
 
     handle = nn.modules.module.register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
-        with _NoDraws():
+        with _Untouched():
             yield
     finally:
         handle.remove()
 
 
-class _NoDraws(TorchFunctionMode):
-    """Draws for a tensor on meta go nowhere. Torch would import its compiler for them: 80 MB and two seconds."""
+class _Untouched(TorchFunctionMode):
+    """What a constructor makes and `empty` throws away at once costs no memory.
+
+    Draws for a tensor on meta go nowhere: torch would import its compiler for them, 80 MB and two seconds. Large empty
+    tensors are mappings of their own: in the heap each would leave a hole in which the next no longer fits, a gigabyte
+    of holes for 340 million parameters, and training would touch them all.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.empty:
+            return _mapped_empty(*args, **(kwargs or {}))
         first = next(iter((*args, *(kwargs or {}).values())), None)
         draws = func in (Tensor.normal_, Tensor.uniform_) or getattr(func, "__module__", "") == "torch.nn.init"
         if draws and isinstance(first, Tensor) and first.is_meta:
             return first
         return func(*args, **(kwargs or {}))
+
+
+def _mapped_empty(*args: Any, **kwargs: Any) -> Tensor:
+    if str(kwargs.get("device") or torch.get_default_device()) != "cpu" or kwargs.get("pin_memory"):
+        return torch.empty(*args, **kwargs)
+    told = torch.empty(*args, **{**kwargs, "device": "meta"})
+    if told.layout is not torch.strided or not told.is_contiguous() or told.nbytes < MAPPED_BYTES:
+        return torch.empty(*args, **kwargs)
+    return aligned_zeros(told.numel(), told.dtype, torch.device("cpu")).view(told.shape)

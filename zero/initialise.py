@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from zero.device import memory_of
+from zero.device import aligned_zeros, memory_of
 from zero.errors import PlanError
 from zero.layout import Layout
 from zero.unit import Owner, Splitting
@@ -162,8 +162,8 @@ def _made_by(owner: Owner, copied: nn.Module) -> dict[str, Tensor]:
     try:
         for own, parameter in absent.items():
             if parameter is not None:
-                zeros = nn.Parameter(torch.zeros(parameter.shape, dtype=torch.float32))
-                module._parameters[own] = made.setdefault(id(parameter), zeros)
+                zeros = aligned_zeros(parameter.numel(), torch.float32, torch.device("cpu")).view(parameter.shape)
+                module._parameters[own] = made.setdefault(id(parameter), nn.Parameter(zeros))
         reset()
         return {name: _value(module._parameters[own]) for own, name in owner.slots}
     finally:

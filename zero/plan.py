@@ -185,7 +185,9 @@ class Plan:
         if not self.grads_away:
             return {}
         sizes = Counter(self.grad_numel(unit) for unit in self.units if unit.trainable.slots)
-        return {numel: min(n, 2) for numel, n in sizes.items()}
+        # two reductions may be under way; a lone CPU has long written one gradient when the next unit's arrives
+        most = 1 if self.world.size == 1 and self._device_is_host else 2
+        return {numel: min(n, most) for numel, n in sizes.items()}
 
     # -- pages of the store --------------------------------------------------------------------------------------------
 

@@ -224,7 +224,7 @@ class Plan:
         sizes = {"grad": self.grad_dtype.itemsize, "param": self.precision.compute.itemsize}
         beside = ("grad",) * self.grads_away + ("param",) * (self.params_away and self.precision.has_master)
         group = sum(round_up(sizes.get(kind, 4) * numel, ALIGNMENT) for kind in (*self.state_kinds, *beside))
-        return max(group, *(round_up(spec.nbytes, ALIGNMENT) for spec in self.store_pages().values()))
+        return max([group, *(round_up(spec.nbytes, ALIGNMENT) for spec in self.store_pages().values())])
 
     @property
     def arena_bytes(self) -> int:

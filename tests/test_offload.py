@@ -455,7 +455,7 @@ def step_s(update: str, traffic_s: float) -> float:
         store = zero.open_store(plan, disk=ThrottledStore(MemoryStore(CPU), moved / traffic_s))
         state, step = zero.init(plan, store), zero.make_step(plan, lambda model, x: model(x).square().mean())
         x, times = torch.ones(4, BLOCK_WIDTH), []
-        for _ in range(6):
+        for _ in range(8):
             begin = time.perf_counter()
             state, _ = step(state, [x])
             times.append(time.perf_counter() - begin)

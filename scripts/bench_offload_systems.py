@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import bench_systems
-from bench_systems import BETAS, CLIP, EPS, LR, SEED, WEIGHT_DECAY, fill, forget_peak
+from bench_systems import BETAS, CLIP, EPS, LR, SEED, WEIGHT_DECAY, fill, forget_peak, replica
 
 from zero.data import TextConfig, open_data
 from zero.device import host_peak_bytes
@@ -75,14 +75,6 @@ class Running(NamedTuple):
     close: Callable[[], None] = lambda: None
 
 
-def _model(job: Job) -> GPT:
-    model = GPT(job.config())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            fill(name, parameter)
-    return model
-
-
 def _numel(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -92,7 +84,7 @@ def _numel(model: nn.Module) -> int:
 
 def compute(job: Job, remat: bool = False) -> Running:
     """Forward and backward of the bf16 model, each with its time; no update."""
-    model = _model(job).to(torch.bfloat16)
+    model = replica(job.config()).to(torch.bfloat16)
     if remat:
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -337,7 +329,7 @@ def deepspeed(job: Job, device: str, tuned: bool) -> Running:
     import deepspeed as library
 
     library.init_distributed(dist_backend="gloo", verbose=False)
-    model = _model(job)
+    model = replica(job.config())
     numel = _numel(model)
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": WEIGHT_DECAY},

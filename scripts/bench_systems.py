@@ -58,8 +58,9 @@ def fill(name: str, parameter: Tensor) -> None:
     parameter.normal_(std=0.02, generator=generator)
 
 
-def _model(job: Job) -> GPT:
-    model = GPT(job.config())
+def replica(config: GPTConfig) -> GPT:
+    """The whole model with the values that every system starts from."""
+    model = GPT(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             fill(name, parameter)
@@ -81,7 +82,7 @@ def _gloo() -> None:
 def floor(job: Job) -> Step:
     """Forward and backward of the replica, nothing else."""
     _gloo()
-    model = _model(job).to(torch.bfloat16 if job.half else torch.float32)
+    model = replica(job.config()).to(torch.bfloat16 if job.half else torch.float32)
 
     def step(batch: Tensor) -> float:
         value = loss(model, batch)
@@ -98,7 +99,7 @@ def ddp(job: Job) -> Step:
 
     _gloo()
     # the rotary tables are constants: without this DDP would broadcast them every step
-    model = DistributedDataParallel(_model(job), broadcast_buffers=False, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(replica(job.config()), broadcast_buffers=False, gradient_as_bucket_view=True)
     optimizer = _adamw(model)
 
     def step(batch: Tensor) -> float:
@@ -122,7 +123,7 @@ def fsdp2(job: Job) -> Step:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     keys: dict[str, Any] = {"mesh": mesh, "mp_policy": policy if job.half else MixedPrecisionPolicy()}
-    model = _model(job)
+    model = replica(job.config())
     for block in model.blocks:
         fully_shard(block, **keys)
     fully_shard(model, **keys)
@@ -144,7 +145,7 @@ def _deepspeed(job: Job, stage: int, communication: str | None) -> Step:
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    model = _model(job)
+    model = replica(job.config())
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": job.rows,
         "gradient_accumulation_steps": 1,

@@ -282,16 +282,17 @@ class Plan:
         streams = any(self._is_away(tier) for tier in asked.values())
         most = min(threads + ahead, len(groups)) if streams else 0
         fewest = min(threads, most) if self.offload.read_ahead is None else most
+        free_bytes = self._free_bytes()
         for slots in (most, fewest):
             try:
-                return slots, self._place(slots, [(*group, sizes[group]) for group in groups])
+                return slots, self._place(slots, [(*group, sizes[group]) for group in groups], free_bytes)
             except ConfigError:
                 if slots == fewest:
                     raise
         raise AssertionError
 
-    def _place(self, slots: int, groups: Sequence[tuple[int, int, int]]) -> Placement:
-        device_free, host_free = self._free_bytes()
+    def _place(self, slots: int, groups: Sequence[tuple[int, int, int]], free_bytes: tuple[int, int]) -> Placement:
+        device_free, host_free = free_bytes
         held = self._device_bytes()
         return place(
             self.offload,

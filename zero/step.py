@@ -71,6 +71,7 @@ def open_store(plan: Plan, *, disk: Store | None = None) -> PrefetchStore:
         StoreError: `offload.path` cannot be used, or has too little space; nothing was taken yet.
     """
     specs, where, host = plan.store_pages(), plan.world.device, torch.device("cpu")
+    slot_bytes = plan.slot_bytes
     with ExitStack() as undo:  # what a refusal half-way must not leave open
         stores: dict[str, Store] = {"device": MemoryStore(where)}
         on_disk_bytes = sum(round_up(one.nbytes, ALIGNMENT) for page, one in specs.items() if plan.tier(page) == "nvme")
@@ -91,7 +92,7 @@ def open_store(plan: Plan, *, disk: Store | None = None) -> PrefetchStore:
         ahead = plan.offload.read_ahead
         store = PrefetchStore(
             Tiers(stores, plan.tier, release=arena.close),
-            [arena.take(plan.slot_bytes) for _ in range(plan.arena_slots)],
+            [arena.take(slot_bytes) for _ in range(plan.arena_slots)],
             threads=threads,
             read_ahead=max(plan.arena_slots - threads, 0) if ahead is None else ahead,
             timeout_s=plan.world.timeout_s,

@@ -5,6 +5,7 @@ disk passes through a slot of the pinned arena, and a thread of the store copies
 """
 
 import threading
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -16,23 +17,23 @@ def load(store: PrefetchStore, device: Device, page: Page, into: Tensor) -> Tick
     """Read `page` to `into`, (K,), on the device; what is enqueued there now is done before it changes."""
     if device.shares_memory or store.in_place(page) is not None:
         return store.read(page, into)
-    after = device.mark()
-
-    def work(tensors: tuple[Tensor, ...]) -> None:
-        with device.paging(threading.current_thread().name, after):
-            into.copy_(tensors[0], non_blocking=True)
-
-    return store.modify(Group(page.unit, page.number, (), beside=(page,)), work)
+    group = Group(page.unit, page.number, (), beside=(page,))
+    return _through_slot(store, device, group, lambda slot_K: into.copy_(slot_K, non_blocking=True))
 
 
 def save(store: PrefetchStore, device: Device, page: Page, source: Tensor) -> Ticket:
     """Write `source`, (K,), on the device as what is enqueued there now leaves it; it may change after `wait`."""
     if device.shares_memory or store.in_place(page) is not None:
         return store.write(page, source)
+    group = Group(page.unit, page.number, (), out=(page,))
+    return _through_slot(store, device, group, lambda slot_K: slot_K.copy_(source, non_blocking=True))
+
+
+def _through_slot(store: PrefetchStore, device: Device, group: Group, copy: Callable[[Tensor], Tensor]) -> Ticket:
     after = device.mark()
 
     def work(tensors: tuple[Tensor, ...]) -> None:
         with device.paging(threading.current_thread().name, after):
-            tensors[0].copy_(source, non_blocking=True)
+            copy(tensors[0])
 
-    return store.modify(Group(page.unit, page.number, (), out=(page,)), work)
+    return store.modify(group, work)

@@ -203,7 +203,7 @@ def test_a_run_leaves_a_complete_folder(here):
 
 def test_a_run_can_be_repeated_from_its_settings(here, capsys):
     """The run folder says all that the run depends on."""
-    assert train.main([*TINY, "sample.tokens=0", "launch.malloc=false"]) == 0
+    assert train.main([*TINY, "sample.tokens=0", "launch.malloc=default"]) == 0
     (folder,) = here.glob("runs/*/*")
     config = train.read(yaml.safe_load((folder / "config.yaml").read_text()))
     (here / "again").mkdir()
@@ -222,7 +222,7 @@ def test_offload_changes_where_state_sleeps_and_nothing_else(here, monkeypatch):
     """Every preset at the stages that have it: the losses of a run without, and nothing left open or on disk."""
     monkeypatch.chdir(here)
     (here / "disk").mkdir()
-    quiet = [*TINY, "sample.tokens=0", "launch.malloc=false", "tracker.console=none", "offload.page=8KiB"]
+    quiet = [*TINY, "sample.tokens=0", "launch.malloc=default", "tracker.console=none", "offload.page=8KiB"]
     presets = {0: ["none", "nvme"], 3: ["none", "cpu", "nvme", "infinity", "auto"]}
     for stage, names in presets.items():
         losses = {}
@@ -248,7 +248,7 @@ def test_a_run_that_fails_closes_its_store_too(here, monkeypatch, capsys):
 
     monkeypatch.setattr("zero.evaluate.validation_loss", broken)
     before = _descriptors(), threading.active_count()
-    assert train.main([*TINY, "sample.tokens=0", "launch.malloc=false", "offload=infinity"]) == 1
+    assert train.main([*TINY, "sample.tokens=0", "launch.malloc=default", "offload=infinity"]) == 1
     assert "the data went away" in capsys.readouterr().err
     assert (_descriptors(), threading.active_count()) == before
 

@@ -84,7 +84,7 @@ MISTAKES = [
     ({"seed": "two\nlines"}, "seed=two lines: must be a whole number"),
     ({"launch": {"ranks": 0}}, "launch.ranks=0: must be a whole number from 1, or auto"),
     ({"launch": {"timeout": 0.5}}, "launch.timeout=0.5: must be at least 1"),
-    ({"launch": {"malloc": 1}}, "launch.malloc=1: must be true or false"),
+    ({"launch": {"malloc": 1}}, "launch.malloc=1: must be one of raised, lean, default"),
     ({"model": {"width": 191}}, "model.width=191 does not split into model.heads=6"),
     ({"model": {"vocab": 100}}, "model.vocab=100 is smaller than the 256 tokens of data=text"),
     ({"data": {"name": "tokens"}}, "data=tokens needs data.path=FILE"),

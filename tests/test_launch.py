@@ -1,5 +1,6 @@
 """Whatever ends a rank, the user gets one line that names it, and no process is left behind."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from zero import launch
 from zero.errors import ConfigError, NonFiniteGradientError, RankFailedError
@@ -17,6 +19,19 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
 def environment_of_rank(names: tuple[str, ...]) -> dict[str, str | None]:
     print("printed by rank", os.environ["RANK"])
     return {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", *names)}
+
+
+def mapped_bytes_of_a_tensor() -> int:
+    """Bytes that malloc mapped on their own while a tensor of 3 MiB is alive, beyond what it had before."""
+    fields = [
+        (name, ctypes.c_size_t) for name in (["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks"])
+    ]
+    tail = [(name, ctypes.c_size_t) for name in (["uordblks", "fordblks", "keepcost"])]
+    info = ctypes.CDLL(None).mallinfo2
+    info.restype = type("mallinfo2", (ctypes.Structure,), {"_fields_": [*fields, *tail]})
+    before = info().hblkhd
+    held = torch.ones(3 << 18)
+    return info().hblkhd - before if held.sum() else -1
 
 
 def workspace_of_cublas() -> str | None:
@@ -56,11 +71,18 @@ def test_rank_0_answers_and_every_rank_has_a_log(folder: Path, capfd: pytest.Cap
     assert capfd.readouterr() == ("printed by rank 0\n", "")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="malloc is not glibc's")
+def test_a_lean_rank_keeps_no_large_tensor_in_its_heap(folder: Path) -> None:
+    """What is freed there goes back to the system, so nothing is left between two tensors."""
+    assert launch.launch(mapped_bytes_of_a_tensor, ranks=1, folder=folder, malloc="lean") >= 3 << 20
+    assert launch.launch(mapped_bytes_of_a_tensor, ranks=1, folder=folder, malloc="raised") == 0
+
+
 def test_a_deterministic_run_fixes_the_workspace_of_cublas(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch refuses cuBLAS in deterministic runs without it."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    assert launch.environment(2, "auto", False, True)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    assert "CUBLAS_WORKSPACE_CONFIG" not in launch.environment(2, "auto", False)
+    assert launch.environment(2, "auto", "default", True)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert "CUBLAS_WORKSPACE_CONFIG" not in launch.environment(2, "auto", "default")
     assert launch.inside(workspace_of_cublas, folder=folder, deterministic=True) == ":4096:8"
     assert launch.launch(workspace_of_cublas, ranks=1, folder=folder, deterministic=True) == ":4096:8"
     assert workspace_of_cublas() is None

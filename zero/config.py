@@ -490,9 +490,9 @@ class Launch(Section):
     timeout: Annotated[float, Field(ge=1, le=604_800)] = Field(
         300.0, description="longest wait for another rank, in seconds; at most a week"
     )
-    malloc: bool = Field(
-        True,
-        description="raise glibc's mmap and trim thresholds: faster steps, some more resident memory",
+    malloc: Literal["raised", "lean", "default"] = Field(
+        "raised",
+        description="glibc's thresholds: raised keeps freed memory for faster steps, lean gives it back at once",
     )
 
 

@@ -1,7 +1,9 @@
 """Gather a unit just before it computes, release it after, regather it when backward comes back.
 
 `Gather` is one autograd function from a unit to the tuple of its parameters. Its forward cuts views out of the gathered
-buffer; its backward hands the views' gradients to the reducer, whose reduce-scatter is the transpose of the gather.
+buffer; its backward says that all gradients of the call have arrived, and the reducer's reduce-scatter is the transpose
+of the gather. The gradients themselves leave autograd one by one, through an `Arrive` for each parameter: a unit's
+gradients never exist twice.
 
 While a unit computes, a pair of saved-tensor hooks looks at everything autograd wants to keep. What lies in a gathered
 buffer is replaced by (unit, version, offset, size, stride), so the buffer can be released after forward; the first
@@ -58,8 +60,12 @@ class Kept(NamedTuple):
     version: int
 
 
+AT_ONCE = 2**62
+"""Autograd runs what it can in the order of sequence numbers, largest first. Counted numbers do not come this far."""
+
+
 class Gather(torch.autograd.Function):
-    """From a unit to its parameters: backward is where their gradients leave autograd."""
+    """From a unit to its parameters: backward comes here when all gradients of the call have arrived."""
 
     @staticmethod
     def forward(
@@ -72,8 +78,24 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        ctx.gatherer.deliver(ctx.unit, grads, counted=ctx.counted)
+        ctx.gatherer.returned(ctx.unit, counted=ctx.counted)
         return None, None, None, None, None
+
+
+class Arrive(torch.autograd.Function):
+    """The identity of one parameter: backward is where its gradient leaves autograd, as soon as it is whole."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, gatherer: "Gatherer", unit: UnitState, slot: int) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.gatherer, ctx.unit, ctx.slot = gatherer, unit, slot
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if grads[0] is not None:
+            ctx.gatherer.deliver(ctx.unit, ctx.slot, grads[0])
+        return None, None, None, None
 
 
 class Reach(torch.autograd.Function):
@@ -100,7 +122,7 @@ class Gatherer:
 
     Args:
         remat: recompute each unit's activations in backward instead of keeping them.
-        deliver: takes the gradients of one call of a unit; None for a parameter that was not used.
+        deliver: takes the gradient of one trainable slot of a unit, from one call.
         settle: every gradient of the unit's calls in this microbatch has been delivered.
     """
 
@@ -110,7 +132,7 @@ class Gatherer:
         residency: Residency,
         *,
         remat: bool,
-        deliver: Callable[[UnitState, Sequence[Tensor | None]], None],
+        deliver: Callable[[UnitState, int, Tensor], None],
         settle: Callable[[UnitState], None],
     ) -> None:
         self._units, self.residency, self.pool = units, residency, residency.pool
@@ -179,13 +201,20 @@ class Gatherer:
             flat = self.residency.buffer(unit).flat
             frozen[index] = views(unit.spec.frozen, flat, unit.spec.trainable.P)
             if torch.is_grad_enabled() and unit.spec.trainable.slots:
-                trainable[index] = made = Gather.apply(self._anchor, self, unit, flat, not recomputing)
+                made = Gather.apply(self._anchor, self, unit, flat, not recomputing)
+                trainable[index] = self._arriving(unit, made)
                 if not recomputing:  # a recomputed call is the same call again
                     unit.calls.append(made[0].grad_fn)
             else:
                 trainable[index] = views(unit.spec.trainable, flat)
         values = [(trainable if bound.trainable else frozen)[bound.unit][bound.slot] for bound in site.bindings]
         return [bound.local for bound in site.bindings], values
+
+    def _arriving(self, unit: UnitState, made: Sequence[Tensor]) -> list[Tensor]:
+        arriving = [Arrive.apply(parameter, self, unit, slot) for slot, parameter in enumerate(made)]
+        for parameter in arriving:
+            parameter.grad_fn._set_sequence_nr(AT_ONCE)
+        return arriving
 
     def _call(
         self, module: nn.Module, names: list[str], values: list[Tensor], args: Any, kwargs: dict[str, Any]
@@ -260,7 +289,7 @@ class Gatherer:
             if not bound.trainable:
                 return views(unit.spec.frozen, flat, unit.spec.trainable.P)[bound.slot]
             # a reentrant checkpoint goes backward from here, and its gradients must arrive
-            return Gather.apply(self._anchor, self, unit, flat, False)[bound.slot]
+            return self._arriving(unit, Gather.apply(self._anchor, self, unit, flat, False))[bound.slot]
 
         return view
 
@@ -282,13 +311,19 @@ class Gatherer:
         if buffer is not None:
             self.residency.unpin(buffer)
 
-    def deliver(self, unit: UnitState, grads: Sequence[Tensor | None], *, counted: bool) -> None:
-        """One call's gradients have arrived, or `counted=False` those of a part of it that was recomputed."""
+    def deliver(self, unit: UnitState, slot: int, grad: Tensor) -> None:
+        """The gradient of one parameter of one call has arrived."""
+        with self._lock:
+            self._watch_pass()
+            self._deliver(unit, slot, grad)
+            self._open.add(unit.index)
+
+    def returned(self, unit: UnitState, *, counted: bool) -> None:
+        """All gradients of one call have arrived, or `counted=False` those of a part of it that was recomputed."""
         with self._lock:
             self._watch_pass()
             if unit.resident is None and not unit.spec.lookup and unit.index not in self._held:
                 self._hold(unit)  # this rank had no use for its values, but others gather it here
-            self._deliver(unit, grads)
             self._open.add(unit.index)
             unit.returned += counted
             if counted and unit.returned == len(unit.calls):

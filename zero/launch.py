@@ -20,7 +20,7 @@ import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -29,9 +29,16 @@ from zero.errors import RankFailedError, ZeroError
 
 MEMORY_ADVICE = "lower batch.micro or model.seq, set zero.activations=remat, or raise zero.stage or launch.ranks"
 
-MMAP_THRESHOLD_BYTES = 4 * 1024**3
-TRIM_THRESHOLD_BYTES = 16 * 1024**3
+Malloc = Literal["raised", "lean", "default"]
+
+THRESHOLDS: Mapping[Malloc, tuple[int, int]] = {"raised": (4 << 30, 16 << 30), "lean": (2 << 20, 16 << 20)}
+"""Of glibc's malloc: bytes from which a tensor gets a mapping of its own, which goes back to the system when it is
+freed; and free bytes at the heap's end from which they go back."""
+
+MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 CUBLAS_WORKSPACE = ":4096:8"
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
 
 _GRACE_S = 0.5
 _TERM_GRACE_S = 3.0
@@ -67,19 +74,18 @@ def under_torchrun() -> bool:
 
 
 def environment(
-    ranks: int, threads: int | Literal["auto"], malloc: bool, deterministic: bool = False
+    ranks: int, threads: int | Literal["auto"], malloc: Malloc, deterministic: bool = False
 ) -> dict[str, str]:
     """Variables that child ranks are started with; what the user has set already stays.
 
     Page faults of freshly mapped tensors can cost more than an optimizer step. With both thresholds raised glibc keeps
-    freed memory for the next tensor instead of giving it back. Deterministic runs need cuBLAS's workspace fixed before
-    its first product, or torch refuses it.
+    freed memory for the next tensor instead of giving it back, in pieces that do not always fit: several hundred MB
+    may lie idle. Lean is the opposite: every large tensor goes back at once. Deterministic runs need cuBLAS's workspace
+    fixed before its first product, or torch refuses it.
     """
     share = max(1, _cores() // ranks) if threads == "auto" else threads
     wanted = {"OMP_NUM_THREADS": str(share), "MKL_NUM_THREADS": str(share)}
-    if malloc:
-        wanted["MALLOC_MMAP_THRESHOLD_"] = str(MMAP_THRESHOLD_BYTES)
-        wanted["MALLOC_TRIM_THRESHOLD_"] = str(TRIM_THRESHOLD_BYTES)
+    wanted |= dict(zip(MALLOC_VARIABLES, map(str, THRESHOLDS.get(malloc, ())), strict=False))
     if deterministic:
         wanted["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
     own = {} if threads == "auto" else {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
@@ -91,7 +97,7 @@ def inside(
     *args: Any,
     folder: Path,
     threads: int | Literal["auto"] = "auto",
-    malloc: bool = True,
+    malloc: Malloc = "raised",
     deterministic: bool = False,
 ) -> Any:
     """`entry(*args)` as the only rank, in this process, so that a debugger works. Errors pass through.
@@ -114,7 +120,7 @@ def joined(
     *args: Any,
     folder: Path,
     threads: int | Literal["auto"] = "auto",
-    malloc: bool = True,
+    malloc: Malloc = "raised",
     deterministic: bool = False,
 ) -> Any:
     """`entry(*args)` as the rank that torchrun made of this process. Errors pass through.
@@ -165,7 +171,7 @@ def launch(
     ranks: int,
     folder: Path,
     threads: int | Literal["auto"] = "auto",
-    malloc: bool = True,
+    malloc: Malloc = "raised",
     deterministic: bool = False,
 ) -> Any:
     """`entry(*args)` in each of `ranks` new processes; returns what rank 0 returned.
@@ -301,10 +307,9 @@ def _redirected(path: Path, *, stdout: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _set_up(threads: int | Literal["auto"], malloc: bool, deterministic: bool) -> Iterator[None]:
+def _set_up(threads: int | Literal["auto"], malloc: Malloc, deterministic: bool) -> Iterator[None]:
     """What `environment` does for children, for a process that already runs."""
-    if malloc:
-        _raise_thresholds()
+    _set_thresholds(THRESHOLDS.get(malloc, ()))
     if threads != "auto":
         import torch
 
@@ -318,14 +323,13 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def _raise_thresholds() -> None:
-    """Nothing where malloc is not glibc's."""
+def _set_thresholds(wanted: Sequence[int]) -> None:
+    """Nothing where malloc is not glibc's, or the user has set them."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"} & os.environ.keys():
+    if mallopt is None or set(MALLOC_VARIABLES) & os.environ.keys():
         return
-    largest = 2**31 - 1  # mallopt takes an int
-    mallopt(-3, largest)  # M_MMAP_THRESHOLD
-    mallopt(-1, largest)  # M_TRIM_THRESHOLD
+    for parameter, nbytes in zip((M_MMAP_THRESHOLD, M_TRIM_THRESHOLD), wanted, strict=False):
+        mallopt(parameter, min(nbytes, 2**31 - 1))  # it takes an int
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Gradients on their way from autograd to the tensor that the update reads.
 
-Each call of a unit delivers gradients by parameter. They are copied into one flat, and when all calls of the unit have
-delivered, the flat is reduce-scattered while the next units' backward runs. Which flat it is:
+Gradients arrive one parameter at a time, once for each call of a unit. They are copied into one flat, and when all
+calls of the unit have delivered, the flat is reduce-scattered while the next units' backward runs. Which flat it is:
 
     gradients sharded, or one microbatch    a pooled flat, free again when its reduction is done; two may be under way
     several microbatches, not sharded       `grad`, which adds up microbatches; after the last a pooled flat takes it on
@@ -26,7 +26,6 @@ from torch import Tensor
 from zero.device import Device, Event
 from zero.errors import WorldError
 from zero.gradient import Gradients
-from zero.layout import Layout
 from zero.order import CollectiveLog
 from zero.unit_state import UnitState
 from zero.world import Handle, World
@@ -88,6 +87,7 @@ class Reducer:
             for numel, count in counts.items()
         }
         self._filling: dict[int, GradientFlat] = {}  # by unit: delivered to, not yet reduced
+        self._unwritten: dict[int, set[int]] = {}  # by unit: slots of its flat in which nothing has arrived
         self._parted: set[int] = set()  # units of which a part was reduced before all of this microbatch had come
         self._under_way: deque[Reduction] = deque()
         self._gathers: dict[int, tuple[UnitState, Handle]] = {}  # by unit: the sums of the other ranks' ranges
@@ -101,35 +101,27 @@ class Reducer:
         self._parted.clear()
 
     @torch.no_grad()
-    def deliver(self, unit: UnitState, grads: Sequence[Tensor | None]) -> None:
-        """Add one call's gradients: one for each trainable slot, None where a parameter was not used."""
-        if unit.waiting is not None:  # not visited since the last step: its update needs the gradient that is there
-            self._force(unit)
-        if self._local:
-            grad = self._gradients.open(unit, fresh=not unit.filled)
-            _add(unit.spec.trainable, grad, grads, overwrite=not unit.filled)
-            unit.filled = True
-            return
-        overwrite = unit.index not in self._filling
-        if overwrite:
-            self._filling[unit.index] = self._take_to_fill(unit.spec.trainable.P)
-        _add(unit.spec.trainable, self._filling[unit.index].flat_P, grads, overwrite=overwrite)
+    def deliver(self, unit: UnitState, slot: int, grad: Tensor) -> None:
+        """Add the gradient of one trainable slot, from one call."""
+        place = unit.spec.trainable.slots[slot].of(self._open(unit))
+        unwritten = self._unwritten.get(unit.index, set())
+        if slot in unwritten:
+            unwritten.discard(slot)
+            place.copy_(grad.to_dense() if grad.is_sparse else grad)
+        else:
+            place.add_(grad)
 
     def settle(self, unit: UnitState) -> None:
         """Every call of this microbatch has delivered: start the reduction, unless more microbatches come first."""
         if self._local:
-            if not unit.filled:
-                self.deliver(unit, [None] * len(unit.spec.trainable.slots))
+            if not unit.filled or unit.index in self._unwritten:
+                self._complete(unit)
             if self._last:
                 self._close(unit)
             else:
                 self._gradients.park(unit)
-            return
-        if unit.index not in self._filling:
-            if unit.index in self._parted:
-                return
-            self.deliver(unit, [None] * len(unit.spec.trainable.slots))
-        self._start(unit, self._filling.pop(unit.index), last=self._last)
+        elif unit.index in self._filling or unit.index not in self._parted:
+            self._send(unit, last=self._last)
 
     def finish(self) -> None:
         """Return when every unit's `grad` is final, on the compute stream."""
@@ -157,8 +149,37 @@ class Reducer:
             self._give_back(reduction.flats)
         self._give_back(tuple(self._filling.values()))
         self._gradients.reset()
-        for forgotten in (self._filling, self._under_way, self._gathers, self._closed, self._parted):
+        for forgotten in (self._filling, self._unwritten, self._under_way, self._gathers, self._closed, self._parted):
             forgotten.clear()
+
+    def _open(self, unit: UnitState) -> Tensor:
+        """The flat that gradients of `unit` are added to, (P,)."""
+        if unit.waiting is not None:  # not visited since the last step: its update needs the gradient that is there
+            self._force(unit)
+        fresh = not unit.filled if self._local else unit.index not in self._filling
+        if fresh:
+            self._unwritten[unit.index] = set(range(len(unit.spec.trainable.slots)))
+        if self._local:
+            grad = self._gradients.open(unit, fresh=fresh)
+            unit.filled = True
+            return grad
+        if fresh:
+            self._filling[unit.index] = self._take_to_fill(unit.spec.trainable.P)
+        return self._filling[unit.index].flat_P
+
+    @torch.no_grad()
+    def _complete(self, unit: UnitState) -> None:
+        """Zeros where nothing has arrived: in slots that were not used, and between slots."""
+        flat_P, layout = self._open(unit), unit.spec.trainable
+        for slot in self._unwritten.pop(unit.index):
+            layout.slots[slot].of(flat_P).zero_()
+        for start, stop in layout.gaps:
+            flat_P[start:stop].zero_()
+
+    def _send(self, unit: UnitState, *, last: bool) -> None:
+        """Start the reduction of what this rank has of `unit`."""
+        self._complete(unit)
+        self._start(unit, self._filling.pop(unit.index), last=last)
 
     def _start(self, unit: UnitState, sent: GradientFlat, *, last: bool) -> None:
         """Reduce one flat into `grad`; `last` says that the unit is then complete."""
@@ -234,7 +255,7 @@ class Reducer:
                 continue
             oldest = next(index for index, flat in self._filling.items() if flat.flat_P.numel() == numel)
             self._parted.add(oldest)
-            self._start(self._units[oldest], self._filling.pop(oldest), last=False)
+            self._send(self._units[oldest], last=False)
         return self._take(numel)
 
     def _take(self, numel: int) -> GradientFlat:
@@ -247,16 +268,3 @@ class Reducer:
     def _give_back(self, flats: Sequence[GradientFlat]) -> None:
         for flat in flats:
             self._free[flat.flat_P.numel()].append(flat)
-
-
-def _add(layout: Layout, flat_P: Tensor, grads: Sequence[Tensor | None], *, overwrite: bool) -> None:
-    for place, grad in zip(layout.views(flat_P).values(), grads, strict=True):
-        if grad is not None and overwrite:
-            place.copy_(grad.to_dense() if grad.is_sparse else grad)
-        elif grad is not None:
-            place.add_(grad)
-        elif overwrite:
-            place.zero_()
-    if overwrite:
-        for start, stop in layout.gaps:
-            flat_P[start:stop].zero_()

@@ -23,12 +23,9 @@ def environment_of_rank(names: tuple[str, ...]) -> dict[str, str | None]:
 
 def mapped_bytes_of_a_tensor() -> int:
     """Bytes that malloc mapped on their own while a tensor of 3 MiB is alive, beyond what it had before."""
-    fields = [
-        (name, ctypes.c_size_t) for name in (["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks"])
-    ]
-    tail = [(name, ctypes.c_size_t) for name in (["uordblks", "fordblks", "keepcost"])]
+    names = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
     info = ctypes.CDLL(None).mallinfo2
-    info.restype = type("mallinfo2", (ctypes.Structure,), {"_fields_": [*fields, *tail]})
+    info.restype = type("mallinfo2", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_size_t) for name in names]})
     before = info().hblkhd
     held = torch.ones(3 << 18)
     return info().hblkhd - before if held.sum() else -1

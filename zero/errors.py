@@ -8,6 +8,7 @@
     ├── StaleStateError          1  a spent State, or parameters changed under a live graph
     ├── NonFiniteGradientError   6  an eager update met a gradient that is not finite
     ├── StoreError               4  a page that cannot be read or written
+    ├── CheckpointError          4  a checkpoint that is damaged, does not fit, or cannot be written
     └── WorldError               5  ranks that cannot go on together
         ├── HandshakeError       2  ranks were started with different settings
         ├── DeadlineError        5  a wait ran out; names rank and operation
@@ -53,6 +54,12 @@ class NonFiniteGradientError(ZeroError):
 
 class StoreError(ZeroError):
     """A page could not be read or written whole."""
+
+    exit_code = 4
+
+
+class CheckpointError(ZeroError):
+    """A checkpoint is damaged, missing, of another model, or could not be written; the message names it."""
 
     exit_code = 4
 

@@ -1,0 +1,100 @@
+"""The only door to the file system for checkpoints, so that a test can fail, forget or model every single call.
+
+A checkpoint's folder may have been put there by anybody, so the door is narrow: what is made belongs to its owner
+alone and did not exist before; what is opened is never reached through a link at its last name, and never blocks.
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+FOLDER_MODE = 0o700
+FILE_MODE = 0o600
+
+
+class Disk:
+    """The calls themselves; each raises OSError as the system does, and moves as much as one call moves."""
+
+    def make_folder(self, path: Path) -> None:
+        """Its parent exists, itself it does not."""
+        os.mkdir(path, FOLDER_MODE)
+
+    def create(self, path: Path) -> int:
+        """A descriptor to write a new file with."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+
+    def open(self, path: Path) -> int:
+        """A descriptor to read with; it may turn out to be anything but a link, see `size`."""
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def size(self, fd: int) -> int:
+        """How many bytes a regular file has that goes by one name only; of anything else, OSError."""
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        if found.st_nlink != 1:
+            raise OSError(errno.EMLINK, f"{found.st_nlink} links to it, not 1")
+        return found.st_size
+
+    def pwrite(self, fd: int, view: memoryview, offset: int) -> int:
+        return os.pwrite(fd, view, offset)
+
+    def pread(self, fd: int, view: memoryview, offset: int) -> int:
+        return os.preadv(fd, [view], offset)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def fsync_folder(self, path: Path) -> None:
+        """Make the names in it last: what was made, renamed or removed there before this call."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def forget(self, fd: int, nbytes: int) -> None:
+        """Ask the page cache to write out the file's first `nbytes` and keep those no longer that are written out."""
+        call = getattr(os, "posix_fadvise", None)
+        if call is not None:
+            call(fd, 0, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def close(self, fd: int) -> None:
+        """The descriptor is gone, even when this raises."""
+        os.close(fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Rename a folder; FileExistsError where the new name exists.
+
+        Between the question and the answer somebody else may take the name; the system itself refuses a folder that is
+        not empty, and a file.
+        """
+        if os.path.lexists(new):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
+        try:
+            os.rename(f"{old}/", new)  # the slash: of a file, ENOTDIR, for a file would replace a file
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new)) from error
+
+    def names(self, path: Path) -> list[str]:
+        """What the folder holds, sorted as text."""
+        return sorted(os.listdir(path))
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def remove_folder(self, path: Path) -> None:
+        """It is empty."""
+        os.rmdir(path)
+
+    def free_bytes(self, path: Path) -> int:
+        """What an ordinary user may still write there."""
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
+    def mode(self, path: Path) -> int:
+        """Type and rights, as `stat.S_ISDIR` and its like take them; of a link, the link's own (always 0777)."""
+        return os.lstat(path).st_mode

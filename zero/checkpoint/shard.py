@@ -1,0 +1,394 @@
+"""One rank's file of a checkpoint: plain safetensors, written and read piece by piece in bounded memory.
+
+A file is a header, which follows from its parts alone, and the parts' bytes one after the other. So the writer needs
+to know names, dtypes and shapes when it begins, and never goes back; and the reader knows every byte's place without
+believing the file. Hashes are taken from memory on the way to the disk, never by reading back: what the manifest says
+is what was meant to be written. A read delivers only bytes whose CRC-32 is the manifest's.
+
+A shard knows names, dtypes, shapes and byte ranges, not what they mean.
+"""
+
+import contextlib
+import errno
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import torch
+from zlib_ng.zlib_ng import crc32
+
+from zero.checkpoint.disk import Disk
+from zero.checkpoint.hashes import BLOCK_BYTES, SPAN_BYTES, FileHash, Hasher
+from zero.errors import CheckpointError
+from zero.store.files import named
+
+ALIGN_BYTES = 4096
+"""The data begins at a multiple of this, so that it can be mapped and read directly."""
+
+REQUEST_BYTES = 4 * 2**20
+"""What one call writes."""
+
+FORGET_BYTES = 8 * REQUEST_BYTES
+"""How often the page cache is asked to let go of what was written."""
+
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+_MOST_HEADER_BYTES = 100_000_000  # safetensors itself opens no file with a longer one
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class Part(NamedTuple):
+    """A tensor in a file: its name there, dtype and shape."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def widest_first(parts: Sequence[Part]) -> list[Part]:
+    """In an order in which every part is aligned to its dtype; equally wide ones keep their order."""
+    return sorted(parts, key=lambda part: -part.dtype.itemsize)
+
+
+def header(parts: Sequence[Part]) -> bytes:
+    """What the file begins with: the length in 8 bytes and JSON, padded with spaces to a multiple of `ALIGN_BYTES`.
+
+    Raises:
+        CheckpointError: parts that safetensors cannot hold, or not in this order; the line names the part.
+    """
+    entries: dict[str, object] = {}
+    for part, start in zip(parts, _starts(parts), strict=False):
+        _check(part, start, entries)
+        name = NAMES[part.dtype]
+        entries[part.key] = {"dtype": name, "shape": list(part.shape), "data_offsets": [start, start + part.nbytes]}
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    nbytes = -(-(8 + len(text)) // ALIGN_BYTES) * ALIGN_BYTES - 8
+    if nbytes > _MOST_HEADER_BYTES:
+        raise CheckpointError(f"{len(parts)} parts need a header of {nbytes} bytes, safetensors allows 100,000,000")
+    return nbytes.to_bytes(8, "little") + text.ljust(nbytes)
+
+
+def offsets(parts: Sequence[Part]) -> tuple[int, ...]:
+    """Where each part begins, in bytes from the beginning of the file."""
+    begin = len(header(parts))
+    return tuple(begin + start for start in _starts(parts)[:-1])
+
+
+def _starts(parts: Sequence[Part]) -> list[int]:
+    """Where each part begins in the data, and at last where the data ends."""
+    return list(itertools.accumulate((part.nbytes for part in parts), initial=0))
+
+
+def _check(part: Part, start: int, taken: dict[str, object]) -> None:
+    def refuse(why: str) -> CheckpointError:
+        return CheckpointError(f"part {part.key!r} {why}")
+
+    if part.key in taken or part.key == "__metadata__":
+        raise refuse("has a name that is taken")
+    if not part.key.isprintable():  # no lone surrogates either: they have no bytes
+        raise refuse("has a name that cannot be printed")
+    if part.dtype not in NAMES:
+        raise refuse(f"is {part.dtype}, which safetensors does not hold")
+    if any(length < 0 for length in part.shape):
+        raise refuse(f"has shape {part.shape}")
+    if start % part.dtype.itemsize:
+        raise refuse(f"begins at byte {start} of the data, not aligned to {part.dtype}; order parts by widest_first")
+
+
+class ShardWriter:
+    """Writes a new file from its first to its last byte.
+
+    `with` closes the descriptor however it is left. What a writer that failed leaves under its name is the caller's to
+    remove.
+
+    Args:
+        path: does not exist yet.
+        parts: what will be written, in this order.
+
+    Raises:
+        CheckpointError: from any call, when the system refuses; then the writer is closed, and the file is no good.
+    """
+
+    def __init__(self, disk: Disk, path: Path, parts: Sequence[Part]) -> None:
+        self._disk = disk
+        self._path = path
+        begin = header(parts)
+        self._nbytes = len(begin) + sum(part.nbytes for part in parts)
+        self._given = 0
+        self._written = 0
+        self._hasher = Hasher()
+        self._buffer = memoryview(bytearray(REQUEST_BYTES))
+        self._filled = 0
+        with _naming(path, "making it"):
+            self._fd: int | None = disk.create(path)
+        with self._closing_if_it_fails():
+            self._append(memoryview(begin))
+
+    def write(self, view: memoryview) -> None:
+        """The next bytes of the data; parts follow each other without holes. They are hashed and may be reused.
+
+        Args:
+            view: contiguous, of any format and length: how the data is cut does not matter.
+        """
+        self._open()
+        with self._closing_if_it_fails(), view.cast("B") as octets:
+            if self._given + len(octets) > self._nbytes:
+                raise CheckpointError(f"{self._path}: {self._given + len(octets)} bytes came, {self._nbytes} belong in")
+            self._append(octets)
+
+    def finish(self) -> FileHash:
+        """Force the file to the disk and close it.
+
+        Returns:
+            What the disk was given. Only now is it on the disk; its name is not until its folder is synchronised.
+        """
+        fd = self._open()
+        with self._closing_if_it_fails():
+            if self._given != self._nbytes:
+                raise CheckpointError(f"{self._path}: {self._given} bytes came, {self._nbytes} belong in")
+            self._put(self._buffer[: self._filled])
+            with _naming(self._path, "synchronising"):
+                self._disk.fsync(fd)  # never again when it fails: the system forgets what it could not write
+            self._forget()
+            found = self._hasher.result()
+            self._fd = None
+            with _naming(self._path, "closing"):
+                self._disk.close(fd)
+        return found
+
+    def close(self) -> None:
+        """Give up, unless it is finished."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with contextlib.suppress(OSError):  # the file is no good already
+                self._disk.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _closing_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> int:
+        return _still_open(self._fd, self._path)
+
+    def _append(self, view: memoryview) -> None:
+        """In requests of one size, whatever comes: straight from `view` where it holds a whole one."""
+        self._given += len(view)
+        done = 0
+        while done < len(view):
+            piece = view[done : done + REQUEST_BYTES - self._filled]
+            done += len(piece)
+            if len(piece) == REQUEST_BYTES:
+                self._put(piece)
+                continue
+            self._buffer[self._filled : self._filled + len(piece)] = piece
+            self._filled += len(piece)
+            if self._filled == REQUEST_BYTES:
+                self._put(self._buffer)
+                self._filled = 0
+
+    def _put(self, block: memoryview) -> None:
+        fd = self._open()
+        self._hasher.update(block)
+        _move(self._disk.pwrite, fd, block, self._written, self._path, "writing")
+        self._written += len(block)
+        if self._written % FORGET_BYTES == 0:
+            self._forget()
+
+    def _forget(self) -> None:
+        """A state larger than memory must not push everything else out of it."""
+        with contextlib.suppress(OSError):  # a favour; whether the bytes are on the disk, fsync says
+            self._disk.forget(self._open(), self._written)
+
+
+class ShardReader:
+    """Reads any range of a file, and delivers only what its hashes confirm. One thread at a time.
+
+    Args:
+        expected: size and hashes, from the manifest.
+        parts: what the manifest says that the file holds, in the file's order.
+
+    Raises:
+        CheckpointError: no such regular file, another size, a header that is not that of `parts`.
+    """
+
+    def __init__(self, disk: Disk, path: Path, expected: FileHash, parts: Sequence[Part]) -> None:
+        self._disk = disk
+        self._path = path
+        self._expected = expected
+        self._span = memoryview(bytearray(SPAN_BYTES))
+        self._held = -1  # which span that is
+        with _naming(path, "opening"):
+            self._fd: int | None = disk.open(path)
+        try:
+            self._check_size()
+            self._check_header(parts)
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill `into`, all of it, with what begins `offset` bytes from the beginning of the file.
+
+        All MiB that the range touches are read and compared with their CRC-32. The last one that was needed in part
+        is kept: small reads in order do not read it twice.
+
+        Raises:
+            CheckpointError: damage, with the bytes' place; then what `into` holds is no good.
+        """
+        self._open()
+        with into.cast("B") as octets:
+            end = offset + len(octets)
+            if not 0 <= offset <= end <= self._expected.size:
+                raise CheckpointError(f"{self._path}: bytes {offset} to {end} are not in its {self._expected.size}")
+            for span in range(offset // SPAN_BYTES, -(-end // SPAN_BYTES)):
+                start, stop = self._ends(span)
+                low, high = max(start, offset), min(stop, end)
+                target = octets[low - offset : high - offset]
+                if span == self._held or high - low < stop - start:
+                    target[:] = self._hold(span)[low - start : high - start]
+                else:
+                    self._load(span, target)
+
+    def verify(self) -> None:
+        """Read all of it once, and compare everything that the manifest says of it.
+
+        Raises:
+            CheckpointError: damage; the line names the first MiB that is not as it was written.
+        """
+        fd, hasher = self._open(), Hasher()
+        block = memoryview(bytearray(min(BLOCK_BYTES, self._expected.size)))
+        for start in range(0, self._expected.size, BLOCK_BYTES):
+            piece = block[: self._expected.size - start]
+            _move(self._disk.pread, fd, piece, start, self._path, "reading")
+            hasher.update(piece)
+        found = hasher.result()
+        for span, crc in enumerate(found.crcs):
+            self._compare(span, crc)
+        if found != self._expected:
+            raise CheckpointError(
+                f"{self._path}: is damaged (SHA-256 is {found.sha256}, the manifest says {self._expected.sha256})"
+            )
+
+    def close(self) -> None:
+        """Nothing can be read any more."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with contextlib.suppress(OSError):  # nothing was written
+                self._disk.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> int:
+        return _still_open(self._fd, self._path)
+
+    def _check_size(self) -> None:
+        with _naming(self._path, "asking for its size"):
+            nbytes = self._disk.size(self._open())
+        if nbytes != self._expected.size:
+            raise CheckpointError(f"{self._path}: has {nbytes} bytes, the manifest says {self._expected.size}")
+        if len(self._expected.crcs) != -(-nbytes // SPAN_BYTES):
+            raise CheckpointError(f"{self._path}: the manifest has {len(self._expected.crcs)} CRC-32 of {nbytes} bytes")
+
+    def _check_header(self, parts: Sequence[Part]) -> None:
+        begin = header(parts)
+        nbytes = len(begin) + sum(part.nbytes for part in parts)
+        if nbytes != self._expected.size:
+            raise CheckpointError(f"{self._path}: has {self._expected.size} bytes, the manifest's parts have {nbytes}")
+        found = bytearray(len(begin))
+        self.read(0, memoryview(found))
+        if found != begin:
+            raise CheckpointError(f"{self._path}: its header does not list the parts that the manifest does")
+
+    def _ends(self, span: int) -> tuple[int, int]:
+        return span * SPAN_BYTES, min((span + 1) * SPAN_BYTES, self._expected.size)
+
+    def _hold(self, span: int) -> memoryview:
+        """A whole span, read if it is not the last one that was asked for."""
+        start, stop = self._ends(span)
+        if span != self._held:
+            self._held = -1
+            self._load(span, self._span[: stop - start])
+            self._held = span
+        return self._span
+
+    def _load(self, span: int, into: memoryview) -> None:
+        _move(self._disk.pread, self._open(), into, span * SPAN_BYTES, self._path, "reading")
+        self._compare(span, crc32(into))
+
+    def _compare(self, span: int, crc: int) -> None:
+        expected = self._expected.crcs[span]
+        if crc != expected:
+            start, stop = self._ends(span)
+            raise CheckpointError(
+                f"{self._path}: bytes {start} to {stop} are damaged (CRC-32 is {crc:08x}, the manifest says "
+                f"{expected:08x})"
+            )
+
+
+_Transfer = Callable[[int, memoryview, int], int]
+
+
+def _move(call: _Transfer, fd: int, block: memoryview, offset: int, path: Path, what: str) -> None:
+    """One request, repeated from where it stopped until it is complete."""
+    done = 0
+    while done < len(block):
+        with _naming(path, f"{what} at offset {offset + done}"):
+            count = call(fd, block[done:], offset + done)
+            if count <= 0:
+                raise OSError(errno.EIO, f"nothing more after {done} of {len(block)} bytes")
+        done += count
+
+
+@contextlib.contextmanager
+def _naming(path: Path, what: str) -> Iterator[None]:
+    """What the system refuses, said of this file."""
+    try:
+        yield
+    except OSError as error:
+        cure = "; free space there, or set checkpoint.dir to another disk" if error.errno in _NO_SPACE else ""
+        raise CheckpointError(f"{path}: {named(error)} while {what}{cure}") from error
+
+
+def _still_open(fd: int | None, path: Path) -> int:
+    if fd is None:
+        raise CheckpointError(f"{path}: is closed")
+    return fd

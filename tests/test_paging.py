@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from zero.store import paging
-from zero.store.paging import Asked, Due, Expect, Finished, Group, Move, Phase, Read, Work, Write
+from zero.store.paging import Asked, Copy, Due, Expect, Finished, Group, Move, Phase, Read, Work, Write
 
 # Pages are opaque to the schedule: letters are quick to hash.
 A = Group(0, 0, ("a",))
@@ -81,6 +81,16 @@ SCENARIOS = [
             "pages beside and out",
             (Expect((WITH_GRADIENT, A)), put("g"), due(WITH_GRADIENT), get("p"), due(A)),
             [(1, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 2)],
+        ),
+        (
+            "reads of what is being written",
+            (due(A), get("a"), get("a"), due(A), put("a")),
+            [(1, 1, 1), (1, 2, 1), (1, 3, 1), (2, 2, 1)],
+        ),
+        (
+            "reads of what goes out",
+            (due(WITH_GRADIENT), get("p"), due(WITH_GRADIENT), due(B)),
+            [(1, 2, 1), (1, 3, 1), (2, 3, 1)],
         ),
     ]
     for slots, workers, read_ahead in sizes
@@ -183,6 +193,13 @@ class Node(NamedTuple):
             other < number and mine.conflicts(touched_by(event)) for other, event in self.open.items()
         ) and not any(mine.conflicts(touched_now(action)) for action in self.under_way)
 
+    def writer_before(self, number: int) -> int | None:
+        """The group's operation whose write is all that this read waits for."""
+        mine = touched_by(self.open[number])
+        earlier = [o for o, event in self.open.items() if o < number and mine.conflicts(touched_by(event))]
+        writing = [action.number for action in self.under_way if isinstance(action, Write)]
+        return earlier[0] if len(earlier) == 1 and earlier[0] in writing and not mine.writes else None
+
     def has_started(self, number: int) -> bool:
         return number in self.worked or any(
             not isinstance(action, Read) and action.number == number for action in self.under_way
@@ -211,6 +228,8 @@ def touched_now(action: Any) -> Touch:
             return Touch(frozenset(group.beside), frozenset(group.pages + group.out if slot is None else ()))
         case Write(_, group):
             return Touch(frozenset(), frozenset(group.pages + group.out))
+        case Copy():
+            return Touch(frozenset(), frozenset())
     return touched_by(action)
 
 
@@ -280,6 +299,16 @@ def begun(node: Node, action: Any, event: Any) -> Node:
             check(node.is_clear(number), "a transfer waits for its turn")
             check(writes or node.holds((page,)) == node.seen_by(number, (page,)), "a transfer reads what was written")
             here = here | {number} if isinstance(event, Asked) and event.here and event.number == number else here
+        case Copy(number, page, group, slot):
+            check(node.open[number][:3] == (number, page, False), "what was asked for")
+            check(not node.has_started(number), "a transfer runs once")
+            writer = node.writer_before(number)
+            check(writer is not None, "a copy waits for its turn")
+            check(memory[slot] == (group, memory[slot].held, writer), "a copy finds its page where it is written from")
+            check(page in group.pages + group.out, "a copy finds its page")
+            check(
+                (*node.holds((page,))[0], writer) == node.seen_by(number, (page,))[0], "a copy reads what was written"
+            )
     return node._replace(memory=memory, here=here, under_way=node.under_way | {action})
 
 
@@ -298,7 +327,7 @@ def ended(node: Node, action: Any) -> Node:
             return node._replace(memory=memory).written(number, group.pages + group.out)
         case Move(number, page, True):
             return node.written(number, (page,))
-        case Move(number):
+        case Move(number) | Copy(number):
             return node.ended(number)
     return node
 
@@ -315,7 +344,7 @@ def startable(node: Node) -> list[tuple[Any, ...]]:
     ahead = [group for group, held in state.awake.items() if held.number is None]
     idle = [group for group in ahead if state.awake[group].phase is Phase.READY]
     for number, event in node.open.items():
-        if node.has_started(number) or not node.is_clear(number):
+        if node.has_started(number) or not (node.is_clear(number) or node.writer_before(number)):
             continue
         if isinstance(event, Asked):
             found.append((MOVE, number))
@@ -344,7 +373,7 @@ def check_order(after: Node, event: Any, actions: tuple[Any, ...]) -> None:
     for action in actions:
         number = after.state.awake[action.group].number if isinstance(action, Read) else action.number
         match action:
-            case Move() if number not in after.here:
+            case Move() | Copy() if number not in after.here:
                 urgent.append((MOVE, number))
             case Work():
                 urgent.append((WORK, after.open[number].priority, number))
@@ -438,11 +467,15 @@ MUTANTS = {
             "state = _hold(state, group, state.awake[group]._replace(phase=Phase.WRITING))",
             "state = _release(state, {group})",
         ),
-        ("_end(_release(state, {group}), number), ()", "_end(state, number), ()"),
+        ("held = state.awake[group]._replace(phase=Phase.LEAVING)", "pass"),
+        ("return _end(_left(_hold(state, group, held), group), number), ()", "return _end(state, number), ()"),
     ],
     "an operation ends before its write": [
         ("write = Write(number, group, slot)", "write, state = Write(number, group, slot), _end(state, number)"),
-        ("return _end(_release(state, {group}), number), ()", "return _release(state, {group}), ()"),
+        (
+            "return _end(_left(_hold(state, group, held), group), number), ()",
+            "return _left(_hold(state, group, held), group), ()",
+        ),
     ],
     "a write does not wait for earlier reads": [("written.isdisjoint(touched_too) and ", "")],
     "a read does not wait for earlier writes": [(" and touched.isdisjoint(written_too)", "")],
@@ -468,7 +501,13 @@ MUTANTS = {
     "work before transfers": [("_next_move(state) or _next_work(state)", "_next_work(state) or _next_move(state)")],
     "reads before work": [("_next_work(state) or _next_read(state)", "_next_read(state) or _next_work(state)")],
     "read-ahead before reads": [("_next_read(state) or _next_ahead(state)", "_next_ahead(state) or _next_read(state)")],
-    "a transfer stays queued": [("return state._replace(queued=queued), Move", "return state, Move")],
+    "a transfer stays queued": [("state._replace(queued=_without(state.queued, number)), action", "state, action")],
+    "a slot is free while somebody copies from it": [("return state if copied or held", "return state if held")],
+    "a slot that was copied from is never free": [("_end(_left(state, group), number), ()", "_end(state, number), ()")],
+    "a copy before the work": [("if held is None or held.phase is not Phase.WRITING:", "if held is None:")],
+    "a write as a copy": [("if event.writes or len(before)", "if len(before)")],
+    "a copy overtakes": [("len(before) != 1", "not before")],
+    "no copies": [("else _copy(state, event)", "else None")],
     "work stays ready": [("state = state._replace(ready=_without(state.ready, _turn(state, number)))", "")],
     "what is needed last is read ahead first": [
         ("for group in state.expected if", "for group in reversed(state.expected) if")

@@ -3,6 +3,9 @@
 A unit is whole in a buffer of its own (resident) or in one borrowed from the pool. Its copy is current while the
 buffer's version is the unit's; a waiting update is forced before a gather, so what arrives is this step's parameters.
 
+Where the whole unit sleeps in the store its gather does not wait for the update: the store keeps the order, and each
+page arrives as soon as it is updated.
+
 Everything that starts a collective here depends on the order of calls alone, so all ranks start the same ones.
 """
 
@@ -13,6 +16,7 @@ from torch import Tensor
 from zero.device import Device
 from zero.order import CollectiveLog, VisitOrder
 from zero.pool import Buffer, Pool
+from zero.store import Ticket
 from zero.unit_state import UnitState
 from zero.world import Handle
 
@@ -24,6 +28,8 @@ class Residency:
         pool: None when every unit is resident.
         prefetch: how many units to gather ahead, in both directions.
         force: returns when a unit's waiting update is made.
+        follow: the same without waiting: returns what to wait for. What `fetch` starts comes after it by itself. None
+            where it does not: then a unit is gathered ahead only if its update is made.
         fetch: starts to fill a buffer with a unit; returns what to wait for.
         alone: there is no other rank, so what is gathered ahead may depend on what happens to be ready.
         log: where every collective is noted.
@@ -37,12 +43,14 @@ class Residency:
         pool: Pool | None,
         prefetch: int,
         force: Callable[[UnitState], None],
+        follow: Callable[[UnitState], list[Ticket]] | None,
         fetch: Callable[[UnitState, Tensor], list[Handle]],
         alone: bool,
         log: CollectiveLog,
     ) -> None:
         self._units, self._device, self.pool = units, device, pool
-        self._prefetch, self._force, self._fetch, self._alone, self._log = prefetch, force, fetch, alone, log
+        self._prefetch, self._force, self._follow, self._fetch = prefetch, force, follow, fetch
+        self._alone, self._log = alone, log
         self._orders = {True: VisitOrder(), False: VisitOrder()}
         self._ahead: set[int] = set()  # units asked for before their turn, and not used yet
 
@@ -107,13 +115,17 @@ class Residency:
         if buffer is not None and buffer.version == unit.version and unit.waiting is None:
             return
         with self._device.aside("gather") as ready:
-            if unit.waiting is not None:
+            due: list[Ticket] = []
+            if unit.waiting is not None and self._follow is not None:
+                due = self._follow(unit)
+            elif unit.waiting is not None:
                 self._force(unit)
             if unit.resident is None:
                 assert self.pool is not None
                 buffer = self.pool.take(unit.index, unit.full_numel)
             assert buffer is not None
             buffer.ready = ready
+            buffer.arrivals += due
             if buffer.version != unit.version:
                 buffer.version = unit.version
                 self._start(unit, buffer)
@@ -123,7 +135,8 @@ class Residency:
         buffer.arrivals += self._fetch(unit, buffer.flat)
 
     def _request_ahead(self, unit: UnitState) -> None:
-        if unit.due and not (self._alone and all(ticket.ended for ticket in unit.due)):
+        made = not unit.due or (self._alone and all(ticket.ended for ticket in unit.due))
+        if not made and self._follow is None:
             return  # the store's threads are at it: waiting for them here would hold up the unit before it
         self._ahead.add(unit.index)
         if unit.resident is not None:

@@ -217,6 +217,7 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
         pool=pool,
         prefetch=plan.prefetch,
         force=updater.force,
+        follow=updater.follow if plan.params_away else None,
         fetch=reading(plan.world, device, store, plan.page_numel) if plan.params_away else gathering(plan.world),
         alone=plan.world.size == 1,
         log=log,

@@ -27,7 +27,7 @@ from zero.gradient import Gradients
 from zero.layout import pages
 from zero.optim import Hyper
 from zero.plan import Plan
-from zero.store import Group, Page, PrefetchStore
+from zero.store import Group, Page, PrefetchStore, Ticket
 from zero.unit_state import UnitState
 
 PIECE_NUMEL = 256 * 1024
@@ -113,6 +113,17 @@ class Updater:
             for part in self._parts[unit.index]
             if not part.here
         ]
+
+    def follow(self, unit: UnitState) -> list[Ticket]:
+        """Count the waiting update of `unit` as made, though the store's threads may be at it; returns their tickets.
+
+        For units that are in the store whole: it lets nobody see a page before its update.
+        """
+        due, unit.due = unit.due, []
+        self._forced.append(unit.index)
+        unit.waiting = None
+        unit.version += 1
+        return due
 
     @torch.no_grad()
     def force(self, unit: UnitState) -> None:

@@ -9,8 +9,9 @@ READY; it is clean, so its slot can be taken back for free. Beside groups there 
 are read or written.
 
 What was asked for is an **operation** until it ends, and operations that touch one page with at least one write keep
-the order in which they were asked for. Read-ahead is not asked for: it never starts on a page that somebody is to
-write, and a write that is asked for makes what was read ahead of it stale.
+the order in which they were asked for. A page that a group is writing back is still in its slot, so a read that comes
+next is a copy from there, and the slot stays until it ends. Read-ahead is not asked for: it never starts on a page that
+somebody is to write, and a write that is asked for makes what was read ahead of it stale.
 
 Nothing here waits, reads a clock or knows a thread, so every order of events can be searched; `tests/test_paging.py`
 does. Each event costs O(awake + due).
@@ -51,6 +52,8 @@ class Phase(Enum):
     READY = "ready"
     WORKING = "working"
     WRITING = "writing"
+    LEAVING = "leaving"
+    """Written; somebody still copies from the slot."""
 
 
 class Awake(NamedTuple):
@@ -126,7 +129,16 @@ class Move(NamedTuple):
     writes: bool
 
 
-Action = Read | Work | Write | Move
+class Copy(NamedTuple):
+    """Carry out a read from the slot that the page is being written from."""
+
+    number: int
+    page: Page
+    group: Group
+    slot: int
+
+
+Action = Read | Work | Write | Move | Copy
 
 
 class Finished(NamedTuple):
@@ -234,7 +246,7 @@ def _asked(state: State, event: Asked) -> tuple[State, tuple[Action, ...]]:
     touched = frozenset((event.page,))
     state = _enter(state, event, touched, touched if event.writes else frozenset())
     if event.here and _can_start(state, event.number):
-        return state, (Move(event.number, event.page, event.writes),)
+        return state, (_plain(event),)
     return state._replace(queued=(*state.queued, event.number)), ()
 
 
@@ -264,9 +276,19 @@ def _finished(state: State, action: Action) -> tuple[State, tuple[Action, ...]]:
             write = Write(number, group, slot)
             state = _hold(state, group, state.awake[group]._replace(phase=Phase.WRITING))
             return state._replace(running=state.running | {write}), (write,)
-        case Write(number, group):
-            return _end(_release(state, {group}), number), ()
+        case Write(number, group, slot):
+            held = state.awake[group]._replace(phase=Phase.LEAVING)
+            return _end(_left(_hold(state, group, held), group), number), ()
+        case Copy(number, _, group):
+            return _end(_left(state, group), number), ()
     return _end(state, action.number), ()
+
+
+def _left(state: State, group: Group) -> State:
+    """Free the slot of a group that is written, unless somebody still copies from it."""
+    held = state.awake[group]
+    copied = any(isinstance(action, Copy) and action.slot == held.slot for action in state.running)
+    return state if copied or held.phase is not Phase.LEAVING else _release(state, {group})
 
 
 def _arrived(state: State, group: Group) -> State:
@@ -295,13 +317,13 @@ def _start(state: State, actions: tuple[Action, ...]) -> tuple[State, tuple[Acti
 
 
 def _next_move(state: State) -> tuple[State, Action] | None:
-    number = _first(state, state.queued)
-    if number is None:
-        return None
-    event = state.asked[number].event
-    assert isinstance(event, Asked)
-    queued = tuple(other for other in state.queued if other != number)
-    return state._replace(queued=queued), Move(number, event.page, event.writes)
+    for number in state.queued:
+        event = state.asked[number].event
+        assert isinstance(event, Asked)
+        action = _plain(event) if _can_start(state, number) else _copy(state, event)
+        if action is not None:
+            return state._replace(queued=_without(state.queued, number)), action
+    return None
 
 
 def _next_work(state: State) -> tuple[State, Action] | None:
@@ -364,6 +386,21 @@ def _can_start(state: State, number: int) -> bool:
     return state.asked.keys().isdisjoint(after) and not any(
         isinstance(action, Read) and not written.isdisjoint(action.group.pages) for action in state.running
     )
+
+
+def _plain(event: Asked) -> Move:
+    return Move(event.number, event.page, event.writes)
+
+
+def _copy(state: State, event: Asked) -> Copy | None:
+    """The read as a copy from a slot, if all that it waits for is that its page is written from there."""
+    before = [state.asked[number].event for number in state.asked[event.number].after if number in state.asked]
+    if event.writes or len(before) != 1 or not isinstance(before[0], Due):
+        return None
+    held = state.awake.get(before[0].group)
+    if held is None or held.phase is not Phase.WRITING:
+        return None
+    return Copy(event.number, event.page, before[0].group, held.slot)
 
 
 def _first(state: State, numbers: Iterable[int]) -> int | None:

@@ -29,6 +29,7 @@ from zero.store.base import Done, Page, Store, Ticket
 from zero.store.paging import (
     Action,
     Asked,
+    Copy,
     Due,
     Event,
     Expect,
@@ -233,6 +234,9 @@ class PrefetchStore(Store):
             job()
             return
         shape, slot = self._shape(action.group), action.slot
+        if isinstance(action, Copy):
+            job(self._opened[action.slot][shape.number_of(action.page)])
+            return
         if isinstance(action, Read):
             self._opened[action.slot] = shape.open(self._slots[action.slot])
         opened = shape.open(None) if slot is None else self._opened[slot]
@@ -249,7 +253,10 @@ class PrefetchStore(Store):
         for number in numbers:
             self._move(shape.places[number].page, opened[number], writes)
 
-    def _move(self, page: Page, tensor: Tensor, writes: bool) -> None:
+    def _move(self, page: Page, tensor: Tensor, writes: bool, slot_K: Tensor | None = None) -> None:
+        if slot_K is not None:  # a page that is being written: it is in memory still
+            tensor.copy_(slot_K)
+            return
         with self._meter.moving(tensor.nbytes, writes):
             self._copy(page, tensor, writes)
 
@@ -283,6 +290,9 @@ class _Shape(NamedTuple):
     reads: tuple[int, ...]
     beside: tuple[int, ...]
     writes: tuple[int, ...]
+
+    def number_of(self, page: Page) -> int:
+        return next(number for number, place in enumerate(self.places) if place.page == page)
 
     @property
     def is_lent(self) -> bool:
@@ -448,14 +458,14 @@ class _Crew:
         return None
 
     def _job_of(self, action: Action) -> Callable[..., None]:
-        return self._tickets[action.number].job if isinstance(action, Work | Move) else _nothing
+        return self._tickets[action.number].job if isinstance(action, Work | Move | Copy) else _nothing
 
     def _finish(self, action: Action, *, keep_first: bool) -> Action | None:
         """The action has ended well; returns the next one for this thread, if it is to keep the first."""
         with self._lock:
             if self._is_over:
                 return None
-            if isinstance(action, Work | Move) and action.number in self._tickets:
+            if isinstance(action, Work | Move | Copy) and action.number in self._tickets:
                 self._tickets.pop(action.number).end()
             following = self._advance(Finished(action), keep_first=keep_first)
             for watcher in self._watchers:
@@ -559,6 +569,8 @@ def _words(what: Action | Due | Asked | None) -> str:
             return f"the write of {group}"
         case Asked(_, page, writes) | Move(_, page, writes):
             return f"the {'write' if writes else 'read'} of page {page.kind} {page.number} of unit {page.unit}"
+        case Copy(_, page):
+            return f"the read of page {page.kind} {page.number} of unit {page.unit}"
     return "everything that was asked for"
 
 

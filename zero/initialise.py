@@ -20,8 +20,12 @@ from torch import Tensor, nn
 
 from zero.device import aligned_zeros, memory_of
 from zero.errors import PlanError
-from zero.layout import Layout
-from zero.unit import Owner, Splitting
+from zero.layout import Layout, pages
+from zero.plan import Plan
+from zero.pool import Buffer
+from zero.store import Page, Store
+from zero.unit import Owner, Splitting, UnitSpec
+from zero.unit_state import UnitState
 from zero.world import World
 
 ZEROS = torch.zeros(64)
@@ -84,14 +88,22 @@ class Sink:
         start, stop: the range.
         cuts: the pages, as (start, stop) within the range.
         keep: called with the number and the fp32 values, (K,), of each page that is complete; they are valid only then.
+        at: the flat's element that `take` begins with.
     """
 
     def __init__(
-        self, start: int, stop: int, cuts: Sequence[tuple[int, int]], keep: Callable[[int, Tensor], None]
+        self,
+        start: int,
+        stop: int,
+        cuts: Sequence[tuple[int, int]],
+        keep: Callable[[int, Tensor], None],
+        *,
+        at: int = 0,
     ) -> None:
-        self._start, self._stop, self._cuts, self._keep = start, stop, cuts, keep
+        self.start, self.stop = start, stop
+        self._cuts, self._keep = cuts, keep
         self._page_K = torch.zeros(max((b - a for a, b in cuts), default=0))
-        self._at, self._number = 0, 0
+        self._at, self._number = at, 0
 
     def zeros(self, numel: int) -> None:
         """A gap."""
@@ -100,9 +112,9 @@ class Sink:
 
     def take(self, values: Tensor) -> None:
         """The next elements of the flat, (n,) fp32."""
-        first, last = max(self._start - self._at, 0), min(self._stop - self._at, values.numel())
+        first, last = max(self.start - self._at, 0), min(self.stop - self._at, values.numel())
         while first < last:
-            a, b = (self._start + edge for edge in self._cuts[self._number])
+            a, b = (self.start + edge for edge in self._cuts[self._number])
             count = min(last - first, b - self._at - first)
             begin = self._at + first - a
             self._page_K[begin : begin + count].copy_(values[first : first + count])
@@ -111,6 +123,76 @@ class Sink:
                 self._keep(self._number, self._page_K[: b - a])
                 self._number += 1
         self._at += values.numel()
+
+
+def empty_unit(plan: Plan, spec: UnitSpec) -> UnitState:
+    """A unit with this rank's memory for it, all zeros."""
+    compute, where, rank = plan.precision.compute, plan.world.device, plan.world.rank
+    resident = Buffer(spec.trainable.P + spec.frozen.P, compute, where) if plan.resident else None
+    shards: list[Tensor | None] = [None, None]
+    if resident is not None:
+        resident.version = 0
+        for number, (layout, first) in enumerate(((spec.trainable, 0), (spec.frozen, spec.trainable.P))):
+            start, stop = layout.shard(rank)
+            shards[number] = resident.flat[first + start : first + stop]
+    elif not plan.params_away:
+        shards = [torch.zeros(layout.S, dtype=compute, device=where) for layout in (spec.trainable, spec.frozen)]
+    keeps_grad = spec.trainable.slots and not plan.grads_away
+    grad = aligned_zeros(plan.grad_numel(spec), plan.grad_dtype, where) if keeps_grad else None
+    return UnitState(spec, resident, shards[0], shards[1], grad)
+
+
+def fill(plan: Plan, store: Store, unit: UnitState, values: Values) -> str:
+    """Give a unit its first values, in memory and in the store; returns a checksum of the whole unit."""
+    checks = []
+    for kind, layout in (("param", unit.spec.trainable), ("frozen", unit.spec.frozen)):
+        checks.append(f"{stream(layout, values, sinks_of(plan, store, unit, kind)):08x}")
+    return " ".join(checks)
+
+
+def sinks_of(plan: Plan, store: Store, unit: UnitState, kind: str, *, at: int | None = 0) -> list[Sink]:
+    """Where this rank keeps values of one kind of one unit.
+
+    Args:
+        kind: "param" (the master as well, where there is one), "frozen", or a moment's name.
+        at: the element that the sinks begin with; None: the first that any of them wants.
+    """
+    spec = unit.spec
+    layout = spec.frozen if kind == "frozen" else spec.trainable
+    own, whole = layout.shard(plan.world.rank), (0, layout.P)
+    updated = whole if plan.whole_update else own
+    wanted: list[tuple[tuple[int, int], Callable[[int, Tensor], None]]] = []
+    if kind not in ("param", "frozen"):
+        wanted.append((updated, _to_pages(store, unit.index, kind, torch.float32)))
+    elif plan.params_away:
+        wanted.append((own, _to_pages(store, unit.index, kind, plan.precision.compute)))
+    elif unit.resident is not None:
+        first = spec.trainable.P if kind == "frozen" else 0
+        wanted.append((whole, _to_memory(unit.resident.flat[first : first + layout.P], plan.page_numel)))
+    else:
+        shard_S = unit.frozen_S if kind == "frozen" else unit.shard_S
+        assert shard_S is not None
+        wanted.append((own, _to_memory(shard_S, plan.page_numel)))
+    if kind == "param" and plan.precision.has_master:
+        wanted.append((updated, _to_pages(store, unit.index, "master", torch.float32)))
+    first = min(extent[0] for extent, _ in wanted) if at is None else at
+    return [Sink(*extent, pages(extent[1] - extent[0], plan.page_numel), keep, at=first) for extent, keep in wanted]
+
+
+def _to_memory(flat: Tensor, page_numel: int) -> Callable[[int, Tensor], None]:
+    parts = flat.split(page_numel)
+
+    def keep(number: int, page_K: Tensor) -> None:
+        parts[number].copy_(page_K)
+
+    return keep
+
+
+def _to_pages(store: Store, unit: int, kind: str, dtype: torch.dtype) -> Callable[[int, Tensor], None]:
+    def keep(number: int, page_K: Tensor) -> None:
+        store.write(Page(unit, kind, number), page_K.to(dtype)).wait()
+
+    return keep
 
 
 def _given(splitting: Splitting, model: nn.Module) -> dict[str, Tensor]:

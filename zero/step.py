@@ -18,22 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from zero.copied import attach, detached_copy
-from zero.device import ALIGNMENT, Arena, Device, aligned_zeros, give_back_memory, round_up, work_alone
+from zero.device import ALIGNMENT, Arena, Device, give_back_memory, round_up, work_alone
 from zero.errors import ConfigError, NonFiniteGradientError, WorldError
 from zero.fetch import gathering, reading
 from zero.gather import Gatherer, bind_absent
 from zero.gradient import Gradients, PagedGradients
-from zero.initialise import Sink, Values, Weights, stream, values_of
-from zero.layout import pages
+from zero.initialise import Weights, empty_unit, fill, values_of
 from zero.optim import Hyper
 from zero.order import CollectiveLog
 from zero.plan import THREADS, Plan
-from zero.pool import Buffer, Pool
+from zero.pool import Pool
 from zero.reduce import Reducer
 from zero.residency import Residency
 from zero.state import Machinery, State
-from zero.store import REQUEST_BYTES, MemoryStore, NvmeStore, Page, PrefetchStore, Store, Tiers, probe
-from zero.unit import UnitSpec
+from zero.store import REQUEST_BYTES, MemoryStore, NvmeStore, PrefetchStore, Store, Tiers, probe
 from zero.unit_state import UnitState
 from zero.update import Updater
 
@@ -135,8 +133,8 @@ def init(plan: Plan, store: PrefetchStore, *, seed: int = 0, weights: Weights = 
     values = values_of(plan.splitting, plan.model, copied, seed, weights, plan.world)
     units, checks = [], {}
     for spec in plan.units:
-        unit, checks[f"first values of {spec.name}"] = _unit_state(plan, store, spec, values)
-        units.append(unit)
+        units.append(empty_unit(plan, spec))
+        checks[f"first values of {spec.name}"] = fill(plan, store, units[-1], values)
     plan.world.agree(checks)
     del values
     give_back_memory()  # first values were fp32, and the largest tensors that a run ever has on the host
@@ -144,53 +142,6 @@ def init(plan: Plan, store: PrefetchStore, *, seed: int = 0, weights: Weights = 
     # Thread ranks share torch's generator, and a checkpoint's recomputation sets it: none trains while another draws.
     plan.world.barrier("init")
     return State(machinery, 0, plan.precision.scale.start())
-
-
-def _unit_state(plan: Plan, store: Store, spec: UnitSpec, values: Values) -> tuple[UnitState, str]:
-    """One unit with this rank's part of its first values, in memory and in the store; and a check of the whole."""
-    compute, where, rank, trainable = plan.precision.compute, plan.world.device, plan.world.rank, spec.trainable
-    resident = Buffer(trainable.P + spec.frozen.P, compute, where) if plan.resident else None
-    shards: list[Tensor | None] = []
-    checks = []
-    for kind, layout, first in (("param", trainable, 0), ("frozen", spec.frozen, trainable.P)):
-        own = layout.shard(rank)
-        sinks = []
-        if plan.params_away:
-            shards.append(None)
-            sinks.append(_to_pages(plan, store, spec.index, kind, own, compute))
-        elif resident is not None:
-            full_P = resident.flat[first : first + layout.P]
-            shards.append(full_P[own[0] : own[1]])
-            sinks.append(_to_memory(plan, full_P, (0, layout.P)))
-        else:
-            shards.append(torch.zeros(layout.S, dtype=compute, device=where))
-            sinks.append(_to_memory(plan, shards[-1], own))
-        if layout is trainable and plan.precision.has_master:
-            extent = (0, layout.P) if plan.whole_update else own
-            sinks.append(_to_pages(plan, store, spec.index, "master", extent, torch.float32))
-        checks.append(f"{stream(layout, values, sinks):08x}")
-    if resident is not None:
-        resident.version = 0
-    keeps_grad = trainable.slots and not plan.grads_away
-    grad = aligned_zeros(plan.grad_numel(spec), plan.grad_dtype, where) if keeps_grad else None
-    return UnitState(spec, resident, shards[0], shards[1], grad), " ".join(checks)
-
-
-def _to_memory(plan: Plan, into: Tensor | None, extent: tuple[int, int]) -> Sink:
-    assert into is not None
-    parts = into.split(plan.page_numel)
-
-    def keep(number: int, page_K: Tensor) -> None:
-        parts[number].copy_(page_K)
-
-    return Sink(*extent, pages(into.numel(), plan.page_numel), keep)
-
-
-def _to_pages(plan: Plan, store: Store, unit: int, kind: str, extent: tuple[int, int], dtype: torch.dtype) -> Sink:
-    def keep(number: int, page_K: Tensor) -> None:
-        store.write(Page(unit, kind, number), page_K.to(dtype)).wait()
-
-    return Sink(*extent, pages(extent[1] - extent[0], plan.page_numel), keep)
 
 
 def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied: nn.Module) -> Machinery:

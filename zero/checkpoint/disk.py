@@ -5,12 +5,14 @@ alone and did not exist before; what is opened is never reached through a link a
 """
 
 import errno
+import fcntl
 import os
 import stat
 from pathlib import Path
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
+DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class Disk:
@@ -53,6 +55,13 @@ class Disk:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+    def direct(self, fd: int, on: bool) -> None:
+        """Whether transfers go past the page cache; where they cannot, OSError, or EINVAL from the transfer."""
+        if on and not DIRECT:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | DIRECT if on else flags & ~DIRECT)
 
     def forget(self, fd: int, nbytes: int) -> None:
         """Ask the page cache to write out the file's first `nbytes` and keep those no longer that are written out."""

@@ -5,6 +5,9 @@ to know names, dtypes and shapes when it begins, and never goes back; and the re
 believing the file. Hashes are taken from memory on the way to the disk, never by reading back: what the manifest says
 is what was meant to be written. A read delivers only bytes whose CRC-32 is the manifest's.
 
+Writing goes past the page cache where the file system agrees: a state larger than memory must not push everything else
+out of it, and on a fast disk the cache's copies and pages cost as much as the hashes.
+
 A shard knows names, dtypes, shapes and byte ranges, not what they mean.
 """
 
@@ -13,7 +16,10 @@ import errno
 import itertools
 import json
 import math
+import mmap
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -22,7 +28,7 @@ import torch
 from zlib_ng.zlib_ng import crc32
 
 from zero.checkpoint.disk import Disk
-from zero.checkpoint.hashes import BLOCK_BYTES, SPAN_BYTES, FileHash, Hasher
+from zero.checkpoint.hashes import BLOCK_BYTES, SPAN_BYTES, BlockHash, FileHash, Hasher, hash_block, hash_of
 from zero.errors import CheckpointError
 from zero.store.files import named
 
@@ -30,10 +36,10 @@ ALIGN_BYTES = 4096
 """The data begins at a multiple of this, so that it can be mapped and read directly."""
 
 REQUEST_BYTES = 4 * 2**20
-"""What one call writes."""
+"""The most that one call writes."""
 
-FORGET_BYTES = 8 * REQUEST_BYTES
-"""How often the page cache is asked to let go of what was written."""
+THREADS = 3
+"""Two to keep two cores hashing while the third waits for the disk."""
 
 NAMES = {
     torch.float64: "F64",
@@ -117,7 +123,10 @@ def _check(part: Part, start: int, taken: dict[str, object]) -> None:
 
 
 class ShardWriter:
-    """Writes a new file from its first to its last byte.
+    """Writes a new file from its first to its last byte, by one thread.
+
+    What comes is copied into blocks; threads hash and write those that are full, each to its own place. At most
+    `THREADS` + 1 blocks are kept, 64 MiB. An error of a thread shows in a later call, in `finish` at the latest.
 
     `with` closes the descriptor however it is left. What a writer that failed leaves under its name is the caller's to
     remove.
@@ -136,17 +145,22 @@ class ShardWriter:
         begin = header(parts)
         self._nbytes = len(begin) + sum(part.nbytes for part in parts)
         self._given = 0
-        self._written = 0
-        self._hasher = Hasher()
-        self._buffer = memoryview(bytearray(REQUEST_BYTES))
-        self._filled = 0
+        self._block: mmap.mmap | None = None  # a mapping is aligned, and goes back to the system
+        self._free: list[mmap.mmap] = []
+        self._running: deque[tuple[mmap.mmap, Future[BlockHash]]] = deque()
+        self._hashes: list[BlockHash] = []
         with _naming(path, "making it"):
             self._fd: int | None = disk.create(path)
+        self._threads = ThreadPoolExecutor(THREADS, "zero-shard")  # starts none before there is work
+        self._direct = False
         with self._closing_if_it_fails():
+            with contextlib.suppress(OSError):  # then by way of the page cache
+                disk.direct(self._fd, True)
+                self._direct = True
             self._append(memoryview(begin))
 
     def write(self, view: memoryview) -> None:
-        """The next bytes of the data; parts follow each other without holes. They are hashed and may be reused.
+        """The next bytes of the data; parts follow each other without holes. The view may be reused at once.
 
         Args:
             view: contiguous, of any format and length: how the data is cut does not matter.
@@ -167,18 +181,22 @@ class ShardWriter:
         with self._closing_if_it_fails():
             if self._given != self._nbytes:
                 raise CheckpointError(f"{self._path}: {self._given} bytes came, {self._nbytes} belong in")
-            self._put(self._buffer[: self._filled])
+            while self._running:
+                self._collect()
+            if self._block is not None:  # by itself: its end may have to go through the page cache
+                self._hashes.append(self._settle(fd, self._block, self._given % BLOCK_BYTES, self._given))
             with _naming(self._path, "synchronising"):
                 self._disk.fsync(fd)  # never again when it fails: the system forgets what it could not write
-            self._forget()
-            found = self._hasher.result()
+            self._forget(fd, self._nbytes)
+            self._release()
             self._fd = None
             with _naming(self._path, "closing"):
                 self._disk.close(fd)
-        return found
+        return hash_of(self._nbytes, self._hashes)
 
     def close(self) -> None:
         """Give up, unless it is finished."""
+        self._release()  # first: a number that was closed under a running transfer may already be another file's
         fd, self._fd = self._fd, None
         if fd is not None:
             with contextlib.suppress(OSError):  # the file is no good already
@@ -203,34 +221,67 @@ class ShardWriter:
     def _open(self) -> int:
         return _still_open(self._fd, self._path)
 
+    def _release(self) -> None:
+        """Wait for the threads; memory is free again."""
+        self._threads.shutdown(cancel_futures=True)
+        self._running.clear()
+        self._free.clear()
+        self._block = None
+
     def _append(self, view: memoryview) -> None:
-        """In requests of one size, whatever comes: straight from `view` where it holds a whole one."""
-        self._given += len(view)
         done = 0
         while done < len(view):
-            piece = view[done : done + REQUEST_BYTES - self._filled]
-            done += len(piece)
-            if len(piece) == REQUEST_BYTES:
-                self._put(piece)
-                continue
-            self._buffer[self._filled : self._filled + len(piece)] = piece
-            self._filled += len(piece)
-            if self._filled == REQUEST_BYTES:
-                self._put(self._buffer)
-                self._filled = 0
+            block = self._block = self._block or self._next_block()
+            filled = self._given % BLOCK_BYTES
+            count = min(len(view) - done, BLOCK_BYTES - filled)
+            block[filled : filled + count] = view[done : done + count]
+            done += count
+            self._given += count
+            if filled + count == BLOCK_BYTES:
+                self._running.append(
+                    (block, self._threads.submit(self._settle, self._open(), block, BLOCK_BYTES, self._given))
+                )
+                self._block = None
 
-    def _put(self, block: memoryview) -> None:
-        fd = self._open()
-        self._hasher.update(block)
-        _move(self._disk.pwrite, fd, block, self._written, self._path, "writing")
-        self._written += len(block)
-        if self._written % FORGET_BYTES == 0:
-            self._forget()
+    def _next_block(self) -> mmap.mmap:
+        if len(self._running) > THREADS:
+            self._collect()
+        return self._free.pop() if self._free else mmap.mmap(-1, BLOCK_BYTES)
 
-    def _forget(self) -> None:
-        """A state larger than memory must not push everything else out of it."""
+    def _collect(self) -> None:
+        """Wait for the oldest block; its memory is used again."""
+        block, future = self._running.popleft()
+        self._hashes.append(future.result())
+        self._free.append(block)
+
+    def _settle(self, fd: int, block: mmap.mmap, nbytes: int, end: int) -> BlockHash:
+        """Hash and write a block that ends at `end`. Runs in a thread."""
+        with memoryview(block) as whole, whole[:nbytes] as view:
+            found = hash_block(view)
+            _move(self._pwrite, fd, view, end - nbytes, self._path, "writing")
+        if not self._direct:
+            self._forget(fd, end)
+        return found
+
+    def _pwrite(self, fd: int, view: memoryview, offset: int) -> int:
+        """One request. Direct ones are whole pages; the file's end, and whatever is refused, takes the other way."""
+        direct = self._direct
+        count = min(len(view), REQUEST_BYTES)
+        whole = count // ALIGN_BYTES * ALIGN_BYTES
+        if direct and whole:
+            try:
+                return self._disk.pwrite(fd, view[:whole], offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        if direct:
+            self._disk.direct(fd, False)
+            self._direct = False
+        return self._disk.pwrite(fd, view[:count], offset)
+
+    def _forget(self, fd: int, nbytes: int) -> None:
         with contextlib.suppress(OSError):  # a favour; whether the bytes are on the disk, fsync says
-            self._disk.forget(self._open(), self._written)
+            self._disk.forget(fd, nbytes)
 
 
 class ShardReader:

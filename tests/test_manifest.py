@@ -8,6 +8,7 @@ import copy
 import json
 import random
 import re
+from dataclasses import replace
 from hashlib import sha256
 from itertools import pairwise
 
@@ -163,15 +164,7 @@ def test_the_text_is_one_json_object_in_ascii_whose_last_line_is_its_hash(manife
 def test_equal_manifests_have_equal_texts(manifest, rng):
     names = list(manifest.facts)
     rng.shuffle(names)
-    shuffled = Manifest(
-        manifest.format,
-        manifest.step,
-        manifest.world,
-        manifest.entries,
-        manifest.files,
-        manifest.finite,
-        {name: manifest.facts[name] for name in names},
-    )
+    shuffled = replace(manifest, facts={name: manifest.facts[name] for name in names})
     assert to_text(shuffled) == to_text(manifest)
 
 
@@ -334,7 +327,7 @@ LIES = {
     "a newer format with other keys": (lambda b: b.update(format=2, new=1), "format 2, this library reads up to 1"),
     "format zero": (lambda b: b.update(format=0), "the format is 0"),
     "format true": (lambda b: b.update(format=True), "the format is True"),
-    "no format": (lambda b: b.pop("format"), "no JSON object with a format"),
+    "no format": (lambda b: b.pop("format"), "names no format"),
     "an unknown key": (lambda b: b.update(extra=1), r"the manifest lacks \[\] and has unknown \['extra'\]"),
     "a missing key": (lambda b: b.pop("facts"), r"the manifest lacks \['facts'\]"),
     "an unknown key of a tensor": (lambda b: entry(b).update(path="x"), r"tensor number 0 .* unknown \['path'\]"),
@@ -412,6 +405,8 @@ LIES = {
     "a CRC too many": (lambda b: b["files"][1].update(crcs="0" * 80), "rank-00001-.*: 10 CRCs for"),
     "half a CRC": (lambda b: b["files"][1].update(crcs="0" * 12), "file number 1: its CRCs are"),
     "CRCs that are no hex": (lambda b: b["files"][1].update(crcs="0x00000g"), "file number 1: its CRCs are"),
+    "CRCs in a list": (lambda b: b["files"][1].update(crcs=[0] * 8), "file number 1: its CRCs are"),
+    "CRCs that are null": (lambda b: b["files"][1].update(crcs=None), "file number 1: its CRCs are None"),
     "CRCs with blanks": (lambda b: b["files"][1].update(crcs="00 00 00"), "file number 1: its CRCs are"),
     "CRCs in capitals": (lambda b: b["files"][1].update(crcs="0000000A"), "file number 1: its CRCs are"),
     "a SHA that is short": (lambda b: b["files"][0].update(sha256="00"), "rank-00000-of-00002.*: its SHA-256 is '00'"),
@@ -520,6 +515,13 @@ def test_an_older_hash_is_not_enough():
 
 
 # ---- size
+
+
+def test_what_would_not_be_read_is_not_written():
+    with pytest.raises(CheckpointError, match="format 2, this library reads up to 1"):
+        to_text(replace(sample(), format=2))
+    with pytest.raises(CheckpointError, match="ends at byte"):
+        to_text(replace(sample(), files=small_sample().files[:1] + sample().files[1:]))
 
 
 def test_a_text_beyond_the_cap_is_refused_before_it_is_read():

@@ -173,8 +173,8 @@ def from_text(text: bytes | str) -> Manifest:
             the file.
     """
     body = _parse(_vouched(text))
-    if type(body) is not dict or "format" not in body:
-        raise CheckpointError("the manifest is no JSON object with a format")
+    if "format" not in body:
+        raise CheckpointError("the manifest names no format")
     if _integer(body["format"], "the format", 1) > FORMAT:
         raise CheckpointError(f"the manifest has format {_short(body['format'])}, this library reads up to {FORMAT}")
     body = _object(body, (*_names_of(Manifest), "sha256"), "the manifest")
@@ -314,13 +314,17 @@ def _vouched(text: bytes | str) -> str:
     return plain
 
 
-def _parse(text: str) -> Any:
+def _parse(text: str) -> dict[str, Any]:
+    """Always an object: JSON that ends as the last line does can be nothing else."""
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_float=_finite_float, parse_constant=_refuse_constant)
+        body: dict[str, Any] = json.loads(
+            text, object_pairs_hook=_unique, parse_float=_finite_float, parse_constant=_refuse_constant
+        )
     except RecursionError:
         raise CheckpointError("the manifest is nested too deep") from None
     except ValueError as error:
         raise CheckpointError(f"the manifest is not JSON: {_short(str(error))}") from None
+    return body
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

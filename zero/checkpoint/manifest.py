@@ -120,6 +120,11 @@ class Manifest:
         return tuple(tuple(sorted(pieces, key=lambda held: held[1].offset)) for pieces in found)
 
 
+_PIECE_NAMES, _ENTRY_NAMES, _MANIFEST_NAMES = (
+    tuple(field.name for field in fields(kind)) for kind in (Piece, Entry, Manifest)
+)
+
+
 def file_name(rank: int, world: int) -> str:
     """rank-00001-of-00002.safetensors
 
@@ -153,7 +158,7 @@ def to_text(manifest: Manifest) -> str:
         CheckpointError: `check` refuses it, or the text is longer than `CAP_BYTES`.
     """
     check(manifest)
-    body = {name: getattr(manifest, name) for name in _names_of(Manifest)}
+    body = {name: getattr(manifest, name) for name in _MANIFEST_NAMES}
     body["entries"] = [_entry_to_json(entry) for entry in manifest.entries]
     body["files"] = [_file_to_json(file) for file in manifest.files]
     head = json.dumps(body, sort_keys=True, allow_nan=False, separators=(",", ":"))[:-1] + ",\n"
@@ -177,7 +182,7 @@ def from_text(text: bytes | str) -> Manifest:
         raise CheckpointError("the manifest names no format")
     if _integer(body["format"], "the format", 1) > FORMAT:
         raise CheckpointError(f"the manifest has format {_short(body['format'])}, this library reads up to {FORMAT}")
-    body = _object(body, (*_names_of(Manifest), "sha256"), "the manifest")
+    body = _object(body, (*_MANIFEST_NAMES, "sha256"), "the manifest")
     del body["sha256"]
     entries = _array(body.pop("entries"), "the list of tensors")
     files = _array(body.pop("files"), "the list of files")
@@ -234,23 +239,24 @@ def _check_entry(entry: Entry, world: int) -> None:
     _text(entry.name, "a tensor's name")
     if type(entry.kind) is not str or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}", entry.kind):
         raise CheckpointError(f"tensor {_short(entry.name)}: its kind is {_short(entry.kind)}; expected a short word")
+    what = str(entry)  # once: there may be a hundred thousand pieces
     if type(entry.dtype) is not str or entry.dtype not in ITEM_BYTES:
-        raise CheckpointError(f"{entry}: its dtype is {_short(entry.dtype)}; known: {', '.join(ITEM_BYTES)}")
+        raise CheckpointError(f"{what}: its dtype is {_short(entry.dtype)}; known: {', '.join(ITEM_BYTES)}")
     if len(entry.shape) > _MAX_AXES:
-        raise CheckpointError(f"{entry}: {len(entry.shape)} axes; at most {_MAX_AXES}")
+        raise CheckpointError(f"{what}: {len(entry.shape)} axes; at most {_MAX_AXES}")
     for size in entry.shape:
-        _integer(size, f"{entry}: an axis", 0)
+        _integer(size, f"{what}: an axis", 0)
     numel, stop = entry.numel, 0
     for piece in entry.pieces:
-        _integer(piece.rank, f"{entry}: the rank of a piece", 0, world - 1)
-        _integer(piece.start, f"{entry}: the start of a piece", 0)
-        _integer(piece.stop, f"{entry}: the stop of a piece", 0)
-        _integer(piece.offset, f"{entry}: the offset of a piece", _LENGTH_BYTES)
+        _integer(piece.rank, f"{what}: the rank of a piece", 0, world - 1)
+        _integer(piece.start, f"{what}: the start of a piece", 0)
+        _integer(piece.stop, f"{what}: the stop of a piece", 0)
+        _integer(piece.offset, f"{what}: the offset of a piece", _LENGTH_BYTES)
         if piece.start != stop or piece.stop <= piece.start:
-            raise CheckpointError(f"{entry}: a piece is [{piece.start}, {piece.stop}); it must begin at {stop}")
+            raise CheckpointError(f"{what}: a piece is [{piece.start}, {piece.stop}); it must begin at {stop}")
         stop = piece.stop
     if stop != numel:
-        raise CheckpointError(f"{entry}: its pieces cover {stop} of {numel} elements of shape {_short(entry.shape)}")
+        raise CheckpointError(f"{what}: its pieces cover {stop} of {numel} elements of shape {_short(entry.shape)}")
 
 
 def _check_filled(pieces: Iterable[tuple[Entry, Piece]], size: int, name: str) -> None:
@@ -348,16 +354,16 @@ def _refuse_constant(text: str) -> NoReturn:
 
 
 def _entry_to_json(entry: Entry) -> dict[str, Any]:
-    pieces = [{name: getattr(piece, name) for name in _names_of(Piece)} for piece in entry.pieces]
-    return {name: getattr(entry, name) for name in _names_of(Entry)} | {"pieces": pieces}
+    pieces = [{name: getattr(piece, name) for name in _PIECE_NAMES} for piece in entry.pieces]
+    return {name: getattr(entry, name) for name in _ENTRY_NAMES} | {"pieces": pieces}
 
 
 def _entry_of(value: Any, number: int) -> Entry:
-    found = _object(value, _names_of(Entry), f"tensor number {number}")
+    found = _object(value, _ENTRY_NAMES, f"tensor number {number}")
     name = f"tensor {_short(found['name'])}"
     pieces = _array(found.pop("pieces"), f"{name}: the list of pieces")
     shape = _array(found.pop("shape"), f"{name}: its shape")
-    read = tuple(Piece(**_object(piece, _names_of(Piece), f"{name}: a piece")) for piece in pieces)
+    read = tuple(Piece(**_object(piece, _PIECE_NAMES, f"{name}: a piece")) for piece in pieces)
     return Entry(shape=tuple(shape), pieces=read, **found)
 
 
@@ -372,10 +378,6 @@ def _file_of(value: Any, number: int) -> FileHash:
     if type(crcs) is not str or len(crcs) % 8 or not re.fullmatch(r"[0-9a-f]*", crcs):
         raise CheckpointError(f"file number {number}: its CRCs are {_short(crcs)}; expected eight hex digits for each")
     return FileHash(found["size"], found["sha256"], struct.unpack(f">{len(crcs) // 8}I", bytes.fromhex(crcs)))
-
-
-def _names_of(kind: type[Piece] | type[Entry] | type[Manifest]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
 
 
 def _object(value: Any, names: tuple[str, ...], what: str) -> dict[str, Any]:

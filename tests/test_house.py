@@ -16,10 +16,12 @@ LAYERS = [
     ("doors", "store.tiers store"),
     ("engine", "unit copied pool unit_state plan transfer gradient reduce update fetch residency"),
     ("engine", "recompute gather state initialise step full"),
+    ("edges", "checkpoint.hashes checkpoint.manifest checkpoint.disk checkpoint.shard checkpoint.publish"),
+    ("edges", "checkpoint.contents checkpoint.save checkpoint.load checkpoint"),
     ("edges", "data.order data.source data.windows data.text data.tokens data.synthetic data"),
     ("edges", "models.gpt_config models.gpt models"),
     ("edges", "config build evaluate meter tracker launch"),
-    ("edges", "testing.threads testing.processes testing.contract testing.faults testing"),
+    ("edges", "testing.threads testing.processes testing.contract testing.faults testing.crash testing"),
 ]
 RANK = {name: place for place, name in enumerate(name for _, names in LAYERS for name in names.split())}
 ARITHMETIC = LAYERS[0][1].split()

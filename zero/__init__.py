@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zero.checkpoint import load, open_checkpoint, open_latest, save
     from zero.copied import empty
     from zero.errors import ZeroError
     from zero.full import full_state_dict
@@ -40,6 +41,10 @@ _HOME = {
     "Metrics": "step",
     "make_forward": "step",
     "full_state_dict": "full",
+    "save": "checkpoint",
+    "load": "checkpoint",
+    "open_checkpoint": "checkpoint",
+    "open_latest": "checkpoint",
     "ZeroError": "errors",
 }
 
@@ -60,8 +65,12 @@ __all__ = [
     "init",
     "lion",
     "make_forward",
+    "load",
     "make_step",
+    "open_checkpoint",
+    "open_latest",
     "open_store",
+    "save",
     "sgd",
 ]
 

@@ -205,3 +205,25 @@ def _mapped_empty(*args: Any, **kwargs: Any) -> Tensor:
     if told.layout is not torch.strided or not told.is_contiguous() or told.nbytes < MAPPED_BYTES:
         return torch.empty(*args, **kwargs)
     return aligned_zeros(told.numel(), told.dtype, torch.device("cpu")).view(told.shape)
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """The persistent buffers of a copied model, by the names that they have in the user's."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, path: str) -> None:
+        if isinstance(module, Unit):
+            return walk(module.module, path)
+        if id(module) in seen:  # the same module in two places
+            return None
+        seen.add(id(module))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[path + name] = buffer
+        for name, child in module.named_children():
+            walk(child, f"{path}{name}.")
+        return None
+
+    walk(model, "")
+    return found

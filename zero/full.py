@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from zero.copied import buffers_of
 from zero.device import Device, memory_of
 from zero.errors import ConfigError
 from zero.layout import pages
@@ -28,7 +29,13 @@ def full_state_dict(state: State, kind: str = "param") -> dict[str, Tensor]:
     Returns:
         Full name to an fp32 tensor of the parameter's shape on the CPU.
     """
-    return {name: tensor for unit in state.machinery.units for name, tensor in _unit(state, unit, kind)}
+    return dict(full_values(state, kind))
+
+
+def full_values(state: State, kind: str) -> Iterator[tuple[str, Tensor]]:
+    """The same, one after the other: no more than a unit is whole at a time."""
+    for unit in state.machinery.units:
+        yield from _unit(state, unit, kind)
 
 
 def digest(state: State) -> str:
@@ -39,8 +46,8 @@ def digest(state: State) -> str:
         for name, tensor in full_state_dict(state, kind).items():
             told.update(f"{kind} {name}".encode())
             told.update(memory_of(tensor.contiguous()))
-    for name, buffer in state.model.named_buffers():
-        told.update(name.replace("module.", "").encode())
+    for name, buffer in buffers_of(state.model).items():
+        told.update(name.encode())
         told.update(memory_of(buffer.detach().cpu().contiguous()))
     return told.hexdigest()
 

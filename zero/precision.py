@@ -80,6 +80,12 @@ class LossScaling:
             return last._replace(good_steps=last.good_steps + 1)
         return LossScale(min(last.scale * 2, self.maximum), 0, self.hysteresis, last.skipped)
 
+    def resumed(self, saved: LossScale, *, dynamic: bool) -> LossScale:
+        """Where a run goes on that saved `saved` under a `dynamic` or static rule; what never moved begins anew."""
+        if self.static is not None or not dynamic:
+            return self.start()._replace(skipped=saved.skipped)
+        return saved._replace(scale=min(max(saved.scale, self.minimum), self.maximum))
+
     def _overflow(self, last: LossScale) -> LossScale:
         if last.hysteresis_left > 1:
             return LossScale(last.scale, 0, last.hysteresis_left - 1, last.skipped + 1)

@@ -84,6 +84,10 @@ class State:
         self.spent_.append(live.step_ + live.scale_.skipped + 1)
         return replace(live, step_=live.step_ + finite, scale_=scale, spent_=[])
 
+    def restored(self, *, step: int, scale: LossScale) -> State:
+        """The state that a checkpoint is about to put in this one's memory; this one is spent."""
+        return replace(self.advance(scale=scale, finite=False), step_=step)
+
     def spend(self) -> None:
         """Something changed that cannot go back: nothing may take this for the state that it was."""
         self.advance(scale=self.scale, finite=False)

@@ -202,7 +202,7 @@ class World(ABC):
         digests = digest_S.new_empty(self.size, digest_S.numel())
         self._gather(digest_S, digests.view(-1), _label("agree", what)).wait()
         if not torch.equal(digests, digest_S.expand_as(digests)):
-            different = field_difference([json.loads(own) for own in self._gather_texts(text, what)])
+            different = field_difference([json.loads(own) for own in self.gather_texts(text, what)])
             raise HandshakeError(f"the ranks were started with different {what}: {different}")
 
     def share(self, text: str, source: int = 0) -> str:
@@ -212,6 +212,15 @@ class World(ABC):
         body = _as_bytes(text) if self.rank == source else torch.empty(int(numel), dtype=torch.uint8, device="cpu")
         self.broadcast(body, source, what="a text").wait()
         return bytes(body.tolist()).decode()
+
+    def gather_texts(self, text: str, what: str) -> list[str]:
+        """Every rank's `text`, on every rank."""
+        numels = torch.empty(self.size, dtype=torch.int64, device="cpu")
+        self._gather(torch.tensor([len(text.encode())], device="cpu"), numels, _label("agree on lengths", what)).wait()
+        padded_S = _as_bytes(text.encode().ljust(int(numels.max())).decode())
+        texts = padded_S.new_empty(self.size, padded_S.numel())
+        self._gather(padded_S, texts.view(-1), _label("agree on fields", what)).wait()
+        return [bytes(row).decode() for row in texts.tolist()]
 
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
         """Hold what the ranks of one process share (torch's global generator); free where ranks are processes."""
@@ -233,14 +242,6 @@ class World(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.size}, {self.device})"
-
-    def _gather_texts(self, text: str, what: str) -> list[str]:
-        numels = torch.empty(self.size, dtype=torch.int64, device="cpu")
-        self._gather(torch.tensor([len(text.encode())], device="cpu"), numels, _label("agree on lengths", what)).wait()
-        padded_S = _as_bytes(text.encode().ljust(int(numels.max())).decode())
-        texts = padded_S.new_empty(self.size, padded_S.numel())
-        self._gather(padded_S, texts.view(-1), _label("agree on fields", what)).wait()
-        return [bytes(row).decode() for row in texts.tolist()]
 
     @abstractmethod
     def _gather(self, shard_S: Tensor, full_P: Tensor, op: str) -> Handle: ...

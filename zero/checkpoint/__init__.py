@@ -1,1 +1,11 @@
-"""A training state on disk: one folder a step, one safetensors file a rank, a manifest that vouches for each byte."""
+"""Checkpoints that load anywhere: one folder per step, published whole or not at all.
+
+`hashes` and `manifest` say what a checkpoint is, `disk`, `shard` and `publish` write and read it, and `contents`,
+`save` and `load` know what of a state it holds.
+"""
+
+from zero.checkpoint.load import Checkpoint, load, open_checkpoint, open_latest
+from zero.checkpoint.publish import Root
+from zero.checkpoint.save import save
+
+__all__ = ["Checkpoint", "Root", "load", "open_checkpoint", "open_latest", "save"]

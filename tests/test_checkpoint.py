@@ -1,0 +1,344 @@
+"""A checkpoint loads anywhere: any stage, tier, world, precision, page and choice of units gives the same state."""
+
+import contextlib
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from small import Setting, Small, slice_of, small_batch, small_loss
+from torch import nn
+
+import zero
+from zero.checkpoint import load, open_checkpoint, open_latest, save
+from zero.errors import CheckpointError, StaleStateError
+from zero.full import digest, full_state_dict
+from zero.testing import run_processes, run_ranks
+
+PRESETS = ("none", "cpu", "nvme", "infinity", "auto")
+CELLS = [
+    Setting(stage=stage, offload=(("preset", preset),))
+    for stage, preset in itertools.product(range(4), PRESETS)
+    if preset != "infinity" or stage == 3
+]
+
+
+@contextlib.contextmanager
+def opened(world, setting, build=Small):
+    """(state, step) on a store that is closed afterwards."""
+    plan = setting.plan(world, build)
+    with contextlib.closing(zero.open_store(plan)) as store:
+        yield zero.init(plan, store, seed=setting.seed), zero.make_step(plan, small_loss)
+        store.settle()
+
+
+def trained(world, state, step, steps, accumulate=1):
+    """Steps of a global batch of 12 rows, which is cut alike for every world."""
+    told = []
+    for number in steps:
+        state, metrics = step(state, slice_of(small_batch(number, 24), world, accumulate))
+        told.append(metrics)
+    return state, told
+
+
+def saved(world, setting, folder, steps=2, build=Small):
+    """Train, save; returns the digest and the published folder."""
+    with opened(world, setting, build) as (state, step):
+        state, _ = trained(world, state, step, range(steps), setting.accumulate)
+        path = save(state, folder, {"note": "mine"})
+        return digest(state), path
+
+
+def loaded(world, setting, path, **options):
+    """The digest after loading into a state of other values."""
+    with opened(world, setting.but(seed=7)) as (state, _):
+        checkpoint = open_checkpoint(world, path)
+        return digest(load(state, checkpoint, **options))
+
+
+# -- any to any --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", CELLS, ids=lambda s: f"{s.stage}-{s.offload[0][1]}")
+def test_every_stage_and_tier_loads_every_other(setting: Setting, tmp_path: Path):
+    (was, path), *_ = run_ranks(2, saved, setting, tmp_path)
+    for other in CELLS:
+        assert run_ranks(2, loaded, other, path)[0] == was, f"stage {other.stage}, {other.offload}"
+
+
+@pytest.mark.parametrize("stages", [(0, 3), (3, 0), (2, 1), (3, 3)], ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_world_loads_every_other(stages, precision: str, tmp_path: Path):
+    first, second = (Setting(stage=stage, precision=precision) for stage in stages)
+    for size in range(1, 5):
+        (was, path), *_ = run_ranks(size, saved, first, tmp_path / str(size))
+        for other in range(1, 5):
+            assert run_ranks(other, loaded, second, path)[0] == was, f"{size} ranks to {other}"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"page_bytes": 4096},
+        {"page_bytes": 1 << 20},
+        {"units": ("Small",)},
+        {"units": ("Linear", "Embedding")},
+        {"activations": "remat"},
+        {"prefetch": 0},
+        {"accumulate": 2},
+        {"update": "serial"},
+    ],
+    ids=str,
+)
+def test_what_shapes_the_state_in_memory_is_not_in_the_file(change, tmp_path: Path):
+    start = Setting(offload=(("preset", "nvme"),))
+    (was, path), *_ = run_ranks(2, saved, start, tmp_path)
+    with_units = "units" in change
+    again = run_ranks(2, values_of, start.but(**change), path)[0]
+    assert again == run_ranks(2, values_of, start, path)[0]
+    if not with_units:
+        assert run_ranks(2, loaded, start.but(**change), path)[0] == was
+
+
+def values_of(world, setting, path):
+    """Everything that a state holds, by name: units do not matter to it."""
+    with opened(world, setting.but(seed=7)) as (state, _):
+        state = load(state, open_checkpoint(world, path))
+        kinds = ("param", "compute", *state.plan.optimizer.moments)
+        return {
+            (kind, name): tensor.tolist()
+            for kind in kinds
+            for name, tensor in sorted(full_state_dict(state, kind).items())
+        }
+
+
+@pytest.mark.parametrize(("wrote", "reads"), list(itertools.permutations(("fp32", "bf16", "fp16"), 2)), ids=str)
+def test_another_precision_of_compute_reads_the_same_masters(wrote: str, reads: str, tmp_path: Path):
+    (_, path), *_ = run_ranks(2, saved, Setting(precision=wrote), tmp_path)
+    kept = run_ranks(2, masters, Setting(precision=wrote), path)[0]
+    assert run_ranks(2, masters, Setting(precision=reads), path)[0] == kept
+
+
+def masters(world, setting, path):
+    with opened(world, setting.but(seed=7)) as (state, _):
+        state = load(state, open_checkpoint(world, path))
+        frozen = {name for unit in state.plan.units for name in (slot.name for slot in unit.frozen.slots)}
+        compute, param = full_state_dict(state, "compute"), full_state_dict(state)
+        for name, value in param.items():
+            assert torch.equal(compute[name], value.to(state.plan.precision.compute).float()), name
+        return {name: value.tolist() for name, value in param.items() if name not in frozen}
+
+
+# -- resume = never stopped --------------------------------------------------------------------------------------------
+
+
+def whole_run(world, setting, steps):
+    with opened(world, setting) as (state, step):
+        state, told = trained(world, state, step, range(steps), setting.accumulate)
+        return digest(state), told
+
+
+def first_half(world, setting, folder, at):
+    with opened(world, setting) as (state, step):
+        state, told = trained(world, state, step, range(at), setting.accumulate)
+        return save(state, folder), told
+
+
+def second_half(world, setting, path, steps):
+    with opened(world, setting.but(seed=3)) as (state, step):
+        checkpoint = open_checkpoint(world, path)
+        state = load(state, checkpoint)
+        state, told = trained(world, state, step, range(checkpoint.step, steps), setting.accumulate)
+        return digest(state), told
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("setting", CELLS, ids=lambda s: f"{s.stage}-{s.offload[0][1]}")
+def test_a_resumed_run_ends_as_the_one_that_never_stopped(setting: Setting, precision: str, tmp_path: Path):
+    setting = setting.but(precision=precision, clip=0.5, accumulate=2)
+    steps, at = 6, random.randrange(1, 6)
+    print(f"saved after step {at}")
+    was, told = run_ranks(2, whole_run, setting, steps)[0]
+    path, before = run_ranks(2, first_half, setting, tmp_path, at)[0]
+    now, after = run_ranks(2, second_half, setting, path, steps)[0]
+    assert before + after == told
+    assert now == was
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("preset", ["none", "infinity"])
+def test_the_same_holds_for_fresh_processes(preset: str, tmp_path: Path):
+    setting = Setting(offload=(("preset", preset),), precision="bf16")
+    was, _ = run_processes(2, whole_run, setting, 4)[0]
+    path, _ = run_processes(2, first_half, setting, tmp_path, 2)[0]
+    assert run_processes(2, second_half, setting, path, 4)[0][0] == was
+
+
+def test_a_moving_loss_scale_goes_on_where_it_was(tmp_path: Path):
+    setting = Setting(precision="fp16")
+
+    def scale(world, path):
+        with opened(world, setting) as (state, _):
+            return load(state, open_checkpoint(world, path)).scale
+
+    with opened(zero.World.from_env(), setting) as (state, step):
+        state, _ = trained(zero.World.from_env(), state, step, range(5))
+        path, was = save(state, tmp_path), state.scale
+    assert was.scale != setting.plan(zero.World.from_env()).precision.scale.initial
+    assert run_ranks(1, scale, path)[0] == was
+
+
+def test_saving_and_loading_fifty_times_changes_nothing(tmp_path: Path):
+    setting, world = Setting(offload=(("preset", "nvme"),)), zero.World.from_env()
+    was, _ = whole_run(world, setting, 3)
+    with opened(world, setting) as (state, step):
+        state, _ = trained(world, state, step, range(2))
+        for number in range(50):
+            path = save(state, tmp_path / str(number % 2))
+            state = load(state, open_checkpoint(world, path))
+        state, _ = trained(world, state, step, range(2, 3))
+        assert digest(state) == was
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_file_is_plain_safetensors(tmp_path: Path):
+    (_, path), *_ = run_ranks(2, saved, Setting(precision="bf16"), tmp_path)
+    values = run_ranks(2, whole_values, Setting(precision="bf16"), path)[0]
+    manifest = json.loads((path / "manifest.json").read_text())
+    names = {(entry["name"], entry["kind"]) for entry in manifest["entries"]}
+    assert {name for name, kind in names if kind == "mu"} == {name for name, kind in names if kind == "parameter"}
+    found: dict[str, torch.Tensor] = {}
+    for rank in range(2):
+        with safe_open(path / f"rank-0000{rank}-of-00002.safetensors", framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - no mapping
+                found[key] = torch.cat([found.get(key, torch.zeros(0)), file.get_tensor(key).view(-1).float()])
+    for name, value in values.items():
+        key = f"parameter/{name}" if f"parameter/{name}" in found else f"frozen/{name}"
+        if value.numel():
+            assert torch.equal(found[key], value.view(-1)), name
+
+
+def whole_values(world, setting, path):
+    with opened(world, setting) as (state, _):
+        return full_state_dict(load(state, open_checkpoint(world, path)))
+
+
+def test_what_was_given_is_found_again(tmp_path: Path):
+    _, path = saved(zero.World.from_env(), Setting(), tmp_path)
+    assert open_checkpoint(zero.World.from_env(), path).facts == {"note": "mine"}
+    assert path.name == "step-0000000002"
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+class Longer(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(3, 3)
+
+
+class Wider(Small):
+    def __init__(self) -> None:
+        super().__init__(vocab=12)
+
+
+def refusal_of(world, path, build, **options):
+    """What `load` says, and that nothing was changed by it."""
+    with opened(world, Setting(), build) as (state, _):
+        before = digest(state)
+        with pytest.raises(CheckpointError) as caught:
+            load(state, open_checkpoint(world, path), **options)
+        assert digest(state) == before
+        return str(caught.value)
+
+
+def test_a_model_with_more_less_or_other_tensors_is_refused_by_name(tmp_path: Path):
+    world = zero.World.from_env()
+    _, path = saved(world, Setting(), tmp_path / "a")
+    _, longer = saved(world, Setting(), tmp_path / "b", build=LongerRun)
+    missing = refusal_of(world, path, Longer)
+    assert "extra.weight, extra.bias, " in missing and "missing" in missing and "checkpoint.partial" in missing
+    assert "extra.weight" in refusal_of(world, longer, Small) and "not in the model" in refusal_of(world, longer, Small)
+    assert "(11, 13) for (12, 13)" in refusal_of(world, path, Wider)
+    assert "\n" not in missing
+
+
+class LongerRun(Longer):
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_partial_keeps_what_it_names(tmp_path: Path):
+    world = zero.World.from_env()
+    _, path = saved(world, Setting(), tmp_path)
+    with opened(world, Setting(seed=5), Longer) as (state, _):
+        fresh = full_state_dict(state)
+        state = load(state, open_checkpoint(world, path), partial=["extra.*", "blocks.0.*"])
+        now = full_state_dict(state)
+    with opened(world, Setting()) as (state, _):
+        there = full_state_dict(load(state, open_checkpoint(world, path)))
+    for name, value in now.items():
+        kept = name.startswith(("extra.", "blocks.0."))
+        assert torch.equal(value, fresh[name] if kept else there[name]), name
+
+
+def test_a_state_that_was_loaded_into_is_spent(tmp_path: Path):
+    world = zero.World.from_env()
+    _, path = saved(world, Setting(), tmp_path)
+    with opened(world, Setting()) as (state, _):
+        load(state, open_checkpoint(world, path))
+        with pytest.raises(StaleStateError):
+            _ = state.step
+
+
+# -- the newest one ----------------------------------------------------------------------------------------------------
+
+
+def test_latest_walks_back_to_the_newest_valid_one_and_names_what_it_rejected(tmp_path: Path):
+    world = zero.World.from_env()
+    with opened(world, Setting()) as (state, step):
+        for number in range(12):
+            state, _ = trained(world, state, step, [number])
+            if number >= 8:
+                save(state, tmp_path)
+    file = tmp_path / "step-0000000012" / "rank-00000-of-00001.safetensors"
+    damage(file, 5000)
+    (tmp_path / "step-0000000011" / "manifest.json").unlink()
+    (tmp_path / "step-99").mkdir()
+    found, rejected = open_latest(world, tmp_path)
+    assert found is not None and found.step == 10
+    assert len(rejected) == 2 and "rank-00000-of-00001.safetensors" in rejected[0] and "manifest.json" in rejected[1]
+
+
+def test_only_rejected_ones_are_an_error_and_none_is_none(tmp_path: Path):
+    world = zero.World.from_env()
+    assert open_latest(world, tmp_path / "nothing") == (None, [])
+    _, path = saved(world, Setting(), tmp_path)
+    damage(path / "rank-00000-of-00001.safetensors", 6000)
+    with pytest.raises(CheckpointError, match="none of its 1 checkpoints is valid"):
+        open_latest(world, tmp_path)
+
+
+def test_every_rank_hears_of_damage_that_one_rank_found(tmp_path: Path):
+    (_, path), *_ = run_ranks(2, saved, Setting(), tmp_path)
+    damage(path / "rank-00001-of-00002.safetensors", 4500)
+
+    def told(world):
+        with pytest.raises(CheckpointError, match="rank-00001-of-00002"):
+            open_checkpoint(world, path)
+        return True
+
+    assert run_ranks(2, told) == [True, True]
+
+
+def damage(path: Path, place: int) -> None:
+    octets = bytearray(path.read_bytes())
+    octets[place] ^= 1 << random.randrange(8)
+    path.chmod(0o600)
+    path.write_bytes(octets)

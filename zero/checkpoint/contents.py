@@ -1,0 +1,101 @@
+"""What a checkpoint of a plan holds: the same answer on every rank, for every rank.
+
+Each rank's file has what its shard covers, whatever the rank keeps beside: for every unit this range of the fp32
+parameters (the master, where there is one), of each moment, and of the frozen parameters. Buffers are in the file of
+rank 0. Stage, tiers and pages are not in it, and a flat's gaps are left out, so what is written is a list of ranges of
+named tensors.
+"""
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero.checkpoint.manifest import Entry, Piece
+from zero.checkpoint.shard import Part, offsets
+from zero.layout import Layout
+from zero.plan import Plan
+
+PARAMETER, FROZEN, BUFFER = "parameter", "frozen", "buffer"
+
+
+class Held(NamedTuple):
+    """Elements [start, stop) of a named tensor, row-major, in one rank's file."""
+
+    name: str
+    kind: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    start: int
+    stop: int
+
+    @property
+    def part(self) -> Part:
+        """In the file: with its shape if it is whole, else flat."""
+        whole = self.stop - self.start == prod(self.shape)
+        return Part(f"{self.kind}/{self.name}", self.dtype, self.shape if whole else (self.stop - self.start,))
+
+
+class Stretch(NamedTuple):
+    """What of one flat goes into one rank's file: elements [start, stop) of it, without its gaps."""
+
+    unit: int
+    kind: str
+    layout: Layout
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        pieces = self.layout.pieces(self.start, self.stop)
+        return tuple(Held(slot.name, self.kind, self.dtype, slot.shape, first, last) for slot, first, last, _ in pieces)
+
+
+def stretches(plan: Plan, rank: int) -> Iterator[Stretch]:
+    """What `rank` writes of its units, the widest dtype first."""
+    kinds = (PARAMETER, *plan.optimizer.moments)
+    for unit in plan.units:
+        for kind in kinds:
+            yield Stretch(unit.index, kind, unit.trainable, torch.float32, *unit.trainable.shard(rank))
+    for unit in plan.units:
+        yield Stretch(unit.index, FROZEN, unit.frozen, plan.precision.compute, *unit.frozen.shard(rank))
+
+
+def parts(plan: Plan, buffers: Mapping[str, Tensor], rank: int) -> list[tuple[Held, Stretch | None]]:
+    """What the file of `rank` holds, in its order; None for a buffer."""
+    found: list[tuple[Held, Stretch | None]] = [(held, one) for one in stretches(plan, rank) for held in one.held]
+    if rank == 0:
+        for name, buffer in buffers.items():
+            if buffer.numel():
+                shape = tuple(buffer.shape)
+                found.append((Held(name, BUFFER, buffer.dtype, shape, 0, buffer.numel()), None))
+    return sorted(found, key=lambda one: -one[0].dtype.itemsize)  # each part then begins at a multiple of its width
+
+
+def entries(plan: Plan, buffers: Mapping[str, Tensor]) -> tuple[Entry, ...]:
+    """Every tensor of the checkpoint, and where in which file its pieces are."""
+    pieces: dict[tuple[str, str], list[Piece]] = {}
+    for rank in range(plan.world.size):
+        held = [one for one, _ in parts(plan, buffers, rank)]
+        for one, offset in zip(held, offsets([one.part for one in held]), strict=True):
+            pieces.setdefault((one.name, one.kind), []).append(Piece(rank, one.start, one.stop, offset))
+    return tuple(
+        Entry(name, kind, str(dtype).removeprefix("torch."), shape, tuple(pieces.get((name, kind), ())))
+        for name, kind, dtype, shape in tensors(plan, buffers)
+    )
+
+
+def tensors(plan: Plan, buffers: Mapping[str, Tensor]) -> Iterator[tuple[str, str, torch.dtype, tuple[int, ...]]]:
+    """(name, kind, dtype, shape) of everything that the state of a plan has, empty tensors too."""
+    for unit in plan.units:
+        for kind in (PARAMETER, *plan.optimizer.moments):
+            for slot in unit.trainable.slots:
+                yield slot.name, kind, torch.float32, slot.shape
+        for slot in unit.frozen.slots:
+            yield slot.name, FROZEN, plan.precision.compute, slot.shape
+    for name, buffer in buffers.items():
+        yield name, BUFFER, buffer.dtype, tuple(buffer.shape)

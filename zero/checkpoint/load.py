@@ -1,0 +1,308 @@
+"""Load a checkpoint into any state of the same model: whatever the stage, tier, world, pages and units of either.
+
+Opening reads the manifest and hashes every file, shared out over the ranks; a checkpoint that is open was whole. Only
+then is anything of the state written: each rank reads the ranges that its own flats cover, through the CRC-32 of every
+MiB, and lets them run through the sinks that first values go through.
+
+Names have to match both ways, unless a pattern says that a tensor stays as it is.
+"""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, tensors
+from zero.checkpoint.disk import Disk
+from zero.checkpoint.manifest import Entry, Manifest, file_name, step_name
+from zero.checkpoint.publish import Root
+from zero.checkpoint.save import force_all, told
+from zero.checkpoint.shard import Part, ShardReader
+from zero.copied import buffers_of
+from zero.device import memory_of
+from zero.errors import CheckpointError
+from zero.full import full_values
+from zero.initialise import sinks_of
+from zero.layout import Slot
+from zero.precision import LossScale
+from zero.state import State
+from zero.world import World
+
+SHOWN = 5
+"""Names that an error lists before it only counts."""
+
+Key = tuple[str, str]
+"""Name and kind of a tensor."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder whose every byte was compared with its hashes.
+
+    Attributes:
+        facts: what was given to `save`.
+        step: steps tried until it was saved, skipped ones included.
+    """
+
+    folder: Path
+    manifest: Manifest
+    disk: Disk
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        return dict(self.manifest.facts.get("given", {}))
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+
+def open_checkpoint(world: World, folder: Path | str, disk: Disk | None = None) -> Checkpoint:
+    """Read the manifest in `folder` and compare all files with it. Collective.
+
+    Raises:
+        CheckpointError: on every rank; the line names file and place of the first damage that some rank found.
+    """
+    folder, disk = Path(folder), disk or Disk()
+    found: list[Manifest] = []
+
+    def read() -> dict[str, Any]:
+        found.append(Root(folder.parent, disk).read_manifest(folder))
+        contents = found[0].contents()
+        for rank in range(world.rank, found[0].world, world.size):
+            with _reader(disk, folder, found[0], rank, contents[rank]) as reader:
+                reader.verify()
+        return {"files": [file.sha256 for file in found[0].files]}
+
+    reports = told(world, read)
+    if any(report != reports[0] for report in reports):
+        raise CheckpointError(f"{folder}: the ranks see different files under this name; give a folder that all share")
+    return Checkpoint(folder, found[0], disk)
+
+
+def open_latest(world: World, path: Path | str, disk: Disk | None = None) -> tuple[Checkpoint | None, list[str]]:
+    """The newest valid checkpoint under `path`, and why newer ones were rejected. Collective.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none is valid.
+    """
+    root = Root(Path(path), disk)
+    steps = told(world, lambda: {"steps": root.steps() if world.rank == 0 else []})[0]["steps"]
+    rejected: list[str] = []
+    for step in reversed(steps):
+        try:
+            return open_checkpoint(world, root.path / step_name(step), root.disk), rejected
+        except CheckpointError as error:
+            rejected.append(str(error))
+    if rejected:
+        raise CheckpointError(
+            f"{root.path}: none of its {len(rejected)} checkpoints is valid; the newest: {rejected[0]}; "
+            "restore one, or set resume=none to start again"
+        )
+    return None, rejected
+
+
+def load(state: State, checkpoint: Checkpoint, *, partial: Iterable[str] = (), convert: Iterable[str] = ()) -> State:
+    """`state` with the checkpoint's values; the one that was given is spent. Collective.
+
+    Args:
+        partial: names, or patterns such as `head.*`, of tensors that keep the values that they have: they may be
+            missing on either side, or differ in shape.
+        convert: names or patterns of tensors whose dtype may change: masters and moments are fp32.
+
+    Raises:
+        CheckpointError: names, shapes or dtypes that do not match, and nothing was changed; or damage that came after
+            the checkpoint was opened: then the state is spent.
+    """
+    machinery, plan = state.machinery, state.plan
+    partial, convert = tuple(partial), tuple(convert)
+    buffers = buffers_of(state.model)
+    wanted = {(name, kind): (dtype, shape) for name, kind, dtype, shape in tensors(plan, buffers)}
+    kept = {key for key in wanted if _named(key[0], partial)}
+    _match(checkpoint, wanted, partial, convert)
+    step, saved, dynamic, randoms = _numbers(checkpoint)
+    force_all(state)
+    stays = _current(state, kept)
+    following = state.restored(step=step, scale=plan.precision.scale.resumed(saved, dynamic=dynamic))
+    told(plan.world, lambda: _fill(following, checkpoint, stays, buffers, kept))
+    for unit in machinery.units:
+        unit.version += 1
+        if unit.resident is not None:
+            unit.resident.version = unit.version
+    if len(randoms) == plan.world.size:
+        set_random(randoms[plan.world.rank])
+    return following
+
+
+# -- what belongs together ---------------------------------------------------------------------------------------------
+
+
+def _match(
+    checkpoint: Checkpoint,
+    wanted: Mapping[Key, tuple[torch.dtype, tuple[int, ...]]],
+    partial: Sequence[str],
+    convert: Sequence[str],
+) -> None:
+    there = {(entry.name, entry.kind): entry for entry in checkpoint.manifest.entries}
+    both = {key: (there[key], *wanted[key]) for key in wanted if key in there and not _named(key[0], partial)}
+    complaints = [
+        ("missing", [_words(key) for key in wanted if key not in there and not _named(key[0], partial)]),
+        ("not in the model", [_words(key) for key in there if key not in wanted and not _named(key[0], partial)]),
+        (
+            "of another shape",
+            [
+                f"{_words(key)} {entry.shape} for {shape}"
+                for key, (entry, _, shape) in both.items()
+                if entry.shape != shape
+            ],
+        ),
+        (
+            "of another dtype",
+            [
+                f"{_words(key)} {entry.dtype}"
+                for key, (entry, dtype, _) in both.items()
+                if not _may_become(entry, dtype) and not _named(key[0], convert)
+            ],
+        ),
+    ]
+    told_ = [f"{_some(names)} {what}" for what, names in complaints if names]
+    if told_:
+        keys = "checkpoint.convert" if complaints[-1][1] and len(told_) == 1 else "checkpoint.partial"
+        raise CheckpointError(f"{checkpoint.folder}: {'; '.join(told_)}; name them in {keys} if that is meant")
+
+
+def _may_become(entry: Entry, dtype: torch.dtype) -> bool:
+    """Frozen parameters and statistics are held in the dtype of compute, which may be another one; the rest is not."""
+    if entry.kind == FROZEN or (entry.kind == BUFFER and dtype.is_floating_point):
+        return "float" in entry.dtype
+    return entry.dtype == str(dtype).removeprefix("torch.")
+
+
+def _named(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _words(key: Key) -> str:
+    name, kind = key
+    return name if kind == PARAMETER else f"{name} ({kind})"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more + (" is" if len(names) == 1 else " are")
+
+
+# -- what goes where ---------------------------------------------------------------------------------------------------
+
+
+def _fill(
+    state: State,
+    checkpoint: Checkpoint,
+    stays: Mapping[Key, Tensor],
+    buffers: Mapping[str, Tensor],
+    kept: set[Key],
+) -> dict[str, Any]:
+    plan, store = state.plan, state.machinery.store
+    entries = {(entry.name, entry.kind): entry for entry in checkpoint.manifest.entries}
+    with ExitStack() as closing, torch.no_grad():
+        files = _Files(checkpoint, closing)
+
+        def values(slot: Slot, kind: str, start: int, stop: int) -> Tensor:
+            key = (slot.name, kind)
+            return stays[key].view(-1)[start:stop] if key in stays else files.read(entries[key], start, stop)
+
+        for unit in state.machinery.units:
+            for kind in (PARAMETER, *plan.optimizer.moments, FROZEN):
+                layout = unit.spec.frozen if kind == FROZEN else unit.spec.trainable
+                sinks = sinks_of(plan, store, unit, "param" if kind == PARAMETER else kind, at=None)
+                first, last = min(sink.start for sink in sinks), max(sink.stop for sink in sinks)
+                for start in range(first, last, plan.page_numel):
+                    stop = min(start + plan.page_numel, last)
+                    page_K = torch.zeros(stop - start)
+                    for slot, a, b, place in layout.pieces(start, stop):
+                        page_K[place : place + b - a].copy_(values(slot, kind, a, b))
+                    for sink in sinks:
+                        sink.take(page_K)
+        for name, buffer in buffers.items():
+            if (name, BUFFER) not in kept:
+                buffer.copy_(files.read(entries[name, BUFFER], 0, buffer.numel()).view(buffer.shape))
+    return {}
+
+
+def _current(state: State, kept: set[Key]) -> dict[Key, Tensor]:
+    """The values that stay, whole, on the host."""
+    found = {}
+    for kind in dict.fromkeys(kind for _, kind in kept if kind != BUFFER):
+        names = {name for name, other in kept if other == kind}
+        source = {PARAMETER: "param", FROZEN: "param"}.get(kind, kind)
+        for name, tensor in full_values(state, source):
+            if name in names:
+                found[name, kind] = tensor
+    return found
+
+
+class _Files:
+    """The rank files of a checkpoint, opened when they are first needed."""
+
+    def __init__(self, checkpoint: Checkpoint, closing: ExitStack) -> None:
+        self._checkpoint, self._closing = checkpoint, closing
+        self._contents = checkpoint.manifest.contents()
+        self._readers: dict[int, ShardReader] = {}
+
+    def read(self, entry: Entry, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a tensor: 1-D, on the host, in the dtype that they were saved in."""
+        dtype = getattr(torch, entry.dtype)
+        values = torch.empty(stop - start, dtype=dtype)
+        for piece in entry.pieces:
+            first, last = max(start, piece.start), min(stop, piece.stop)
+            if first < last:
+                offset = piece.offset + (first - piece.start) * dtype.itemsize
+                self._reader(piece.rank).read(offset, memory_of(values[first - start : last - start]))
+        return values
+
+    def _reader(self, rank: int) -> ShardReader:
+        if rank not in self._readers:
+            one = self._checkpoint
+            reader = _reader(one.disk, one.folder, one.manifest, rank, self._contents[rank])
+            self._readers[rank] = self._closing.enter_context(reader)
+        return self._readers[rank]
+
+
+def _reader(disk: Disk, folder: Path, manifest: Manifest, rank: int, contents: Any) -> ShardReader:
+    parts = [
+        Part(
+            f"{entry.kind}/{entry.name}",
+            getattr(torch, entry.dtype),
+            entry.shape if piece.stop - piece.start == entry.numel else (piece.stop - piece.start,),
+        )
+        for entry, piece in contents
+    ]
+    return ShardReader(disk, folder / file_name(rank, manifest.world), manifest.files[rank], parts)
+
+
+# -- what is not a tensor ----------------------------------------------------------------------------------------------
+
+
+def _numbers(checkpoint: Checkpoint) -> tuple[int, LossScale, bool, list[Mapping[str, Any]]]:
+    """The step, the loss scale and whether it moved, and every rank's generators."""
+    facts = checkpoint.manifest.facts
+    try:
+        told_ = facts["state"]
+        return int(told_["step"]), LossScale(*told_["scale"]), bool(told_["dynamic"]), list(facts["random"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint.folder}: its manifest lacks step, loss scale or generators") from error
+
+
+def set_random(told_: Mapping[str, Any]) -> None:
+    """The opposite of `random_state`."""
+    version, internal, following = told_["python"]
+    random.setstate((version, tuple(internal), following))
+    torch.set_rng_state(torch.tensor(list(bytes.fromhex(told_["torch"])), dtype=torch.uint8))
+    if told_["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.tensor(list(bytes.fromhex(told_["cuda"])), dtype=torch.uint8))

@@ -1,0 +1,226 @@
+"""Save a state: every rank writes its file, page by page, and rank 0 publishes them together.
+
+Waiting updates are made first, so a checkpoint holds what the next forward would see. Pages are read ahead of the
+writer, a few at a time: a state larger than memory passes through a few buffers. What is hashed is what was in memory
+on its way to the disk.
+
+Every rank hears how every other one fared before any of them returns: a save is acknowledged on all ranks or fails on
+all of them, and what failed is removed.
+
+Source: Mohan et al. 2021, "CheckFreq", for what belongs to a state.
+"""
+
+import itertools
+import json
+import math
+import platform
+import random
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero.checkpoint.contents import FROZEN, PARAMETER, Held, Stretch, entries, parts
+from zero.checkpoint.hashes import FileHash
+from zero.checkpoint.manifest import FORMAT, Manifest, file_name, to_text
+from zero.checkpoint.publish import Root
+from zero.checkpoint.shard import ShardWriter
+from zero.copied import buffers_of
+from zero.device import aligned_zeros, memory_of
+from zero.errors import CheckpointError, StoreError
+from zero.layout import pages
+from zero.plan import Plan
+from zero.state import State
+from zero.store import Page, Ticket
+from zero.world import World
+
+AHEAD = 8
+"""Pages of the store that are read before the writer needs them."""
+
+
+def save(state: State, root: Root | str | Path, facts: Mapping[str, Any] | None = None) -> Path:
+    """Write `state` to a new folder under `root` and publish it. Collective; when it returns, no crash takes it back.
+
+    Args:
+        root: the folder that holds a run's checkpoints; made if its parent exists.
+        facts: JSON values to find again in `Checkpoint.facts`: the config, where the data is, and the like.
+
+    Returns:
+        The published folder: `step-` and the number of steps tried so far, skipped ones included.
+
+    Raises:
+        CheckpointError: on every rank, with the first failure; nothing was published, and older ones are untouched.
+    """
+    root = root if isinstance(root, Root) else Root(Path(root))
+    world, number = state.plan.world, state.step + state.skipped
+    force_all(state)
+    folder = Path(by_rank_0(world, lambda: str(root.begin(number, secrets.token_hex(8)))))
+    try:
+        reports = told(world, lambda: _write(state, root, folder))
+        text = by_rank_0(world, lambda: str(_publish(state, root, folder, number, reports, facts or {})))
+    except BaseException:
+        if world.rank == 0:
+            root.abandon(folder)
+        raise
+    return Path(text)
+
+
+def force_all(state: State) -> None:
+    """Make every waiting update."""
+    for unit in state.machinery.units:
+        if unit.waiting is not None:
+            state.machinery.updater.force(unit)
+
+
+# -- together ----------------------------------------------------------------------------------------------------------
+
+
+def told(world: World, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+    """What every rank's `work` returned, on every rank.
+
+    Raises:
+        CheckpointError: some rank's `work` failed.
+    """
+    try:
+        report = work()
+    except (CheckpointError, StoreError) as error:
+        report = {"error": str(error)}
+    reports = [json.loads(text) for text in world.gather_texts(json.dumps(report), "reports of a checkpoint")]
+    failed = next((f"rank {rank}: {one['error']}" for rank, one in enumerate(reports) if "error" in one), None)
+    if failed is not None:
+        raise CheckpointError(failed if world.size > 1 else failed.removeprefix("rank 0: "))
+    return reports
+
+
+def by_rank_0(world: World, work: Callable[[], str]) -> str:
+    """What `work` returned on rank 0, where alone it runs, on every rank."""
+    return str(told(world, lambda: {"text": work()} if world.rank == 0 else {})[0]["text"])
+
+
+def _publish(
+    state: State, root: Root, folder: Path, number: int, reports: list[dict[str, Any]], facts: Mapping[str, Any]
+) -> Path:
+    plan = state.plan
+    manifest = Manifest(
+        format=FORMAT,
+        step=number,
+        world=plan.world.size,
+        entries=entries(plan, buffers_of(state.model)),
+        files=tuple(FileHash(one["size"], one["sha256"], tuple(one["crcs"])) for one in reports),
+        finite=all(one["finite"] for one in reports),
+        facts={
+            "state": {"step": state.step, "scale": list(state.scale), "dynamic": plan.precision.scale.static is None},
+            "random": [one["random"] for one in reports],
+            "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
+            "given": dict(facts),
+        },
+    )
+    return root.publish(folder, number, to_text(manifest))
+
+
+# -- one rank ----------------------------------------------------------------------------------------------------------
+
+
+def _write(state: State, root: Root, folder: Path) -> dict[str, Any]:
+    plan, finite = state.plan, True
+    buffers = buffers_of(state.model)
+    listed = parts(plan, buffers, plan.world.rank)
+    path = folder / file_name(plan.world.rank, plan.world.size)
+    with ShardWriter(root.disk, path, [held.part for held, _ in listed]) as writer:
+        for stretch, group in itertools.groupby(listed, key=lambda one: one[1]):
+            values = _values(state, stretch) if stretch is not None else _of(buffers, [held for held, _ in group])
+            for tensor in values:
+                finite = finite and _is_finite(tensor)
+                writer.write(memory_of(tensor))
+        found = writer.finish()
+    return {
+        **found._asdict(),
+        "finite": finite,
+        "random": random_state(),
+    }
+
+
+def _of(buffers: Mapping[str, Tensor], held: list[Held]) -> Iterator[Tensor]:
+    for one in held:
+        yield buffers[one.name].detach().cpu().contiguous().view(-1)
+
+
+def _values(state: State, stretch: Stretch) -> Iterator[Tensor]:
+    """The elements of a stretch in order, without gaps: contiguous, on the host, each valid until the next."""
+    for start, page in _pages(state, stretch):
+        first, last = max(start, stretch.start), min(start + page.numel(), stretch.stop)
+        for piece in stretch.layout.pieces(first, last):
+            begin = first - start + piece.start_in_range
+            yield page[begin : begin + piece.slot_stop - piece.slot_start]
+
+
+def _pages(state: State, stretch: Stretch) -> Iterator[tuple[int, Tensor]]:
+    """What this rank has of the stretch's flat, page by page: the first element's place in the flat, and values."""
+    plan, unit = state.plan, state.machinery.units[stretch.unit]
+    kind = stored_kind(plan, stretch.kind)
+    own = stretch.layout.shard(plan.world.rank)
+    if kind is None:
+        shard_S = unit.frozen_S if stretch.kind == FROZEN else unit.shard_S
+        assert shard_S is not None
+        for start, stop in pages(shard_S.numel(), plan.page_numel):
+            yield own[0] + start, shard_S[start:stop].detach().cpu()
+        return
+    whole = plan.whole_update and kind not in ("param", "frozen")
+    origin, end = (0, stretch.layout.P) if whole else own
+    wanted = [
+        (number, origin + start, stop - start)
+        for number, (start, stop) in enumerate(pages(end - origin, plan.page_numel))
+        if origin + start < stretch.stop and origin + stop > stretch.start
+    ]
+    yield from _read(state, unit.index, kind, stretch.dtype, wanted)
+
+
+def _read(
+    state: State, unit: int, kind: str, dtype: torch.dtype, wanted: list[tuple[int, int, int]]
+) -> Iterator[tuple[int, Tensor]]:
+    """Pages of the store in order, `AHEAD` of them on their way; each valid until the next."""
+    store, host = state.machinery.store, torch.device("cpu")
+    most = max((numel for _, _, numel in wanted), default=0)
+    free = [aligned_zeros(most, dtype, host) for _ in wanted[: AHEAD + 1]]
+    under_way: deque[tuple[int, Tensor, Tensor, Ticket]] = deque()
+    coming = iter(wanted)
+    while True:
+        for number, start, numel in itertools.islice(coming, len(free)):
+            buffer = free.pop()
+            under_way.append((start, buffer, buffer[:numel], store.read(Page(unit, kind, number), buffer[:numel])))
+        if not under_way:
+            return
+        start, buffer, page, ticket = under_way.popleft()
+        ticket.wait()
+        yield start, page
+        free.append(buffer)
+
+
+def random_state() -> dict[str, Any]:
+    """Where this rank's generators are: Python's, and torch's on the CPU and on the GPU."""
+    version, internal, following = random.getstate()
+    return {
+        "python": [version, list(internal), following],
+        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+        "cuda": bytes(torch.cuda.get_rng_state().tolist()).hex() if torch.cuda.is_initialized() else None,
+    }
+
+
+def stored_kind(plan: Plan, kind: str) -> str | None:
+    """What the store calls a kind of a checkpoint; None where it is in memory."""
+    if kind == PARAMETER:
+        return "master" if plan.precision.has_master else "param" if plan.params_away else None
+    if kind == FROZEN:
+        return "frozen" if plan.params_away else None
+    return kind
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not tensor.dtype.is_floating_point or not tensor.numel():
+        return True
+    low, high = torch.aminmax(tensor)
+    return math.isfinite(float(low)) and math.isfinite(float(high))

@@ -4,8 +4,8 @@
 `save` and `load` know what of a state it holds.
 """
 
-from zero.checkpoint.load import Checkpoint, load, open_checkpoint, open_latest
+from zero.checkpoint.load import Checkpoint, Tensors, load, open_checkpoint, open_latest
 from zero.checkpoint.publish import Root
 from zero.checkpoint.save import save
 
-__all__ = ["Checkpoint", "Root", "load", "open_checkpoint", "open_latest", "save"]
+__all__ = ["Checkpoint", "Root", "Tensors", "load", "open_checkpoint", "open_latest", "save"]

@@ -9,7 +9,7 @@ Names have to match both ways, unless a pattern says that a tensor stays as it i
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -210,8 +210,7 @@ def _fill(
 ) -> dict[str, Any]:
     plan, store = state.plan, state.machinery.store
     entries = {(entry.name, entry.kind): entry for entry in checkpoint.manifest.entries}
-    with ExitStack() as closing, torch.no_grad():
-        files = _Files(checkpoint, closing)
+    with Tensors(checkpoint) as files, torch.no_grad():
 
         def values(slot: Slot, kind: str, start: int, stop: int) -> Tensor:
             key = (slot.name, kind)
@@ -247,16 +246,19 @@ def _current(state: State, kept: set[Key]) -> dict[Key, Tensor]:
     return found
 
 
-class _Files:
-    """The rank files of a checkpoint, opened when they are first needed."""
+class Tensors(AbstractContextManager["Tensors"]):
+    """The tensors of a checkpoint. Files are opened when they are first needed, and closed with the block."""
 
-    def __init__(self, checkpoint: Checkpoint, closing: ExitStack) -> None:
-        self._checkpoint, self._closing = checkpoint, closing
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, self._closing = checkpoint, ExitStack()
         self._contents = checkpoint.manifest.contents()
         self._readers: dict[int, ShardReader] = {}
 
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
+
     def read(self, entry: Entry, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a tensor: 1-D, on the host, in the dtype that they were saved in."""
+        """Elements [start, stop) of a tensor, row-major: 1-D, on the host, in the dtype that they were saved in."""
         dtype = getattr(torch, entry.dtype)
         values = torch.empty(stop - start, dtype=dtype)
         for piece in entry.pieces:

@@ -690,6 +690,29 @@ def test_a_writer_that_failed_takes_nothing_more(path):
         assert not disk.held
 
 
+def test_a_descriptor_is_not_closed_under_a_transfer(path):
+    """Its number may already be another file's."""
+    started, closed, early = threading.Event(), threading.Event(), []
+
+    class SlowDisk(FaultyDisk):
+        def pwrite(self, fd: int, view: memoryview, offset: int) -> int:
+            started.set()
+            early.append(closed.wait(0.3))  # as long as the transfer takes
+            return super().pwrite(fd, view, offset)
+
+        def close(self, fd: int) -> None:
+            closed.set()
+            super().close(fd)
+
+    disk = SlowDisk()
+    with ShardWriter(disk, path, [bytes_part(20 * MIB)]) as writer:
+        writer.write(memoryview(bytes(17 * MIB)))
+        assert started.wait(10)
+    assert closed.is_set()
+    assert early
+    assert not any(early)
+
+
 def test_an_interrupt_closes_the_file(path):
     def interrupt(call: Call) -> Any:
         raise KeyboardInterrupt

@@ -1,0 +1,361 @@
+"""A checkpoint appears whole or not at all, and goes the same way.
+
+A save is written into a folder that nobody believes, `.tmp-<step>-<nonce>`, and gets its name `step-<step>` by one
+rename when everything in it is on the disk. Nothing is ever written into a published folder. What is to go is renamed
+to `.del-<step>-<nonce>` first and deleted then. Where a step is saved again, the old one waits as
+`.old-<step>-<nonce>` while the new one takes its name; a run that dies between these two renames leaves no folder of
+that step, and the next run's `sweep` gives the old one its name back.
+
+Hashes keep wrong data from being believed, fsyncs keep a save that was acknowledged from being lost. In order:
+
+    a rank's file        its bytes (by each rank, in ShardWriter.finish, before `publish`)
+    the root's parent    the root's own name: without it the root may be gone, with all that is in it
+    manifest.json        its bytes: without it a published folder may have half a manifest
+    .tmp-...             the names of the files in it: without it a published folder may be empty
+    the root             the new name: without it a save that was acknowledged may still be called .tmp-...
+    the root, again      that what is deleted next has no published name: without it half a checkpoint may have one
+
+An fsync that failed is never repeated: the system may have dropped what it could not write, and would report success.
+That save has failed; another one writes everything anew.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import stat
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from zero.checkpoint.disk import Disk
+from zero.checkpoint.manifest import CAP_BYTES, Manifest, file_name, from_text, step_name, step_of
+from zero.errors import CheckpointError, ConfigError
+from zero.store.files import named
+
+MANIFEST_NAME = "manifest.json"
+
+_ASIDE = re.compile(r"\.(tmp|old|del)-([0-9]{10})-[0-9a-f]{16}")
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class _Aside(NamedTuple):
+    """A folder in the root that is not published."""
+
+    kind: str
+    step: int
+    path: Path
+
+
+class Root:
+    """The folder that holds all checkpoints of a run. One process writes in it at a time; any number may read.
+
+    Args:
+        path: made by the first save; its parent exists.
+
+    Raises:
+        CheckpointError: from any method, where the system refuses or a folder is not what it should be; one line
+            that names the path.
+    """
+
+    def __init__(self, path: Path, disk: Disk | None = None) -> None:
+        self.path = path
+        self.disk = disk or Disk()
+        self._begun: set[Path] = set()
+        self._warned = False
+
+    def begin(self, step: int, nonce: str) -> Path:
+        """Make the folder that this save is written into.
+
+        Args:
+            nonce: 16 hexadecimal digits, never used before.
+        """
+        tmp = self._aside("tmp", step, nonce)
+        with _naming(self.path, "making it"):
+            with contextlib.suppress(FileExistsError):
+                self.disk.make_folder(self.path)
+            # Protects the root's own name. Every time: who made the root may have been killed before this call.
+            self.disk.fsync_folder(self.path.parent)
+        with _naming(tmp, "making it"):
+            self.disk.make_folder(tmp)
+        self._begun.add(tmp)
+        return tmp
+
+    def publish(self, tmp: Path, step: int, manifest_text: str) -> Path:
+        """Give what was begun its name. When this returns, the save is acknowledged: no crash takes it back.
+
+        Args:
+            tmp: from `begin`; holds every rank's file, each synchronised by who wrote it, and no manifest yet.
+
+        Returns:
+            The published folder.
+
+        Raises:
+            CheckpointError: the save failed; call `abandon`. What was published before is still there.
+        """
+        with _naming(tmp / MANIFEST_NAME, "writing it"):
+            self._write_manifest(tmp / MANIFEST_NAME, memoryview(manifest_text.encode()))
+        with _naming(tmp, "synchronising it"):
+            self.disk.fsync_folder(tmp)  # protects the names of the files, the manifest's among them
+        found = self.read_manifest(tmp).step
+        if found != step:
+            raise CheckpointError(f"{tmp}: its manifest is that of step {found}, not {step}; save again")
+        target = self.path / step_name(step)
+        with _naming(target, "publishing it"):
+            old = self._set_aside(step)
+            self._rename(tmp, target, old)
+            self.disk.fsync_folder(self.path)  # protects the published name; from here on, the save is acknowledged
+        self._begun.discard(tmp)
+        if old is not None:
+            self._delete(old)  # the fsync above has made the new one's name last
+        return target
+
+    def abandon(self, tmp: Path) -> None:
+        """Remove what was begun, as far as that is possible. Never raises: an error is being reported already."""
+        if tmp in self._begun:
+            self._begun.discard(tmp)
+            with contextlib.suppress(OSError):  # what is left has a name that nobody believes, and is swept later
+                self._erase(tmp)
+
+    def sweep(self) -> None:
+        """Put in order what dead runs left behind. For the process that will write here, before it reads `steps`.
+
+        All leftovers but those that this `Root` began are taken for dead: one process writes here at a time. Should
+        another one live all the same, its save loses its folder by a rename and fails in one piece: nothing partial is
+        published either way.
+        """
+        with _naming(self.path, "sweeping it"):
+            published = set(self.steps())
+            doomed = []
+            for aside in self._asides():
+                if aside.kind == "old" and aside.step not in published:  # died between the two renames of `publish`
+                    self.disk.rename(aside.path, self.path / step_name(aside.step))
+                    published.add(aside.step)
+                elif aside.path not in self._begun:
+                    doomed.append(aside.path)
+            self._discard(doomed)
+
+    def steps(self) -> list[int]:
+        """Published steps, ascending. Whether they are whole, `read_manifest` and the files' hashes say."""
+        with _naming(self.path, "listing it"):
+            found = [(step_of(name), name) for name in self._names()]
+            return sorted(step for step, name in found if step is not None and self._is_folder(self.path / name))
+
+    def retain(self, keep: int, every: int | None, valid: Callable[[Path], bool]) -> None:
+        """Remove what is older than the last `keep` valid checkpoints, but for every step that `every` divides.
+
+        What is newer than those and is not valid is left alone: it may be of a newer version, or evidence. With fewer
+        than `keep` valid ones, nothing is removed.
+
+        Args:
+            keep: at least 2, so that a newest one that rots unseen is not the only one.
+            every: steps, or None to keep no others.
+            valid: asked from the newest folder on, until `keep` of them are.
+        """
+        if keep < 2:
+            raise ConfigError(f"checkpoint.keep={keep}: at least 2 are kept, so that one may rot; set it to 2 or more")
+        kept, doomed = 0, []
+        for step in reversed(self.steps()):
+            folder = self.path / step_name(step)
+            if kept < keep:
+                kept += valid(folder)
+            elif not every or step % every:
+                doomed.append(folder)
+        with _naming(self.path, "removing old checkpoints"):
+            self._discard(doomed)
+
+    def read_manifest(self, folder: Path) -> Manifest:
+        """The manifest of a folder in which every file is present, regular, and as large as the manifest says.
+
+        Args:
+            folder: a published one, here or elsewhere, under its own name or another. Links are not followed.
+
+        Raises:
+            CheckpointError: it is none; the line names the file. Nothing was read but the manifest, within its cap.
+        """
+        with _naming(folder, "listing it"):
+            if not self._is_folder(folder):
+                raise CheckpointError(f"{folder}: is not a folder, or a link to one; give the folder itself")
+            self._warn_if_writable(folder)
+            names = self.disk.names(folder)
+        if MANIFEST_NAME not in names:
+            raise CheckpointError(f"{folder}: has no {MANIFEST_NAME}; it was never published, or was damaged since")
+        manifest = self._parsed(folder / MANIFEST_NAME)
+        _check_step(folder, manifest)
+        _check_names(folder, names, manifest)
+        for rank, file in enumerate(manifest.files):
+            path = folder / file_name(rank, manifest.world)
+            with _naming(path, "asking for its size"), self._reading(path) as fd:
+                nbytes = self.disk.size(fd)
+            if nbytes != file.size:
+                raise CheckpointError(f"{path}: has {nbytes} bytes, the manifest says {file.size}")
+        return manifest
+
+    def _write_manifest(self, path: Path, text: memoryview) -> None:
+        fd = self.disk.create(path)
+        try:
+            done = 0
+            while done < len(text):
+                done += _moved(self.disk.pwrite(fd, text[done:], done), done, len(text))
+            self.disk.fsync(fd)  # protects the manifest's bytes
+        finally:
+            self.disk.close(fd)
+
+    def _parsed(self, path: Path) -> Manifest:
+        with _naming(path, "reading it"), self._reading(path) as fd:
+            nbytes = self.disk.size(fd)
+            if nbytes > CAP_BYTES:
+                raise CheckpointError(f"{path}: has {nbytes} bytes, at most {CAP_BYTES} are read")
+            text = memoryview(bytearray(nbytes))
+            done = 0
+            while done < nbytes:
+                done += _moved(self.disk.pread(fd, text[done:], done), done, nbytes)
+        try:
+            return from_text(bytes(text))
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+
+    @contextlib.contextmanager
+    def _reading(self, path: Path) -> Iterator[int]:
+        fd = self.disk.open(path)
+        try:
+            yield fd
+        finally:
+            self.disk.close(fd)
+
+    def _warn_if_writable(self, folder: Path) -> None:
+        """By way of `..`, for the root itself may be reached through a link."""
+        if not self._warned and self.disk.mode(folder / "..") & stat.S_IWOTH:
+            self._warned = True
+            warnings.warn(
+                f"{folder.parent}: anybody may write here, so anybody may have put checkpoints here; chmod o-w it",
+                stacklevel=3,
+            )
+
+    def _set_aside(self, step: int) -> Path | None:
+        """Make room for a new folder of this step. Returns where the old one is now, if there is one."""
+        target = self.path / step_name(step)
+        if target.name not in self._names():
+            return None
+        if not self._is_folder(target):
+            raise CheckpointError(f"{target}: is in the way and is not a folder; remove it")
+        # Two old ones of one step would leave `sweep` to guess which was the last.
+        self._discard([aside.path for aside in self._asides() if (aside.kind, aside.step) == ("old", step)])
+        old = self._aside("old", step)
+        self.disk.rename(target, old)
+        return old
+
+    def _rename(self, tmp: Path, target: Path, old: Path | None) -> None:
+        try:
+            self.disk.rename(tmp, target)
+        except OSError:
+            if old is not None:
+                with contextlib.suppress(OSError):  # then `sweep` does it in the next run
+                    self.disk.rename(old, target)
+            raise
+
+    def _discard(self, folders: Sequence[Path]) -> None:
+        """Take these folders' names away, and delete what is in them."""
+        if not folders:
+            return
+        doomed = [self._retire(folder) for folder in folders]
+        # Protects from half a checkpoint under a published name: the renames just made, and those of a process that was
+        # killed before its own fsync, must be on the disk before anything is deleted.
+        self.disk.fsync_folder(self.path)
+        for folder in doomed:
+            self._delete(folder)
+
+    def _retire(self, folder: Path) -> Path:
+        aside = _parse(folder)
+        if aside is not None and aside.kind == "del":
+            return folder
+        step = aside.step if aside is not None else step_of(folder.name)
+        assert step is not None
+        retired = self._aside("del", step)
+        self.disk.rename(folder, retired)
+        return retired
+
+    def _delete(self, folder: Path) -> None:
+        """Of a folder that is no longer published. What cannot be deleted costs space and harms nothing else."""
+        try:
+            self._erase(self._retire(folder))
+        except OSError as error:
+            warnings.warn(
+                f"{folder}: {named(error)} while removing it; it is no checkpoint any more, the next run tries again",
+                stacklevel=3,
+            )
+
+    def _erase(self, folder: Path) -> None:
+        if not self._is_folder(folder):  # behind a link may lie anything
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        for name in self.disk.names(folder):
+            self.disk.unlink(folder / name)
+        self.disk.remove_folder(folder)
+
+    def _aside(self, kind: str, step: int, nonce: str | None = None) -> Path:
+        name = f".{kind}-{step:010d}-{secrets.token_hex(8) if nonce is None else nonce}"
+        if not _ASIDE.fullmatch(name):
+            raise CheckpointError(f"{name!r} is no folder's name: a step has up to 10 digits, a nonce 16 hexadecimal")
+        return self.path / name
+
+    def _asides(self) -> list[_Aside]:
+        """Real folders only: a link with such a name is not ours, and what it leads to least of all."""
+        found = [_parse(self.path / name) for name in self._names()]
+        return [aside for aside in found if aside is not None and self._is_folder(aside.path)]
+
+    def _names(self) -> list[str]:
+        try:
+            return self.disk.names(self.path)
+        except FileNotFoundError:  # nothing was ever saved
+            return []
+
+    def _is_folder(self, path: Path) -> bool:
+        try:
+            return stat.S_ISDIR(self.disk.mode(path))
+        except FileNotFoundError:
+            return False
+
+
+def _parse(path: Path) -> _Aside | None:
+    found = _ASIDE.fullmatch(path.name)
+    return _Aside(found[1], int(found[2]), path) if found else None
+
+
+def _check_step(folder: Path, manifest: Manifest) -> None:
+    """A copy under another step's name would take that step's place."""
+    named_step = step_of(folder.name)
+    if named_step is not None and named_step != manifest.step:
+        raise CheckpointError(f"{folder}: holds step {manifest.step}; it was renamed or copied, give it its own name")
+
+
+def _check_names(folder: Path, names: Sequence[str], manifest: Manifest) -> None:
+    expected = [MANIFEST_NAME, *(file_name(rank, manifest.world) for rank in range(manifest.world))]
+    missing, extra = sorted(set(expected) - set(names)), sorted(set(names) - set(expected))
+    if missing:
+        raise CheckpointError(f"{folder}: {_listed(missing)} missing, of {manifest.world} ranks' files")
+    if extra:
+        raise CheckpointError(f"{folder}: {_listed(extra)} not in the manifest; remove what does not belong here")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """At most five, and how many there are. Quoted: a name may hold anything."""
+    some = ", ".join(repr(name) for name in names[:5])
+    return f"{some} is" if len(names) == 1 else f"{some}{' ...' * (len(names) > 5)} ({len(names)} files) are"
+
+
+def _moved(count: int, done: int, nbytes: int) -> int:
+    if count <= 0:
+        raise OSError(errno.EIO, f"nothing more after {done} of {nbytes} bytes")
+    return count
+
+
+@contextlib.contextmanager
+def _naming(path: Path, what: str) -> Iterator[None]:
+    """What the system refuses, said of this path."""
+    try:
+        yield
+    except OSError as error:
+        cure = "; free space there, or set checkpoint.dir to another disk" if error.errno in _NO_SPACE else ""
+        raise CheckpointError(f"{path}: {named(error)} while {what}{cure}") from error

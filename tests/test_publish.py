@@ -975,7 +975,7 @@ def test_where_the_new_one_cannot_take_the_name_the_old_one_has_it_back_at_once(
             super().rename(old, new)
 
     save(root, 40)
-    with pytest.raises(CheckpointError, match="step-0000000040: EIO .* while publishing it"):
+    with pytest.raises(CheckpointError, match=r"step-0000000040: EIO .* while publishing it"):
         save(Root(root.path, Refusing()), 40, 2)
     assert published(root) == {40: contents(40, 1)}
     assert os.listdir(root.path) == [step_name(40)]

@@ -78,7 +78,7 @@ MISTAKES = [
         "offload.param=cpu keeps parameters on the host, which only zero.stage=3 can; "
         "use zero.stage=3, or offload.param=none",
     ),
-    ({"mode": "plan"}, "mode=plan: comes later; only train exists so far"),
+    ({"mode": "plan"}, "mode=plan: comes later; train and eval exist so far"),
     ({"steps": 1e6}, "steps=1000000.0: must be a whole number"),
     ({"steps": 10**400}, "steps=1000"),
     ({"seed": "two\nlines"}, "seed=two lines: must be a whole number"),

@@ -20,7 +20,7 @@ LAYERS = [
     ("edges", "checkpoint.contents checkpoint.save checkpoint.load checkpoint"),
     ("edges", "data.order data.source data.windows data.text data.tokens data.synthetic data"),
     ("edges", "models.gpt_config models.gpt models"),
-    ("edges", "config build evaluate meter tracker launch"),
+    ("edges", "config build evaluate meter tracker launch saver"),
     ("edges", "testing.threads testing.processes testing.contract testing.faults testing.crash testing"),
 ]
 RANK = {name: place for place, name in enumerate(name for _, names in LAYERS for name in names.split())}

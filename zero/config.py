@@ -78,8 +78,8 @@ def _activations(value: Any, check: Any) -> Any:
 
 
 def _mode(value: Any, check: Any) -> Any:
-    if value in ("plan", "doctor", "eval", "explain"):
-        raise ValueError("comes later; only train exists so far")
+    if value in ("plan", "doctor", "explain"):
+        raise ValueError("comes later; train and eval exist so far")
     return check(value)
 
 
@@ -490,9 +490,34 @@ class Launch(Section):
     timeout: Annotated[float, Field(ge=1, le=604_800)] = Field(
         300.0, description="longest wait for another rank, in seconds; at most a week"
     )
+    max_restarts: Natural = Field(
+        0, description="how often all ranks are started again after a failure, from the newest valid checkpoint"
+    )
+    grace: Annotated[float, Field(ge=1, le=86_400)] = Field(
+        30.0, description="seconds between SIGTERM or SIGUSR1 and the end; a save must fit in"
+    )
     malloc: Literal["raised", "lean", "default"] = Field(
         "raised",
         description="glibc's thresholds: raised keeps freed memory for faster steps, lean gives it back at once",
+    )
+
+
+class Checkpoint(Section):
+    """What is saved, where and how often; see docs/checkpoints.md."""
+
+    dir: str | None = Field(None, description="folder of all checkpoints; null: checkpoints/ in the run's folder")
+    every: Natural = Field(0, description="save after every so many steps and after the last; 0: only when stopped")
+    keep: Annotated[int, Field(ge=2, le=2**31)] = Field(2, description="newest valid checkpoints to keep, 2 or more")
+    keep_every: Whole | None = Field(None, description="keep those of every so many steps as well; null: no others")
+    async_: bool = Field(
+        False, alias="async", description="write a copy behind the next steps; needs host memory for it"
+    )
+    on_failure: Literal["stop", "continue"] = Field("stop", description="what a run does when a save fails")
+    partial: tuple[str, ...] = Field(
+        (), strict=False, description="names or patterns of tensors that resume leaves as they are, such as [head.*]"
+    )
+    convert: tuple[str, ...] = Field(
+        (), strict=False, description="names or patterns of tensors that resume may read from another dtype"
     )
 
 
@@ -506,7 +531,12 @@ class Debug(Section):
 class Config(Section):
     """A whole run. `Config()` is the default run."""
 
-    mode: Annotated[Literal["train"], WrapValidator(_mode)] = Field("train", description="what to do")
+    mode: Annotated[Literal["train", "eval"], WrapValidator(_mode)] = Field(
+        "train", description="what to do: train, or eval (the validation loss of a checkpoint)"
+    )
+    resume: str = Field(
+        "none", min_length=1, description="none, latest (the newest valid checkpoint), or a step, a run or a root"
+    )
     steps: Whole = Field(200, description="optimizer steps")
     seed: Natural = Field(0, description="seed of weights, data order and sample")
     deterministic: bool = Field(False, description="refuse kernels whose result varies from run to run (GPU)")
@@ -522,10 +552,13 @@ class Config(Section):
     val: Val = Val()
     sample: Sample = Sample()
     launch: Launch = Launch()
+    checkpoint: Checkpoint = Checkpoint()
     debug: Debug = Debug()
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:
+        if self.mode == "eval" and self.resume == "none":
+            raise ConfigError("mode=eval needs a checkpoint: set resume=latest, or resume=PATH of a step or a run")
         self.offload.asked().at(parameters_sharded=Stage(self.zero.stage).parameters)
         eager = self.zero.update == "eager"
         if eager and self.optim.clip is not None:

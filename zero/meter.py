@@ -76,31 +76,37 @@ class Meter:
     Args:
         tokens_per_step: over all ranks.
         traffic: the totals of this rank's store.
+        steps, tokens, skipped: what the run that this one goes on from had behind it.
 
     Attributes:
-        steps, skipped: since the start; `steps` counts the skipped ones too.
+        steps, tokens, skipped: since the start, over all ranks; `steps` counts the skipped ones too.
         last: metrics of the newest step.
         train_loss, val_loss: the newest; NaN before the first.
         best_train_loss, best_val_loss: the lowest.
     """
 
-    def __init__(self, world: World, plan: Plan, *, tokens_per_step: int, traffic: Callable[[], Traffic]) -> None:
+    def __init__(
+        self,
+        world: World,
+        plan: Plan,
+        *,
+        tokens_per_step: int,
+        traffic: Callable[[], Traffic],
+        steps: int = 0,
+        tokens: int = 0,
+        skipped: int = 0,
+    ) -> None:
         self._world, self._device, self._plan = world, Device(world.device), plan
         self._tokens_per_step, self._traffic = tokens_per_step, traffic
         self._start_s = self._since_s = time.perf_counter()
         self._start = self._since = Moved.of(traffic())
-        self._since_step = 0
-        self.steps = self.skipped = 0
+        self.steps = self._since_step = self._steps_before = steps
+        self.tokens, self.skipped = tokens, skipped
         self.last: Metrics | None = None
         self.train_loss = self.val_loss = float("nan")
         self.best_train_loss = self.best_val_loss = inf
         self._peaks_bytes = (0, 0)
         self._written_bytes = self._trained_bytes = 0  # by all ranks up to the last row; since the first step only
-
-    @property
-    def tokens(self) -> int:
-        """Tokens trained on, over all ranks."""
-        return self.steps * self._tokens_per_step
 
     @property
     def seconds(self) -> float:
@@ -110,6 +116,7 @@ class Meter:
     def count(self, metrics: Metrics) -> None:
         """One more step has been made."""
         self.steps += 1
+        self.tokens += self._tokens_per_step
         self.skipped += metrics.skipped
         self.last, self.train_loss = metrics, metrics.loss
         self.best_train_loss = min(self.best_train_loss, metrics.loss)
@@ -173,7 +180,7 @@ class Meter:
             host_peak_bytes=host_bytes,
             plan_bytes=self._plan.bytes,
             offload_written_bytes=max(self._written_bytes, int(now.write_bytes)),
-            endurance=self._endurance(trained_bytes / max(1, self.steps)),
+            endurance=self._endurance(trained_bytes / max(1, self.steps - self._steps_before)),
             data_digest=data_digest,
         )
 

@@ -56,6 +56,8 @@ class Metrics(NamedTuple):
     """The first unit with a gradient that is not finite."""
     aux: dict[str, float]
     """Means over the global batch of what `loss_fn` returned beside the loss."""
+    words: tuple[float, ...]
+    """What `word` said on each rank."""
 
 
 def open_store(plan: Plan, *, disk: Store | None = None) -> PrefetchStore:
@@ -181,12 +183,15 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
     return Machinery(plan, model, store, units, gatherer, gradients, reducer, updater, log)
 
 
-def make_step(plan: Plan, loss_fn: LossFn) -> Callable[[State, Sequence[Any]], tuple[State, Metrics]]:
+def make_step(
+    plan: Plan, loss_fn: LossFn, *, word: Callable[[], float] = lambda: 0.0
+) -> Callable[[State, Sequence[Any]], tuple[State, Metrics]]:
     """The training step: `state, metrics = step(state, microbatches)`.
 
     Args:
         loss_fn: (model, microbatch) to a scalar loss, the mean over the microbatch, or to (loss, dict of scalars). The
             model is the plan's copy; call it as the original.
+        word: asked once a step for a number that every rank gets to know, so that all act on it after the same step.
 
     The step takes `plan.accumulate` microbatches of this rank and returns the next state; the old one is spent. If it
     raises, the old state is still good, except that buffers such as running statistics have seen the microbatches; and
@@ -222,7 +227,7 @@ def make_step(plan: Plan, loss_fn: LossFn) -> Callable[[State, Sequence[Any]], t
         try:
             losses, aux = _passes(parts, loss_fn, microbatches, state.scale.scale)
             parts.reducer.finish()
-            told = _tell(parts, losses, aux)
+            told = _tell(parts, losses, aux, word())
         except BaseException:
             parts.gatherer.reset()
             parts.reducer.reset()
@@ -231,7 +236,7 @@ def make_step(plan: Plan, loss_fn: LossFn) -> Callable[[State, Sequence[Any]], t
             raise
         norm = told.norm(hyper.divisor)
         finite = math.isfinite(norm)
-        metrics = Metrics(told.loss, norm, hyper.lr, state.scale.scale, not finite, told.blame, told.aux)
+        metrics = Metrics(told.loss, norm, hyper.lr, state.scale.scale, not finite, told.blame, told.aux, told.words)
         following = state.advance(scale=plan.precision.scale.advance(state.scale, finite), finite=finite)
         if finite:
             _wait_for_update(parts, hyper._replace(divisor=hyper.divisor / _clip(plan.optimizer.clip, norm)))
@@ -317,6 +322,7 @@ class _Told(NamedTuple):
     loss: float
     aux: dict[str, float]
     blame: str | None
+    words: tuple[float, ...]
 
     def norm(self, divisor: float) -> float:
         """The global norm of the mean gradient, added in unit order and rounded once to fp32."""
@@ -325,7 +331,7 @@ class _Told(NamedTuple):
         return float(torch.tensor(root / divisor, dtype=torch.float32))
 
 
-def _tell(parts: Machinery, losses: list[Tensor], aux: dict[str, list[Tensor]]) -> _Told:
+def _tell(parts: Machinery, losses: list[Tensor], aux: dict[str, list[Tensor]], word: float) -> _Told:
     world, count = parts.plan.world, len(parts.units)
     names = sorted(aux)
     nothing = torch.zeros((), dtype=torch.float64, device=world.device)
@@ -334,6 +340,7 @@ def _tell(parts: Machinery, losses: list[Tensor], aux: dict[str, list[Tensor]]) 
             *(parts.updater.sums.get(unit.index, nothing) for unit in parts.units),
             torch.stack(losses).mean().to(world.device),
             *(torch.stack(aux[name]).mean().to(world.device) for name in names),
+            torch.tensor(word, dtype=torch.float64, device=world.device),
             torch.tensor(float(parts.log.fingerprint), dtype=torch.float64, device=world.device),
         ]
     )
@@ -342,9 +349,10 @@ def _tell(parts: Machinery, losses: list[Tensor], aux: dict[str, list[Tensor]]) 
     ranks = everyone.view(world.size, -1).tolist()
     _same_visits(parts, [int(rank[-1]) for rank in ranks])
     sums = [sum(rank[number] for rank in ranks) for number in range(count)]
-    means = [sum(rank[number] for rank in ranks) / world.size for number in range(count, len(ranks[0]) - 1)]
+    means = [sum(rank[number] for rank in ranks) / world.size for number in range(count, len(ranks[0]) - 2)]
     blame = next((u.spec.name for u, total in zip(parts.units, sums, strict=True) if not math.isfinite(total)), None)
-    return _Told(sums, means[0], dict(zip(names, means[1:], strict=True)), blame)
+    words = tuple(float(rank[-2]) for rank in ranks)
+    return _Told(sums, means[0], dict(zip(names, means[1:], strict=True)), blame, words)
 
 
 def _same_visits(parts: Machinery, fingerprints: list[int]) -> None:

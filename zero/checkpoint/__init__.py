@@ -6,6 +6,17 @@
 
 from zero.checkpoint.load import Checkpoint, Tensors, load, open_checkpoint, open_latest
 from zero.checkpoint.publish import Root
-from zero.checkpoint.save import save
+from zero.checkpoint.save import Saving, begin, save, snapshot_bytes
 
-__all__ = ["Checkpoint", "Root", "Tensors", "load", "open_checkpoint", "open_latest", "save"]
+__all__ = [
+    "Checkpoint",
+    "Root",
+    "Saving",
+    "Tensors",
+    "begin",
+    "load",
+    "open_checkpoint",
+    "open_latest",
+    "save",
+    "snapshot_bytes",
+]

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -86,8 +87,13 @@ def open_checkpoint(world: World, folder: Path | str, disk: Disk | None = None) 
     return Checkpoint(folder, found[0], disk)
 
 
-def open_latest(world: World, path: Path | str, disk: Disk | None = None) -> tuple[Checkpoint | None, list[str]]:
+def open_latest(
+    world: World, path: Path | str, disk: Disk | None = None, *, suspect: Mapping[int, str] = MappingProxyType({})
+) -> tuple[Checkpoint | None, list[str]]:
     """The newest valid checkpoint under `path`, and why newer ones were rejected. Collective.
+
+    Args:
+        suspect: steps that are not to be taken, and why.
 
     Raises:
         CheckpointError: there are checkpoints, and none is valid.
@@ -96,6 +102,9 @@ def open_latest(world: World, path: Path | str, disk: Disk | None = None) -> tup
     steps = told(world, lambda: {"steps": root.steps() if world.rank == 0 else []})[0]["steps"]
     rejected: list[str] = []
     for step in reversed(steps):
+        if step in suspect:
+            rejected.append(f"{root.path / step_name(step)}: {suspect[step]}")
+            continue
         try:
             return open_checkpoint(world, root.path / step_name(step), root.disk), rejected
         except CheckpointError as error:

@@ -4,20 +4,24 @@ Waiting updates are made first, so a checkpoint holds what the next forward woul
 writer, a few at a time: a state larger than memory passes through a few buffers. What is hashed is what was in memory
 on its way to the disk.
 
+Or the state is copied first, and a thread writes the copy behind the steps that follow.
+
 Every rank hears how every other one fared before any of them returns: a save is acknowledged on all ranks or fails on
 all of them, and what failed is removed.
 
 Source: Mohan et al. 2021, "CheckFreq", for what belongs to a state.
 """
 
+import dataclasses
 import itertools
 import json
 import math
 import platform
 import random
 import secrets
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +59,119 @@ def save(state: State, root: Root | str | Path, facts: Mapping[str, Any] | None 
     Raises:
         CheckpointError: on every rank, with the first failure; nothing was published, and older ones are untouched.
     """
+    return begin(state, root, facts).finish()
+
+
+def begin(
+    state: State, root: Root | str | Path, facts: Mapping[str, Any] | None = None, *, behind: bool = False
+) -> "Saving":
+    """The beginning of a save; `finish` is its end. Collective.
+
+    Args:
+        behind: copy this rank's part in host memory and let a thread write the copy, so that the state may move on.
+
+    Raises:
+        CheckpointError: no folder could be made.
+    """
     root = root if isinstance(root, Root) else Root(Path(root))
     world, number = state.plan.world, state.step + state.skipped
     force_all(state)
     folder = Path(by_rank_0(world, lambda: str(root.begin(number, secrets.token_hex(8)))))
-    try:
-        reports = told(world, lambda: _write(state, root, folder))
-        text = by_rank_0(world, lambda: str(_publish(state, root, folder, number, reports, facts or {})))
-    except BaseException:
-        if world.rank == 0:
-            root.abandon(folder)
-        raise
-    return Path(text)
+    manifest = Manifest(
+        format=FORMAT,
+        step=number,
+        world=world.size,
+        entries=entries(state.plan, buffers_of(state.model)),
+        files=(),
+        finite=True,
+        facts={
+            "state": {
+                "step": state.step,
+                "scale": list(state.scale),
+                "dynamic": state.plan.precision.scale.static is None,
+            },
+            "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
+            "given": dict(facts or {}),
+        },
+    )
+    return Saving(state, root, folder, manifest, behind=behind)
+
+
+def snapshot_bytes(plan: Plan) -> int:
+    """Host memory that a copy of this rank's part takes."""
+    found = parts(plan, buffers_of(plan.model), plan.world.rank)
+    return sum(held.part.nbytes for held, _ in found)
+
+
+class Saving:
+    """A save under way: this rank's file is written at once, or by a thread.
+
+    Args:
+        manifest: but for what only the written files tell.
+    """
+
+    def __init__(self, state: State, root: Root, folder: Path, manifest: Manifest, *, behind: bool) -> None:
+        self._world, self._root, self._folder, self._manifest = state.plan.world, root, folder, manifest
+        self._report: dict[str, Any] = {"error": "the thread that writes its file has not ended, or died"}
+        self._random = random_state()
+        buffers = buffers_of(state.model)
+        listed = parts(state.plan, buffers, self._world.rank)
+        self._parts = [held.part for held, _ in listed]
+        self._thread: threading.Thread | None = None
+        values = _all_values(state, buffers, listed)
+        if behind:
+            copies = [tensor.clone() for tensor in values]
+            self._thread = threading.Thread(target=self._write, args=(copies,), name="checkpoint", daemon=True)
+            self._thread.start()
+        else:
+            self._write(values)
+
+    @property
+    def is_written(self) -> bool:
+        """This rank's file is on the disk, or failed to get there: `finish` will not wait for this rank."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def finish(self) -> Path:
+        """Wait until every rank's file is written, and publish. Collective.
+
+        Raises:
+            CheckpointError: on every rank, with the first failure.
+        """
+        try:
+            if self._thread is not None:
+                self._thread.join(self._world.timeout_s)
+            reports = told(self._world, lambda: self._report)
+            return Path(by_rank_0(self._world, lambda: str(self._publish(reports))))
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Remove what was written, as far as that is possible."""
+        if self._world.rank == 0:
+            self._root.abandon(self._folder)
+
+    def _publish(self, reports: list[dict[str, Any]]) -> Path:
+        manifest = dataclasses.replace(
+            self._manifest,
+            files=tuple(FileHash(one["size"], one["sha256"], tuple(one["crcs"])) for one in reports),
+            finite=all(one["finite"] for one in reports),
+            facts={**self._manifest.facts, "random": [one["random"] for one in reports]},
+        )
+        return self._root.publish(self._folder, manifest.step, to_text(manifest))
+
+    def _write(self, values: Iterable[Tensor]) -> None:
+        finite, path = True, self._folder / file_name(self._world.rank, self._world.size)
+        try:
+            with ShardWriter(self._root.disk, path, self._parts) as writer:
+                for tensor in values:
+                    finite = finite and _is_finite(tensor)
+                    writer.write(memory_of(tensor))
+                found = writer.finish()
+        except (CheckpointError, StoreError) as error:
+            self._report = {"error": str(error)}
+        else:
+            self._report = {**found._asdict(), "finite": finite, "random": self._random}
 
 
 def force_all(state: State) -> None:
@@ -101,52 +206,18 @@ def by_rank_0(world: World, work: Callable[[], str]) -> str:
     return str(told(world, lambda: {"text": work()} if world.rank == 0 else {})[0]["text"])
 
 
-def _publish(
-    state: State, root: Root, folder: Path, number: int, reports: list[dict[str, Any]], facts: Mapping[str, Any]
-) -> Path:
-    plan = state.plan
-    manifest = Manifest(
-        format=FORMAT,
-        step=number,
-        world=plan.world.size,
-        entries=entries(plan, buffers_of(state.model)),
-        files=tuple(FileHash(one["size"], one["sha256"], tuple(one["crcs"])) for one in reports),
-        finite=all(one["finite"] for one in reports),
-        facts={
-            "state": {"step": state.step, "scale": list(state.scale), "dynamic": plan.precision.scale.static is None},
-            "random": [one["random"] for one in reports],
-            "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
-            "given": dict(facts),
-        },
-    )
-    return root.publish(folder, number, to_text(manifest))
-
-
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
 
-def _write(state: State, root: Root, folder: Path) -> dict[str, Any]:
-    plan, finite = state.plan, True
-    buffers = buffers_of(state.model)
-    listed = parts(plan, buffers, plan.world.rank)
-    path = folder / file_name(plan.world.rank, plan.world.size)
-    with ShardWriter(root.disk, path, [held.part for held, _ in listed]) as writer:
-        for stretch, group in itertools.groupby(listed, key=lambda one: one[1]):
-            values = _values(state, stretch) if stretch is not None else _of(buffers, [held for held, _ in group])
-            for tensor in values:
-                finite = finite and _is_finite(tensor)
-                writer.write(memory_of(tensor))
-        found = writer.finish()
-    return {
-        **found._asdict(),
-        "finite": finite,
-        "random": random_state(),
-    }
-
-
-def _of(buffers: Mapping[str, Tensor], held: list[Held]) -> Iterator[Tensor]:
-    for one in held:
-        yield buffers[one.name].detach().cpu().contiguous().view(-1)
+def _all_values(
+    state: State, buffers: Mapping[str, Tensor], listed: list[tuple[Held, Stretch | None]]
+) -> Iterator[Tensor]:
+    """What goes into this rank's file, in its order: contiguous, on the host, each valid until the next."""
+    for stretch, group in itertools.groupby(listed, key=lambda one: one[1]):
+        if stretch is None:
+            yield from (buffers[held.name].detach().cpu().contiguous().view(-1) for held, _ in group)
+        else:
+            yield from _values(state, stretch)
 
 
 def _values(state: State, stretch: Stretch) -> Iterator[Tensor]:

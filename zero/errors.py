@@ -9,6 +9,7 @@
     ├── NonFiniteGradientError   6  an eager update met a gradient that is not finite
     ├── StoreError               4  a page that cannot be read or written
     ├── CheckpointError          4  a checkpoint that is damaged, does not fit, or cannot be written
+    ├── Preempted                75 the run was asked to stop, and has saved
     └── WorldError               5  ranks that cannot go on together
         ├── HandshakeError       2  ranks were started with different settings
         ├── DeadlineError        5  a wait ran out; names rank and operation
@@ -62,6 +63,12 @@ class CheckpointError(ZeroError):
     """A checkpoint is damaged, missing, of another model, or could not be written; the message names it."""
 
     exit_code = 4
+
+
+class Preempted(ZeroError):
+    """A signal asked the run to stop, and it has saved. 75 is what sysexits.h calls a temporary failure: start again."""
+
+    exit_code = 75
 
 
 class WorldError(ZeroError):

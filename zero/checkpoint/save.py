@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero.checkpoint.contents import FROZEN, PARAMETER, Held, Stretch, entries, parts
 from zero.checkpoint.hashes import FileHash
@@ -90,6 +90,7 @@ def begin(
                 "scale": list(state.scale),
                 "dynamic": state.plan.precision.scale.static is None,
             },
+            "ties": tied_names(state.plan.model),
             "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
             "given": dict(facts or {}),
         },
@@ -172,6 +173,13 @@ class Saving:
             self._report = {"error": str(error)}
         else:
             self._report = {**found._asdict(), "finite": finite, "random": self._random}
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Further names in the model's state dict -> the name that the tensor goes by in a checkpoint: its first one."""
+    tensors = {name: one for name, one in model.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
+    first = {id(one): name for name, one in reversed(tensors.items())}
+    return {name: first[id(one)] for name, one in tensors.items() if first[id(one)] != name}
 
 
 def force_all(state: State) -> None:

@@ -1,0 +1,127 @@
+"""A checkpoint into what other libraries read: parameters and buffers, whole, under every name of the model.
+
+Values go from the checkpoint's files through their CRC-32 into the new file, a block of a tensor at a time. What is
+written appears under its name when it is complete.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero.checkpoint import Checkpoint, Tensors, open_checkpoint, open_latest
+from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER
+from zero.checkpoint.manifest import Entry
+from zero.checkpoint.publish import MANIFEST_NAME
+from zero.errors import CheckpointError, ConfigError
+from zero.exchange import hf, pickled
+from zero.exchange.stream import BLOCK_NUMEL, Stream, refused_by_the_system
+from zero.world import SoloWorld
+
+FORMATS = ("hf", "torch", "dcp")
+RUN_FOLDER = "checkpoints"
+"""Of a run: where its checkpoints are, unless it was told otherwise."""
+
+
+class Exported(NamedTuple):
+    """What was written: names, bytes of their values, and further name -> name for what is tied."""
+
+    tensors: int
+    nbytes: int
+    ties: Mapping[str, str]
+
+
+def open_newest(path: Path) -> tuple[Checkpoint, list[str]]:
+    """A step as it is; of a run or a folder of checkpoints, the newest valid one, and why newer ones were rejected.
+
+    Raises:
+        CheckpointError: there is none, or only damaged ones.
+    """
+    world = SoloWorld()
+    if (path / MANIFEST_NAME).exists():
+        return open_checkpoint(world, path), []
+    root = path / RUN_FOLDER if (path / RUN_FOLDER).is_dir() else path
+    found, rejected = open_latest(world, root)
+    if found is None:
+        raise CheckpointError(f"{path}: there is no checkpoint; give a step, a run or a folder of checkpoints")
+    return found, rejected
+
+
+def export(
+    checkpoint: Checkpoint,
+    to: str,
+    out: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int = 5 * 10**9,
+) -> Exported:
+    """Write parameters and buffers.
+
+    Args:
+        to: "hf" and "dcp" make a folder, "torch" a file.
+        out: does not exist; its parent does.
+        dtype: of the parameters, frozen ones too; buffers keep their own.
+        shard_bytes: of values in one file of "hf".
+
+    Raises:
+        CheckpointError: damage, values that `dtype` has no room for, or what the system refuses; nothing is left.
+        ConfigError: an unknown format, or `out` exists.
+    """
+    if to not in FORMATS:
+        raise ConfigError(f"--to {to}; known: {', '.join(FORMATS)}")
+    if os.path.lexists(out):
+        raise ConfigError(f"--out {out}: exists; give a name that does not")
+    with Tensors(checkpoint) as files, _appearing(out, folder=to != "torch") as unfinished:
+        tensors, ties = _streams(checkpoint, files, dtype)
+        if to == "hf":
+            hf.write(unfinished, tensors, ties, shard_bytes)
+        elif to == "torch":
+            pickled.write(unfinished, tensors, ties)
+        else:
+            from zero.exchange import dcp  # half a second and 50 MB, for this format alone
+
+            dcp.write(unfinished, tensors)
+    return Exported(len(tensors), sum(stream.nbytes for stream in tensors.values()), ties)
+
+
+def _streams(checkpoint: Checkpoint, files: Tensors, dtype: torch.dtype) -> tuple[dict[str, Stream], dict[str, str]]:
+    """Every name of the model, and which of them are further names of others."""
+    found = {}
+    for entry in checkpoint.manifest.entries:
+        if entry.kind in (PARAMETER, FROZEN, BUFFER):
+            stream = Stream(getattr(torch, entry.dtype), entry.shape, partial(_blocks, files, entry))
+            found[entry.name] = stream if entry.kind == BUFFER else stream.to(dtype, entry.name)
+    told = checkpoint.manifest.facts.get("ties", {})
+    if not isinstance(told, dict) or not all(isinstance(owner, str) and owner in found for owner in told.values()):
+        raise CheckpointError(f"{checkpoint.folder}: its manifest ties names to tensors that it does not hold")
+    ties = {name: owner for name, owner in told.items() if name not in found}
+    return {**found, **{name: found[owner] for name, owner in ties.items()}}, ties
+
+
+def _blocks(files: Tensors, entry: Entry) -> Iterator[Tensor]:
+    for start in range(0, entry.numel, BLOCK_NUMEL):
+        yield files.read(entry, start, min(start + BLOCK_NUMEL, entry.numel))
+
+
+@contextlib.contextmanager
+def _appearing(out: Path, *, folder: bool) -> Iterator[Path]:
+    """Where to write; it gets its name when the block ends well, and is removed when it does not."""
+    unfinished = out.with_name(f".{out.name[:100]}.{secrets.token_hex(8)}")
+    try:
+        with refused_by_the_system(out):
+            if folder:
+                unfinished.mkdir()
+        yield unfinished
+        with refused_by_the_system(out):
+            os.rename(unfinished, out)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.unlink(missing_ok=True)
+        raise

@@ -23,13 +23,16 @@ from typing import TYPE_CHECKING, Any
 from zero import launch, refusal
 from zero.config import Config, flat, keys, read, unknown_key
 from zero.data import check_data, open_data
-from zero.errors import ConfigError, RankFailedError
+from zero.errors import ConfigError, Preempted, RankFailedError
 from zero.placement import Offload
 
 if TYPE_CHECKING:
     from zero.meter import Summary
 
 CONF = Path(__file__).resolve().parent / "conf"
+
+STOPPED = "stopped by a signal"
+"""The exit reason of a run that was asked to stop, and saved."""
 
 
 def train(config: Config, folder: Path) -> "Summary":
@@ -45,6 +48,7 @@ def train(config: Config, folder: Path) -> "Summary":
     from zero.evaluate import sample_text, validation_loss
     from zero.meter import Meter
     from zero.models import GPT, loss
+    from zero.saver import ASKED_TO_STOP, Saver, find, record_start
     from zero.tracker import RUNNING, open_tracker, write_failure, write_summary
 
     torch.use_deterministic_algorithms(config.deterministic)
@@ -62,12 +66,33 @@ def train(config: Config, folder: Path) -> "Summary":
             model = GPT(config.model.gpt())
         plan = build_plan(config, model, world)
         tracker.note(f"{plan}\ndata {data.digest}\nfolder {folder}")
+        checkpoint = find(config, world, folder, tracker.note, restarts=launch.restart_count())
         store = closing.enter_context(contextlib.closing(zero.open_store(plan)))
         state = zero.init(plan, store, seed=config.seed)
-        step = zero.make_step(plan, loss)
+        if checkpoint is not None:
+            state = zero.load(state, checkpoint, partial=config.checkpoint.partial, convert=config.checkpoint.convert)
+        if world.rank == 0:
+            record_start(folder, checkpoint.step if checkpoint else None)
+        meter = Meter(
+            world,
+            plan,
+            tokens_per_step=rows * config.model.seq,
+            traffic=lambda: store.traffic,
+            steps=checkpoint.step if checkpoint else 0,
+            tokens=checkpoint.facts.get("tokens", 0) if checkpoint else 0,
+            skipped=state.skipped,
+        )
+        saver = Saver(
+            config,
+            world,
+            folder,
+            facts=lambda: {"config": config.plain(), "data": data.digest, "tokens": meter.tokens},
+            note=tracker.note,
+            asked_to_stop=launch.preempted,
+        )
+        step = zero.make_step(plan, loss, word=saver.word)
         loss_of = zero.make_forward(plan, loss)
         logits_of = zero.make_forward(plan, lambda model, tokens: model(tokens))
-        meter = Meter(world, plan, tokens_per_step=rows * config.model.seq, traffic=lambda: store.traffic)
 
         def report(write: Callable[..., None], exit_reason: str) -> "Summary":
             so_far = meter.summary(data.digest, exit_reason)
@@ -75,30 +100,51 @@ def train(config: Config, folder: Path) -> "Summary":
                 write(folder, so_far._asdict())
             return so_far
 
+        def validate() -> None:
+            with meter.paused():
+                meter.validated(validation_loss(partial(loss_of, state), data, world, rows=config.val.rows))
+
         last = min(config.steps, config.debug.stop_at or config.steps)
+        reason = "finished" if last == config.steps else "debug.stop_at reached"
         try:
-            for number in range(1, last + 1):
+            if config.mode == "eval":
+                validate()
+                tracker.note(f"step {meter.steps}  validation loss {meter.val_loss:.4f}")
+                last, reason = 0, "evaluated"
+            elif meter.steps >= last:
+                tracker.note(f"the checkpoint is at step {meter.steps} of {last}: nothing is left to train")
+            for number in range(meter.steps + 1, last + 1):
                 first = world.rank * accumulate * micro
                 batch = data.batch(1 if config.debug.overfit else number, first, first + accumulate * micro, rows)
                 state, metrics = step(state, batch.to(world.device).split(micro))
                 meter.count(metrics)
-                validating = number == last or (config.val.every > 0 and number % config.val.every == 0)
+                stopping = any(int(word) & ASKED_TO_STOP for word in metrics.words)
+                with meter.paused():
+                    saver.publish_if_written(metrics.words)
+                    if stopping or saver.is_due(number, last):
+                        saver.save(state)
+                validating = not stopping and (
+                    number == last or (config.val.every > 0 and number % config.val.every == 0)
+                )
                 if validating:
-                    with meter.paused():
-                        of_chunk = partial(loss_of, state)
-                        meter.validated(validation_loss(of_chunk, data, world, rows=config.val.rows))
-                if validating or number % config.tracker.every == 0:
+                    validate()
+                if validating or stopping or number % config.tracker.every == 0:
                     row = meter.row(validated=validating)
                     report(write_summary, RUNNING)  # for a run that is killed
                     tracker.log(row)
-            if config.sample.tokens:
+                if stopping:
+                    reason = STOPPED
+                    break
+            saver.finish()
+            if config.sample.tokens and reason not in (STOPPED, "evaluated"):
                 tracker.note("sample:")
                 tracker.note(sample_text(partial(logits_of, state), data, world, config))
         except BaseException as error:
+            saver.abandon()
             with contextlib.suppress(OSError):  # the disk may be what failed
                 report(write_failure, launch.describe(error))
             raise
-        summary = report(write_summary, "finished" if last == config.steps else "debug.stop_at reached")
+        summary = report(write_summary, reason)
         if summary.endurance:
             tracker.note(summary.endurance)
         tracker.finish(summary._asdict())
@@ -110,6 +156,9 @@ def run(config: Config, folder: Path, *, apart: bool = False) -> "Summary":
 
     Args:
         apart: use a child process even for one rank, so that runs share neither memory peaks nor crashes.
+
+    Raises:
+        Preempted: a signal asked the run to stop, and it has saved.
     """
     from zero.tracker import write_failure
 
@@ -118,12 +167,20 @@ def run(config: Config, folder: Path, *, apart: bool = False) -> "Summary":
     folder.mkdir(parents=True, exist_ok=True)
     _write_config(config, folder)
     try:
-        if ranks == 1 and not apart:
-            return launch.inside(train, config, folder, **_how(config, folder))
-        return launch.launch(train, config, folder, ranks=ranks, **_how(config, folder))
+        if ranks == 1 and not apart and not config.launch.max_restarts:
+            summary = launch.inside(train, config, folder, **_how(config, folder))
+        else:
+            summary = launch.launch(
+                train, config, folder, ranks=ranks, max_restarts=config.launch.max_restarts, **_how(config, folder)
+            )
     except BaseException as error:
         write_failure(folder, {"exit_reason": launch.describe(error)}, final=True)
         raise
+    if summary.exit_reason == STOPPED:
+        raise Preempted(
+            f"stopped by a signal after step {summary.steps} and saved in {folder}; go on with resume=latest"
+        )
+    return summary
 
 
 def _how(config: Config, folder: Path) -> dict[str, Any]:
@@ -131,6 +188,7 @@ def _how(config: Config, folder: Path) -> dict[str, Any]:
     return {
         "folder": folder / "ranks",
         "threads": config.launch.threads,
+        "grace_s": config.launch.grace,
         "malloc": config.launch.malloc,
         "deterministic": config.deterministic,
     }
@@ -286,7 +344,7 @@ def _with_hydra(arguments: Sequence[str]) -> int:
                 print(f"\nrun {HydraConfig.get().job.num}: {name}", flush=True)
             return run(settle(settings_in(composed)), folder, apart=sweep).val_loss
         except Exception as error:
-            where = "" if isinstance(error, ConfigError | RankFailedError) else f" (log: {folder}/ranks/0.log)"
+            where = "" if isinstance(error, ConfigError | Preempted | RankFailedError) else f" (log: {folder}/ranks/0.log)"
             codes.append(_say(launch.describe(error) + where, getattr(error, "exit_code", 1)))
             return float("nan")  # the other runs of a sweep go on; sweepers read it as a failed trial
 

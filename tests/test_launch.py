@@ -142,13 +142,15 @@ def test_a_signal_to_the_parent_leaves_no_orphan(tmp_path: Path, signum: int) ->
         "import os, signal, sys\n"
         "from pathlib import Path\n"
         "from zero import launch\n"
+        "from zero.errors import RankFailedError\n"
         "def entry():\n"
         "    Path(sys.argv[1], os.environ['RANK'] + '.pid').write_text(str(os.getpid()))\n"
-        "    signal.pause()\n"
+        "    while True:\n"
+        "        signal.pause()\n"
         "if __name__ == '__main__':\n"
         "    try:\n"
-        "        launch.launch(entry, ranks=2, folder=Path(sys.argv[1]))\n"
-        "    except launch.Interrupted as stopped:\n"
+        "        launch.launch(entry, ranks=2, folder=Path(sys.argv[1]), grace_s=0.5)\n"
+        "    except (launch.Interrupted, RankFailedError) as stopped:\n"
         "        sys.exit(stopped.exit_code)\n"
     )
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}

@@ -66,7 +66,7 @@ class CheckpointError(ZeroError):
 
 
 class Preempted(ZeroError):
-    """A signal asked the run to stop, and it has saved. 75 is what sysexits.h calls a temporary failure: start again."""
+    """A signal asked the run to stop, and it has saved. 75 is a temporary failure in sysexits.h: start again."""
 
     exit_code = 75
 

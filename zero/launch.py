@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import uuid
@@ -24,6 +25,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
+
+import psutil
 
 from zero.errors import RankFailedError, ZeroError
 
@@ -40,8 +43,12 @@ CUBLAS_WORKSPACE = ":4096:8"
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
 
+NOT_AGAIN = (2, 3, 4, 6)
+"""Exit codes of failures that would only happen again: settings, environment, checkpoint and store, numerics."""
+
 _GRACE_S = 0.5
-_TERM_GRACE_S = 3.0
+
+_asked_to_stop = False  # of this process: handlers and whoever asks share it
 
 
 class Interrupted(BaseException):
@@ -92,6 +99,16 @@ def environment(
     return {name: value for name, value in wanted.items() if name in own or name not in os.environ}
 
 
+def preempted() -> bool:
+    """This rank was asked to stop, by SIGTERM or SIGUSR1: to save, and to return before `grace_s` is over."""
+    return _asked_to_stop
+
+
+def restart_count() -> int:
+    """How often all ranks have been started again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def inside(
     entry: Callable[..., Any],
     *args: Any,
@@ -99,14 +116,22 @@ def inside(
     threads: int | Literal["auto"] = "auto",
     malloc: Malloc = "raised",
     deterministic: bool = False,
+    grace_s: float = 30.0,
 ) -> Any:
     """`entry(*args)` as the only rank, in this process, so that a debugger works. Errors pass through.
 
     Args:
         folder: receives `0.log`, with the traceback if there is one.
+        grace_s: how long `entry` may go on after a signal has asked it to stop.
+
+    Raises:
+        Interrupted: it went on for longer, or was asked again.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with _set_up(threads, malloc, deterministic), (folder / "0.log").open("w") as log:
+    with ExitStack() as stack:
+        stack.enter_context(_set_up(threads, malloc, deterministic))
+        log = stack.enter_context((folder / "0.log").open("w"))
+        stack.enter_context(_asking_to_stop(grace_s, then=_stop))
         print(f"rank 0 of 1, process {os.getpid()}", file=log, flush=True)
         try:
             return entry(*args)
@@ -122,6 +147,7 @@ def joined(
     threads: int | Literal["auto"] = "auto",
     malloc: Malloc = "raised",
     deterministic: bool = False,
+    grace_s: float = 30.0,
 ) -> Any:
     """`entry(*args)` as the rank that torchrun made of this process. Errors pass through.
 
@@ -129,20 +155,19 @@ def joined(
 
     Args:
         folder: receives `<rank>.log`, with the traceback if there is one.
+        grace_s: how long `entry` may go on after a signal has asked it to stop; torchrun itself waits for 30 s.
 
     Raises:
-        Interrupted: torchrun ended this rank, as it does with all when one has failed.
+        Interrupted: it went on for longer, or was asked again.
     """
     rank = int(os.environ["RANK"])
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.enter_context(_set_up(threads, malloc, deterministic))
-        stack.enter_context(_signal_handlers_kept())
-        # By default SIGTERM would end us before we can say how far we came
+        # torchrun sends SIGTERM when it is to stop, and also when another rank has failed: then our connection to
+        # that one breaks, and the error names it
+        stack.enter_context(_asking_to_stop(grace_s, then=_stop))
         signal.signal(signal.SIGINT, _stop)
-        signal.signal(signal.SIGTERM, _stop_soon)
-        signal.signal(signal.SIGALRM, _stop)
-        stack.callback(signal.setitimer, signal.ITIMER_REAL, 0)
         stack.enter_context(_redirected(folder / f"{rank}.log", stdout=rank > 0))
         faulthandler.enable()
         stack.callback(faulthandler.disable)
@@ -154,15 +179,46 @@ def joined(
             raise
 
 
+@contextmanager
+def _asking_to_stop(
+    grace_s: float, then: Callable[[int, Any], None], *, is_over: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
+    """The first SIGTERM or SIGUSR1 asks. A second SIGTERM, and the end of the grace, are `then`; so is every SIGTERM
+    where `is_over`.
+    """
+    global _asked_to_stop
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread hears signals
+        return
+
+    def ask(signum: int, frame: Any) -> None:
+        global _asked_to_stop
+        if signum == signal.SIGTERM and (_asked_to_stop or is_over()):
+            then(signum, frame)
+        if not _asked_to_stop:
+            _asked_to_stop = True
+            signal.setitimer(signal.ITIMER_REAL, grace_s)
+
+    with _signal_handlers_kept():
+        for signum, handler in ((signal.SIGTERM, ask), (signal.SIGUSR1, ask), (signal.SIGALRM, then)):
+            signal.signal(signum, handler)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            _asked_to_stop = False
+
+
 def _stop(signum: int, _: object) -> None:
     for further in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
         signal.signal(further, signal.SIG_IGN)  # a terminal and torchrun both send one
     raise Interrupted(signal.SIGTERM if signum == signal.SIGALRM else signum)
 
 
-def _stop_soon(*_: object) -> None:
-    """Mostly another rank has failed: then our connection to it breaks, and that error names it."""
-    signal.setitimer(signal.ITIMER_REAL, _TERM_GRACE_S)
+def _die(signum: int, _: object) -> None:
+    """Of this signal."""
+    signal.signal(signum, signal.SIG_DFL)
+    os.kill(os.getpid(), signum)
 
 
 def launch(
@@ -173,18 +229,27 @@ def launch(
     threads: int | Literal["auto"] = "auto",
     malloc: Malloc = "raised",
     deterministic: bool = False,
+    max_restarts: int = 0,
+    grace_s: float = 30.0,
 ) -> Any:
     """`entry(*args)` in each of `ranks` new processes; returns what rank 0 returned.
 
     Each finds torchrun's variables in its environment. All are gone when this returns or raises.
 
+    A SIGTERM or SIGUSR1 that arrives here, or at one of the ranks, asks them to stop: see `preempted`. They are not
+    ended for it before `grace_s`, and what they return is returned.
+
     Args:
         entry: defined at the top of a module, like its arguments and result able to be pickled.
         folder: receives `<rank>.log`.
+        max_restarts: how often all ranks are started again when one has failed. Not when it failed for a reason that
+            would still be there, see `NOT_AGAIN`: such a rank returns its failure as a value, and the others, which
+            lose it, do likewise.
+        grace_s: how long ranks may go on after they were asked to stop.
 
     Raises:
         RankFailedError: names the first rank that failed and why; its `exit_code` is that of the cause.
-        Interrupted: SIGINT or SIGTERM arrived here.
+        Interrupted: SIGINT, or a second SIGTERM, arrived here.
     """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -196,57 +261,105 @@ def launch(
         stack.enter_context(_environ(environment(ranks, threads, malloc, deterministic)))
         stack.enter_context(_quiet("torch.distributed", "torch.multiprocessing"))
         stack.enter_context(_signal_handlers_kept())
+        _pass_on_requests_to_stop()
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=ranks,
-            max_restarts=0,
+            max_restarts=max_restarts,
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             start_method="spawn",
             monitor_interval=0.1,
+            signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # SIGTERM and SIGUSR1 are ours
             logs_specs=DefaultLogsSpecs(log_dir=str(notes)),
         )
         try:
-            return elastic_launch(config, _rank)(entry, args, folder, notes)[0]
+            returned = elastic_launch(config, _rank)(entry, args, folder, notes, max_restarts, grace_s)
+            if any(isinstance(value, _Failed) for value in returned.values()):
+                raise _first_failure(0, 1, _read_notes(notes), folder, grace_s)
+            return returned[0]
         except SignalException as stopped:
             raise Interrupted(stopped.sigval) from None
         except ChildFailedError as failed:
             rank, failure = min(failed.failures.items())
             if failure.exitcode == -signal.SIGINT:
                 raise Interrupted(signal.SIGINT) from None
-            raise _first_failure(rank, failure.exitcode, _read_notes(notes), folder) from None
+            raise _first_failure(rank, failure.exitcode, _read_notes(notes), folder, grace_s) from None
         finally:
             if sys.stdout.isatty():
                 print("\x1b[?25h", end="", flush=True)  # a rank that died inside its progress bar left no cursor
 
 
-def _rank(entry: Callable[..., Any], args: tuple[Any, ...], folder: Path, notes: Path) -> Any:
+def _pass_on_requests_to_stop() -> None:
+    """The first SIGTERM or SIGUSR1 goes to the ranks as SIGUSR1; a second SIGTERM ends them."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    asked: list[int] = []
+
+    def ask(signum: int, _: object) -> None:
+        if asked and signum == signal.SIGTERM:
+            raise SignalException(f"process {os.getpid()} was told to stop twice", signal.Signals(signum))
+        asked.append(signum)
+        for child in psutil.Process().children():
+            # Python's own child, which counts shared resources, ignores SIGTERM but not SIGUSR1
+            if "resource_tracker" not in " ".join(child.cmdline()):
+                child.send_signal(signal.SIGUSR1)
+
+    if threading.current_thread() is threading.main_thread():
+        for signum in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(signum, ask)
+
+
+class _Failed:
+    """What a rank returns whose failure must not be tried again."""
+
+
+def _rank(
+    entry: Callable[..., Any], args: tuple[Any, ...], folder: Path, notes: Path, max_restarts: int, grace_s: float
+) -> Any:
     rank = int(os.environ["RANK"])
-    # The agent ends its children with SIGTERM, and the kernel sends SIGINT when the agent dies: both end us at once,
-    # even inside a collective, where a Python handler would not run
+    # The kernel sends SIGINT when the agent dies: it ends us at once, even inside a collective, where a Python handler
+    # would not run. So does the end of the grace.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _redirect(folder / f"{rank}.log", stdout=rank > 0)
+    if rank == 0 and restart_count():
+        print(f"restart {restart_count()} of {max_restarts}: {_last_words(notes)}", file=sys.stderr, flush=True)
+    _redirect(folder / f"{rank}.log", stdout=rank > 0, anew=not restart_count())
     faulthandler.enable()
     print(f"rank {rank} of {os.environ['WORLD_SIZE']}, process {os.getpid()}", file=sys.stderr, flush=True)
-    try:
-        return entry(*args)
-    except BaseException as error:
-        traceback.print_exc()
-        sys.stderr.flush()
-        note = {
-            "time_ns": time.monotonic_ns(),
-            "rank": rank,
-            "cause": describe(error),
-            "exit_code": getattr(error, "exit_code", 1),
-        }
-        unfinished = notes / f"{rank}.unfinished"
-        unfinished.write_text(json.dumps(note))
-        unfinished.rename(notes / f"{rank}.note")
-        time.sleep(_GRACE_S)
-        raise SystemExit(note["exit_code"]) from None
+    # The agent sends SIGTERM too, when another rank has failed: then that one has left a note
+    with _asking_to_stop(grace_s, then=_die, is_over=lambda: any(notes.glob(f"*.{restart_count()}.note"))):
+        try:
+            return entry(*args)
+        except BaseException as error:
+            traceback.print_exc()
+            sys.stderr.flush()
+            _leave_note(notes, rank, error)
+            time.sleep(_GRACE_S)
+            if max_restarts and any(note["exit_code"] in NOT_AGAIN for note in _read_notes(notes)):
+                return _Failed()
+            raise SystemExit(getattr(error, "exit_code", 1)) from None
+
+
+def _leave_note(notes: Path, rank: int, error: BaseException) -> None:
+    note = {
+        "time_ns": time.monotonic_ns(),
+        "start": restart_count(),
+        "rank": rank,
+        "cause": describe(error),
+        "exit_code": getattr(error, "exit_code", 1),
+    }
+    unfinished = notes / f"{rank}.{restart_count()}.unfinished"
+    unfinished.write_text(json.dumps(note))
+    unfinished.rename(notes / f"{rank}.{restart_count()}.note")
+
+
+def _last_words(notes: Path) -> str:
+    """Why the last start failed, as far as a rank could say it."""
+    left = _read_notes(notes)
+    return f"rank {left[0]['rank']} failed: {left[0]['cause']}" if left else "a rank died without a word"
 
 
 def describe(error: BaseException) -> str:
@@ -262,10 +375,15 @@ def describe(error: BaseException) -> str:
 
 
 def _read_notes(notes: Path) -> list[Mapping[str, Any]]:
-    return sorted((json.loads(path.read_text()) for path in notes.glob("*.note")), key=lambda note: note["time_ns"])
+    """Those of the last start that left any, the earliest first."""
+    found = [json.loads(path.read_text()) for path in notes.glob("*.note")]
+    last = max((note["start"] for note in found), default=0)
+    return sorted((note for note in found if note["start"] == last), key=lambda note: note["time_ns"])
 
 
-def _first_failure(dead: int, code: int, notes: list[Mapping[str, Any]], folder: Path) -> RankFailedError:
+def _first_failure(
+    dead: int, code: int, notes: list[Mapping[str, Any]], folder: Path, grace_s: float = 30.0
+) -> RankFailedError:
     """Choose between the child that the agent found dead and the notes that ranks left, the earliest first."""
     if notes and (code >= 0 or dead in {note["rank"] for note in notes}):
         first = notes[0]
@@ -274,18 +392,22 @@ def _first_failure(dead: int, code: int, notes: list[Mapping[str, Any]], folder:
         return error
     if code == -signal.SIGKILL:
         why = f"was killed by the system (signal 9), most likely because host memory ran out; {MEMORY_ADVICE}"
+    elif code == -signal.SIGALRM:
+        why = f"was asked to stop and had not ended after launch.grace={grace_s:g} s; give it more, or save less often"
     elif code < 0:
         why = f"died of {signal.Signals(-code).name} (signal {-code})"
     else:
         why = f"ended with exit code {code} and no message"
-    return RankFailedError(f"rank {dead} {why} (log: {folder}/{dead}.log)")
+    error = RankFailedError(f"rank {dead} {why} (log: {folder}/{dead}.log)")
+    error.exit_code = 128 + signal.SIGTERM if code == -signal.SIGALRM else error.exit_code
+    return error
 
 
-def _redirect(path: Path, *, stdout: bool) -> None:
+def _redirect(path: Path, *, stdout: bool, anew: bool = True) -> None:
     """Send file descriptor 2, and 1 if asked, to `path`: what native code prints goes there too."""
     sys.stdout.flush()
     sys.stderr.flush()
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if anew else os.O_APPEND), 0o644)
     for descriptor in (1, 2) if stdout else (2,):
         os.dup2(log, descriptor)
     os.close(log)
@@ -361,7 +483,7 @@ def _quiet(*prefixes: str) -> Iterator[None]:
 @contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
     """The agent installs handlers and leaves them behind."""
-    caught = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM)
+    caught = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM, signal.SIGUSR1)
     before = {signum: signal.getsignal(signum) for signum in caught}
     try:
         yield

@@ -132,13 +132,14 @@ def read(path: Path) -> Source:
             left.append(f"{name} ({type(value).__name__})")
     if not found:
         raise CheckpointError(f"{path}: holds no tensor with a name; a state dict was expected")
+    streams = {name: stream_of(value, f"{path}: {name}") for name, value in found.items()}
     first: dict[Any, str] = {}
     ties = {}
     for name, value in found.items():
         owner = first.setdefault(_identity(value), name) if value.numel() else name
         if owner != name:
             ties[name] = owner
-    return Source({name: stream_of(value, f"{path}: {name}") for name, value in found.items()}, ties, left=tuple(left))
+    return Source(streams, ties, left=tuple(left))
 
 
 def restricted(path: Path) -> Any:

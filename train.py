@@ -344,7 +344,8 @@ def _with_hydra(arguments: Sequence[str]) -> int:
                 print(f"\nrun {HydraConfig.get().job.num}: {name}", flush=True)
             return run(settle(settings_in(composed)), folder, apart=sweep).val_loss
         except Exception as error:
-            where = "" if isinstance(error, ConfigError | Preempted | RankFailedError) else f" (log: {folder}/ranks/0.log)"
+            says_where = isinstance(error, ConfigError | Preempted | RankFailedError)
+            where = "" if says_where else f" (log: {folder}/ranks/0.log)"
             codes.append(_say(launch.describe(error) + where, getattr(error, "exit_code", 1)))
             return float("nan")  # the other runs of a sweep go on; sweepers read it as a failed trial
 

@@ -108,7 +108,7 @@ REFUSALS = [
         "offload.param=none",
     ),
     (["-m", "offload=cpu,infinity", "zero.stage=3,0"], "offload=infinity keeps parameters on disk"),
-    (["mode=plan"], "mode=plan: comes later; only train exists so far"),
+    (["mode=plan"], "mode=plan: comes later; train and eval exist so far"),
     (["zero.stage=0,1"], "zero.stage=0,1 is a list of runs; add -m"),
     (["-m", "zero.stage=0,1,7"], "zero.stage=7: must be 0, 1, 2 or 3"),
     (["-m", "zero.stage=0,"], "zero.stage=0, cannot be read"),
@@ -175,7 +175,9 @@ def test_a_run_leaves_a_complete_folder(here):
     (folder,) = here.glob("runs/*/*")
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     hydra = {f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides")}
-    assert names == {"config.yaml", "metrics.jsonl", "summary.json", "ranks/0.log", "ranks/1.log"} | hydra
+    assert (
+        names == {"config.yaml", "metrics.jsonl", "summary.json", "starts.jsonl", "ranks/0.log", "ranks/1.log"} | hydra
+    )
 
     table = rows(folder)
     assert all(tuple(row) == ROW for row in table)
@@ -290,7 +292,7 @@ def test_torchrun_gives_the_same_run(here):
     done = torchrun(*TINY, "launch.threads=1", cwd=here)
     assert done.returncode == 0, done.stderr
     (folder,) = here.glob("runs/*/*")
-    names = {"config.yaml", "metrics.jsonl", "summary.json", ".hydra", "ranks"}
+    names = {"config.yaml", "metrics.jsonl", "summary.json", "starts.jsonl", ".hydra", "ranks"}
     assert {path.name for path in folder.iterdir()} == names
     assert yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text()) == [*TINY, "launch.threads=1"]
     for rank in range(2):

@@ -24,7 +24,9 @@ from zero.checkpoint.manifest import FORMAT, ITEM_BYTES, Entry, Manifest, Piece,
 from zero.checkpoint.shard import ShardWriter, offsets
 from zero.device import memory_of
 from zero.errors import CheckpointError, ConfigError
-from zero.exchange import deepspeed, hf, pickled
+from zero.exchange.deepspeed import read as read_deepspeed
+from zero.exchange.hf import read as read_hf
+from zero.exchange.pickled import read as read_torch
 from zero.exchange.stream import BLOCK_NUMEL, Source, Stream, refused_by_the_system
 from zero.precision import Precision
 
@@ -74,10 +76,10 @@ def read_source(from_: str, path: Path) -> Source:
     with refused_by_the_system(path):
         path.stat()
     if from_ == "dcp":
-        from zero.exchange import dcp  # half a second and 50 MB, for this format alone
+        from zero.exchange.dcp import read as read_dcp  # half a second and 50 MB, for this format alone
 
-        return dcp.read(path)
-    read: dict[str, Callable[[Path], Source]] = {"hf": hf.read, "torch": pickled.read, "deepspeed": deepspeed.read}
+        return read_dcp(path)
+    read: dict[str, Callable[[Path], Source]] = {"hf": read_hf, "torch": read_torch, "deepspeed": read_deepspeed}
     return read[from_](path)
 
 

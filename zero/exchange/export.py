@@ -21,7 +21,8 @@ from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER
 from zero.checkpoint.manifest import Entry
 from zero.checkpoint.publish import MANIFEST_NAME
 from zero.errors import CheckpointError, ConfigError
-from zero.exchange import hf, pickled
+from zero.exchange.hf import write as write_hf
+from zero.exchange.pickled import write as write_torch
 from zero.exchange.stream import BLOCK_NUMEL, Stream, refused_by_the_system
 from zero.world import SoloWorld
 
@@ -81,13 +82,13 @@ def export(
     with Tensors(checkpoint) as files, _appearing(out, folder=to != "torch") as unfinished:
         tensors, ties = _streams(checkpoint, files, dtype)
         if to == "hf":
-            hf.write(unfinished, tensors, ties, shard_bytes)
+            write_hf(unfinished, tensors, ties, shard_bytes)
         elif to == "torch":
-            pickled.write(unfinished, tensors, ties)
+            write_torch(unfinished, tensors, ties)
         else:
-            from zero.exchange import dcp  # half a second and 50 MB, for this format alone
+            from zero.exchange.dcp import write as write_dcp  # half a second and 50 MB, for this format alone
 
-            dcp.write(unfinished, tensors)
+            write_dcp(unfinished, tensors)
     return Exported(len(tensors), sum(stream.nbytes for stream in tensors.values()), ties)
 
 

@@ -89,6 +89,7 @@ def train(config: Config, folder: Path) -> "Summary":
             facts=lambda: {"config": config.plain(), "data": data.digest, "tokens": meter.tokens},
             note=tracker.note,
             asked_to_stop=launch.preempted,
+            began_from=checkpoint,
         )
         step = zero.make_step(plan, loss, word=saver.word)
         loss_of = zero.make_forward(plan, loss)

@@ -18,6 +18,8 @@ LAYERS = [
     ("engine", "recompute gather state initialise step full"),
     ("edges", "checkpoint.hashes checkpoint.manifest checkpoint.disk checkpoint.shard checkpoint.publish"),
     ("edges", "checkpoint.contents checkpoint.save checkpoint.load checkpoint"),
+    ("edges", "exchange.stream exchange.hf exchange.pickled exchange.dcp exchange.deepspeed"),
+    ("edges", "exchange.export exchange.adopt exchange"),
     ("edges", "data.order data.source data.windows data.text data.tokens data.synthetic data"),
     ("edges", "models.gpt_config models.gpt models"),
     ("edges", "config build evaluate meter tracker launch saver"),
@@ -78,8 +80,13 @@ def test_arithmetic_touches_nothing_outside(name):
     [
         (r"hydra|omegaconf", set(), "the library works without Hydra"),
         (r"wandb", {"tracker"}, "one file talks to W&B"),
-        (r"torch\.distributed(?!\.(elastic|launcher))", {"world", "testing.processes"}, "one file talks to ranks"),
+        (
+            r"torch\.distributed(?!\.(elastic|launcher|checkpoint))",
+            {"world", "testing.processes"},
+            "one file talks to ranks",
+        ),
         (r"torch\.distributed\.(elastic|launcher)", {"launch"}, "one file starts ranks"),
+        (r"torch\.distributed\.checkpoint", {"exchange.dcp"}, "one file knows DCP"),
         (r"numpy|jax|deepspeed", set(), "torch is enough"),
     ],
 )

@@ -38,6 +38,7 @@ class Saver:
         facts: what a checkpoint is to remember beside the state.
         note: tells a person.
         asked_to_stop: whether this rank was.
+        began_from: what the run goes on from, whose bytes were all compared.
     """
 
     def __init__(
@@ -49,12 +50,13 @@ class Saver:
         facts: Callable[[], Mapping[str, Any]],
         note: Callable[[str], None],
         asked_to_stop: Callable[[], bool],
+        began_from: Checkpoint | None = None,
     ) -> None:
         self._keys, self._world, self._facts, self._note = config.checkpoint, world, facts, note
         self._asked_to_stop = asked_to_stop
         self.root = Root(root_of(config, folder))
         self._under_way: Saving | None = None
-        self._valid: set[Path] = set()  # published by this run, which hashed them
+        self._valid = set() if began_from is None else {began_from.folder}  # and what this run publishes
 
     def word(self) -> float:
         """What this rank says with a step: sums of the bits above."""
@@ -158,19 +160,33 @@ def find(
         told(world, lambda: _swept(own) if world.rank == 0 else {})
     if restarts and _last_save_s(own) > 0:
         found, rejected = open_latest(world, own, suspect=_suspects(folder))
-        return _chosen(found, rejected, note)
+        return found and _chosen(found, rejected, note)
     if config.resume == "none":
         return None
-    roots = _newest_roots(config, folder) if config.resume == "latest" else [_named_root(Path(config.resume))]
-    for root in (Path(text) for text in world.share("\n".join(map(str, roots))).splitlines()):
-        if step_of(root.name) is not None:
-            return open_checkpoint(world, root)
-        if found := _chosen(*open_latest(world, root), note):
-            return found
     if config.resume != "latest":
-        raise CheckpointError(f"resume={config.resume}: there is no checkpoint; give a step, a run or a root")
+        return open_named(Path(config.resume), world, note)
+    roots = _newest_roots(config, folder)
+    for root in (Path(text) for text in world.share("\n".join(map(str, roots))).splitlines()):
+        found, rejected = open_latest(world, root)
+        if found is not None:
+            return _chosen(found, rejected, note)
     note("resume=latest: there is no checkpoint, so this run starts afresh")
     return None
+
+
+def open_named(path: Path, world: World, note: Callable[[str], None]) -> Checkpoint:
+    """The checkpoint at `path`, a step's folder, or the newest valid one of a run or a root. Collective.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    inside = path / FOLDER
+    if step_of(path.name) is not None:
+        return _chosen(open_checkpoint(world, path), (), note)
+    found, rejected = open_latest(world, inside if inside.is_dir() else path)
+    if found is None:
+        raise CheckpointError(f"resume={path}: there is no checkpoint; give a step, a run or a folder of checkpoints")
+    return _chosen(found, rejected, note)
 
 
 def _swept(root: Path) -> dict[str, Any]:
@@ -179,11 +195,10 @@ def _swept(root: Path) -> dict[str, Any]:
     return {}
 
 
-def _chosen(found: Checkpoint | None, rejected: Sequence[str], note: Callable[[str], None]) -> Checkpoint | None:
+def _chosen(found: Checkpoint, rejected: Sequence[str], note: Callable[[str], None]) -> Checkpoint:
     for line in rejected:
         note(f"rejected {line}")
-    if found is not None:
-        note(f"resuming from {found.folder}")
+    note(f"resuming from {found.folder}")
     return found
 
 
@@ -199,12 +214,6 @@ def _suspects(folder: Path) -> dict[int, str]:
     lines = path.read_text().splitlines() if path.exists() else []
     starts = Counter(json.loads(line)["from"] for line in lines)
     return {step: "two starts from it have failed" for step, count in starts.items() if step is not None and count > 1}
-
-
-def _named_root(path: Path) -> Path:
-    """A step as it is; of a run, its checkpoints."""
-    inside = path / FOLDER
-    return inside if inside.is_dir() and step_of(path.name) is None else path
 
 
 def _newest_roots(config: Config, folder: Path) -> list[Path]:

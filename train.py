@@ -86,7 +86,12 @@ def train(config: Config, folder: Path) -> "Summary":
             config,
             world,
             folder,
-            facts=lambda: {"config": config.plain(), "data": data.digest, "tokens": meter.tokens},
+            facts=lambda: {
+                "config": config.plain(),
+                "data": data.digest,
+                "tokens": meter.tokens,
+                "wandb": tracker.run_id,
+            },
             note=tracker.note,
             asked_to_stop=launch.preempted,
             began_from=checkpoint,

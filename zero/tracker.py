@@ -72,9 +72,10 @@ class View(Protocol):
 class Tracker:
     """Passes each row to every view; a context manager that closes them with the run's exit code."""
 
-    def __init__(self, views: Sequence[View] = ()) -> None:
+    def __init__(self, views: Sequence[View] = (), run_id: str | None = None) -> None:
         self._views = tuple(views)
         self._summary: Mapping[str, Any] = {}
+        self.run_id = run_id  # W&B's, for a checkpoint to remember
 
     def log(self, row: Row) -> None:
         for view in self._views:
@@ -115,7 +116,8 @@ def open_tracker(config: Config, folder: Path | None, stream: TextIO | None = No
     tracker = Tracker(views)
     if isinstance(config.tracker, Wandb) and config.tracker.mode != "disabled":
         try:
-            tracker = Tracker([*views, WandbView(config, config.tracker, folder)])
+            view = WandbView(config, config.tracker, folder)
+            tracker = Tracker([*views, view], view.run_id)
         except ImportError:
             tracker.note("tracker=wandb: wandb is not installed; metrics.jsonl has every row")
     return tracker
@@ -205,6 +207,7 @@ class WandbView:
             warnings.warn(f"W&B is offline for this run: {_first_line(refused)}", stacklevel=2)
             self._run = wandb.init(mode="offline", **options)
         self._run.define_metric("*", step_metric="step")
+        self.run_id = str(self._run.id)
 
     def log(self, row: Row) -> None:
         self._run.log({key: value for key, value in row.items() if value is not None})

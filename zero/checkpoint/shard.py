@@ -380,7 +380,10 @@ class ShardReader:
             raise CheckpointError(f"{self._path}: the manifest has {len(self._expected.crcs)} CRC-32 of {nbytes} bytes")
 
     def _check_header(self, parts: Sequence[Part]) -> None:
-        begin = header(parts)
+        try:
+            begin = header(parts)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._path}: {error}") from error
         nbytes = len(begin) + sum(part.nbytes for part in parts)
         if nbytes != self._expected.size:
             raise CheckpointError(f"{self._path}: has {self._expected.size} bytes, the manifest's parts have {nbytes}")

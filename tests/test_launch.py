@@ -1,19 +1,30 @@
-"""Whatever ends a rank, the user gets one line that names it, and no process is left behind."""
+"""Whatever ends a rank, the user gets one line that names it, and no process is left behind.
+
+Asked to stop by a signal, wherever it arrives, all ranks return from the same step. Ranks that fail start again.
+"""
 
 import ctypes
+import itertools
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from conftest import SEED
 
-from zero import launch
-from zero.errors import ConfigError, NonFiniteGradientError, RankFailedError
+import zero
+from zero import errors, launch
+from zero.errors import ConfigError, DeadlineError, NonFiniteGradientError, RankFailedError
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
 
 
 def environment_of_rank(names: tuple[str, ...]) -> dict[str, str | None]:
@@ -38,7 +49,12 @@ def workspace_of_cublas() -> str | None:
 def raise_on(rank: int, error: BaseException) -> None:
     if int(os.environ["RANK"]) == rank:
         raise error
-    signal.pause()
+    wait_elsewhere()
+
+
+def wait_elsewhere() -> None:
+    """For ever, whatever handlers run meanwhile."""
+    threading.Event().wait()
 
 
 def die_on(rank: int, signum: int, ready: Path) -> None:
@@ -46,6 +62,84 @@ def die_on(rank: int, signum: int, ready: Path) -> None:
     if int(os.environ["RANK"]) == rank:
         os.kill(os.getpid(), signum)
     raise RuntimeError("connection closed by peer")
+
+
+def tell_pid(folder: Path) -> int:
+    """Wait until the parent reads who this rank is; returns the rank."""
+    rank = int(os.environ["RANK"])
+    (folder / f"{rank}.fifo").write_text(str(os.getpid()))
+    return rank
+
+
+def step_until_asked(folder: Path) -> int:
+    """A trainer in small: after each step the ranks agree whether one was asked to stop. Returns the steps done."""
+    rank = tell_pid(folder)
+    with zero.World.from_env(20.0) as world:
+        for step in itertools.count():
+            if "1" in world.gather_texts(str(int(launch.preempted())), "asked to stop"):
+                (folder / f"{rank}.stopped").write_text(str(step))
+                return step
+    raise AssertionError("endless")
+
+
+def wait_in_a_collective(folder: Path) -> None:
+    """Rank 0 waits for rank 1 in a collective, where Python runs no handler; rank 1 never comes."""
+    rank = tell_pid(folder)
+    with zero.World.from_env(60.0) as world:
+        if rank == 0:
+            world.gather_texts("x", "what rank 1 has")
+        wait_elsewhere()
+
+
+def die_when_asked(folder: Path) -> None:
+    """Rank 1 does; rank 0 takes no notice."""
+    with (folder / "starts").open("a") as starts:
+        starts.write("start\n")
+    if tell_pid(folder) == 0:
+        wait_elsewhere()
+    while not launch.preempted():  # a thread hears the signal, perhaps after `pause` would have returned
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_turn(kills: int) -> tuple[int, str]:
+    """In start i rank i % 2 is killed, in the first `kills` starts; returns what the last start knows of itself."""
+    if launch.restart_count() < kills:
+        if int(os.environ["RANK"]) == launch.restart_count() % 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait_elsewhere()
+    with zero.World.from_env(20.0) as world:
+        return launch.restart_count(), " ".join(world.gather_texts(os.environ["TORCHELASTIC_RESTART_COUNT"], "starts"))
+
+
+def start_and_raise(folder: Path, error: BaseException) -> None:
+    """Rank 1 does; rank 0 waits."""
+    with (folder / "starts").open("a") as starts:
+        starts.write("start\n")
+    raise_on(1, error)
+
+
+def miss_a_deadline(folder: Path) -> None:
+    """Rank 0 does, once rank 1 is busy elsewhere."""
+    if os.environ["RANK"] == "0":
+        (folder / "1.fifo").read_text()
+        raise DeadlineError("rank 0 waited 3 s")
+    tell_pid(folder)
+    wait_elsewhere()
+
+
+def launched(entry: Callable[..., Any], folder: Path, send: Callable[[list[int]], None], **options: Any) -> Any:
+    """What `launch` says of two ranks, while a thread calls `send` with their pids once they run."""
+    folder.mkdir(parents=True)
+    fifos = [folder / f"{rank}.fifo" for rank in range(2)]
+    for fifo in fifos:
+        os.mkfifo(fifo)
+    sender = threading.Thread(target=lambda: send([int(fifo.read_text()) for fifo in fifos]), daemon=True)
+    sender.start()
+    try:
+        return launch.launch(entry, folder, ranks=2, folder=folder, **options)
+    finally:
+        sender.join(10)
 
 
 @pytest.fixture
@@ -135,32 +229,160 @@ def test_out_of_memory_comes_with_advice() -> None:
     assert "zero.activations=remat" in text
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_parent_leaves_no_orphan(tmp_path: Path, signum: int) -> None:
+@pytest.mark.parametrize(
+    ("signum", "exit_code", "said"),
+    [(signal.SIGINT, 130, ""), (signal.SIGTERM, 143, ": the run had not ended 2.1 s after it was asked to")],
+)
+def test_a_signal_to_the_parent_leaves_no_orphan(tmp_path: Path, signum: int, exit_code: int, said: str) -> None:
+    """Ranks that return no more, since they are stopped, are ended when the grace is over."""
     script = tmp_path / "wait.py"
     script.write_text(
         "import os, signal, sys\n"
         "from pathlib import Path\n"
         "from zero import launch\n"
-        "from zero.errors import RankFailedError\n"
         "def entry():\n"
         "    Path(sys.argv[1], os.environ['RANK'] + '.pid').write_text(str(os.getpid()))\n"
-        "    while True:\n"
-        "        signal.pause()\n"
+        "    while True: signal.pause()\n"
         "if __name__ == '__main__':\n"
+        "    launch._LATE_S = -0.1\n"  # so that the parent is sooner than the ranks
         "    try:\n"
-        "        launch.launch(entry, ranks=2, folder=Path(sys.argv[1]), grace_s=0.5)\n"
-        "    except (launch.Interrupted, RankFailedError) as stopped:\n"
+        "        launch.launch(entry, ranks=2, folder=Path(sys.argv[1]), grace_s=2.2)\n"
+        "    except launch.Interrupted as stopped:\n"
+        "        print(stopped)\n"
         "        sys.exit(stopped.exit_code)\n"
     )
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     pipes = [tmp_path / f"{rank}.pid" for rank in range(2)]
     for pipe in pipes:
         os.mkfifo(pipe)
-    with subprocess.Popen([sys.executable, script, tmp_path], env=environ) as parent:
+    with subprocess.Popen([sys.executable, script, tmp_path], env=environ, stdout=subprocess.PIPE, text=True) as parent:
         pids = [int(pipe.read_text()) for pipe in pipes]  # waits for the rank to open its end
         parent.send_signal(signum)
-        assert parent.wait(timeout=30) == 128 + signum
+        assert parent.wait(timeout=30) == exit_code
+        assert parent.stdout is not None
+        assert parent.stdout.read().startswith(f"stopped by {signal.Signals(signum).name}{said}")
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("where", ["rank", "parent"])
+def test_a_sigterm_at_any_time_lets_all_ranks_return_from_the_same_step(tmp_path: Path, where: str, seed: int) -> None:
+    """It is one request even where a scheduler signals every process, and the parent passes its own signal on."""
+    rng = random.Random(f"{SEED} {seed} {where}")
+    for trial in range(2):
+        delay_s, rank = rng.uniform(0, 0.4), rng.randrange(2)
+        print(f"ZERO_TEST_SEED={SEED}, seed {seed}, trial {trial}: {where} {rank} after {delay_s:.3f} s")
+
+        def send(pids: list[int], delay_s: float = delay_s, rank: int = rank, trial: int = trial) -> None:
+            time.sleep(delay_s)
+            every = [*pids, os.getpid()] if trial % 2 else [os.getpid()]
+            for pid in [pids[rank]] if where == "rank" else every:
+                os.kill(pid, signal.SIGTERM)
+
+        folder = tmp_path / str(trial)
+        steps = launched(step_until_asked, folder, send)
+        assert [(folder / f"{each}.stopped").read_text() for each in range(2)] == [str(steps)] * 2
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_rank_that_is_late_is_ended_inside_its_collective_and_says_where_it_was(folder: Path) -> None:
+    with pytest.raises(launch.Interrupted) as caught:
+        launched(wait_in_a_collective, folder, lambda pids: os.kill(pids[0], signal.SIGTERM), grace_s=1.5)
+    late = "stopped by SIGTERM: rank 0 had not ended 1.5 s after it was asked to; raise launch.grace"
+    assert str(caught.value) == f"{late} (log: {folder}/0.log)"
+    assert caught.value.exit_code == 143
+    assert "in wait_in_a_collective" in (folder / "0.log").read_text()
+
+
+def test_a_second_sigterm_to_one_rank_ends_it(folder: Path) -> None:
+    def send(pids: list[int]) -> None:
+        os.kill(pids[0], signal.SIGTERM)
+        time.sleep(1.1 * launch._TOGETHER_S)
+        os.kill(pids[0], signal.SIGTERM)
+
+    with pytest.raises(launch.Interrupted, match=r"^stopped by SIGTERM: a second one came .*\(log: .*/0\.log\)$"):
+        launched(wait_in_a_collective, folder, send)
+
+
+def test_killed_ranks_start_again_and_the_cause_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Their logs hold all attempts."""
+    assert launch.launch(die_in_turn, 2, ranks=2, folder=folder, max_restarts=2) == (2, "2 2")
+    first, second = capfd.readouterr().err.splitlines()
+    assert first.startswith("restart 1 of 2: rank 0 was killed by the system (signal 9)")
+    assert second.startswith("restart 2 of 2: rank 1 was killed by the system (signal 9)")
+    lines = (folder / "0.log").read_text().splitlines()
+    attempts = [line.partition(", restart ")[2] for line in lines if line.startswith("rank 0 of 2")]
+    assert attempts[0] == ""
+    assert attempts[-1] == "2 of 2"
+
+
+@pytest.mark.parametrize(("error", "starts"), [(ConfigError("no"), 1), (ValueError("perhaps"), 2)])
+def test_what_another_start_would_meet_again_is_not_restarted(folder: Path, error: Exception, starts: int) -> None:
+    folder.mkdir()
+    with pytest.raises(RankFailedError, match=r"^rank 1 failed") as caught:
+        launch.launch(start_and_raise, folder, error, ranks=2, folder=folder, max_restarts=1)
+    assert (folder / "starts").read_text().count("start") == 2 * starts
+    assert caught.value.exit_code == getattr(error, "exit_code", 1)
+
+
+def test_only_what_may_pass_is_restarted() -> None:
+    final = (errors.LayoutError, errors.HandshakeError, errors.StoreError, errors.CheckpointError, errors.Preempted)
+    assert {error.exit_code for error in (*final, NonFiniteGradientError)} == set(launch.FINAL) - {3}
+    assert not {errors.ZeroError.exit_code, DeadlineError.exit_code, RankFailedError.exit_code} & set(launch.FINAL)
+
+
+def test_a_run_that_was_asked_to_stop_is_not_restarted(folder: Path) -> None:
+    """A rank that fails while it saves ends the run; the one that takes no notice does not hold it up."""
+    began_s = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"^rank 1 was killed by the system"):
+        launched(die_when_asked, folder, lambda _: os.kill(os.getpid(), signal.SIGUSR1), max_restarts=3)
+    assert (folder / "starts").read_text().count("start") == 2
+    assert time.monotonic() - began_s < launch.GRACE_S / 2
+
+
+def test_a_missed_deadline_shows_where_every_rank_was(folder: Path) -> None:
+    folder.mkdir()
+    os.mkfifo(folder / "1.fifo")
+    with pytest.raises(RankFailedError) as caught:
+        launch.launch(miss_a_deadline, folder, ranks=2, folder=folder)
+    assert str(caught.value) == f"rank 0 failed: rank 0 waited 3 s (log: {folder}/0.log, stacks in the log of each)"
+    assert "in miss_a_deadline" in (folder / "1.log").read_text()
+
+
+def ask_oneself(*signals: int) -> bool:
+    before = launch.preempted()
+    for signum in signals:
+        os.kill(os.getpid(), signum)
+    return launch.preempted() and not before
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("start", [launch.inside, launch.joined])
+def test_a_rank_in_this_process_is_asked_too(
+    folder: Path, start: Callable[..., Any], signum: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    kept = (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM, signal.SIGINT)
+    before = [signal.getsignal(each) for each in kept]
+    assert start(ask_oneself, signum, folder=folder)
+    assert not launch.preempted()
+    with pytest.raises(launch.Interrupted, match=r"^stopped by SIGTERM: the run had not ended 0.02 s after"):
+        start(lambda: ask_oneself(signum) and wait_elsewhere(), folder=folder, grace_s=0.02)
+    monkeypatch.setattr(launch, "_TOGETHER_S", 0.0)
+    with pytest.raises(launch.Interrupted, match=r"^stopped by SIGTERM: a second one came"):
+        start(ask_oneself, signum, signal.SIGTERM, signal.SIGTERM, folder=folder)
+    assert [signal.getsignal(each) for each in kept] == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("start", [launch.inside, launch.joined])
+def test_a_rank_in_this_process_shows_where_it_is(
+    folder: Path, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    start(ask_oneself, signal.SIGUSR2, folder=folder)
+    assert "in ask_oneself" in (folder / "0.log").read_text()

@@ -1,12 +1,17 @@
 """Starts the ranks of one run on this machine, and says in one message why a run ended badly.
 
-`launch` starts child processes through torch's elastic agent, never restarted; `inside` runs the only rank in this
-process; `joined` runs the rank as which torchrun started this process. What a rank prints goes to `ranks/<rank>.log`,
-except the stdout of rank 0, which is the user's terminal.
+`launch` starts child processes through torch's elastic agent; `inside` runs the only rank in this process; `joined`
+runs the rank as which torchrun started this process. What a rank prints goes to `ranks/<rank>.log`, except the stdout
+of rank 0, which is the user's terminal.
 
 The agent reports whichever dead child it sees first, and that may be a survivor that lost its connection. So a failing
 rank leaves a dated note, then waits a moment for the death of another to be seen: the earliest note, or a
 death without a note, is the cause. Knows nothing of models; `entry` is any function that can be pickled.
+
+SIGTERM and SIGUSR1 ask a run to stop: `preempted` says so to the rank, and `entry` has some time to return. The agent
+ends its children with SIGTERM too, once one has failed. A rank tells the two apart by what the others have left on the
+board, the folder where they tell each other that they live, and why they died. SIGUSR2 makes a rank write where it is
+into its log.
 """
 
 import ctypes
@@ -14,6 +19,7 @@ import faulthandler
 import json
 import logging
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -22,13 +28,12 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
-import psutil
-
-from zero.errors import RankFailedError, ZeroError
+from zero.errors import DeadlineError, RankFailedError, ZeroError
 
 MEMORY_ADVICE = "lower batch.micro or model.seq, set zero.activations=remat, or raise zero.stage or launch.ranks"
 
@@ -43,20 +48,42 @@ CUBLAS_WORKSPACE = ":4096:8"
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
 
-NOT_AGAIN = (2, 3, 4, 6)
-"""Exit codes of failures that would only happen again: settings, environment, checkpoint and store, numerics."""
+FINAL = (2, 3, 4, 6, 75)
+"""Exit codes of what another start would only meet again: settings, environment, checkpoints, numbers; or did stop."""
 
-_GRACE_S = 0.5
+GRACE_S = 30.0
+"""How long `entry` has to return once it was asked to stop. torchrun waits as long, unless told otherwise."""
 
-_asked_to_stop = False  # of this process: handlers and whoever asks share it
+_ASKING = (signal.SIGTERM, signal.SIGUSR1)
+_SECOND = "a second one came before the run had ended"
+
+_NOTE_S = 0.5  # for the death of another to be seen
+_LATE_S = 2.0  # that the parent waits longer than a rank, which has more to say
+_TOGETHER_S = 1.0  # within which SIGTERMs are one: a scheduler signals every process, and an agent passes its own on
+_PAUSE_S = 0.05
 
 
 class Interrupted(BaseException):
-    """The run was told to stop by a signal. Like KeyboardInterrupt no Exception: nobody should go on after it."""
+    """A signal stopped the run at once. Like KeyboardInterrupt no Exception: nobody should go on after it."""
 
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name}")
+    def __init__(self, signum: int, why: str = "") -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}" + (f": {why}" if why else ""))
         self.exit_code = 128 + signum
+        self.why = why
+
+
+def preempted() -> bool:
+    """Whether this rank was asked to stop, by SIGTERM or SIGUSR1 to it or to the parent of `launch`.
+
+    It then has `grace_s` to agree with the others, save, and return from `entry`.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    return isinstance(handler, _Request) and handler.is_made
+
+
+def restart_count() -> int:
+    """How often the ranks of this run were started again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def count_ranks(asked: int | Literal["auto"]) -> int:
@@ -99,16 +126,6 @@ def environment(
     return {name: value for name, value in wanted.items() if name in own or name not in os.environ}
 
 
-def preempted() -> bool:
-    """This rank was asked to stop, by SIGTERM or SIGUSR1: to save, and to return before `grace_s` is over."""
-    return _asked_to_stop
-
-
-def restart_count() -> int:
-    """How often all ranks have been started again."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
 def inside(
     entry: Callable[..., Any],
     *args: Any,
@@ -116,22 +133,24 @@ def inside(
     threads: int | Literal["auto"] = "auto",
     malloc: Malloc = "raised",
     deterministic: bool = False,
-    grace_s: float = 30.0,
+    grace_s: float = GRACE_S,
 ) -> Any:
     """`entry(*args)` as the only rank, in this process, so that a debugger works. Errors pass through.
 
     Args:
         folder: receives `0.log`, with the traceback if there is one.
-        grace_s: how long `entry` may go on after a signal has asked it to stop.
+        grace_s: how long `entry` has to return after a first SIGTERM or SIGUSR1.
 
     Raises:
-        Interrupted: it went on for longer, or was asked again.
+        Interrupted: it did not, or a second SIGTERM came.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.enter_context(_set_up(threads, malloc, deterministic))
         log = stack.enter_context((folder / "0.log").open("w"))
-        stack.enter_context(_asking_to_stop(grace_s, then=_stop))
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            stack.enter_context(_Request(grace_s).heard_at(*_ASKING))
+            stack.enter_context(_stacks_on_request(log))
         print(f"rank 0 of 1, process {os.getpid()}", file=log, flush=True)
         try:
             return entry(*args)
@@ -147,28 +166,27 @@ def joined(
     threads: int | Literal["auto"] = "auto",
     malloc: Malloc = "raised",
     deterministic: bool = False,
-    grace_s: float = 30.0,
+    grace_s: float = GRACE_S,
 ) -> Any:
     """`entry(*args)` as the rank that torchrun made of this process. Errors pass through.
 
-    `threads="auto"` keeps the OMP_NUM_THREADS that torchrun sets.
+    `threads="auto"` keeps the OMP_NUM_THREADS that torchrun sets. torchrun sends SIGTERM to all ranks when it is asked
+    to stop, and also when one of them has failed: then the connection to that one breaks, and the error names it.
 
     Args:
         folder: receives `<rank>.log`, with the traceback if there is one.
-        grace_s: how long `entry` may go on after a signal has asked it to stop; torchrun itself waits for 30 s.
+        grace_s: how long `entry` has to return after a first SIGTERM or SIGUSR1.
 
     Raises:
-        Interrupted: it went on for longer, or was asked again.
+        Interrupted: it did not, or SIGINT or a second SIGTERM came.
     """
     rank = int(os.environ["RANK"])
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.enter_context(_set_up(threads, malloc, deterministic))
-        # torchrun sends SIGTERM when it is to stop, and also when another rank has failed: then our connection to
-        # that one breaks, and the error names it
-        stack.enter_context(_asking_to_stop(grace_s, then=_stop))
-        signal.signal(signal.SIGINT, _stop)
+        stack.enter_context(_Request(grace_s).heard_at(*_ASKING, signal.SIGINT))
         stack.enter_context(_redirected(folder / f"{rank}.log", stdout=rank > 0))
+        stack.enter_context(_stacks_on_request(2))
         faulthandler.enable()
         stack.callback(faulthandler.disable)
         print(f"rank {rank} of {os.environ['WORLD_SIZE']}, process {os.getpid()}", file=sys.stderr, flush=True)
@@ -179,46 +197,204 @@ def joined(
             raise
 
 
-@contextmanager
-def _asking_to_stop(
-    grace_s: float, then: Callable[[int, Any], None], *, is_over: Callable[[], bool] = lambda: False
-) -> Iterator[None]:
-    """The first SIGTERM or SIGUSR1 asks. A second SIGTERM, and the end of the grace, are `then`; so is every SIGTERM
-    where `is_over`.
+class _Request:
+    """That this process is asked to stop: the handler of the signals that ask, and of the clock that then runs.
+
+    Args:
+        grace_s: from being asked to being interrupted.
+        pass_on: called once, when asked.
+        wrap: what to raise for an interruption.
     """
-    global _asked_to_stop
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread hears signals
-        return
 
-    def ask(signum: int, frame: Any) -> None:
-        global _asked_to_stop
-        if signum == signal.SIGTERM and (_asked_to_stop or is_over()):
-            then(signum, frame)
-        if not _asked_to_stop:
-            _asked_to_stop = True
-            signal.setitimer(signal.ITIMER_REAL, grace_s)
+    def __init__(
+        self,
+        grace_s: float,
+        pass_on: Callable[[], None] = lambda: None,
+        wrap: Callable[[Interrupted], BaseException] = lambda stopped: stopped,
+    ) -> None:
+        self._grace_s, self._pass_on, self._wrap = grace_s, pass_on, wrap
+        self._made_s: float | None = None
+        self._term_s: float | None = None
+        self.interrupted: Interrupted | None = None
 
-    with _signal_handlers_kept():
-        for signum, handler in ((signal.SIGTERM, ask), (signal.SIGUSR1, ask), (signal.SIGALRM, then)):
-            signal.signal(signum, handler)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            _asked_to_stop = False
+    @property
+    def is_made(self) -> bool:
+        return self._made_s is not None
+
+    @property
+    def is_late(self) -> bool:
+        return self._made_s is not None and time.monotonic() > self._made_s + self._grace_s
+
+    def hear(self, signum: int) -> bool:
+        """Take note of a signal; returns whether it is another SIGTERM, which means at once."""
+        now_s = time.monotonic()
+        self._made_s = now_s if self._made_s is None else self._made_s
+        if signum != signal.SIGTERM:
+            return False
+        self._term_s = now_s if self._term_s is None else self._term_s
+        return now_s - self._term_s > _TOGETHER_S
+
+    @contextmanager
+    def heard_at(self, *signals: int) -> Iterator[None]:
+        """For the time of the body, these signals come here."""
+        with _signal_handlers_kept():
+            for signum in (*signals, signal.SIGALRM):
+                signal.signal(signum, self)
+            try:
+                yield
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def __call__(self, signum: int, _: object) -> None:
+        if signum in _ASKING:
+            is_first = not self.is_made
+            if not self.hear(signum):
+                if is_first:
+                    signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+                    self._pass_on()
+                return
+            self.interrupted = Interrupted(signal.SIGTERM, _SECOND)
+        elif signum == signal.SIGALRM:
+            self.interrupted = Interrupted(signal.SIGTERM, self._late("the run"))
+        else:
+            self.interrupted = Interrupted(signum)
+        for further in (*_ASKING, signal.SIGINT, signal.SIGALRM):
+            signal.signal(further, signal.SIG_IGN)  # a terminal and torchrun both send one
+        raise self._wrap(self.interrupted)
+
+    def _late(self, who: str) -> str:
+        return f"{who} had not ended {self._grace_s:g} s after it was asked to; raise launch.grace"
 
 
-def _stop(signum: int, _: object) -> None:
-    for further in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
-        signal.signal(further, signal.SIG_IGN)  # a terminal and torchrun both send one
-    raise Interrupted(signal.SIGTERM if signum == signal.SIGALRM else signum)
+class _RankRequest(_Request):
+    """The same in a rank that `launch` started, where the agent's SIGTERM has to end us even inside a collective.
+
+    There the main thread runs no handler; so the signals wake a thread. A SIGTERM after another rank has failed is the
+    agent's. No other way to tell: the agent cannot be made to send another signal, nor Python to say who sent one.
+    """
+
+    def __init__(self, board: "_Board", rank: int, grace_s: float) -> None:
+        super().__init__(grace_s)
+        self._board, self._rank = board, rank
+        self._has_returned = False
+        self._ear, mouth = os.pipe()
+        os.set_blocking(mouth, False)
+        signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+        for signum in _ASKING:
+            signal.signal(signum, self)
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+        board.announce(rank)
+        if board.is_asked():  # before we could be told
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def __call__(self, signum: int, _: object) -> None:
+        """The thread hears it. Without a handler, there would be nothing to hear."""
+
+    def returned(self) -> None:
+        """Nothing is left to stop: only the failure of another rank ends us now."""
+        self._has_returned = True
+        self._board.withdraw(self._rank)
+
+    def _listen(self) -> None:
+        while True:
+            ready, _, _ = select.select([self._ear], [], [], _PAUSE_S if self.is_made else None)
+            for signum in os.read(self._ear, 64) if ready else b"":
+                if signum in _ASKING and self.hear(signum) and not self._has_returned:
+                    self._end(_SECOND)
+            if self.is_made and self._board.has_trouble():
+                os._exit(128 + signal.SIGTERM)
+            if self.is_late and not self._has_returned:
+                self._end(self._late(f"rank {self._rank}"))
+
+    def _end(self, why: str) -> None:
+        error = Interrupted(signal.SIGTERM, why)
+        os.write(2, f"{error}\n".encode())
+        faulthandler.dump_traceback()
+        self._board.leave_note(self._rank, error)
+        os._exit(error.exit_code)
 
 
-def _die(signum: int, _: object) -> None:
-    """Of this signal."""
-    signal.signal(signum, signal.SIG_DFL)
-    os.kill(os.getpid(), signum)
+@dataclass(frozen=True)
+class _Board:
+    """The folder through which the parent and its ranks tell each other that they live, and why they died."""
+
+    path: Path
+
+    def ask(self) -> None:
+        """Ask every rank to stop, those too that have not started yet."""
+        (self.path / "asked").touch()
+        self._send(signal.SIGUSR1)  # of which any number is one request
+
+    def is_asked(self) -> bool:
+        return (self.path / "asked").exists()
+
+    def announce(self, rank: int) -> None:
+        self._write(f"{rank}.pid", str(os.getpid()))
+
+    def withdraw(self, rank: int) -> None:
+        (self.path / f"{rank}.pid").unlink()
+
+    def ask_for_stacks(self) -> None:
+        self._send(signal.SIGUSR2)
+
+    def leave_note(self, rank: int, error: BaseException) -> int:
+        """Say why this rank ends; returns its exit code."""
+        exit_code = getattr(error, "exit_code", 1)
+        note = {
+            "time_ns": time.monotonic_ns(),
+            "rank": rank,
+            "cause": describe(error),
+            "why": getattr(error, "why", ""),
+            "stacks": isinstance(error, DeadlineError),
+            "exit_code": exit_code,
+        }
+        self._write(f"{rank}.note", json.dumps(note))
+        return int(exit_code)
+
+    def notes(self) -> list[Mapping[str, Any]]:
+        """The earliest first."""
+        notes = [json.loads(path.read_text()) for path in self.path.glob("*.note")]
+        return sorted(notes, key=lambda note: note["time_ns"])
+
+    def has_trouble(self) -> bool:
+        """Whether a rank has said that it ends, or is gone without a word."""
+        return any(self.path.glob("*.note")) or not self._send(0)
+
+    def clear(self) -> None:
+        """For another attempt. A request to stop stays."""
+        for path in (*self.path.glob("*.note"), *self.path.glob("*.pid")):
+            path.unlink()
+
+    def _send(self, signum: int) -> bool:
+        """To every rank that has announced itself; returns whether all of them live."""
+        all_live = True
+        for path in self.path.glob("*.pid"):
+            with suppress(FileNotFoundError):  # it has just withdrawn
+                pid = int(path.read_text())
+                try:
+                    os.kill(pid, signum)
+                except ProcessLookupError:
+                    all_live = False
+        return all_live
+
+    def _write(self, name: str, text: str) -> None:
+        unfinished = self.path / f"{name}.unfinished"
+        unfinished.write_text(text)
+        unfinished.rename(self.path / name)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What every attempt at a run has in common."""
+
+    entry: Callable[..., Any]
+    args: tuple[Any, ...]
+    ranks: int
+    folder: Path
+    board: _Board
+    grace_s: float
+    max_restarts: int
+    parent: int
 
 
 def launch(
@@ -229,137 +405,113 @@ def launch(
     threads: int | Literal["auto"] = "auto",
     malloc: Malloc = "raised",
     deterministic: bool = False,
+    grace_s: float = GRACE_S,
     max_restarts: int = 0,
-    grace_s: float = 30.0,
 ) -> Any:
     """`entry(*args)` in each of `ranks` new processes; returns what rank 0 returned.
 
     Each finds torchrun's variables in its environment. All are gone when this returns or raises.
 
-    A SIGTERM or SIGUSR1 that arrives here, or at one of the ranks, asks them to stop: see `preempted`. They are not
-    ended for it before `grace_s`, and what they return is returned.
+    SIGTERM or SIGUSR1 here, or at a rank, asks to stop. The agent never hears of it: the handler is ours, it passes the
+    request on to all ranks, and they end by returning. A rank that is signalled alone tells the others by `entry`'s own
+    means, see `preempted`. A rank that is still being started has no handler, and dies.
+
+    Every attempt has an agent of its own that restarts nothing, since one that does would swallow the cause and try
+    again whatever it was. So each failure comes here first: it is printed and all ranks start again, unless its exit
+    code is one of `FINAL`, or the run was asked to stop.
 
     Args:
         entry: defined at the top of a module, like its arguments and result able to be pickled.
-        folder: receives `<rank>.log`.
-        max_restarts: how often all ranks are started again when one has failed. Not when it failed for a reason that
-            would still be there, see `NOT_AGAIN`: such a rank returns its failure as a value, and the others, which
-            lose it, do likewise.
-        grace_s: how long ranks may go on after they were asked to stop.
+        folder: receives `<rank>.log`, of all attempts.
+        grace_s: how long `entry` has to return once asked to stop.
+        max_restarts: how often all ranks are started again after a failure.
 
     Raises:
-        RankFailedError: names the first rank that failed and why; its `exit_code` is that of the cause.
-        Interrupted: SIGINT, or a second SIGTERM, arrived here.
+        RankFailedError: names the first rank that failed last and why; its `exit_code` is that of the cause.
+        Interrupted: SIGINT or a second SIGTERM arrived, or `entry` did not return in time.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        board = _Board(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zero-ranks-"))))
+        job = _Job(entry, args, ranks, folder, board, grace_s, max_restarts, os.getpid())
+        stack.enter_context(_environ(environment(ranks, threads, malloc, deterministic)))
+        stack.enter_context(_quiet("torch.distributed", "torch.multiprocessing"))
+        # What the agent knows: end the children by this signal, which no rank handles, and pass the error on
+        request = _Request(grace_s + _LATE_S, board.ask, lambda stopped: SignalException(str(stopped), signal.SIGINT))
+        stack.enter_context(request.heard_at(*_ASKING))
+        for attempt in range(max_restarts + 1):
+            try:
+                return _attempt(job, attempt, request)
+            except RankFailedError as failed:
+                if attempt == max_restarts or failed.exit_code in FINAL or request.is_made:
+                    raise
+                print(f"restart {attempt + 1} of {max_restarts}: {failed}", file=sys.stderr, flush=True)
+            board.clear()
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _attempt(job: _Job, attempt: int, request: _Request) -> Any:
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        notes = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zero-ranks-")))
-        stack.enter_context(_environ(environment(ranks, threads, malloc, deterministic)))
-        stack.enter_context(_quiet("torch.distributed", "torch.multiprocessing"))
-        stack.enter_context(_signal_handlers_kept())
-        _pass_on_requests_to_stop()
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            max_restarts=max_restarts,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            start_method="spawn",
-            monitor_interval=0.1,
-            signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # SIGTERM and SIGUSR1 are ours
-            logs_specs=DefaultLogsSpecs(log_dir=str(notes)),
-        )
-        try:
-            returned = elastic_launch(config, _rank)(entry, args, folder, notes, max_restarts, grace_s)
-            if any(isinstance(value, _Failed) for value in returned.values()):
-                raise _first_failure(0, 1, _read_notes(notes), folder, grace_s)
-            return returned[0]
-        except SignalException as stopped:
-            raise Interrupted(stopped.sigval) from None
-        except ChildFailedError as failed:
-            rank, failure = min(failed.failures.items())
-            if failure.exitcode == -signal.SIGINT:
-                raise Interrupted(signal.SIGINT) from None
-            raise _first_failure(rank, failure.exitcode, _read_notes(notes), folder, grace_s) from None
-        finally:
-            if sys.stdout.isatty():
-                print("\x1b[?25h", end="", flush=True)  # a rank that died inside its progress bar left no cursor
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=job.ranks,
+        max_restarts=0,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        start_method="spawn",
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=str(job.board.path)),
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # the others are ours
+    )
+    try:
+        return elastic_launch(config, _rank)(job, attempt)[0]
+    except SignalException as stopped:
+        raise request.interrupted or Interrupted(stopped.sigval) from None
+    except ChildFailedError as failed:
+        rank, failure = min(failed.failures.items())
+        if request.is_made and -failure.exitcode in _ASKING:
+            raise Interrupted(signal.SIGTERM, f"rank {rank} was still being started") from None
+        raise _first_failure(rank, failure.exitcode, job.board.notes(), job.folder) from None
+    finally:
+        if sys.stdout.isatty():
+            print("\x1b[?25h", end="", flush=True)  # a rank that died inside its progress bar left no cursor
 
 
-def _pass_on_requests_to_stop() -> None:
-    """The first SIGTERM or SIGUSR1 goes to the ranks as SIGUSR1; a second SIGTERM ends them."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-
-    asked: list[int] = []
-
-    def ask(signum: int, _: object) -> None:
-        if asked and signum == signal.SIGTERM:
-            raise SignalException(f"process {os.getpid()} was told to stop twice", signal.Signals(signum))
-        asked.append(signum)
-        for child in psutil.Process().children():
-            # Python's own child, which counts shared resources, ignores SIGTERM but not SIGUSR1
-            if "resource_tracker" not in " ".join(child.cmdline()):
-                child.send_signal(signal.SIGUSR1)
-
-    if threading.current_thread() is threading.main_thread():
-        for signum in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(signum, ask)
-
-
-class _Failed:
-    """What a rank returns whose failure must not be tried again."""
-
-
-def _rank(
-    entry: Callable[..., Any], args: tuple[Any, ...], folder: Path, notes: Path, max_restarts: int, grace_s: float
-) -> Any:
+def _rank(job: _Job, attempt: int) -> Any:
     rank = int(os.environ["RANK"])
-    # The kernel sends SIGINT when the agent dies: it ends us at once, even inside a collective, where a Python handler
-    # would not run. So does the end of the grace.
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(job.max_restarts)
+    # Interrupted, the agent ends its children with SIGINT, and the kernel sends it when the agent dies: it ends us at
+    # once, even inside a collective, where a Python handler would not run
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if rank == 0 and restart_count():
-        print(f"restart {restart_count()} of {max_restarts}: {_last_words(notes)}", file=sys.stderr, flush=True)
-    _redirect(folder / f"{rank}.log", stdout=rank > 0, anew=not restart_count())
+    if os.getppid() != job.parent:  # it died while we were being started
+        os._exit(128 + signal.SIGINT)
+    _redirect(job.folder / f"{rank}.log", stdout=rank > 0, further=attempt > 0)
     faulthandler.enable()
-    print(f"rank {rank} of {os.environ['WORLD_SIZE']}, process {os.getpid()}", file=sys.stderr, flush=True)
-    # The agent sends SIGTERM too, when another rank has failed: then that one has left a note
-    with _asking_to_stop(grace_s, then=_die, is_over=lambda: any(notes.glob(f"*.{restart_count()}.note"))):
-        try:
-            return entry(*args)
-        except BaseException as error:
-            traceback.print_exc()
-            sys.stderr.flush()
-            _leave_note(notes, rank, error)
-            time.sleep(_GRACE_S)
-            if max_restarts and any(note["exit_code"] in NOT_AGAIN for note in _read_notes(notes)):
-                return _Failed()
-            raise SystemExit(getattr(error, "exit_code", 1)) from None
-
-
-def _leave_note(notes: Path, rank: int, error: BaseException) -> None:
-    note = {
-        "time_ns": time.monotonic_ns(),
-        "start": restart_count(),
-        "rank": rank,
-        "cause": describe(error),
-        "exit_code": getattr(error, "exit_code", 1),
-    }
-    unfinished = notes / f"{rank}.{restart_count()}.unfinished"
-    unfinished.write_text(json.dumps(note))
-    unfinished.rename(notes / f"{rank}.{restart_count()}.note")
-
-
-def _last_words(notes: Path) -> str:
-    """Why the last start failed, as far as a rank could say it."""
-    left = _read_notes(notes)
-    return f"rank {left[0]['rank']} failed: {left[0]['cause']}" if left else "a rank died without a word"
+    faulthandler.register(signal.SIGUSR2)
+    request = _RankRequest(job.board, rank, job.grace_s)
+    again = f", restart {attempt} of {job.max_restarts}" if attempt else ""
+    print(f"rank {rank} of {os.environ['WORLD_SIZE']}, process {os.getpid()}{again}", file=sys.stderr, flush=True)
+    try:
+        result = job.entry(*job.args)
+    except BaseException as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        if isinstance(error, DeadlineError):
+            job.board.ask_for_stacks()
+        exit_code = job.board.leave_note(rank, error)
+        time.sleep(_NOTE_S)
+        raise SystemExit(exit_code) from None
+    request.returned()
+    return result
 
 
 def describe(error: BaseException) -> str:
@@ -374,40 +526,32 @@ def describe(error: BaseException) -> str:
     return text
 
 
-def _read_notes(notes: Path) -> list[Mapping[str, Any]]:
-    """Those of the last start that left any, the earliest first."""
-    found = [json.loads(path.read_text()) for path in notes.glob("*.note")]
-    last = max((note["start"] for note in found), default=0)
-    return sorted((note for note in found if note["start"] == last), key=lambda note: note["time_ns"])
-
-
-def _first_failure(
-    dead: int, code: int, notes: list[Mapping[str, Any]], folder: Path, grace_s: float = 30.0
-) -> RankFailedError:
+def _first_failure(dead: int, code: int, notes: list[Mapping[str, Any]], folder: Path) -> RankFailedError | Interrupted:
     """Choose between the child that the agent found dead and the notes that ranks left, the earliest first."""
+    if code == -signal.SIGINT:
+        return Interrupted(signal.SIGINT)
     if notes and (code >= 0 or dead in {note["rank"] for note in notes}):
         first = notes[0]
-        error = RankFailedError(f"rank {first['rank']} failed: {first['cause']} (log: {folder}/{first['rank']}.log)")
+        where = f"(log: {folder}/{first['rank']}.log{', stacks in the log of each' if first.get('stacks') else ''})"
+        if first["exit_code"] == 128 + signal.SIGTERM:
+            return Interrupted(signal.SIGTERM, f"{first['why']} {where}")
+        error = RankFailedError(f"rank {first['rank']} failed: {first['cause']} {where}")
         error.exit_code = first["exit_code"]
         return error
     if code == -signal.SIGKILL:
         why = f"was killed by the system (signal 9), most likely because host memory ran out; {MEMORY_ADVICE}"
-    elif code == -signal.SIGALRM:
-        why = f"was asked to stop and had not ended after launch.grace={grace_s:g} s; give it more, or save less often"
     elif code < 0:
         why = f"died of {signal.Signals(-code).name} (signal {-code})"
     else:
         why = f"ended with exit code {code} and no message"
-    error = RankFailedError(f"rank {dead} {why} (log: {folder}/{dead}.log)")
-    error.exit_code = 128 + signal.SIGTERM if code == -signal.SIGALRM else error.exit_code
-    return error
+    return RankFailedError(f"rank {dead} {why} (log: {folder}/{dead}.log)")
 
 
-def _redirect(path: Path, *, stdout: bool, anew: bool = True) -> None:
-    """Send file descriptor 2, and 1 if asked, to `path`: what native code prints goes there too."""
+def _redirect(path: Path, *, stdout: bool, further: bool = False) -> None:
+    """Send file descriptor 2, and 1 if asked, to `path`, or to its end: what native code prints goes there too."""
     sys.stdout.flush()
     sys.stderr.flush()
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if anew else os.O_APPEND), 0o644)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if further else os.O_TRUNC), 0o644)
     for descriptor in (1, 2) if stdout else (2,):
         os.dup2(log, descriptor)
     os.close(log)
@@ -481,9 +625,19 @@ def _quiet(*prefixes: str) -> Iterator[None]:
 
 
 @contextmanager
+def _stacks_on_request(log: TextIO | int) -> Iterator[None]:
+    """SIGUSR2 writes the stacks of all threads to `log`, even from a rank that runs no Python any more."""
+    faulthandler.register(signal.SIGUSR2, file=log)
+    try:
+        yield
+    finally:
+        faulthandler.unregister(signal.SIGUSR2)
+
+
+@contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
     """The agent installs handlers and leaves them behind."""
-    caught = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM, signal.SIGUSR1)
+    caught = (*_ASKING, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM)
     before = {signum: signal.getsignal(signum) for signum in caught}
     try:
         yield

@@ -220,7 +220,7 @@ class World(ABC):
         padded_S = _as_bytes(text.encode().ljust(int(numels.max())).decode())
         texts = padded_S.new_empty(self.size, padded_S.numel())
         self._gather(padded_S, texts.view(-1), _label("agree on fields", what)).wait()
-        return [bytes(row).decode() for row in texts.tolist()]
+        return [bytes(row[:n]).decode() for row, n in zip(texts.tolist(), numels.tolist(), strict=True)]
 
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
         """Hold what the ranks of one process share (torch's global generator); free where ranks are processes."""

@@ -23,7 +23,7 @@ LAYERS = [
     ("edges", "data.order data.source data.windows data.text data.tokens data.synthetic data"),
     ("edges", "models.gpt_config models.gpt models"),
     ("edges", "config build evaluate meter tracker launch saver"),
-    ("edges", "testing.threads testing.processes testing.contract testing.faults testing.crash testing"),
+    ("edges", "testing.threads testing.processes testing.contract testing.faults testing.crash testing.damage testing"),
 ]
 RANK = {name: place for place, name in enumerate(name for _, names in LAYERS for name in names.split())}
 ARITHMETIC = LAYERS[0][1].split()

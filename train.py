@@ -15,8 +15,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
 
 CONF = Path(__file__).resolve().parent / "conf"
 
-STOPPED = "stopped by a signal"
-"""The exit reason of a run that was asked to stop, and saved."""
-
 
 def train(config: Config, folder: Path) -> "Summary":
     """Train as one rank of the world that the environment describes. Rank 0 writes metrics.jsonl and summary.json.
@@ -45,11 +41,10 @@ def train(config: Config, folder: Path) -> "Summary":
 
     import zero
     from zero.build import build_plan
-    from zero.evaluate import sample_text, validation_loss
-    from zero.meter import Meter
-    from zero.models import GPT, loss
-    from zero.saver import ASKED_TO_STOP, Saver, find, record_start
-    from zero.tracker import RUNNING, open_tracker, write_failure, write_summary
+    from zero.models import GPT
+    from zero.saver import find
+    from zero.tracker import open_tracker, write_failure, write_summary
+    from zero.training import Training
 
     torch.use_deterministic_algorithms(config.deterministic)
     with (
@@ -58,7 +53,6 @@ def train(config: Config, folder: Path) -> "Summary":
         contextlib.ExitStack() as closing,
     ):
         config = config.on(world.size)
-        rows, micro, accumulate = config.batch.numbers()
         data = open_data(config.data.source(), config.model.seq, config.seed)
         world.agree({**flat(config), "digest of the data": data.digest})
 
@@ -68,89 +62,17 @@ def train(config: Config, folder: Path) -> "Summary":
         tracker.note(f"{plan}\ndata {data.digest}\nfolder {folder}")
         checkpoint = find(config, world, folder, tracker.note, restarts=launch.restart_count())
         store = closing.enter_context(contextlib.closing(zero.open_store(plan)))
-        state = zero.init(plan, store, seed=config.seed)
-        if checkpoint is not None:
-            state = zero.load(state, checkpoint, partial=config.checkpoint.partial, convert=config.checkpoint.convert)
-        if world.rank == 0:
-            record_start(folder, checkpoint.step if checkpoint else None)
-        meter = Meter(
-            world,
-            plan,
-            tokens_per_step=rows * config.model.seq,
-            traffic=lambda: store.traffic,
-            steps=checkpoint.step if checkpoint else 0,
-            tokens=checkpoint.facts.get("tokens", 0) if checkpoint else 0,
-            skipped=state.skipped,
+        training = Training(
+            config, plan, store, data, tracker, folder, checkpoint=checkpoint, asked_to_stop=launch.preempted
         )
-        saver = Saver(
-            config,
-            world,
-            folder,
-            facts=lambda: {
-                "config": config.plain(),
-                "data": data.digest,
-                "tokens": meter.tokens,
-                "wandb": tracker.run_id,
-            },
-            note=tracker.note,
-            asked_to_stop=launch.preempted,
-            began_from=checkpoint,
-        )
-        step = zero.make_step(plan, loss, word=saver.word)
-        loss_of = zero.make_forward(plan, loss)
-        logits_of = zero.make_forward(plan, lambda model, tokens: model(tokens))
-
-        def report(write: Callable[..., None], exit_reason: str) -> "Summary":
-            so_far = meter.summary(data.digest, exit_reason)
-            if world.rank == 0:
-                write(folder, so_far._asdict())
-            return so_far
-
-        def validate() -> None:
-            with meter.paused():
-                meter.validated(validation_loss(partial(loss_of, state), data, world, rows=config.val.rows))
-
-        last = min(config.steps, config.debug.stop_at or config.steps)
-        reason = "finished" if last == config.steps else "debug.stop_at reached"
         try:
-            if config.mode == "eval":
-                validate()
-                tracker.note(f"step {meter.steps}  validation loss {meter.val_loss:.4f}")
-                last, reason = 0, "evaluated"
-            elif meter.steps >= last:
-                tracker.note(f"the checkpoint is at step {meter.steps} of {last}: nothing is left to train")
-            for number in range(meter.steps + 1, last + 1):
-                first = world.rank * accumulate * micro
-                batch = data.batch(1 if config.debug.overfit else number, first, first + accumulate * micro, rows)
-                state, metrics = step(state, batch.to(world.device).split(micro))
-                meter.count(metrics)
-                stopping = any(int(word) & ASKED_TO_STOP for word in metrics.words)
-                with meter.paused():
-                    saver.publish_if_written(metrics.words)
-                    if stopping or saver.is_due(number, last):
-                        saver.save(state)
-                validating = not stopping and (
-                    number == last or (config.val.every > 0 and number % config.val.every == 0)
-                )
-                if validating:
-                    validate()
-                if validating or stopping or number % config.tracker.every == 0:
-                    row = meter.row(validated=validating)
-                    report(write_summary, RUNNING)  # for a run that is killed
-                    tracker.log(row)
-                if stopping:
-                    reason = STOPPED
-                    break
-            saver.finish()
-            if config.sample.tokens and reason not in (STOPPED, "evaluated"):
-                tracker.note("sample:")
-                tracker.note(sample_text(partial(logits_of, state), data, world, config))
+            exit_reason = training.run()
         except BaseException as error:
-            saver.abandon()
+            training.abandon()
             with contextlib.suppress(OSError):  # the disk may be what failed
-                report(write_failure, launch.describe(error))
+                training.report(write_failure, launch.describe(error))
             raise
-        summary = report(write_summary, reason)
+        summary = training.report(write_summary, exit_reason)
         if summary.endurance:
             tracker.note(summary.endurance)
         tracker.finish(summary._asdict())
@@ -167,6 +89,7 @@ def run(config: Config, folder: Path, *, apart: bool = False) -> "Summary":
         Preempted: a signal asked the run to stop, and it has saved.
     """
     from zero.tracker import write_failure
+    from zero.training import STOPPED
 
     ranks = launch.count_ranks(config.launch.ranks)
     config = config.on(ranks)

@@ -248,7 +248,7 @@ def test_a_run_that_fails_closes_its_store_too(here, monkeypatch, capsys):
     def broken(*args, **settings):
         raise OSError(5, "the data went away")
 
-    monkeypatch.setattr("zero.evaluate.validation_loss", broken)
+    monkeypatch.setattr("zero.training.validation_loss", broken)
     before = _descriptors(), threading.active_count()
     assert train.main([*TINY, "sample.tokens=0", "launch.malloc=default", "offload=infinity"]) == 1
     assert "the data went away" in capsys.readouterr().err

@@ -22,7 +22,7 @@ LAYERS = [
     ("edges", "exchange.export exchange.adopt exchange"),
     ("edges", "data.order data.source data.windows data.text data.tokens data.synthetic data"),
     ("edges", "models.gpt_config models.gpt models"),
-    ("edges", "config build evaluate meter tracker launch saver"),
+    ("edges", "config build evaluate meter tracker launch saver training"),
     ("edges", "testing.threads testing.processes testing.contract testing.faults testing.crash testing.damage testing"),
 ]
 RANK = {name: place for place, name in enumerate(name for _, names in LAYERS for name in names.split())}

@@ -1,0 +1,146 @@
+"""One run on one rank: where it goes on from, the loop, and what it says and saves on the way."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero.checkpoint import Checkpoint, load
+from zero.config import Config
+from zero.data.windows import Data
+from zero.evaluate import sample_text, validation_loss
+from zero.meter import Meter, Summary
+from zero.models import loss
+from zero.plan import Plan
+from zero.saver import ASKED_TO_STOP, Saver, record_start
+from zero.step import init, make_forward, make_step
+from zero.store import PrefetchStore
+from zero.tracker import RUNNING, Tracker, write_summary
+
+FINISHED, EVALUATED, STOPPED, CUT_SHORT = "finished", "evaluated", "stopped by a signal", "debug.stop_at reached"
+"""How a run can end well."""
+
+
+class Training:
+    """A run whose batch is solved for this world.
+
+    Args:
+        folder: of the run.
+        checkpoint: what it goes on from; None for a fresh start.
+        asked_to_stop: whether a signal has asked this rank to save and return.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        store: PrefetchStore,
+        data: Data,
+        tracker: Tracker,
+        folder: Path,
+        *,
+        checkpoint: Checkpoint | None,
+        asked_to_stop: Callable[[], bool],
+    ) -> None:
+        self._config, self._data, self._tracker, self._folder = config, data, tracker, folder
+        self._world = plan.world
+        self._rows, self._micro, self._accumulate = config.batch.numbers()
+        self._state = init(plan, store, seed=config.seed)
+        if checkpoint is not None:
+            keys = config.checkpoint
+            self._state = load(self._state, checkpoint, partial=keys.partial, convert=keys.convert)
+        if self._world.rank == 0:
+            record_start(folder, None if checkpoint is None else checkpoint.step)
+        self._meter = Meter(
+            self._world,
+            plan,
+            tokens_per_step=self._rows * config.model.seq,
+            traffic=lambda: store.traffic,
+            steps=0 if checkpoint is None else checkpoint.step,
+            tokens=0 if checkpoint is None else checkpoint.facts.get("tokens", 0),
+            skipped=self._state.skipped,
+        )
+        self._saver = Saver(
+            config,
+            self._world,
+            folder,
+            facts=self._facts,
+            note=tracker.note,
+            asked_to_stop=asked_to_stop,
+            began_from=checkpoint,
+        )
+        self._step = make_step(plan, loss, word=self._saver.word)
+        self._loss = make_forward(plan, loss)
+        self._logits = make_forward(plan, lambda model, tokens: model(tokens))
+
+    def run(self) -> str:
+        """Do what `config.mode` says; returns how it ended."""
+        if self._config.mode == "eval":
+            self._validate()
+            self._tracker.note(f"step {self._meter.steps}  validation loss {self._meter.val_loss:.4f}")
+            return EVALUATED
+        last = min(self._config.steps, self._config.debug.stop_at or self._config.steps)
+        if self._meter.steps >= last:
+            self._tracker.note(f"the checkpoint is at step {self._meter.steps} of {last}: nothing is left to train")
+        for number in range(self._meter.steps + 1, last + 1):
+            if self._one_step(number, last):
+                self._saver.finish()
+                return STOPPED
+        self._saver.finish()
+        if self._config.sample.tokens:
+            self._tracker.note("sample:")
+            self._tracker.note(sample_text(partial(self._logits, self._state), self._data, self._world, self._config))
+        return FINISHED if last == self._config.steps else CUT_SHORT
+
+    def report(self, write: Callable[[Path, Mapping[str, Any]], None], exit_reason: str) -> Summary:
+        """What is known of the run, written by rank 0. Not collective: the other ranks may be gone."""
+        so_far = self._meter.summary(self._data.digest, exit_reason)
+        if self._world.rank == 0:
+            write(self._folder, so_far._asdict())
+        return so_far
+
+    def abandon(self) -> None:
+        """The run has failed."""
+        self._saver.abandon()
+
+    def _one_step(self, number: int, last: int) -> bool:
+        """Train, save, validate and tell, as it is due; returns whether some rank was asked to stop."""
+        self._state, metrics = self._step(self._state, self._microbatches(number))
+        self._meter.count(metrics)
+        stopping = any(int(word) & ASKED_TO_STOP for word in metrics.words)
+        with self._meter.paused():
+            self._saver.publish_if_written(metrics.words)
+            if stopping or self._saver.is_due(number, last):
+                self._saver.save(self._state)
+        every = self._config.val.every
+        validating = not stopping and (number == last or (every > 0 and number % every == 0))
+        if validating:
+            self._validate()
+        if validating or stopping or number % self._config.tracker.every == 0:
+            row = self._meter.row(validated=validating)
+            self.report(write_summary, RUNNING)  # for a run that is killed
+            self._tracker.log(row)
+        return stopping
+
+    def _microbatches(self, number: int) -> tuple[torch.Tensor, ...]:
+        """This rank's rows of a step, which depend on seed and step alone."""
+        count = self._accumulate * self._micro
+        first = self._world.rank * count
+        batch = self._data.batch(1 if self._config.debug.overfit else number, first, first + count, self._rows)
+        return batch.to(self._world.device).split(self._micro)
+
+    def _validate(self) -> None:
+        with self._meter.paused():
+            of_chunk = partial(self._loss, self._state)
+            self._meter.validated(validation_loss(of_chunk, self._data, self._world, rows=self._config.val.rows))
+
+    def _facts(self) -> dict[str, Any]:
+        """What a checkpoint remembers beside the state."""
+        return {
+            "config": self._config.plain(),
+            "data": self._data.digest,
+            "tokens": self._meter.tokens,
+            "wandb": self._tracker.run_id,
+        }

@@ -106,4 +106,7 @@ class Disk:
 
     def mode(self, path: Path) -> int:
         """Type and rights, as `stat.S_ISDIR` and its like take them; of a link, the link's own (always 0777)."""
-        return os.lstat(path).st_mode
+        try:
+            return os.lstat(path).st_mode
+        except ValueError as error:  # a name that no file can have: with a NUL in it
+            raise OSError(errno.EINVAL, str(error), str(path)) from error

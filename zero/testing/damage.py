@@ -8,8 +8,8 @@ was damaged must be refused in one line that names it, or give exactly what was 
     folder/kept/step-0000000020                                        folder/root/step-0000000020      damaged
 
 Manifests that lie come with the hash made right. One kind of lie is not here: who writes other values, or exchanges
-two tensors of one shape, in file, header and manifest alike, and makes all hashes right, has made another checkpoint,
-and no hash without a key tells it from one that was saved.
+two tensors of one shape, in file, header and manifest alike, or states another loss scale, and makes all hashes right,
+has made another checkpoint, and no hash without a key tells it from one that was saved.
 """
 
 import json
@@ -248,7 +248,8 @@ def _linked(victim: Victim) -> str:
     path = victim.any_file()
     kept = victim.folder.parent / "elsewhere"
     path.rename(kept)
-    path.symlink_to(victim.random.choice([kept, victim.good / path.name, "/dev/zero", "/nowhere", path.name, ".."]))
+    targets = [str(kept), str(victim.good / path.name), "/dev/zero", "/nowhere", path.name, ".."]
+    path.symlink_to(victim.random.choice(targets))
     return path.name
 
 
@@ -360,8 +361,9 @@ def _lie(change: Callable[[dict[str, Any], Random], str | None]) -> Damage:
 
 def _other_number(value: int, random: Random) -> Any:
     near = [value + 1, value - 1, value + 4, value - 4, value * 2, value + 4096, random.randrange(2**16)]
-    odd = [-value - 1, 2**31, 2**63 - 1, 2**63, 2**64 + value, 10**300, True, None, str(value), value + 0.5, [value], {}]
-    return random.choice([one for one in (*near, *odd) if one is True or one != value])
+    far = [-value - 1, 2**31, 2**63 - 1, 2**63, 2**64 + value, 10**300]
+    odd: list[Any] = [True, None, str(value), value + 0.5, [value], {}]
+    return random.choice([one for one in (*near, *far, *odd) if one is True or one != value])
 
 
 def _with_pieces(body: dict[str, Any], random: Random) -> dict[str, Any]:
@@ -449,8 +451,8 @@ def _shape_lie(body: dict[str, Any], random: Random) -> str:
 
 def _name_lie(body: dict[str, Any], random: Random) -> str:
     entry = random.choice(body["entries"])
-    names = ["../../etc/passwd", "/etc/passwd", "a\0b", "a\nb", "", "x" * 5000, "\ud800", "__metadata__", "..", "\x1b[2J"]
-    entry["name"] = random.choice([*names, entry["name"] + " ", entry["name"].upper(), 5, None, ["a"], {"a": "b"}])
+    odd = ["../../etc/passwd", "/etc/passwd", "a\0b", "a\nb", "", "x" * 5000, "\ud800", "..", "\x1b[2J", "__metadata__"]
+    entry["name"] = random.choice([*odd, entry["name"] + " ", entry["name"].upper(), 5, None, ["a"], {"a": "b"}])
     return TENSOR
 
 
@@ -537,7 +539,24 @@ def _facts_lie(body: dict[str, Any], random: Random) -> None:
     deep: Any = 0
     for _ in range(40):
         deep = [deep]
-    odd = [None, -1, 2**70, "x", "", [], {}, [{}], [1, 2], {"a": 1}, deep, [None] * 4, ["a"] * 4, "zz" * 2528, [[]], 0.5]
+    odd = [
+        None,
+        -1,
+        2**70,
+        0.5,
+        "x",
+        "",
+        "zz" * 2528,
+        [],
+        {},
+        [{}],
+        [[]],
+        [1, 2],
+        [None] * 4,
+        ["a"] * 4,
+        {"a": 1},
+        deep,
+    ]
     if random.random() < 0.2:
         del where[key]
     else:
@@ -551,7 +570,17 @@ def _odd_text(victim: Victim) -> str:
     """Texts that end in their own hash and are nothing that was ever written."""
     text = (victim.folder / MANIFEST_NAME).read_text().rsplit("\n", 2)[0] + "\n"
     twice = text.replace('"step":20', '"step":20,"step":20')
-    odd = [twice, text[:-2] + "],\n", "{\n", "[\n", "\n", "", text * 2, "{" + '"a":[' * 100_000 + "\n", "[" * 3000 + "\n"]
+    odd = [
+        twice,
+        text[:-2] + "],\n",
+        "{\n",
+        "[\n",
+        "\n",
+        "",
+        text * 2,
+        "{" + '"a":[' * 100_000 + "\n",
+        "[" * 3000 + "\n",
+    ]
     odd += [text.replace('"step":20', f'"step":{value}') for value in ("NaN", "Infinity", "1e999", "9" * 5000, "020")]
     odd += ['!!python/object/apply:os.system ["touch x"]\n', '{"__reduce__":["os.system",["touch x"]],\n', "\0\0\0\0\n"]
     write_manifest(victim.folder, victim.random.choice(odd))

@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 import train
+import zero
+from zero.config import Config
 from zero.errors import CheckpointError
+from zero.saver import find, record_start
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["debug=tiny", "sample.tokens=0", "val.every=0", "tracker.console=none", "offload.page=4KiB"]
@@ -97,6 +100,21 @@ def test_a_failed_save_stops_the_run_or_does_not(here, monkeypatch, recwarn):
     assert train.main([*TINY, "checkpoint.every=2", "checkpoint.on_failure=continue"]) == 0
     assert any("not saved, training goes on: no space" in str(one.message) for one in recwarn)
     assert not list(here.glob("runs/*/*/checkpoints/*"))
+
+
+def test_after_two_failed_starts_from_one_checkpoint_an_older_one_is_taken(here):
+    assert train.main([*TINY, "checkpoint.every=2"]) == 0
+    (folder,) = folders(here)
+    config, world, said = Config(resume="none"), zero.World.from_env(), []
+    assert find(config, world, folder, said.append, restarts=1).step == 4
+    for _ in range(2):
+        record_start(folder, 4)
+    assert find(config, world, folder, said.append, restarts=3).step == 2
+    assert any("step-0000000004: two starts from it have failed" in line for line in said)
+    for _ in range(2):
+        record_start(folder, 2)
+    with pytest.raises(CheckpointError, match="none of its 2 checkpoints is valid"):
+        find(config, world, folder, said.append, restarts=5)
 
 
 @pytest.mark.process

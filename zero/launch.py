@@ -437,7 +437,6 @@ def launch(
         board = _Board(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zero-ranks-"))))
         job = _Job(entry, args, ranks, folder, board, grace_s, max_restarts, os.getpid())
         stack.enter_context(_environ(environment(ranks, threads, malloc, deterministic)))
-        stack.enter_context(_quiet("torch.distributed", "torch.multiprocessing"))
         # What the agent knows: end the children by this signal, which no rank handles, and pass the error on
         request = _Request(grace_s + _LATE_S, board.ask, lambda stopped: SignalException(str(stopped), signal.SIGINT))
         stack.enter_context(request.heard_at(*_ASKING))
@@ -472,7 +471,8 @@ def _attempt(job: _Job, attempt: int, request: _Request) -> Any:
         signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # the others are ours
     )
     try:
-        return elastic_launch(config, _rank)(job, attempt)[0]
+        with _quiet("torch.distributed", "torch.multiprocessing"):  # its loggers exist once it is imported
+            return elastic_launch(config, _rank)(job, attempt)[0]
     except SignalException as stopped:
         raise request.interrupted or Interrupted(stopped.sigval) from None
     except ChildFailedError as failed:

@@ -76,6 +76,7 @@ def open_checkpoint(world: World, folder: Path | str, disk: Disk | None = None) 
     def read() -> dict[str, Any]:
         found.append(Root(folder.parent, disk).read_manifest(folder))
         contents = found[0].contents()
+        _numbers(folder, found[0])
         for rank in range(world.rank, found[0].world, world.size):
             with _reader(disk, folder, found[0], rank, contents[rank]) as reader:
                 reader.verify()
@@ -135,7 +136,7 @@ def load(state: State, checkpoint: Checkpoint, *, partial: Iterable[str] = (), c
     wanted = {(name, kind): (dtype, shape) for name, kind, dtype, shape in tensors(plan, buffers)}
     kept = {key for key in wanted if _named(key[0], partial)}
     _match(checkpoint, wanted, partial, convert)
-    step, saved, dynamic, randoms = _numbers(checkpoint)
+    step, saved, dynamic, randoms = _numbers(checkpoint.folder, checkpoint.manifest)
     force_all(state)
     stays = _current(state, kept)
     following = state.restored(step=step, scale=plan.precision.scale.resumed(saved, dynamic=dynamic))
@@ -199,6 +200,7 @@ def _named(name: str, patterns: Sequence[str]) -> bool:
 
 def _words(key: Key) -> str:
     name, kind = key
+    name = name if name.isprintable() else repr(name)  # a checkpoint may come from anybody
     return name if kind == PARAMETER else f"{name} ({kind})"
 
 
@@ -300,20 +302,41 @@ def _reader(disk: Disk, folder: Path, manifest: Manifest, rank: int, contents: A
 # -- what is not a tensor ----------------------------------------------------------------------------------------------
 
 
-def _numbers(checkpoint: Checkpoint) -> tuple[int, LossScale, bool, list[Mapping[str, Any]]]:
-    """The step, the loss scale and whether it moved, and every rank's generators."""
-    facts = checkpoint.manifest.facts
+def _numbers(folder: Path, manifest: Manifest) -> tuple[int, LossScale, bool, list[Mapping[str, Any]]]:
+    """The step, the loss scale and whether it moved, and every rank's generators; none from another program."""
+    facts = manifest.facts
     try:
-        told_ = facts["state"]
-        return int(told_["step"]), LossScale(*told_["scale"]), bool(told_["dynamic"]), list(facts["random"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint.folder}: its manifest lacks step, loss scale or generators") from error
+        numbers, randoms = facts["state"], facts["random"]
+        step, scale, dynamic = numbers["step"], LossScale(*numbers["scale"]), numbers["dynamic"]
+        whole = (step, *scale[1:])
+        sound = (
+            all(type(number) is int and number >= 0 for number in whole)
+            and step + scale.skipped == manifest.step
+            and type(scale.scale) in (int, float)
+            and scale.scale > 0
+            and type(dynamic) is bool
+            and type(facts["given"]) is dict
+            and type(randoms) is list
+            and len(randoms) in (0, manifest.world)
+        )
+        for one in randoms if sound else []:
+            set_random(one, random.Random(), torch.Generator())
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError):
+        sound = False
+    if not sound:
+        raise CheckpointError(f"{folder}: its manifest lacks step, loss scale or generators, or has others than a save")
+    return step, scale, dynamic, randoms
 
 
-def set_random(told_: Mapping[str, Any]) -> None:
-    """The opposite of `random_state`."""
+def set_random(told_: Mapping[str, Any], python: Any = random, host: torch.Generator | None = None) -> None:
+    """The opposite of `random_state`; or try it on these generators, which are nobody's."""
     version, internal, following = told_["python"]
-    random.setstate((version, tuple(internal), following))
-    torch.set_rng_state(torch.tensor(list(bytes.fromhex(told_["torch"])), dtype=torch.uint8))
-    if told_["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.tensor(list(bytes.fromhex(told_["cuda"])), dtype=torch.uint8))
+    python.setstate((version, tuple(internal), following))
+    (torch.default_generator if host is None else host).set_state(_octets(told_["torch"]))
+    cuda = None if told_["cuda"] is None else _octets(told_["cuda"])
+    if cuda is not None and host is None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(cuda)
+
+
+def _octets(text: str) -> Tensor:
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)

@@ -46,6 +46,9 @@ def sample_text(logits: Callable[[Tensor], Tensor], data: Data, world: World, co
     seq, wanted = config.model.seq, config.sample
     prompt = data.validation(0, 1)[:, : min(32, seq)].to(world.device)
     row = generate(logits, prompt, wanted.tokens, seq=seq, temperature=wanted.temperature, seed=config.seed)[0].cpu()
-    # what the model made up must not command the terminal
-    text = data.decode(row)
+    return printable(data.decode(row))
+
+
+def printable(text: str) -> str:
+    """What a model made up must not command the terminal."""
     return "".join(mark if mark.isprintable() or mark in "\n\t" else "\N{REPLACEMENT CHARACTER}" for mark in text)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zero.checkpoint.manifest import Entry, Piece
-from zero.checkpoint.shard import Part, offsets
+from zero.checkpoint.shard import Part, by_width, offsets
 from zero.layout import Layout
 from zero.plan import Plan
 
@@ -34,9 +34,12 @@ class Held(NamedTuple):
 
     @property
     def part(self) -> Part:
-        """In the file: with its shape if it is whole, else flat."""
-        whole = self.stop - self.start == prod(self.shape)
-        return Part(f"{self.kind}/{self.name}", self.dtype, self.shape if whole else (self.stop - self.start,))
+        return part_of(self.name, self.kind, self.dtype, self.shape, self.stop - self.start)
+
+
+def part_of(name: str, kind: str, dtype: torch.dtype, shape: tuple[int, ...], numel: int) -> Part:
+    """How `numel` elements of a tensor of `shape` stand in a file: with its shape if that is all of them, else flat."""
+    return Part(f"{kind}/{name}", dtype, shape if numel == prod(shape) else (numel,))
 
 
 class Stretch(NamedTuple):
@@ -73,7 +76,7 @@ def parts(plan: Plan, buffers: Mapping[str, Tensor], rank: int) -> list[tuple[He
             if buffer.numel():
                 shape = tuple(buffer.shape)
                 found.append((Held(name, BUFFER, buffer.dtype, shape, 0, buffer.numel()), None))
-    return sorted(found, key=lambda one: -one[0].dtype.itemsize)  # each part then begins at a multiple of its width
+    return sorted(found, key=lambda one: by_width(one[0].part))
 
 
 def entries(plan: Plan, buffers: Mapping[str, Tensor]) -> tuple[Entry, ...]:

@@ -4,15 +4,22 @@ A checkpoint's folder may have been put there by anybody, so the door is narrow:
 alone and did not exist before; what is opened is never reached through a link at its last name, and never blocks.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+
+from zero.errors import CheckpointError
+from zero.store.files import named
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 DIRECT = getattr(os, "O_DIRECT", 0)
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Disk:
@@ -110,3 +117,13 @@ class Disk:
             return os.lstat(path).st_mode
         except ValueError as error:  # a name that no file can have: with a NUL in it
             raise OSError(errno.EINVAL, str(error), str(path)) from error
+
+
+@contextlib.contextmanager
+def naming(path: Path, what: str) -> Iterator[None]:
+    """What the system refuses, said of this path, as a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        cure = "; free space there, or set checkpoint.dir to another disk" if error.errno in _NO_SPACE else ""
+        raise CheckpointError(f"{path}: {named(error)} while {what}{cure}") from error

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, tensors
+from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, part_of, tensors
 from zero.checkpoint.disk import Disk
 from zero.checkpoint.manifest import Entry, Manifest, file_name, step_name
 from zero.checkpoint.publish import Root
 from zero.checkpoint.save import force_all, told
-from zero.checkpoint.shard import Part, ShardReader
+from zero.checkpoint.shard import ShardReader
 from zero.copied import buffers_of
 from zero.device import memory_of
 from zero.errors import CheckpointError
@@ -289,11 +289,7 @@ class Tensors(AbstractContextManager["Tensors"]):
 
 def _reader(disk: Disk, folder: Path, manifest: Manifest, rank: int, contents: Any) -> ShardReader:
     parts = [
-        Part(
-            f"{entry.kind}/{entry.name}",
-            getattr(torch, entry.dtype),
-            entry.shape if piece.stop - piece.start == entry.numel else (piece.stop - piece.start,),
-        )
+        part_of(entry.name, entry.kind, getattr(torch, entry.dtype), entry.shape, piece.stop - piece.start)
         for entry, piece in contents
     ]
     return ShardReader(disk, folder / file_name(rank, manifest.world), manifest.files[rank], parts)

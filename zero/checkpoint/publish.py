@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from zero.checkpoint.disk import Disk
+from zero.checkpoint.disk import Disk, naming
 from zero.checkpoint.manifest import CAP_BYTES, Manifest, file_name, from_text, step_name, step_of
 from zero.errors import CheckpointError, ConfigError
 from zero.store.files import named
@@ -38,7 +38,6 @@ from zero.store.files import named
 MANIFEST_NAME = "manifest.json"
 
 _ASIDE = re.compile(r"\.(tmp|old|del)-([0-9]{10})-[0-9a-f]{16}")
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class _Aside(NamedTuple):
@@ -73,12 +72,12 @@ class Root:
             nonce: 16 hexadecimal digits, never used before.
         """
         tmp = self._aside("tmp", step, nonce)
-        with _naming(self.path, "making it"):
+        with naming(self.path, "making it"):
             with contextlib.suppress(FileExistsError):
                 self.disk.make_folder(self.path)
             # Protects the root's own name. Every time: who made the root may have been killed before this call.
             self.disk.fsync_folder(self.path.parent)
-        with _naming(tmp, "making it"):
+        with naming(tmp, "making it"):
             self.disk.make_folder(tmp)
         self._begun.add(tmp)
         return tmp
@@ -95,15 +94,15 @@ class Root:
         Raises:
             CheckpointError: the save failed; call `abandon`. What was published before is still there.
         """
-        with _naming(tmp / MANIFEST_NAME, "writing it"):
+        with naming(tmp / MANIFEST_NAME, "writing it"):
             self._write_manifest(tmp / MANIFEST_NAME, memoryview(manifest_text.encode()))
-        with _naming(tmp, "synchronising it"):
+        with naming(tmp, "synchronising it"):
             self.disk.fsync_folder(tmp)  # protects the names of the files, the manifest's among them
         found = self.read_manifest(tmp).step
         if found != step:
             raise CheckpointError(f"{tmp}: its manifest is that of step {found}, not {step}; save again")
         target = self.path / step_name(step)
-        with _naming(target, "publishing it"):
+        with naming(target, "publishing it"):
             old = self._set_aside(step)
             self._rename(tmp, target, old)
             self.disk.fsync_folder(self.path)  # protects the published name; from here on, the save is acknowledged
@@ -126,7 +125,7 @@ class Root:
         another one live all the same, its save loses its folder by a rename and fails in one piece: nothing partial is
         published either way.
         """
-        with _naming(self.path, "sweeping it"):
+        with naming(self.path, "sweeping it"):
             published = set(self.steps())
             doomed = []
             for aside in self._asides():
@@ -139,7 +138,7 @@ class Root:
 
     def steps(self) -> list[int]:
         """Published steps, ascending. Whether they are whole, `read_manifest` and the files' hashes say."""
-        with _naming(self.path, "listing it"):
+        with naming(self.path, "listing it"):
             found = [(step_of(name), name) for name in self._names()]
             return sorted(step for step, name in found if step is not None and self._is_folder(self.path / name))
 
@@ -163,7 +162,7 @@ class Root:
                 kept += valid(folder)
             elif not every or step % every:
                 doomed.append(folder)
-        with _naming(self.path, "removing old checkpoints"):
+        with naming(self.path, "removing old checkpoints"):
             self._discard(doomed)
 
     def read_manifest(self, folder: Path) -> Manifest:
@@ -175,7 +174,7 @@ class Root:
         Raises:
             CheckpointError: it is none; the line names the file. Nothing was read but the manifest, within its cap.
         """
-        with _naming(folder, "listing it"):
+        with naming(folder, "listing it"):
             if not self._is_folder(folder):
                 raise CheckpointError(f"{folder}: is not a folder, or a link to one; give the folder itself")
             self._warn_if_writable(folder)
@@ -187,7 +186,7 @@ class Root:
         _check_names(folder, names, manifest)
         for rank, file in enumerate(manifest.files):
             path = folder / file_name(rank, manifest.world)
-            with _naming(path, "asking for its size"), self._reading(path) as fd:
+            with naming(path, "asking for its size"), self._reading(path) as fd:
                 nbytes = self.disk.size(fd)
             if nbytes != file.size:
                 raise CheckpointError(f"{path}: has {nbytes} bytes, the manifest says {file.size}")
@@ -204,7 +203,7 @@ class Root:
             self.disk.close(fd)
 
     def _parsed(self, path: Path) -> Manifest:
-        with _naming(path, "reading it"), self._reading(path) as fd:
+        with naming(path, "reading it"), self._reading(path) as fd:
             nbytes = self.disk.size(fd)
             if nbytes > CAP_BYTES:
                 raise CheckpointError(f"{path}: has {nbytes} bytes, at most {CAP_BYTES} are read")
@@ -349,13 +348,3 @@ def _moved(count: int, done: int, nbytes: int) -> int:
     if count <= 0:
         raise OSError(errno.EIO, f"nothing more after {done} of {nbytes} bytes")
     return count
-
-
-@contextlib.contextmanager
-def _naming(path: Path, what: str) -> Iterator[None]:
-    """What the system refuses, said of this path."""
-    try:
-        yield
-    except OSError as error:
-        cure = "; free space there, or set checkpoint.dir to another disk" if error.errno in _NO_SPACE else ""
-        raise CheckpointError(f"{path}: {named(error)} while {what}{cure}") from error

@@ -81,7 +81,7 @@ def begin(
         format=FORMAT,
         step=number,
         world=world.size,
-        entries=entries(state.plan, buffers_of(state.model)),
+        entries=entries(state.plan, buffers_of(state.model)) if world.rank == 0 else (),  # who publishes it
         files=(),
         finite=True,
         facts={

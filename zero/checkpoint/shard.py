@@ -17,20 +17,19 @@ import itertools
 import json
 import math
 import mmap
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import torch
 from zlib_ng.zlib_ng import crc32
 
-from zero.checkpoint.disk import Disk
+from zero.checkpoint.disk import Disk, naming
 from zero.checkpoint.hashes import BLOCK_BYTES, SPAN_BYTES, BlockHash, FileHash, Hasher, hash_block, hash_of
 from zero.errors import CheckpointError
-from zero.store.files import named
 
 ALIGN_BYTES = 4096
 """The data begins at a multiple of this, so that it can be mapped and read directly."""
@@ -57,7 +56,6 @@ NAMES = {
 }
 
 _MOST_HEADER_BYTES = 100_000_000  # safetensors itself opens no file with a longer one
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Part(NamedTuple):
@@ -72,9 +70,14 @@ class Part(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def by_width(part: Part) -> int:
+    """What to sort by, so that every part is aligned to its dtype: the widest come first."""
+    return -part.dtype.itemsize
+
+
 def widest_first(parts: Sequence[Part]) -> list[Part]:
-    """In an order in which every part is aligned to its dtype; equally wide ones keep their order."""
-    return sorted(parts, key=lambda part: -part.dtype.itemsize)
+    """In such an order; equally wide ones keep theirs."""
+    return sorted(parts, key=by_width)
 
 
 def header(parts: Sequence[Part]) -> bytes:
@@ -122,7 +125,29 @@ def _check(part: Part, start: int, taken: dict[str, object]) -> None:
         raise refuse(f"begins at byte {start} of the data, not aligned to {part.dtype}; order parts by widest_first")
 
 
-class ShardWriter:
+class _OpenFile(ABC):
+    """A descriptor that `with` closes however it is left."""
+
+    _path: Path
+    _fd: int | None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closing again is free."""
+
+    def _open(self) -> int:
+        if self._fd is None:
+            raise CheckpointError(f"{self._path}: is closed")
+        return self._fd
+
+
+class ShardWriter(_OpenFile):
     """Writes a new file from its first to its last byte, by one thread.
 
     What comes is copied into blocks; threads hash and write those that are full, each to its own place. At most
@@ -149,8 +174,8 @@ class ShardWriter:
         self._free: list[mmap.mmap] = []
         self._running: deque[tuple[mmap.mmap, Future[BlockHash]]] = deque()
         self._hashes: list[BlockHash] = []
-        with _naming(path, "making it"):
-            self._fd: int | None = disk.create(path)
+        with naming(path, "making it"):
+            self._fd = disk.create(path)
         self._threads = ThreadPoolExecutor(THREADS, "zero-shard")  # starts none before there is work
         self._direct = False
         with self._closing_if_it_fails():
@@ -185,12 +210,12 @@ class ShardWriter:
                 self._collect()
             if self._block is not None:  # by itself: its end may have to go through the page cache
                 self._hashes.append(self._settle(fd, self._block, self._given % BLOCK_BYTES, self._given))
-            with _naming(self._path, "synchronising"):
+            with naming(self._path, "synchronising"):
                 self._disk.fsync(fd)  # never again when it fails: the system forgets what it could not write
             self._forget(fd, self._nbytes)
             self._release()
             self._fd = None
-            with _naming(self._path, "closing"):
+            with naming(self._path, "closing"):
                 self._disk.close(fd)
         return hash_of(self._nbytes, self._hashes)
 
@@ -202,14 +227,6 @@ class ShardWriter:
             with contextlib.suppress(OSError):  # the file is no good already
                 self._disk.close(fd)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     @contextlib.contextmanager
     def _closing_if_it_fails(self) -> Iterator[None]:
         try:
@@ -217,9 +234,6 @@ class ShardWriter:
         except BaseException:
             self.close()
             raise
-
-    def _open(self) -> int:
-        return _still_open(self._fd, self._path)
 
     def _release(self) -> None:
         """Wait for the threads; memory is free again."""
@@ -284,7 +298,7 @@ class ShardWriter:
             self._disk.forget(fd, nbytes)
 
 
-class ShardReader:
+class ShardReader(_OpenFile):
     """Reads any range of a file, and delivers only what its hashes confirm. One thread at a time.
 
     Args:
@@ -301,8 +315,8 @@ class ShardReader:
         self._expected = expected
         self._span = memoryview(bytearray(SPAN_BYTES))
         self._held = -1  # which span that is
-        with _naming(path, "opening"):
-            self._fd: int | None = disk.open(path)
+        with naming(path, "opening"):
+            self._fd = disk.open(path)
         try:
             self._check_size()
             self._check_header(parts)
@@ -360,19 +374,8 @@ class ShardReader:
             with contextlib.suppress(OSError):  # nothing was written
                 self._disk.close(fd)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _open(self) -> int:
-        return _still_open(self._fd, self._path)
-
     def _check_size(self) -> None:
-        with _naming(self._path, "asking for its size"):
+        with naming(self._path, "asking for its size"):
             nbytes = self._disk.size(self._open())
         if nbytes != self._expected.size:
             raise CheckpointError(f"{self._path}: has {nbytes} bytes, the manifest says {self._expected.size}")
@@ -425,24 +428,8 @@ def _move(call: _Transfer, fd: int, block: memoryview, offset: int, path: Path, 
     """One request, repeated from where it stopped until it is complete."""
     done = 0
     while done < len(block):
-        with _naming(path, f"{what} at offset {offset + done}"):
+        with naming(path, f"{what} at offset {offset + done}"):
             count = call(fd, block[done:], offset + done)
             if count <= 0:
                 raise OSError(errno.EIO, f"nothing more after {done} of {len(block)} bytes")
         done += count
-
-
-@contextlib.contextmanager
-def _naming(path: Path, what: str) -> Iterator[None]:
-    """What the system refuses, said of this file."""
-    try:
-        yield
-    except OSError as error:
-        cure = "; free space there, or set checkpoint.dir to another disk" if error.errno in _NO_SPACE else ""
-        raise CheckpointError(f"{path}: {named(error)} while {what}{cure}") from error
-
-
-def _still_open(fd: int | None, path: Path) -> int:
-    if fd is None:
-        raise CheckpointError(f"{path}: is closed")
-    return fd

@@ -66,8 +66,8 @@ def rows(folder: Path) -> list[dict]:
 
 
 REFUSALS = [
-    (["zero.stage=7"], "zero.stage=7: must be 0, 1, 2 or 3"),
-    (["zero.stage=three"], "zero.stage=three: must be 0, 1, 2 or 3"),
+    (["zero.stage=7"], "zero.stage=7: must be 0, 1, 2 or 3, or auto"),
+    (["zero.stage=three"], "zero.stage=three: must be 0, 1, 2 or 3, or auto"),
     (["zero.stge=3"], "unknown key zero.stge; did you mean zero.stage?"),
     (["+zero.stge=3"], "unknown key zero.stge; did you mean zero.stage?"),
     (["++ofload=cpu"], "unknown key ofload; did you mean offload?"),
@@ -108,9 +108,8 @@ REFUSALS = [
         "offload.param=none",
     ),
     (["-m", "offload=cpu,infinity", "zero.stage=3,0"], "offload=infinity keeps parameters on disk"),
-    (["mode=plan"], "mode=plan: comes later; train and eval exist so far"),
     (["zero.stage=0,1"], "zero.stage=0,1 is a list of runs; add -m"),
-    (["-m", "zero.stage=0,1,7"], "zero.stage=7: must be 0, 1, 2 or 3"),
+    (["-m", "zero.stage=0,1,7"], "zero.stage=7: must be 0, 1, 2 or 3, or auto"),
     (["-m", "zero.stage=0,"], "zero.stage=0, cannot be read"),
     (["seed=${nope}"], "nope"),
 ]
@@ -307,7 +306,7 @@ def test_torchrun_gives_the_same_run(here):
 def test_a_mistake_under_torchrun_is_one_line_exit_code_2_and_no_folder(here):
     done = torchrun("zero.stage=7", cwd=here)
     assert done.returncode == 1  # torchrun's own; it tells that of the rank
-    assert said_by_us(done.stderr) == ["zero.stage=7: must be 0, 1, 2 or 3"]
+    assert said_by_us(done.stderr) == ["zero.stage=7: must be 0, 1, 2 or 3, or auto"]
     assert "exitcode  : 2" in done.stderr
     assert not list(here.iterdir())
 

@@ -13,10 +13,10 @@ from zero.models import GPT, GPTConfig
 from zero.placement import Offload
 
 MISTAKES = [
-    ({"zero": {"stage": 7}}, "zero.stage=7: must be 0, 1, 2 or 3"),
-    ({"zero": {"stage": "three"}}, "zero.stage=three: must be 0, 1, 2 or 3"),
-    ({"zero": {"stage": True}}, "zero.stage=true: must be 0, 1, 2 or 3"),
-    ({"zero": {"stage": 2.0}}, "zero.stage=2.0: must be 0, 1, 2 or 3"),
+    ({"zero": {"stage": 7}}, "zero.stage=7: must be 0, 1, 2 or 3, or auto"),
+    ({"zero": {"stage": "three"}}, "zero.stage=three: must be 0, 1, 2 or 3, or auto"),
+    ({"zero": {"stage": True}}, "zero.stage=true: must be 0, 1, 2 or 3, or auto"),
+    ({"zero": {"stage": 2.0}}, "zero.stage=2.0: must be 0, 1, 2 or 3, or auto"),
     ({"zero": {"stge": 3}}, "unknown key zero.stge; did you mean zero.stage?"),
     ({"zero": 3}, "zero=3: zero is a section of keys; did you mean zero.stage=3?"),
     ({"zero": None}, "zero=null: zero is a section of keys; did you mean zero.stage=null?"),
@@ -78,7 +78,9 @@ MISTAKES = [
         "offload.param=cpu keeps parameters on the host, which only zero.stage=3 can; "
         "use zero.stage=3, or offload.param=none",
     ),
-    ({"mode": "plan"}, "mode=plan: comes later; train and eval exist so far"),
+    ({"mode": "paln"}, "mode=paln: must be one of train, eval, plan, doctor, explain; did you mean plan?"),
+    ({"plan": {"device_memory": "80"}, "mode": "plan", "steps": 0}, "steps=0: must be at least 1"),
+    ({"plan": {"host_memory": "lots"}}, "plan.host_memory=lots: must be a size such as 80GiB, or auto"),
     ({"steps": 1e6}, "steps=1000000.0: must be a whole number"),
     ({"steps": 10**400}, "steps=1000"),
     ({"seed": "two\nlines"}, "seed=two lines: must be a whole number"),

@@ -12,8 +12,8 @@ PACKAGE = ROOT / "zero"
 # From the bottom up: a file may import from zero only what stands in an earlier line.
 LAYERS = [
     ("arithmetic", "errors refusal schedule stage layout precision optim placement order"),
-    ("doors", "failure world device store.base store.memory store.files store.nvme store.paging store.prefetch"),
-    ("doors", "store.tiers store"),
+    ("doors", "failure timeline world device store.base store.memory store.files store.nvme store.paging"),
+    ("doors", "store.prefetch store.tiers store"),
     ("engine", "unit copied pool unit_state plan transfer gradient reduce update fetch residency"),
     ("engine", "recompute gather state initialise step full"),
     ("edges", "checkpoint.hashes checkpoint.manifest checkpoint.disk checkpoint.shard checkpoint.publish"),
@@ -22,7 +22,10 @@ LAYERS = [
     ("edges", "exchange.export exchange.adopt exchange"),
     ("edges", "data.order data.source data.windows data.text data.tokens data.synthetic data"),
     ("edges", "models.gpt_config models.gpt models"),
-    ("edges", "config build evaluate meter tracker launch saver training"),
+    ("edges", "config build planning.papers planning.machine planning.activations planning.cost"),
+    ("edges", "planning.choices planning.table planning"),
+    ("edges", "doctor explain evaluate meter tracker launch saver training"),
+    ("edges", "report.chart report.page report.run report.sweep report"),
     ("edges", "testing.threads testing.processes testing.contract testing.faults testing.crash testing.damage testing"),
 ]
 RANK = {name: place for place, name in enumerate(name for _, names in LAYERS for name in names.split())}

@@ -4,19 +4,29 @@ from torch import nn
 
 from zero import optim, schedule
 from zero.config import Adam, AdamW, Config, Constant, LinearWarmup, Lion, WarmupLinear
+from zero.errors import ConfigError
 from zero.optim import Schedule, Transform
+from zero.placement import Room
 from zero.plan import Plan
 from zero.precision import LossScaling, Precision
 from zero.stage import Stage
 from zero.world import World
 
 
-def build_plan(config: Config, model: nn.Module, world: World) -> Plan:
+def build_plan(
+    config: Config, model: nn.Module, world: World, *, room: Room | None = None, activation_bytes: int = 0
+) -> Plan:
     """The plan of a run whose batch is solved for this world.
 
+    Args:
+        room, activation_bytes: see `Plan`.
+
     Raises:
-        ConfigError: what only the model can tell, such as a class of `zero.units` that it does not have.
+        ConfigError: what only the model can tell, such as a class of `zero.units` that it does not have; or an auto
+            that was not settled (see `zero/planning`).
     """
+    if config.zero.stage == "auto":
+        raise ConfigError("zero.stage=auto was not settled; write `config = zero.planning.settle(config, ...)` first")
     _, _, accumulate = config.batch.solved(world.size).numbers()
     return Plan(
         model,
@@ -30,6 +40,8 @@ def build_plan(config: Config, model: nn.Module, world: World) -> Plan:
         activations=config.zero.activations,
         update=config.zero.update,
         accumulate=accumulate,
+        room=room,
+        activation_bytes=activation_bytes,
     )
 
 

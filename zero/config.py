@@ -55,9 +55,9 @@ def _steps_or_auto(value: object) -> Any:
 
 
 def _stage(value: object) -> Any:
-    if type(value) is int and 0 <= value <= 3:
+    if value == "auto" or (type(value) is int and 0 <= value <= 3):
         return value
-    raise ValueError("must be 0, 1, 2 or 3")
+    raise ValueError("must be 0, 1, 2 or 3, or auto")
 
 
 def _units(value: object) -> Any:
@@ -74,12 +74,6 @@ def _units(value: object) -> Any:
 def _activations(value: Any, check: Any) -> Any:
     if value == "offload":
         raise ValueError("comes later; keep and remat exist so far")
-    return check(value)
-
-
-def _mode(value: Any, check: Any) -> Any:
-    if value in ("plan", "doctor", "explain"):
-        raise ValueError("comes later; train and eval exist so far")
     return check(value)
 
 
@@ -106,6 +100,13 @@ def _budget(value: object) -> Any:
         raise ValueError("must be a size such as 8GiB, a share of what is free such as 50%, or auto") from None
 
 
+def _size_or_auto(value: object) -> Any:
+    try:
+        return value if value == "auto" else int(_BYTES.validate_python(value))
+    except ValidationError:
+        raise ValueError("must be a size such as 80GiB, or auto") from None
+
+
 def _share(text: str) -> float | None:
     found = re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?)%", text)
     return float(found[1]) / 100 if found and 0 < float(found[1]) <= 100 else None
@@ -124,13 +125,16 @@ NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Holdout = Annotated[float, Field(gt=0, le=0.5)]
 Budget = Annotated[int | str, BeforeValidator(_budget)]
+Size = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
 
 
 class Zero(Section):
     """How the training state is sharded and moved."""
 
-    stage: Annotated[int, BeforeValidator(_stage)] = Field(
-        3, description="what is sharded: 0 nothing, 1 moments and master, 2 and gradients, 3 and parameters"
+    stage: Annotated[int | Literal["auto"], BeforeValidator(_stage)] = Field(
+        3,
+        description="what is sharded: 0 nothing, 1 moments and master, 2 and gradients, 3 and parameters; "
+        "auto: the fastest that fits",
     )
     units: Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_units)] = Field(
         "auto", description="what is gathered together: auto (each block), or class names such as [Block]"
@@ -150,7 +154,7 @@ class Batch(Section):
     """global = micro x accumulate x ranks; what is auto follows from the rest (accumulate then is 1 where free)."""
 
     global_: Count = Field(16, alias="global", description="rows per step over all ranks, or auto")
-    micro: Count = Field("auto", description="rows per microbatch and rank, or auto")
+    micro: Count = Field("auto", description="rows per microbatch and rank; auto: the most that fit")
     accumulate: Count = Field("auto", description="microbatches per step and rank, or auto")
 
     def solved(self, ranks: int) -> "Batch":
@@ -459,10 +463,12 @@ class Wandb(Jsonl):
 
     name: Literal["wandb"] = Field("wandb", description="kind of tracker")  # type: ignore[assignment]
     project: str = Field("functional-zero", description="W&B project")
-    run: str | None = Field(None, description="W&B run name; null: W&B chooses")
+    run: str | None = Field(None, description="name of the run; null: its overrides in a sweep, else its folder")
+    group: str | None = Field(None, description="group of the run; null: the folder of its sweep, if it has one")
     mode: Literal["auto", "online", "offline", "disabled"] = Field(
         "auto", description="auto: online where a key is found, else offline"
     )
+    artifacts: bool = Field(False, description="record each checkpoint's place as a reference artifact; no upload")
 
 
 Tracker = Annotated[Jsonl | Wandb, Field(discriminator="name")]
@@ -521,6 +527,24 @@ class Checkpoint(Section):
     )
 
 
+class Machine(Section):
+    """The machine that mode=plan plans for; auto: this one."""
+
+    ranks: Count = Field("auto", description="ranks in all; auto: launch.ranks")
+    ranks_per_node: Count = Field("auto", description="ranks that share one host memory; auto: all of them, at most 8")
+    device_memory: Size = Field("auto", description="memory of one GPU, such as 80GiB; auto: what is free here")
+    host_memory: Size = Field("auto", description="host memory of one node, such as 1TiB; auto: what is free here")
+    disk: Size = Field(
+        "auto", description="disk of one node for offload, such as 4TB; auto: what offload.path has free"
+    )
+
+
+class Explain(Section):
+    """What mode=explain explains."""
+
+    key: str | None = Field(None, description="a key, such as zero.stage, or a section, such as offload")
+
+
 class Debug(Section):
     """Aids for finding mistakes."""
 
@@ -531,8 +555,10 @@ class Debug(Section):
 class Config(Section):
     """A whole run. `Config()` is the default run."""
 
-    mode: Annotated[Literal["train", "eval"], WrapValidator(_mode)] = Field(
-        "train", description="what to do: train, or eval (the validation loss of a checkpoint)"
+    mode: Literal["train", "eval", "plan", "doctor", "explain"] = Field(
+        "train",
+        description="what to do: train, eval (the validation loss of a checkpoint), plan (what fits where, nothing is "
+        "run), doctor (is this machine ready), explain (what a key means)",
     )
     resume: str = Field(
         "none", min_length=1, description="none, latest (the newest valid checkpoint), or a step, a run or a root"
@@ -540,6 +566,7 @@ class Config(Section):
     steps: Whole = Field(200, description="optimizer steps")
     seed: Natural = Field(0, description="seed of weights, data order and sample")
     deterministic: bool = Field(False, description="refuse kernels whose result varies from run to run (GPU)")
+    profile: bool = Field(False, description="record a few steps with torch.profiler, for Perfetto")
     zero: Zero = Zero()
     batch: Batch = Batch()
     model: Model = Model()
@@ -553,13 +580,15 @@ class Config(Section):
     sample: Sample = Sample()
     launch: Launch = Launch()
     checkpoint: Checkpoint = Checkpoint()
+    plan: Machine = Machine()
+    explain: Explain = Explain()
     debug: Debug = Debug()
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:
         if self.mode == "eval" and self.resume == "none":
             raise ConfigError("mode=eval needs a checkpoint: set resume=latest, or resume=PATH of a step or a run")
-        self.offload.asked().at(parameters_sharded=Stage(self.zero.stage).parameters)
+        self.offload.asked().at(parameters_sharded=self.zero.stage == "auto" or Stage(self.zero.stage).parameters)
         eager = self.zero.update == "eager"
         if eager and self.optim.clip is not None:
             raise ConfigError(

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from zero.errors import ConfigError
 
@@ -129,6 +129,13 @@ class Offload:
         raise ConfigError(
             f"{setting} keeps parameters {where}, which only zero.stage=3 can; use zero.stage=3, or {instead}"
         )
+
+
+class Room(NamedTuple):
+    """Bytes that one rank may still take."""
+
+    device: int
+    host: int
 
 
 @dataclass(frozen=True)

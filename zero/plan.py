@@ -18,7 +18,7 @@ from zero.device import ALIGNMENT, Device, free_host_bytes, round_up
 from zero.errors import ConfigError, PlanError
 from zero.layout import pages
 from zero.optim import Transform
-from zero.placement import Offload, Placement, Tier, budget_bytes, place
+from zero.placement import Offload, Placement, Room, Tier, budget_bytes, place
 from zero.precision import Precision
 from zero.stage import Stage
 from zero.store import Page
@@ -35,10 +35,10 @@ THREADS, READ_AHEAD = 4, 2
 
 KINDS = (
     *("parameters", "gathered units", "gradients", "gradient flats", "gradient buffers"),
-    *("master", "moments", "buffers", "arena"),
+    *("master", "moments", "buffers", "activations", "arena"),
 )
-SOMETIMES = ("gradient buffers", "arena")
-"""What the table has rows for; the last ones only where something is offloaded."""
+SOMETIMES = ("gradient buffers", "activations", "arena")
+"""What the table has rows for; the last ones only where something is offloaded, or activations were estimated."""
 
 
 class PageSpec(NamedTuple):
@@ -65,6 +65,8 @@ class Plan:
             bits), "eager" during backward, without clipping or loss scaling only.
         accumulate: microbatches per step.
         offload: what sleeps off the device, and where; None: nothing.
+        room: what this rank may take; None: what is free here and now.
+        activation_bytes: what forward and backward need beside everything else, at most; counted, not allocated.
 
     Raises:
         PlanError: a setting that does not exist or does not go together with another.
@@ -85,6 +87,8 @@ class Plan:
         activations: Activations = "keep",
         update: Update = "lazy",
         accumulate: int = 1,
+        room: Room | None = None,
+        activation_bytes: int = 0,
     ) -> None:
         if prefetch < 0:
             raise PlanError(f"zero.prefetch={prefetch}: it is a number of units, 0 or more")
@@ -98,6 +102,7 @@ class Plan:
         self.precision = precision if isinstance(precision, Precision) else Precision(precision)
         self.offload = (offload or Offload()).at(parameters_sharded=self.stage.parameters)
         self.prefetch, self.activations, self.update, self.accumulate = prefetch, activations, update, accumulate
+        self.room, self.activation_bytes = room, activation_bytes
         self.page_numel = self.offload.page_bytes // 4
         pages(0, self.page_numel)  # refuses a page that is not whole blocks
         if update == "eager" and (optimizer.clip is not None or self.precision.scale.static != 1.0):
@@ -308,6 +313,8 @@ class Plan:
 
     def _free_bytes(self) -> tuple[int, int]:
         """(device, host) that this rank may take. Where it decides about tiers, all ranks go by rank 0's readings."""
+        if self.room is not None:
+            return self.room
         mine = f"{Device(self.world.device).free_bytes()} {free_host_bytes() // self.world.local_size}"
         if "auto" in self.offload.kinds:
             mine = self.world.share(mine)
@@ -328,6 +335,7 @@ class Plan:
             "gradient flats": sum(numel * size for numel, size in flats.items()),
             "gradient buffers": sum(numel * size for numel, size in grads.items()),
             "buffers": sum(_nbytes(buffer) for buffer in self.model.buffers()),
+            "activations": self.activation_bytes,
         }
 
     # -- how it is told ------------------------------------------------------------------------------------------------
@@ -339,7 +347,7 @@ class Plan:
 
     @property
     def bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes on this rank: tier to kind to bytes. Activations and temporaries of a few MiB are not in it."""
+        """Bytes on this rank: tier to kind to bytes. Temporaries of a few MiB are not in it."""
         held = self._device_bytes()
         told: dict[str, Counter[str]] = {"device": Counter(), "host": Counter(), "nvme": Counter()}
         told[self.placement.param]["parameters"] = held.pop("parameters")

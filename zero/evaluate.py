@@ -12,17 +12,21 @@ from torch import Tensor
 from zero.config import Config
 from zero.data.windows import Data
 from zero.models import generate
+from zero.progress import Progress, silent
 from zero.world import World
 
 CHUNK_TOKENS = 2048
 """Tokens that one rank evaluates at a time, in whole rows; few, so that validation needs no more memory than a step."""
 
 
-def validation_loss(loss: Callable[[Tensor], Tensor], data: Data, world: World, *, rows: int) -> float:
+def validation_loss(
+    loss: Callable[[Tensor], Tensor], data: Data, world: World, *, rows: int, progress: Progress = silent
+) -> float:
     """Mean loss over the first `rows` validation rows, the same number on every rank.
 
     Args:
         loss: (rows, seq + 1) int64 on the world's device to their mean loss.
+        progress: told the chunks that all ranks have evaluated.
     """
     whole = data.validation(0, rows)
     chunks = whole.split(max(1, CHUNK_TOKENS // (whole.shape[1] - 1)))
@@ -33,6 +37,7 @@ def validation_loss(loss: Callable[[Tensor], Tensor], data: Data, world: World, 
         mean = loss(chunk).double()
         if number < len(chunks):
             total += torch.stack((mean * len(chunk), mean.new_tensor(len(chunk))))
+        progress("validation", min(first + world.size, len(chunks)), len(chunks))
     world.all_reduce(total, what="validation loss").wait()
     return float(total[0] / total[1])
 

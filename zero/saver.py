@@ -17,6 +17,7 @@ from zero.checkpoint.save import told
 from zero.config import Config
 from zero.device import free_host_bytes
 from zero.errors import CheckpointError
+from zero.progress import Progress, silent
 from zero.state import State
 from zero.world import World
 
@@ -37,6 +38,7 @@ class Saver:
         folder: of the run.
         facts: what a checkpoint is to remember beside the state.
         note: tells a person.
+        progress: shows how far a save is.
         asked_to_stop: whether this rank was.
         began_from: what the run goes on from, whose bytes were all compared.
     """
@@ -49,11 +51,12 @@ class Saver:
         *,
         facts: Callable[[], Mapping[str, Any]],
         note: Callable[[str], None],
+        progress: Progress = silent,
         asked_to_stop: Callable[[], bool],
         began_from: Checkpoint | None = None,
     ) -> None:
         self._keys, self._world, self._facts, self._note = config.checkpoint, world, facts, note
-        self._asked_to_stop = asked_to_stop
+        self._progress, self._asked_to_stop = progress, asked_to_stop
         self.root = Root(root_of(config, folder))
         self._under_way: Saving | None = None
         self._valid = set() if began_from is None else {began_from.folder}  # and what this run publishes
@@ -80,7 +83,9 @@ class Saver:
         """
         self.finish()
         with _Failures(self._keys.on_failure):
-            self._under_way = begin(state, self.root, self._facts(), behind=self._fits_beside(state))
+            self._under_way = begin(
+                state, self.root, self._facts(), behind=self._fits_beside(state), progress=self._progress
+            )
             if not self._keys.async_:
                 self.finish()
 
@@ -145,7 +150,13 @@ def root_of(config: Config, folder: Path) -> Path:
 
 
 def find(
-    config: Config, world: World, folder: Path, note: Callable[[str], None], *, restarts: int = 0
+    config: Config,
+    world: World,
+    folder: Path,
+    note: Callable[[str], None],
+    progress: Progress = silent,
+    *,
+    restarts: int = 0,
 ) -> Checkpoint | None:
     """The checkpoint that `resume` means, opened; None for a fresh start. Collective.
 
@@ -159,22 +170,22 @@ def find(
     if config.mode == "train":
         told(world, lambda: _swept(own) if world.rank == 0 else {})
     if restarts and _last_save_s(own) > 0:
-        found, rejected = open_latest(world, own, suspect=_suspects(folder))
+        found, rejected = open_latest(world, own, suspect=_suspects(folder), progress=progress)
         return found and _chosen(found, rejected, note)
     if config.resume == "none":
         return None
     if config.resume != "latest":
-        return open_named(Path(config.resume), world, note)
+        return open_named(Path(config.resume), world, note, progress)
     roots = _newest_roots(config, folder)
     for root in (Path(text) for text in world.share("\n".join(map(str, roots))).splitlines()):
-        found, rejected = open_latest(world, root)
+        found, rejected = open_latest(world, root, progress=progress)
         if found is not None:
             return _chosen(found, rejected, note)
     note("resume=latest: there is no checkpoint, so this run starts afresh")
     return None
 
 
-def open_named(path: Path, world: World, note: Callable[[str], None]) -> Checkpoint:
+def open_named(path: Path, world: World, note: Callable[[str], None], progress: Progress = silent) -> Checkpoint:
     """The checkpoint at `path`, a step's folder, or the newest valid one of a run or a root. Collective.
 
     Raises:
@@ -182,8 +193,8 @@ def open_named(path: Path, world: World, note: Callable[[str], None]) -> Checkpo
     """
     inside = path / FOLDER
     if step_of(path.name) is not None:
-        return _chosen(open_checkpoint(world, path), (), note)
-    found, rejected = open_latest(world, inside if inside.is_dir() else path)
+        return _chosen(open_checkpoint(world, path, progress=progress), (), note)
+    found, rejected = open_latest(world, inside if inside.is_dir() else path, progress=progress)
     if found is None:
         raise CheckpointError(f"resume={path}: there is no checkpoint; give a step, a run or a folder of checkpoints")
     return _chosen(found, rejected, note)

@@ -32,6 +32,7 @@ from zero.full import full_values
 from zero.initialise import sinks_of
 from zero.layout import Slot
 from zero.precision import LossScale
+from zero.progress import Progress, silent
 from zero.state import State
 from zero.world import World
 
@@ -64,8 +65,13 @@ class Checkpoint:
         return self.manifest.step
 
 
-def open_checkpoint(world: World, folder: Path | str, disk: Disk | None = None) -> Checkpoint:
+def open_checkpoint(
+    world: World, folder: Path | str, disk: Disk | None = None, progress: Progress = silent
+) -> Checkpoint:
     """Read the manifest in `folder` and compare all files with it. Collective.
+
+    Args:
+        progress: told the bytes that this rank has compared.
 
     Raises:
         CheckpointError: on every rank; the line names file and place of the first damage that some rank found.
@@ -77,9 +83,17 @@ def open_checkpoint(world: World, folder: Path | str, disk: Disk | None = None) 
         found.append(Root(folder.parent, disk).read_manifest(folder))
         contents = found[0].contents()
         _numbers(folder, found[0])
-        for rank in range(world.rank, found[0].world, world.size):
+        mine = range(world.rank, found[0].world, world.size)
+        done, total = 0, sum(found[0].files[rank].size for rank in mine)
+
+        def tell(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            progress(f"verifying {folder.name}", done, total)
+
+        for rank in mine:
             with _reader(disk, folder, found[0], rank, contents[rank]) as reader:
-                reader.verify()
+                reader.verify(tell)
         return {"files": [file.sha256 for file in found[0].files]}
 
     reports = told(world, read)
@@ -89,7 +103,12 @@ def open_checkpoint(world: World, folder: Path | str, disk: Disk | None = None) 
 
 
 def open_latest(
-    world: World, path: Path | str, disk: Disk | None = None, *, suspect: Mapping[int, str] = MappingProxyType({})
+    world: World,
+    path: Path | str,
+    disk: Disk | None = None,
+    *,
+    suspect: Mapping[int, str] = MappingProxyType({}),
+    progress: Progress = silent,
 ) -> tuple[Checkpoint | None, list[str]]:
     """The newest valid checkpoint under `path`, and why newer ones were rejected. Collective.
 
@@ -107,7 +126,7 @@ def open_latest(
             rejected.append(f"{root.path / step_name(step)}: {suspect[step]}")
             continue
         try:
-            return open_checkpoint(world, root.path / step_name(step), root.disk), rejected
+            return open_checkpoint(world, root.path / step_name(step), root.disk, progress), rejected
         except CheckpointError as error:
             rejected.append(str(error))
     if rejected:
@@ -118,13 +137,21 @@ def open_latest(
     return None, rejected
 
 
-def load(state: State, checkpoint: Checkpoint, *, partial: Iterable[str] = (), convert: Iterable[str] = ()) -> State:
+def load(
+    state: State,
+    checkpoint: Checkpoint,
+    *,
+    partial: Iterable[str] = (),
+    convert: Iterable[str] = (),
+    progress: Progress = silent,
+) -> State:
     """`state` with the checkpoint's values; the one that was given is spent. Collective.
 
     Args:
         partial: names, or patterns such as `head.*`, of tensors that keep the values that they have: they may be
             missing on either side, or differ in shape.
         convert: names or patterns of tensors whose dtype may change: masters and moments are fp32.
+        progress: told the units that are filled.
 
     Raises:
         CheckpointError: names, shapes or dtypes that do not match, and nothing was changed; or damage that came after
@@ -140,7 +167,7 @@ def load(state: State, checkpoint: Checkpoint, *, partial: Iterable[str] = (), c
     force_all(state)
     stays = _current(state, kept)
     following = state.restored(step=step, scale=plan.precision.scale.resumed(saved, dynamic=dynamic))
-    told(plan.world, lambda: _fill(following, checkpoint, stays, buffers, kept))
+    told(plan.world, lambda: _fill(following, checkpoint, stays, buffers, kept, progress))
     for unit in machinery.units:
         unit.version += 1
         if unit.resident is not None:
@@ -218,6 +245,7 @@ def _fill(
     stays: Mapping[Key, Tensor],
     buffers: Mapping[str, Tensor],
     kept: set[Key],
+    progress: Progress,
 ) -> dict[str, Any]:
     plan, store = state.plan, state.machinery.store
     entries = {(entry.name, entry.kind): entry for entry in checkpoint.manifest.entries}
@@ -239,6 +267,7 @@ def _fill(
                         page_K[place : place + b - a].copy_(values(slot, kind, a, b))
                     for sink in sinks:
                         sink.take(page_K)
+            progress("loading", unit.spec.index + 1, len(state.machinery.units))
         for name, buffer in buffers.items():
             if (name, BUFFER) not in kept:
                 buffer.copy_(files.read(entries[name, BUFFER], 0, buffer.numel()).view(buffer.shape))

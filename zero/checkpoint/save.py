@@ -38,6 +38,7 @@ from zero.device import aligned_zeros, memory_of
 from zero.errors import CheckpointError, StoreError
 from zero.layout import pages
 from zero.plan import Plan
+from zero.progress import Progress, silent
 from zero.state import State
 from zero.store import Page, Ticket
 from zero.world import World
@@ -46,12 +47,15 @@ AHEAD = 8
 """Pages of the store that are read before the writer needs them."""
 
 
-def save(state: State, root: Root | str | Path, facts: Mapping[str, Any] | None = None) -> Path:
+def save(
+    state: State, root: Root | str | Path, facts: Mapping[str, Any] | None = None, progress: Progress = silent
+) -> Path:
     """Write `state` to a new folder under `root` and publish it. Collective; when it returns, no crash takes it back.
 
     Args:
         root: the folder that holds a run's checkpoints; made if its parent exists.
         facts: JSON values to find again in `Checkpoint.facts`: the config, where the data is, and the like.
+        progress: told the bytes that this rank has written.
 
     Returns:
         The published folder: `step-` and the number of steps tried so far, skipped ones included.
@@ -59,11 +63,16 @@ def save(state: State, root: Root | str | Path, facts: Mapping[str, Any] | None 
     Raises:
         CheckpointError: on every rank, with the first failure; nothing was published, and older ones are untouched.
     """
-    return begin(state, root, facts).finish()
+    return begin(state, root, facts, progress=progress).finish()
 
 
 def begin(
-    state: State, root: Root | str | Path, facts: Mapping[str, Any] | None = None, *, behind: bool = False
+    state: State,
+    root: Root | str | Path,
+    facts: Mapping[str, Any] | None = None,
+    *,
+    behind: bool = False,
+    progress: Progress = silent,
 ) -> "Saving":
     """The beginning of a save; `finish` is its end. Collective.
 
@@ -95,7 +104,7 @@ def begin(
             "given": dict(facts or {}),
         },
     )
-    return Saving(state, root, folder, manifest, behind=behind)
+    return Saving(state, root, folder, manifest, behind=behind, progress=progress)
 
 
 def snapshot_bytes(plan: Plan) -> int:
@@ -111,7 +120,9 @@ class Saving:
         manifest: but for what only the written files tell.
     """
 
-    def __init__(self, state: State, root: Root, folder: Path, manifest: Manifest, *, behind: bool) -> None:
+    def __init__(
+        self, state: State, root: Root, folder: Path, manifest: Manifest, *, behind: bool, progress: Progress
+    ) -> None:
         self._world, self._root, self._folder, self._manifest = state.plan.world, root, folder, manifest
         self._report: dict[str, Any] = {"error": "the thread that writes its file has not ended, or died"}
         self._random = random_state()
@@ -122,10 +133,10 @@ class Saving:
         values = _all_values(state, buffers, listed)
         if behind:
             copies = [tensor.clone() for tensor in values]
-            self._thread = threading.Thread(target=self._write, args=(copies,), name="checkpoint", daemon=True)
+            self._thread = threading.Thread(target=self._write, args=(copies, silent), name="checkpoint", daemon=True)
             self._thread.start()
         else:
-            self._write(values)
+            self._write(values, progress)
 
     @property
     def is_written(self) -> bool:
@@ -161,13 +172,16 @@ class Saving:
         )
         return self._root.publish(self._folder, manifest.step, to_text(manifest))
 
-    def _write(self, values: Iterable[Tensor]) -> None:
+    def _write(self, values: Iterable[Tensor], progress: Progress) -> None:
         finite, path = True, self._folder / file_name(self._world.rank, self._world.size)
+        done, total = 0, sum(part.nbytes for part in self._parts)
         try:
             with ShardWriter(self._root.disk, path, self._parts) as writer:
                 for tensor in values:
                     finite = finite and _is_finite(tensor)
                     writer.write(memory_of(tensor))
+                    done += tensor.nbytes
+                    progress("saving", done, total)
                 found = writer.finish()
         except (CheckpointError, StoreError) as error:
             self._report = {"error": str(error)}

@@ -347,8 +347,11 @@ class ShardReader(_OpenFile):
                 else:
                     self._load(span, target)
 
-    def verify(self) -> None:
+    def verify(self, tell: Callable[[int], None] = lambda nbytes: None) -> None:
         """Read all of it once, and compare everything that the manifest says of it.
+
+        Args:
+            tell: called with the bytes of each block that was read.
 
         Raises:
             CheckpointError: damage; the line names the first MiB that is not as it was written.
@@ -359,6 +362,7 @@ class ShardReader(_OpenFile):
             piece = block[: self._expected.size - start]
             _move(self._disk.pread, fd, piece, start, self._path, "reading")
             hasher.update(piece)
+            tell(piece.nbytes)
         found = hasher.result()
         for span, crc in enumerate(found.crcs):
             self._compare(span, crc)

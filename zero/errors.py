@@ -6,8 +6,10 @@
     │   └── PlanError               a model that cannot be split as asked
     ├── OutsideUnitError         1  a parameter was read where it is not gathered
     ├── StaleStateError          1  a spent State, or parameters changed under a live graph
-    ├── NonFiniteGradientError   6  an eager update met a gradient that is not finite
-    ├── StoreError               4  a page that cannot be read or written
+    ├── MachineError             3  this machine cannot do what was asked
+    │   └── StoreError              a page that cannot be read or written
+    ├── NumericsError            6  the numbers have gone wrong, and more steps will not mend them
+    │   └── NonFiniteGradientError  an eager update met a gradient that is not finite
     ├── CheckpointError          4  a checkpoint that is damaged, does not fit, or cannot be written
     ├── Preempted                75 the run was asked to stop, and has saved
     └── WorldError               5  ranks that cannot go on together
@@ -15,7 +17,8 @@
         ├── DeadlineError        5  a wait ran out; names rank and operation
         └── RankFailedError      5  another rank died; names it and its cause
 
-`exit_code` is what the command line returns for each.
+`exit_code` is what the command line returns for each; a child without a number has its parent's. 0 is success, and a
+run that a signal ended at once returns 128 and the signal's number.
 """
 
 
@@ -47,16 +50,24 @@ class StaleStateError(ZeroError):
     """A `State` was used again after the step that consumed it."""
 
 
-class NonFiniteGradientError(ZeroError):
-    """`zero.update=eager` met a gradient that is not finite: some units are updated already."""
+class MachineError(ZeroError):
+    """This machine cannot do what was asked: no such GPU, no room, a limit of the system, a disk that fails."""
+
+    exit_code = 3
+
+
+class StoreError(MachineError):
+    """A page could not be read or written whole."""
+
+
+class NumericsError(ZeroError):
+    """The numbers have gone wrong, and more steps will not mend them."""
 
     exit_code = 6
 
 
-class StoreError(ZeroError):
-    """A page could not be read or written whole."""
-
-    exit_code = 4
+class NonFiniteGradientError(NumericsError):
+    """`zero.update=eager` met a gradient that is not finite: some units are updated already."""
 
 
 class CheckpointError(ZeroError):

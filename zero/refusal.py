@@ -6,14 +6,34 @@ Pydantic answers with a list of records over several lines; a person at a comman
 import difflib
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+
+class Key(NamedTuple):
+    """One place where a key is declared; a group of options may declare it once for each."""
+
+    name: str
+    section: type[BaseModel]
+    field: FieldInfo
+
+
+def walk(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
+    """Every declaration of a dotted key, in reading order."""
+    for name, field in model.model_fields.items():
+        key = prefix + (field.alias or name)
+        below = list(_models_in(field.annotation))
+        if not below:
+            yield Key(key, model, field)
+        for section in below:
+            yield from walk(section, f"{key}.")
 
 
 def keys(model: type[BaseModel]) -> tuple[str, ...]:
     """Every dotted key that some choice of options has, in reading order."""
-    return tuple(dict.fromkeys(_keys_of(model, "")))
+    return tuple(dict.fromkeys(key.name for key in walk(model)))
 
 
 def sentence(model: type[BaseModel], refused: ValidationError, raw: Mapping[str, Any]) -> str:
@@ -43,15 +63,13 @@ def sentence(model: type[BaseModel], refused: ValidationError, raw: Mapping[str,
         return f"{seen}: must be {' or '.join(options)}" if len(options) < 3 else f"{seen}: {_choose(node, options)}"
     if kind == "value_error":
         return f"{seen}: {limits['error']}"
-    if kind in ("byte_size", "byte_size_unit"):
-        return f"{seen}: must be a size in bytes such as 8MiB or 80GiB, not negative"
     texts = {
         "int_type": "must be a whole number",
         "int_from_float": "must be a whole number",
         "float_type": "must be a number",
+        "int_parsing_size": "must be a smaller number",
         "finite_number": "must be a finite number",
         "bool_type": "must be true or false",
-        "string_type": "must be text",
     }
     bounds = {
         "greater_than_equal": "at least",
@@ -104,20 +122,11 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(argument)
 
 
-def _keys_of(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        key = prefix + (field.alias or name)
-        below = list(_models_in(field.annotation))
-        if not below:
-            yield key
-        for section in below:
-            yield from _keys_of(section, f"{key}.")
-
-
 def _shown(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    text = " ".join(str(value).split())  # one line, whatever was typed
+    # one line, whatever was typed, and nothing that a terminal would obey
+    text = "".join(letter if letter.isprintable() else "?" for letter in " ".join(str(value).split()))
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -1,0 +1,213 @@
+"""Every setting of a run, as one closed schema.
+
+Reads a nested mapping, gives a frozen `Config` or raises one `ConfigError` of one line: the key as the user typed it,
+what was seen, what to write. Knows nothing of ranks, Hydra or torch, so a mistake is answered before they are there.
+`values` holds the kinds of values, `sections` the keys; here is what the sections make together.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Self
+
+from pydantic import ValidationError, model_validator
+
+from zero import refusal
+from zero.config.sections import (
+    SGD,
+    Adam,
+    AdamW,
+    Batch,
+    Checkpoint,
+    Constant,
+    Data,
+    Debug,
+    Explain,
+    Jsonl,
+    Launch,
+    LinearWarmup,
+    Lion,
+    Machine,
+    Model,
+    Offload,
+    Optim,
+    Precision,
+    Sample,
+    Scale,
+    Schedule,
+    Synthetic,
+    Text,
+    Tokens,
+    Tracker,
+    Val,
+    Wandb,
+    WarmupCosine,
+    WarmupLinear,
+    Zero,
+)
+from zero.config.values import UNIT_CLASSES, Natural, Place, Section, Whole, key
+from zero.errors import ConfigError
+from zero.stage import Stage
+
+__all__ = [
+    "SGD",
+    "UNIT_CLASSES",
+    "Adam",
+    "AdamW",
+    "Batch",
+    "Checkpoint",
+    "Config",
+    "Constant",
+    "Debug",
+    "Explain",
+    "Jsonl",
+    "Launch",
+    "LinearWarmup",
+    "Lion",
+    "Machine",
+    "Model",
+    "Offload",
+    "Precision",
+    "Sample",
+    "Scale",
+    "Section",
+    "Synthetic",
+    "Text",
+    "Tokens",
+    "Val",
+    "Wandb",
+    "WarmupCosine",
+    "WarmupLinear",
+    "Zero",
+    "flat",
+    "keys",
+    "read",
+    "unknown_key",
+]
+
+
+class Config(Section):
+    """A whole run. `Config()` is the default run."""
+
+    mode: Literal["train", "eval", "plan", "doctor", "explain"] = key(
+        "train",
+        "what to do: train, eval (the validation loss of a checkpoint), plan (what fits where, nothing is run), "
+        "doctor (is this machine ready), explain (what a key means)",
+        example="plan",
+    )
+    resume: Place = key(
+        "none",
+        "none, latest (the newest valid checkpoint), or the path of a step, a run or a folder of checkpoints",
+        example="latest",
+    )
+    steps: Whole = key(200, "optimizer steps", unit="steps", example="1000")
+    seed: Natural = key(0, "seed of weights, data order and sample", example="1")
+    deterministic: bool = key(
+        False,
+        "refuse kernels whose result varies from run to run (GPU)",
+        trades="time against the same bits each time",
+        example="true",
+    )
+    profile: bool = key(
+        False,
+        "record a few steps with torch.profiler, for Perfetto",
+        trades="slower steps while it records",
+        example="true",
+    )
+    zero: Zero = Zero()
+    batch: Batch = Batch()
+    model: Model = Model()
+    data: Data = Text()
+    optim: Optim = AdamW()
+    schedule: Schedule = WarmupCosine()
+    precision: Precision = Precision()
+    offload: Offload = Offload()
+    tracker: Tracker = Jsonl()
+    val: Val = Val()
+    sample: Sample = Sample()
+    launch: Launch = Launch()
+    checkpoint: Checkpoint = Checkpoint()
+    plan: Machine = Machine()
+    explain: Explain = Explain()
+    debug: Debug = Debug()
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> Self:
+        if self.mode == "eval" and self.resume == "none":
+            raise ConfigError("mode=eval needs a checkpoint: set resume=latest, or resume=PATH of a step or a run")
+        self.offload.asked().at(parameters_sharded=self.zero.stage == "auto" or Stage(self.zero.stage).parameters)
+        eager = self.zero.update == "eager"
+        if eager and self.optim.clip is not None:
+            raise ConfigError(
+                f"zero.update=eager cannot wait for the norm that optim.clip={self.optim.clip:g} needs; "
+                "set optim.clip=null or zero.update=lazy"
+            )
+        if eager and self.precision.compute == "fp16":
+            raise ConfigError("zero.update=eager cannot undo an overflow of fp16; set zero.update=lazy")
+        if self.schedule.name.startswith("warmup_") and self.warmup >= self.steps:
+            raise ConfigError(f"schedule.warmup={self.warmup} leaves no step of steps={self.steps} for the decay")
+        stop_at = self.debug.stop_at
+        if stop_at is not None and stop_at > self.steps:
+            raise ConfigError(f"debug.stop_at={stop_at} lies beyond steps={self.steps}, and would never stop anything")
+        norm, absent = ("RMSNorm", "LayerNorm") if self.model.norm == "rms" else ("LayerNorm", "RMSNorm")
+        if absent in self.zero.units:
+            raise ConfigError(f"zero.units: a model with model.norm={self.model.norm} has no {absent}; write {norm}")
+        vocab = 256 if isinstance(self.data, Text) else self.data.vocab
+        if vocab > self.model.vocab:
+            raise ConfigError(
+                f"model.vocab={self.model.vocab} is smaller than the {vocab} tokens of data={self.data.name}; "
+                f"set model.vocab={vocab}"
+            )
+        return self
+
+    @property
+    def warmup(self) -> int:
+        """Steps until the peak learning rate."""
+        given = 0 if isinstance(self.schedule, Constant) else self.schedule.warmup
+        return self.steps // 20 if given == "auto" else given
+
+    def on(self, ranks: int) -> "Config":
+        """The same run with `launch.ranks` and the batch as numbers.
+
+        Raises:
+            ConfigError: the batch does not divide over `ranks`.
+        """
+        launch = self.launch.model_copy(update={"ranks": ranks})
+        return self.model_copy(update={"launch": launch, "batch": self.batch.solved(ranks)})
+
+    def plain(self) -> dict[str, Any]:
+        """Nested dict of plain values, keys as the user types them; `read` gives the same Config back."""
+        return self.model_dump(by_alias=True, mode="json")
+
+
+def read(raw: Mapping[str, Any]) -> Config:
+    """The settings in `raw`, defaults for what it leaves out.
+
+    Raises:
+        ConfigError: one line about the first mistake, unknown keys before wrong values.
+    """
+    try:
+        return Config.model_validate(dict(raw))
+    except ValidationError as refused:
+        raise ConfigError(refusal.sentence(Config, refused, raw)) from None
+
+
+def keys() -> tuple[str, ...]:
+    """Every dotted key that some choice of options has, in reading order."""
+    return refusal.keys(Config)
+
+
+def flat(config: Config) -> dict[str, str]:
+    """Dotted key to value as text, for comparing the settings of ranks."""
+
+    def walk(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+        for name, value in node.items():
+            if isinstance(value, dict):
+                yield from walk(value, f"{prefix}{name}.")
+            else:
+                yield prefix + name, str(value)
+
+    return dict(walk(config.plain(), ""))
+
+
+def unknown_key(key: str) -> str:
+    """The sentence for a key that does not exist."""
+    return refusal.unknown_key(Config, key)

@@ -5,24 +5,31 @@ rendezvous store (why it stopped, which operations it started last), listens a m
 then knows the cause: a rank that raised, ranks that ran different operations, a rank that never came, a rank that is
 gone without a word.
 
-Nothing here communicates but through the store that it is given, and only ever after a failure.
+Nothing here communicates but through the store that it is given, and only ever after a failure. One thing is said
+before: a rank that hangs answers nobody, so each keeps its place ("step 3, backward") in a file for the others.
 """
 
 import contextlib
 import json
+import os
 import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
 from zero.errors import DeadlineError, RankFailedError, WorldError
+
+PLACES = "ZERO_PLACES"
+"""The environment variable with the folder in which the ranks of a machine write down their places."""
 
 GRACE_S = 1.0
 """How long a failing rank listens for the others."""
 
 _PAUSE_S = 0.01
+_PLACE_BYTES = 64
 _NETWORK_PREFIX = re.compile(r"^\[[^]]*\] *")
 
 
@@ -118,8 +125,44 @@ class Notes:
             pause.wait(_PAUSE_S)
 
 
-def explain(rank: int, size: int, mine: Note, notes: Mapping[int, Note], timeout_s: float) -> WorldError:
-    """What ended an operation on `rank`, from its own note and the others' (by rank, oldest first)."""
+class Places:
+    """What each rank is at, in a file each. Ranks that `launch` did not start have no folder for it: see `PLACES`."""
+
+    def __init__(self, rank: int) -> None:
+        self.own = ""
+        self._folder = Path(os.environ[PLACES]) if PLACES in os.environ else None
+        self._file = None if self._folder is None else (self._folder / f"{rank}.place").open("wb", buffering=0)
+
+    def tell(self, place: str) -> None:
+        """Costs a write of 64 bytes, which stay in memory."""
+        self.own = place
+        if self._file is not None:
+            os.pwrite(self._file.fileno(), place.encode().ljust(_PLACE_BYTES)[:_PLACE_BYTES], 0)
+
+    def of(self, rank: int) -> str:
+        """What any rank told last; "" if nothing is known."""
+        path = None if self._folder is None else self._folder / f"{rank}.place"
+        return path.read_text().rstrip() if path is not None and path.exists() else ""
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+
+def explain(
+    rank: int,
+    size: int,
+    mine: Note,
+    notes: Mapping[int, Note],
+    timeout_s: float,
+    place_of: Callable[[int], str] = lambda _: "",
+) -> WorldError:
+    """What ended an operation on `rank`, from its own note and the others' (by rank, oldest first).
+
+    Args:
+        place_of: what a rank was at; "" where nothing is known.
+    """
     others = {r: note for r, note in notes.items() if r != rank}
     for r, note in others.items():
         if note.kind == "raised":
@@ -142,6 +185,7 @@ def explain(rank: int, size: int, mine: Note, notes: Mapping[int, Note], timeout
     seen += [f"rank {r} in {note.op}" for r, note in others.items()]
     if silent:
         seen.append(f"no word from {some_ranks(silent)}: busy elsewhere, stopped or dead")
+        seen += [f"last known of rank {r}: {place}" for r in silent if (place := place_of(r))]
     return DeadlineError("; ".join(seen))
 
 

@@ -10,8 +10,11 @@ death without a note, is the cause. Knows nothing of models; `entry` is any func
 
 SIGTERM and SIGUSR1 ask a run to stop: `preempted` says so to the rank, and `entry` has some time to return. The agent
 ends its children with SIGTERM too, once one has failed. A rank tells the two apart by what the others have left on the
-board, the folder where they tell each other that they live, and why they died. SIGUSR2 makes a rank write where it is
-into its log.
+board, the folder where they tell each other that they live, and why they died.
+
+SIGUSR2 makes a rank write where it is into its log: at once the stack of one thread, the main one as a rule, and those
+of all as soon as a thread holds the interpreter's lock. Without the lock faulthandler reads stacks that are changing
+under it, and a rank that was only asked where it is would die of that.
 """
 
 import ctypes
@@ -34,6 +37,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from zero.errors import DeadlineError, RankFailedError, ZeroError
+from zero.failure import PLACES
 
 MEMORY_ADVICE = "lower batch.micro or model.seq, set zero.activations=remat, or raise zero.stage or launch.ranks"
 
@@ -280,8 +284,9 @@ class _RankRequest(_Request):
         self._ear, mouth = os.pipe()
         os.set_blocking(mouth, False)
         signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
-        for signum in _ASKING:
+        for signum in (*_ASKING, signal.SIGUSR2):
             signal.signal(signum, self)
+        faulthandler.register(signal.SIGUSR2, all_threads=False, chain=True)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
         board.announce(rank)
         if board.is_asked():  # before we could be told
@@ -299,7 +304,9 @@ class _RankRequest(_Request):
         while True:
             ready, _, _ = select.select([self._ear], [], [], _PAUSE_S if self.is_made else None)
             for signum in os.read(self._ear, 64) if ready else b"":
-                if signum in _ASKING and self.hear(signum) and not self._has_returned:
+                if signum == signal.SIGUSR2:
+                    faulthandler.dump_traceback()
+                elif signum in _ASKING and self.hear(signum) and not self._has_returned:
                     self._end(_SECOND)
             if self.is_made and self._board.has_trouble():
                 os._exit(128 + signal.SIGTERM)
@@ -335,7 +342,9 @@ class _Board:
         (self.path / f"{rank}.pid").unlink()
 
     def ask_for_stacks(self) -> None:
+        """A rank that somebody has stopped is woken: it could neither answer nor end, other than by SIGKILL."""
         self._send(signal.SIGUSR2)
+        self._send(signal.SIGCONT)
 
     def leave_note(self, rank: int, error: BaseException) -> int:
         """Say why this rank ends; returns its exit code."""
@@ -362,8 +371,9 @@ class _Board:
 
     def clear(self) -> None:
         """For another attempt. A request to stop stays."""
-        for path in (*self.path.glob("*.note"), *self.path.glob("*.pid")):
-            path.unlink()
+        for name in ("*.note", "*.pid", "*.place"):
+            for path in self.path.glob(name):
+                path.unlink()
 
     def _send(self, signum: int) -> bool:
         """To every rank that has announced itself; returns whether all of them live."""
@@ -436,7 +446,8 @@ def launch(
     with ExitStack() as stack:
         board = _Board(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zero-ranks-"))))
         job = _Job(entry, args, ranks, folder, board, grace_s, max_restarts, os.getpid())
-        stack.enter_context(_environ(environment(ranks, threads, malloc, deterministic)))
+        variables = environment(ranks, threads, malloc, deterministic) | {PLACES: str(board.path)}
+        stack.enter_context(_environ(variables))
         # What the agent knows: end the children by this signal, which no rank handles, and pass the error on
         request = _Request(grace_s + _LATE_S, board.ask, lambda stopped: SignalException(str(stopped), signal.SIGINT))
         stack.enter_context(request.heard_at(*_ASKING))
@@ -496,7 +507,6 @@ def _rank(job: _Job, attempt: int) -> Any:
         os._exit(128 + signal.SIGINT)
     _redirect(job.folder / f"{rank}.log", stdout=rank > 0, further=attempt > 0)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR2)
     request = _RankRequest(job.board, rank, job.grace_s)
     again = f", restart {attempt} of {job.max_restarts}" if attempt else ""
     print(f"rank {rank} of {os.environ['WORLD_SIZE']}, process {os.getpid()}{again}", file=sys.stderr, flush=True)
@@ -626,12 +636,14 @@ def _quiet(*prefixes: str) -> Iterator[None]:
 
 @contextmanager
 def _stacks_on_request(log: TextIO | int) -> Iterator[None]:
-    """SIGUSR2 writes the stacks of all threads to `log`, even from a rank that runs no Python any more."""
-    faulthandler.register(signal.SIGUSR2, file=log)
+    """SIGUSR2 writes to `log` where this process is; all stacks once the main thread runs Python again."""
+    before = signal.signal(signal.SIGUSR2, lambda *_: faulthandler.dump_traceback(log))
+    faulthandler.register(signal.SIGUSR2, file=log, all_threads=False, chain=True)
     try:
         yield
     finally:
         faulthandler.unregister(signal.SIGUSR2)
+        signal.signal(signal.SIGUSR2, before)
 
 
 @contextmanager

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from zero.precision import LossScaling, Precision
     from zero.stage import Stage
     from zero.state import State
-    from zero.step import Metrics, init, make_forward, make_step, open_store
+    from zero.step import Metrics, init, make_forward, make_step, open_store, record
+    from zero.timeline import Timeline
     from zero.world import World
 
 _HOME = {
@@ -40,6 +41,8 @@ _HOME = {
     "make_step": "step",
     "Metrics": "step",
     "make_forward": "step",
+    "record": "step",
+    "Timeline": "timeline",
     "full_state_dict": "full",
     "save": "checkpoint",
     "load": "checkpoint",
@@ -56,6 +59,7 @@ __all__ = [
     "Precision",
     "Stage",
     "State",
+    "Timeline",
     "World",
     "ZeroError",
     "adam",
@@ -70,6 +74,7 @@ __all__ = [
     "open_checkpoint",
     "open_latest",
     "open_store",
+    "record",
     "save",
     "sgd",
 ]

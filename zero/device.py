@@ -13,6 +13,7 @@ import re
 import resource
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,9 @@ from torch import Tensor
 
 ALIGNMENT = 4096
 """Bytes: what direct file access asks of an address, and a page of memory."""
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Held while torch's default number of threads, which is the process's, is another for a moment."""
 
 MEMORY_FILES_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 """Limit and use of a group in the first version of cgroups."""
@@ -49,6 +53,44 @@ class Event:
         """Let the current stream go on only after the marked point."""
         if self._event is not None:
             self._event.wait()
+
+
+class Clock:
+    """Reads off moments while a step runs, and says afterwards how many seconds they came after this clock was made.
+
+    On a GPU most moments are events on a stream, and nothing waits for one before it is asked for its seconds.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._main: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._main = torch.cuda.current_stream(device)
+            self._zero = self._event(self._main)
+            self._zero.synchronize()  # so that the host's zero is the device's
+        self._zero_s = time.perf_counter()
+
+    def host(self) -> float:
+        """Now, on the host."""
+        return time.perf_counter()
+
+    def here(self) -> "float | torch.cuda.Event":
+        """When the current stream gets here."""
+        return self.host() if self._main is None else self._event(torch.cuda.current_stream(self._main.device))
+
+    def main(self) -> "float | torch.cuda.Event":
+        """When the stream that computes gets here: the one that was current when this clock was made."""
+        return self.host() if self._main is None else self._event(self._main)
+
+    def seconds(self, moment: "float | torch.cuda.Event") -> float:
+        if isinstance(moment, float):
+            return moment - self._zero_s
+        moment.synchronize()
+        return float(self._zero.elapsed_time(moment)) / 1e3
+
+    def _event(self, stream: "torch.cuda.Stream") -> "torch.cuda.Event":
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
 
 
 class Device:
@@ -79,6 +121,10 @@ class Device:
         event = Event(torch.cuda.Event() if self._on_gpu else None)
         event.record()
         return event
+
+    def clock(self) -> Clock:
+        """A clock that starts now, which on a GPU waits for what is under way."""
+        return Clock(self.device)
 
     @property
     def shares_memory(self) -> bool:
@@ -189,13 +235,14 @@ def work_alone() -> None:
     """Let kernels that this thread starts run in this thread only: for threads beside the one that trains.
 
     Torch keeps the number by thread and also as the default of later threads, which must not change: a thread that
-    ends at once sets it back.
+    ends at once sets it back. One thread at a time, or the second would take the first one's 1 for the default.
     """
-    default = torch.get_num_threads()
-    torch.set_num_threads(1)
-    restore = threading.Thread(target=torch.set_num_threads, args=(default,))
-    restore.start()
-    restore.join(timeout=60)
+    with _ONE_AT_A_TIME:
+        default = torch.get_num_threads()
+        torch.set_num_threads(1)
+        restore = threading.Thread(target=torch.set_num_threads, args=(default,))
+        restore.start()
+        restore.join(timeout=60)
 
 
 def give_back_memory() -> None:

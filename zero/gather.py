@@ -39,6 +39,7 @@ from zero.layout import Layout
 from zero.pool import Buffer
 from zero.recompute import recomputed_call
 from zero.residency import Residency
+from zero.timeline import Tape
 from zero.unit import Site
 from zero.unit_state import UnitState
 
@@ -124,6 +125,7 @@ class Gatherer:
         remat: recompute each unit's activations in backward instead of keeping them.
         deliver: takes the gradient of one trainable slot of a unit, from one call.
         settle: every gradient of the unit's calls in this microbatch has been delivered.
+        tape: told of what computes.
     """
 
     def __init__(
@@ -134,7 +136,9 @@ class Gatherer:
         remat: bool,
         deliver: Callable[[UnitState, int, Tensor], None],
         settle: Callable[[UnitState], None],
+        tape: Tape,
     ) -> None:
+        self._tape = tape
         self._units, self.residency, self.pool = units, residency, residency.pool
         self._remat, self._deliver, self._settle = remat, deliver, settle
         self._anchor = torch.zeros(0, requires_grad=True)
@@ -175,6 +179,10 @@ class Gatherer:
     def run(self, site: Site, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """What a `Unit` does instead of its module's forward."""
         recomputing = in_backward()
+        with nullcontext() if recomputing else self._tape.forward(site.path, self._units[site.units[0]].spec.name):
+            return self._run(site, module, args, kwargs, recomputing)
+
+    def _run(self, site: Site, module: nn.Module, args: Any, kwargs: Any, recomputing: bool) -> Any:
         pinned: list[Buffer] = []
         try:
             for index in site.units:
@@ -322,6 +330,7 @@ class Gatherer:
         """All gradients of one call have arrived, or `counted=False` those of a part of it that was recomputed."""
         with self._lock:
             self._watch_pass()
+            self._tape.passed("backward", unit.spec.name)
             if unit.resident is None and not unit.spec.lookup and unit.index not in self._held:
                 self._hold(unit)  # this rank had no use for its values, but others gather it here
             self._open.add(unit.index)

@@ -27,6 +27,7 @@ from zero.device import Device, Event
 from zero.errors import WorldError
 from zero.gradient import Gradients
 from zero.order import CollectiveLog
+from zero.timeline import Tape
 from zero.unit_state import UnitState
 from zero.world import Handle, World
 
@@ -61,6 +62,7 @@ class Reducer:
         force: applies a unit's waiting update, which still needs the old gradient.
         final: called when a unit's `grad` is final for this step.
         log: where every collective is noted.
+        tape: told of reductions.
     """
 
     def __init__(
@@ -77,8 +79,9 @@ class Reducer:
         force: Callable[[UnitState], None],
         final: Callable[[UnitState], None],
         log: CollectiveLog,
+        tape: Tape,
     ) -> None:
-        self._units, self._log = units, log
+        self._units, self._log, self._tape = units, log, tape
         self._world, self._device = world, device
         self._local, self._whole, self._gradients = local, whole, gradients
         self._force, self._final = force, final
@@ -137,7 +140,8 @@ class Reducer:
             with self._device.aside("reduce") as self._done:
                 self._complete_gather(index)
         self._closed.clear()
-        self._done.wait()
+        with self._tape.stream_standing("reduce"):
+            self._done.wait()
 
     def reset(self) -> None:
         """After an exception: wait for what is under way and forget it."""
@@ -191,7 +195,11 @@ class Reducer:
         again = unit.filled and not self._local
         self._gradients.open(unit, fresh=not again, held=True)
         sum_S, what = unit.own_grad_S(self._world.rank), f"the gradient of {unit.spec.name}"
-        handle = self._world.reduce_scatter(sent.flat_P, received.flat_P, sum_S, accumulate=again, what=what)
+        [handle] = self._tape.under_way(
+            "reduce",
+            unit.spec.name,
+            lambda: [self._world.reduce_scatter(sent.flat_P, received.flat_P, sum_S, accumulate=again, what=what)],
+        )
         unit.filled = True
         self._under_way.append(Reduction(unit, handle, (sent, received), last))
 
@@ -238,7 +246,10 @@ class Reducer:
         grad = self._gradients.open(unit, fresh=False)
         if self._whole and self._world.size > 1:
             own_S, what = unit.own_grad_S(self._world.rank), f"the gradient of {unit.spec.name}"
-            self._gathers[unit.index] = unit, self._world.gather(own_S, grad, what=what)
+            [handle] = self._tape.under_way(
+                "reduce", unit.spec.name, lambda: [self._world.gather(own_S, grad, what=what)]
+            )
+            self._gathers[unit.index] = unit, handle
             if self._gradients.scarce:
                 self._complete_gather(unit.index)
         else:
@@ -262,7 +273,8 @@ class Reducer:
         while not self._free[numel]:
             self._complete_oldest()
         flat = self._free[numel].pop()
-        flat.free.wait()
+        with self._tape.stream_standing("reduce"):
+            flat.free.wait()
         return flat
 
     def _give_back(self, flats: Sequence[GradientFlat]) -> None:

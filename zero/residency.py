@@ -17,6 +17,7 @@ from zero.device import Device
 from zero.order import CollectiveLog, VisitOrder
 from zero.pool import Buffer, Pool
 from zero.store import Ticket
+from zero.timeline import Tape
 from zero.unit_state import UnitState
 from zero.world import Handle
 
@@ -33,6 +34,7 @@ class Residency:
         fetch: starts to fill a buffer with a unit; returns what to wait for.
         alone: there is no other rank, so what is gathered ahead may depend on what happens to be ready.
         log: where every collective is noted.
+        tape: told of gathers.
     """
 
     def __init__(
@@ -47,10 +49,11 @@ class Residency:
         fetch: Callable[[UnitState, Tensor], list[Handle]],
         alone: bool,
         log: CollectiveLog,
+        tape: Tape,
     ) -> None:
         self._units, self._device, self.pool = units, device, pool
         self._prefetch, self._force, self._follow, self._fetch = prefetch, force, follow, fetch
-        self._alone, self._log = alone, log
+        self._alone, self._log, self._tape = alone, log, tape
         self._orders = {True: VisitOrder(), False: VisitOrder()}
         self._ahead: set[int] = set()  # units asked for before their turn, and not used yet
 
@@ -132,7 +135,7 @@ class Residency:
 
     def _start(self, unit: UnitState, buffer: Buffer) -> None:
         self._log.note(f"gather of {unit.spec.name}")
-        buffer.arrivals += self._fetch(unit, buffer.flat)
+        buffer.arrivals += self._tape.under_way("gather", unit.spec.name, lambda: self._fetch(unit, buffer.flat))
 
     def _request_ahead(self, unit: UnitState) -> None:
         made = not unit.due or (self._alone and all(ticket.ended for ticket in unit.due))
@@ -150,7 +153,8 @@ class Residency:
     def _arrive(self, unit: UnitState) -> Buffer:
         self._ahead.discard(unit.index)
         buffer = self.buffer(unit)
-        buffer.land()
+        with self._tape.stream_standing("gather, update", unit.spec.name):  # both were enqueued aside
+            buffer.land()
         buffer.ahead = False
         if self.pool is not None:
             self.pool.touch(buffer)

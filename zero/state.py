@@ -19,6 +19,7 @@ from zero.plan import Plan
 from zero.precision import LossScale
 from zero.reduce import Reducer
 from zero.store import PrefetchStore
+from zero.timeline import Tape
 from zero.unit_state import UnitState
 from zero.update import Updater
 
@@ -36,6 +37,7 @@ class Machinery:
     reducer: Reducer
     updater: Updater
     log: CollectiveLog
+    tape: Tape
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,8 @@ Source: Rajbhandari et al. 2020, "ZeRO"; Micikevicius et al. 2018, "Mixed Precis
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from zero.reduce import Reducer
 from zero.residency import Residency
 from zero.state import Machinery, State
 from zero.store import REQUEST_BYTES, MemoryStore, NvmeStore, PrefetchStore, Store, Tiers, probe
+from zero.timeline import Tape, Timeline
 from zero.unit_state import UnitState
 from zero.update import Updater
 
@@ -148,9 +149,11 @@ def init(plan: Plan, store: PrefetchStore, *, seed: int = 0, weights: Weights = 
 
 def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied: nn.Module) -> Machinery:
     device, log = Device(plan.world.device), CollectiveLog()
+    tape = Tape(device.clock, rank=plan.world.rank, streams=not device.shares_memory)
+    store.observe(tape.of_store([unit.spec.name for unit in units]))
     pool = None if plan.resident else Pool(plan.buffer_counts(), plan.precision.compute, plan.world.device)
     gradients = PagedGradients(plan, store, device) if plan.grads_away else Gradients()
-    updater = Updater(plan, store, units, device=device, gradients=gradients, decays=(False, True))
+    updater = Updater(plan, store, units, device=device, gradients=gradients, decays=(False, True), tape=tape)
     reducer = Reducer(
         units,
         world=plan.world,
@@ -163,6 +166,7 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
         force=updater.force,
         final=updater.final,
         log=log,
+        tape=tape,
     )
     residency = Residency(
         units,
@@ -174,13 +178,19 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
         fetch=reading(plan.world, device, store, plan.page_numel) if plan.params_away else gathering(plan.world),
         alone=plan.world.size == 1,
         log=log,
+        tape=tape,
     )
     gatherer = Gatherer(
-        units, residency, remat=plan.activations == "remat", deliver=reducer.deliver, settle=reducer.settle
+        units,
+        residency,
+        remat=plan.activations == "remat",
+        deliver=reducer.deliver,
+        settle=reducer.settle,
+        tape=tape,
     )
     bind_absent(copied, plan.splitting.sites, gatherer)
     model = attach(copied, plan.splitting, gatherer.runner)
-    return Machinery(plan, model, store, units, gatherer, gradients, reducer, updater, log)
+    return Machinery(plan, model, store, units, gatherer, gradients, reducer, updater, log, tape)
 
 
 def make_step(
@@ -234,6 +244,7 @@ def make_step(
             if parts.updater.at_once is not None and parts.updater.sums:
                 state.spend()
             raise
+        parts.tape.passed("norm")
         norm = told.norm(hyper.divisor)
         finite = math.isfinite(norm)
         metrics = Metrics(told.loss, norm, hyper.lr, state.scale.scale, not finite, told.blame, told.aux, told.words)
@@ -273,6 +284,31 @@ def make_forward(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+@contextmanager
+def record(state: State, *, profile: bool = False) -> Iterator[Timeline]:
+    """Record when this rank does what, from here to the end of the block.
+
+        with zero.record(state) as timeline:
+            state, metrics = step(state, microbatches)
+        print(timeline.hidden()["page in"])
+        timeline.write(folder / "trace.json")
+
+    The timeline is empty until the block ends. Not collective: one rank may record alone, and gets the same bits. What
+    was under way already when the block began is not seen, and what still is when it ends is cut off there; with
+    `zero.update=lazy` the updates seen are mostly those that the step before has decided. On a GPU starting and ending
+    wait for the device, and steps do not.
+
+    Args:
+        profile: also mark everything as ranges of torch.profiler ("gather blocks.3"), for a profile made meanwhile.
+            Those of the store's threads are in it if the profiler looks at all threads.
+
+    Raises:
+        StaleStateError: the state is spent, or its run is being recorded already.
+    """
+    with state.machinery.tape.record(profile=profile) as timeline:
+        yield timeline
+
+
 # -- the parts of a step -----------------------------------------------------------------------------------------------
 
 
@@ -298,6 +334,7 @@ def _passes(
         parts.gatherer.begin()
         parts.reducer.begin(last=number == len(microbatches) - 1)
         result = loss_fn(parts.model, microbatch)
+        parts.tape.passed("forward")
         loss, beside = result if isinstance(result, tuple) else (result, {})
         if loss.numel() != 1:
             raise ConfigError(
@@ -306,6 +343,7 @@ def _passes(
         if parts.plan.params_away:  # host memory is what is short: forward's temporaries, then backward's
             give_back_memory()
         (loss if scale == 1.0 else loss * scale).backward()
+        parts.tape.passed("backward")
         parts.gatherer.end()
         if parts.plan.params_away:
             give_back_memory()
@@ -345,7 +383,9 @@ def _tell(parts: Machinery, losses: list[Tensor], aux: dict[str, list[Tensor]], 
         ]
     )
     everyone = torch.zeros(world.size * mine.numel(), dtype=torch.float64, device=world.device)
-    world.gather(mine, everyone, what="norms and losses").wait()
+    what = "norms and losses"
+    [told] = parts.tape.under_way("reduce", what, lambda: [world.gather(mine, everyone, what=what)])
+    told.wait()
     ranks = everyone.view(world.size, -1).tolist()
     _same_visits(parts, [int(rank[-1]) for rank in ranks])
     sums = [sum(rank[number] for rank in ranks) for number in range(count)]

@@ -28,6 +28,7 @@ from zero.layout import pages
 from zero.optim import Hyper
 from zero.plan import Plan
 from zero.store import Group, Page, PrefetchStore, Ticket
+from zero.timeline import Tape
 from zero.unit_state import UnitState
 
 PIECE_NUMEL = 256 * 1024
@@ -53,6 +54,7 @@ class Updater:
     Args:
         decays: for each optimizer group, whether weight decay applies.
         gradients: where the gradients are.
+        tape: told of what is updated in place.
     """
 
     def __init__(
@@ -64,9 +66,10 @@ class Updater:
         device: Device,
         gradients: Gradients,
         decays: tuple[bool, ...],
+        tape: Tape,
     ) -> None:
         self._plan, self._store, self._transform = plan, store, plan.optimizer
-        self._device, self._gradients, self._decays = device, gradients, decays
+        self._device, self._gradients, self._decays, self._tape = device, gradients, decays, tape
         self._rank, self._whole, self._has_master = plan.world.rank, plan.whole_update, plan.precision.has_master
         self._moments = len(plan.optimizer.moments)
         self._where = torch.device("cpu") if plan.offload.compute == "host" else plan.world.device
@@ -138,11 +141,13 @@ class Updater:
         hyper, unit.torn = unit.waiting, True
         assert hyper is not None
         self._forced.append(unit.index)
-        for part in self._parts[unit.index]:
-            if part.here:
-                lent = [self._store.in_place(page) for page in part.group.pages]
-                here = [page_K for page_K in lent if page_K is not None]
-                self._apply(unit, hyper, part, here, self._plan.world.device)
+        here = [part for part in self._parts[unit.index] if part.here]
+        if here:
+            with self._tape.doing("update", unit.spec.name):
+                for part in here:
+                    lent = [self._store.in_place(page) for page in part.group.pages]
+                    pages_K = [page_K for page_K in lent if page_K is not None]
+                    self._apply(unit, hyper, part, pages_K, self._plan.world.device)
         unit.due.clear()
         unit.waiting, unit.torn = None, False
         unit.version += 1

@@ -28,13 +28,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero.errors import ConfigError, DeadlineError, HandshakeError, LayoutError, WorldError
+from zero.errors import ConfigError, DeadlineError, HandshakeError, LayoutError, MachineError, WorldError
 from zero.failure import Note, Notes, Places, explain, field_difference, first_line, some_ranks
 
 SUM_NUMEL = 65_536
@@ -63,6 +63,16 @@ class Handle(Protocol):
         ...
 
 
+class Collectives(NamedTuple):
+    """What one rank's gathers and reductions brought it from other ranks, since its world was opened."""
+
+    gather_bytes: int
+    """An all-reduce at stage 0 is a reduction and a gather."""
+    reduce_bytes: int
+    wait_s: float
+    """Seconds that the host was in `wait`, which adds up what arrived; on a CUDA world it never waits there."""
+
+
 class _Done:
     def wait(self) -> None:
         pass
@@ -81,6 +91,20 @@ class _Then:
         self._finish = self._tensors = None
 
 
+class _Timed:
+    """An operation whose waits are told to `count`, in seconds."""
+
+    def __init__(self, handle: Handle, count: Callable[[float], None]) -> None:
+        self._handle, self._count = handle, count
+
+    def wait(self) -> None:
+        begin_s = time.perf_counter()
+        try:
+            self._handle.wait()
+        finally:
+            self._count(time.perf_counter() - begin_s)
+
+
 class World(ABC):
     """The ranks of one run, seen from one of them.
 
@@ -93,6 +117,7 @@ class World(ABC):
         local_size: how many of them share this machine's memory.
         device: where this rank's full tensors live.
         timeout_s: the deadline of every wait.
+        traffic: what gathers and reductions have moved.
     """
 
     def __init__(self, rank: int, size: int, *, device: torch.device | str, timeout_s: float) -> None:
@@ -105,6 +130,15 @@ class World(ABC):
         self.local_size = size
         self.device = torch.device(device)
         self.timeout_s = timeout_s
+        self._gather_bytes = self._reduce_bytes = 0
+        self._wait_s = 0.0
+
+    @property
+    def traffic(self) -> Collectives:
+        return Collectives(self._gather_bytes, self._reduce_bytes, self._wait_s)
+
+    def _waited(self, seconds: float) -> None:
+        self._wait_s += seconds
 
     @staticmethod
     def from_env(timeout_s: float = 300.0, device: str | None = None) -> "World":
@@ -132,7 +166,8 @@ class World(ABC):
         op = _label("gather", what)
         _check(op, full_P, shard_S.numel() * self.size, shard_S.dtype)
         _check(op, shard_S, shard_S.numel(), shard_S.dtype)
-        return self._gather(shard_S.detach(), full_P, op)
+        self._gather_bytes += full_P.nbytes - shard_S.nbytes
+        return _Timed(self._gather(shard_S.detach(), full_P, op), self._waited)
 
     def reduce_scatter(
         self, full_P: Tensor, recv_P: Tensor, sum_S: Tensor, *, accumulate: bool = False, what: str = ""
@@ -161,7 +196,8 @@ class World(ABC):
             chunks[self.rank] = full_P.view(self.size, -1)[self.rank]
             ordered_sum(chunks, sum_S, accumulate=accumulate)
 
-        return _Then(add, (full_P, recv_P, sum_S))
+        self._reduce_bytes += full_P.nbytes // self.size * (self.size - 1)
+        return _Timed(_Then(add, (full_P, recv_P, sum_S)), self._waited)
 
     def all_reduce(self, values: Tensor, *, what: str = "") -> Handle:
         """Replace `values` (contiguous, any shape, small) by their sum over ranks, added in rank order."""
@@ -175,7 +211,8 @@ class World(ABC):
             arrival.wait()
             ordered_sum(full_P.view(self.size, -1).unbind(), flat_S)
 
-        return _Then(add, (flat_S, full_P))
+        self._reduce_bytes += full_P.nbytes - flat_S.nbytes
+        return _Timed(_Then(add, (flat_S, full_P)), self._waited)
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, what: str = "") -> Handle:
         """Give every rank the `tensor` (contiguous, any shape and dtype) of rank `source`, in place."""
@@ -508,7 +545,7 @@ def _claim_device(device: str | None) -> torch.device:
         return torch.device(kind)
     local_rank = _env_int("LOCAL_RANK", "0")
     if local_rank >= torch.cuda.device_count():
-        raise ConfigError(
+        raise MachineError(
             f"LOCAL_RANK is {local_rank} and this machine has {torch.cuda.device_count()} GPUs; start fewer ranks"
         )
     torch.cuda.set_device(local_rank)

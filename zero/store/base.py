@@ -7,6 +7,7 @@ Every tier passes the same tests, `zero.testing.StoreContract`.
 """
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -41,6 +42,27 @@ class Done:
 
     def wait(self) -> None:
         return None
+
+
+class Watch(Protocol):
+    """Told what a store is at: its context lasts as long. Called from any thread."""
+
+    def __call__(self, what: str, unit: int = -1, *part: object) -> AbstractContextManager[None]:
+        """
+        Args:
+            what: "read" or "write" of a page, "work" on a group, or "wait": a caller stands still.
+            unit: whose it is; -1 of a wait.
+            part: which part of it: kind and number of the page, or number of the group.
+        """
+        ...
+
+
+def nobody(what: str, unit: int = -1, *part: object) -> AbstractContextManager[None]:
+    """Watches nothing."""
+    return _NOTHING
+
+
+_NOTHING = nullcontext()
 
 
 class Store(ABC):

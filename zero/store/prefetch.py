@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from zero.errors import StoreError
-from zero.store.base import Done, Page, Store, Ticket
+from zero.store.base import Done, Page, Store, Ticket, Watch, nobody
 from zero.store.paging import (
     Action,
     Asked,
@@ -100,6 +100,7 @@ class PrefetchStore(Store):
         self._shapes: dict[Group, _Shape] = {}
         self._opened: list[tuple[Tensor, ...]] = [()] * len(slots)  # what lies in each slot
         self._meter = _Meter()
+        self._watch: Watch = nobody
         self._claimed = False
         self._crew = _Crew(len(slots), threads, read_ahead, timeout_s, prepare, self._carry_out, self._meter)
 
@@ -141,6 +142,10 @@ class PrefetchStore(Store):
         if self._claimed:
             raise StoreError("this store holds a state already; open another one with zero.open_store(plan)")
         self._claimed = True
+
+    def observe(self, watch: Watch) -> None:
+        """Tell `watch` of everything from here on: reads, writes and work in the threads, and callers that wait."""
+        self._watch = self._crew.watch = watch
 
     # -- groups --
 
@@ -191,7 +196,7 @@ class PrefetchStore(Store):
         asked = Asked(0, page, writes)
         if self._inner.in_place(page) is None:
             return self._crew.ask(asked, partial(self._move, page, tensor, writes))
-        self._crew.do_here(asked, partial(self._copy, page, tensor, writes))
+        self._crew.do_here(asked, partial(self._copy_here, page, tensor, writes))
         return Done()
 
     def _size(self, page: Page) -> tuple[int, torch.dtype]:
@@ -245,7 +250,8 @@ class PrefetchStore(Store):
                 self._move_all(shape, shape.reads, opened, writes=False)
             case Work():
                 self._move_all(shape, shape.beside, opened, writes=False)
-                job(opened)
+                with self._watch(_kind_of(action.group), action.group.unit, action.group.number):
+                    job(opened)
             case Write():
                 self._move_all(shape, shape.writes, opened, writes=True)
 
@@ -254,14 +260,26 @@ class PrefetchStore(Store):
             self._move(shape.places[number].page, opened[number], writes)
 
     def _move(self, page: Page, tensor: Tensor, writes: bool, slot_K: Tensor | None = None) -> None:
-        if slot_K is not None:  # a page that is being written: it is in memory still
-            tensor.copy_(slot_K)
-            return
-        with self._meter.moving(tensor.nbytes, writes):
-            self._copy(page, tensor, writes)
+        with self._watch("write" if writes else "read", *page):
+            if slot_K is not None:  # a page that is being written: it is in memory still
+                tensor.copy_(slot_K)
+                return
+            with self._meter.moving(tensor.nbytes, writes):
+                self._copy(page, tensor, writes)
 
     def _copy(self, page: Page, tensor: Tensor, writes: bool) -> None:
         (self._inner.write if writes else self._inner.read)(page, tensor).wait()
+
+    def _copy_here(self, page: Page, tensor: Tensor, writes: bool) -> None:
+        with self._watch("wait"), self._watch("write" if writes else "read", *page):
+            self._copy(page, tensor, writes)
+
+
+def _kind_of(group: Group) -> str:
+    """Work on no pages of its own takes in what is `beside`, or gives what goes `out`: see `transfer`."""
+    if group.pages:
+        return "work"
+    return "read" if group.beside else "write"
 
 
 def _check_slots(slots: Sequence[Tensor]) -> None:
@@ -362,6 +380,7 @@ class _Crew:
     ) -> None:
         self._state = start(slots=slots, workers=threads, read_ahead=read_ahead)
         self._timeout_s, self._prepare, self._carry_out, self._meter = timeout_s, prepare, carry_out, meter
+        self.watch: Watch = nobody
         self._size = threads
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -538,7 +557,8 @@ class _Crew:
         self._watchers.append(watcher)
         begun_s = time.monotonic()
         try:
-            watcher.called.wait_for(lambda: self._failure is not None or holds(), self._timeout_s)
+            with self.watch("wait"):
+                watcher.called.wait_for(lambda: self._failure is not None or holds(), self._timeout_s)
         finally:
             self._watchers.remove(watcher)
             self._meter.waited(time.monotonic() - begun_s)

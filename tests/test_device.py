@@ -2,9 +2,13 @@
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
+
+from zero.device import work_alone
 
 HELD_BYTES = 256 * 2**20
 
@@ -33,3 +37,25 @@ def test_the_peak_is_this_process_alone_and_does_not_fall():
     before, after = map(int, done.stdout.split())
     assert 2**20 < before < 4 * HELD_BYTES
     assert HELD_BYTES <= after - before + 2**20 < 2 * HELD_BYTES
+
+
+def test_threads_that_start_together_leave_the_default_number_of_kernel_threads_alone():
+    default, gate, seen = torch.get_num_threads(), threading.Barrier(16), []
+
+    def worker():
+        gate.wait(timeout=60)
+        work_alone()
+        seen.append(torch.get_num_threads())
+
+    for _ in range(20):
+        threads = [threading.Thread(target=worker) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+    later = []
+    one_more = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    one_more.start()
+    one_more.join(timeout=60)
+    assert later == [default]
+    assert set(seen) == {1}

@@ -24,7 +24,7 @@ def walk(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
     """Every declaration of a dotted key, in reading order."""
     for name, field in model.model_fields.items():
         key = prefix + (field.alias or name)
-        below = list(_models_in(field.annotation))
+        below = list(models_in(field.annotation))
         if not below:
             yield Key(key, model, field)
         for section in below:
@@ -115,11 +115,11 @@ def _section_given_a_value(model: type[BaseModel], key: str, value: object) -> s
     return f"{key}={_shown(value)}: {key} is a section of keys; did you mean {first}={_shown(value)}?"
 
 
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in typing.get_args(annotation):
-        yield from _models_in(argument)
+        yield from models_in(argument)
 
 
 def _shown(value: object) -> str:

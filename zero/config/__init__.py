@@ -45,6 +45,7 @@ from zero.config.sections import (
 )
 from zero.config.values import UNIT_CLASSES, Natural, Place, Section, Whole, key
 from zero.errors import ConfigError
+from zero.secret import refuse_secrets
 from zero.stage import Stage
 
 __all__ = [
@@ -95,7 +96,8 @@ class Config(Section):
     )
     resume: Place = key(
         "none",
-        "none, latest (the newest valid checkpoint), or the path of a step, a run or a folder of checkpoints",
+        "where to go on: none (begin anew), latest (the newest valid checkpoint), or the path of a step, a run or a "
+        "folder of checkpoints",
         example="latest",
     )
     steps: Whole = key(200, "optimizer steps", unit="steps", example="1000")
@@ -184,6 +186,7 @@ def read(raw: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: one line about the first mistake, unknown keys before wrong values.
     """
+    refuse_secrets(raw)
     try:
         return Config.model_validate(dict(raw))
     except ValidationError as refused:

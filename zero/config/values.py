@@ -291,7 +291,7 @@ def _words(kind: Any, metadata: Iterable[Any]) -> str:
         (inner,) = (one for one in get_args(kind) if one is not type(None))
         return _words(inner, metadata) + ", or null"
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    return " ".join([names[kind], *_bounds(metadata)])
+    return " ".join([names[kind], ", ".join(_bounds(metadata))]).strip()
 
 
 def _flat(metadata: Iterable[Any]) -> Iterator[Any]:
@@ -301,7 +301,7 @@ def _flat(metadata: Iterable[Any]) -> Iterator[Any]:
 
 def _bounds(metadata: Iterable[Any]) -> Iterator[str]:
     """Bounds that somebody may meet; those of the number's type are left unsaid."""
-    said = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
+    said = {"ge": "from", "gt": "above", "le": "at most", "lt": "below"}
     for note in metadata:
         for bound, word in said.items():
             limit = getattr(note, bound, None)

@@ -68,6 +68,11 @@ class State:
         return self.scale.skipped
 
     @property
+    def tried(self) -> int:
+        """Steps that were made, the skipped ones counted."""
+        return self.step + self.skipped
+
+    @property
     def machinery(self) -> Machinery:
         return self._live().machinery_
 
@@ -83,7 +88,7 @@ class State:
     def advance(self, *, scale: LossScale, finite: bool) -> State:
         """The state after one more step; this one is spent."""
         live = self._live()
-        self.spent_.append(live.step_ + live.scale_.skipped + 1)
+        self.spent_.append(live.tried + 1)
         return replace(live, step_=live.step_ + finite, scale_=scale, spent_=[])
 
     def restored(self, *, step: int, scale: LossScale) -> State:

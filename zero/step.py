@@ -28,6 +28,7 @@ from zero.optim import Hyper
 from zero.order import CollectiveLog
 from zero.plan import THREADS, Plan
 from zero.pool import Pool
+from zero.progress import Progress, silent
 from zero.reduce import Reducer
 from zero.residency import Residency
 from zero.state import Machinery, State
@@ -116,7 +117,9 @@ def _open_disk(plan: Plan, nbytes: int) -> tuple[Store, int]:
     return disk, threads or THREADS
 
 
-def init(plan: Plan, store: PrefetchStore, *, seed: int = 0, weights: Weights = None) -> State:
+def init(
+    plan: Plan, store: PrefetchStore, *, seed: int = 0, weights: Weights = None, progress: Progress = silent
+) -> State:
     """A state at step 0, made page by page: nothing larger than one owner of parameters exists on the way.
 
     Args:
@@ -124,6 +127,7 @@ def init(plan: Plan, store: PrefetchStore, *, seed: int = 0, weights: Weights = 
             `reset_parameters` with a generator seeded from (seed, owner), which gives the same values for every stage,
             world and choice of units; or tensors by name; or the path of a safetensors file; or a function of (name,
             fp32 tensor) that fills the tensor.
+        progress: told the units that have their values.
 
     Raises:
         HandshakeError: the ranks have different plans, seeds or weights.
@@ -138,6 +142,7 @@ def init(plan: Plan, store: PrefetchStore, *, seed: int = 0, weights: Weights = 
     for spec in plan.units:
         units.append(empty_unit(plan, spec))
         checks[f"first values of {spec.name}"] = fill(plan, store, units[-1], values)
+        progress("first values", len(units), len(plan.units))
     plan.world.agree(checks)
     del values
     give_back_memory()  # first values were fp32, and the largest tensors that a run ever has on the host
@@ -235,7 +240,8 @@ def make_step(
         parts.log.note(repr(hyper))
         parts.updater.begin(at_once=hyper if plan.update == "eager" else None)
         try:
-            losses, aux = _passes(parts, loss_fn, microbatches, state.scale.scale)
+            losses, aux = _passes(state, loss_fn, microbatches)
+            plan.world.at(f"step {state.tried + 1}, norm")
             parts.reducer.finish()
             told = _tell(parts, losses, aux, word())
         except BaseException:
@@ -325,14 +331,17 @@ def _clear(parts: Machinery) -> None:
 
 
 def _passes(
-    parts: Machinery, loss_fn: LossFn, microbatches: Sequence[Any], scale: float
+    state: State, loss_fn: LossFn, microbatches: Sequence[Any]
 ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
     """Forward and backward of every microbatch; returns their losses."""
+    parts, scale = state.machinery, state.scale.scale
+    at, step = parts.plan.world.at, f"step {state.tried + 1}"
     losses: list[Tensor] = []
     aux: dict[str, list[Tensor]] = {}
     for number, microbatch in enumerate(microbatches):
         parts.gatherer.begin()
         parts.reducer.begin(last=number == len(microbatches) - 1)
+        at(f"{step}, forward")
         result = loss_fn(parts.model, microbatch)
         parts.tape.passed("forward")
         loss, beside = result if isinstance(result, tuple) else (result, {})
@@ -342,6 +351,7 @@ def _passes(
             )
         if parts.plan.params_away:  # host memory is what is short: forward's temporaries, then backward's
             give_back_memory()
+        at(f"{step}, backward")
         (loss if scale == 1.0 else loss * scale).backward()
         parts.tape.passed("backward")
         parts.gatherer.end()

@@ -128,7 +128,7 @@ Keys to know first
 
 More
   python train.py mode=explain                           every section
-  python train.py mode=explain explain.key=offload       one section; explain.key=zero.stage: one key
+  python train.py mode=explain explain.key=offload       a section, or one key, such as zero.stage
   python train.py offload=nvme --cfg job                 a run's settings as composed
   docs/config.md                                         every key; --hydra-help: Hydra's options"""
 

@@ -2,12 +2,13 @@
 
 import io
 import json
-import sys
+import re
 
 import pytest
 
 from zero.config import read
-from zero.tracker import ROW, Bar, Tracker, open_tracker, write_summary
+from zero.tracker import ROW, Bar, Lines, Tracker, View, open_tracker, write_summary
+from zero.tracker.console import fit, words
 
 FIRST = dict.fromkeys(ROW) | {
     "step": 10,
@@ -36,6 +37,42 @@ def test_a_row_is_on_disk_when_log_returns(tmp_path):
     assert row["train/loss"] == 3.25
 
 
+class Clock:
+    """A clock that a test moves on."""
+
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def shown(stream):
+    """The last picture on a terminal, a line each."""
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue().rsplit("\x1b[2K")[-1])
+    return [line.rstrip() for line in text.splitlines()]
+
+
+FULL = FIRST | {
+    "step": 1200,
+    "train/loss": 2.3456,
+    "train/grad_norm": 1.234,
+    "train/lr": 3e-4,
+    "train/skipped": 0,
+    "speed/tokens_per_s": 12345.6,
+    "speed/mfu": 0.412,
+    "speed/stall_fraction": 0.034,
+    "memory/device_peak_bytes": 12.3 * 2**30,
+    "memory/host_peak_bytes": 34.5 * 2**30,
+    "memory/nvme_bytes": 100 * 2**30,
+}
+
+
 def test_a_pipe_gets_one_plain_line_per_row(tmp_path):
     stream = io.StringIO()
     with open_tracker(settings(), tmp_path, stream) as tracker:
@@ -44,42 +81,151 @@ def test_a_pipe_gets_one_plain_line_per_row(tmp_path):
         tracker.log(FIRST | {"step": 20, "val/loss": 3.0, "train/skipped": 0})
     hello, first, second = stream.getvalue().splitlines()
     assert hello == "hello"
-    assert first == "step 10/40  loss 3.2500  200 tokens/s  3 MiB  1 skipped  0:15 left"
-    assert second.startswith("step 20/40  loss 3.2500  val 3.0000  200 tokens/s  3 MiB  ")
+    assert first == "step 10/40  loss 3.2500  norm inf  200 tok/s  1 skipped  host 3 MiB  0:15 left"
+    assert second.startswith("step 20/40  loss 3.2500  val 3.0000  norm inf  200 tok/s  host 3 MiB  ")
     assert "\x1b" not in stream.getvalue()
 
 
-def test_a_terminal_gets_a_bar_with_loss_speed_and_memory(tmp_path):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+def test_a_full_line_fits_120_columns():
+    stream = io.StringIO()
+    Lines(20000, stream, Clock()).log(FULL)
+    assert stream.getvalue() == (
+        "step 1200/20000 loss 2.3456 norm 1.23 lr 3.0e-4 12,346 tok/s mfu 41% stall 3% "
+        "gpu 12 host 34 nvme 100 GiB 2:36:40 left\n"
+    )
+    assert len(stream.getvalue()) < 120
 
+
+def test_where_there_is_less_room_the_least_important_words_go_first():
+    all_of_them = words(FULL)
+    assert fit(all_of_them, 200).count("  ") == len(all_of_them) - 1
+    before = set(all_of_them)
+    for columns in range(120, 3, -1):
+        line = fit(all_of_them, columns)
+        kept = {word for word in all_of_them if word.text in line}
+        assert len(line) <= columns
+        assert kept <= before
+        gone = [word.rank for word in all_of_them if word not in kept]
+        assert not gone or min(gone) > max([word.rank for word in kept], default=-1)
+        before = kept
+    assert fit(all_of_them, 12) == "loss 2.3456"
+
+
+def test_time_left_is_that_of_the_steps_after_the_first_row():
+    clock, stream = Clock(), io.StringIO()
+    lines = Lines(40, stream, clock)
+    for step, passed_s in ((10, 30.0), (20, 5.0), (30, 5.0)):
+        clock.now_s += passed_s
+        lines.log(FIRST | {"step": step})
+    assert [line.rpartition("  ")[2] for line in stream.getvalue().splitlines()] == [
+        "0:15 left", "0:10 left", "0:05 left",
+    ]  # fmt: skip
+
+
+def test_in_a_pipe_a_longer_work_says_now_and_then_how_far_it_is():
+    clock, stream = Clock(), io.StringIO()
+    lines = Lines(40, stream, clock)
+    for done in range(101):
+        lines.progress("initial values", done, 100)
+        clock.now_s += 0.5
+    assert stream.getvalue().splitlines() == [
+        "initial values: 10%, 0:45 left",
+        "initial values: 30%, 0:35 left",
+        "initial values: 50%, 0:25 left",
+        "initial values: 70%, 0:15 left",
+        "initial values: 90%, 0:05 left",
+        "initial values: done in 0:50",
+    ]
+
+
+def test_in_a_pipe_a_short_work_says_nothing():
+    clock, stream = Clock(), io.StringIO()
+    lines = Lines(40, stream, clock)
+    for what in ("saving", "saving", "validation"):  # one after another, also of one name
+        for done in range(5):
+            lines.progress(what, done, 4)
+            clock.now_s += 1
+    lines.progress("nothing", 0, 0)
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120, 200])
+def test_a_terminal_gets_one_line_that_it_has_room_for(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
     stream = Terminal()
-    bar = Bar(40, stream)
+    bar = Bar(20000, stream, Clock())
     bar.note("[bold]not markup")
-    bar.log(FIRST)
+    bar.log(FULL)
     bar.close({}, 0)
-    shown = stream.getvalue()
-    assert "[bold]not markup" in shown
-    assert "10/40" in shown
-    assert "loss 3.2500" in shown
+    (line,) = shown(stream)
+    assert "[bold]not markup" in stream.getvalue()
+    assert line.startswith("step 1200/20000  ")
+    assert "loss 2.3456" in line
+    assert line.endswith("2:36:40 left") == (columns >= 80)
+    assert len(line) <= columns
+    assert ("━" in line) == (columns >= 100)
+    assert ("nvme 100" in line) == (columns >= 120)
+
+
+def test_a_terminal_shows_a_longer_work_above_and_takes_it_away(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    clock, stream = Clock(), Terminal()
+    bar = Bar(40, stream, clock)
+    bar.progress("saving", 0, 4)
+    bar._live.refresh()
+    assert len(shown(stream)) == 1, "a work that is over at once would only flicker"
+    clock.now_s += 2
+    bar.progress("saving", 1, 4)
+    bar._live.refresh()
+    saving, step = shown(stream)
+    assert saving.startswith("saving  ━")
+    assert saving.endswith("25%  0:06 left")
+    assert step.startswith("step 0/40")
+    bar.progress("saving", 4, 4)
+    bar._live.refresh()
+    assert len(shown(stream)) == 1
+    bar.close({}, 0)
+
+
+def test_a_console_that_is_gone_ends_nothing(tmp_path):
+    """A terminal that was closed, or `| head`."""
+
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    with open_tracker(settings(), tmp_path, Gone()) as tracker:
+        tracker.note("hello")
+        tracker.log(FIRST)
+        tracker.progress("saving", 1, 2)
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
+
+
+def test_rows_that_cannot_be_kept_end_a_run(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space"), open_tracker(settings("none"), tmp_path) as tracker:
+        tracker.log(FIRST)
 
 
 def test_the_other_ranks_say_nothing(capsys):
     with open_tracker(settings("lines"), None) as tracker:
+        tracker.begin({})
         tracker.log(FIRST)
+        tracker.progress("saving", 1, 2)
+        tracker.note("hello")
     assert capsys.readouterr() == ("", "")
 
 
 def test_views_are_closed_with_the_exit_code_of_the_run():
-    class View:
+    class Seen(View):
         def close(self, summary, exit_code):
             self.seen = dict(summary), exit_code
 
-    view = View()
-    with Tracker([view]) as tracker:
-        tracker.finish({"steps": 3})
-    assert view.seen == ({"steps": 3}, 0)
+    view = Seen()
+    for exit_code in (0, 75):
+        with Tracker([view]) as tracker:
+            tracker.finish({"steps": 3}, exit_code)
+        assert view.seen == ({"steps": 3}, exit_code)
 
     class Broken(Exception):
         exit_code = 6
@@ -87,25 +233,6 @@ def test_views_are_closed_with_the_exit_code_of_the_run():
     with pytest.raises(Broken), Tracker([view]):
         raise Broken
     assert view.seen == ({}, 6)
-
-
-def test_without_wandb_the_run_goes_on_and_says_so(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    stream = io.StringIO()
-    with open_tracker(settings(name="wandb"), tmp_path, stream) as tracker:
-        tracker.log(FIRST)
-    assert "wandb is not installed" in stream.getvalue()
-    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
-
-
-def test_a_wandb_run_without_a_key_is_offline(tmp_path, monkeypatch):
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with open_tracker(settings("none", name="wandb"), tmp_path) as tracker:
-        tracker.log(FIRST)
-        tracker.finish({"steps": 10, "plan_bytes": {}})
-    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
 def test_a_summary_is_json_whatever_the_losses(tmp_path):

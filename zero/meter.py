@@ -1,51 +1,47 @@
 """Turns what steps return into rows of metrics and a summary: speed since the last row, totals, peaks over ranks.
 
-What the store moved is read from its running totals. A step lasts as long as the rank that waited longest, and drives
-wear by what all ranks write: seconds are the slowest rank's, bytes are everyone's.
+What the store and the other ranks brought is read from running totals. A step lasts as long as the rank that waited
+longest, and drives wear by what all ranks write: seconds are the slowest rank's, bytes are everyone's.
 """
 
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import astuple, fields
 from math import inf
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from zero.device import Device, host_peak_bytes
+from zero.peak import peak_flops
 from zero.plan import Plan
+from zero.precision import DTYPES
 from zero.step import Metrics
 from zero.store import Traffic
-from zero.world import World
+from zero.world import Collectives, World
 
 LIFE_BYTES = 600e12
 """What a usual drive of 1 TB is rated to take in its life (TBW)."""
 
+TOTALS = (*(field.name for field in fields(Traffic)), *(f"comm_{name}" for name in Collectives._fields))
+"""What a rank counts: see `Traffic` and `Collectives`."""
 
-class Moved(NamedTuple):
-    """Traffic of one rank within some steps. `busy_s`: something was under way; `wait_s`: a step stood still for it."""
+WRITTEN = TOTALS.index("write_bytes")
 
-    read_bytes: float = 0
-    write_bytes: float = 0
-    read_s: float = 0.0
-    write_s: float = 0.0
-    busy_s: float = 0.0
-    wait_s: float = 0.0
 
-    @classmethod
-    def of(cls, traffic: Traffic) -> "Moved":
-        return cls(*(getattr(traffic, name) for name in cls._fields))
-
-    def minus(self, before: "Moved") -> "Moved":
-        return Moved(*(now - then for now, then in zip(self, before, strict=True)))
-
-    def plus(self, more: "Moved") -> "Moved":
-        return Moved(*(one + other for one, other in zip(self, more, strict=True)))
+def totals(traffic: Traffic, collectives: Collectives) -> Tensor:
+    """(len(TOTALS),) fp64."""
+    return torch.tensor([*astuple(traffic), *collectives], dtype=torch.float64, device="cpu")
 
 
 class Summary(NamedTuple):
     """How a run ended; losses in nats per token, peaks the largest over ranks, plan for one rank.
 
+    Speeds are medians of the rows, the first left out because it pays for the start; `mfu` is None where the peak is
+    not known. `wait_s` is how long in all the slowest rank stood still for pages or other ranks, `seconds` everything.
     What was written is of all ranks up to the last row, first values included; `endurance` is None without a file.
     """
 
@@ -60,6 +56,9 @@ class Summary(NamedTuple):
     skipped: int
     ranks: int
     parameters_numel: int
+    tokens_per_s: float | None
+    mfu: float | None
+    wait_s: float
     device_peak_bytes: int
     host_peak_bytes: int
     plan_bytes: dict[str, dict[str, int]]
@@ -77,6 +76,8 @@ class Meter:
         tokens_per_step: over all ranks.
         traffic: the totals of this rank's store.
         steps, tokens, skipped: what the run that this one goes on from had behind it.
+        flops_per_token: what the model computes for one; None: not known.
+        peak_flops: what one rank's device can do in a second; None: what is known of it by its name.
 
     Attributes:
         steps, tokens, skipped: since the start, over all ranks; `steps` counts the skipped ones too.
@@ -95,11 +96,16 @@ class Meter:
         steps: int = 0,
         tokens: int = 0,
         skipped: int = 0,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
     ) -> None:
         self._world, self._device, self._plan = world, Device(world.device), plan
         self._tokens_per_step, self._traffic = tokens_per_step, traffic
+        peak = (peak_flops or _peak_flops(world, plan) or 0.0) * world.size
+        self._mfu_of_token = flops_per_token / peak if flops_per_token and peak else None
+        self._nvme_bytes = sum(plan.bytes.get("nvme", {}).values())
         self._start_s = self._since_s = time.perf_counter()
-        self._start = self._since = Moved.of(traffic())
+        self._start = self._since = self._totals()
         self.steps = self._since_step = self._steps_before = steps
         self.tokens, self.skipped = tokens, skipped
         self.last: Metrics | None = None
@@ -107,6 +113,8 @@ class Meter:
         self.best_train_loss = self.best_val_loss = inf
         self._peaks_bytes = (0, 0)
         self._written_bytes = self._trained_bytes = 0  # by all ranks up to the last row; since the first step only
+        self._speeds: list[float] = []
+        self._wait_s = 0.0
 
     @property
     def seconds(self) -> float:
@@ -129,18 +137,21 @@ class Meter:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Neither the time of the body nor what it moves belongs to a step."""
-        begin_s, before = time.perf_counter(), Moved.of(self._traffic())
+        begin_s, before = time.perf_counter(), self._totals()
         yield
         self._since_s += time.perf_counter() - begin_s
-        self._since = self._since.plus(Moved.of(self._traffic()).minus(before))
+        self._since = self._since + self._totals() - before
 
     def row(self, *, validated: bool) -> dict[str, float | int | None]:
         """A row for the tracker, with a validation loss if it is new; see `tracker.ROW`. Collective."""
-        now_s, now, last = time.perf_counter(), Moved.of(self._traffic()), self.last
+        now_s, now, last = time.perf_counter(), self._totals(), self.last
         steps = max(1, self.steps - self._since_step)
         step_s = (now_s - self._since_s) / steps
-        moved = self._collect(now)
+        moved = figures(self._collect(now), steps=steps, step_s=step_s, numel=self._plan.numel)
         self._since_s, self._since_step, self._since = now_s, self.steps, now
+        tokens_per_s = self._tokens_per_step / step_s
+        self._speeds.append(tokens_per_s)
+        self._wait_s += float(moved["speed/stall_fraction"] or 0) * step_s * steps
         device_bytes, host_bytes = self._peaks_bytes
         return {
             "step": self.steps,
@@ -152,18 +163,21 @@ class Meter:
             "train/skipped": self.skipped,
             "val/loss": self.val_loss if validated else None,
             "speed/step_s": step_s,
-            "speed/tokens_per_s": self._tokens_per_step / step_s,
-            **offload_figures(moved, steps=steps, step_s=step_s, numel=self._plan.numel),
+            "speed/tokens_per_s": tokens_per_s,
+            "speed/mfu": self._mfu(tokens_per_s),
+            **moved,
             "memory/device_peak_bytes": device_bytes,
             "memory/host_peak_bytes": host_bytes,
+            "memory/nvme_bytes": self._nvme_bytes,
         }
 
     def summary(self, data_digest: str, exit_reason: str) -> Summary:
         """How far the run has come; peaks and bytes of all ranks up to the last row, of this rank up to now."""
         peaks_bytes = zip(self._peaks_bytes, self._own_peaks_bytes(), strict=True)
         device_bytes, host_bytes = (max(pair) for pair in peaks_bytes)
-        now = Moved.of(self._traffic())
-        trained_bytes = max(self._trained_bytes, int(now.minus(self._start).write_bytes))
+        written_bytes, before_bytes = (int(one[WRITTEN]) for one in (self._totals(), self._start))
+        trained_bytes = max(self._trained_bytes, written_bytes - before_bytes)
+        tokens_per_s = statistics.median(self._speeds[1:] or self._speeds) if self._speeds else None
         return Summary(
             exit_reason=exit_reason,
             steps=self.steps,
@@ -176,52 +190,80 @@ class Meter:
             skipped=self.skipped,
             ranks=self._world.size,
             parameters_numel=self._plan.numel,
+            tokens_per_s=tokens_per_s,
+            mfu=self._mfu(tokens_per_s),
+            wait_s=self._wait_s,
             device_peak_bytes=device_bytes,
             host_peak_bytes=host_bytes,
             plan_bytes=self._plan.bytes,
-            offload_written_bytes=max(self._written_bytes, int(now.write_bytes)),
+            offload_written_bytes=max(self._written_bytes, written_bytes),
             endurance=self._endurance(trained_bytes / max(1, self.steps - self._steps_before)),
             data_digest=data_digest,
         )
 
-    def _endurance(self, step_bytes: float) -> str | None:
-        return endurance(step_bytes) if any(self._plan.bytes.get("nvme", {}).values()) else None
+    def _mfu(self, tokens_per_s: float | None) -> float | None:
+        return None if tokens_per_s is None or self._mfu_of_token is None else tokens_per_s * self._mfu_of_token
 
-    def _collect(self, now: Moved) -> list[Moved]:
-        """Learn the peaks and totals of all ranks; gives what each of them moved since the last row. Collective."""
-        mine = (*self._own_peaks_bytes(), now.write_bytes, now.minus(self._start).write_bytes, *now.minus(self._since))
+    def _endurance(self, step_bytes: float) -> str | None:
+        return endurance(step_bytes) if self._nvme_bytes else None
+
+    def _totals(self) -> Tensor:
+        return totals(self._traffic(), self._world.traffic)
+
+    def _collect(self, now: Tensor) -> dict[str, Tensor]:
+        """Learn the peaks and totals of all ranks; gives what each has counted since the last row. Collective."""
+        peaks_bytes = torch.tensor(self._own_peaks_bytes(), dtype=torch.float64, device="cpu")
+        mine = torch.cat((peaks_bytes, now[WRITTEN : WRITTEN + 1], now - self._start, now - self._since))
         everyone = torch.zeros(self._world.size, len(mine), dtype=torch.float64, device=self._world.device)
-        everyone[self._world.rank] = torch.tensor(mine, dtype=torch.float64)
+        everyone[self._world.rank] = mine.to(self._world.device)
         self._world.all_reduce(everyone, what="memory peaks and traffic").wait()
-        device, host, written, trained = everyone[:, :4].T
-        self._peaks_bytes = int(device.max()), int(host.max())
-        self._written_bytes, self._trained_bytes = int(written.sum()), int(trained.sum())
-        return [Moved(*rank) for rank in everyone[:, 4:].tolist()]
+        peaks, written, trained, moved = everyone.cpu().split((2, 1, len(TOTALS), len(TOTALS)), dim=1)
+        device, host = peaks.amax(dim=0)
+        self._peaks_bytes = int(device), int(host)
+        self._written_bytes, self._trained_bytes = int(written.sum()), int(trained[:, WRITTEN].sum())
+        return dict(zip(TOTALS, moved.T, strict=True))
 
     def _own_peaks_bytes(self) -> tuple[int, int]:
         """(device, host): the most that this rank ever held."""
         return self._device.peak_bytes(), host_peak_bytes()
 
 
-def offload_figures(ranks: Sequence[Moved], *, steps: int, step_s: float, numel: int) -> dict[str, float | int | None]:
-    """What paging cost over `steps` steps of `step_s` each: totals over ranks, waiting of the rank that waited most.
+def figures(moved: Mapping[str, Tensor], *, steps: int, step_s: float, numel: int) -> dict[str, float | int | None]:
+    """What pages and other ranks cost over `steps` steps of `step_s` each; see `tracker.ROW`.
 
     Where nothing moves, nothing waits: all is hidden, and there are no rates.
+
+    Args:
+        moved: each of TOTALS to (W,), what every rank has counted in these steps.
     """
-    read_bytes, write_bytes = (int(sum(moved[key] for moved in ranks)) for key in (0, 1))
-    read_s, write_s = (max(moved[key] for moved in ranks) for key in (2, 3))
-    wait_s = max(moved.wait_s for moved in ranks) / steps
-    hidden = [1 - moved.wait_s / moved.busy_s for moved in ranks if moved.busy_s > 0]
+    read_bytes, write_bytes, gather_bytes, reduce_bytes = (
+        int(moved[name].sum()) for name in ("read_bytes", "write_bytes", "comm_gather_bytes", "comm_reduce_bytes")
+    )
+    read_s, write_s = (float(moved[name].max()) for name in ("read_s", "write_s"))
+    stood_s = float((moved["wait_s"] + moved["comm_wait_s"]).max()) / steps
+    busy = moved["busy_s"] > 0
+    hidden = 1 - moved["wait_s"][busy] / moved["busy_s"][busy]
     return {
-        "speed/compute_s": max(0.0, step_s - wait_s),
-        "speed/hidden_fraction": max(0.0, min(hidden, default=1.0)),
+        "speed/compute_s": max(0.0, step_s - stood_s),
+        "speed/stall_fraction": min(1.0, stood_s / step_s),
+        "speed/hidden_fraction": max(0.0, min(hidden.tolist(), default=1.0)),
+        "comm/gather_bytes": gather_bytes,
+        "comm/reduce_bytes": reduce_bytes,
+        "comm/wait_s": float(moved["comm_wait_s"].max()) / steps,
         "offload/read_bytes": read_bytes,
         "offload/write_bytes": write_bytes,
-        "offload/wait_s": wait_s,
+        "offload/wait_s": float(moved["wait_s"].max()) / steps,
         "offload/read_gbps": read_bytes / read_s / 1e9 if read_s > 0 else None,
         "offload/write_gbps": write_bytes / write_s / 1e9 if write_s > 0 else None,
         "offload/bytes_per_param": (read_bytes + write_bytes) / steps / numel,
     }
+
+
+def _peak_flops(world: World, plan: Plan) -> float | None:
+    if world.device.type != "cuda":
+        return None
+    compute = next(name for name, dtype in DTYPES.items() if dtype == plan.precision.compute)
+    return peak_flops(torch.cuda.get_device_name(world.device), compute)
 
 
 def endurance(step_bytes: float) -> str:

@@ -75,3 +75,12 @@ class GPTConfig:
         matrices = 4 * self.width + self.mlp_width * (3 if self.mlp == "swiglu" else 2)
         tables = self.vocab * self.width * (1 if self.tied else 2)
         return self.layers * (self.width * matrices + 2 * norm) + norm + tables
+
+    @property
+    def flops_per_token(self) -> int:
+        """Floating point operations of forward and backward for one token of a row of `seq`, remat not counted.
+
+        Source: Chowdhery et al. 2022, "PaLM", appendix B. A table that is only looked things up in costs nothing.
+        """
+        looked_up = 0 if self.tied else self.vocab * self.width
+        return 6 * (self.parameters_numel - looked_up) + 12 * self.layers * self.width * self.seq

@@ -1,0 +1,63 @@
+"""A setting is written to many places, so none may be a key."""
+
+import pytest
+
+from zero.errors import ConfigError
+from zero.secret import hidden, looks_secret, refuse_secrets
+
+HEX = "0123456789abcdef0123456789abcdef01234567"
+SECRETS = [
+    HEX,
+    f"wandb_v1_{HEX}",
+    f"local-{HEX}",
+    "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH",
+    "ghp_abcdefghijklmnopqrstuvwxyz0123456789",
+    "github_pat_11ABCDEFG0abcdefghijkl_abcdefghijklmnop",
+    "glpat-abcdefghij0123456789",
+    "sk-ant-api03-abcdefghijklmnopqrstuvwxyz",
+    "AKIAIOSFODNN7EXAMPLE",
+    "AIzaSyA1234567890abcdefghijklmnopqrstuv",
+    "xoxb-123456789012-abcdef",
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abc",
+    "https://me:correct-horse@example.org/data",
+    "s3://bucket/x?X-Amz-Credential=me&signature=abcdefgh12345678",
+    "https://example.org/data?api_key=abcdefgh",
+    "-----BEGIN OPENSSH PRIVATE KEY-----",
+]
+PLAIN = [
+    "functional-zero",
+    "runs/2026-11-21/12-00-00-123456",
+    f"/cache/hub/models--me--model/snapshots/{HEX}/weights",
+    f"step-{HEX}",
+    HEX[:39],
+    "sk-learn-like-names-are-words-too",
+    "task-0123456789012345678901234",
+    "https://example.org:8080/data?rows=12345678&rows_key_by=bananas12",
+    "s3://user@bucket/key",
+    "[Block,Attention]",
+]
+
+
+@pytest.mark.parametrize("text", SECRETS)
+@pytest.mark.parametrize("around", ["{}", "a note, {} and more", "[x,{}]", "x={}"])
+def test_what_services_give_out_is_known_wherever_it_stands(text, around):
+    assert looks_secret(around.format(text))
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_what_people_call_their_runs_and_folders_is_not(text):
+    assert not looks_secret(text)
+    assert hidden(text) == text
+
+
+def test_a_refusal_names_the_key_and_keeps_the_secret():
+    with pytest.raises(ConfigError, match=r"^tracker\.run: this looks like a secret") as refused:
+        refuse_secrets({"steps": 3, "tracker": {"run": f"hf_{HEX}"}})
+    assert HEX not in str(refused.value)
+    with pytest.raises(ConfigError, match=r"^zero\.units:"):
+        refuse_secrets({"zero": {"units": ["Block", HEX]}})
+    refuse_secrets({"zero": {"units": ["Block"], "stage": 3, "path": None}})
+
+
+def test_what_is_said_of_an_error_has_no_secret():
+    assert hidden(f"no answer from https://a:{HEX}@b.example in 3 s") == "no answer from *** in 3 s"

@@ -1,0 +1,89 @@
+"""Reads what W&B wrote, without W&B's own reader, which moves from version to version.
+
+A .wandb file is a header of 7 bytes and blocks of 32 KiB. A block holds chunks, each with a header of its own (CRC,
+length, kind: whole, first, middle or last of a record); what is left of a block and too short for one is padding. A
+record is a protobuf message. Source: LevelDB's log format.
+"""
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+BLOCK, HEADER = 32 * 1024, 7
+LAST = (1, 4)
+"""Kinds of chunks that end a record: whole, and last."""
+
+
+class Written(NamedTuple):
+    """One run. `rows` in order, with W&B's own keys (those that begin with _) left out."""
+
+    run: Any
+    config: dict[str, Any]
+    rows: list[dict[str, Any]]
+    metrics: dict[str, Any]
+    summary: dict[str, Any]
+    alerts: list[Any]
+    artifacts: list[Any]
+    exit_code: int | None
+
+
+def chunks(data: bytes) -> Iterator[tuple[int, bytes]]:
+    place = HEADER
+    while place + HEADER <= len(data):
+        if BLOCK - place % BLOCK < HEADER:
+            place += BLOCK - place % BLOCK
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        yield kind, data[place + HEADER : place + HEADER + length]
+        place += HEADER + length
+
+
+def messages(path: Path) -> Iterator[bytes]:
+    data, message = path.read_bytes(), b""
+    assert data.startswith(b":W&B"), path
+    for kind, chunk in chunks(data):
+        message += chunk
+        if kind in LAST:
+            yield message
+            message = b""
+
+
+def read(folder: Path) -> Written:
+    """The only W&B run in a run folder."""
+    (path,) = folder.glob("wandb/*run-*/run-*.wandb")
+    return read_file(path)
+
+
+def read_file(path: Path) -> Written:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = Written(None, {}, [], {}, {}, [], [], None)
+    for message in messages(path):
+        record = Record.FromString(message)
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            found = found._replace(run=record.run)
+            found.config.update(values(record.run.config.update))
+        elif kind == "config":
+            found.config.update(values(record.config.update))
+        elif kind == "history":
+            row = {key: value for key, value in values(record.history.item).items() if not key.startswith("_")}
+            found.rows.append(row)
+        elif kind == "metric":
+            found.metrics[record.metric.name or record.metric.glob_name] = record.metric
+        elif kind == "summary":
+            found.summary.update(values(record.summary.update))
+        elif kind == "alert":
+            found.alerts.append(record.alert)
+        elif kind == "artifact":
+            found.artifacts.append(record.artifact)
+        elif kind == "exit":
+            found = found._replace(exit_code=record.exit.exit_code)
+    found.config.pop("_wandb", None)
+    return found
+
+
+def values(items: Any) -> dict[str, Any]:
+    return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}

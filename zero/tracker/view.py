@@ -1,0 +1,83 @@
+"""What a run says, row by row, and what every place that shows it has to answer to.
+
+A row is a flat mapping with the keys of `ROW`; what was not measured is null.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROW = (
+    "step",
+    "tokens",
+    "train/loss",
+    "train/grad_norm",
+    "train/lr",
+    "train/loss_scale",
+    "train/skipped",
+    "val/loss",
+    "speed/step_s",
+    "speed/tokens_per_s",
+    "speed/mfu",
+    "speed/compute_s",
+    "speed/stall_fraction",
+    "speed/hidden_fraction",
+    "comm/gather_bytes",
+    "comm/reduce_bytes",
+    "comm/wait_s",
+    "offload/read_bytes",
+    "offload/write_bytes",
+    "offload/wait_s",
+    "offload/read_gbps",
+    "offload/write_gbps",
+    "offload/bytes_per_param",
+    "memory/device_peak_bytes",
+    "memory/host_peak_bytes",
+    "memory/nvme_bytes",
+)
+"""Keys of every row. `train/skipped` counts from the start; memory is the most that a rank holds or held.
+
+`offload/` is what moved between tiers in this row's steps, `comm/` what ranks received from others: bytes of all ranks;
+seconds per step in which the slowest rank stood still for it; 10^9 bytes a second while something was read or written
+(null: nothing was); bytes read and written per parameter and step.
+
+`speed/compute_s` is what is left of a step on the rank that stood still longest, for whatever reason;
+`speed/stall_fraction` is the rest as a share of the step; `speed/hidden_fraction` is the share of the transfers' time
+that nobody waited for; `speed/mfu` the share of what the GPUs could do at most. Validation is left out of all times.
+"""
+
+Row = Mapping[str, float | int | None]
+
+
+class View:
+    """One place that shows a run. Each shows what it has room for, and nothing of the rest."""
+
+    def begin(self, facts: Mapping[str, Any]) -> None:
+        """Training is about to begin; `facts` are known of it beside its settings."""
+
+    def log(self, row: Row) -> None:
+        """Show or keep one row."""
+
+    def note(self, text: str) -> None:
+        """Show lines for a person."""
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Show how far a longer work has come; `done == total` ends it."""
+
+    def alert(self, title: str, text: str) -> None:
+        """Call somebody who is not looking."""
+
+    def saved(self, path: Path, step: int) -> None:
+        """There is a checkpoint at `path`."""
+
+    def report(self, path: Path) -> None:
+        """There is a page about the run."""
+
+    def close(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        """Nothing follows. `summary` is empty when the run failed."""
+
+
+def finite(value: float | int | None) -> float | int | None:
+    """What JSON has a word for."""
+    return value if value is None or math.isfinite(value) else None

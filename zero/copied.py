@@ -46,7 +46,7 @@ class Absent(nn.Parameter):
     regather: Callable[[], Tensor] | None
 
     def __new__(cls, name: str, like: Tensor, dtype: torch.dtype, home: torch.device) -> "Absent":
-        absent = Tensor._make_subclass(cls, torch.empty_like(like, dtype=dtype, device="meta"), like.requires_grad)
+        absent = Tensor._make_subclass(cls, torch.empty(like.shape, dtype=dtype, device="meta"), like.requires_grad)
         absent.full_name, absent.home, absent.regather = name, home, None
         return absent
 

@@ -28,6 +28,11 @@ class Gradients:
 
     scarce = False
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Of buffers that no unit owns, between steps."""
+        return 0
+
     def open(self, unit: UnitState, *, fresh: bool, held: bool = False) -> Tensor:
         """`unit.grad`, to be changed.
 
@@ -67,6 +72,11 @@ class PagedGradients(Gradients):
         self._leaving: deque[_Leaving] = deque()
         self._coming: list[Ticket] = []
         self.overflowed = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        leaving = [one.flat for one in self._leaving]
+        return sum(flat.nbytes for flats in (*self._free.values(), leaving) for flat in flats)
 
     def open(self, unit: UnitState, *, fresh: bool, held: bool = False) -> Tensor:
         if unit.grad is None:

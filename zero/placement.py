@@ -136,6 +136,8 @@ class Room(NamedTuple):
 
     device: int
     host: int
+    disk: int | None = None
+    """None: whoever makes the file will see."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,8 @@ def place(
     device_bytes: int,
     host_bytes: int,
     device_is_host: bool,
+    activation_bytes: int = 0,
+    disk_bytes: int | None = None,
 ) -> Placement:
     """Decide where everything sleeps.
 
@@ -176,16 +180,18 @@ def place(
         groups: (unit, number, bytes of master and moments) in the order in which a step visits them.
         param_bytes, grad_bytes: what this rank keeps of each between two uses.
         device_fixed_bytes, host_fixed_bytes: buffers that are there in any case.
+        activation_bytes: what forward and backward need on the device.
         device_bytes, host_bytes: the budgets as numbers, see `budget_bytes`.
         device_is_host: the CPU computes. Then there is one memory: all of it counts against `host_bytes`, and `auto`
             calls it "host".
+        disk_bytes: what the disk has; None if that is not known.
 
     Raises:
         ConfigError: what has to be in a memory does not fit there; numbers, and the key to change.
     """
     kinds = {"param": param_bytes, "grad": grad_bytes, "optimizer": sum(size for _, _, size in groups)}
     fixed = {key: _TIER_OF[setting] for key in kinds if (setting := getattr(offload, key)) != "auto"}
-    used: Counter[Tier] = Counter({"device": device_fixed_bytes, "host": host_fixed_bytes})
+    used: Counter[Tier] = Counter({"device": device_fixed_bytes + activation_bytes, "host": host_fixed_bytes})
     for key, tier in fixed.items():
         used[tier] += kinds[key]
     _refuse_what_cannot_fit(
@@ -194,6 +200,7 @@ def place(
         used,
         buffers={"device": device_fixed_bytes, "host": host_fixed_bytes},
         budgets={"device": device_bytes, "host": host_bytes},
+        activation_bytes=activation_bytes,
         device_is_host=device_is_host,
     )
 
@@ -213,6 +220,11 @@ def place(
     for unit, number, size in groups:
         fastest = fixed["optimizer"] if "optimizer" in fixed else take(size, TIERS[TIERS.index(fastest) :])
         optimizer[unit, number] = fastest
+    if disk_bytes is not None and used["nvme"] > disk_bytes:
+        raise ConfigError(
+            f"the disk of offload.path has {size_text(disk_bytes)} free for a rank, which needs "
+            f"{size_text(used['nvme'])} there; give an offload.path with more space, use more ranks, or offload less"
+        )
     return Placement(param, grad, optimizer, {tier: used[tier] for tier in TIERS})
 
 
@@ -230,6 +242,7 @@ def _refuse_what_cannot_fit(
     *,
     buffers: Mapping[Tier, int],
     budgets: Mapping[Tier, int],
+    activation_bytes: int,
     device_is_host: bool,
 ) -> None:
     if device_is_host and offload.device_budget is not None:
@@ -244,14 +257,18 @@ def _refuse_what_cannot_fit(
             continue
         inside = {key: size for key, (tier, size) in fixed.items() if tier in tiers and size}
         words = {"optimizer": "master and moments", "param": "parameters", "grad": "gradients"}
-        parts = [f"{_size(sum(buffers[tier] for tier in tiers))} of buffers (their smallest number)"]
-        parts += [f"{_size(inside[key])} of {word}" for key, word in words.items() if key in inside]
+        parts = [f"{size_text(sum(buffers[tier] for tier in tiers))} of buffers (their smallest number)"]
+        parts += [f"{size_text(inside[key])} of {word}" for key, word in words.items() if key in inside]
+        active_bytes = activation_bytes if "device" in tiers else 0
+        parts += [f"{size_text(active_bytes)} of activations"] * bool(active_bytes)
         out = "cpu" if tiers == ("device",) else "nvme"
         moves = [f"offload.{key}={out}" for key in ("optimizer", "grad", "param") if key in inside]
+        smaller = ["set zero.activations=remat", "use a smaller batch.micro"] * (2 * active_bytes > needs_bytes)
         raises = [f"raise offload.{tiers[0]}_budget"] if getattr(offload, f"{tiers[0]}_budget") is not None else []
+        ways = [*raises, *smaller, *(f"set {move}" for move in moves[:1]), "use more ranks"]
         raise ConfigError(
-            f"{_limit(offload, tiers[0], budgets[tiers[0]])}: a rank needs at least {_size(needs_bytes)} there: "
-            f"{' + '.join(parts)}; {', or '.join([*raises, *(f'set {move}' for move in moves[:1]), 'use more ranks'])}"
+            f"{_limit(offload, tiers[0], budgets[tiers[0]])}: a rank needs at least {size_text(needs_bytes)} there: "
+            f"{' + '.join(parts)}; {', or '.join(ways)}"
         )
 
 
@@ -260,14 +277,14 @@ def _limit(offload: Offload, tier: Tier, limit_bytes: int) -> str:
     given = offload.device_budget if tier == "device" else offload.host_budget
     if given is None or (isinstance(given, int) and limit_bytes < given):
         wish = "" if given is None else f", less than offload.{tier}_budget={budget_text(given)}"
-        return f"{tier} memory has {_size(limit_bytes)} free{wish}"
-    share = "" if isinstance(given, int) else f", which is {_size(limit_bytes)}"
+        return f"{tier} memory has {size_text(limit_bytes)} free{wish}"
+    share = "" if isinstance(given, int) else f", which is {size_text(limit_bytes)}"
     return f"offload.{tier}_budget={budget_text(given)}{share}"
 
 
 def budget_text(budget: int | float) -> str:
     """A budget as a user may type it."""
-    return _size(budget) if isinstance(budget, int) else f"{budget:.4%}".rstrip("0%").rstrip(".") + "%"
+    return size_text(budget) if isinstance(budget, int) else f"{budget:.4%}".rstrip("0%").rstrip(".") + "%"
 
 
 def _is_budget(budget: object) -> bool:
@@ -281,7 +298,8 @@ def _one_of(key: str, value: object, known: tuple[str, ...]) -> None:
         raise ConfigError(f"{key}={value}: must be one of {', '.join(known)}")
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
+    """A number of bytes as people say it."""
     for unit, name in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
         if count >= unit:
             return f"{count / unit:.1f} {name}"

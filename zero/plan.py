@@ -18,7 +18,7 @@ from zero.device import ALIGNMENT, Device, free_host_bytes, round_up
 from zero.errors import ConfigError, PlanError
 from zero.layout import pages
 from zero.optim import Transform
-from zero.placement import Offload, Placement, Room, Tier, budget_bytes, place
+from zero.placement import Offload, Placement, Room, Tier, budget_bytes, place, size_text
 from zero.precision import Precision
 from zero.stage import Stage
 from zero.store import Page
@@ -119,6 +119,7 @@ class Plan:
         )
         if not any(unit.trainable.slots for unit in self.units):
             raise PlanError("the model has no trainable parameter")
+        self._pages: dict[tuple[bool, bool], dict[Page, PageSpec]] = {}  # tens of thousands, asked for many times
         self.arena_slots, self.placement = self._placed()
 
     # -- what is held --------------------------------------------------------------------------------------------------
@@ -214,7 +215,10 @@ class Plan:
 
     def store_pages(self) -> dict[Page, PageSpec]:
         """Every page of this rank, unit by unit in the order of forward."""
-        return {page: spec for unit in self.units for page, spec in self._pages_of(unit)}
+        away = self.params_away, self.grads_away  # what they depend on and placement may change
+        if away not in self._pages:
+            self._pages[away] = {page: spec for unit in self.units for page, spec in self._pages_of(unit)}
+        return self._pages[away]
 
     def tier(self, page: Page) -> Tier:
         """Where a page sleeps."""
@@ -234,7 +238,7 @@ class Plan:
     @property
     def arena_bytes(self) -> int:
         """Host memory that pages pass through."""
-        return self.arena_slots * self.slot_bytes
+        return self.arena_slots and self.arena_slots * self.slot_bytes
 
     def _pages_of(self, unit: UnitSpec) -> Iterator[tuple[Page, PageSpec]]:
         numels = {kind: self._cut(self.update_numel(unit)) for kind in self.state_kinds}
@@ -281,45 +285,45 @@ class Plan:
         sizes: Counter[tuple[int, int]] = Counter()
         for page, spec in self.store_pages().items():
             if page.kind in ("master", *self.optimizer.moments):
-                sizes[page.unit, page.number] += spec.nbytes
+                sizes[page.unit, page.number] += self._sleeping_bytes(spec, asked["optimizer"])
         threads = self.offload.threads or THREADS
         ahead = READ_AHEAD if self.offload.read_ahead is None else self.offload.read_ahead
         streams = any(self._is_away(tier) for tier in asked.values())
         most = min(threads + ahead, len(groups)) if streams else 0
         fewest = min(threads, most) if self.offload.read_ahead is None else most
-        free_bytes = self._free_bytes()
+        room = self._room()
         for slots in (most, fewest):
             try:
-                return slots, self._place(slots, [(*group, sizes[group]) for group in groups], free_bytes)
+                return slots, self._place(slots, [(*group, sizes[group]) for group in groups], room)
             except ConfigError:
                 if slots == fewest:
                     raise
         raise AssertionError
 
-    def _place(self, slots: int, groups: Sequence[tuple[int, int, int]], free_bytes: tuple[int, int]) -> Placement:
-        device_free, host_free = free_bytes
+    def _place(self, slots: int, groups: Sequence[tuple[int, int, int]], room: Room) -> Placement:
         held = self._device_bytes()
         return place(
             self.offload,
             groups,
             param_bytes=held.pop("parameters"),
             grad_bytes=held.pop("gradients"),
+            activation_bytes=held.pop("activations"),
             device_fixed_bytes=sum(held.values()),
-            host_fixed_bytes=slots * self.slot_bytes,
-            device_bytes=budget_bytes(self.offload.device_budget, device_free),
-            host_bytes=budget_bytes(self.offload.host_budget, host_free),
+            host_fixed_bytes=slots and slots * self.slot_bytes,
+            device_bytes=budget_bytes(self.offload.device_budget, room.device),
+            host_bytes=budget_bytes(self.offload.host_budget, room.host),
+            disk_bytes=room.disk,
             device_is_host=self._device_is_host,
         )
 
-    def _free_bytes(self) -> tuple[int, int]:
-        """(device, host) that this rank may take. Where it decides about tiers, all ranks go by rank 0's readings."""
+    def _room(self) -> Room:
+        """What this rank may take. Where it decides about tiers, all ranks go by rank 0's readings."""
         if self.room is not None:
             return self.room
         mine = f"{Device(self.world.device).free_bytes()} {free_host_bytes() // self.world.local_size}"
         if "auto" in self.offload.kinds:
             mine = self.world.share(mine)
-        device, host = mine.split()
-        return int(device), int(host)
+        return Room(*map(int, mine.split()))
 
     def _device_bytes(self) -> dict[str, int]:
         """What this rank keeps in the compute dtype and for gradients, wherever that sleeps, and its buffers."""
@@ -328,15 +332,26 @@ class Plan:
         grads = {numel: n * self.grad_dtype.itemsize for numel, n in self.grad_buffer_counts().items()}
         whole = self.resident
         return {
-            "parameters": compute
+            "parameters": self._paged_bytes("param", "frozen")
+            if self.params_away
+            else compute
             * sum(one.P if whole else one.S for unit in self.units for one in (unit.trainable, unit.frozen)),
             "gathered units": compute * sum(numel * n for numel, n in self.buffer_counts().items()),
-            "gradients": self.grad_dtype.itemsize * sum(self.grad_numel(unit) for unit in self.units),
+            "gradients": self._paged_bytes("grad")
+            if self.grads_away
+            else self.grad_dtype.itemsize * sum(self.grad_numel(unit) for unit in self.units),
             "gradient flats": sum(numel * size for numel, size in flats.items()),
             "gradient buffers": sum(numel * size for numel, size in grads.items()),
             "buffers": sum(_nbytes(buffer) for buffer in self.model.buffers()),
             "activations": self.activation_bytes,
         }
+
+    def _paged_bytes(self, *kinds: str) -> int:
+        """What pages of these kinds take in the store, each on its own blocks."""
+        return sum(round_up(spec.nbytes, ALIGNMENT) for page, spec in self.store_pages().items() if page.kind in kinds)
+
+    def _sleeping_bytes(self, spec: PageSpec, tier: Tier) -> int:
+        return round_up(spec.nbytes, ALIGNMENT) if self._is_away(tier) else spec.nbytes
 
     # -- how it is told ------------------------------------------------------------------------------------------------
 
@@ -355,7 +370,8 @@ class Plan:
         told["device"] += Counter(held)
         for page, spec in self.store_pages().items():
             if page.kind in ("master", *self.optimizer.moments):
-                told[self.tier(page)]["master" if page.kind == "master" else "moments"] += spec.nbytes
+                kind, tier = "master" if page.kind == "master" else "moments", self.tier(page)
+                told[tier][kind] += self._sleeping_bytes(spec, tier)
         told["host"]["arena"] = self.arena_bytes
         return {
             tier: {kind: kinds[kind] for kind in KINDS if kinds[kind] or (tier == "device" and kind not in SOMETIMES)}
@@ -395,8 +411,10 @@ class Plan:
         ]
         kinds = dict.fromkeys(kind for tier in self.bytes.values() for kind in tier)
         for kind in kinds:
-            lines.append(f"{kind:<16} " + " ".join(f"{_size(tier.get(kind, 0)):>12}" for tier in self.bytes.values()))
-        totals = " ".join(f"{_size(sum(tier.values())):>12}" for tier in self.bytes.values())
+            lines.append(
+                f"{kind:<16} " + " ".join(f"{size_text(tier.get(kind, 0)):>12}" for tier in self.bytes.values())
+            )
+        totals = " ".join(f"{size_text(sum(tier.values())):>12}" for tier in self.bytes.values())
         return "\n".join([*lines, f"{'total':<16} {totals}"])
 
 
@@ -416,10 +434,3 @@ def _nbytes(tensor: Tensor) -> int:
     if tensor.layout is torch.strided:
         return tensor.nbytes
     return tensor._nnz() * (tensor.element_size() + 8 * tensor.ndim)
-
-
-def _size(count: int) -> str:
-    for unit, name in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
-        if count >= unit:
-            return f"{count / unit:.1f} {name}"
-    return f"{count} B"

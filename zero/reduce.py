@@ -98,6 +98,11 @@ class Reducer:
         self._done = Event()
         self._last = False
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Of the pooled flats, between steps."""
+        return sum(flat.flat_P.nbytes for flats in self._free.values() for flat in flats)
+
     def begin(self, *, last: bool) -> None:
         """A microbatch starts; `last` says that no other follows in this step."""
         self._last = last

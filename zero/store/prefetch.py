@@ -123,6 +123,11 @@ class PrefetchStore(Store):
     def allocated_bytes(self) -> int:
         return self._inner.allocated_bytes
 
+    @property
+    def slots_bytes(self) -> int:
+        """Memory that pages pass through."""
+        return sum(slot.nbytes for slot in self._slots)
+
     def close(self) -> None:
         """End the threads, then close the inner store. What was asked for and has not started is dropped.
 

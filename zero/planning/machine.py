@@ -1,0 +1,122 @@
+"""The machine that a plan is for: this one, or one that nobody here sits at.
+
+A paper machine is numbers alone: nothing of it is asked of this one, least of all of its GPU.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from zero.config import Config
+from zero.device import Device, free_host_bytes
+from zero.errors import WorldError
+from zero.placement import Room, size_text
+from zero.world import Handle, World
+
+NODE_RANKS = 8
+"""Ranks that share one host memory at most, where nobody says how many."""
+
+
+class PaperWorld(World):
+    """Rank 0 of a world that exists on paper: it has a size and a device, and talks to nobody."""
+
+    def __init__(self, size: int, *, local_size: int, device: Literal["cuda", "cpu"]) -> None:
+        super().__init__(0, size, device=device, timeout_s=1.0)
+        self.local_size = local_size
+
+    def _gather(self, shard_S: Any, full_P: Any, op: str) -> Handle:
+        raise self._nobody(op)
+
+    def _exchange(self, full_P: Any, recv_P: Any, op: str) -> Handle:
+        raise self._nobody(op)
+
+    def _broadcast(self, flat: Any, source: int, op: str) -> Handle:
+        raise self._nobody(op)
+
+    def _nobody(self, op: str) -> WorldError:
+        return WorldError(f"{op}: a world on paper has no ranks to talk to")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How much there is to take.
+
+    Attributes:
+        ranks: in all.
+        ranks_per_node: that share `host_bytes` and `disk_bytes`.
+        device_bytes: free on the GPU of each rank; 0 where the CPU computes.
+        host_bytes, disk_bytes: free on each node, for all its ranks together.
+        paper: some of it was asked for and not read here, so nothing can be measured.
+    """
+
+    ranks: int
+    ranks_per_node: int
+    device: Literal["cuda", "cpu"]
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    paper: bool = False
+
+    @staticmethod
+    def here(config: Config, ranks: int) -> "Machine":
+        """This machine, for `ranks` ranks on it, as far as it is free now."""
+        device: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"
+        free_bytes = Device(torch.device(device)).free_bytes()
+        return Machine(ranks, ranks, device, free_bytes, free_host_bytes(), _disk_bytes(config))
+
+    @staticmethod
+    def of(config: Config, world: World) -> "Machine":
+        """What the ranks of a running world may take; all go by the one that has least. Collective."""
+        mine = (Device(world.device).free_bytes(), free_host_bytes(), _disk_bytes(config))
+        told = world.gather_texts(" ".join(map(str, mine)), "free memory")
+        least = (min(column) for column in zip(*(map(int, text.split()) for text in told), strict=True))
+        device: Literal["cuda", "cpu"] = "cuda" if world.device.type == "cuda" else "cpu"
+        return Machine(world.size, world.local_size, device, *least)
+
+    @staticmethod
+    def asked(config: Config) -> "Machine":
+        """What `plan.*` says, and where it says auto, this machine. Asked for `plan.device_memory`, it has GPUs."""
+        wish, launch = config.plan, config.launch
+        ranks = next((one for one in (wish.ranks, launch.ranks) if one != "auto"), None)
+        on_paper = wish.device_memory != "auto"
+        if ranks is None:
+            ranks = 1 if on_paper else max(1, torch.cuda.device_count())
+        per_node = min(ranks, NODE_RANKS) if wish.ranks_per_node == "auto" else min(ranks, wish.ranks_per_node)
+        device: Literal["cuda", "cpu"] = "cuda" if on_paper or torch.cuda.is_available() else "cpu"
+        device_bytes = wish.device_memory if wish.device_memory != "auto" else Device(torch.device(device)).free_bytes()
+        return Machine(
+            ranks,
+            per_node,
+            device,
+            device_bytes,
+            free_host_bytes() if wish.host_memory == "auto" else wish.host_memory,
+            _disk_bytes(config) if wish.disk == "auto" else wish.disk,
+            paper=any(one != "auto" for one in (wish.ranks, wish.device_memory, wish.host_memory, wish.disk)),
+        )
+
+    @property
+    def room(self) -> Room:
+        """What one rank may take: of a node's memory and disk, its share."""
+        return Room(self.device_bytes, self.host_bytes // self.ranks_per_node, self.disk_bytes // self.ranks_per_node)
+
+    @property
+    def world(self) -> PaperWorld:
+        """Its rank 0, to plan with."""
+        return PaperWorld(self.ranks, local_size=self.ranks_per_node, device=self.device)
+
+    def __str__(self) -> str:
+        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        nodes = -(-self.ranks // self.ranks_per_node)
+        where = f"{ranks} on {nodes} node{'s' * (nodes > 1)}"
+        device = f"{size_text(self.device_bytes)} on each GPU, " if self.device == "cuda" else ""
+        host, disk = size_text(self.host_bytes), size_text(self.disk_bytes)
+        return f"{where}; {'asked for or free' if self.paper else 'free now'}: {device}{host} host memory, {disk} disk"
+
+
+def _disk_bytes(config: Config) -> int:
+    """Free where `offload.path` says; 0 where there is no such folder."""
+    folder = Path(config.offload.path or ".").expanduser()
+    return shutil.disk_usage(folder).free if folder.is_dir() else 0

@@ -1,0 +1,135 @@
+"""What a machine moves and computes per second: measured here within seconds, assumed for a machine on paper."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero.build import build_optimizer, build_precision
+from zero.config import Config
+from zero.optim import Hyper
+from zero.planning.cost import Rates
+from zero.planning.machine import Machine
+from zero.store import probe
+
+GPU = Rates(
+    flops=1.5e14,
+    copy_bytes=4e10,
+    disk_bytes=6e9,
+    link_bytes=1e11,
+    update_numel=4e10,
+    host_update_numel=1e9,
+    source="assumed for each GPU: 150 TFLOP/s (fp32 20), 40 GB/s to the host and back, 100 GB/s to other GPUs "
+    "(10 between nodes), and 6 GB/s of disk for each node",
+)
+CPU = Rates(
+    flops=5e10,
+    copy_bytes=1e10,
+    disk_bytes=2e9,
+    link_bytes=1e9,
+    update_numel=1e9,
+    host_update_numel=1e9,
+    source="assumed for each rank: 50 GFLOP/s, 1 GB/s to other ranks, and 2 GB/s of disk for each node",
+)
+GPU_FP32_FLOPS, BETWEEN_NODES_BYTES = 2e13, 1e10
+
+PROBE_FLOPS = {"cpu": 1e10, "cuda": 5e12}
+"""About what the compute that is measured may take: well below a second."""
+
+PROBE_MATRIX_NUMEL = 2**25
+PROBE_DISK_BYTES, PROBE_DISK_S = 64 * 2**20, 1.0
+PROBE_COPY_BYTES, PROBE_NUMEL = 64 * 2**20, 4 * 2**20
+
+
+def assumed(config: Config, machine: Machine) -> Rates:
+    """Round numbers for the kind of machine; they are said wherever they are used."""
+    rates = GPU if machine.device == "cuda" else CPU
+    rates = replace(rates, disk_bytes=rates.disk_bytes / machine.ranks_per_node)
+    if machine.device == "cuda" and config.precision.compute == "fp32":
+        rates = replace(rates, flops=GPU_FP32_FLOPS)
+    if machine.device == "cuda" and machine.ranks > machine.ranks_per_node:
+        rates = replace(rates, link_bytes=BETWEEN_NODES_BYTES)
+    return rates
+
+
+def measured(config: Config, machine: Machine, model: nn.Module, *, disk: bool) -> Rates:
+    """Rates of this machine: a shortened row forward and backward, the optimizer, copies, and the disk if it is used.
+
+    Links between ranks are assumed. Takes two seconds at most, one of them for the disk.
+
+    Args:
+        disk: whether something may sleep on `offload.path`.
+
+    Raises:
+        StoreError: the disk reports an error.
+    """
+    device, rates = torch.device(machine.device), assumed(config, machine)
+    update_numel = _update_numel(config, device)
+    found = {"flops": _flops(config, model, device), "update_numel": update_numel, "host_update_numel": update_numel}
+    if device.type == "cuda":
+        found["copy_bytes"] = _copy_bytes(device)
+        found["host_update_numel"] = _update_numel(config, torch.device("cpu"))
+    if disk:
+        speed = probe(Path(config.offload.path or ".").expanduser(), size_bytes=PROBE_DISK_BYTES, limit_s=PROBE_DISK_S)
+        if speed.read_gbps > 0:
+            found["disk_bytes"] = 1e9 * (speed.read_gbps + speed.write_gbps) / machine.ranks_per_node
+    told = f"measured here: {found['flops'] / 1e9:,.0f} GFLOP/s, {update_numel / 1e6:,.0f} million updates/s"
+    told += f", {found['copy_bytes'] / 1e9:.1f} GB/s to the host and back" if "copy_bytes" in found else ""
+    told += f", {found['disk_bytes'] / 1e9:.1f} GB/s of disk for each rank" if "disk_bytes" in found else ""
+    told += f"; assumed: {rates.link_bytes / 1e9:g} GB/s between ranks" if machine.ranks > 1 else ""
+    return replace(rates, **found, source=told)
+
+
+def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """Of the second of two times; the first may load things."""
+    last = 0.0
+    for _ in range(2):
+        begin = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        last = time.perf_counter() - begin
+    return max(last, 1e-6)
+
+
+def _flops(config: Config, model: nn.Module, device: torch.device) -> float:
+    """Operations per second of forward and backward of the largest matrices that the model multiplies with.
+
+    The model itself may be too large to run, so a stack of products of its shapes runs in its place.
+    """
+    matrices = {tuple(p.shape) for p in model.parameters() if p.ndim == 2 and p.numel() <= PROBE_MATRIX_NUMEL}
+    shapes = sorted(matrices, key=lambda shape: shape[0] * shape[1])[-3:] or [(1024, 1024)]
+    compute = build_precision(config).compute
+    weights = [torch.randn(shape, device=device).to(compute) for shape in shapes]
+    tokens = int(PROBE_FLOPS[device.type] / (6 * sum(weight.numel() for weight in weights)))
+    tokens = max(16, min(tokens, config.model.seq))
+    inputs = [torch.randn(tokens, weight.shape[1], device=device).to(compute) for weight in weights]
+
+    def work() -> None:
+        for x, weight in zip(inputs, weights, strict=True):
+            out = x @ weight.T
+            (out @ weight, out.T @ x)
+
+    return 6 * tokens * sum(weight.numel() for weight in weights) / _seconds(work, device)
+
+
+def _update_numel(config: Config, device: torch.device) -> float:
+    optimizer = build_optimizer(config)
+    master, grad, *moments = torch.zeros(2 + len(optimizer.moments), PROBE_NUMEL, device=device).unbind()
+    hyper = Hyper(step=1, lr=0.0, weight_decay=0.0, divisor=1.0)
+    return PROBE_NUMEL / _seconds(lambda: optimizer.update(master, grad, tuple(moments), hyper), device)
+
+
+def _copy_bytes(device: torch.device) -> float:
+    host = torch.zeros(PROBE_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    there: Tensor = host.to(device)
+
+    def work() -> None:
+        there.copy_(host, non_blocking=True)
+        host.copy_(there, non_blocking=True)
+
+    return 2 * PROBE_COPY_BYTES / _seconds(work, device)

@@ -1,0 +1,115 @@
+"""Numbers for what a run leaves to us: `zero.stage=auto`, `batch.micro=auto`, each with the reason.
+
+Rank 0 decides by the least that any rank has free, and tells the others.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from zero.config import Config, read
+from zero.errors import ConfigError
+from zero.placement import PRESETS, size_text
+from zero.planning.activations import Activations
+from zero.planning.choices import STAGES, Choice, best, choices
+from zero.planning.machine import Machine
+from zero.planning.rates import assumed, measured
+from zero.stage import Stage
+from zero.world import World
+
+
+def settle(config: Config, model: nn.Module, world: World, note: Callable[[str], None]) -> Config:
+    """The same run with stage, offload and batch as numbers. Collective, unless nothing is auto.
+
+    A run whose batch fits in one microbatch gets exactly that. Where `zero.stage` is given only the batch is settled,
+    and `offload=auto` stays what it is: the plan places each kind on the fastest tier with room.
+
+    Args:
+        config: not yet solved for this world: `config.on(world.size)` would fix the microbatch.
+        model: built under `zero.empty()`.
+        note: told on rank 0 what was chosen and why.
+
+    Raises:
+        ConfigError: on every rank: nothing fits; with the numbers and the key to change.
+    """
+    if config.zero.stage != "auto" and not _batch_is_open(config, world.size):
+        return config.on(world.size)
+    machine = Machine.of(config, world)
+    letter = ""
+    if world.rank == 0:
+        try:
+            chosen, why = _chosen(config, machine, model)
+            letter = json.dumps({"config": chosen.plain(), "why": why})
+        except ConfigError as refused:
+            letter = json.dumps({"refused": str(refused)})
+    told: dict[str, Any] = json.loads(world.share(letter))
+    if "refused" in told:
+        raise ConfigError(told["refused"])
+    for line in told["why"]:
+        note(line)
+    return read(told["config"]).on(world.size)
+
+
+def _batch_is_open(config: Config, ranks: int) -> bool:
+    """More than one microbatch could be chosen."""
+    batch = config.batch
+    free = batch.global_ != "auto" and batch.micro == "auto" and batch.accumulate == "auto"
+    return free and batch.solved(ranks).numbers()[1] > 1
+
+
+def _chosen(config: Config, machine: Machine, model: nn.Module) -> tuple[Config, list[str]]:
+    """The best settings, and the reasons in a line each.
+
+    Raises:
+        ConfigError: none fits.
+    """
+    activations = Activations(config, model)
+    staged = config.zero.stage == "auto"
+    stages = STAGES if config.zero.stage == "auto" else (Stage(config.zero.stage),)
+    anything = staged and config.offload.asked().kinds == PRESETS["auto"]
+    presets = ("none", "cpu", "nvme", "infinity", "auto") if anything else ("asked",)
+    rates = assumed(config, machine)
+    if staged:
+        disk = anything or "nvme" in config.offload.asked().kinds
+        rates = measured(config, machine, model, disk=disk)
+    found = choices(config, machine, model, rates, stages=stages, presets=presets, activations=activations)
+    winner = best(found)
+    if winner is None:
+        raise ConfigError(_least(found).refusal or "")
+    why = [*(_why_stage(winner, found, rates.source) if staged else ()), *_why_batch(winner, config, machine)]
+    return winner.config, why
+
+
+def _least(found: Sequence[Choice]) -> Choice:
+    """What comes nearest to fitting."""
+    return min(found, key=lambda one: sum(short.need_bytes - short.room_bytes for short in one.short))
+
+
+def _why_stage(winner: Choice, found: Sequence[Choice], source: str) -> list[str]:
+    others = [one for one in found if one is not winner and one.fits]
+    others.sort(key=lambda one: one.seconds)
+    told = f"{len(others) + 1} of {len(found)} settings fit"
+    if others:
+        near = others[0]
+        told += f"; next: {' '.join(near.keys)} at {near.seconds:.3g} s a step and {size_text(near.memory_bytes)}"
+    keys = " ".join(winner.keys)
+    return [
+        f"auto: {keys}: {winner.seconds:.3g} s a step predicted, {size_text(winner.memory_bytes)} per rank; {told}",
+        f"auto: rates {source}",
+    ]
+
+
+def _why_batch(winner: Choice, config: Config, machine: Machine) -> list[str]:
+    """Nothing where the whole batch fits at once, which is what everybody expects."""
+    rows, micro, accumulate = winner.config.batch.numbers()
+    if config.batch.micro != "auto" or config.batch.accumulate != "auto" or accumulate == 1:
+        return []
+    room = machine.room
+    free = f"{size_text(room.device if machine.device == 'cuda' else room.host)} free"
+    activations = size_text(winner.plan.activation_bytes)
+    return [
+        f"auto: batch.micro={micro} batch.accumulate={accumulate}: the largest microbatch of {rows} rows a step that "
+        f"fits; its activations take {activations} of {free}"
+    ]

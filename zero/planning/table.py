@@ -1,0 +1,168 @@
+"""Plans as text: every stage and preset side by side, what fits, what is best; and a plan against what was measured."""
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+from zero.config import Config
+from zero.copied import empty
+from zero.models import GPT
+from zero.placement import TIERS, size_text
+from zero.plan import KINDS, Plan
+from zero.planning.activations import Activations
+from zero.planning.choices import Choice, best, choices
+from zero.planning.machine import Machine
+from zero.planning.papers import EXPLANATION, OURS, PAPERS, TUTORIAL_GB, TUTORIAL_NUMEL, is_tutorial
+from zero.planning.rates import assumed, measured
+
+GB = 1e9
+
+NOT_REPEATED = ("mode", "zero.stage", "offload", "batch.micro", "batch.accumulate", "batch.global", "launch.ranks")
+"""Keys of a command line that the proposed one says itself; and all of `plan.*`."""
+
+
+def plan_text(config: Config, overrides: Sequence[str] = ()) -> str:
+    """What mode=plan prints, from shapes alone.
+
+    Args:
+        overrides: the user's command line, to be repeated in the one that is proposed.
+
+    Raises:
+        ConfigError: the batch does not divide over the ranks, or a setting that no plan can be made with.
+    """
+    machine = Machine.asked(config)
+    config, told = _with_rows(config, machine.ranks)
+    with empty():
+        model: nn.Module = GPT(config.model.gpt())
+    activations = Activations(config, model)
+    rates = assumed(config, machine) if machine.paper else measured(config, machine, model, disk=True)
+    found = choices(config, machine, model, rates, activations=activations)
+    numel = found[0].plan.numel
+    lines = [
+        f"plan for {numel:,} parameters, {config.precision.compute}, rows of {config.model.seq} tokens, "
+        f"activations {config.zero.activations}",
+        f"machine: {machine}",
+        *told,
+        "",
+        *_details(found),
+        *_formulas(found, numel, machine.ranks),
+        "",
+        *_summary(found, machine),
+        f"rates {rates.source}",
+        "activations are counted from shapes, with the CPU's kernels; a few MiB that kernels take are in no row",
+        "",
+        *_proposal(found, machine, overrides, config),
+    ]
+    return "\n".join(lines)
+
+
+def against_measured(plan: Plan, measured: Mapping[str, int], peak_bytes: int | None = None) -> str:
+    """Plan and what is really held, per tier.
+
+    Args:
+        measured: of `zero.planning.measured`.
+        peak_bytes: the most that tensors took at once in the memory that computes: the GPU's own counter, or by how
+            much this process grew on a CPU. Activations are in it.
+    """
+    planned = {tier: sum(n for kind, n in kinds.items() if kind != "activations") for tier, kinds in plan.bytes.items()}
+    rows: list[tuple[str, int, int]] = [
+        (tier, planned.get(tier, 0), measured.get(tier, 0))
+        for tier in TIERS
+        if planned.get(tier, 0) or measured.get(tier, 0)
+    ]
+    if peak_bytes is not None:
+        on_host = plan.world.device.type == "cpu"
+        whole = sum(sum(plan.bytes.get(tier, {}).values()) for tier in (("device", "host") if on_host else ("device",)))
+        rows.append(("peak", whole, peak_bytes))
+    lines = [f"{'per rank':<10} {'plan':>12} {'measured':>12} {'ratio':>7}"]
+    lines += [f"{name:<10} {size_text(a):>12} {size_text(b):>12} {b / a if a else 1:>7.3f}" for name, a, b in rows]
+    return "\n".join(lines)
+
+
+def _with_rows(config: Config, ranks: int) -> tuple[Config, list[str]]:
+    """The batch, made a multiple of ranks where it is fewer rows than ranks; and what there is to say about that."""
+    rows = config.batch.global_
+    if rows == "auto" or rows >= ranks:
+        return config, []
+    told = f"batch.global={rows} is less than a row for each rank: planned with batch.global={ranks}"
+    return config.model_copy(update={"batch": config.batch.model_copy(update={"global_": ranks})}), [told]
+
+
+def _details(found: Sequence[Choice]) -> Iterator[str]:
+    """For each preset a block: tier and kind x stage."""
+    for preset in dict.fromkeys(one.preset for one in found):
+        block = [one for one in found if one.preset == preset]
+        bytes_of = [one.plan.bytes for one in block]
+        stages = "".join(f"{f'stage {one.plan.stage.level}':>13}" for one in block)
+        yield f"{f'offload={preset}, bytes per rank':<36}{stages}"
+        for tier in TIERS:
+            for kind in KINDS:
+                row = [told.get(tier, {}).get(kind, 0) for told in bytes_of]
+                if any(row):
+                    yield f"  {tier:<8}{kind:<26}" + "".join(f"{size_text(n) if n else '':>13}" for n in row)
+        yield ""
+
+
+def _summary(found: Sequence[Choice], machine: Machine) -> Iterator[str]:
+    """One line for each setting."""
+    tiers = [tier for tier in TIERS if tier != "device" or machine.device == "cuda"]
+    winner = best(found)
+    heads = "".join(f"{tier:>12}" for tier in tiers)
+    yield f"  {'stage':<6}{'offload':<10}{heads}{'micro':>7}{'step':>11}  fits"
+    room = dict(zip(("device", "host", "nvme"), machine.room, strict=True))
+    yield f"  {'room of a rank':<16}" + "".join(f"{size_text(room[tier] or 0):>12}" for tier in tiers)
+    for one in found:
+        needs = {tier: sum(kinds.values()) for tier, kinds in one.plan.bytes.items()}
+        if machine.device == "cpu":
+            needs["host"] = needs.pop("device") + needs.get("host", 0)
+        sizes = "".join(f"{size_text(needs.get(tier, 0)):>12}" for tier in tiers)
+        micro = one.config.batch.numbers()[1]
+        lacks = [f"{short.tier} lacks {size_text(short.need_bytes - short.room_bytes)}" for short in one.short]
+        verdict = "yes" if one.fits else "no: " + (", ".join(lacks) or str(one.refusal))
+        mark = "*" if one is winner else " "
+        step = f"{one.seconds:.3g} s"
+        yield f"{mark} {one.plan.stage.level:<6}{one.preset:<10}{sizes}{micro:>7}{step:>11}  {verdict}"
+
+
+def _proposal(found: Sequence[Choice], machine: Machine, overrides: Sequence[str], config: Config) -> Iterator[str]:
+    winner = best(found)
+    if winner is None:
+        nearest = min(found, key=lambda one: sum(short.need_bytes - short.room_bytes for short in one.short))
+        yield f"nothing fits; nearest is {' '.join(nearest.keys)}: {nearest.refusal}"
+        return
+    yield f"* the fastest that fits, and of those alike the smallest: {winner.seconds:.3g} s a step predicted"
+    repeated = [one for one in overrides if one.split("=")[0].lstrip("+") not in NOT_REPEATED]
+    repeated = [one for one in repeated if not one.startswith(("plan.", "-"))]
+    rows = winner.config.batch.numbers()[0]
+    keys = [*repeated, *winner.keys, f"batch.global={rows}"]
+    if machine.ranks > machine.ranks_per_node:
+        nodes = -(-machine.ranks // machine.ranks_per_node)
+        yield f"  torchrun --nnodes {nodes} --nproc-per-node {machine.ranks_per_node} train.py {' '.join(keys)}"
+    else:
+        yield f"  python train.py launch.ranks={machine.ranks} {' '.join(keys)}"
+
+
+def _formulas(found: Sequence[Choice], numel: int, ranks: int) -> Iterator[str]:
+    """Model states by the papers' formula, by ours, and as planned; and the tutorial's table where it is about this."""
+    planned = [_states_bytes(one.plan) for one in found if one.preset == "none"]
+    yield f"model states per rank in GB (1e9 bytes), P = {numel / 1e9:.2f} billion parameters, W = {ranks} ranks"
+    yield f"  {'':<8}{'papers':<24}{'ours (fp32 gradients)':<28}as planned"
+    for stage, (paper, ours, plan_bytes) in enumerate(zip(PAPERS, OURS, planned, strict=True)):
+        left, right = (f"{f!s:<10} = {f.of(numel, ranks) / GB:>7.1f}" for f in (paper, ours))
+        yield f"  stage {stage:<2}{left:<24}{right:<28}{plan_bytes / GB:>7.1f}"
+    if is_tutorial(numel, ranks):
+        yield "  7B on 4 GPUs, in GB:     " + "".join(f"{f'stage {stage}':>10}" for stage in range(4))
+        for name, values in (
+            ("the tutorial", TUTORIAL_GB),
+            ("papers' formula", [f.of(TUTORIAL_NUMEL, ranks) / GB for f in PAPERS]),
+            ("ours", [f.of(TUTORIAL_NUMEL, ranks) / GB for f in OURS]),
+        ):
+            yield f"    {name:<23}" + "".join(f"{value:>10g}" for value in values)
+        yield from textwrap.wrap(EXPLANATION, 110, initial_indent="  ", subsequent_indent="  ")
+
+
+def _states_bytes(plan: Plan) -> int:
+    """Parameters, gradients, master and moments, wherever they sleep."""
+    states = ("parameters", "gradients", "master", "moments")
+    return sum(kinds.get(kind, 0) for kinds in plan.bytes.values() for kind in states)

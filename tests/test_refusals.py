@@ -255,6 +255,8 @@ def test_there_are_enough_of_them():
 
 # The whole program
 
+FEW = [arguments for arguments, _ in HYDRA[::4]]
+
 
 def test_refusing_touches_neither_torch_nor_the_disk(here):
     """A fresh interpreter, in which opening a file to write, making a folder or importing torch is a failure."""
@@ -271,14 +273,14 @@ def test_refusing_touches_neither_torch_nor_the_disk(here):
         "        raise AssertionError('torch was imported')\n"
         "sys.dont_write_bytecode = True\n"
         "sys.addaudithook(guard)\n"
-        f"codes = [train.main(arguments) for arguments in {[arguments for arguments, _ in HYDRA]!r}]\n"
+        f"codes = [train.main(arguments) for arguments in {FEW!r}]\n"
         "assert set(codes) == {2}, codes\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", watch], cwd=here, capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stderr.count("\n") == len(HYDRA), done.stderr
+    assert done.stderr.count("\n") == len(FEW), done.stderr
     assert "Error" not in done.stderr, done.stderr
 
 

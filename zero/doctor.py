@@ -119,7 +119,7 @@ def checks(config: Config, host: Host | None = None) -> Iterator[Check]:
     """Look at everything that a run with these settings depends on, and say it as soon as it is known."""
     host = host or Host()
     looks: tuple[Callable[[Config, Host], Iterator[Check]], ...] = (
-        _versions, _memory, _swap, _shared_memory, _limits, _malloc, _cpu, _numa, _gpus, _disk, _checkpoints, _wandb,
+        _versions, _memory, _paged_out, _shared_memory, _limits, _malloc, _cpu, _numa, _gpus, _disk, _checkpoints, _wandb,
     )  # fmt: skip
     return itertools.chain.from_iterable(look(config, host) for look in looks)
 
@@ -248,7 +248,7 @@ def _cgroup(host: Host) -> tuple[int, int]:
     return min(found)
 
 
-def _swap(config: Config, host: Host) -> Iterator[Check]:
+def _paged_out(config: Config, host: Host) -> Iterator[Check]:
     info = _kilobytes(host.text("/proc/meminfo"))
     total, free = info.get("SwapTotal", 0), info.get("SwapFree", 0)
     used = total - free

@@ -26,7 +26,7 @@ LAYERS = [
     ("edges", "planning.papers planning.machine planning.shapes planning.activations planning.cost planning.rates"),
     ("edges", "planning.measured planning.choices planning.settle planning.table planning"),
     ("edges", "tracker.view tracker.behind tracker.jsonl tracker.console tracker.wandb tracker"),
-    ("edges", "explain meter doctor launch saver training"),
+    ("edges", "explain meter doctor watch launch saver training"),
     ("edges", "report.scale report.chart report.page report.folder report.run report.sweep report"),
     ("edges", "testing.threads testing.processes testing.contract testing.faults testing.crash testing.damage testing"),
 ]

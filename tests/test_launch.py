@@ -7,6 +7,7 @@ import ctypes
 import itertools
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -204,8 +205,13 @@ def test_a_rank_that_raises_ends_all(
 
 
 def test_a_rank_killed_for_memory_is_named_though_another_complains_first(folder: Path) -> None:
-    with pytest.raises(RankFailedError, match=r"^rank 1 was killed by the system \(signal 9\).*memory.*batch\.micro"):
+    with pytest.raises(
+        RankFailedError, match=r"^rank 1 was killed by the system \(signal 9\).*memory.*batch\.micro"
+    ) as caught:
         launch.launch(die_on, 1, signal.SIGKILL, folder, ranks=2, folder=folder)
+    assert re.search(
+        r"its ranks held [\d.]+ [MG]iB \(the largest [\d.]+ [MG]iB\), [\d.]+ GiB were free; ", str(caught.value)
+    )
 
 
 def test_the_earliest_note_is_the_cause(folder: Path) -> None:

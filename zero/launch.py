@@ -34,10 +34,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from zero.errors import DeadlineError, RankFailedError, ZeroError
 from zero.failure import PLACES
+
+if TYPE_CHECKING:
+    from zero.watch import Reading
 
 MEMORY_ADVICE = "lower batch.micro or model.seq, set zero.activations=remat, or raise zero.stage or launch.ranks"
 
@@ -467,6 +470,9 @@ def _attempt(job: _Job, attempt: int, request: _Request) -> Any:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from zero.watch import MemoryWatch
+
+    memory = MemoryWatch()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -482,7 +488,7 @@ def _attempt(job: _Job, attempt: int, request: _Request) -> Any:
         signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # the others are ours
     )
     try:
-        with _quiet("torch.distributed", "torch.multiprocessing"):  # its loggers exist once it is imported
+        with memory, _quiet("torch.distributed", "torch.multiprocessing"):  # its loggers exist once it is imported
             return elastic_launch(config, _rank)(job, attempt)[0]
     except SignalException as stopped:
         raise request.interrupted or Interrupted(stopped.sigval) from None
@@ -490,7 +496,7 @@ def _attempt(job: _Job, attempt: int, request: _Request) -> Any:
         rank, failure = min(failed.failures.items())
         if request.is_made and -failure.exitcode in _ASKING:
             raise Interrupted(signal.SIGTERM, f"rank {rank} was still being started") from None
-        raise _first_failure(rank, failure.exitcode, job.board.notes(), job.folder) from None
+        raise _first_failure(rank, failure.exitcode, job.board.notes(), job.folder, memory.last) from None
     finally:
         if sys.stdout.isatty():
             print("\x1b[?25h", end="", flush=True)  # a rank that died inside its progress bar left no cursor
@@ -536,7 +542,9 @@ def describe(error: BaseException) -> str:
     return text
 
 
-def _first_failure(dead: int, code: int, notes: list[Mapping[str, Any]], folder: Path) -> RankFailedError | Interrupted:
+def _first_failure(
+    dead: int, code: int, notes: list[Mapping[str, Any]], folder: Path, memory: "Reading | None" = None
+) -> RankFailedError | Interrupted:
     """Choose between the child that the agent found dead and the notes that ranks left, the earliest first."""
     if code == -signal.SIGINT:
         return Interrupted(signal.SIGINT)
@@ -549,7 +557,8 @@ def _first_failure(dead: int, code: int, notes: list[Mapping[str, Any]], folder:
         error.exit_code = first["exit_code"]
         return error
     if code == -signal.SIGKILL:
-        why = f"was killed by the system (signal 9), most likely because host memory ran out; {MEMORY_ADVICE}"
+        read = "" if memory is None else f"{memory}; "
+        why = f"was killed by the system (signal 9), most likely because host memory ran out; {read}{MEMORY_ADVICE}"
     elif code < 0:
         why = f"died of {signal.Signals(-code).name} (signal {-code})"
     else:

@@ -119,7 +119,8 @@ def checks(config: Config, host: Host | None = None) -> Iterator[Check]:
     """Look at everything that a run with these settings depends on, and say it as soon as it is known."""
     host = host or Host()
     looks: tuple[Callable[[Config, Host], Iterator[Check]], ...] = (
-        _versions, _memory, _paged_out, _shared_memory, _limits, _malloc, _cpu, _numa, _gpus, _disk, _checkpoints, _wandb,
+        _versions, _memory, _paged_out, _shared_memory, _limits, _malloc, _cpu, _numa, _gpus, _disk, _checkpoints,
+        _wandb,
     )  # fmt: skip
     return itertools.chain.from_iterable(look(config, host) for look in looks)
 

@@ -209,7 +209,7 @@ def test_rows_that_cannot_be_kept_end_a_run(tmp_path):
 
 def test_the_other_ranks_say_nothing(capsys):
     with open_tracker(settings("lines"), None) as tracker:
-        tracker.begin({})
+        tracker.begin(settings(), {})
         tracker.log(FIRST)
         tracker.progress("saving", 1, 2)
         tracker.note("hello")

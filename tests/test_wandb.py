@@ -18,13 +18,17 @@ import psutil
 import pytest
 import wandb_file
 
+import train
 import zero
 from zero import launch
 from zero.config import read
-from zero.errors import NonFiniteGradientError, Preempted
+from zero.errors import ConfigError, NonFiniteGradientError, Preempted
 from zero.tracker import ROW, Lines, Tracker, open_tracker
 from zero.tracker.behind import Behind
 from zero.tracker.wandb import has_key, mode_of, name_and_group, run_id_of
+
+NEVER, ONCE = "offload/read_bytes", "comm/gather_bytes"
+"""What is 0 throughout the runs here, and what is 0 after the first row."""
 
 PLAN = {"device": {"parameters": 400, "moments": 0}, "nvme": {"moments": 800}}
 FACTS = {"plan_bytes": PLAN, "ranks": 2, "data": "0badcafe"}
@@ -32,6 +36,10 @@ FACTS = {"plan_bytes": PLAN, "ranks": 2, "data": "0badcafe"}
 
 def settings(**tracker):
     return read({"steps": 40, "tracker": {"name": "wandb", "console": "lines", "mode": "offline", **tracker}})
+
+
+SETTLED = settings(artifacts=True).on(2)
+"""What the run of most tests has become: open as above, then settled."""
 
 
 def row(step, **more):
@@ -58,12 +66,14 @@ def finished(tmp_path_factory):
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("weights of great value")
     with open_tracker(settings(artifacts=True), folder, stream) as tracker:
-        tracker.begin(FACTS)
-        tracker.log(row(1))
-        tracker.log(row(2, **{"train/skipped": 1, "train/loss_scale": 65536.0, "val/loss": 2.5}))
+        tracker.begin(SETTLED, FACTS)
+        tracker.log(row(1, **{NEVER: 0, ONCE: 7}))
+        scaled = {"train/skipped": 1, "train/loss_scale": 65536.0}
+        tracker.log(row(2, **scaled, **{"val/loss": 2.5, NEVER: 0, ONCE: 0}))
         tracker.saved(checkpoint, 2)
         for step in (3, 4):
-            tracker.log(row(step, **{"train/loss": math.nan, "train/skipped": step - 1, "train/loss_scale": 1.0}))
+            failed = {"train/loss": math.nan, "train/skipped": step - 1, "train/loss_scale": 1.0}
+            tracker.log(row(step, **failed, **{NEVER: 0, ONCE: 0}))
         tracker.report(folder / "report.html")
         tracker.finish({"steps": 4, "val_loss": 2.5, "plan_bytes": PLAN})
     return SimpleNamespace(
@@ -77,7 +87,14 @@ def test_jsonl_and_wandb_agree_row_by_row(finished):
     for ours, theirs in zip(jsonl(finished.folder), shown, strict=True):
         assert {"step", "tokens"} <= theirs.keys(), "both axes are in every row"
         known = {key: value for key, value in theirs.items() if not (isinstance(value, float) and math.isnan(value))}
-        assert known == {key: value for key, value in ours.items() if value is not None}
+        assert known == {key: value for key, value in ours.items() if value is not None and key != NEVER}
+
+
+def test_what_a_run_does_not_have_gets_no_chart(finished):
+    """Zeros of offload without offload; but a zero after something else is a value."""
+    shown = [one for one in finished.written.rows if "step" in one]
+    assert [NEVER in one for one in shown] == [False] * 4
+    assert [one.get(ONCE) for one in shown] == [7, 0, 0, 0]
 
 
 def test_every_section_is_drawn_against_the_step(finished):
@@ -88,10 +105,10 @@ def test_every_section_is_drawn_against_the_step(finished):
     assert metrics["val/loss"].summary.min
 
 
-def test_the_config_is_the_resolved_one_and_what_was_found_out(finished):
+def test_the_config_is_the_settled_one_and_what_was_found_out(finished):
     config = dict(finished.written.config)
     about = config.pop("run")
-    assert config == json.loads(json.dumps(settings(artifacts=True).plain()))
+    assert config == json.loads(json.dumps(SETTLED.plain()))
     assert {key: about[key] for key in FACTS} == FACTS
     assert set(about["versions"]) == {"python", "torch", "wandb"}
 
@@ -128,7 +145,7 @@ def test_a_checkpoint_is_a_reference_to_where_it_lies(finished):
 
 def test_an_offline_run_says_how_to_look_at_it_and_how_to_send_it(finished):
     (place,) = finished.folder.glob("wandb/offline-run-*")
-    assert f"view with `wandb leet {place}`, upload with `wandb sync {place}`" in finished.said
+    assert finished.said.endswith(f"\n  wandb leet {place}\n  wandb sync {place}\n")
 
 
 # Names and ids
@@ -155,7 +172,7 @@ def test_a_resumed_run_keeps_its_id_and_an_evaluation_has_its_own(tmp_path):
 
 def test_a_run_that_goes_on_is_the_same_one_in_wandb_at_whatever_step(finished, tmp_path):
     with open_tracker(settings(console="none"), tmp_path) as tracker:
-        tracker.begin({}, finished.run_id)
+        tracker.begin(settings(), {}, finished.run_id)
         tracker.log(row(2))
     written = wandb_file.read(tmp_path)
     assert written.run.run_id == tracker.run_id == finished.run_id
@@ -179,24 +196,25 @@ def rank_of_a_run(folder: Path, how: str) -> None:
         zero.World.from_env(60.0) as world,
         open_tracker(settings(console="none"), folder if world.rank == 0 else None) as tracker,
     ):
-        tracker.begin(FACTS)
+        tracker.begin(settings(), FACTS)
         for step in (1, 2, 3):
             tracker.log(row(step))
         if world.rank == 0:
             until(lambda: any(folder.glob("wandb/*run-*/*.wandb")))
-        world.barrier()
-        if how == "crash":
-            raise NonFiniteGradientError("injected")
+            if how == "crash":
+                raise NonFiniteGradientError("injected")
+        world.barrier("until rank 0 is here, or gone")
         os.kill(os.getpid(), signal.SIGTERM)
         until(launch.preempted)
         tracker.finish({"steps": 3}, exit_code=Preempted.exit_code)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("how", "exit_code"), [("crash", 6), ("SIGTERM", 75)])
-def test_the_exit_code_is_that_of_the_run_and_only_rank_0_wrote(tmp_path, how, exit_code):
+@pytest.mark.parametrize(("how", "ranks", "exit_code"), [("crash", 2, 6), ("SIGTERM", 1, 75)])
+def test_the_exit_code_is_that_of_the_run_and_only_rank_0_wrote(tmp_path, how, ranks, exit_code):
+    begin, more = (launch.launch, {"ranks": 2}) if ranks > 1 else (launch.inside, {})
     with contextlib.suppress(zero.ZeroError):
-        launch.launch(rank_of_a_run, tmp_path, how, ranks=2, folder=tmp_path / "ranks", threads=1)
+        begin(rank_of_a_run, tmp_path, how, folder=tmp_path / "ranks", threads=1, **more)
     written = wandb_file.read(tmp_path)  # there is one
     assert [one["step"] for one in written.rows if "step" in one] == [1, 2, 3]
     assert written.exit_code == exit_code
@@ -252,7 +270,7 @@ def run_with(broken, folder, monkeypatch, **tracker):
     monkeypatch.setitem(sys.modules, "wandb", broken)
     stream = io.StringIO()
     with open_tracker(settings(**tracker), folder, stream) as tracker:
-        tracker.begin({})
+        tracker.begin(settings(), {})
         for step in (1, 2, 3):
             tracker.log(row(step))
     assert [one["step"] for one in jsonl(folder)] == [1, 2, 3]
@@ -380,7 +398,7 @@ def test_disabled_means_no_file_no_process_and_no_thread(tmp_path, monkeypatch):
         monkeypatch.setenv("WANDB_MODE", variable)
         stream = io.StringIO()
         with open_tracker(settings(mode=mode), tmp_path, stream) as tracker:
-            tracker.begin(FACTS)
+            tracker.begin(settings(), FACTS)
             tracker.log(row(1))
             assert threading.active_count() == threads
         assert "W&B" not in stream.getvalue()
@@ -419,7 +437,7 @@ def test_no_byte_of_a_secret_is_written(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("HF_TOKEN", f"hf_{CANARY}")
     monkeypatch.setattr(sys, "argv", ["train.py", f"token={CANARY}"])
     with open_tracker(settings(), tmp_path) as tracker:
-        tracker.begin(FACTS)
+        tracker.begin(settings(), FACTS)
         tracker.log(row(1))
         tracker.finish({"steps": 1})
     said = capfd.readouterr()
@@ -427,6 +445,33 @@ def test_no_byte_of_a_secret_is_written(tmp_path, monkeypatch, capfd):
     assert any(path.suffix == ".wandb" for path in files)
     assert not [path for path in files if CANARY.encode() in path.read_bytes()]
     assert CANARY not in said.out + said.err
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "tracker.run={}",
+        "+token={}",
+        "data.folder=https://me:{}@host.example/x",
+        "tracker.run='{}",
+        "{}",
+        "-m seed={},2",
+    ],
+)
+def test_a_setting_that_looks_secret_is_refused_before_anything_is_written(tmp_path, monkeypatch, capfd, override):
+    """Also where Hydra would have repeated what it cannot read."""
+    monkeypatch.chdir(tmp_path)
+    assert train.main([word.format(CANARY) for word in override.split(" ")]) == 2
+    said = capfd.readouterr()
+    assert CANARY not in said.out + said.err
+    assert "looks like a secret" in said.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_secret_in_a_file_of_settings_is_refused_too():
+    with pytest.raises(ConfigError, match=r"^tracker\.project: this looks like a secret") as refused:
+        settings(project=f"https://me:{CANARY}@wandb.example")
+    assert CANARY not in str(refused.value)
 
 
 def test_nothing_of_the_machine_the_command_or_the_packages_is_kept(finished):

@@ -5,7 +5,7 @@ is complete: this one knows those that the services around training give out, an
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from zero.errors import ConfigError
 
@@ -56,6 +56,17 @@ def refuse_secrets(settings: Mapping[str, object]) -> None:
                 f"{key}: this looks like a secret, and settings are written to files and dashboards; keep it in an "
                 "environment variable or in ~/.netrc"
             )
+
+
+def refuse_secret_words(words: Iterable[str]) -> None:
+    """Look at the words of a command line, before anything repeats one that it cannot read.
+
+    Raises:
+        ConfigError: as `refuse_secrets`.
+    """
+    for word in words:
+        key, _, value = word.partition("=")
+        refuse_secrets({key: value} if value else {"a word of the command line": word})
 
 
 def _texts(node: object, key: str) -> Iterator[tuple[str, str]]:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from zero.config import Config, Wandb
+from zero.config import Tracker as TrackerSettings
 from zero.tracker import wandb
 from zero.tracker.behind import Behind
 from zero.tracker.console import Bar, Lines
@@ -25,8 +26,8 @@ __all__ = [
     "write_summary",
 ]  # fmt: skip
 
-Open = Callable[[Mapping[str, Any], str | None], tuple[View, str]]
-"""From facts and a stored id to a view that opens with the first row, and its id."""
+Open = Callable[[Config, Mapping[str, Any], str | None], tuple[View, str]]
+"""From what `Tracker.begin` is given to a view, and the id of what it shows."""
 
 
 class Tracker:
@@ -50,15 +51,16 @@ class Tracker:
         self._exit_code = 0
         self.run_id: str | None = None
 
-    def begin(self, facts: Mapping[str, Any], run_id: str | None = None) -> None:
+    def begin(self, config: Config, facts: Mapping[str, Any], run_id: str | None = None) -> None:
         """Training is about to begin.
 
         Args:
+            config: with every auto settled.
             facts: plain values that are known of the run beside its settings; `plan_bytes` is tier to kind to bytes.
             run_id: what the checkpoint remembers that the run goes on from.
         """
         if self._later is not None:
-            view, self.run_id = self._later(facts, run_id)
+            view, self.run_id = self._later(config, facts, run_id)
             self._views.append(view)
 
     def log(self, row: Row) -> None:
@@ -90,7 +92,7 @@ class Tracker:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         exit_code = self._exit_code if error is None else getattr(error, "exit_code", 1)
-        for view in reversed(self._views):  # what the last have to say the first can show
+        for view in self._views:  # a console that is closed still shows what a later view has to say
             self._try(view, lambda view: view.close(self._summary, exit_code))
             self._pass_on()
 
@@ -138,15 +140,14 @@ def open_tracker(config: Config, folder: Path | None, stream: TextIO | None = No
     if console != "none":
         views.append(Bar(config.steps, stream) if console == "bar" else Lines(config.steps, stream))
     said: SimpleQueue[str] = SimpleQueue()
-    return Tracker(views, _later(config, folder, said.put), said)
+    return Tracker(views, _later(config.tracker, folder, said.put), said)
 
 
-def _later(config: Config, folder: Path, say: Callable[[str], None]) -> Open | None:
-    settings = config.tracker
+def _later(settings: TrackerSettings, folder: Path, say: Callable[[str], None]) -> Open | None:
     if not isinstance(settings, Wandb) or wandb.mode_of(settings) == "disabled":
         return None
 
-    def open_wandb(facts: Mapping[str, Any], stored: str | None) -> tuple[View, str]:
+    def open_wandb(config: Config, facts: Mapping[str, Any], stored: str | None) -> tuple[View, str]:
         run_id = wandb.run_id_of(config, folder, stored)
         opened = partial(wandb.WandbRun, config, settings, folder, facts, run_id=run_id, say=say)
         return Behind(opened, wandb.abandon), run_id

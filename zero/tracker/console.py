@@ -117,8 +117,8 @@ def words(row: Row) -> list[Word]:
     found = [Word(f"loss {_number(row.get('train/loss'))}", 1)]
     for key, rank, text in _WORDS:
         value = row.get(key)
-        if value is not None:
-            found.append(Word(text(value), rank))
+        if value is not None and (shown := text(value)):
+            found.append(Word(shown, rank))
     if row.get("train/skipped"):
         found.append(Word(f"{row['train/skipped']} skipped", 2))
     memory = _memory(row)
@@ -143,7 +143,7 @@ _WORDS: tuple[tuple[str, int, Callable[[float], str]], ...] = (
     ("train/lr", 9, lambda value: f"lr {_exponent(value)}"),
     ("speed/tokens_per_s", 4, lambda value: f"{value:,.0f} tok/s"),
     ("speed/mfu", 7, lambda value: f"mfu {value:.0%}"),
-    ("speed/stall_fraction", 6, lambda value: f"stall {value:.0%}"),
+    ("speed/stall_fraction", 6, lambda value: f"stall {value:.0%}" if value >= 0.005 else ""),
 )
 
 

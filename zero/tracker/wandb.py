@@ -24,6 +24,9 @@ from zero.tracker.view import Row
 
 SECTIONS = ("train", "val", "speed", "memory", "comm", "offload")
 
+QUIET = ("memory/", "comm/", "offload/")
+"""Of these a value is left out as long as it was always 0: a chart of what a run does not have is in the way."""
+
 PATIENCE_S = 30.0
 """How long W&B may look for the network before the run is offline."""
 
@@ -59,6 +62,7 @@ class WandbRun:
 
         self._wandb, self._say, self._folder, self._artifacts = wandb, say, folder, settings.artifacts
         self._skipped, self._has_called = 0, False
+        self._moving: set[str] = set()
         name, group = name_and_group(settings, folder)
         versions = {"python": platform.python_version(), "torch": version("torch"), "wandb": version("wandb")}
         self._run = self._init(
@@ -83,7 +87,8 @@ class WandbRun:
 
     def log(self, row: Row) -> None:
         """A row, and the one alert of a run if it says that training goes wrong."""
-        self._run.log({key: value for key, value in row.items() if value is not None})
+        self._moving |= {key for key, value in row.items() if value or not key.startswith(QUIET)}
+        self._run.log({key: row[key] for key in row if row[key] is not None and key in self._moving})
         what = self._trouble(row)
         if what and not self._has_called:
             self._has_called = True
@@ -110,7 +115,9 @@ class WandbRun:
         finally:  # `finish` returns before the file is whole; the end of W&B's process does not
             self._wandb.teardown(exit_code)
         if self._is_offline:
-            self._say(f"W&B, offline: view with `wandb leet {place}`, upload with `wandb sync {place}`")
+            self._say(
+                f"W&B was offline; to look at the run, or to send it:\n  wandb leet {place}\n  wandb sync {place}"
+            )
 
     @property
     def place(self) -> str:

@@ -368,15 +368,13 @@ def test_settings_are_compared_with_the_defaults():
 
 
 def test_plan_and_measurement_stand_side_by_side(tmp_path):
-    plan = {"host": {"master": 3 << 20, "moments": 1 << 20}, "nvme": {"moments": 8 << 20}, "device": {"buffers": 0}}
-    summary = {
-        "exit_reason": "finished",
-        "plan_bytes": plan,
-        "measured_bytes": {"host": 4404019, "nvme": {"moments": 8 << 20}},
-    }
+    """Activations are planned, and gone when anything is measured."""
+    plan = {"host": {"master": 3 << 20, "activations": 4 << 20, "moments": 1 << 20}, "nvme": {"moments": 8 << 20}}
+    measured = {"host": 4404019, "nvme": {"moments": 8 << 20}}
+    summary = {"exit_reason": "finished", "plan_bytes": plan, "measured_bytes": measured}
     text = text_of(write_folder(tmp_path, summary=summary))
-    assert "kind host nvme master 3 MiB moments 1 MiB 8 MiB plan 4 MiB 8 MiB" in text
-    assert "measured 4.2 MiB 8 MiB difference +5.0 % +0.0 %" in text
+    assert "kind host nvme master 3 MiB moments 1 MiB 8 MiB activations 4 MiB plan 8 MiB 8 MiB" in text
+    assert "plan, between steps 4 MiB 8 MiB measured 4.2 MiB 8 MiB difference +5.0 % +0.0 %" in text
     without = {**summary, "measured_bytes": None}
     assert "difference" not in text_of(write_folder(tmp_path, summary=without))
 

@@ -116,6 +116,7 @@ def _headline(run: Run) -> Html:
         Fact("Time", seconds(run.summary.get("seconds")), f"{_count(tokens)} tokens" if tokens else ""),
         Fact("Tokens per second", number(run.typical("speed/tokens_per_s")), "median"),
         Fact("Step", seconds(run.typical("speed/step_s")), "median"),
+        Fact("MFU", _percent(run.typical("speed/mfu")), "median"),
         *([Fact("Device peak", size(device), "allocated")] if device else []),
         Fact("Host peak", size(host), "whole process"),
     ]
@@ -177,18 +178,21 @@ def _plan(run: Run) -> Html:
     body.append(("plan", *(size(sum(planned[tier].values())) for tier in planned)))
     marked = {len(body) - 1: "total"}
     if any(measured.values()):
+        held_only = {tier: _held(kinds) for tier, kinds in planned.items()}
+        if held_only != {tier: sum(kinds.values()) for tier, kinds in planned.items()}:
+            body.append(("plan, between steps", *map(size, held_only.values())))
         body.append(
             ("measured", *(size(sum(measured[tier].values())) if measured[tier] else UNKNOWN for tier in planned))
         )
-        body.append(("difference", *(_difference(planned[tier], measured[tier]) for tier in planned)))
+        body.append(("difference", *(_difference(held_only[tier], measured[tier]) for tier in planned)))
     return section(
         "Plan and measurement",
         side_by_side(
             figure(chart.bars(rows, title="bytes of one rank", order=list(KINDS)), "Bytes of one rank"),
             table(["kind", *planned], body, numbers=range(1, 1 + len(planned)), marked=marked),
         ),
-        note="The plan counts training state and buffers of one rank. The host peak above also holds the interpreter, "
-        "torch and whatever the allocator keeps.",
+        note="Of one rank. Measured is what its tensors and its store hold between two steps. The host peak above is "
+        "that of the whole process: the interpreter, torch and whatever the allocator keeps are in it.",
     )
 
 
@@ -197,21 +201,24 @@ def _bytes(kinds: object) -> dict[str, float]:
 
 
 def _measured(run: Run, tier: str) -> dict[str, float]:
-    """Bytes by kind, or as one number, where the run counted them; on a GPU what its allocator says."""
+    """Bytes by kind, or as one number, where the run counted them."""
     counted = mapping(run.summary.get("measured_bytes")).get(tier)
     if isinstance(counted, Mapping):
         return _bytes(counted)
-    peak = finite(counted) or (finite(run.summary.get("device_peak_bytes")) if tier == "device" else None)
-    return {"measured": peak} if peak else {}
+    return {"measured": known} if (known := finite(counted)) else {}
+
+
+def _held(kinds: Mapping[str, float]) -> float:
+    """What is there between two steps, too: all but activations."""
+    return sum(count for kind, count in kinds.items() if kind != "activations")
 
 
 def _parts(kinds: Mapping[str, float]) -> list[Part]:
     return [Part(kind, count, *KINDS.get(kind, ("slate", 0.7))) for kind, count in kinds.items()]
 
 
-def _difference(planned: Mapping[str, float], measured: Mapping[str, float]) -> str:
-    total = sum(planned.values())
-    return f"{100 * (sum(measured.values()) / total - 1):+.1f} %" if measured and total else UNKNOWN
+def _difference(planned: float, measured: Mapping[str, float]) -> str:
+    return f"{100 * (sum(measured.values()) / planned - 1):+.1f} %" if measured and planned else UNKNOWN
 
 
 # What it learned, and how fast
@@ -254,11 +261,16 @@ def _speed(run: Run) -> Html:
     spent = [
         Series("whole step", run.points("speed/step_s")),
         *([Series("waiting for the store", run.points("offload/wait_s"), "rose")] if _moves(run) else []),
+        *([Series("for other ranks", run.points("comm/wait_s"), "green")] if run.measured("comm/wait_s") else []),
     ]
     held = [
-        Series(tier, run.points(f"memory/{tier}_peak_bytes"), colour)
-        for tier, colour in (("device", "purple"), ("host", "amber"))
-        if run.measured(f"memory/{tier}_peak_bytes")
+        Series(tier, run.points(key), colour)
+        for tier, key, colour in (
+            ("device", "memory/device_peak_bytes", "purple"),
+            ("host", "memory/host_peak_bytes", "amber"),
+            ("nvme", "memory/nvme_bytes", "teal"),
+        )
+        if run.measured(key)
     ]
     return section(
         "Speed and memory",
@@ -267,8 +279,8 @@ def _speed(run: Run) -> Html:
             figure(chart.lines(spent, title="seconds of a step", from_zero=True, width=NARROW), "A step", "seconds"),
             figure(
                 chart.lines(held, title="memory peaks", binary=True, width=NARROW),
-                "Peaks so far",
-                " and ".join(one.name for one in held),
+                "Memory by tier",
+                f"most so far; {', '.join(one.name for one in held)}",
             ),
             layout="three",
         ),

@@ -32,7 +32,7 @@ class Job(NamedTuple):
     name: str
     overrides: dict[str, str]
     status: Status
-    steps: float | None
+    steps_done: float | None
     train_loss: float | None
     val_loss: float | None
     tokens_per_s: float | None
@@ -108,7 +108,7 @@ def _job(run: Run) -> Job:
         name=run.folder.name,
         overrides=dict(map(_key_and_value, run.overrides or [])),
         status=run.status,
-        steps=run.final("steps", "step"),
+        steps_done=run.final("steps", "step"),
         train_loss=run.final("train_loss", "train/loss"),
         val_loss=run.final("val_loss", "val/loss"),
         tokens_per_s=run.typical("speed/tokens_per_s"),
@@ -157,7 +157,7 @@ def counts(jobs: Sequence[Job]) -> str:
 
 
 HEAD = {
-    "steps": "steps",
+    "steps_done": "steps done",
     "train_loss": "train loss",
     "val_loss": "val loss",
     "tokens_per_s": "tokens/s",
@@ -178,7 +178,7 @@ def _written(field: str, value: float | None) -> str:
         return size(value)
     if field == "speed":
         return f"{value:.2f} x"
-    return seconds(value) if field == "step_s" else number(value, 9 if field == "steps" else 4)
+    return seconds(value) if field == "step_s" else number(value, 9 if field == "steps_done" else 4)
 
 
 def _measured(jobs: Sequence[Job]) -> list[str]:

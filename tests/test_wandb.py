@@ -159,6 +159,10 @@ def test_a_job_of_a_sweep_is_named_after_its_overrides_in_the_group_of_its_sweep
     assert name_and_group(settings().tracker, job) == ("3", None)
     (job / ".hydra" / "hydra.yaml").write_text("hydra:\n  job:\n    num: 3\n  mode: MULTIRUN\n")
     assert name_and_group(settings().tracker, job) == ("zero.stage=1 offload=nvme zero.units=[Block]", "12-00-00")
+    (job.parent / "multirun.yaml").write_text(
+        "hydra:\n  overrides:\n    task:\n    - zero.stage=1\n    - offload=cpu,nvme\n"
+    )
+    assert name_and_group(settings().tracker, job)[0] == "offload=nvme zero.units=[Block]"
     assert name_and_group(settings(run="mine", group="ours").tracker, job) == ("mine", "ours")
     assert run_id_of(settings(), job, "theirs00") != "theirs00", "jobs that begin at one checkpoint are several runs"
 

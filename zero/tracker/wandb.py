@@ -190,12 +190,15 @@ def run_id_of(config: Config, folder: Path, stored: str | None) -> str:
 
 
 def name_and_group(settings: Wandb, folder: Path) -> tuple[str, str | None]:
-    """What W&B calls a run: in a sweep its overrides, in a group that is named after the sweep's folder."""
+    """What W&B calls a run and its group: in a sweep the overrides that it alone has, and the sweep's folder."""
     folder = folder.absolute()
     if not _is_in_sweep(folder):
         return settings.run or folder.name, settings.group
     lines = (folder / ".hydra" / "overrides.yaml").read_text().splitlines()
-    overrides = " ".join(line.removeprefix("- ").strip("'\"") for line in lines)
+    sweep = folder.parent / "multirun.yaml"  # where an override that differs between jobs is a list
+    common = {line.strip() for line in sweep.read_text().splitlines()} if sweep.is_file() else set()
+    own = [line for line in lines if line not in common] or lines
+    overrides = " ".join(line.removeprefix("- ").strip("'\"") for line in own)
     return (settings.run or overrides or folder.name)[:NAME_LENGTH], settings.group or folder.parent.name
 
 

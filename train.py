@@ -2,12 +2,13 @@
 
     python train.py                                     one process
     python train.py zero.stage=3 launch.ranks=2         two processes on this machine
-    python train.py -m zero.stage=0,1,2,3               one run after another
+    python train.py -m zero.stage=0,1,2,3               one run after another, and a table of them
+    python train.py mode=plan model=gpt_7b              what it would take, and what fits
     torchrun --nproc-per-node 2 train.py zero.stage=3   ranks started by someone else
 
 `train` is a whole run and knows nothing of Hydra or processes; `run` starts its ranks; `main` turns a command line into
-a `Config`, or into one line of refusal before torch is even imported.
-Settings are in conf/, their meaning in zero/config.py. A run leaves runs/<date>/<time>/.
+a `Config`, or into one line of refusal before torch is even imported. The modes in `ANSWERS` print and run nothing.
+Settings are in conf/, their meaning in zero/config. A run leaves runs/<date>/<time>/.
 """
 
 import contextlib
@@ -15,15 +16,18 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from zero import launch, refusal
 from zero.config import Config, flat, keys, read, unknown_key
 from zero.data import check_data, open_data
 from zero.errors import ConfigError, Preempted, RankFailedError
+from zero.explain import explain, overview
 from zero.placement import Offload
+from zero.secret import refuse_secret_words
 
 if TYPE_CHECKING:
     from zero.meter import Summary
@@ -40,8 +44,10 @@ def train(config: Config, folder: Path) -> "Summary":
     import torch
 
     import zero
+    from zero import planning
     from zero.build import build_plan
     from zero.models import GPT
+    from zero.report.run import write as write_report
     from zero.saver import find
     from zero.tracker import open_tracker, write_failure, write_summary
     from zero.training import Training
@@ -52,15 +58,18 @@ def train(config: Config, folder: Path) -> "Summary":
         open_tracker(config, folder if world.rank == 0 else None) as tracker,
         contextlib.ExitStack() as closing,
     ):
-        config = config.on(world.size)
         data = open_data(config.data.source(), config.model.seq, config.seed)
         world.agree({**flat(config), "digest of the data": data.digest})
 
         with zero.empty():
             model = GPT(config.model.gpt())
-        plan = build_plan(config, model, world)
+        config = planning.settle(config, model, world, tracker.note)
+        if world.rank == 0:
+            _write_config(config, folder)
+        plan = build_plan(config, model, world, activation_bytes=planning.activation_bytes(config, model))
         tracker.note(f"{plan}\ndata {data.digest}\nfolder {folder}")
-        checkpoint = find(config, world, folder, tracker.note, restarts=launch.restart_count())
+        restarts = launch.restart_count()
+        checkpoint = find(config, world, folder, tracker.note, tracker.progress, restarts=restarts)
         store = closing.enter_context(contextlib.closing(zero.open_store(plan)))
         training = Training(
             config, plan, store, data, tracker, folder, checkpoint=checkpoint, asked_to_stop=launch.preempted
@@ -73,6 +82,9 @@ def train(config: Config, folder: Path) -> "Summary":
                 training.report(write_failure, launch.describe(error))
             raise
         summary = training.report(write_summary, exit_reason)
+        if world.rank == 0:
+            tracker.note(f"{training.against_plan()}\nreport {write_report(folder)}")
+            tracker.report(folder / "report.html")
         if summary.endurance:
             tracker.note(summary.endurance)
         tracker.finish(summary._asdict())
@@ -88,11 +100,12 @@ def run(config: Config, folder: Path, *, apart: bool = False) -> "Summary":
     Raises:
         Preempted: a signal asked the run to stop, and it has saved.
     """
+    from zero.report.run import write as write_report
     from zero.tracker import write_failure
     from zero.training import STOPPED
 
     ranks = launch.count_ranks(config.launch.ranks)
-    config = config.on(ranks)
+    config.on(ranks)  # whether the batch divides; what is auto is settled by the ranks
     folder.mkdir(parents=True, exist_ok=True)
     _write_config(config, folder)
     try:
@@ -104,6 +117,7 @@ def run(config: Config, folder: Path, *, apart: bool = False) -> "Summary":
             )
     except BaseException as error:
         write_failure(folder, {"exit_reason": launch.describe(error)}, final=True)
+        write_report(folder)
         raise
     if summary.exit_reason == STOPPED:
         raise Preempted(
@@ -139,6 +153,8 @@ def settle(raw: Mapping[str, Any]) -> Config:
         ConfigError: one line.
     """
     config = read(raw)
+    if config.mode in ANSWERS:  # nothing is run, and a doctor is asked because something may be wrong
+        return config
     config.on(launch.count_ranks(config.launch.ranks))
     check_data(config.data.source(), config.model.seq)
     _check_path(config.offload.asked())
@@ -227,12 +243,41 @@ def _version_base() -> dict[str, str]:
     return {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
 
 
+# Modes that print an answer and run nothing
+
+
+def _plan(config: Config, overrides: Sequence[str]) -> int:
+    from zero.planning import plan_text
+
+    print(plan_text(config, overrides))
+    return 0
+
+
+def _doctor(config: Config, overrides: Sequence[str]) -> int:
+    from zero import doctor
+
+    found = list(doctor.checks(config))
+    print(doctor.report(found))
+    return doctor.exit_code(found)
+
+
+def _explain_key(config: Config, overrides: Sequence[str]) -> int:
+    print(explain(config.explain.key, CONF))
+    return 0
+
+
+ANSWERS: Mapping[str, Callable[[Config, Sequence[str]], int]] = MappingProxyType(
+    {"plan": _plan, "doctor": _doctor, "explain": _explain_key}
+)
+
+
 # From settings to exit codes
 
 
 def main(arguments: Sequence[str]) -> int:
     """One line on stderr and an exit code for everything that can go wrong."""
     try:
+        refuse_secret_words(arguments)
         if launch.under_torchrun():
             return _as_one_rank(arguments)
         return _with_hydra(arguments)
@@ -260,9 +305,17 @@ def _with_hydra(arguments: Sequence[str]) -> int:
     asked, unknown = get_args_parser().parse_known_args(list(arguments))
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]}; settings are written key=value, and --help lists them")
+    if asked.help:
+        print(overview(CONF))
+        return 0
     if not (asked.hydra_help or asked.shell_completion):
+        answers = []
         for overrides in _runs_in(asked.overrides) if asked.multirun else [asked.overrides]:
-            settle(settings_in(compose(overrides)))
+            config = settle(settings_in(compose(overrides)))
+            if config.mode in ANSWERS and not (asked.cfg or asked.info):
+                answers.append(ANSWERS[config.mode](config, overrides))
+        if answers:
+            return max(answers)
     codes: list[int] = []
 
     def job(composed: Any) -> float:
@@ -277,6 +330,11 @@ def _with_hydra(arguments: Sequence[str]) -> int:
             where = "" if says_where else f" (log: {folder}/ranks/0.log)"
             codes.append(_say(launch.describe(error) + where, getattr(error, "exit_code", 1)))
             return float("nan")  # the other runs of a sweep go on; sweepers read it as a failed trial
+        finally:
+            if sweep:
+                from zero.report.sweep import write as write_sweep  # and torch with it
+
+                write_sweep(folder.parent)
 
     sys.argv = [sys.argv[0], *arguments]
     hydra.main(config_path=str(CONF), config_name="config", **_version_base())(job)()
@@ -313,6 +371,8 @@ def _as_one_rank(arguments: Sequence[str]) -> int:
             raise ConfigError("torchrun starts one run: give key=value only, or sweep with python train.py -m")
         composed = compose(arguments)
         config = settle(settings_in(composed))
+        if config.mode in ANSWERS:
+            raise ConfigError(f"mode={config.mode} asks one process: python train.py mode={config.mode}")
         letter = json.dumps({"config": config.plain(), "folder": str(_make_folder(composed, arguments).absolute())})
         timeout_s = config.launch.timeout
     else:
@@ -321,7 +381,7 @@ def _as_one_rank(arguments: Sequence[str]) -> int:
         told = json.loads(world.share(letter))
     config, folder = read(told["config"]), Path(told["folder"])
     if os.environ["RANK"] == "0":
-        _write_config(config.on(int(os.environ["WORLD_SIZE"])), folder)
+        _write_config(config, folder)
     try:
         launch.joined(train, config, folder, **_how(config, folder))
     except BaseException as error:

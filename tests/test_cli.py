@@ -174,8 +174,9 @@ def test_a_run_leaves_a_complete_folder(here):
     (folder,) = here.glob("runs/*/*")
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     hydra = {f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides")}
-    assert (
-        names == {"config.yaml", "metrics.jsonl", "summary.json", "starts.jsonl", "ranks/0.log", "ranks/1.log"} | hydra
+    pages = {"report.html", "trace.json"}
+    assert names == {"config.yaml", "metrics.jsonl", "summary.json", "starts.jsonl", "ranks/0.log", "ranks/1.log"} | (
+        hydra | pages
     )
 
     table = rows(folder)

@@ -1,6 +1,7 @@
 """One run on one rank: where it goes on from, the loop, and what it says and saves on the way."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,25 @@ import torch
 from zero.checkpoint import Checkpoint, load
 from zero.config import Config
 from zero.data.windows import Data
+from zero.errors import NumericsError
 from zero.evaluate import sample_text, validation_loss
 from zero.meter import Meter, Summary
 from zero.models import loss
 from zero.plan import Plan
-from zero.saver import ASKED_TO_STOP, Saver, record_start
-from zero.step import init, make_forward, make_step
+from zero.planning import against_measured, measured
+from zero.saver import ASKED_TO_STOP, Saver
+from zero.step import Metrics, init, make_forward, make_step, record
 from zero.store import PrefetchStore
 from zero.tracker import RUNNING, Tracker, write_summary
 
 FINISHED, EVALUATED, STOPPED, CUT_SHORT = "finished", "evaluated", "stopped by a signal", "debug.stop_at reached"
 """How a run can end well."""
+
+RECORDED = 3
+"""Which step after a start is recorded: the first ones learn in which order units are visited."""
+
+MOST_SKIPPED = 50
+"""Steps skipped in a row that end a run. A loss scale falls from its usual start to 1 in 32."""
 
 
 class Training:
@@ -47,12 +56,10 @@ class Training:
         self._config, self._data, self._tracker, self._folder = config, data, tracker, folder
         self._world = plan.world
         self._rows, self._micro, self._accumulate = config.batch.numbers()
-        self._state = init(plan, store, seed=config.seed)
+        self._state = init(plan, store, seed=config.seed, progress=tracker.progress)
         if checkpoint is not None:
-            keys = config.checkpoint
-            self._state = load(self._state, checkpoint, partial=keys.partial, convert=keys.convert)
-        if self._world.rank == 0:
-            record_start(folder, None if checkpoint is None else checkpoint.step)
+            keys, show = config.checkpoint, tracker.progress
+            self._state = load(self._state, checkpoint, partial=keys.partial, convert=keys.convert, progress=show)
         self._meter = Meter(
             self._world,
             plan,
@@ -61,13 +68,29 @@ class Training:
             steps=0 if checkpoint is None else checkpoint.step,
             tokens=0 if checkpoint is None else checkpoint.facts.get("tokens", 0),
             skipped=self._state.skipped,
+            flops_per_token=config.model.gpt().flops_per_token,
         )
+        tracker.begin(
+            config,
+            {
+                "plan_bytes": plan.bytes,
+                "ranks": plan.world.size,
+                "parameters_numel": plan.numel,
+                "data_digest": data.digest,
+                "torch": str(torch.__version__),
+            },
+            None if checkpoint is None else checkpoint.facts.get("wandb"),
+        )
+        self._measured_bytes = measured(self._state)
+        self._skipped_in_a_row = 0
+        self._recorded = self._meter.steps + RECORDED
         self._saver = Saver(
             config,
-            self._world,
+            plan,
             folder,
             facts=self._facts,
             note=tracker.note,
+            progress=tracker.progress,
             asked_to_stop=asked_to_stop,
             began_from=checkpoint,
         )
@@ -98,8 +121,13 @@ class Training:
         """What is known of the run, written by rank 0. Not collective: the other ranks may be gone."""
         so_far = self._meter.summary(self._data.digest, exit_reason)
         if self._world.rank == 0:
-            write(self._folder, so_far._asdict())
+            write(self._folder, so_far._asdict() | {"measured_bytes": self._measured_bytes})
         return so_far
+
+    def against_plan(self) -> str:
+        """What this rank planned to hold, and what it holds between two steps."""
+        self._measured_bytes = measured(self._state)
+        return against_measured(self._state.plan, self._measured_bytes)
 
     def abandon(self) -> None:
         """The run has failed."""
@@ -107,8 +135,10 @@ class Training:
 
     def _one_step(self, number: int, last: int) -> bool:
         """Train, save, validate and tell, as it is due; returns whether some rank was asked to stop."""
-        self._state, metrics = self._step(self._state, self._microbatches(number))
+        with self._recording(number):
+            self._state, metrics = self._step(self._state, self._microbatches(number))
         self._meter.count(metrics)
+        self._refuse_endless_skips(metrics)
         stopping = any(int(word) & ASKED_TO_STOP for word in metrics.words)
         with self._meter.paused():
             self._saver.publish_if_written(metrics.words)
@@ -124,6 +154,28 @@ class Training:
             self._tracker.log(row)
         return stopping
 
+    @contextlib.contextmanager
+    def _recording(self, number: int) -> Iterator[None]:
+        """Around a step; rank 0 keeps what it did in one of them, and with `profile` torch's own account of it."""
+        if number != self._recorded or self._world.rank != 0:
+            yield
+            return
+        profiler = torch.profiler.profile() if self._config.profile else contextlib.nullcontext()
+        with profiler as profile, record(self._state, profile=self._config.profile) as timeline:
+            yield
+        timeline.write(self._folder / "trace.json")
+        if profile is not None:
+            profile.export_chrome_trace(str(self._folder / "profile.json"))
+
+    def _refuse_endless_skips(self, metrics: Metrics) -> None:
+        self._skipped_in_a_row = (self._skipped_in_a_row + 1) * metrics.skipped
+        if self._skipped_in_a_row >= MOST_SKIPPED:
+            raise NumericsError(
+                f"step {self._meter.steps}: the last {MOST_SKIPPED} steps were skipped, because the gradient of "
+                f"{metrics.blame} is not finite (loss scale {metrics.loss_scale:g}); lower optim.lr, or use "
+                "precision=bf16, or resume from an older checkpoint"
+            )
+
     def _microbatches(self, number: int) -> tuple[torch.Tensor, ...]:
         """This rank's rows of a step, which depend on seed and step alone."""
         count = self._accumulate * self._micro
@@ -134,7 +186,8 @@ class Training:
     def _validate(self) -> None:
         with self._meter.paused():
             of_chunk = partial(self._loss, self._state)
-            self._meter.validated(validation_loss(of_chunk, self._data, self._world, rows=self._config.val.rows))
+            rows, show = self._config.val.rows, self._tracker.progress
+            self._meter.validated(validation_loss(of_chunk, self._data, self._world, rows=rows, progress=show))
 
     def _facts(self) -> dict[str, Any]:
         """What a checkpoint remembers beside the state."""

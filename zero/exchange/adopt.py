@@ -75,12 +75,16 @@ def read_source(from_: str, path: Path) -> Source:
         raise ConfigError(f"--from {from_}; known: {', '.join(FORMATS)}")
     with refused_by_the_system(path):
         path.stat()
+    read: dict[str, Callable[[Path], Source]] = {"hf": read_hf, "torch": read_torch, "deepspeed": read_deepspeed}
     if from_ == "dcp":
         from zero.exchange.dcp import read as read_dcp  # half a second and 50 MB, for this format alone
 
-        return read_dcp(path)
-    read: dict[str, Callable[[Path], Source]] = {"hf": read_hf, "torch": read_torch, "deepspeed": read_deepspeed}
-    return read[from_](path)
+        read["dcp"] = read_dcp
+    source = read[from_](path)
+    for name in (*source.tensors, *source.ties):
+        if type(name) is not str or not name or not name.isprintable():
+            raise CheckpointError(f"{path}: a tensor's name is {repr(name)[:80]}; expected text that can be printed")
+    return source
 
 
 def adopt(source: Source, root: Path, choice: Choice = Choice()) -> Adopted:

@@ -1,19 +1,25 @@
-"""Folders of torch.distributed.checkpoint, written and read by its own library, without a process group.
+"""Folders of torch.distributed.checkpoint, written by its own library, without a process group.
 
 Its writer keeps every tensor of a file until the file is complete, so each tensor gets a file of its own: one of them
 is in memory at a time, twice over while it is written or read.
 
-Its reader unpickles `.metadata` without restriction. Here the file may name the record types of DCP itself, torch's
-dtypes and sizes, and nothing else; its tensors are read with `weights_only`. Still, read none but folders you trust.
+Its reader unpickles `.metadata` without restriction and believes it: where the pieces of a tensor leave a hole, it
+returns what was in memory, and it casts a piece of another dtype. So pieces are read here, with `weights_only`, and
+must be what the metadata says and together the whole tensor. The metadata may name the record types of DCP itself,
+torch's dtypes and sizes, and nothing else. Still, read none but folders you trust.
 """
 
+import errno
+import io
+import os
 import pickle
 import warnings
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
@@ -22,10 +28,13 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from zero.checkpoint.manifest import ITEM_BYTES
 from zero.errors import CheckpointError
-from zero.exchange.pickled import TRUST
-from zero.exchange.stream import Source, Stream, refused_by_the_system
+from zero.exchange.pickled import TRUST, check_records
+from zero.exchange.stream import Source, Stream, first_line, refused_by_the_system
 
 METADATA = ".metadata"
+
+MOST_AXES = 8
+"""Of a tensor that is read: a piece has two to this power corners."""
 
 _DTYPES = {f"torch.{name}": getattr(torch, name) for name in ITEM_BYTES}
 _RECORDS = ("Metadata", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")
@@ -62,15 +71,42 @@ class _Planner(torch_checkpoint.DefaultSavePlanner):
         return whole.view(stream.shape)
 
 
-class _Reader(torch_checkpoint.FileSystemReader):
-    """Reads with metadata that was read before, and checked."""
+class _Piece(NamedTuple):
+    """A box of a tensor, and where its values are stored."""
 
-    def __init__(self, folder: Path, found: Any) -> None:
-        super().__init__(folder)
-        self._found = found
+    start: tuple[int, ...]
+    sizes: tuple[int, ...]
+    home: Any
 
-    def read_metadata(self, *_: Any, **__: Any) -> Any:
-        return self._found
+
+class _Stretch(io.RawIOBase):
+    """A stretch of a file, as a file: one of theirs holds many tensors, each as torch.save writes it."""
+
+    def __init__(self, file: BinaryIO, start: int, nbytes: int) -> None:
+        self._file, self._start, self._nbytes, self._at = file, start, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        at = (0, self._at, self._nbytes)[whence] + offset
+        if at < 0:
+            raise OSError(errno.EINVAL, "before the beginning")
+        self._at = at
+        return at
+
+    def readinto(self, into: Any) -> int:
+        self._file.seek(self._start + self._at)
+        with memoryview(into) as view:
+            count = self._file.readinto(view[: max(0, self._nbytes - self._at)])  # type: ignore[attr-defined]
+        self._at += count
+        return int(count)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -106,25 +142,69 @@ def read(folder: Path) -> Source:
     found = _metadata(folder / METADATA)
     entries = found.state_dict_metadata.items()
     tensors = {name: one for name, one in entries if isinstance(one, metadata.TensorStorageMetadata)}
-    streams = {}
-    for name, one in tensors.items():
-        dtype, shape = one.properties.dtype, tuple(one.size)
-        if dtype not in _DTYPES.values():
-            raise CheckpointError(f"{folder}: {name!r} is {dtype}, which a checkpoint does not hold")
-        streams[name] = Stream.of(dtype, shape, partial(_whole, folder, found, name, dtype, shape))
+    streams = {name: _stream(folder, name, one, found.storage_data) for name, one in tensors.items()}
     return Source(streams, left=tuple(f"{name} (bytes)" for name, _ in entries if name not in tensors))
 
 
-def _whole(folder: Path, found: Any, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _stream(folder: Path, name: str, one: Any, stored: Mapping[Any, Any]) -> Stream:
+    what = f"{folder}: {name!r}"
+    try:
+        dtype, shape = one.properties.dtype, tuple(torch.Size(one.size))
+        pieces = [_piece(chunk, stored.get(metadata.MetadataIndex(name, chunk.offsets))) for chunk in one.chunks]
+    except Exception as error:  # crafted attributes may raise anything
+        raise _refused(what, error) from error
+    if dtype not in _DTYPES.values():
+        raise CheckpointError(f"{what}: is {dtype}, which a checkpoint does not hold")
+    if not is_whole(shape, pieces):
+        raise CheckpointError(f"{what}: its pieces are not every element of its shape {shape} once; save it again")
+    if any(piece.home is None and 0 not in piece.sizes for piece in pieces):
+        raise CheckpointError(f"{what}: a piece of it is in no file; save it again")
+    return Stream.of(dtype, shape, partial(_whole, folder, what, dtype, shape, pieces))
+
+
+def _piece(chunk: Any, home: Any) -> _Piece:
+    """torch.Size takes integers and nothing else."""
+    return _Piece(tuple(torch.Size(chunk.offsets)), tuple(torch.Size(chunk.sizes)), home)
+
+
+def is_whole(shape: tuple[int, ...], pieces: Iterable[_Piece]) -> bool:
+    """Whether every element of `shape` is in one piece, and nothing beside them.
+
+    The derivative of a box along every axis is its corners with alternating signs. So boxes add up to the whole exactly
+    if their corners do, however many there are.
+    """
+    boxes = [(start, sizes) for start, sizes, _ in pieces]
+    if len(shape) > MOST_AXES or any(len(shape) != len(start) or len(shape) != len(sizes) for start, sizes in boxes):
+        return False
+    if any(length < 0 for sizes in (shape, *(sizes for _, sizes in boxes)) for length in sizes):
+        return False
+    return _corners(boxes) == _corners([((0,) * len(shape), shape)])
+
+
+def _corners(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> Counter[tuple[int, ...]]:
+    found: Counter[tuple[int, ...]] = Counter()
+    for start, sizes in boxes:
+        for ends in product((0, 1), repeat=len(sizes)):
+            corner = tuple(first + end * size for first, end, size in zip(start, ends, sizes, strict=True))
+            found[corner] += -1 if sum(ends) % 2 else 1
+    return found
+
+
+def _whole(folder: Path, what: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[_Piece]) -> Tensor:
     try:
         values = torch.empty(shape, dtype=dtype)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            torch_checkpoint.load({name: values}, storage_reader=_Reader(folder, found), no_dist=True)
-    except torch_checkpoint.CheckpointException as error:
-        raise _first(folder, error) from error
+        for start, sizes, home in pieces:
+            if 0 in sizes:
+                continue
+            with (folder / home.relative_path).open("rb") as file:
+                octets: Any = _Stretch(file, home.offset, home.length)
+                check_records(octets)
+                part = torch.load(octets, map_location="cpu", weights_only=True).detach()
+            if (part.dtype, tuple(part.shape)) != (dtype, sizes):
+                raise TypeError(f"a piece is {part.dtype} of shape {tuple(part.shape)}, not {dtype} of {sizes}")
+            values[tuple(slice(first, first + size) for first, size in zip(start, sizes, strict=True))] = part
     except Exception as error:  # a crafted size or offset may raise anything
-        raise _refused(f"{folder}: {name}", error) from error
+        raise _refused(what, error) from error
     return values
 
 
@@ -134,11 +214,15 @@ def _metadata(path: Path) -> Any:
             found = _Unpickler(file).load()
             if not isinstance(found, metadata.Metadata) or not isinstance(found.state_dict_metadata, dict):
                 raise TypeError("it is no metadata of DCP")
+            if not all(type(name) is str for name in found.state_dict_metadata):
+                raise TypeError("a tensor's name is no text")
+            homes = {(info.relative_path, info.offset) for info in found.storage_data.values()}
+            if len(homes) < len(found.storage_data):
+                raise TypeError("it has two tensors in one place")
             for info in found.storage_data.values():
                 name = info.relative_path
                 if type(name) is not str or Path(name).name != name or info.transform_descriptors:
                     raise TypeError(f"{str(name)[:100]!r} is no plain file of this folder")
-            found.storage_meta = metadata.StorageMeta()
         except OSError:
             raise
         except Exception as error:  # a damaged or crafted pickle may raise anything
@@ -153,5 +237,4 @@ def _first(folder: Path, error: Any) -> CheckpointError:
 
 
 def _refused(what: str, error: BaseException) -> CheckpointError:
-    lines = str(error).strip().splitlines()
-    return CheckpointError(f"{what}: refused: {lines[0][:200] if lines else type(error).__name__}; {TRUST}")
+    return CheckpointError(f"{what}: refused: {first_line(error)}; {TRUST}")

@@ -20,7 +20,7 @@ from torch import Tensor
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER
 from zero.errors import CheckpointError
 from zero.exchange.pickled import restricted, stream_of
-from zero.exchange.stream import Source, Stream
+from zero.exchange.stream import Source, Stream, shape_of
 
 MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 """Ours and theirs; they have no others."""
@@ -39,7 +39,7 @@ def read(folder: Path) -> Source:
         )
     try:
         states = _States(folder)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: its *_model_states.pt do not say what DeepSpeed 0.19's say") from error
     trained = {name: home for name, home in homes.items() if states.may_be_trained(name, home)}
     tensors, moments, kinds = {}, {}, {}
@@ -70,11 +70,13 @@ class _States:
     """What the model's files say of the others; empty where there are none."""
 
     def __init__(self, folder: Path) -> None:
-        found = [_mapping(restricted(path), path) for path in _in_rank_order(folder.glob("*_model_states.pt"))]
+        found = [
+            _mapping(restricted(path, compare=True), path) for path in _in_rank_order(folder.glob("*_model_states.pt"))
+        ]
         first: Mapping[str, Any] = found[0] if found else {}
         self.known = bool(first.get("param_shapes"))
-        trained = {name: tuple(shape) for group in first.get("param_shapes") or () for name, shape in group.items()}
-        frozen = {name: tuple(shape) for name, shape in (first.get("frozen_param_shapes") or {}).items()}
+        trained = _shapes(folder, *(first.get("param_shapes") or ()))
+        frozen = _shapes(folder, first.get("frozen_param_shapes") or {})
         self.trained = set(trained)
         self.shapes = {**frozen, **trained}
         self.ties = {str(name): str(owner) for name, owner in (first.get("shared_params") or {}).items()}
@@ -86,9 +88,15 @@ class _States:
         self.skipped = int(first.get("skipped_steps") or 0)
         steps = first.get("global_steps")
         self.step = None if steps is None else int(steps) - self.skipped
+        if self.skipped < 0 or (self.step or 0) < 0:
+            raise ValueError(f"{self.skipped} of {steps} steps were skipped")
 
     def may_be_trained(self, name: str, home: Path) -> bool:
         return name in self.trained if self.known else (home / "exp_avg.pt").is_file()
+
+
+def _shapes(folder: Path, *groups: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: shape_of(shape, f"{folder}: {name!r}") for group in groups for name, shape in group.items()}
 
 
 def _in_rank_order(paths: Any) -> list[Path]:
@@ -103,14 +111,14 @@ def _mapping(value: Any, path: Path) -> Mapping[str, Any]:
 
 def _stream(path: Path, shape: tuple[int, ...] | None) -> Stream:
     """Opened to see its sizes, and again to be read: a thousand files are not kept open."""
-    found = stream_of(_values(path), str(path))
+    found = stream_of(_values(path, compare=True), str(path))
     if shape is not None and prod(shape) != found.numel:
         raise CheckpointError(f"{path}: has {found.numel} elements, the model's shape is {shape}")
     return Stream.of(found.dtype, found.shape if shape is None else shape, partial(_values, path))
 
 
-def _values(path: Path) -> Tensor:
-    value = restricted(path)
+def _values(path: Path, *, compare: bool = False) -> Tensor:
+    value = restricted(path, compare=compare)
     found = value.get("param") if isinstance(value, Mapping) else value
     if not isinstance(found, Tensor):
         raise CheckpointError(f"{path}: holds no tensor, nor one under `param`")
@@ -118,11 +126,14 @@ def _values(path: Path) -> Tensor:
 
 
 def _joined(folder: Path, name: str, shape: tuple[int, ...], fragments: list[Mapping[str, Any]]) -> Stream:
-    """A frozen parameter of stage 3: each rank's file has a part, and the last one is padded."""
+    """A frozen parameter of stage 3: each rank's file has a part, and the last is padded to the length of the rest."""
     parts = [stream_of(one[name], f"{folder}: {name}").cut for one in fragments if name in one]
     dtypes = {one[name].dtype for one in fragments if name in one}
+    found = sum(one[name].numel() for one in fragments if name in one)
     if len(dtypes) != 1:
         raise CheckpointError(f"{folder}: {name} is frozen, and no *_model_states.pt has its values in one dtype")
+    if not 0 <= found - prod(shape) < len(parts):
+        raise CheckpointError(f"{folder}: {name} is of shape {shape}, and its parts have {found} elements")
 
     def whole() -> Tensor:
         return torch.cat([block for cut in parts for block in cut()])[: prod(shape)]
@@ -132,8 +143,10 @@ def _joined(folder: Path, name: str, shape: tuple[int, ...], fragments: list[Map
 
 def _step(folder: Path, trained: Mapping[str, Path]) -> int | None:
     try:
-        found = {int(restricted(home / "step.pt")) for home in trained.values() if (home / "step.pt").is_file()}
-    except (TypeError, ValueError, RuntimeError) as error:
+        found = {
+            int(restricted(home / "step.pt", compare=True)) for home in trained.values() if (home / "step.pt").is_file()
+        }
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: a step.pt holds no number") from error
     if len(found) > 1:
         raise CheckpointError(f"{folder}: its parameters are at different steps: {sorted(found)[:5]}; give --step")

@@ -109,7 +109,7 @@ def _index(path: Path) -> tuple[dict[str, str], dict[str, str]]:
             body = json.loads(path.read_bytes())
         weight_map, ties = body["weight_map"], body.get("metadata", {}).get("ties", {})
         texts = [text for pair in (*weight_map.items(), *ties.items()) for text in pair]
-    except (ValueError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: is no index of safetensors ({type(error).__name__})") from error
     if not weight_map or not all(isinstance(text, str) for text in texts):
         raise CheckpointError(f"{path}: is no index of safetensors: it maps names to other things than files")

@@ -5,7 +5,8 @@ torch.save wants all tensors in memory at once; here the pickle is written from 
 follow block by block. Two names of one tensor share a record, so a tie stays a tie.
 
 A pickle is a program. Reading allows it to build tensors, numbers and containers, and refuses all else by name; still,
-read none but files that you trust: torch's own unpickler and allocator stand behind this.
+read none but files that you trust: torch's own unpickler and allocator stand behind this. Every record of the zip has
+a CRC-32, which torch writes and does not look at; here it is compared.
 """
 
 import pickle
@@ -17,10 +18,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from zero.device import memory_of
 from zero.errors import CheckpointError
@@ -125,11 +127,16 @@ def read(path: Path) -> Source:
     """
     found: dict[str, Tensor] = {}
     left: list[str] = []
-    for name, value in _leaves(restricted(path), ""):
-        if isinstance(value, Tensor):
-            found[name] = value
-        else:
-            left.append(f"{name} ({type(value).__name__})")
+    try:
+        for name, value in _leaves(restricted(path, compare=True), ""):
+            if name in found:
+                raise CheckpointError(f"{path}: has {name!r} twice, as a name and as names joined by dots")
+            if isinstance(value, Tensor):
+                found[name] = value
+            else:
+                left.append(f"{name} ({type(value).__name__})")
+    except RecursionError as error:
+        raise CheckpointError(f"{path}: its dicts are nested without end; a state dict was expected") from error
     if not found:
         raise CheckpointError(f"{path}: holds no tensor with a name; a state dict was expected")
     streams = {name: stream_of(value, f"{path}: {name}") for name, value in found.items()}
@@ -142,19 +149,38 @@ def read(path: Path) -> Source:
     return Source(streams, ties, left=tuple(left))
 
 
-def restricted(path: Path) -> Any:
+def restricted(path: Path, *, compare: bool = False) -> Any:
     """What a file holds, its tensors mapped and not read.
+
+    Args:
+        compare: read all of it once, and compare its records with their CRC-32.
 
     Raises:
         CheckpointError: it wants to build something else than tensors, numbers and containers, or is damaged.
     """
-    with refused_by_the_system(path):
+    with refused_by_the_system(path), path.open("rb") as file:
         try:
+            if compare:
+                check_records(file)
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except OSError:
             raise
         except Exception as error:  # a damaged or crafted pickle may raise anything
             raise CheckpointError(f"{path}: refused: {_reason(error)}; {TRUST}") from error
+
+
+def check_records(file: IO[bytes]) -> None:
+    """Compare what torch.save wrote with its CRC-32; what it wrote before torch 1.6 has none.
+
+    Raises:
+        ValueError: a record is damaged. Or whatever a damaged zip makes of its reader.
+    """
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise ValueError(f"{damaged!r} is damaged: it has another CRC-32")
+    file.seek(0)
 
 
 def stream_of(value: Any, what: str) -> Stream:
@@ -163,8 +189,9 @@ def stream_of(value: Any, what: str) -> Stream:
     Raises:
         CheckpointError: it is none that a checkpoint can hold.
     """
-    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.dtype not in STORAGES:
-        seen = f"{value.layout}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+    plain = type(value) in (Tensor, Parameter) and value.layout is torch.strided and value.device.type == "cpu"
+    if not plain or value.dtype not in STORAGES:
+        seen = f"{value.layout}, {value.dtype}, {value.device}" if isinstance(value, Tensor) else type(value).__name__
         raise CheckpointError(f"{what}: is {seen}, not a dense tensor of a dtype that a checkpoint holds")
     return Stream.of(value.dtype, tuple(value.shape), lambda: value)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -35,9 +35,9 @@ class Stream:
         """Of a tensor that can only be had whole; a mapped one is not in memory for that."""
 
         def cut() -> Iterator[Tensor]:
-            flat = whole().detach().reshape(-1)
+            flat = whole().detach().resolve_neg().reshape(-1)  # the sign of a view may be a mere mark
             for start in range(0, flat.numel(), BLOCK_NUMEL):
-                yield flat[start : start + BLOCK_NUMEL]
+                yield flat[start : start + BLOCK_NUMEL].contiguous()  # every second element is a view, and 1-D
 
         return cls(dtype, shape, cut)
 
@@ -53,17 +53,21 @@ class Stream:
         """The values, counted.
 
         Raises:
-            CheckpointError: they are more, fewer, or of another dtype than was said; the line begins with `what`.
+            CheckpointError: they are more, fewer, or of another dtype than was said, or cannot be had; the line begins
+                with `what`.
         """
         found = 0
-        for block in self.cut():
-            found += block.numel()
-            if block.dtype != self.dtype or found > self.numel:
-                break
-            yield block
-        else:
-            if found == self.numel:
-                return
+        try:
+            for block in self.cut():
+                found += block.numel()
+                if block.dtype != self.dtype or found > self.numel:
+                    break
+                yield block
+            else:
+                if found == self.numel:
+                    return
+        except (RuntimeError, MemoryError) as error:  # sizes that no machine has room for
+            raise CheckpointError(f"{what}: cannot be read: {first_line(error)}") from error
         raise CheckpointError(f"{what}: its values are not the {self.numel} of {self.dtype} that its file announces")
 
     def to(self, dtype: torch.dtype, what: str) -> "Stream":
@@ -105,6 +109,27 @@ class Source:
     step: int | None = None
     skipped: int = 0
     left: tuple[str, ...] = ()
+
+
+def shape_of(sizes: Any, what: str) -> tuple[int, ...]:
+    """A shape as a file from elsewhere says it.
+
+    Raises:
+        CheckpointError: it is none; the line begins with `what`.
+    """
+    try:
+        shape = tuple(torch.Size(sizes))  # takes integers and nothing else
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(f"{what}: its shape is none: {first_line(error)}") from error
+    if any(length < 0 for length in shape):
+        raise CheckpointError(f"{what}: its shape is {shape}")
+    return shape
+
+
+def first_line(error: BaseException) -> str:
+    """Of what an error says, which may be many, and long."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
 
 
 def put(file: BinaryIO, stream: Stream, what: str) -> None:

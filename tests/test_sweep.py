@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from itertools import zip_longest
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train
+from zero.config import keys
 from zero.report import sweep
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -194,6 +196,14 @@ def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch
     with pytest.raises(OSError, match="no space left"):
         sweep.write(tmp_path)
     assert {name: (tmp_path / f"sweep.{name}").read_text() for name in before} == before
+
+
+def test_the_recipes_name_settings_that_exist():
+    recipes = (ROOT / "docs" / "scale.md").read_text()
+    named = set(re.findall(r"(?<![\w./-])([a-z]+(?:\.[a-z_]+)*)=[^ =]", recipes)) - {"first"}  # a variable of a shell
+    known = {*keys(), *(path.name for path in train.CONF.iterdir() if path.is_dir())}
+    assert {"zero.stage", "resume", "offload"} <= named
+    assert {name for name in named if not name.startswith("hydra")} <= known
 
 
 # Sweeps that run

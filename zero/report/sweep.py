@@ -234,7 +234,7 @@ def spreadsheet(jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> s
     rows.writerow(["job", *keys, "status", "best", *FIGURES, "cause"])
     for job in jobs:
         figures = ["" if value is None else value for value in (getattr(job, field) for field in FIGURES)]
-        values = [job.overrides.get(key, "") for key in keys]
+        values = [job.overrides.get(key, "").replace("\r", " ") for key in keys]  # Python's writer would not quote it
         rows.writerow([job.name, *values, job.status, int(job is best), *figures, job.cause])
     return text.getvalue()
 

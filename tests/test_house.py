@@ -19,7 +19,7 @@ LAYERS = [
     ("edges", "checkpoint.hashes checkpoint.manifest checkpoint.disk checkpoint.shard checkpoint.publish"),
     ("edges", "checkpoint.contents checkpoint.save checkpoint.load checkpoint"),
     ("edges", "exchange.stream exchange.hf exchange.pickled exchange.dcp exchange.deepspeed"),
-    ("edges", "exchange.export exchange.adopt exchange"),
+    ("edges", "exchange.export exchange.adopt exchange.shown exchange"),
     ("edges", "data.order data.source data.windows data.text data.tokens data.synthetic data"),
     ("edges", "models.gpt_config models.gpt models"),
     ("edges", "config.values config.sections config build evaluate"),

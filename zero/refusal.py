@@ -5,11 +5,14 @@ Pydantic answers with a list of records over several lines; a person at a comman
 
 import difflib
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+
+SHOWN = 5
+"""Names that a sentence lists before it only counts."""
 
 
 class Key(NamedTuple):
@@ -90,6 +93,12 @@ def nearest(word: str, options: Iterable[str]) -> str:
         if close and option.lower() == close[0]:
             return f"did you mean {option}?"
     return "there are " + ", ".join(options)
+
+
+def some(names: Sequence[str]) -> str:
+    """At most `SHOWN` of them, and how many more there are; on one line, whatever they hold."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(name if name.isprintable() else repr(name) for name in names[:SHOWN]) + more
 
 
 def unknown_key(model: type[BaseModel], key: str) -> str:

@@ -27,8 +27,8 @@ def _read(split: Split) -> tuple[bytearray, bytearray]:
 
 
 def decode_bytes(tokens: Tensor) -> str:
-    """UTF-8; what does not decode becomes the replacement character."""
-    return bytes(tokens.tolist()).decode("utf-8", errors="replace")
+    """UTF-8; what does not decode becomes the replacement character, as does a token that is no byte."""
+    return bytes(min(token, 255) for token in tokens.tolist()).decode("utf-8", errors="replace")  # 255 is in no text
 
 
 def open_text(config: TextConfig, seq: int, seed: int) -> Windows:

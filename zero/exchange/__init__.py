@@ -7,5 +7,6 @@ met, and never without a list of what it may build.
 
 from zero.exchange.adopt import Adopted, Choice, adopt, read_source
 from zero.exchange.export import Exported, export, open_newest
+from zero.exchange.shown import shown
 
-__all__ = ["Adopted", "Choice", "Exported", "adopt", "export", "open_newest", "read_source"]
+__all__ = ["Adopted", "Choice", "Exported", "adopt", "export", "open_newest", "read_source", "shown"]

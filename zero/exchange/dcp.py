@@ -29,7 +29,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from zero.checkpoint.manifest import ITEM_BYTES
 from zero.errors import CheckpointError
 from zero.exchange.pickled import TRUST, check_records
-from zero.exchange.stream import Source, Stream, first_line, refused_by_the_system
+from zero.exchange.stream import Source, Stream, in_short, refused_by_the_system
 
 METADATA = ".metadata"
 
@@ -237,4 +237,4 @@ def _first(folder: Path, error: Any) -> CheckpointError:
 
 
 def _refused(what: str, error: BaseException) -> CheckpointError:
-    return CheckpointError(f"{what}: refused: {first_line(error)}; {TRUST}")
+    return CheckpointError(f"{what}: refused: {in_short(error)}; {TRUST}")

@@ -6,8 +6,9 @@ dtypes, shapes and bytes.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from zero.device import memory_of
 from zero.errors import CheckpointError
+from zero.failure import first_line
+from zero.progress import Progress
 from zero.store.files import named
 
 BLOCK_NUMEL = 2**20
@@ -67,7 +70,7 @@ class Stream:
                 if found == self.numel:
                     return
         except (RuntimeError, MemoryError) as error:  # sizes that no machine has room for
-            raise CheckpointError(f"{what}: cannot be read: {first_line(error)}") from error
+            raise CheckpointError(f"{what}: cannot be read: {in_short(error)}") from error
         raise CheckpointError(f"{what}: its values are not the {self.numel} of {self.dtype} that its file announces")
 
     def to(self, dtype: torch.dtype, what: str) -> "Stream":
@@ -111,6 +114,20 @@ class Source:
     left: tuple[str, ...] = ()
 
 
+def counted(streams: Sequence[Stream], what: str, progress: Progress) -> list[Stream]:
+    """The same values; `progress` is told how many bytes of all were cut."""
+    done, total = 0, sum(stream.nbytes for stream in streams)
+
+    def cut(stream: Stream) -> Iterator[Tensor]:
+        nonlocal done
+        for block in stream.cut():
+            yield block
+            done += block.nbytes
+            progress(what, done, total)
+
+    return [Stream(stream.dtype, stream.shape, partial(cut, stream)) for stream in streams]
+
+
 def shape_of(sizes: Any, what: str) -> tuple[int, ...]:
     """A shape as a file from elsewhere says it.
 
@@ -120,16 +137,15 @@ def shape_of(sizes: Any, what: str) -> tuple[int, ...]:
     try:
         shape = tuple(torch.Size(sizes))  # takes integers and nothing else
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise CheckpointError(f"{what}: its shape is none: {first_line(error)}") from error
+        raise CheckpointError(f"{what}: its shape is none: {in_short(error)}") from error
     if any(length < 0 for length in shape):
         raise CheckpointError(f"{what}: its shape is {shape}")
     return shape
 
 
-def first_line(error: BaseException) -> str:
-    """Of what an error says, which may be many, and long."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
+def in_short(error: BaseException) -> str:
+    """On one line, and no longer than a reader wants."""
+    return first_line(error)[:200] or type(error).__name__
 
 
 def put(file: BinaryIO, stream: Stream, what: str) -> None:

@@ -1,0 +1,33 @@
+"""A bar with the time left, for scripts: on a terminal alone, since what waits in a pipe wants no frames."""
+
+import contextlib
+from collections.abc import Iterator
+
+from rich import progress as rich_progress
+from rich.console import Console
+
+from zero.progress import Progress, silent
+
+
+@contextlib.contextmanager
+def shown(console: Console | None = None) -> Iterator[Progress]:
+    """Show what is told for the time of the block, on stderr unless another console is given."""
+    console = console or Console(stderr=True)
+    if not console.is_terminal:
+        yield silent
+        return
+    columns = (
+        rich_progress.TextColumn("{task.description}", markup=False),
+        rich_progress.BarColumn(),
+        rich_progress.TaskProgressColumn(),
+        rich_progress.TimeRemainingColumn(),
+    )
+    with rich_progress.Progress(*columns, console=console, transient=True) as bars:
+        tasks: dict[str, rich_progress.TaskID] = {}
+
+        def tell(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield tell

@@ -23,7 +23,7 @@ from conftest import SEED
 
 import zero
 from zero import errors, launch
-from zero.errors import ConfigError, DeadlineError, NonFiniteGradientError, RankFailedError
+from zero.errors import ConfigError, DeadlineError, NonFiniteGradientError, NumericsError, RankFailedError
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
 
@@ -223,6 +223,13 @@ def test_the_earliest_note_is_the_cause(folder: Path) -> None:
     error = launch._first_failure(0, 5, notes, folder)
     assert str(error).startswith("rank 1 failed: ValueError: first")
     assert "SIGSEGV" in str(launch._first_failure(1, -signal.SIGSEGV, notes[1:], folder))
+
+
+def test_what_followed_from_a_failure_is_not_the_cause(folder: Path) -> None:
+    board = launch._Board(folder)
+    board.leave_note(1, RankFailedError("rank 0 failed first"))
+    board.leave_note(0, NumericsError("the loss is not finite"))
+    assert [note["rank"] for note in board.notes()] == [0, 1]
 
 
 def test_inside_passes_errors_through_and_logs_them(folder: Path) -> None:

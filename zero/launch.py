@@ -65,6 +65,7 @@ _ASKING = (signal.SIGTERM, signal.SIGUSR1)
 _SECOND = "a second one came before the run had ended"
 
 _NOTE_S = 0.5  # for the death of another to be seen
+_LAST_WORDS_S = 1.0  # for a rank that fails in these moments too, and has a dashboard to tell
 _LATE_S = 2.0  # that the parent waits longer than a rank, which has more to say
 _TOGETHER_S = 1.0  # within which SIGTERMs are one: a scheduler signals every process, and an agent passes its own on
 _PAUSE_S = 0.05
@@ -312,6 +313,7 @@ class _RankRequest(_Request):
                 elif signum in _ASKING and self.hear(signum) and not self._has_returned:
                     self._end(_SECOND)
             if self.is_made and self._board.has_trouble():
+                time.sleep(_LAST_WORDS_S)
                 os._exit(128 + signal.SIGTERM)
             if self.is_late and not self._has_returned:
                 self._end(self._late(f"rank {self._rank}"))
@@ -358,15 +360,16 @@ class _Board:
             "cause": describe(error),
             "why": getattr(error, "why", ""),
             "stacks": isinstance(error, DeadlineError),
+            "follows": isinstance(error, RankFailedError),
             "exit_code": exit_code,
         }
         self._write(f"{rank}.note", json.dumps(note))
         return int(exit_code)
 
     def notes(self) -> list[Mapping[str, Any]]:
-        """The earliest first."""
+        """Causes before what followed from them, the earliest first."""
         notes = [json.loads(path.read_text()) for path in self.path.glob("*.note")]
-        return sorted(notes, key=lambda note: note["time_ns"])
+        return sorted(notes, key=lambda note: (note["follows"], note["time_ns"]))
 
     def has_trouble(self) -> bool:
         """Whether a rank has said that it ends, or is gone without a word."""

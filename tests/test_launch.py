@@ -226,6 +226,7 @@ def test_the_earliest_note_is_the_cause(folder: Path) -> None:
 
 
 def test_what_followed_from_a_failure_is_not_the_cause(folder: Path) -> None:
+    folder.mkdir()
     board = launch._Board(folder)
     board.leave_note(1, RankFailedError("rank 0 failed first"))
     board.leave_note(0, NumericsError("the loss is not finite"))

@@ -1,9 +1,14 @@
 """A checkpoint loads anywhere: any stage, tier, world, precision, page and choice of units gives the same state."""
 
 import contextlib
+import gc
 import itertools
 import json
+import os
 import random
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,10 +18,27 @@ from small import Setting, Small, slice_of, small_batch, small_loss
 from torch import nn
 
 import zero
-from zero.checkpoint import load, open_checkpoint, open_latest, save
+from zero.checkpoint import (
+    Root,
+    Tensors,
+    begin,
+    load,
+    open_checkpoint,
+    open_latest,
+    save,
+    snapshot_bytes,
+)
+from zero.checkpoint.disk import Disk
+from zero.checkpoint.manifest import from_text
+from zero.checkpoint.save import version
+from zero.checkpoint.shard import ShardReader, ShardWriter
+from zero.config import Config
+from zero.copied import buffers_of
 from zero.errors import CheckpointError, StaleStateError
 from zero.full import digest, full_state_dict
+from zero.saver import Saver, open_named
 from zero.testing import run_processes, run_ranks
+from zero.testing.threads import ThreadWorld
 
 PRESETS = ("none", "cpu", "nvme", "infinity", "auto")
 CELLS = [
@@ -194,13 +216,25 @@ def test_a_moving_loss_scale_goes_on_where_it_was(tmp_path: Path):
 def test_saving_and_loading_fifty_times_changes_nothing(tmp_path: Path):
     setting, world = Setting(offload=(("preset", "nvme"),)), zero.World.from_env()
     was, _ = whole_run(world, setting, 3)
+    held: list[tuple[int, int]] = []
     with opened(world, setting) as (state, step):
         state, _ = trained(world, state, step, range(2))
         for number in range(50):
             path = save(state, tmp_path / str(number % 2))
             state = load(state, open_checkpoint(world, path))
+            if number in (9, 49):
+                gc.collect()
+                tensors = sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+                held.append((tensors, resident_bytes()))
+        (tensors, resident), (tensors_after, resident_after) = held
+        assert tensors_after == tensors
+        assert resident_after - resident < 8 * 2**20  # a leaked block or MiB of a reader would make forty or more
         state, _ = trained(world, state, step, range(2, 3))
         assert digest(state) == was
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -248,9 +282,9 @@ class Wider(Small):
         super().__init__(vocab=12)
 
 
-def refusal_of(world, path, build, **options):
+def refusal_of(world, path, build, optimizer=zero.adamw, **options):
     """What `load` says, and that nothing was changed by it."""
-    with opened(world, Setting(), build) as (state, _):
+    with opened(world, Setting(optimizer=optimizer), build) as (state, _):
         before = digest(state)
         with pytest.raises(CheckpointError) as caught:
             load(state, open_checkpoint(world, path), **options)
@@ -289,6 +323,244 @@ def test_partial_keeps_what_it_names(tmp_path: Path):
     for name, value in now.items():
         kept = name.startswith(("extra.", "blocks.0."))
         assert torch.equal(value, fresh[name] if kept else there[name]), name
+
+
+def test_partial_may_name_a_kind_so_another_optimizer_takes_over(tmp_path: Path):
+    world = zero.World.from_env()
+    _, path = saved(world, Setting(), tmp_path)
+    lion = Setting(optimizer=zero.lion)
+    assert "mu/embed.weight" not in refusal_of(world, path, Small, optimizer=zero.lion)
+    assert "nu/embed.weight" in refusal_of(world, path, Small, optimizer=zero.lion)
+    _, written_by_lion = saved(world, lion, tmp_path / "lion")
+    for setting, source in ((lion, path), (Setting(), written_by_lion)):
+        with opened(world, setting.but(seed=5)) as (state, _), opened(world, setting.but(seed=5)) as (fresh, _):
+            state = load(state, open_checkpoint(world, source), partial=["nu/*"])
+            there = values_of_kind(source, "mu")
+            assert all(torch.equal(value, there[name]) for name, value in full_state_dict(state, "mu").items())
+            if "nu" in state.plan.optimizer.moments:
+                untouched = full_state_dict(fresh, "nu")
+                assert all(torch.equal(value, untouched[name]) for name, value in full_state_dict(state, "nu").items())
+
+
+def values_of_kind(path: Path, kind: str) -> dict[str, torch.Tensor]:
+    checkpoint = open_checkpoint(zero.World.from_env(), path)
+    with Tensors(checkpoint) as files:
+        return {
+            entry.name: files.read(entry, 0, entry.numel).view(entry.shape)
+            for entry in checkpoint.manifest.entries
+            if entry.kind == kind
+        }
+
+
+def test_without_moments_any_optimizers_checkpoint_is_evaluated(tmp_path: Path):
+    world = zero.World.from_env()
+    _, path = saved(world, Setting(), tmp_path)
+    for optimizer in (zero.lion, zero.sgd):
+        with opened(world, Setting(seed=5, optimizer=optimizer)) as (state, _):
+            state = load(state, open_checkpoint(world, path), moments=False)
+            there = values_of_kind(path, "parameter")
+            assert all(torch.equal(full_state_dict(state)[name], value) for name, value in there.items())
+
+
+class Frozen(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].linear.weight.requires_grad_(False)
+
+
+def test_what_was_trained_may_be_frozen_and_the_other_way_round(tmp_path: Path):
+    world, name = zero.World.from_env(), "blocks.0.linear.weight"
+    _, trained_path = saved(world, Setting(), tmp_path / "trained")
+    _, frozen_path = saved(world, Setting(), tmp_path / "frozen", build=Frozen)
+    assert f"mu/{name}, nu/{name} are not in the model" in refusal_of(world, trained_path, Frozen)
+    assert f"mu/{name}, nu/{name} are missing" in refusal_of(world, frozen_path, Small)
+    for path, build, kind in ((trained_path, Frozen, "parameter"), (frozen_path, Small, "frozen")):
+        with opened(world, Setting(seed=5), build) as (state, _):
+            state = load(state, open_checkpoint(world, path), partial=[f"mu/{name}", f"nu/{name}"])
+            assert torch.equal(full_state_dict(state)[name], values_of_kind(path, kind)[name])
+
+
+# -- what goes wrong on one rank ---------------------------------------------------------------------------------------
+
+
+class Spectral(Small):
+    """With a buffer of a dtype that no checkpoint holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("freqs", torch.ones(4, dtype=torch.complex64))
+
+
+def saver_of(world, plan, folder, **keys):
+    config = Config.model_validate({"checkpoint": {"dir": str(folder), **keys}})
+    return Saver(config, plan, folder.parent, facts=dict, note=lambda text: None, asked_to_stop=lambda: False)
+
+
+@pytest.mark.filterwarnings("ignore:not saved, training goes on")
+def test_a_dtype_that_no_file_holds_is_refused_by_every_rank_and_leaves_no_folder(tmp_path: Path):
+    root = tmp_path / "root"
+
+    def go(world):
+        with opened(world, Setting(), Spectral) as (state, step):
+            with pytest.raises(CheckpointError, match=r"freqs.*complex64"):
+                save(state, root)
+            with pytest.raises(CheckpointError, match=r"buffer freqs is torch\.complex64.*persistent=False"):
+                saver_of(world, state.plan, root, every=1)
+            saver = saver_of(world, state.plan, root, on_failure="continue")
+            saver.save(state)
+            assert saver.last_published is None
+            trained(world, state, step, range(1))  # together
+            return True
+
+    assert run_ranks(2, go, timeout_s=30) == [True, True]
+    assert not root.exists()
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_whatever_goes_wrong_while_one_rank_writes_all_ranks_hear_of(behind: bool, tmp_path: Path, monkeypatch):
+    real = ShardWriter.write
+
+    def write(writer, view):
+        if "rank-00001" in writer._path.name:
+            raise MemoryError("no memory for a block\nand more")
+        real(writer, view)
+
+    monkeypatch.setattr(ShardWriter, "write", write)
+
+    def go(world):
+        with opened(world, Setting()) as (state, _):
+            with pytest.raises(CheckpointError) as caught:
+                begin(state, tmp_path, behind=behind).finish()
+            return str(caught.value)
+
+    said = "rank 1: its file was not written: MemoryError: no memory for a block"
+    assert run_ranks(2, go, timeout_s=30) == [said, said]
+    assert not list(tmp_path.iterdir())
+
+
+class SlowDisk(Disk):
+    """Every transfer of more than a page takes a while."""
+
+    def __init__(self, delay_s: float) -> None:
+        self.delay_s = delay_s
+
+    def pread(self, fd, view, offset):
+        time.sleep(self.delay_s * (len(view) > 4096))
+        return super().pread(fd, view, offset)
+
+    def pwrite(self, fd, view, offset):
+        time.sleep(self.delay_s * (len(view) > 4096))
+        return super().pwrite(fd, view, offset)
+
+
+def test_the_deadline_is_for_waits_and_not_for_work(tmp_path: Path):
+    """One rank writes or reads for longer than any wait may take; the other one waits for it."""
+    (_, alone), *_ = run_ranks(1, saved, Setting(), tmp_path / "alone")
+    assert len(list(alone.glob("*.safetensors"))) == 1
+    timeout_s, slow = 0.6, SlowDisk(1.5)
+
+    def go(world):
+        checkpoint = open_checkpoint(world, alone, slow)
+        with opened(world, Setting()) as (state, _):
+            saving = begin(state, Root(tmp_path / "root", slow if world.rank else None), behind=True)
+            return checkpoint.step, saving.finish().name
+
+    worlds = ThreadWorld.all_ranks(2, timeout_s=timeout_s)
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(go, worlds)) == [(2, "step-0000000000")] * 2
+
+
+def test_blocks_are_shared_by_ranks_and_threads_and_damage_is_found_wherever_it_is(tmp_path: Path, monkeypatch):
+    for module in ("hashes", "shard", "load"):
+        monkeypatch.setattr(sys.modules[f"zero.checkpoint.{module}"], "BLOCK_BYTES", 2**20)
+    _, path = saved(zero.World.from_env(), Setting(), tmp_path, steps=0, build=lambda: Small(width=500))
+    (file,) = path.glob("*.safetensors")
+    whole = file.read_bytes()
+    assert len(whole) > 6 * 2**20
+    read: list[int] = []
+    real = ShardReader.digest
+    monkeypatch.setattr(
+        ShardReader, "digest", lambda one, number, block: read.append(number) or real(one, number, block)
+    )
+
+    def look(world):
+        try:
+            return open_checkpoint(world, path).step
+        except CheckpointError as error:
+            return str(error)
+
+    for size in (1, 2, 3, 20):
+        read.clear()
+        assert run_ranks(size, look) == [0] * size
+        assert sorted(read) == list(range(-(-len(whole) // 2**20))), "each block once"
+    begins = sorted((one.pieces[0].offset, f"{one.kind}/{one.name}") for one in manifest_of(path).entries if one.pieces)
+    place = random.randrange(begins[0][0], len(whole))
+    mib = place // 2**20 * 2**20
+    first = max([begins[0], *(one for one in begins if one[0] <= mib)])[1]
+    file.write_bytes(whole[:place] + bytes([whole[place] ^ 8]) + whole[place + 1 :])
+    for size in (1, 3):
+        for line in run_ranks(size, look):
+            assert f"{file}: bytes {mib} to" in line, place
+            assert f"in '{first}' or after it" in line, place
+
+
+def manifest_of(path: Path):
+    return from_text((path / "manifest.json").read_bytes())
+
+
+def test_few_files_are_open_at_once(tmp_path: Path):
+    (_, path), *_ = run_ranks(12, saved, Setting(), tmp_path, 0)
+    checkpoint = open_checkpoint(zero.World.from_env(), path)
+    before = len(os.listdir("/proc/self/fd"))
+    with Tensors(checkpoint) as files:
+        for entry in checkpoint.manifest.entries:
+            files.read(entry, 0, entry.numel)
+            assert len(os.listdir("/proc/self/fd")) - before <= 8
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_copy_that_leaves_no_room_is_not_made(tmp_path: Path, monkeypatch):
+    world = zero.World.from_env()
+    with opened(world, Setting()) as (state, _):
+        for beside, written_behind in ((2**28 + 1, True), (2**28 - 1, False)):
+            monkeypatch.setattr("zero.saver.free_host_bytes", lambda: snapshot_bytes(state.plan) + beside)  # noqa: B023
+            saver = saver_of(world, state.plan, tmp_path / "root", **{"async": True})
+            assert saver._fits_beside(state) == written_behind
+
+
+# -- what is said of it ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_finite_or_not_of_this_run_is_said_in_a_line(tmp_path: Path):
+    world, said = zero.World.from_env(), []
+    with opened(world, Setting()) as (state, _):
+        config = Config.model_validate({"checkpoint": {"dir": str(tmp_path / "root")}})
+
+        def saver_with(config, data, began=None):
+            facts = {"config": config.plain(), "data": data}
+            return Saver(
+                config, state.plan, tmp_path, facts=lambda: facts, note=said.append, asked_to_stop=lambda: False,
+                began_from=began,
+            )  # fmt: skip
+
+        saver = saver_with(config, "abc")
+        assert saver.last_published is None
+        next(iter(buffers_of(state.model).values())).fill_(float("nan"))
+        saver.save(state)
+        path = saver.last_published
+    assert path == tmp_path / "root" / "step-0000000000"
+    began = open_named(path, world, said.append)
+    assert said[-1] == f"warning: {path} holds values that are NaN or infinite"
+    assert began.manifest.facts["versions"]["zero"] == version()
+    assert len(began.facts["digest of the config"]) == 64
+    said.clear()
+    saver_with(config, "abc", began)
+    assert not said
+    saver_with(config.model_copy(update={"seed": 5}), "xyz", began)
+    assert said == [
+        "the digest of the data is xyz, and was abc in the run that saved the checkpoint",
+        "seed is 5, and was 0 in the run that saved the checkpoint",
+    ]
 
 
 def test_a_state_that_was_loaded_into_is_spent(tmp_path: Path):

@@ -28,7 +28,7 @@ from small import Setting, Small, slice_of, small_batch
 import zero
 from zero.checkpoint import Root, begin, load, open_checkpoint, open_latest, save
 from zero.checkpoint.disk import Disk
-from zero.checkpoint.hashes import Hasher
+from zero.checkpoint.hashes import BLOCK_BYTES, hash_block, hash_of
 from zero.errors import CheckpointError
 from zero.full import digest
 from zero.testing import run_ranks
@@ -97,7 +97,7 @@ def test_files_of_several_mib_are_no_different(tmp_path: Path):
 def test_the_trial_sees_what_loads_silently(kept: Path, monkeypatch: pytest.MonkeyPatch):
     """Without the hashes of the blocks and the MiB, the fuzz above would not pass."""
     monkeypatch.setattr("zero.checkpoint.shard.ShardReader._compare", lambda *_: None)
-    monkeypatch.setattr("zero.checkpoint.shard.ShardReader.verify", lambda _: None)
+    monkeypatch.setattr(sys.modules["zero.checkpoint.load"], "compare", lambda *_: None)
     found = Counter(one.outcome for one in fuzz(1, start_of(), kept, cases(len(KINDS), SEED)))
     assert found["silent"] >= 3
 
@@ -118,16 +118,19 @@ def test_a_path_that_is_no_checkpoint_is_refused(path: str, kept: Path):
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_who_may_write_in_the_root_is_warned_of(kept: Path, tmp_path: Path):
+@pytest.mark.parametrize("which", ["root", "step"])
+def test_where_anybody_may_write_nothing_is_believed(which: str, kept: Path, tmp_path: Path):
     folder = copied(kept, tmp_path)
-    folder.parent.chmod(0o777)
-    world = zero.World.from_env()
-    for look in (lambda: open_checkpoint(world, folder), lambda: open_latest(world, folder.parent)):
-        with pytest.warns(UserWarning, match="anybody may write here") as warned:
-            look()
-        assert len(warned) == 1
-    folder.parent.chmod(0o755)
-    open_checkpoint(world, folder)
+    open_to_all, world = folder.parent if which == "root" else folder, zero.World.from_env()
+    open_to_all.chmod(0o777)
+    with pytest.raises(CheckpointError, match=rf"{open_to_all}: anybody may write here; chmod o-w it"):
+        open_checkpoint(world, folder)
+    if which == "root":
+        with pytest.raises(CheckpointError, match="none of its 2 checkpoints is valid"):
+            open_latest(world, folder.parent)
+    for mode in (0o1777, 0o775):  # sticky: nobody replaces what is another's; a group is chosen
+        open_to_all.chmod(mode)
+        open_checkpoint(world, folder)
 
 
 # -- crafted files -----------------------------------------------------------------------------------------------------
@@ -161,9 +164,8 @@ def put(folder: Path, data: bytes, size: int | None = None) -> None:
     """Another file of rank 1, padded to `size` bytes, with all hashes made right."""
     data = data.ljust(size or 0, b"\0")
     (folder / "rank-00001-of-00002.safetensors").write_bytes(data)
-    hasher = Hasher()
-    hasher.update(memoryview(data))
-    found = hasher.result()
+    assert len(data) <= BLOCK_BYTES
+    found = hash_of(len(data), [hash_block(memoryview(data))])
     crcs = "".join(f"{crc:08x}" for crc in found.crcs)
     restamp(
         folder, lambda body: body["files"].__setitem__(1, {"size": found.size, "sha256": found.sha256, "crcs": crcs})

@@ -3,11 +3,13 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,8 +68,10 @@ def test_there_is_nothing_to_resume_from(here, capfd):
     assert train.main([*TINY, "resume=latest"]) == 0
     assert train.main([*TINY, "resume=nowhere"]) == 4
     said = capfd.readouterr().err.strip()
-    assert "resume=nowhere" in said
+    assert said.startswith("nowhere: there is no checkpoint")
     assert "\n" not in said
+    assert train.main([*TINY, "mode=eval", "resume=latest", "hydra.run.dir=alone/1"]) == 4
+    assert "mode=eval resume=latest: there is no checkpoint" in capfd.readouterr().err
 
 
 def test_only_damaged_ones_are_an_error_that_names_the_file(here, capfd):
@@ -86,6 +90,8 @@ def test_mode_eval_gives_the_loss_that_training_gave(here):
     trained, evaluated = (json.loads((folder / "summary.json").read_text()) for folder in folders(here))
     assert evaluated["val_loss"] == trained["val_loss"]
     assert evaluated["exit_reason"] == "evaluated"
+    assert train.main([*TINY, "mode=eval", "resume=latest", "optim=lion"]) == 0  # whatever the optimizer
+    assert json.loads((folders(here)[2] / "summary.json").read_text())["val_loss"] == trained["val_loss"]
 
 
 def test_a_failed_save_stops_the_run_or_does_not(here, monkeypatch, recwarn):
@@ -102,19 +108,133 @@ def test_a_failed_save_stops_the_run_or_does_not(here, monkeypatch, recwarn):
     assert not list(here.glob("runs/*/*/checkpoints/*"))
 
 
-def test_after_two_failed_starts_from_one_checkpoint_an_older_one_is_taken(here):
-    assert train.main([*TINY, "checkpoint.every=2"]) == 0
-    (folder,) = folders(here)
-    config, world, said = Config(resume="none"), zero.World.from_env(), []
-    assert find(config, world, folder, said.append, restarts=1).step == 4
-    for _ in range(2):
-        record_start(folder, 4)
-    assert find(config, world, folder, said.append, restarts=3).step == 2
+# -- where a run goes on from ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory) -> Path:
+    """A run that has saved steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("once")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert train.main([*TINY, "checkpoint.every=2"]) == 0
+    return folders(folder)[0]
+
+
+@pytest.fixture
+def done(once, here) -> Path:
+    """A copy of it that may be spoiled."""
+    return Path(shutil.copytree(once, here / "runs" / "2026-01-01" / "10-00-00"))
+
+
+def new_run(done: Path, name: str = "11-00-00") -> Path:
+    (done.parent / name).mkdir()
+    return done.parent / name
+
+
+def found(folder: Path, restarts: int = 0, said: list[str] | None = None, mode: str = "train", **keys: object) -> Any:
+    """The step that this start of the run in `folder` goes on from; it is recorded as a start."""
+    resume = str(keys.pop("resume", "none"))
+    config = Config.model_validate({"mode": mode, "resume": resume, "checkpoint": keys})
+    note = [].append if said is None else said.append
+    checkpoint = find(config, zero.World.from_env(), folder, note, restarts=restarts)
+    if mode == "train":
+        record_start(folder, checkpoint)
+    return checkpoint and checkpoint.step
+
+
+def test_after_two_failed_starts_from_one_checkpoint_an_older_one_is_taken(done):
+    said: list[str] = []
+    assert [found(done, restarts, said) for restarts in (1, 2, 3)] == [4, 4, 2]
     assert any("step-0000000004: two starts from it have failed" in line for line in said)
-    for _ in range(2):
-        record_start(folder, 2)
+    with (done / "starts.jsonl").open("a") as file:  # step 4 is written anew, and is a suspect no longer
+        file.write('{"saved": "4"}\n')
+    assert [found(done, restarts) for restarts in (4, 5, 6, 7)] == [4, 4, 2, 2]
     with pytest.raises(CheckpointError, match="none of its 2 checkpoints is valid"):
-        find(config, world, folder, said.append, restarts=5)
+        found(done, 8)
+
+
+@pytest.mark.parametrize("resume", ["latest", "run", "step"])
+def test_a_start_from_another_run_steps_back_there_unless_a_step_was_named(resume, done):
+    folder, path = new_run(done), {"run": done, "step": done / "checkpoints" / "step-0000000004"}.get(resume, resume)
+    then = 4 if resume == "step" else 2
+    assert [found(folder, restarts, resume=path) for restarts in range(4)] == [4, 4, then, then]
+
+
+def test_a_restart_takes_what_its_own_run_saved_or_began_from(done):
+    kept, folder = done / "checkpoints", new_run(done)
+    assert found(folder, resume=kept / "step-0000000002") == 2
+    assert found(folder, 1, resume=kept / "step-0000000002") == 2
+    shutil.copytree(kept / "step-0000000004", folder / "checkpoints" / "step-0000000004")
+    assert found(folder, 2, resume=kept / "step-0000000002") == 4
+    fresh = new_run(done, "12-00-00")
+    assert [found(fresh, restarts) for restarts in range(3)] == [None, None, None]
+
+
+@pytest.mark.parametrize("resume", ["none", "step"])
+def test_what_would_be_older_than_what_is_there_is_not_begun(resume, done):
+    kept, folder = done / "checkpoints", new_run(done)
+    path = kept / "step-0000000002" if resume == "step" else resume
+    with pytest.raises(CheckpointError, match=r"step-0000000004: is there already.*checkpoint\.dir"):
+        found(folder, resume=path, dir=str(kept))
+    assert found(folder, resume=kept / "step-0000000002", mode="eval", dir=str(kept)) == 2  # it saves nothing
+    spoil(kept / "step-0000000004")
+    assert found(folder, resume="latest", dir=str(kept)) == 2  # what is damaged is no rival
+    assert found(new_run(done, "12-00-00"), resume=kept, dir=str(kept)) == 2
+
+
+def test_latest_looks_at_runs_of_the_same_layout_and_at_no_others(done):
+    sweep = done.parent.parent / "2026-01-02" / "09-00-00" / "3"
+    for folder in (new_run(done), sweep):
+        folder.mkdir(parents=True, exist_ok=True)
+        assert found(folder, resume="latest") == 4
+    for strange in (done.parent.parent / "mine", done.parent.parent.parent / "mine", done / "mine" / "1"):
+        strange.mkdir(parents=True)
+        assert found(strange, resume="latest") is None
+    odd = done.parent.parent.parent / "line\u2028separator"
+    moved = Path(shutil.copytree(done.parent.parent, odd / "runs")) / done.parent.name
+    assert found(moved / "11-00-00", resume="latest") == 4
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_a_step_that_is_no_folder_is_rejected_and_not_passed_over(kind, done):
+    root = done.parent / "kept"
+    root.mkdir()
+    name = "step-0000000004"
+    if kind == "link":
+        (root / name).symlink_to(done / "checkpoints" / name)
+    else:
+        (root / name).write_text("")
+    with pytest.raises(
+        CheckpointError, match=f"none of its 1 checkpoints is valid; the newest: .*{name}: is not a fol"
+    ):
+        found(new_run(done), resume="latest", dir=str(root))
+
+
+def test_another_runs_checkpoints_may_vanish_while_they_are_looked_at(done, monkeypatch):
+    real, folder = Path.lstat, new_run(done)
+
+    def vanishing(path: Path) -> os.stat_result:
+        if path.name == "step-0000000002":
+            raise FileNotFoundError(path)
+        return real(path)
+
+    monkeypatch.setattr(Path, "lstat", vanishing)
+    assert found(folder, resume="latest") == 4
+
+
+def test_a_step_may_be_named_under_any_name_and_from_inside(done, monkeypatch):
+    best = Path(shutil.copytree(done / "checkpoints" / "step-0000000004", done.parent / "best"))
+    assert found(new_run(done), resume=best) == 4
+    monkeypatch.chdir(best)
+    assert found(new_run(done, "12-00-00"), resume=".") == 4
+
+
+def spoil(folder: Path) -> None:
+    (file,) = folder.glob("*.safetensors")
+    octets = bytearray(file.read_bytes())
+    octets[5000] ^= 1
+    file.write_bytes(octets)
 
 
 @pytest.mark.process

@@ -2,37 +2,52 @@
 
 A run saves every so many steps, and when it is asked to stop. Behind training (`checkpoint.async`) a thread writes a
 copy; every rank says with each step whether its file is written, so all publish it after the same step.
+
+A run that was started again after a failure goes on from what it saved itself, else from what it began from: its
+folder has a line for every start and every checkpoint that it published. A run that is new in a folder of checkpoints
+goes on from the newest of them or is refused, so that what is newest there is always the latest of one history.
 """
 
+import contextlib
+import hashlib
 import json
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zero.checkpoint import Checkpoint, Root, Saving, begin, open_checkpoint, open_latest, snapshot_bytes
-from zero.checkpoint.manifest import step_of
-from zero.checkpoint.save import told
+from zero.checkpoint import Checkpoint, Root, Saving, begin, open_at, open_first, open_latest, snapshot_bytes
+from zero.checkpoint.contents import check
+from zero.checkpoint.disk import naming
+from zero.checkpoint.load import FOLDER, is_step
+from zero.checkpoint.manifest import step_name, step_of
+from zero.checkpoint.save import by_rank_0, told
 from zero.config import Config
+from zero.copied import buffers_of
 from zero.device import free_host_bytes
 from zero.errors import CheckpointError
+from zero.plan import Plan
 from zero.progress import Progress, silent
 from zero.state import State
 from zero.world import World
 
-FOLDER = "checkpoints"
-"""Of a run, inside its folder."""
-
 STARTS = "starts.jsonl"
-"""In the run's folder: where each of its starts went on from."""
+"""In the run's folder: each start, as {"from": folder or null, "step": number}, and each save, as {"saved": folder}."""
+
+MARGIN_BYTES = 2**28
+"""Beside a copy of the state, what writing it takes and what training may still want."""
 
 ASKED_TO_STOP, NOTHING_TO_WRITE = 1, 2
 """Bits of what each rank says with a step."""
 
 
 class Saver:
-    """Saves one run.
+    """Saves one run. Making one is collective.
+
+    Attributes:
+        last_published: the newest checkpoint that this start of the run has published.
 
     Args:
         folder: of the run.
@@ -41,12 +56,15 @@ class Saver:
         progress: shows how far a save is.
         asked_to_stop: whether this rank was.
         began_from: what the run goes on from, whose bytes were all compared.
+
+    Raises:
+        CheckpointError: the run is to save, and no checkpoint could hold its state.
     """
 
     def __init__(
         self,
         config: Config,
-        world: World,
+        plan: Plan,
         folder: Path,
         *,
         facts: Callable[[], Mapping[str, Any]],
@@ -55,11 +73,19 @@ class Saver:
         asked_to_stop: Callable[[], bool],
         began_from: Checkpoint | None = None,
     ) -> None:
-        self._keys, self._world, self._facts, self._note = config.checkpoint, world, facts, note
+        self._keys, self._world, self._note = config.checkpoint, plan.world, note
+        self._facts = lambda: {**facts(), "digest of the config": _digest(config)}
         self._progress, self._asked_to_stop = progress, asked_to_stop
-        self.root = Root(root_of(config, folder))
+        self._folder, self.root = folder, Root(root_of(config, folder))
         self._under_way: Saving | None = None
-        self._valid = set() if began_from is None else {began_from.folder}  # and what this run publishes
+        self.last_published: Path | None = None
+        self._valid = set() if began_from is None else {began_from.folder.absolute()}  # and what this run publishes
+        if config.checkpoint.every > 0:
+            check(plan, buffers_of(plan.model))
+        if began_from is not None:
+            _note_differences(began_from.facts, self._facts(), note)
+        if config.mode == "train":
+            told(self._world, lambda: record_start(folder, began_from) if self._world.rank == 0 else {})
 
     def word(self) -> float:
         """What this rank says with a step: sums of the bits above."""
@@ -99,27 +125,27 @@ class Saver:
         if saving is None:
             return
         with _Failures(self._keys.on_failure):
-            path = saving.finish()
-            self._valid.add(path)
+            self.last_published = path = saving.finish()
+            self._valid.add(path.absolute())
             self._note(f"saved {path}")
-            told(self._world, self._retain)
+            told(self._world, lambda: self._keep(path) if self._world.rank == 0 else {})
 
     def abandon(self) -> None:
         """The run has failed: what was not published never will be."""
         if self._under_way is not None:
             self._under_way.abandon()
 
-    def _retain(self) -> dict[str, Any]:
-        if self._world.rank == 0:
-            self.root.retain(self._keys.keep, self._keys.keep_every, lambda folder: folder in self._valid)
-        return {}
+    def _keep(self, published: Path) -> dict[str, Any]:
+        self.root.retain(self._keys.keep, self._keys.keep_every, lambda one: one.absolute() in self._valid)
+        return _record(self._folder, {"saved": str(published.absolute())})
 
     def _fits_beside(self, state: State) -> bool:
         """Whether a copy has room on every rank's machine."""
         if not self._keys.async_:
             return False
         needs, free = snapshot_bytes(state.plan), free_host_bytes() // self._world.local_size
-        fits = all(text == "True" for text in self._world.gather_texts(str(needs < free), "room for a copy"))
+        has_room = needs + MARGIN_BYTES < free
+        fits = all(text == "True" for text in self._world.gather_texts(str(has_room), "room for a copy"))
         if not fits:
             self._note(
                 f"checkpoint.async: a copy of {needs / 2**20:,.0f} MiB has no room on every rank ({free / 2**20:,.0f} "
@@ -158,73 +184,57 @@ def find(
     *,
     restarts: int = 0,
 ) -> Checkpoint | None:
-    """The checkpoint that `resume` means, opened; None for a fresh start. Collective.
+    """The checkpoint that the run in `folder` goes on from, opened; None for a fresh start. Collective.
 
     Args:
-        restarts: how often this run was started again: then it goes on from what it saved itself, if it did.
+        restarts: how often this run was started again after a failure.
 
     Raises:
-        CheckpointError: there is none where the user named one, or there are only damaged ones.
+        CheckpointError: there is none where the user wants one, or there are only damaged ones, or what this run saves
+            would be older than what is there already.
     """
-    own = root_of(config, folder)
-    if config.mode == "train":
-        told(world, lambda: _swept(own) if world.rank == 0 else {})
-    if restarts and _last_save_s(own) > 0:
-        found, rejected = open_latest(world, own, suspect=_suspects(folder), progress=progress)
-        return found and _chosen(found, rejected, note)
-    if config.resume == "none":
-        return None
-    if config.resume != "latest":
-        return open_named(Path(config.resume), world, note, progress)
-    roots = _newest_roots(config, folder)
-    for root in (Path(text) for text in world.share("\n".join(map(str, roots))).splitlines()):
-        found, rejected = open_latest(world, root, progress=progress)
-        if found is not None:
-            return _chosen(found, rejected, note)
-    note("resume=latest: there is no checkpoint, so this run starts afresh")
+    own = root_of(config, folder).absolute()
+    trains = config.mode == "train"
+    lines = json.loads(by_rank_0(world, lambda: json.dumps(_put_in_order(own, folder, restarts)))) if trains else []
+    if lines:
+        found, rejected = _again(config, world, own, lines, progress)
+    elif config.resume == "none":
+        found, rejected = None, []
+    elif config.resume == "latest":
+        found, rejected = _newest(config, world, folder, progress)
+    else:
+        found, rejected = open_at(world, Path(config.resume), progress)
+    if trains and not lines:
+        told(world, lambda: _refuse_newer(own, found, rejected) if world.rank == 0 else {})
+    if found is not None:
+        return _chosen(found, rejected, note)
+    if config.mode == "eval":
+        raise CheckpointError("mode=eval resume=latest: there is no checkpoint; give resume=PATH of a step or a run")
+    if config.resume == "latest":
+        note("resume=latest: there is no checkpoint, so this run starts afresh")
     return None
 
 
 def open_named(path: Path, world: World, note: Callable[[str], None], progress: Progress = silent) -> Checkpoint:
-    """The checkpoint at `path`, a step's folder, or the newest valid one of a run or a root. Collective.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
-    inside = path / FOLDER
-    if step_of(path.name) is not None:
-        return _chosen(open_checkpoint(world, path, progress=progress), (), note)
-    found, rejected = open_latest(world, inside if inside.is_dir() else path, progress=progress)
-    if found is None:
-        raise CheckpointError(f"resume={path}: there is no checkpoint; give a step, a run or a folder of checkpoints")
-    return _chosen(found, rejected, note)
-
-
-def _swept(root: Path) -> dict[str, Any]:
-    """What a dead run left in the folder that this run will write in is put in order before anything is read."""
-    Root(root).sweep()
-    return {}
+    """As `open_at`; what there is to say of it, `note` hears."""
+    return _chosen(*open_at(world, path, progress), note)
 
 
 def _chosen(found: Checkpoint, rejected: Sequence[str], note: Callable[[str], None]) -> Checkpoint:
     for line in rejected:
         note(f"rejected {line}")
     note(f"resuming from {found.folder}")
+    if not found.manifest.finite:
+        note(f"warning: {found.folder} holds values that are NaN or infinite")
     return found
 
 
-def record_start(folder: Path, step: int | None) -> None:
-    """Remember that the run in `folder` starts from the checkpoint of `step`; None: from nothing."""
-    with (folder / STARTS).open("a") as file:
-        file.write(json.dumps({"from": step}) + "\n")
-
-
-def _suspects(folder: Path) -> dict[int, str]:
-    """Checkpoints that two starts of this run have gone from and failed, without saving a newer one."""
-    path = folder / STARTS
-    lines = path.read_text().splitlines() if path.exists() else []
-    starts = Counter(json.loads(line)["from"] for line in lines)
-    return {step: "two starts from it have failed" for step, count in starts.items() if step is not None and count > 1}
+def _newest(config: Config, world: World, folder: Path, progress: Progress) -> tuple[Checkpoint | None, list[str]]:
+    for root in json.loads(by_rank_0(world, lambda: json.dumps([str(one) for one in _newest_roots(config, folder)]))):
+        found, rejected = open_latest(world, root, progress=progress)
+        if found is not None:
+            return found, rejected
+    return None, []
 
 
 def _newest_roots(config: Config, folder: Path) -> list[Path]:
@@ -232,12 +242,126 @@ def _newest_roots(config: Config, folder: Path) -> list[Path]:
     own = root_of(config, folder)
     if config.checkpoint.dir is not None or _last_save_s(own) > 0:
         return [own]
-    runs = folder.absolute().parent.parent
-    roots = sorted({*runs.glob(f"*/{FOLDER}"), *runs.glob(f"*/*/{FOLDER}")}, key=_last_save_s, reverse=True)
-    return [root for root in roots if _last_save_s(root) > 0]
+    saves = {root: _last_save_s(root) for root in _roots_beside(folder.absolute())}
+    return sorted((root for root in saves if saves[root] > 0), key=lambda root: saves[root], reverse=True)
+
+
+def _roots_beside(folder: Path) -> list[Path]:
+    """Of the runs in runs/<date>/<time>/ and runs/<date>/<time>/<number>/, if this is one; of other folders, nobody
+    knows whose they are."""
+    dates = [date for date in folder.parents[:2] if _is_date(date)]
+    days = [day for date in dates for day in date.parent.glob("*") if _is_date(day)]
+    return sorted({root for day in days for pattern in ("*", "*/*") for root in day.glob(f"{pattern}/{FOLDER}")})
+
+
+def _is_date(path: Path) -> bool:
+    return re.fullmatch(r"\d{4}-\d{2}-\d{2}", path.name) is not None
 
 
 def _last_save_s(root: Path) -> float:
     """When something was published there; 0: never."""
-    steps = (path for path in root.glob("step-*") if step_of(path.name) is not None)
-    return max((path.lstat().st_mtime for path in steps), default=0.0)
+    last_s = 0.0
+    for path in root.glob("step-*"):
+        with contextlib.suppress(FileNotFoundError):  # its run has removed it meanwhile
+            last_s = max(last_s, path.lstat().st_mtime if step_of(path.name) is not None else 0.0)
+    return last_s
+
+
+def _refuse_newer(own: Path, found: Checkpoint | None, rejected: Sequence[str]) -> dict[str, Any]:
+    """Those that were found damaged on the way to `found` are no rivals."""
+    step = -1 if found is None else found.step
+    walked_here = bool(rejected) and found is not None and found.folder.parent.absolute() == own
+    newer = [one for one in Root(own).steps() if one > step]
+    if newer and not walked_here:
+        begins = "begins anew" if found is None else f"goes on from step {step}"
+        raise CheckpointError(
+            f"{own / step_name(newer[-1])}: is there already, this run {begins}, and resume=latest would prefer it to "
+            "what this run saves; set another checkpoint.dir, or resume=latest"
+        )
+    return {}
+
+
+# -- what a run remembers of itself ------------------------------------------------------------------------------------
+
+
+def record_start(folder: Path, checkpoint: Checkpoint | None) -> dict[str, Any]:
+    """Remember that the run in `folder` starts from there; None: from nothing."""
+    if checkpoint is None:
+        return _record(folder, {"from": None, "step": None})
+    return _record(folder, {"from": str(checkpoint.folder.absolute()), "step": checkpoint.step})
+
+
+def _record(folder: Path, line: Mapping[str, Any]) -> dict[str, Any]:
+    with naming(folder / STARTS, "writing it"), (folder / STARTS).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    return {}
+
+
+def _put_in_order(root: Path, folder: Path, restarts: int) -> list[dict[str, Any]]:
+    """Clear up what a dead run left in the root that this run will write in; returns what this run has recorded."""
+    Root(root).sweep()
+    path = folder / STARTS
+    with naming(path, "reading it"):
+        if not restarts:
+            path.unlink(missing_ok=True)  # an earlier run's in the same folder
+        lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]  # the last one may be torn
+
+
+def _again(
+    config: Config, world: World, own: Path, lines: Sequence[Mapping[str, Any]], progress: Progress
+) -> tuple[Checkpoint | None, list[str]]:
+    """After a failure: the newest valid one that this run saved, or else what it began from, or one older than that.
+
+    Whatever is in its root and newer than what it began from, the run has saved itself: see `_refuse_newer`.
+    """
+    began = lines[0]["from"]
+    step = -1 if began is None else lines[0]["step"]
+    suspects = _suspects(lines)
+    named = config.resume not in ("none", "latest") and is_step(Path(config.resume))
+    if named:
+        suspects.pop(Path(began), None)  # nothing else will do
+
+    def candidates() -> list[str]:
+        found = [own / step_name(one) for one in reversed(Root(own).steps()) if one > step]
+        if began is not None:
+            beside = Path(began).parent
+            older = () if named else (one for one in reversed(Root(beside).steps()) if one < step)
+            found += [Path(began), *(beside / step_name(one) for one in older)]
+        return [str(one) for one in found]
+
+    folders = [Path(one) for one in json.loads(by_rank_0(world, lambda: json.dumps(candidates())))]
+    return open_first(world, folders, suspect=suspects, progress=progress)
+
+
+def _suspects(lines: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
+    """Checkpoints that two starts of this run have gone from and failed, without saving anything since."""
+    failed: Counter[str] = Counter()
+    for line in lines:
+        if "saved" in line:
+            failed.clear()
+        elif line["from"] is not None:
+            failed[line["from"]] += 1
+    return {Path(one): "two starts from it have failed" for one, count in failed.items() if count > 1}
+
+
+# -- whether it is the same run ----------------------------------------------------------------------------------------
+
+
+def _digest(config: Config) -> str:
+    return hashlib.sha256(json.dumps(config.plain(), sort_keys=True).encode()).hexdigest()
+
+
+def _note_differences(there: Mapping[str, Any], here: Mapping[str, Any], note: Callable[[str], None]) -> None:
+    """A run with other data or another order of them goes on all the same, but not as if it had never stopped."""
+    for name, was, now in (
+        ("the digest of the data", there.get("data"), here.get("data")),
+        ("seed", _seed(there), _seed(here)),
+    ):
+        if was is not None and was != now:
+            note(f"{name} is {now}, and was {was} in the run that saved the checkpoint")
+
+
+def _seed(facts: Mapping[str, Any]) -> Any:
+    config = facts.get("config")
+    return config.get("seed") if isinstance(config, dict) else None

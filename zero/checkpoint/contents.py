@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from zero.checkpoint.manifest import Entry, Piece
-from zero.checkpoint.shard import Part, by_width, offsets
+from zero.checkpoint.shard import NAMES, Part, by_width, offsets
+from zero.errors import CheckpointError
 from zero.layout import Layout
 from zero.plan import Plan
 
@@ -90,6 +91,20 @@ def entries(plan: Plan, buffers: Mapping[str, Tensor]) -> tuple[Entry, ...]:
         Entry(name, kind, str(dtype).removeprefix("torch."), shape, tuple(pieces.get((name, kind), ())))
         for name, kind, dtype, shape in tensors(plan, buffers)
     )
+
+
+def check(plan: Plan, buffers: Mapping[str, Tensor]) -> None:
+    """Refuse at once what every save of this plan would refuse.
+
+    Raises:
+        CheckpointError: a buffer of a dtype that no file holds.
+    """
+    for name, kind, dtype, _ in tensors(plan, buffers):
+        if dtype not in NAMES:
+            raise CheckpointError(
+                f"{kind} {name} is {dtype}, which a checkpoint cannot hold; register it with persistent=False if it "
+                "can be computed again, or set checkpoint.every=0"
+            )
 
 
 def tensors(plan: Plan, buffers: Mapping[str, Tensor]) -> Iterator[tuple[str, str, torch.dtype, tuple[int, ...]]]:

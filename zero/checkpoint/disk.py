@@ -9,7 +9,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from zero.errors import CheckpointError
@@ -38,12 +38,10 @@ class Disk:
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def size(self, fd: int) -> int:
-        """How many bytes a regular file has that goes by one name only; of anything else, OSError."""
+        """How many bytes a regular file has; of anything else, OSError."""
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
-        if found.st_nlink != 1:
-            raise OSError(errno.EMLINK, f"{found.st_nlink} links to it, not 1")
         return found.st_size
 
     def pwrite(self, fd: int, view: memoryview, offset: int) -> int:
@@ -127,3 +125,16 @@ def naming(path: Path, what: str) -> Iterator[None]:
     except OSError as error:
         cure = "; free space there, or set checkpoint.dir to another disk" if error.errno in _NO_SPACE else ""
         raise CheckpointError(f"{path}: {named(error)} while {what}{cure}") from error
+
+
+def move(
+    call: Callable[[int, memoryview, int], int], fd: int, block: memoryview, offset: int, path: Path, what: str
+) -> None:
+    """`pread` or `pwrite` all of `block`: each call moves as much as it likes, and the next goes on from there."""
+    done = 0
+    while done < len(block):
+        with naming(path, f"{what} at offset {offset + done}"):
+            count = call(fd, block[done:], offset + done)
+            if count <= 0:
+                raise OSError(errno.EIO, f"nothing more after {done} of {len(block)} bytes")
+        done += count

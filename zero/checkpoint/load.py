@@ -7,9 +7,11 @@ MiB, and lets them run through the sinks that first values go through.
 Names have to match both ways, unless a pattern says that a tensor stays as it is.
 """
 
+import itertools
 import random
+import threading
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -21,23 +23,34 @@ from torch import Tensor
 
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, part_of, tensors
 from zero.checkpoint.disk import Disk
-from zero.checkpoint.manifest import Entry, Manifest, file_name, step_name
-from zero.checkpoint.publish import Root
-from zero.checkpoint.save import force_all, told
-from zero.checkpoint.shard import ShardReader
+from zero.checkpoint.hashes import BLOCK_BYTES
+from zero.checkpoint.manifest import Entry, Manifest, Piece, file_name, step_name, step_of
+from zero.checkpoint.publish import MANIFEST_NAME, Root
+from zero.checkpoint.save import force_all, join, told
+from zero.checkpoint.shard import THREADS, ShardReader, compare
 from zero.copied import buffers_of
 from zero.device import memory_of
 from zero.errors import CheckpointError
 from zero.full import full_values
 from zero.initialise import sinks_of
 from zero.layout import Slot
+from zero.plan import Plan
 from zero.precision import LossScale
 from zero.progress import Progress, silent
 from zero.state import State
 from zero.world import World
 
+FOLDER = "checkpoints"
+"""Of a run, inside its folder, unless it was told otherwise."""
+
 SHOWN = 5
 """Names that an error lists before it only counts."""
+
+OPEN_FILES = 8
+"""Each keeps a descriptor and a MiB."""
+
+Contents = tuple[tuple[tuple[Entry, Piece], ...], ...]
+"""For each rank, the pieces in its file."""
 
 Key = tuple[str, str]
 """Name and kind of a tensor."""
@@ -81,60 +94,84 @@ def open_checkpoint(
 
     def read() -> dict[str, Any]:
         found.append(Root(folder.parent, disk).read_manifest(folder))
-        contents = found[0].contents()
         _numbers(folder, found[0])
-        mine = range(world.rank, found[0].world, world.size)
-        done, total = 0, sum(found[0].files[rank].size for rank in mine)
-
-        def tell(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            progress(f"verifying {folder.name}", done, total)
-
-        for rank in mine:
-            with _reader(disk, folder, found[0], rank, contents[rank]) as reader:
-                reader.verify(tell)
         return {"files": [file.sha256 for file in found[0].files]}
 
     reports = told(world, read)
     if any(report != reports[0] for report in reports):
         raise CheckpointError(f"{folder}: the ranks see different files under this name; give a folder that all share")
-    return Checkpoint(folder, found[0], disk)
+    checkpoint = Checkpoint(folder, found[0], disk)
+    _verify(world, checkpoint, progress)
+    return checkpoint
 
 
 def open_latest(
-    world: World,
-    path: Path | str,
-    disk: Disk | None = None,
-    *,
-    suspect: Mapping[int, str] = MappingProxyType({}),
-    progress: Progress = silent,
+    world: World, path: Path | str, disk: Disk | None = None, *, progress: Progress = silent
 ) -> tuple[Checkpoint | None, list[str]]:
     """The newest valid checkpoint under `path`, and why newer ones were rejected. Collective.
-
-    Args:
-        suspect: steps that are not to be taken, and why.
 
     Raises:
         CheckpointError: there are checkpoints, and none is valid.
     """
     root = Root(Path(path), disk)
     steps = told(world, lambda: {"steps": root.steps() if world.rank == 0 else []})[0]["steps"]
+    return open_first(world, [root.path / step_name(step) for step in reversed(steps)], root.disk, progress=progress)
+
+
+def open_first(
+    world: World,
+    folders: Sequence[Path],
+    disk: Disk | None = None,
+    *,
+    suspect: Mapping[Path, str] = MappingProxyType({}),
+    progress: Progress = silent,
+) -> tuple[Checkpoint | None, list[str]]:
+    """The first of `folders` that is valid, and why those before it were rejected. Collective.
+
+    Args:
+        folders: the same on every rank.
+        suspect: those that are not to be taken, and why.
+
+    Raises:
+        CheckpointError: there are some, and none is valid.
+    """
     rejected: list[str] = []
-    for step in reversed(steps):
-        if step in suspect:
-            rejected.append(f"{root.path / step_name(step)}: {suspect[step]}")
+    for folder in folders:
+        if folder in suspect:
+            rejected.append(f"{folder}: {suspect[folder]}")
             continue
         try:
-            return open_checkpoint(world, root.path / step_name(step), root.disk, progress), rejected
+            return open_checkpoint(world, folder, disk, progress), rejected
         except CheckpointError as error:
             rejected.append(str(error))
     if rejected:
         raise CheckpointError(
-            f"{root.path}: none of its {len(rejected)} checkpoints is valid; the newest: {rejected[0]}; "
+            f"{folders[0].parent}: none of its {len(rejected)} checkpoints is valid; the newest: {rejected[0]}; "
             "restore one, or set resume=none to start again"
         )
     return None, rejected
+
+
+def open_at(world: World, path: Path, progress: Progress = silent) -> tuple[Checkpoint, list[str]]:
+    """What a person means by `path`: a step's folder under any name, or the newest valid one of a run or a root.
+
+    Returns:
+        It, and why newer ones were rejected. Collective.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    if is_step(path):
+        return open_checkpoint(world, path, progress=progress), []
+    found, rejected = open_latest(world, path / FOLDER if (path / FOLDER).is_dir() else path, progress=progress)
+    if found is None:
+        raise CheckpointError(f"{path}: there is no checkpoint; give a step, a run or a folder of checkpoints")
+    return found, rejected
+
+
+def is_step(path: Path) -> bool:
+    """It is meant to be one checkpoint, not a folder of them."""
+    return step_of(path.name) is not None or (path / MANIFEST_NAME).exists()
 
 
 def load(
@@ -143,14 +180,16 @@ def load(
     *,
     partial: Iterable[str] = (),
     convert: Iterable[str] = (),
+    moments: bool = True,
     progress: Progress = silent,
 ) -> State:
     """`state` with the checkpoint's values; the one that was given is spent. Collective.
 
     Args:
         partial: names, or patterns such as `head.*`, of tensors that keep the values that they have: they may be
-            missing on either side, or differ in shape.
+            missing on either side, or differ in shape. With its kind in front, such as `nu/*`, of that kind only.
         convert: names or patterns of tensors whose dtype may change: masters and moments are fp32.
+        moments: False leaves the optimizer's as they are, whatever the checkpoint has: for a state that is not trained.
         progress: told the units that are filled.
 
     Raises:
@@ -161,13 +200,18 @@ def load(
     partial, convert = tuple(partial), tuple(convert)
     buffers = buffers_of(state.model)
     wanted = {(name, kind): (dtype, shape) for name, kind, dtype, shape in tensors(plan, buffers)}
-    kept = {key for key in wanted if _named(key[0], partial)}
-    _match(checkpoint, wanted, partial, convert)
+    there = _entries(checkpoint, wanted)
+
+    def stays_out(key: Key) -> bool:
+        return _named(key, partial) or not (moments or key[1] in (PARAMETER, FROZEN, BUFFER))
+
+    kept = {key for key in wanted if stays_out(key)}
+    _match(checkpoint.folder, {key: one for key, one in there.items() if not stays_out(key)}, wanted, kept, convert)
     step, saved, dynamic, randoms = _numbers(checkpoint.folder, checkpoint.manifest)
     force_all(state)
-    stays = _current(state, kept)
+    stays = _current(state, kept - _untouched(plan, kept))
     following = state.restored(step=step, scale=plan.precision.scale.resumed(saved, dynamic=dynamic))
-    told(plan.world, lambda: _fill(following, checkpoint, stays, buffers, kept, progress))
+    told(plan.world, lambda: _fill(following, checkpoint, there, stays, buffers, kept, progress))
     for unit in machinery.units:
         unit.version += 1
         if unit.resident is not None:
@@ -177,20 +221,89 @@ def load(
     return following
 
 
+# -- whether it is whole -----------------------------------------------------------------------------------------------
+
+
+def _verify(world: World, checkpoint: Checkpoint, progress: Progress) -> None:
+    """Compare every byte with its hashes: each rank takes equally many blocks, and its threads share those.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    files = checkpoint.manifest.files
+    blocks = [(file, number) for file, one in enumerate(files) for number in range(-(-one.size // BLOCK_BYTES))]
+    mine = blocks[world.rank * len(blocks) // world.size : (world.rank + 1) * len(blocks) // world.size]
+    contents = checkpoint.manifest.contents()
+    readers = [_Verifying(checkpoint, contents, mine[first::THREADS]) for first in range(min(THREADS, len(mine)))]
+
+    def tell() -> None:
+        done = sum(len(reader.digests) for reader in readers)
+        progress(f"verifying {checkpoint.folder.name}", done * BLOCK_BYTES, len(mine) * BLOCK_BYTES)
+
+    for reader in readers:
+        reader.start()
+    join(world, readers, tell)
+
+    def found() -> dict[str, Any]:
+        for reader in readers:
+            if reader.error is not None:
+                raise reader.error
+        return {"digests": [readers[place % THREADS].digests[place // THREADS] for place in range(len(mine))]}
+
+    digests = iter([bytes.fromhex(digest) for report in told(world, found) for digest in report["digests"]])
+    for rank, file in enumerate(files):
+        name = file_name(rank, checkpoint.manifest.world)
+        compare(checkpoint.folder / name, file, itertools.islice(digests, -(-file.size // BLOCK_BYTES)))
+
+
+class _Verifying(threading.Thread):
+    """Reads and hashes some blocks of a checkpoint, file by file.
+
+    Attributes:
+        digests: hex, of the blocks that are done.
+        error: what ended it before the last.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, contents: Contents, blocks: Sequence[tuple[int, int]]) -> None:
+        super().__init__(name="zero-verify", daemon=True)
+        self._checkpoint, self._contents, self._blocks = checkpoint, contents, blocks
+        self.digests: list[str] = []
+        self.error: CheckpointError | None = None
+
+    def run(self) -> None:
+        one, block = self._checkpoint, memoryview(bytearray(BLOCK_BYTES))
+        try:
+            for file, numbers in itertools.groupby(self._blocks, key=lambda block: block[0]):
+                with _reader(one, file, self._contents) as reader:
+                    self.digests += (reader.digest(number, block).hex() for _, number in numbers)
+        except Exception as error:
+            self.error = error if isinstance(error, CheckpointError) else CheckpointError(f"{one.folder}: {error!r}")
+
+
 # -- what belongs together ---------------------------------------------------------------------------------------------
 
 
+def _entries(checkpoint: Checkpoint, wanted: Iterable[Key]) -> dict[Key, Entry]:
+    """By name and kind; what was trained then and is frozen now, or the other way round, by the kind that is wanted."""
+    found = {(entry.name, entry.kind): entry for entry in checkpoint.manifest.entries}
+    for name, kind in wanted:
+        other = (name, {PARAMETER: FROZEN, FROZEN: PARAMETER}.get(kind, kind))
+        if (name, kind) not in found and other in found:
+            found[name, kind] = found.pop(other)
+    return found
+
+
 def _match(
-    checkpoint: Checkpoint,
+    folder: Path,
+    there: Mapping[Key, Entry],
     wanted: Mapping[Key, tuple[torch.dtype, tuple[int, ...]]],
-    partial: Sequence[str],
+    kept: set[Key],
     convert: Sequence[str],
 ) -> None:
-    there = {(entry.name, entry.kind): entry for entry in checkpoint.manifest.entries}
-    both = {key: (there[key], *wanted[key]) for key in wanted if key in there and not _named(key[0], partial)}
+    both = {key: (there[key], *wanted[key]) for key in wanted if key in there}
     complaints = [
-        ("missing", [_words(key) for key in wanted if key not in there and not _named(key[0], partial)]),
-        ("not in the model", [_words(key) for key in there if key not in wanted and not _named(key[0], partial)]),
+        ("missing", [_words(key) for key in wanted if key not in there and key not in kept]),
+        ("not in the model", [_words(key) for key in there if key not in wanted]),
         (
             "of another shape",
             [
@@ -204,31 +317,32 @@ def _match(
             [
                 f"{_words(key)} {entry.dtype}"
                 for key, (entry, dtype, _) in both.items()
-                if not _may_become(entry, dtype) and not _named(key[0], convert)
+                if not _may_become(key[1], entry.dtype, dtype) and not _named(key, convert)
             ],
         ),
     ]
     told_ = [f"{_some(names)} {what}" for what, names in complaints if names]
     if told_:
         keys = "checkpoint.convert" if complaints[-1][1] and len(told_) == 1 else "checkpoint.partial"
-        raise CheckpointError(f"{checkpoint.folder}: {'; '.join(told_)}; name them in {keys} if that is meant")
+        raise CheckpointError(f"{folder}: {'; '.join(told_)}; name them in {keys} if that is meant")
 
 
-def _may_become(entry: Entry, dtype: torch.dtype) -> bool:
+def _may_become(kind: str, saved: str, dtype: torch.dtype) -> bool:
     """Frozen parameters and statistics are held in the dtype of compute, which may be another one; the rest is not."""
-    if entry.kind == FROZEN or (entry.kind == BUFFER and dtype.is_floating_point):
-        return "float" in entry.dtype
-    return entry.dtype == str(dtype).removeprefix("torch.")
+    if kind == FROZEN or (kind == BUFFER and dtype.is_floating_point):
+        return "float" in saved
+    return saved == str(dtype).removeprefix("torch.")
 
 
-def _named(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+def _named(key: Key, patterns: Sequence[str]) -> bool:
+    name, kind = key
+    return any(fnmatchcase(name, pattern) or fnmatchcase(f"{kind}/{name}", pattern) for pattern in patterns)
 
 
 def _words(key: Key) -> str:
     name, kind = key
     name = name if name.isprintable() else repr(name)  # a checkpoint may come from anybody
-    return name if kind == PARAMETER else f"{name} ({kind})"
+    return name if kind == PARAMETER else f"{kind}/{name}"
 
 
 def _some(names: Sequence[str]) -> str:
@@ -239,16 +353,25 @@ def _some(names: Sequence[str]) -> str:
 # -- what goes where ---------------------------------------------------------------------------------------------------
 
 
+def _untouched(plan: Plan, kept: set[Key]) -> set[Key]:
+    """Of what stays, the flats of which everything does: nothing is read or written there."""
+    flats = [(unit.trainable, kind) for unit in plan.units for kind in (PARAMETER, *plan.optimizer.moments)]
+    flats += [(unit.frozen, FROZEN) for unit in plan.units]
+    held = [{(slot.name, kind) for slot in layout.slots} for layout, kind in flats]
+    return {key for keys in held if keys <= kept for key in keys}
+
+
 def _fill(
     state: State,
     checkpoint: Checkpoint,
+    entries: Mapping[Key, Entry],
     stays: Mapping[Key, Tensor],
     buffers: Mapping[str, Tensor],
     kept: set[Key],
     progress: Progress,
 ) -> dict[str, Any]:
     plan, store = state.plan, state.machinery.store
-    entries = {(entry.name, entry.kind): entry for entry in checkpoint.manifest.entries}
+    untouched = _untouched(plan, kept)
     with Tensors(checkpoint) as files, torch.no_grad():
 
         def values(slot: Slot, kind: str, start: int, stop: int) -> Tensor:
@@ -258,6 +381,8 @@ def _fill(
         for unit in state.machinery.units:
             for kind in (PARAMETER, *plan.optimizer.moments, FROZEN):
                 layout = unit.spec.frozen if kind == FROZEN else unit.spec.trainable
+                if any((slot.name, kind) in untouched for slot in layout.slots):
+                    continue
                 sinks = sinks_of(plan, store, unit, "param" if kind == PARAMETER else kind, at=None)
                 first, last = min(sink.start for sink in sinks), max(sink.stop for sink in sinks)
                 for start in range(first, last, plan.page_numel):
@@ -287,15 +412,16 @@ def _current(state: State, kept: set[Key]) -> dict[Key, Tensor]:
 
 
 class Tensors(AbstractContextManager["Tensors"]):
-    """The tensors of a checkpoint. Files are opened when they are first needed, and closed with the block."""
+    """The tensors of a checkpoint. Files are opened when they are needed, and the last few stay open with the block."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint, self._closing = checkpoint, ExitStack()
+        self._checkpoint = checkpoint
         self._contents = checkpoint.manifest.contents()
-        self._readers: dict[int, ShardReader] = {}
+        self._readers: dict[int, ShardReader] = {}  # by rank, the one that was used last at the end
 
     def __exit__(self, *_: object) -> None:
-        self._closing.close()
+        for reader in self._readers.values():
+            reader.close()
 
     def read(self, entry: Entry, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a tensor, row-major: 1-D, on the host, in the dtype that they were saved in."""
@@ -309,19 +435,21 @@ class Tensors(AbstractContextManager["Tensors"]):
         return values
 
     def _reader(self, rank: int) -> ShardReader:
-        if rank not in self._readers:
-            one = self._checkpoint
-            reader = _reader(one.disk, one.folder, one.manifest, rank, self._contents[rank])
-            self._readers[rank] = self._closing.enter_context(reader)
-        return self._readers[rank]
+        reader = self._readers.pop(rank, None) or _reader(self._checkpoint, rank, self._contents)
+        self._readers[rank] = reader
+        if len(self._readers) > OPEN_FILES:
+            self._readers.pop(next(iter(self._readers))).close()
+        return reader
 
 
-def _reader(disk: Disk, folder: Path, manifest: Manifest, rank: int, contents: Any) -> ShardReader:
+def _reader(checkpoint: Checkpoint, rank: int, contents: Contents) -> ShardReader:
     parts = [
         part_of(entry.name, entry.kind, getattr(torch, entry.dtype), entry.shape, piece.stop - piece.start)
-        for entry, piece in contents
+        for entry, piece in contents[rank]
     ]
-    return ShardReader(disk, folder / file_name(rank, manifest.world), manifest.files[rank], parts)
+    manifest = checkpoint.manifest
+    path = checkpoint.folder / file_name(rank, manifest.world)
+    return ShardReader(checkpoint.disk, path, manifest.files[rank], parts)
 
 
 # -- what is not a tensor ----------------------------------------------------------------------------------------------

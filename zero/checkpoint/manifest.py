@@ -30,19 +30,22 @@ FORMAT = 1
 CAP_BYTES = 64 * 2**20
 """No manifest is longer: about seven terabytes of state. Read no more than this and one byte."""
 
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
+WORDS = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
 }
-"""The dtypes that a checkpoint may hold, with the bytes of one element."""
+"""The dtypes that a checkpoint may hold, and what safetensors calls them: by the bits of an element, but for bool."""
+
+ITEM_BYTES = {name: int(re.sub(r"\D", "", word) or 8) // 8 for name, word in WORDS.items()}
+"""The bytes of one element; of a bool, one."""
 
 MAX_WORLD = 99_999
 MAX_STEP = 9_999_999_999

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from zero.checkpoint.disk import Disk, naming
+from zero.checkpoint.disk import Disk, move, naming
 from zero.checkpoint.manifest import CAP_BYTES, Manifest, file_name, from_text, step_name, step_of
 from zero.errors import CheckpointError, ConfigError
 from zero.store.files import named
@@ -63,7 +63,6 @@ class Root:
         self.path = path
         self.disk = disk or Disk()
         self._begun: set[Path] = set()
-        self._warned = False
 
     def begin(self, step: int, nonce: str) -> Path:
         """Make the folder that this save is written into.
@@ -77,6 +76,7 @@ class Root:
                 self.disk.make_folder(self.path)
             # Protects the root's own name. Every time: who made the root may have been killed before this call.
             self.disk.fsync_folder(self.path.parent)
+            self._refuse_if_writable(self.path.resolve())
         with naming(tmp, "making it"):
             self.disk.make_folder(tmp)
         self._begun.add(tmp)
@@ -126,7 +126,8 @@ class Root:
         published either way.
         """
         with naming(self.path, "sweeping it"):
-            published = set(self.steps())
+            self._refuse_if_writable(self.path.resolve())
+            published = set(self._published())
             doomed = []
             for aside in self._asides():
                 if aside.kind == "old" and aside.step not in published:  # died between the two renames of `publish`
@@ -137,10 +138,10 @@ class Root:
             self._discard(doomed)
 
     def steps(self) -> list[int]:
-        """Published steps, ascending. Whether they are whole, `read_manifest` and the files' hashes say."""
+        """Steps that something has the name of, ascending. What it is, `read_manifest` and the files' hashes say."""
         with naming(self.path, "listing it"):
-            found = [(step_of(name), name) for name in self._names()]
-            return sorted(step for step, name in found if step is not None and self._is_folder(self.path / name))
+            found = [step_of(name) for name in self._names()]
+            return sorted(step for step in found if step is not None)
 
     def retain(self, keep: int, every: int | None, valid: Callable[[Path], bool]) -> None:
         """Remove what is older than the last `keep` valid checkpoints, but for every step that `every` divides.
@@ -156,7 +157,7 @@ class Root:
         if keep < 2:
             raise ConfigError(f"checkpoint.keep={keep}: at least 2 are kept, so that one may rot; set it to 2 or more")
         kept, doomed = 0, []
-        for step in reversed(self.steps()):
+        for step in reversed(self._published()):
             folder = self.path / step_name(step)
             if kept < keep:
                 kept += valid(folder)
@@ -177,7 +178,8 @@ class Root:
         with naming(folder, "listing it"):
             if not self._is_folder(folder):
                 raise CheckpointError(f"{folder}: is not a folder, or a link to one; give the folder itself")
-            self._warn_if_writable(folder)
+            self._refuse_if_writable(folder / "..")  # for the root itself may be reached through a link
+            self._refuse_if_writable(folder)
             names = self.disk.names(folder)
         if MANIFEST_NAME not in names:
             raise CheckpointError(f"{folder}: has no {MANIFEST_NAME}; it was never published, or was damaged since")
@@ -192,12 +194,15 @@ class Root:
                 raise CheckpointError(f"{path}: has {nbytes} bytes, the manifest says {file.size}")
         return manifest
 
+    def _published(self) -> list[int]:
+        """Of the steps, those that are folders: anything else with such a name is not ours to remove."""
+        with naming(self.path, "listing it"):
+            return [step for step in self.steps() if self._is_folder(self.path / step_name(step))]
+
     def _write_manifest(self, path: Path, text: memoryview) -> None:
         fd = self.disk.create(path)
         try:
-            done = 0
-            while done < len(text):
-                done += _moved(self.disk.pwrite(fd, text[done:], done), done, len(text))
+            move(self.disk.pwrite, fd, text, 0, path, "writing")
             self.disk.fsync(fd)  # protects the manifest's bytes
         finally:
             self.disk.close(fd)
@@ -208,9 +213,7 @@ class Root:
             if nbytes > CAP_BYTES:
                 raise CheckpointError(f"{path}: has {nbytes} bytes, at most {CAP_BYTES} are read")
             text = memoryview(bytearray(nbytes))
-            done = 0
-            while done < nbytes:
-                done += _moved(self.disk.pread(fd, text[done:], done), done, nbytes)
+            move(self.disk.pread, fd, text, 0, path, "reading")
         try:
             return from_text(bytes(text))
         except CheckpointError as error:
@@ -224,14 +227,14 @@ class Root:
         finally:
             self.disk.close(fd)
 
-    def _warn_if_writable(self, folder: Path) -> None:
-        """By way of `..`, for the root itself may be reached through a link."""
-        if not self._warned and self.disk.mode(folder / "..") & stat.S_IWOTH:
-            self._warned = True
-            warnings.warn(
-                f"{folder.parent}: anybody may write here, so anybody may have put checkpoints here; chmod o-w it",
-                stacklevel=3,
-            )
+    def _refuse_if_writable(self, folder: Path) -> None:
+        """Where anybody may put, rename or replace what is in a folder, nobody knows whose checkpoints it holds."""
+        try:
+            mode = self.disk.mode(folder)
+        except FileNotFoundError:
+            return
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX and stat.S_ISDIR(mode):
+            raise CheckpointError(f"{os.path.normpath(folder)}: anybody may write here; chmod o-w it if you trust it")
 
     def _set_aside(self, step: int) -> Path | None:
         """Make room for a new folder of this step. Returns where the old one is now, if there is one."""
@@ -342,9 +345,3 @@ def _listed(names: Sequence[str]) -> str:
     """At most five, and how many there are. Quoted: a name may hold anything."""
     some = ", ".join(repr(name) for name in names[:5])
     return f"{some} is" if len(names) == 1 else f"{some}{' ...' * (len(names) > 5)} ({len(names)} files) are"
-
-
-def _moved(count: int, done: int, nbytes: int) -> int:
-    if count <= 0:
-        raise OSError(errno.EIO, f"nothing more after {done} of {nbytes} bytes")
-    return count

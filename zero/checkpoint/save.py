@@ -20,8 +20,11 @@ import platform
 import random
 import secrets
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +33,16 @@ from torch import Tensor, nn
 
 from zero.checkpoint.contents import FROZEN, PARAMETER, Held, Stretch, entries, parts
 from zero.checkpoint.hashes import FileHash
-from zero.checkpoint.manifest import FORMAT, Manifest, file_name, to_text
+from zero.checkpoint.manifest import FORMAT, Entry, Manifest, file_name, to_text
 from zero.checkpoint.publish import Root
 from zero.checkpoint.shard import ShardWriter
 from zero.copied import buffers_of
-from zero.device import aligned_zeros, memory_of
+from zero.device import aligned_zeros, memory_of, work_alone
 from zero.errors import CheckpointError, StoreError
+from zero.failure import first_line
 from zero.layout import pages
 from zero.plan import Plan
+from zero.precision import LossScale
 from zero.progress import Progress, silent
 from zero.state import State
 from zero.store import Page, Ticket
@@ -45,6 +50,9 @@ from zero.world import World
 
 AHEAD = 8
 """Pages of the store that are read before the writer needs them."""
+
+MEET_S = 1.0
+"""How long ranks whose threads are at work stay apart."""
 
 
 def save(
@@ -84,27 +92,61 @@ def begin(
     """
     root = root if isinstance(root, Root) else Root(Path(root))
     world, number = state.plan.world, state.step + state.skipped
+    listed: list[Entry] = []  # by who publishes them
+
+    def prepare() -> str:
+        listed.extend(entries(state.plan, buffers_of(state.model)))  # first: what no file can hold leaves no folder
+        return str(root.begin(number, secrets.token_hex(8)))
+
     force_all(state)
-    folder = Path(by_rank_0(world, lambda: str(root.begin(number, secrets.token_hex(8)))))
-    manifest = Manifest(
-        format=FORMAT,
-        step=number,
-        world=world.size,
-        entries=entries(state.plan, buffers_of(state.model)) if world.rank == 0 else (),  # who publishes it
-        files=(),
-        finite=True,
-        facts={
-            "state": {
-                "step": state.step,
-                "scale": list(state.scale),
-                "dynamic": state.plan.precision.scale.static is None,
-            },
-            "ties": tied_names(state.plan.model),
-            "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
-            "given": dict(facts or {}),
-        },
-    )
-    return Saving(state, root, folder, manifest, behind=behind, progress=progress)
+    folder = Path(by_rank_0(world, prepare))
+    try:
+        manifest = Manifest(
+            format=FORMAT,
+            step=number,
+            world=world.size,
+            entries=tuple(listed),
+            files=(),
+            finite=True,
+            facts=facts_of(
+                state.step,
+                state.scale,
+                dynamic=state.plan.precision.scale.static is None,
+                ties=tied_names(state.plan.model),
+                given=facts or {},
+            ),
+        )
+        return Saving(state, root, folder, manifest, behind=behind, progress=progress)
+    except BaseException:
+        root.abandon(folder)  # by the rank that made it
+        raise
+
+
+def facts_of(
+    step: int, scale: LossScale, *, dynamic: bool, ties: Mapping[str, str], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a manifest says beside tensors and files, as `load` reads it; of generators nothing, till ranks tell theirs.
+
+    Args:
+        step: updates made.
+        dynamic: whether the scale moves.
+        given: by whoever saves.
+    """
+    return {
+        "state": {"step": step, "scale": list(scale), "dynamic": dynamic},
+        "ties": dict(ties),
+        "versions": {"zero": version(), "torch": str(torch.__version__), "python": platform.python_version()},
+        "given": dict(given),
+        "random": [],
+    }
+
+
+def version() -> str | None:
+    """Of this library; None where it runs from its sources without being installed."""
+    try:
+        return metadata.version("functional-zero")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def snapshot_bytes(plan: Plan) -> int:
@@ -124,24 +166,25 @@ class Saving:
         self, state: State, root: Root, folder: Path, manifest: Manifest, *, behind: bool, progress: Progress
     ) -> None:
         self._world, self._root, self._folder, self._manifest = state.plan.world, root, folder, manifest
-        self._report: dict[str, Any] = {"error": "the thread that writes its file has not ended, or died"}
+        self._report: dict[str, Any] = {"error": "the thread that writes its file died"}
         self._random = random_state()
         buffers = buffers_of(state.model)
         listed = parts(state.plan, buffers, self._world.rank)
         self._parts = [held.part for held, _ in listed]
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         values = _all_values(state, buffers, listed)
         if behind:
-            copies = [tensor.clone() for tensor in values]
-            self._thread = threading.Thread(target=self._write, args=(copies, silent), name="checkpoint", daemon=True)
-            self._thread.start()
+            with self._reporting():
+                copies = [tensor.clone() for tensor in values]
+                self._threads = [threading.Thread(target=self._write_behind, args=(copies,), daemon=True)]
+                self._threads[0].start()
         else:
             self._write(values, progress)
 
     @property
     def is_written(self) -> bool:
         """This rank's file is on the disk, or failed to get there: `finish` will not wait for this rank."""
-        return self._thread is None or not self._thread.is_alive()
+        return not any(thread.is_alive() for thread in self._threads)
 
     def finish(self) -> Path:
         """Wait until every rank's file is written, and publish. Collective.
@@ -150,8 +193,7 @@ class Saving:
             CheckpointError: on every rank, with the first failure.
         """
         try:
-            if self._thread is not None:
-                self._thread.join(self._world.timeout_s)
+            join(self._world, self._threads)
             reports = told(self._world, lambda: self._report)
             return Path(by_rank_0(self._world, lambda: str(self._publish(reports))))
         except BaseException:
@@ -172,21 +214,30 @@ class Saving:
         )
         return self._root.publish(self._folder, manifest.step, to_text(manifest))
 
+    def _write_behind(self, copies: list[Tensor]) -> None:
+        work_alone()
+        self._write(copies, silent)
+
     def _write(self, values: Iterable[Tensor], progress: Progress) -> None:
         finite, path = True, self._folder / file_name(self._world.rank, self._world.size)
         done, total = 0, sum(part.nbytes for part in self._parts)
+        with self._reporting(), ShardWriter(self._root.disk, path, self._parts) as writer:
+            for tensor in values:
+                finite = finite and _is_finite(tensor)
+                writer.write(memory_of(tensor))
+                done += tensor.nbytes
+                progress("saving", done, total)
+            self._report = {**writer.finish()._asdict(), "finite": finite, "random": self._random}
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """What goes wrong on one rank, whatever it is, all ranks hear in `finish`: they must not part ways here."""
         try:
-            with ShardWriter(self._root.disk, path, self._parts) as writer:
-                for tensor in values:
-                    finite = finite and _is_finite(tensor)
-                    writer.write(memory_of(tensor))
-                    done += tensor.nbytes
-                    progress("saving", done, total)
-                found = writer.finish()
+            yield
         except (CheckpointError, StoreError) as error:
             self._report = {"error": str(error)}
-        else:
-            self._report = {**found._asdict(), "finite": finite, "random": self._random}
+        except Exception as error:
+            self._report = {"error": f"its file was not written: {type(error).__name__}: {first_line(error)}"}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -221,6 +272,24 @@ def told(world: World, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any
     if failed is not None:
         raise CheckpointError(failed if world.size > 1 else failed.removeprefix("rank 0: "))
     return reports
+
+
+def join(world: World, threads: Sequence[threading.Thread], meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Return when these threads have ended, on every rank. Collective.
+
+    Ranks that wait have a deadline and ranks that work have none: so all meet again and again until the last is done.
+
+    Args:
+        meanwhile: called by this thread now and then.
+    """
+    at_work = True
+    while at_work:
+        end_s = time.monotonic() + min(MEET_S, world.timeout_s / 4)
+        for thread in threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
+        meanwhile()
+        words = world.gather_texts("01"[any(thread.is_alive() for thread in threads)], "threads at work")
+        at_work = "1" in words
 
 
 def by_rank_0(world: World, work: Callable[[], str]) -> str:

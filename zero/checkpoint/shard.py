@@ -19,7 +19,7 @@ import math
 import mmap
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -27,8 +27,9 @@ from typing import NamedTuple, Self
 import torch
 from zlib_ng.zlib_ng import crc32
 
-from zero.checkpoint.disk import Disk, naming
-from zero.checkpoint.hashes import BLOCK_BYTES, SPAN_BYTES, BlockHash, FileHash, Hasher, hash_block, hash_of
+from zero.checkpoint.disk import Disk, move, naming
+from zero.checkpoint.hashes import BLOCK_BYTES, SPAN_BYTES, BlockHash, FileHash, hash_block, hash_of, sha_of
+from zero.checkpoint.manifest import WORDS
 from zero.errors import CheckpointError
 
 ALIGN_BYTES = 4096
@@ -40,20 +41,8 @@ REQUEST_BYTES = 4 * 2**20
 THREADS = 3
 """Two to keep two cores hashing while the third waits for the disk."""
 
-NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+NAMES = {getattr(torch, name): word for name, word in WORDS.items()}
+"""What safetensors calls the dtypes that a checkpoint may hold."""
 
 _MOST_HEADER_BYTES = 100_000_000  # safetensors itself opens no file with a longer one
 
@@ -272,7 +261,7 @@ class ShardWriter(_OpenFile):
         """Hash and write a block that ends at `end`. Runs in a thread."""
         with memoryview(block) as whole, whole[:nbytes] as view:
             found = hash_block(view)
-            _move(self._pwrite, fd, view, end - nbytes, self._path, "writing")
+            move(self._pwrite, fd, view, end - nbytes, self._path, "writing")
         if not self._direct:
             self._forget(fd, end)
         return found
@@ -313,6 +302,7 @@ class ShardReader(_OpenFile):
         self._disk = disk
         self._path = path
         self._expected = expected
+        self._parts = parts
         self._span = memoryview(bytearray(SPAN_BYTES))
         self._held = -1  # which span that is
         with naming(path, "opening"):
@@ -347,29 +337,35 @@ class ShardReader(_OpenFile):
                 else:
                     self._load(span, target)
 
-    def verify(self, tell: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Read all of it once, and compare everything that the manifest says of it.
+    def digest(self, number: int, block: memoryview) -> bytes:
+        """Read one block, and compare each of its MiB with its CRC-32.
 
         Args:
-            tell: called with the bytes of each block that was read.
+            block: room for `BLOCK_BYTES`.
+
+        Returns:
+            Its SHA-256, which `compare` wants.
 
         Raises:
             CheckpointError: damage; the line names the first MiB that is not as it was written.
         """
-        fd, hasher = self._open(), Hasher()
-        block = memoryview(bytearray(min(BLOCK_BYTES, self._expected.size)))
-        for start in range(0, self._expected.size, BLOCK_BYTES):
-            piece = block[: self._expected.size - start]
-            _move(self._disk.pread, fd, piece, start, self._path, "reading")
-            hasher.update(piece)
-            tell(piece.nbytes)
-        found = hasher.result()
-        for span, crc in enumerate(found.crcs):
+        start = number * BLOCK_BYTES
+        with block[: min(BLOCK_BYTES, self._expected.size - start)] as piece:
+            move(self._disk.pread, self._open(), piece, start, self._path, "reading")
+            found = hash_block(piece)
+        for span, crc in enumerate(found.crcs, start // SPAN_BYTES):
             self._compare(span, crc)
-        if found != self._expected:
-            raise CheckpointError(
-                f"{self._path}: is damaged (SHA-256 is {found.sha256}, the manifest says {self._expected.sha256})"
-            )
+        return found.digest
+
+    def verify(self) -> None:
+        """Read all of it once, and compare everything that the manifest says of it.
+
+        Raises:
+            CheckpointError: damage, as `digest` and `compare` say.
+        """
+        block = memoryview(bytearray(min(BLOCK_BYTES, self._expected.size)))
+        blocks = range(-(-self._expected.size // BLOCK_BYTES))
+        compare(self._path, self._expected, [self.digest(number, block) for number in blocks])
 
     def close(self) -> None:
         """Nothing can be read any more."""
@@ -412,7 +408,7 @@ class ShardReader(_OpenFile):
         return self._span
 
     def _load(self, span: int, into: memoryview) -> None:
-        _move(self._disk.pread, self._open(), into, span * SPAN_BYTES, self._path, "reading")
+        move(self._disk.pread, self._open(), into, span * SPAN_BYTES, self._path, "reading")
         self._compare(span, crc32(into))
 
     def _compare(self, span: int, crc: int) -> None:
@@ -421,19 +417,23 @@ class ShardReader(_OpenFile):
             start, stop = self._ends(span)
             raise CheckpointError(
                 f"{self._path}: bytes {start} to {stop} are damaged (CRC-32 is {crc:08x}, the manifest says "
-                f"{expected:08x})"
+                f"{expected:08x}), {self._lies_at(start)}"
             )
 
+    def _lies_at(self, place: int) -> str:
+        """What a MiB that begins there damages, in words."""
+        begins = offsets(self._parts)
+        inside = (part for part, begin in zip(self._parts, begins, strict=True) if begin + part.nbytes > place)
+        first = next(inside, None)
+        return "in its header" if first is None else f"in {first.key!r} or after it"
 
-_Transfer = Callable[[int, memoryview, int], int]
 
+def compare(path: Path, expected: FileHash, digests: Iterable[bytes]) -> None:
+    """What the file's blocks hash to, in order, and what the manifest says.
 
-def _move(call: _Transfer, fd: int, block: memoryview, offset: int, path: Path, what: str) -> None:
-    """One request, repeated from where it stopped until it is complete."""
-    done = 0
-    while done < len(block):
-        with naming(path, f"{what} at offset {offset + done}"):
-            count = call(fd, block[done:], offset + done)
-            if count <= 0:
-                raise OSError(errno.EIO, f"nothing more after {done} of {len(block)} bytes")
-        done += count
+    Raises:
+        CheckpointError: they differ, though every CRC-32 was right: a manifest that lies.
+    """
+    found = sha_of(digests)
+    if found != expected.sha256:
+        raise CheckpointError(f"{path}: is damaged (SHA-256 is {found}, the manifest says {expected.sha256})")

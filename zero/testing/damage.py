@@ -253,13 +253,6 @@ def _linked(victim: Victim) -> str:
     return path.name
 
 
-def _hard_linked(victim: Victim) -> str:
-    """Another name of a file that is whole may be written through."""
-    path = victim.any_file()
-    os.link(path, victim.folder.parent / "elsewhere")
-    return path.name
-
-
 def _special(victim: Victim) -> str:
     """A pipe, a socket or a folder where a file should be. Opening must not wait for anybody."""
     path = victim.any_file()
@@ -301,13 +294,15 @@ def _folder_replaced(victim: Victim) -> None:
 
 
 def _harmless(victim: Victim) -> None:
-    """Times and rights, a fresh copy of a file, the manifest in another order, junk beside the checkpoint."""
+    """Times, rights, a second name or a fresh copy of a file, the manifest in another order, junk beside."""
     path = victim.any_file()
-    kind = victim.random.choice(["time", "rights", "copy", "order", "junk"])
+    kind = victim.random.choice(["time", "rights", "second name", "copy", "order", "junk"])
     if kind == "time":
         os.utime(path, (0, victim.random.randrange(2**31)))
     elif kind == "rights":
         path.chmod(victim.random.choice([0o400, 0o644, 0o777]))
+    elif kind == "second name":
+        os.link(path, victim.folder.parent / "elsewhere")
     elif kind == "copy":
         shutil.copy(path, victim.folder.parent / "elsewhere")
         os.replace(victim.folder.parent / "elsewhere", path)
@@ -609,7 +604,6 @@ KINDS: dict[str, Damage] = {
     "file of another step": _of_another_step,
     "all of another step": _all_of_another_step,
     "link for a file": _linked,
-    "two names for a file": _hard_linked,
     "pipe, socket, folder": _special,
     "folder replaced": _folder_replaced,
     "nothing that matters": _harmless,
@@ -724,16 +718,13 @@ def _tried(
     newest, rejected = open_latest(world, root)
     if newest is None or newest.folder.name != (HURT if opened else GOOD):
         complaint = f"the newest valid one is not {newest}"
-    if rejected != ([] if opened or not _is_listed(root / HURT) else [line]):
+    about = [one for one in rejected if str(root / HURT) in one]  # others are junk beside it
+    if about != ([] if opened or not os.path.lexists(root / HURT) else [line]):
         complaint = f"not rejected as it was refused: {rejected}, {line}"
     state = load(state, open_checkpoint(world, root / GOOD))
     if digest(state) != good:
         complaint = "the good one beside it no longer loads as it was"
     return (state, "wrong", f"{complaint}: {line}") if complaint else (state, outcome, line)
-
-
-def _is_listed(folder: Path) -> bool:
-    return folder.is_dir() and not folder.is_symlink()
 
 
 def _complaint(line: str, root: Path, named: str | None) -> str:

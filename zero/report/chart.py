@@ -121,8 +121,9 @@ def lines(
     )  # fmt: skip
     left = 12 + max(_text_width(name) for _, name in y.ticks)
     x_values = [x for one in series for x, _ in one.points]
+    inset = 14 * any(one.style == "dots" for one in series)  # no dot lies on the axis
     x = logarithmic(x_values, left, right) if log_x else linear(
-        x_values, left, right, snug=True, whole=x_name == "step", count=max(2, round(width / 90))
+        x_values, left + inset, right - inset, snug=True, whole=_is_whole(x_values), count=max(2, round(width / 90))
     )  # fmt: skip
     told = [_told(one, x, y, size if binary else number, x_name) for one in series]
     body = [_grid(x, y, left, right, bottom, x_name), *(_line(one, x, y, binary, x_name) for one in series), legend]
@@ -173,7 +174,7 @@ def timeline(rows: Sequence[Row], *, title: str) -> str:
     kept = [row._replace(spans=sorted(_known_spans(row.spans))) for row in rows]
     first = min((span.begin_s for row in kept for span in row.spans), default=0.0)
     last = max((span.end_s for row in kept for span in row.spans), default=0.0)
-    unit, unit_name = duration_unit(last - first)
+    unit, unit_name = duration_unit(last - first, least=2)
     left = 14 + max((_text_width(row.name, 12.5) for row in kept), default=0.0)
     x = linear([0, (last - first) / unit], left, 2 * WIDTH - 18, snug=True, from_zero=True, count=10)
     body, y = [], 10.0
@@ -192,16 +193,17 @@ def timeline(rows: Sequence[Row], *, title: str) -> str:
     return _svg(2 * WIDTH, y + 38, f"{title}: {told}", [*axis, *body])
 
 
-def multiples(panels: Sequence[Panel], *, title: str, x_name: str = "step", log: bool = False, columns: int = 4) -> str:
+def multiples(panels: Sequence[Panel], *, title: str, x_name: str = "step", log: bool = False) -> str:
     """One small chart for each panel, all with the same axes, and behind each line the others as pale ones."""
-    columns = max(1, min(columns, len(panels)))
+    columns = min((4, 5, 3), key=lambda count: -len(panels) % count)  # as few empty places as possible
     tall, below, top, bottom = 132.0, 46.0, 26.0, 128.0
     y_values = [y for panel in panels for _, y in panel.points]
     y = logarithmic(y_values, bottom, top) if log else linear(y_values, bottom, top, count=3)
     left = 10 + max(_text_width(name) for _, name in y.ticks)
     wide = (2 * WIDTH - left) / columns
     right = wide - 16
-    x = linear([x for panel in panels for x, _ in panel.points], 0.0, right, snug=True, whole=x_name == "step", count=3)
+    x_values = [x for panel in panels for x, _ in panel.points]
+    x = linear(x_values, 0.0, right, snug=True, whole=_is_whole(x_values), count=3)
     everyone = "".join(_path(panel.points, x, y, "ghost", "", MANY // 8) for panel in panels)
     name = f"others-{zlib.crc32(everyone.encode()):08x}"
     body = [f'<defs><g id="{name}">{everyone}</g></defs>']
@@ -214,7 +216,7 @@ def multiples(panels: Sequence[Panel], *, title: str, x_name: str = "step", log:
             _panel_grid(x, y, right, top, bottom, first=column == 0),
             f'<use href="#{name}"/>' if len(panels) > 1 else "",
             _path(panel.points, x, y, "line", f"stroke:var(--{panel.colour})", MANY // 4),
-            _dots(panel.points, x, y, panel.colour, 2.2, x_name, alone=True),
+            _dots(panel.points, x, y, panel.colour, 2.2, x_name, few=1),
             "</g>",
         ]
     rows = -(-len(panels) // columns)
@@ -225,9 +227,9 @@ def multiples(panels: Sequence[Panel], *, title: str, x_name: str = "step", log:
 
 
 def _line(one: Series, x: Scale, y: Scale, binary: bool, x_name: str) -> str:
-    dots = _dots(one.points, x, y, one.colour, 3.2 if one.style == "dots" else 2.4, x_name, one.style != "dots", binary)
     if one.style == "dots":
-        return dots
+        return _dots(one.points, x, y, one.colour, 3.4, x_name, few=len(one.points), binary=binary)
+    dots = _dots(one.points, x, y, one.colour, 2.4, x_name, few=FEW, binary=binary)
     return _path(one.points, x, y, "line", f"stroke:var(--{one.colour})", MANY) + dots
 
 
@@ -247,16 +249,17 @@ def _dots(
     colour: str,
     radius: float,
     x_name: str,
-    alone: bool,
+    *,
+    few: int,
     binary: bool = False,
 ) -> str:
-    """A dot for each point; of many only for those without neighbours (`alone`), the others can only be pointed at."""
+    """A dot for each point; of more than a few only for those without neighbours, the others can only be pointed at."""
     shown = [(at, value) for at, value in points if x.shows(at) and y.shows(value)]
     single = {run[0] for run in _runs(points, x, y) if len(run) == 1}
     found = []
     for at, value in shown:
         place = x.at(_known(at)), y.at(_known(value))
-        seen = not alone or len(shown) <= FEW or place in single
+        seen = len(shown) <= few or place in single
         if not seen and len(shown) > SOME:
             continue
         look = f'r="{radius}" style="fill:var(--{colour})"' if seen else 'r="5" class="felt"'
@@ -283,6 +286,11 @@ def _thin(run: list[tuple[float, float]], limit: int) -> list[tuple[float, float
         ends = min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])
         kept += sorted(set(ends))
     return [*kept, run[-1]]
+
+
+def _is_whole(values: Iterable[object]) -> bool:
+    """Whether all that can be drawn are integers, so that ticks between them would mean nothing."""
+    return all(value is None or value.is_integer() for value in map(finite, values))
 
 
 def _known(value: object) -> float:

@@ -49,8 +49,10 @@ def finite(value: object) -> float | None:
     """`value` as a number that can be drawn; None if it is none."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
-    value = max(-HUGE, min(HUGE, value)) if isinstance(value, int) or math.isfinite(value) else None
-    return value if value is None or abs(value) >= TINY else 0.0
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    drawn = float(max(-HUGE, min(HUGE, value)))
+    return drawn if abs(drawn) >= TINY else 0.0
 
 
 def linear(
@@ -107,9 +109,9 @@ def logarithmic(values: Iterable[object], begin: float, end: float) -> Scale:
     return Scale(marks[0], marks[-1], begin, end, True, tuple((mark, _short(mark)) for mark in marks))
 
 
-def duration_unit(longest_s: float) -> tuple[float, str]:
-    """(seconds, name) of the unit in which `longest_s` is best read."""
-    return next(((unit, name) for unit, name in TIMES if longest_s >= 2 * unit), TIMES[-1])
+def duration_unit(longest_s: float, least: float = 1.0) -> tuple[float, str]:
+    """(seconds, name) of the largest unit of which `longest_s` is at least `least`."""
+    return next(((unit, name) for unit, name in TIMES if longest_s >= least * unit), TIMES[-1])
 
 
 # Numbers as words

@@ -233,10 +233,16 @@ def spreadsheet(jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> s
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["job", *keys, "status", "best", *FIGURES, "cause"])
     for job in jobs:
-        figures = ["" if value is None else value for value in (getattr(job, field) for field in FIGURES)]
+        figures = [_exact(field, getattr(job, field)) for field in FIGURES]
         values = [job.overrides.get(key, "").replace("\r", " ") for key in keys]  # Python's writer would not quote it
         rows.writerow([job.name, *values, job.status, int(job is best), *figures, job.cause])
     return text.getvalue()
+
+
+def _exact(field: str, value: float | None) -> float | str:
+    if value is None:
+        return ""
+    return int(value) if field.endswith(("_bytes", "_done")) else value
 
 
 def html(folder: Path, runs: Sequence[Run], jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> str:
@@ -332,7 +338,7 @@ def _against(jobs: Sequence[Job], keys: Sequence[str]) -> Html:
         ]
         known = [value for value, _ in points]
         if len(set(known)) >= 3:
-            log_x = min(known) > 0 and max(known) > 20 * min(known)
+            log_x = min(known) > 0 and max(known) >= 10 * min(known)
             series = [Series(key, points, "green", "dots")]
             drawn = chart.lines(series, title=f"validation loss against {key}", x_name=key, log_x=log_x)
             figures.append(figure(drawn, f"Validation loss against {key}"))

@@ -325,6 +325,19 @@ def test_partial_keeps_what_it_names(tmp_path: Path):
         assert torch.equal(value, fresh[name] if kept else there[name]), name
 
 
+def test_all_ranks_read_what_stays_in_one_order_whatever_the_order_of_their_sets(monkeypatch):
+    """Strings hash differently in each process, and reading is collective: ranks in different orders would hang."""
+    from zero.checkpoint import load as module
+
+    asked = []
+    monkeypatch.setattr(sys.modules[module.__module__], "full_values", lambda state, kind: asked.append(kind) or ())
+    kinds = ["parameter", "mu", "nu", "frozen"]
+    for order in itertools.permutations(kinds):
+        asked.clear()
+        sys.modules[module.__module__]._current(None, dict.fromkeys(("w", kind) for kind in order).keys())
+        assert asked == ["param", "mu", "nu", "param"], order
+
+
 def test_partial_may_name_a_kind_so_another_optimizer_takes_over(tmp_path: Path):
     world = zero.World.from_env()
     _, path = saved(world, Setting(), tmp_path)

@@ -10,7 +10,7 @@ Names have to match both ways, unless a pattern says that a tensor stays as it i
 import itertools
 import random
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -399,10 +399,10 @@ def _fill(
     return {}
 
 
-def _current(state: State, kept: set[Key]) -> dict[Key, Tensor]:
-    """The values that stay, whole, on the host."""
+def _current(state: State, kept: Set[Key]) -> dict[Key, Tensor]:
+    """The values that stay, whole, on the host. Collective: a set's own order is another one in each process."""
     found = {}
-    for kind in dict.fromkeys(kind for _, kind in kept if kind != BUFFER):
+    for kind in sorted({kind for _, kind in kept if kind != BUFFER}):
         names = {name for name, other in kept if other == kind}
         source = {PARAMETER: "param", FROZEN: "param"}.get(kind, kind)
         for name, tensor in full_values(state, source):

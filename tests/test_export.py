@@ -4,10 +4,12 @@ import ast
 import contextlib
 import importlib.machinery
 import importlib.util
+import io
 import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -20,13 +22,17 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from small import Setting, Small, slice_of, small_batch, small_loss
 
+import train
 import zero
 from zero.checkpoint import load, open_checkpoint, save
+from zero.checkpoint.manifest import from_text, to_text
 from zero.copied import buffers_of
+from zero.data.text import decode_bytes
 from zero.errors import CheckpointError, ConfigError, ZeroError
-from zero.exchange import Choice, adopt, export, open_newest, read_source
+from zero.exchange import Choice, adopt, export, open_newest, read_source, shown
 from zero.exchange.hf import _shared_out
 from zero.exchange.stream import Source, Stream
 from zero.full import full_state_dict
@@ -557,6 +563,11 @@ def bad_index(folder: Path, **changes) -> Path:
     return folder
 
 
+def index_of(folder: Path, body) -> Path:
+    (folder / "model.safetensors.index.json").write_text(json.dumps(body))
+    return folder
+
+
 def lying_dcp(folder: Path, change) -> Path:
     folder = dcp_folder(folder)
     found = pickle.loads((folder / ".metadata").read_bytes())
@@ -588,6 +599,8 @@ WRONG = {
     "an empty folder": ("hf", lambda f: f, "model.safetensors"),
     "a way out": ("hf", lambda f: bad_index(f, weight_map={"a": "../x.safetensors"}), "../x.safetensors"),
     "no map": ("hf", lambda f: bad_index(f, weight_map=[1]), "index"),
+    "an index that is a list": ("hf", lambda f: index_of(f, []), "index"),
+    "an index that is text": ("hf", lambda f: index_of(f, "weight_map"), "index"),
     "no names": ("hf", lambda f: bad_index(f, weight_map={"a": 3}), "index"),
     "a name too many": ("hf", lambda f: bad_index(f, weight_map={"b": "model-00001-of-00001.safetensors"}), "'b'"),
     "a file too few": ("hf", lambda f: bad_index(f, weight_map={"b": "other.safetensors"}), "other.safetensors"),
@@ -648,6 +661,47 @@ def test_the_scripts_say_what_they_did_and_what_was_missing(one, tmp_path: Path,
     same(now, {name: value for name, value in values.items() if name not in TIE})
 
 
+@pytest.mark.parametrize("given_as", [".", "checkpoints", "checkpoints/step-0000000002"])
+def test_an_export_goes_beside_the_checkpoints_unless_it_is_told_otherwise(
+    given_as: str, one, tmp_path: Path, monkeypatch, capsys
+):
+    assert script("export", monkeypatch, tmp_path / given_as, "--to", "hf") == 0
+    same({name: whole(it) for name, it in read_source("hf", tmp_path / "exported-hf").tensors.items()}, one[0])
+    before = {path: path.read_bytes() for path in (tmp_path / "exported-hf").iterdir()}
+    capsys.readouterr()
+    assert script("export", monkeypatch, tmp_path / given_as, "--to", "hf") == ConfigError.exit_code
+    said = capsys.readouterr().err
+    assert "exported-hf: exists" in said
+    assert said.count("\n") == 1
+    assert before == {path: path.read_bytes() for path in (tmp_path / "exported-hf").iterdir()}
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_long_work_says_how_far_it_is(to: str, one, tmp_path: Path):
+    told: dict[str, list[tuple[int, int]]] = {}
+
+    def tell(what: str, done: int, total: int) -> None:
+        told.setdefault(what.split()[0], []).append((done, total))
+
+    checkpoint, _ = open_newest(one[1].folder, tell)
+    export(checkpoint, to, tmp_path / "out", progress=tell)
+    adopt(read_source(to, tmp_path / "out"), tmp_path / "again", CHOICE, tell)
+    assert told.keys() == {"verifying", "exporting", "importing"}
+    for steps in told.values():
+        assert [done for done, _ in steps] == sorted({done for done, _ in steps}), "it goes on"
+        assert [done == total for done, total in steps] == [False] * (len(steps) - 1) + [True], "and ends once"
+
+
+def test_a_terminal_gets_a_bar_with_the_time_left_and_a_pipe_nothing():
+    for terminal in (True, False):
+        stream = io.StringIO()
+        with shown(Console(file=stream, force_terminal=terminal, width=100)) as tell:
+            for done in range(1, 5):
+                tell("exporting [it]", done, 4)
+        said = stream.getvalue()
+        assert ("exporting [it]" in said and "100%" in said and "0:00:00" in said) if terminal else not said
+
+
 @pytest.mark.parametrize(
     ("name", "words", "seen"),
     [
@@ -673,3 +727,56 @@ def test_the_scripts_run_by_themselves_and_warn_of_pickles(name: str):
 def path() -> dict[str, str]:
     """This interpreter comes first."""
     return os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+# -- a sample ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """The folder of a run that learned from text."""
+    top = tmp_path_factory.mktemp("run")
+    (top / "text").mkdir()
+    for number in range(20):
+        (top / "text" / f"{number}.txt").write_text("to be or not to be, that is the question. " * 20)
+    settings = ["debug=tiny", "tracker.console=none", "sample.tokens=0", "val.every=0", "checkpoint.every=4"]
+    plain = train.settings_in(train.compose([*settings, "data=text", f"data.folder={top / 'text'}"]))
+    train.run(train.settle(plain), top / "run")
+    return top / "run"
+
+
+def test_a_sample_is_the_text_and_nothing_else(run: Path, monkeypatch, capsys):
+    assert script("sample", monkeypatch, run, "to be", "--tokens", 5, "--temperature", 0) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("to be")
+    assert "resuming" not in out
+    assert "step-0000000004" in err
+    assert script("sample", monkeypatch, run, "to be", "--tokens", 0) == 0
+    assert capsys.readouterr().out == "to be\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--tokens", "-3"), ("--temperature", "-1"), ("--temperature", "nan"), ("--seed", "1e99"), ("--seed", "-1")],
+)
+def test_a_sample_of_impossible_length_or_heat_is_refused(words, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        script("sample", monkeypatch, "run", "to be", *words)
+    assert words[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("config", "word"), [([1], "model"), ({"model": 3}, "model"), ({}, "shape")])
+def test_settings_that_are_none_are_refused_in_one_line(config, word: str, run: Path, tmp_path, monkeypatch, capsys):
+    folder = shutil.copytree(run / "checkpoints" / "step-0000000004", tmp_path / "step-0000000004")
+    manifest = from_text((folder / "manifest.json").read_bytes())
+    manifest.facts["given"]["config"] = config
+    (folder / "manifest.json").write_text(to_text(manifest))
+    assert script("sample", monkeypatch, folder, "to be") > 0
+    said = capsys.readouterr()
+    assert not said.out
+    assert word in said.err.splitlines()[-1]
+    assert "Traceback" not in said.err
+
+
+def test_a_token_that_is_no_byte_is_shown_as_what_it_is_not():
+    assert decode_bytes(torch.tensor([72, 105, 300])) == "Hi\N{REPLACEMENT CHARACTER}"

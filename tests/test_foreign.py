@@ -6,6 +6,7 @@
 import contextlib
 import json
 import pickle
+import resource
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -183,6 +184,15 @@ def test_a_tensor_in_pieces_is_put_together(tmp_path: Path):
 
     change_metadata(folder, cut_up)
     assert torch.equal(imported("dcp", folder, tmp_path / "root")["a (parameter)"], values()["a"])
+
+
+def test_a_number_in_a_pickle_does_not_say_how_much_memory_it_takes(tmp_path: Path):
+    """LONG_BINPUT keeps an object under a number, for which the C library grows a table."""
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02Nr" + (2**31).to_bytes(4, "little") + b".")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match="no metadata of DCP"):
+        read_source("dcp", tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
 
 
 # -- tensors that are views --------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ model, loading says.
 """
 
 import dataclasses
-import platform
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -21,14 +20,17 @@ from zero.checkpoint import Root
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, Held
 from zero.checkpoint.hashes import FileHash
 from zero.checkpoint.manifest import FORMAT, ITEM_BYTES, Entry, Manifest, Piece, file_name, step_name, to_text
+from zero.checkpoint.save import facts_of
 from zero.checkpoint.shard import ShardWriter, offsets
 from zero.device import memory_of
 from zero.errors import CheckpointError, ConfigError
 from zero.exchange.deepspeed import read as read_deepspeed
 from zero.exchange.hf import read as read_hf
 from zero.exchange.pickled import read as read_torch
-from zero.exchange.stream import BLOCK_NUMEL, Source, Stream, refused_by_the_system
+from zero.exchange.stream import BLOCK_NUMEL, Source, Stream, counted, refused_by_the_system
 from zero.precision import Precision
+from zero.progress import Progress, silent
+from zero.refusal import some
 
 FORMATS = ("hf", "torch", "dcp", "deepspeed")
 
@@ -81,17 +83,18 @@ def read_source(from_: str, path: Path) -> Source:
 
         read["dcp"] = read_dcp
     source = read[from_](path)
-    for name in (*source.tensors, *source.ties):
+    for name in (*source.tensors, *source.ties, *source.ties.values()):
         if type(name) is not str or not name or not name.isprintable():
             raise CheckpointError(f"{path}: a tensor's name is {repr(name)[:80]}; expected text that can be printed")
     return source
 
 
-def adopt(source: Source, root: Path, choice: Choice = Choice()) -> Adopted:
+def adopt(source: Source, root: Path, choice: Choice = Choice(), progress: Progress = silent) -> Adopted:
     """Write a checkpoint of world 1 under `root`, and publish it.
 
     Args:
         root: its parent exists.
+        progress: told the bytes that are written.
 
     Raises:
         CheckpointError: ties that are none, values that cannot be read, a step that is there already; nothing was
@@ -108,7 +111,7 @@ def adopt(source: Source, root: Path, choice: Choice = Choice()) -> Adopted:
             raise CheckpointError("the source has moments and does not say after how many steps; give --step")
         step = 0
     values = _values(source, kinds, choice.moments)
-    folder = _publish(Root(root), values, ties, step, source.skipped)
+    folder = _publish(Root(root), values, ties, step, source.skipped, progress)
     return Adopted(folder, list(_notes(source, kinds, choice, ties)))
 
 
@@ -208,28 +211,34 @@ def _notes(source: Source, kinds: Mapping[str, str], choice: Choice, ties: Mappi
     if unused:
         yield f"left out: the source's {', '.join(unused)}, which --moments does not name"
     if ties:
-        yield "tied: " + ", ".join(f"{name} = {owner}" for name, owner in ties.items())
+        yield f"tied: {some([f'{name} = {owner}' for name, owner in ties.items()])}"
     if source.left:
-        more = f" and {len(source.left) - 5} more" if len(source.left) > 5 else ""
-        yield f"left out: {', '.join(source.left[:5])}{more}"
+        yield f"left out: {some(source.left)}"
 
 
 # -- the checkpoint ----------------------------------------------------------------------------------------------------
 
 
 def _publish(
-    root: Root, values: list[tuple[str, str, Stream]], ties: Mapping[str, str], step: int, skipped: int
+    root: Root,
+    values: list[tuple[str, str, Stream]],
+    ties: Mapping[str, str],
+    step: int,
+    skipped: int,
+    progress: Progress,
 ) -> Path:
     number = step + skipped
     name = step_name(number)
     if number in root.steps():
         raise CheckpointError(f"{root.path / name}: exists; give --step or another --out")
+    scale = Precision("fp32").scale.start()._replace(skipped=skipped)  # whoever loads it begins with one of its own
     folder = root.begin(number, secrets.token_hex(8))
     try:
         filled = [one for one in values if one[2].numel]
         filled.sort(key=lambda one: -one[2].dtype.itemsize)  # each part then begins at a multiple of its width
         held = [Held(name, kind, stream.dtype, stream.shape, 0, stream.numel) for name, kind, stream in filled]
-        file, finite = _write(root, folder / file_name(0, 1), held, [stream for _, _, stream in filled])
+        streams = counted([stream for _, _, stream in filled], "importing", progress)
+        file, finite = _write(root, folder / file_name(0, 1), held, streams)
         places = dict(zip(((one.name, one.kind) for one in held), offsets([one.part for one in held]), strict=True))
         manifest = Manifest(
             format=FORMAT,
@@ -238,17 +247,7 @@ def _publish(
             entries=tuple(_entry(name, kind, stream, places) for name, kind, stream in values),
             files=(file,),
             finite=finite,
-            facts={
-                "state": {
-                    "step": step,
-                    "scale": list(Precision("fp32").scale.start()._replace(skipped=skipped)),
-                    "dynamic": False,  # whoever loads it begins with a scale of its own
-                },
-                "ties": dict(ties),
-                "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
-                "given": {},
-                "random": [],
-            },
+            facts=facts_of(step, scale, dynamic=False, ties=ties, given={}),
         )
         return root.publish(folder, number, to_text(manifest))
     except BaseException:

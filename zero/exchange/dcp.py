@@ -109,7 +109,9 @@ class _Stretch(io.RawIOBase):
         return int(count)
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """The one in Python: that in C makes room for as many objects as a damaged number says, tens of GB if need be."""
+
     def find_class(self, module: str, name: str) -> Any:
         found = _ALLOWED.get(f"{module}.{name}")
         if found is None:
@@ -154,7 +156,7 @@ def _stream(folder: Path, name: str, one: Any, stored: Mapping[Any, Any]) -> Str
     except Exception as error:  # crafted attributes may raise anything
         raise _refused(what, error) from error
     if dtype not in _DTYPES.values():
-        raise CheckpointError(f"{what}: is {dtype}, which a checkpoint does not hold")
+        raise CheckpointError(f"{what}: is {repr(dtype)[:80]}, which a checkpoint does not hold")
     if not is_whole(shape, pieces):
         raise CheckpointError(f"{what}: its pieces are not every element of its shape {shape} once; save it again")
     if any(piece.home is None and 0 not in piece.sizes for piece in pieces):
@@ -211,7 +213,7 @@ def _whole(folder: Path, what: str, dtype: torch.dtype, shape: tuple[int, ...], 
 def _metadata(path: Path) -> Any:
     with refused_by_the_system(path), path.open("rb") as file:
         try:
-            found = _Unpickler(file).load()
+            found = _Unpickler(io.BytesIO(file.read())).load()
             if not isinstance(found, metadata.Metadata) or not isinstance(found.state_dict_metadata, dict):
                 raise TypeError("it is no metadata of DCP")
             if not all(type(name) is str for name in found.state_dict_metadata):

@@ -82,7 +82,7 @@ class _States:
         self.ties = {str(name): str(owner) for name, owner in (first.get("shared_params") or {}).items()}
         module = first.get("module") or {}
         names = [name for name in first.get("buffer_names") or () if name in module]
-        self.buffers = {name: stream_of(module[name], f"{folder}: {name}") for name in names}
+        self.buffers = {name: stream_of(module[name], f"{folder}: {name!r}") for name in names}
         fragments = [one.get("frozen_param_fragments") or {} for one in found]
         self.frozen = {name: _joined(folder, name, shape, fragments) for name, shape in frozen.items()}
         self.skipped = int(first.get("skipped_steps") or 0)
@@ -127,13 +127,13 @@ def _values(path: Path, *, compare: bool = False) -> Tensor:
 
 def _joined(folder: Path, name: str, shape: tuple[int, ...], fragments: list[Mapping[str, Any]]) -> Stream:
     """A frozen parameter of stage 3: each rank's file has a part, and the last is padded to the length of the rest."""
-    parts = [stream_of(one[name], f"{folder}: {name}").cut for one in fragments if name in one]
+    parts = [stream_of(one[name], f"{folder}: {name!r}").cut for one in fragments if name in one]
     dtypes = {one[name].dtype for one in fragments if name in one}
     found = sum(one[name].numel() for one in fragments if name in one)
     if len(dtypes) != 1:
-        raise CheckpointError(f"{folder}: {name} is frozen, and no *_model_states.pt has its values in one dtype")
+        raise CheckpointError(f"{folder}: {name!r} is frozen, and no *_model_states.pt has its values in one dtype")
     if not 0 <= found - prod(shape) < len(parts):
-        raise CheckpointError(f"{folder}: {name} is of shape {shape}, and its parts have {found} elements")
+        raise CheckpointError(f"{folder}: {name!r} is of shape {shape}, and its parts have {found} elements")
 
     def whole() -> Tensor:
         return torch.cat([block for cut in parts for block in cut()])[: prod(shape)]

@@ -16,19 +16,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero.checkpoint import Checkpoint, Tensors, open_checkpoint, open_latest
+from zero.checkpoint import Checkpoint, Tensors, open_at
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER
 from zero.checkpoint.manifest import Entry
-from zero.checkpoint.publish import MANIFEST_NAME
 from zero.errors import CheckpointError, ConfigError
 from zero.exchange.hf import write as write_hf
 from zero.exchange.pickled import write as write_torch
-from zero.exchange.stream import BLOCK_NUMEL, Stream, refused_by_the_system
+from zero.exchange.stream import BLOCK_NUMEL, Stream, counted, refused_by_the_system
+from zero.progress import Progress, silent
 from zero.world import SoloWorld
 
 FORMATS = ("hf", "torch", "dcp")
-RUN_FOLDER = "checkpoints"
-"""Of a run: where its checkpoints are, unless it was told otherwise."""
 
 
 class Exported(NamedTuple):
@@ -39,20 +37,13 @@ class Exported(NamedTuple):
     ties: Mapping[str, str]
 
 
-def open_newest(path: Path) -> tuple[Checkpoint, list[str]]:
+def open_newest(path: Path, progress: Progress = silent) -> tuple[Checkpoint, list[str]]:
     """A step as it is; of a run or a folder of checkpoints, the newest valid one, and why newer ones were rejected.
 
     Raises:
         CheckpointError: there is none, or only damaged ones.
     """
-    world = SoloWorld()
-    if (path / MANIFEST_NAME).exists():
-        return open_checkpoint(world, path), []
-    root = path / RUN_FOLDER if (path / RUN_FOLDER).is_dir() else path
-    found, rejected = open_latest(world, root)
-    if found is None:
-        raise CheckpointError(f"{path}: there is no checkpoint; give a step, a run or a folder of checkpoints")
-    return found, rejected
+    return open_at(SoloWorld(), path, progress)
 
 
 def export(
@@ -62,6 +53,7 @@ def export(
     *,
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = 5 * 10**9,
+    progress: Progress = silent,
 ) -> Exported:
     """Write parameters and buffers.
 
@@ -70,6 +62,7 @@ def export(
         out: does not exist; its parent does.
         dtype: of the parameters, frozen ones too; buffers keep their own.
         shard_bytes: of values in one file of "hf".
+        progress: told the bytes of values that are read; a tie is read once for each of its names, but not for "torch".
 
     Raises:
         CheckpointError: damage, values that `dtype` has no room for, or what the system refuses; nothing is left.
@@ -81,6 +74,9 @@ def export(
         raise ConfigError(f"--out {out}: exists; give a name that does not")
     with Tensors(checkpoint) as files, _appearing(out, folder=to != "torch") as unfinished:
         tensors, ties = _streams(checkpoint, files, dtype)
+        written = [name for name in tensors if to != "torch" or name not in ties]  # torch's format has ties itself
+        watched = counted([tensors[name] for name in written], "exporting", progress)
+        tensors |= dict(zip(written, watched, strict=True))
         if to == "hf":
             write_hf(unfinished, tensors, ties, shard_bytes)
         elif to == "torch":

@@ -139,7 +139,7 @@ def read(path: Path) -> Source:
         raise CheckpointError(f"{path}: its dicts are nested without end; a state dict was expected") from error
     if not found:
         raise CheckpointError(f"{path}: holds no tensor with a name; a state dict was expected")
-    streams = {name: stream_of(value, f"{path}: {name}") for name, value in found.items()}
+    streams = {name: stream_of(value, f"{path}: {name!r}") for name, value in found.items()}
     first: dict[Any, str] = {}
     ties = {}
     for name, value in found.items():

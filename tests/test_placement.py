@@ -275,7 +275,7 @@ def test_on_a_cpu_there_is_one_memory():
             Offload("infinity", host_budget=0.5),
             {"host_bytes": GiB // 2},
             "offload.host_budget=50%, which is 512.0 MiB: a rank needs at least 1.0 GiB there: 1.0 GiB of buffers "
-            "(their smallest number); raise offload.host_budget, or use more ranks",
+            "(their smallest number); raise offload.host_budget, or set offload.page smaller, or use more ranks",
         ),
         (
             Offload(),

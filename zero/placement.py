@@ -265,6 +265,8 @@ def _refuse_what_cannot_fit(
         moves = [f"offload.{key}={out}" for key in ("optimizer", "grad", "param") if key in inside]
         smaller = ["set zero.activations=remat", "use a smaller batch.micro"] * (2 * active_bytes > needs_bytes)
         raises = [f"raise offload.{tiers[0]}_budget"] if getattr(offload, f"{tiers[0]}_budget") is not None else []
+        if tiers == ("host",) and not moves:  # what pages pass through is all there is
+            moves = ["offload.page smaller"]
         ways = [*raises, *smaller, *(f"set {move}" for move in moves[:1]), "use more ranks"]
         raise ConfigError(
             f"{_limit(offload, tiers[0], budgets[tiers[0]])}: a rank needs at least {size_text(needs_bytes)} there: "

@@ -30,6 +30,11 @@ __all__ = [
 ]
 
 
-def activation_bytes(config: Config, model: nn.Module) -> int:
-    """Most bytes that forward and backward of a microbatch hold beside parameters and gradients, of a solved batch."""
-    return Activations(config, model).of(config.batch.numbers()[1]).peak_bytes
+def activation_bytes(config: Config, model: nn.Module, device: str) -> int:
+    """What a plan should count for forward and backward of a microbatch, beside parameters and gradients.
+
+    Args:
+        config: its batch as numbers.
+        device: "cuda" or "cpu", `world.device.type`.
+    """
+    return Activations(config, model).bytes(config.batch.numbers()[1], device)

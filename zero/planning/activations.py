@@ -35,6 +35,11 @@ aten = torch.ops.aten
 
 META = torch.device("meta")
 
+HEAP = 1.5
+"""How much the heap of a process grows for a byte of activations on a CPU: freed tensors leave holes that others do not
+fit in. Measured between 1.4 (fp32) and 1.7 (bf16) with `launch.malloc=raised` and glibc 2.36; 1.0 with `lean`, which
+maps every large tensor apart. See `scripts/check_plan`."""
+
 AT_ONCE = 2**62
 """As in `gather`: autograd runs what it can in the order of these numbers, largest first."""
 
@@ -74,6 +79,11 @@ class Activations:
                 traced = traced._replace(peak_bytes=max(traced.peak_bytes, validation.peak_bytes))
             self._traced[rows] = traced
         return self._traced[rows]
+
+    def bytes(self, rows: int, device: str) -> int:
+        """What to plan with for a microbatch of `rows` rows on a device type: on a CPU also what the heap wastes."""
+        wasteful = device == "cpu" and self._config.launch.malloc != "lean"
+        return int(self.of(rows).peak_bytes * (HEAP if wasteful else 1))
 
     def _trace(self, rows: int, seq: int, *, backward: bool) -> Traced:
         return trace(

@@ -12,7 +12,7 @@ from zero.errors import ConfigError
 from zero.placement import PRESETS, Room, Tier, budget_bytes
 from zero.plan import Plan
 from zero.planning.activations import Activations
-from zero.planning.cost import Rates, step_seconds
+from zero.planning.cost import Rates, step_seconds, traffic
 from zero.planning.machine import Machine
 from zero.stage import Stage
 
@@ -21,7 +21,7 @@ STAGES = tuple(Stage(level) for level in range(4))
 NO_LIMIT = Room(2**62, 2**62)
 
 ALIKE = 0.02
-"""Predictions that differ by less than this share are the same: then what takes less memory is better."""
+"""Predictions that differ by less than this share are the same: then what moves and takes less is better."""
 
 
 class Short(NamedTuple):
@@ -43,6 +43,7 @@ class Choice:
         refusal: why it does not fit, in one line; None if it does.
         short: the memories that are too small.
         seconds: predicted for one step.
+        moved_bytes: between tiers, in one step.
     """
 
     config: Config
@@ -51,6 +52,7 @@ class Choice:
     refusal: str | None
     short: tuple[Short, ...]
     seconds: float
+    moved_bytes: float
 
     @property
     def fits(self) -> bool:
@@ -102,13 +104,13 @@ def choices(
 
 
 def best(found: Sequence[Choice]) -> Choice | None:
-    """The fastest that fits; of those alike the one that takes least memory, then the lowest stage."""
+    """The fastest that fits; of those alike what moves least between tiers, then takes least memory."""
     fitting = [one for one in found if one.fits]
     if not fitting:
         return None
     fastest_s = min(one.seconds for one in fitting)
     alike = [one for one in fitting if one.seconds <= fastest_s * (1 + ALIKE)]
-    return min(alike, key=lambda one: (one.memory_bytes, one.plan.stage.level))
+    return min(alike, key=lambda one: (one.moved_bytes, one.memory_bytes, one.plan.stage.level))
 
 
 def choice(
@@ -118,13 +120,16 @@ def choice(
 
     def attempt(batch: Batch) -> tuple[Config, Plan | ConfigError]:
         solved = config.model_copy(update={"batch": batch})
-        peak_bytes = activations.of(batch.numbers()[1]).peak_bytes
+        peak_bytes = activations.bytes(batch.numbers()[1], machine.device)
         try:
             return solved, build_plan(solved, model, machine.world, room=machine.room, activation_bytes=peak_bytes)
         except ConfigError as refused:
             return solved, refused
 
-    largest, *others = batches(config, machine.ranks)
+    room_bytes = machine.room.device if machine.device == "cuda" else machine.room.host
+    *larger, smallest = batches(config, machine.ranks)  # most that are too large are so without a plan
+    larger = [batch for batch in larger if activations.bytes(batch.numbers()[1], machine.device) <= room_bytes]
+    largest, *others = *larger, smallest
     solved, plan = attempt(largest)
     if others and isinstance(plan, ConfigError):
         solved, plan = attempt(others[-1])
@@ -134,10 +139,14 @@ def choice(
     traced = activations.of(solved.batch.numbers()[1])
     refusal, short = None, tuple[Short, ...]()
     if isinstance(plan, ConfigError):
-        refusal, plan = str(plan), _unlimited(solved, machine, model, traced.peak_bytes)
+        refusal, plan = (
+            str(plan),
+            _unlimited(solved, machine, model, activations.bytes(solved.batch.numbers()[1], machine.device)),
+        )
         short = _short(plan, solved, machine)
     seconds = step_seconds(plan, rates, forward_flops=traced.forward_flops, backward_flops=traced.backward_flops)
-    return Choice(solved, preset, plan, refusal, short, seconds)
+    moved = traffic(plan).bytes_per_step
+    return Choice(solved, preset, plan, refusal, short, seconds, moved.disk + moved.copy)
 
 
 def batches(config: Config, ranks: int) -> Iterator[Batch]:

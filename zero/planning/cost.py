@@ -2,7 +2,7 @@
 
 An update hides behind the next forward, so a lazy step lasts max(C_forward, O) + C_backward, with C the time to compute
 and O the time to move and update what sleeps off the device. Gathers hide behind the compute of other units, and
-reductions behind backward. What is updated in place on the device hides behind nothing. Of several microbatches the
+reductions behind backward. What the device itself updates hides behind nothing. Of several microbatches the
 first forward hides the update, and at stages that keep parameters the gather; the last backward hides the reduction of
 what microbatches added up to.
 
@@ -124,11 +124,11 @@ def step_seconds(plan: Plan, rates: Rates, *, forward_flops: float, backward_flo
     """
     moved, count = traffic(plan), plan.accumulate
     forward_s, backward_s = forward_flops / rates.flops, backward_flops / rates.flops
-    on_host = plan.world.device.type == "cpu" or plan.offload.compute == "host"
-    away_s = moved.away_numel / (rates.host_update_numel if on_host else rates.update_numel)
+    hidden_numel = 0 if plan.world.device.type == "cpu" else moved.away_numel  # its threads would take compute's cores
+    away_s = hidden_numel / (rates.host_update_numel if plan.offload.compute == "host" else rates.update_numel)
     offload_s = max(moved.update.seconds(rates), away_s)
     numel = sum(plan.update_numel(unit) for unit in plan.units)
-    in_place_s = max(0, numel - moved.away_numel) / rates.update_numel
+    in_place_s = max(0, numel - hidden_numel) / rates.update_numel
     middle_s = (count - 1) * (
         max(forward_s, moved.forward.seconds(rates)) + max(backward_s, moved.backward.seconds(rates))
     )

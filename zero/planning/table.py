@@ -131,7 +131,7 @@ def _proposal(found: Sequence[Choice], machine: Machine, overrides: Sequence[str
         nearest = min(found, key=lambda one: sum(short.need_bytes - short.room_bytes for short in one.short))
         yield f"nothing fits; nearest is {' '.join(nearest.keys)}: {nearest.refusal}"
         return
-    yield f"* the fastest that fits, and of those alike the smallest: {winner.seconds:.3g} s a step predicted"
+    yield f"* the fastest that fits, of those alike what moves and takes least: {winner.seconds:.3g} s a step"
     repeated = [one for one in overrides if one.split("=")[0].lstrip("+") not in NOT_REPEATED]
     repeated = [one for one in repeated if not one.startswith(("plan.", "-"))]
     rows = winner.config.batch.numbers()[0]

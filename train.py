@@ -14,6 +14,7 @@ Settings are in conf/, their meaning in zero/config. A run leaves runs/<date>/<t
 import contextlib
 import itertools
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +51,7 @@ def train(config: Config, folder: Path) -> "Summary":
     from zero.report.run import write as write_report
     from zero.saver import find
     from zero.tracker import open_tracker, write_failure, write_summary
-    from zero.training import Training
+    from zero.training import STOPPED, Training
 
     torch.use_deterministic_algorithms(config.deterministic)
     with (
@@ -66,7 +67,9 @@ def train(config: Config, folder: Path) -> "Summary":
         config = planning.settle(config, model, world, tracker.note)
         if world.rank == 0:
             _write_config(config, folder)
-        plan = build_plan(config, model, world, activation_bytes=planning.activation_bytes(config, model))
+        plan = build_plan(
+            config, model, world, activation_bytes=planning.activation_bytes(config, model, world.device.type)
+        )
         tracker.note(f"{plan}\ndata {data.digest}\nfolder {folder}")
         restarts = launch.restart_count()
         checkpoint = find(config, world, folder, tracker.note, tracker.progress, restarts=restarts)
@@ -87,7 +90,7 @@ def train(config: Config, folder: Path) -> "Summary":
             tracker.report(folder / "report.html")
         if summary.endurance:
             tracker.note(summary.endurance)
-        tracker.finish(summary._asdict())
+        tracker.finish(summary._asdict(), Preempted.exit_code if exit_reason == STOPPED else 0)
     return summary
 
 
@@ -116,8 +119,9 @@ def run(config: Config, folder: Path, *, apart: bool = False) -> "Summary":
                 train, config, folder, ranks=ranks, max_restarts=config.launch.max_restarts, **_how(config, folder)
             )
     except BaseException as error:
-        write_failure(folder, {"exit_reason": launch.describe(error)}, final=True)
-        write_report(folder)
+        with contextlib.suppress(OSError):  # the disk may be what failed
+            write_failure(folder, {"exit_reason": launch.describe(error)}, final=True)
+            write_report(folder)
         raise
     if summary.exit_reason == STOPPED:
         raise Preempted(
@@ -219,6 +223,8 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
         except HydraException:
             return f"{text} cannot be read; write key=value, and quote what the shell or Hydra would interpret"
         key, value = override.key_or_group, override.value()
+        if key in ("hydra/sweeper", "hydra/launcher") and "Could not find" in str(error):
+            return f"{text}: this plugin is not installed; pip install 'functional-zero[sweep]' has optuna and submitit"
         if key.startswith("hydra"):
             continue
         if override.is_sweep_override():
@@ -295,9 +301,40 @@ def _say(text: str, exit_code: int) -> int:
 def _with_hydra(arguments: Sequence[str]) -> int:
     """Check every run that the command line asks for, then let Hydra make the folders and call us once per run."""
     import hydra
+
+    asked = _options(arguments)
+    if asked.help:
+        print(overview(CONF))
+        return 0
+    sweep_folder = None
+    if not (asked.hydra_help or asked.shell_completion):
+        answers, sweep_folder = _checked(asked)
+        if answers:
+            return max(answers)
+    codes: list[int] = []
+
+    def job(composed: Any) -> float | None:
+        return _run_job(composed, codes)
+
+    sys.argv = [sys.argv[0], *arguments]
+    if sweep_folder is not None:
+        # the time in its name is read once, so that we know where the jobs are, whoever runs them
+        sys.argv.append("hydra.sweep.dir='" + str(sweep_folder).replace("\\", "\\\\").replace("'", "\\'") + "'")
+        # a launcher's processes find `train` by its name
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(CONF.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    hydra.main(config_path=str(CONF), config_name="config", **_version_base())(job)()
+    if sweep_folder is not None and sweep_folder.is_dir():
+        codes += _tell_sweep(sweep_folder, told=bool(codes))
+    return max(codes, default=0)
+
+
+def _options(arguments: Sequence[str]) -> Any:
+    """What Hydra understands of the command line.
+
+    Raises:
+        ConfigError: an option that it does not have.
+    """
     from hydra._internal.utils import get_args_parser
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
 
     for argument in arguments:
         if argument.startswith("--") and argument[2:].split("=")[0] in keys():
@@ -305,40 +342,59 @@ def _with_hydra(arguments: Sequence[str]) -> int:
     asked, unknown = get_args_parser().parse_known_args(list(arguments))
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]}; settings are written key=value, and --help lists them")
-    if asked.help:
-        print(overview(CONF))
-        return 0
-    if not (asked.hydra_help or asked.shell_completion):
-        answers = []
-        for overrides in _runs_in(asked.overrides) if asked.multirun else [asked.overrides]:
-            config = settle(settings_in(compose(overrides)))
-            if config.mode in ANSWERS and not (asked.cfg or asked.info):
-                answers.append(ANSWERS[config.mode](config, overrides))
-        if answers:
-            return max(answers)
-    codes: list[int] = []
+    return asked
 
-    def job(composed: Any) -> float:
-        folder, sweep = Path(HydraConfig.get().runtime.output_dir), HydraConfig.get().mode == RunMode.MULTIRUN
-        name = " ".join(HydraConfig.get().overrides.task)
-        try:
-            if sweep:
-                print(f"\nrun {HydraConfig.get().job.num}: {name}", flush=True)
-            return run(settle(settings_in(composed)), folder, apart=sweep).val_loss
-        except Exception as error:
-            says_where = isinstance(error, ConfigError | Preempted | RankFailedError)
-            where = "" if says_where else f" (log: {folder}/ranks/0.log)"
-            codes.append(_say(launch.describe(error) + where, getattr(error, "exit_code", 1)))
-            return float("nan")  # the other runs of a sweep go on; sweepers read it as a failed trial
-        finally:
-            if sweep:
-                from zero.report.sweep import write as write_sweep  # and torch with it
 
+def _checked(asked: Any) -> tuple[list[int], Path | None]:
+    """Exit codes of the modes that only answer, and where the jobs of a sweep will be.
+
+    Raises:
+        ConfigError: about the first run that cannot be.
+    """
+    answers, sweep_folder = [], None
+    for overrides in _runs_in(asked.overrides) if asked.multirun else [asked.overrides]:
+        composed = compose(overrides)
+        sweep_folder = sweep_folder or (Path(composed.hydra.sweep.dir) if asked.multirun else None)
+        config = settle(settings_in(composed))
+        if config.mode in ANSWERS and not (asked.cfg or asked.info):
+            answers.append(ANSWERS[config.mode](config, overrides))
+    return answers, sweep_folder
+
+
+def _run_job(composed: Any, codes: list[int]) -> float | None:
+    """One of Hydra's jobs; returns its final validation loss, adds the exit code of a failure to `codes`.
+
+    None, for a failed run, is a failed trial to Optuna's sweeper; NaN would end the search.
+    """
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    folder, sweep = Path(HydraConfig.get().runtime.output_dir), HydraConfig.get().mode == RunMode.MULTIRUN
+    try:
+        if sweep:
+            print(f"\nrun {HydraConfig.get().job.num}: {' '.join(HydraConfig.get().overrides.task)}", flush=True)
+        loss = run(settle(settings_in(composed)), folder, apart=sweep).val_loss
+        return loss if math.isfinite(loss) else math.inf  # what diverged is the worst, not a failure
+    except Exception as error:
+        says_where = isinstance(error, ConfigError | Preempted | RankFailedError)
+        where = "" if says_where else f" (log: {folder}/ranks/0.log)"
+        codes.append(_say(launch.describe(error) + where, getattr(error, "exit_code", 1)))
+        return None  # the other runs of a sweep go on
+    finally:
+        if sweep:
+            from zero.report.sweep import write as write_sweep  # and torch with it
+
+            with contextlib.suppress(OSError):  # a full disk is said by the run itself
                 write_sweep(folder.parent)
 
-    sys.argv = [sys.argv[0], *arguments]
-    hydra.main(config_path=str(CONF), config_name="config", **_version_base())(job)()
-    return max(codes, default=0)
+
+def _tell_sweep(folder: Path, *, told: bool) -> list[int]:
+    """Say where the table is; exit codes of failures that were not `told`, as those of jobs in other processes."""
+    from zero.report import sweep
+
+    found = sweep.write(folder)
+    print(f"\n{sweep.counts(found.jobs)}: {found.page}")
+    return [] if told else [_say(f"run {one.name} failed: {one.cause}", 1) for one in found.failed]
 
 
 def _runs_in(overrides: Sequence[str], limit: int = 64) -> Iterator[list[str]]:
@@ -413,4 +469,6 @@ def _make_folder(composed: Any, overrides: Sequence[str]) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from train import main as by_name  # whoever runs a job in another process finds its functions under that name
+
+    sys.exit(by_name(sys.argv[1:]))

@@ -208,7 +208,7 @@ class _Left:
 def _line(what: str, share: float, words: Sequence[Word], columns: int, bar_columns: int) -> Table:
     """`what`, a bar of at least so many columns if any, and the words that fit."""
     text = Text(fit(words, columns - len(what) - 2 - bar_columns), no_wrap=True)
-    text.highlight_regex(r"[a-z/]+", "dim")
+    text.highlight_regex(r"(?<![\w.])[a-z/]+(?![\w.])", "dim")
     cells: list[RenderableType] = [Text(what, no_wrap=True), text]
     grid = Table.grid(padding=(0, 2, 0, 0), expand=bar_columns > 0)
     grid.add_column(no_wrap=True)

@@ -292,8 +292,8 @@ def test_torchrun_gives_the_same_run(here):
     done = torchrun(*TINY, "launch.threads=1", cwd=here)
     assert done.returncode == 0, done.stderr
     (folder,) = here.glob("runs/*/*")
-    names = {"config.yaml", "metrics.jsonl", "summary.json", "starts.jsonl", ".hydra", "ranks"}
-    assert {path.name for path in folder.iterdir()} == names
+    files = {"config.yaml", "metrics.jsonl", "summary.json", "starts.jsonl", "trace.json", "report.html"}
+    assert {path.name for path in folder.iterdir()} == files | {".hydra", "ranks"}
     assert yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text()) == [*TINY, "launch.threads=1"]
     for rank in range(2):
         assert (folder / "ranks" / f"{rank}.log").read_text().startswith(f"rank {rank} of 2")

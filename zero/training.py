@@ -59,7 +59,14 @@ class Training:
         self._state = init(plan, store, seed=config.seed, progress=tracker.progress)
         if checkpoint is not None:
             keys, show = config.checkpoint, tracker.progress
-            self._state = load(self._state, checkpoint, partial=keys.partial, convert=keys.convert, progress=show)
+            self._state = load(
+                self._state,
+                checkpoint,
+                partial=keys.partial,
+                convert=keys.convert,
+                moments=config.mode == "train",
+                progress=show,
+            )
         self._meter = Meter(
             self._world,
             plan,
@@ -160,12 +167,12 @@ class Training:
         if number != self._recorded or self._world.rank != 0:
             yield
             return
-        profiler = torch.profiler.profile() if self._config.profile else contextlib.nullcontext()
-        with profiler as profile, record(self._state, profile=self._config.profile) as timeline:
+        with _profiler(self._config.profile) as profile, record(self._state, profile=self._config.profile) as timeline:
             yield
-        timeline.write(self._folder / "trace.json")
-        if profile is not None:
-            profile.export_chrome_trace(str(self._folder / "profile.json"))
+        with self._meter.paused():
+            timeline.write(self._folder / "trace.json")
+            if profile is not None:
+                profile.export_chrome_trace(str(self._folder / "profile.json"))
 
     def _refuse_endless_skips(self, metrics: Metrics) -> None:
         self._skipped_in_a_row = (self._skipped_in_a_row + 1) * metrics.skipped
@@ -197,3 +204,11 @@ class Training:
             "tokens": self._meter.tokens,
             "wandb": self._tracker.run_id,
         }
+
+
+def _profiler(wanted: bool) -> contextlib.AbstractContextManager[Any]:
+    """Torch's, which sees the store's threads too."""
+    if not wanted:
+        return contextlib.nullcontext()
+    all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    return torch.profiler.profile(experimental_config=all_threads)

@@ -348,7 +348,10 @@ def got(holder: Any, key: Any) -> Any:
 
 
 def spoil(random: Random, tree: Any) -> None:
-    """Replace, rename or remove one thing; or put a copy of another one, which is no tensor, in its place."""
+    """Replace, rename or remove one thing; or put a copy of another one in its place.
+
+    But a tensor under another's name is no damage: it is what the file says.
+    """
     found = list(places(tree))
     if not found:
         return
@@ -358,7 +361,7 @@ def spoil(random: Random, tree: Any) -> None:
     way = random.choice(("junk", "copy", "remove", "rename"))
     if way == "remove" and isinstance(holder, dict | list):
         del holder[key]
-    elif way == "rename" and isinstance(holder, dict):
+    elif way == "rename" and isinstance(holder, dict) and not isinstance(holder[key], torch.Tensor):
         holder[random.choice(("x", "a", "a\nb", 5))] = holder.pop(key)
     else:
         value = random.choice(others if way == "copy" else JUNK)
@@ -371,7 +374,7 @@ def spoil(random: Random, tree: Any) -> None:
 def spoil_bytes(random: Random, file: Path) -> None:
     """Damage what is not a value: of those hf has no checksum."""
     octets = bytearray(file.read_bytes())
-    held = [value.numpy().tobytes() for value in values().values() if value.numel() > 1]
+    held = [value.numpy().tobytes() for value in values().values()]
     spans = [(octets.find(one), octets.find(one) + len(one)) for one in held if one in octets]
     free = [at for at in range(len(octets)) if not any(start <= at < stop for start, stop in spans)]
     at = random.choice(free)

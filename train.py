@@ -12,6 +12,7 @@ Settings are in conf/, their meaning in zero/config. A run leaves runs/<date>/<t
 """
 
 import contextlib
+import difflib
 import itertools
 import json
 import math
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from zero import launch, refusal
 from zero.config import Config, flat, keys, read, unknown_key
 from zero.data import check_data, open_data
-from zero.errors import ConfigError, Preempted, RankFailedError
+from zero.errors import CheckpointError, ConfigError, Preempted, RankFailedError
 from zero.explain import explain, overview
 from zero.placement import Offload
 from zero.secret import refuse_secret_words
@@ -124,9 +125,10 @@ def run(config: Config, folder: Path, *, apart: bool = False) -> "Summary":
             write_report(folder)
         raise
     if summary.exit_reason == STOPPED:
-        raise Preempted(
-            f"stopped by a signal after step {summary.steps} and saved in {folder}; go on with resume=latest"
-        )
+        done = f"stopped by a signal after step {summary.steps}"
+        if summary.checkpoint is None:
+            raise CheckpointError(f"{done}, and not saved; see {folder}/ranks/0.log")
+        raise Preempted(f"{done}; go on with resume={summary.checkpoint}")
     return summary
 
 
@@ -162,6 +164,7 @@ def settle(raw: Mapping[str, Any]) -> Config:
     config.on(launch.count_ranks(config.launch.ranks))
     check_data(config.data.source(), config.model.seq)
     _check_path(config.offload.asked())
+    _check_checkpoints(config)
     return config
 
 
@@ -176,6 +179,23 @@ def _check_path(offload: Offload) -> None:
         raise ConfigError(f"offload.path={folder} is not a folder; give the folder that the file is to be made in")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"offload.path={folder} is not writable; give a folder where this user may make a file")
+
+
+def _check_checkpoints(config: Config) -> None:
+    """Whether there is something to go on from, and whether a checkpoint can be made where it is wanted."""
+    if config.resume not in ("none", "latest") and not Path(config.resume).exists():
+        words = difflib.get_close_matches(config.resume, ("latest", "none"), n=1, cutoff=0.6)
+        instead = f"did you mean {words[0]}?" if words else "give latest, or the folder of a step, a run or several"
+        raise ConfigError(f"resume={config.resume} does not exist; {instead}")
+    if config.checkpoint.dir is None:
+        return
+    folder = Path(config.checkpoint.dir)
+    inside = folder if folder.exists() else folder.absolute().parent
+    if not inside.is_dir():
+        what = f"{inside} does not exist" if inside != folder else "is not a folder"
+        raise ConfigError(f"checkpoint.dir={folder}: {what}; give a folder on a disk that all ranks share")
+    if not os.access(inside, os.W_OK | os.X_OK):
+        raise ConfigError(f"checkpoint.dir={folder}: {inside} is not writable; give a folder where this user may write")
 
 
 def compose(overrides: Sequence[str], config_name: str = "config") -> Any:

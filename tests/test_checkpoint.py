@@ -409,7 +409,6 @@ def saver_of(world, plan, folder, **keys):
     return Saver(config, plan, folder.parent, facts=dict, note=lambda text: None, asked_to_stop=lambda: False)
 
 
-@pytest.mark.filterwarnings("ignore:not saved, training goes on")
 def test_a_dtype_that_no_file_holds_is_refused_by_every_rank_and_leaves_no_folder(tmp_path: Path):
     root = tmp_path / "root"
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, fields
 from math import inf
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -65,6 +66,8 @@ class Summary(NamedTuple):
     offload_written_bytes: int
     endurance: str | None
     data_digest: str
+    checkpoint: str | None
+    """The newest that was saved since this start."""
 
 
 class Meter:
@@ -171,7 +174,7 @@ class Meter:
             "memory/nvme_bytes": self._nvme_bytes,
         }
 
-    def summary(self, data_digest: str, exit_reason: str) -> Summary:
+    def summary(self, data_digest: str, exit_reason: str, checkpoint: Path | None = None) -> Summary:
         """How far the run has come; peaks and bytes of all ranks up to the last row, of this rank up to now."""
         peaks_bytes = zip(self._peaks_bytes, self._own_peaks_bytes(), strict=True)
         device_bytes, host_bytes = (max(pair) for pair in peaks_bytes)
@@ -199,6 +202,7 @@ class Meter:
             offload_written_bytes=max(self._written_bytes, written_bytes),
             endurance=self._endurance(trained_bytes / max(1, self.steps - self._steps_before)),
             data_digest=data_digest,
+            checkpoint=None if checkpoint is None else str(checkpoint),
         )
 
     def _mfu(self, tokens_per_s: float | None) -> float | None:

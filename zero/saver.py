@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import json
 import re
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -53,6 +52,7 @@ class Saver:
         folder: of the run.
         facts: what a checkpoint is to remember beside the state.
         note: tells a person.
+        saved: told of each checkpoint and its step.
         progress: shows how far a save is.
         asked_to_stop: whether this rank was.
         began_from: what the run goes on from, whose bytes were all compared.
@@ -69,11 +69,12 @@ class Saver:
         *,
         facts: Callable[[], Mapping[str, Any]],
         note: Callable[[str], None],
+        saved: Callable[[Path, int], None] = lambda path, step: None,
         progress: Progress = silent,
         asked_to_stop: Callable[[], bool],
         began_from: Checkpoint | None = None,
     ) -> None:
-        self._keys, self._world, self._note = config.checkpoint, plan.world, note
+        self._keys, self._world, self._note, self._saved = config.checkpoint, plan.world, note, saved
         self._facts = lambda: {**facts(), "digest of the config": _digest(config)}
         self._progress, self._asked_to_stop = progress, asked_to_stop
         self._folder, self.root = folder, Root(root_of(config, folder))
@@ -108,7 +109,7 @@ class Saver:
             CheckpointError: this save or the one before it failed, and `checkpoint.on_failure` says to stop.
         """
         self.finish()
-        with _Failures(self._keys.on_failure):
+        with _Failures(self._keys.on_failure, self._note):
             self._under_way = begin(
                 state, self.root, self._facts(), behind=self._fits_beside(state), progress=self._progress
             )
@@ -124,10 +125,11 @@ class Saver:
         saving, self._under_way = self._under_way, None
         if saving is None:
             return
-        with _Failures(self._keys.on_failure):
+        with _Failures(self._keys.on_failure, self._note):
             self.last_published = path = saving.finish()
             self._valid.add(path.absolute())
             self._note(f"saved {path}")
+            self._saved(path, step_of(path.name) or 0)
             told(self._world, lambda: self._keep(path) if self._world.rank == 0 else {})
 
     def abandon(self) -> None:
@@ -155,17 +157,17 @@ class Saver:
 
 
 class _Failures:
-    """What a failed save does: `stop` lets it end the run, `continue` warns."""
+    """What a failed save does: `stop` lets it end the run, `continue` says so and goes on."""
 
-    def __init__(self, on_failure: str) -> None:
-        self._goes_on = on_failure == "continue"
+    def __init__(self, on_failure: str, note: Callable[[str], None]) -> None:
+        self._goes_on, self._note = on_failure == "continue", note
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> bool:
         if self._goes_on and isinstance(error, CheckpointError):
-            warnings.warn(f"not saved, training goes on: {error}", stacklevel=3)
+            self._note(f"warning: not saved, training goes on: {error}")
             return True
         return False
 

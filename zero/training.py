@@ -97,6 +97,7 @@ class Training:
             folder,
             facts=self._facts,
             note=tracker.note,
+            saved=tracker.saved,
             progress=tracker.progress,
             asked_to_stop=asked_to_stop,
             began_from=checkpoint,
@@ -126,7 +127,7 @@ class Training:
 
     def report(self, write: Callable[[Path, Mapping[str, Any]], None], exit_reason: str) -> Summary:
         """What is known of the run, written by rank 0. Not collective: the other ranks may be gone."""
-        so_far = self._meter.summary(self._data.digest, exit_reason)
+        so_far = self._meter.summary(self._data.digest, exit_reason, self._saver.last_published)
         if self._world.rank == 0:
             write(self._folder, so_far._asdict() | {"measured_bytes": self._measured_bytes})
         return so_far
@@ -146,7 +147,7 @@ class Training:
             self._state, metrics = self._step(self._state, self._microbatches(number))
         self._meter.count(metrics)
         self._refuse_endless_skips(metrics)
-        stopping = any(int(word) & ASKED_TO_STOP for word in metrics.words)
+        stopping = number < last and any(int(word) & ASKED_TO_STOP for word in metrics.words)
         with self._meter.paused():
             self._saver.publish_if_written(metrics.words)
             if stopping or self._saver.is_due(number, last):

@@ -12,6 +12,7 @@ keep: inputs, output, and one number per row.
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -35,10 +36,10 @@ aten = torch.ops.aten
 
 META = torch.device("meta")
 
-HEAP = 1.5
-"""How much the heap of a process grows for a byte of activations on a CPU: freed tensors leave holes that others do not
-fit in. Measured between 1.4 (fp32) and 1.7 (bf16) with `launch.malloc=raised` and glibc 2.36; 1.0 with `lean`, which
-maps every large tensor apart. See `scripts/check_plan`."""
+HEAP: Mapping[str, float] = MappingProxyType({"keep": 1.5, "remat": 2.5})
+"""By `zero.activations`: how much the heap of a process grows for a byte of activations on a CPU, because freed tensors
+leave holes that others do not fit in. Measured with `scripts/check_plan` under glibc 2.36 and `launch.malloc=raised`:
+1.4 to 1.7 and 2.5 to 3.4, the higher the smaller the model. With `lean`, which maps large tensors apart, it is 1."""
 
 AT_ONCE = 2**62
 """As in `gather`: autograd runs what it can in the order of these numbers, largest first."""
@@ -83,7 +84,7 @@ class Activations:
     def bytes(self, rows: int, device: str) -> int:
         """What to plan with for a microbatch of `rows` rows on a device type: on a CPU also what the heap wastes."""
         wasteful = device == "cpu" and self._config.launch.malloc != "lean"
-        return int(self.of(rows).peak_bytes * (HEAP if wasteful else 1))
+        return int(self.of(rows).peak_bytes * (HEAP[self._config.zero.activations] if wasteful else 1))
 
     def _trace(self, rows: int, seq: int, *, backward: bool) -> Traced:
         return trace(

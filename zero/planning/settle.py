@@ -11,7 +11,7 @@ from torch import nn
 
 from zero.config import Config, read
 from zero.errors import ConfigError
-from zero.placement import PRESETS, size_text
+from zero.placement import PRESETS, budget_bytes, size_text
 from zero.planning.activations import Activations
 from zero.planning.choices import STAGES, Choice, best, choices
 from zero.planning.machine import Machine
@@ -106,10 +106,11 @@ def _why_batch(winner: Choice, config: Config, machine: Machine) -> list[str]:
     rows, micro, accumulate = winner.config.batch.numbers()
     if config.batch.micro != "auto" or config.batch.accumulate != "auto" or accumulate == 1:
         return []
-    room = machine.room
-    free = f"{size_text(room.device if machine.device == 'cuda' else room.host)} free"
+    room, asked = machine.room, winner.config.offload.asked()
+    on_gpu = machine.device == "cuda"
+    may_bytes = budget_bytes(*((asked.device_budget, room.device) if on_gpu else (asked.host_budget, room.host)))
     activations = size_text(winner.plan.activation_bytes)
     return [
         f"auto: batch.micro={micro} batch.accumulate={accumulate}: the largest microbatch of {rows} rows a step that "
-        f"fits; its activations take {activations} of {free}"
+        f"fits; its activations take {activations} of the {size_text(may_bytes)} that a rank may take"
     ]

@@ -133,7 +133,7 @@ def _proposal(found: Sequence[Choice], machine: Machine, overrides: Sequence[str
         return
     yield f"* the fastest that fits, of those alike what moves and takes least: {winner.seconds:.3g} s a step"
     repeated = [one for one in overrides if one.split("=")[0].lstrip("+") not in NOT_REPEATED]
-    repeated = [one for one in repeated if not one.startswith(("plan.", "-"))]
+    repeated = [one for one in repeated if not one.startswith(("plan.", "hydra", "-"))]
     rows = winner.config.batch.numbers()[0]
     keys = [*repeated, *winner.keys, f"batch.global={rows}"]
     if machine.ranks > machine.ranks_per_node:
@@ -146,11 +146,11 @@ def _proposal(found: Sequence[Choice], machine: Machine, overrides: Sequence[str
 def _formulas(found: Sequence[Choice], numel: int, ranks: int) -> Iterator[str]:
     """Model states by the papers' formula, by ours, and as planned; and the tutorial's table where it is about this."""
     planned = [_states_bytes(one.plan) for one in found if one.preset == "none"]
-    yield f"model states per rank in GB (1e9 bytes), P = {numel / 1e9:.2f} billion parameters, W = {ranks} ranks"
+    yield f"model states per rank in GB (1e9 bytes), P = {numel / 1e9:.3g} billion parameters, W = {ranks} ranks"
     yield f"  {'':<8}{'papers':<24}{'ours (fp32 gradients)':<28}as planned"
     for stage, (paper, ours, plan_bytes) in enumerate(zip(PAPERS, OURS, planned, strict=True)):
-        left, right = (f"{f!s:<10} = {f.of(numel, ranks) / GB:>7.1f}" for f in (paper, ours))
-        yield f"  stage {stage:<2}{left:<24}{right:<28}{plan_bytes / GB:>7.1f}"
+        left, right = (f"{f!s:<10} = {f.of(numel, ranks) / GB:>7.3g}" for f in (paper, ours))
+        yield f"  stage {stage:<2}{left:<24}{right:<28}{plan_bytes / GB:>7.3g}"
     if is_tutorial(numel, ranks):
         yield "  7B on 4 GPUs, in GB:     " + "".join(f"{f'stage {stage}':>10}" for stage in range(4))
         for name, values in (

@@ -263,9 +263,8 @@ def _refuse_what_cannot_fit(
         parts += [f"{size_text(active_bytes)} of activations"] * bool(active_bytes)
         out = "cpu" if tiers == ("device",) else "nvme"
         moves = [f"offload.{key}={out}" for key in ("optimizer", "grad", "param") if key in inside]
-        smaller = ["set zero.activations=remat", "use a smaller batch.micro or model.seq"] * (
-            2 * active_bytes > needs_bytes
-        )
+        mostly_active = 2 * active_bytes > needs_bytes
+        smaller = ["set zero.activations=remat", "use a smaller batch.micro or model.seq"] if mostly_active else []
         raises = [f"raise offload.{tiers[0]}_budget"] if getattr(offload, f"{tiers[0]}_budget") is not None else []
         if tiers == ("host",) and not moves:  # what pages pass through is all there is
             moves = ["offload.page smaller"]

@@ -54,7 +54,8 @@ def train(config: Config, folder: Path) -> "Summary":
     from zero.tracker import open_tracker, write_failure, write_summary
     from zero.training import STOPPED, Training
 
-    torch.use_deterministic_algorithms(config.deterministic)
+    if config.deterministic != torch.are_deterministic_algorithms_enabled():  # setting it imports torch's compiler
+        torch.use_deterministic_algorithms(config.deterministic)
     with (
         zero.World.from_env(config.launch.timeout) as world,
         open_tracker(config, folder if world.rank == 0 else None) as tracker,

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -315,8 +316,12 @@ def test_partial_keeps_what_it_names(tmp_path: Path):
     world = zero.World.from_env()
     _, path = saved(world, Setting(), tmp_path)
     with opened(world, Setting(seed=5), Longer) as (state, _):
-        fresh = full_state_dict(state)
-        state = load(state, open_checkpoint(world, path), partial=["extra.*", "blocks.0.*"])
+        fresh, said = full_state_dict(state), []
+        checkpoint = open_checkpoint(world, path)
+        with pytest.raises(CheckpointError, match=r"checkpoint\.partial=extar\.\*: the model has no such tensor, nor"):
+            load(state, checkpoint, partial=["extra.*", "extar.*"])
+        state = load(state, checkpoint, partial=["extra.*", "blocks.0.*"], note=said.append)
+        assert re.match(r"checkpoint\.partial: \d+ of \d+ tensors keep the values they have: ", said[0])
         now = full_state_dict(state)
     with opened(world, Setting()) as (state, _):
         there = full_state_dict(load(state, open_checkpoint(world, path)))

@@ -330,9 +330,7 @@ def _clear(parts: Machinery) -> None:
         unit.filled = False
 
 
-def _passes(
-    state: State, loss_fn: LossFn, microbatches: Sequence[Any]
-) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+def _passes(state: State, loss_fn: LossFn, microbatches: Sequence[Any]) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
     """Forward and backward of every microbatch; returns their losses."""
     parts, scale = state.machinery, state.scale.scale
     at, step = parts.plan.world.at, f"step {state.tried + 1}"

@@ -65,6 +65,7 @@ class Training:
                 partial=keys.partial,
                 convert=keys.convert,
                 moments=config.mode == "train",
+                note=tracker.note,
                 progress=show,
             )
         self._meter = Meter(

@@ -10,7 +10,7 @@ Names have to match both ways, unless a pattern says that a tensor stays as it i
 import itertools
 import random
 import threading
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -37,14 +37,12 @@ from zero.layout import Slot
 from zero.plan import Plan
 from zero.precision import LossScale
 from zero.progress import Progress, silent
+from zero.refusal import some
 from zero.state import State
 from zero.world import World
 
 FOLDER = "checkpoints"
 """Of a run, inside its folder, unless it was told otherwise."""
-
-SHOWN = 5
-"""Names that an error lists before it only counts."""
 
 OPEN_FILES = 8
 """Each keeps a descriptor and a MiB."""
@@ -181,6 +179,7 @@ def load(
     partial: Iterable[str] = (),
     convert: Iterable[str] = (),
     moments: bool = True,
+    note: Callable[[str], None] = lambda text: None,
     progress: Progress = silent,
 ) -> State:
     """`state` with the checkpoint's values; the one that was given is spent. Collective.
@@ -190,10 +189,12 @@ def load(
             missing on either side, or differ in shape. With its kind in front, such as `nu/*`, of that kind only.
         convert: names or patterns of tensors whose dtype may change: masters and moments are fp32.
         moments: False leaves the optimizer's as they are, whatever the checkpoint has: for a state that is not trained.
+        note: told which tensors keep their values because of `partial`.
         progress: told the units that are filled.
 
     Raises:
-        CheckpointError: names, shapes or dtypes that do not match, and nothing was changed; or damage that came after
+        CheckpointError: names, shapes or dtypes that do not match, or a pattern of `partial` that names nothing, and
+            nothing was changed; or damage that came after
             the checkpoint was opened: then the state is spent.
     """
     machinery, plan = state.machinery, state.plan
@@ -205,9 +206,17 @@ def load(
     def stays_out(key: Key) -> bool:
         return _named(key, partial) or not (moments or key[1] in (PARAMETER, FROZEN, BUFFER))
 
+    for pattern in partial:
+        if not any(_named(key, (pattern,)) for key in (*wanted, *there)):
+            raise CheckpointError(
+                f"checkpoint.partial={pattern}: the model has no such tensor, nor {checkpoint.folder}"
+            )
     kept = {key for key in wanted if stays_out(key)}
     _match(checkpoint.folder, {key: one for key, one in there.items() if not stays_out(key)}, wanted, kept, convert)
     step, saved, dynamic, randoms = _numbers(checkpoint.folder, checkpoint.manifest)
+    if partial:
+        named = [_words(key) for key in wanted if _named(key, partial)]
+        note(f"checkpoint.partial: {len(named)} of {len(wanted)} tensors keep the values they have: {some(named)}")
     force_all(state)
     stays = _current(state, kept - _untouched(plan, kept))
     following = state.restored(step=step, scale=plan.precision.scale.resumed(saved, dynamic=dynamic))
@@ -321,10 +330,10 @@ def _match(
             ],
         ),
     ]
-    told_ = [f"{_some(names)} {what}" for what, names in complaints if names]
-    if told_:
-        keys = "checkpoint.convert" if complaints[-1][1] and len(told_) == 1 else "checkpoint.partial"
-        raise CheckpointError(f"{folder}: {'; '.join(told_)}; name them in {keys} if that is meant")
+    refused = [f"{some(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in complaints if names]
+    if refused:
+        keys = "checkpoint.convert" if complaints[-1][1] and len(refused) == 1 else "checkpoint.partial"
+        raise CheckpointError(f"{folder}: {'; '.join(refused)}; name them in {keys} if that is meant")
 
 
 def _may_become(kind: str, saved: str, dtype: torch.dtype) -> bool:
@@ -341,13 +350,7 @@ def _named(key: Key, patterns: Sequence[str]) -> bool:
 
 def _words(key: Key) -> str:
     name, kind = key
-    name = name if name.isprintable() else repr(name)  # a checkpoint may come from anybody
     return name if kind == PARAMETER else f"{kind}/{name}"
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more + (" is" if len(names) == 1 else " are")
 
 
 # -- what goes where ---------------------------------------------------------------------------------------------------

@@ -26,13 +26,14 @@ from typing import TYPE_CHECKING, Any
 from zero import launch, refusal
 from zero.config import Config, flat, keys, read, unknown_key
 from zero.data import check_data, open_data
-from zero.errors import CheckpointError, ConfigError, Preempted, RankFailedError
+from zero.errors import CheckpointError, ConfigError, MachineError, Preempted, RankFailedError
 from zero.explain import explain, overview
 from zero.placement import Offload
 from zero.secret import refuse_secret_words
 
 if TYPE_CHECKING:
     from zero.meter import Summary
+    from zero.plan import Plan
 
 CONF = Path(__file__).resolve().parent / "conf"
 
@@ -75,6 +76,7 @@ def train(config: Config, folder: Path) -> "Summary":
         tracker.note(f"{plan}\ndata {data.digest}\nfolder {folder}")
         restarts = launch.restart_count()
         checkpoint = find(config, world, folder, tracker.note, tracker.progress, restarts=restarts)
+        closing.enter_context(_explained(config, plan, model))
         store = closing.enter_context(contextlib.closing(zero.open_store(plan)))
         training = Training(
             config, plan, store, data, tracker, folder, checkpoint=checkpoint, asked_to_stop=launch.preempted
@@ -94,6 +96,23 @@ def train(config: Config, folder: Path) -> "Summary":
             tracker.note(summary.endurance)
         tracker.finish(summary._asdict(), Preempted.exit_code if exit_reason == STOPPED else 0)
     return summary
+
+
+@contextlib.contextmanager
+def _explained(config: Config, plan: "Plan", model: Any) -> Iterator[None]:
+    """A GPU that runs out of memory is answered with what was planned, what was taken and what would fit."""
+    import torch
+
+    from zero.device import Device
+    from zero.planning import out_of_memory
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        device = Device(plan.world.device)
+        taken_bytes, total_bytes = device.peak_bytes(), device.total_bytes()
+        said = out_of_memory(config, plan, model, taken_bytes=taken_bytes, device_bytes=total_bytes)
+        raise MachineError(said) from error
 
 
 def run(config: Config, folder: Path, *, apart: bool = False) -> "Summary":

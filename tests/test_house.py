@@ -24,7 +24,7 @@ LAYERS = [
     ("edges", "models.gpt_config models.gpt models"),
     ("edges", "config.values config.sections config build evaluate"),
     ("edges", "planning.papers planning.machine planning.shapes planning.activations planning.cost planning.rates"),
-    ("edges", "planning.measured planning.choices planning.settle planning.table planning"),
+    ("edges", "planning.measured planning.choices planning.exhausted planning.settle planning.table planning"),
     ("edges", "tracker.view tracker.behind tracker.jsonl tracker.console tracker.wandb tracker"),
     ("edges", "explain meter doctor watch launch saver training"),
     ("edges", "report.scale report.chart report.page report.folder report.run report.sweep report"),

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,21 +12,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from small import KiB
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zero
-from tests.small import KiB
 from zero import planning
 from zero.build import build_plan
 from zero.config import Config, read
 from zero.errors import ConfigError, WorldError
 from zero.models import GPT, loss
 from zero.models.gpt_config import GPTConfig
+from zero.placement import NO_LIMIT, size_text
 from zero.planning import Activations, Machine, PaperWorld, against_measured, choices, measured, settle, trace
 from zero.planning.choices import batches, best, with_setting
 from zero.planning.cost import Rates, step_seconds, traffic
+from zero.planning.exhausted import alternatives, device_bytes_of
 from zero.planning.papers import OURS, PAPERS, TUTORIAL_GB, is_tutorial
 from zero.planning.rates import assumed
 from zero.planning.shapes import result_of
@@ -630,3 +633,48 @@ def test_fewer_rows_than_ranks_are_planned_with_a_row_each():
     text = planning.plan_text(config(plan={"ranks": 64, "device_memory": "80GiB"}))
     assert "planned with batch.global=64" in text
     assert text.splitlines()[-1].startswith("  torchrun --nnodes 8 --nproc-per-node 8 train.py zero.stage=")
+
+
+# When the plan was not enough
+
+
+def test_out_of_memory_is_answered_with_plan_taken_and_settings_that_take_less():
+    config = read({"zero": {"stage": 2}, "batch": {"global": 8, "micro": 4}, "launch": {"ranks": 2}}).on(2)
+    with zero.empty():
+        model = GPT(config.model.gpt())
+    world = PaperWorld(2, local_size=2, device="cuda")
+    plan = build_plan(
+        config, model, world, room=NO_LIMIT, activation_bytes=planning.activation_bytes(config, model, "cuda")
+    )
+    planned_bytes = device_bytes_of(plan)
+    taken_bytes = int(planned_bytes * 1.25)
+    said = planning.out_of_memory(config, plan, model, taken_bytes=taken_bytes, device_bytes=taken_bytes + 1)
+    assert said.startswith(
+        f"the GPU ran out of memory: planned {size_text(planned_bytes)}, taken {size_text(taken_bytes)} of "
+    )
+    assert said.count("\n") == 0
+    proposed = re.findall(r"((?:[a-z]+(?:\.[a-z]+)?=\w+ )+)\(([\d.]+ [KMG]iB)\)", said)
+    assert len(proposed) == 3, said
+    others = dict(alternatives(config))
+    for keys, size in proposed:
+        settings = others[keys.strip()]
+        needs = build_plan(
+            settings, model, world, room=NO_LIMIT, activation_bytes=planning.activation_bytes(settings, model, "cuda")
+        )
+        assert size == size_text(int(device_bytes_of(needs) * 1.25))
+        assert device_bytes_of(needs) < planned_bytes
+
+
+def test_out_of_memory_says_so_when_nothing_smaller_is_left():
+    config = read(
+        {"zero": {"activations": "remat"}, "batch": {"global": 1}, "offload": {"optimizer": "cpu", "grad": "cpu"}}
+    )
+    config = config.on(1)
+    with zero.empty():
+        model = GPT(config.model.gpt())
+    world = PaperWorld(1, local_size=1, device="cuda")
+    plan = build_plan(
+        config, model, world, room=NO_LIMIT, activation_bytes=planning.activation_bytes(config, model, "cuda")
+    )
+    said = planning.out_of_memory(config, plan, model, taken_bytes=1, device_bytes=1)
+    assert "nothing smaller fits on 1 ranks" in said

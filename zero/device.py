@@ -160,6 +160,10 @@ class Device:
         cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return torch.cuda.mem_get_info(self.device)[0] + cached
 
+    def total_bytes(self) -> int:
+        """All memory of the GPU; 0 on a CPU."""
+        return int(torch.cuda.get_device_properties(self.device).total_memory) if self._on_gpu else 0
+
     def peak_bytes(self) -> int:
         """Most bytes that tensors ever took on the GPU; 0 on a CPU, where the host reading says it."""
         return torch.cuda.max_memory_allocated(self.device) if self._on_gpu else 0

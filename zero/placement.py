@@ -140,6 +140,10 @@ class Room(NamedTuple):
     """None: whoever makes the file will see."""
 
 
+NO_LIMIT = Room(2**62, 2**62)
+"""To learn what something takes."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """The tier of everything on one rank.

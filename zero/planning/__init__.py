@@ -6,6 +6,7 @@ from zero.config import Config
 from zero.planning.activations import Activations, trace
 from zero.planning.choices import Choice, best, choices
 from zero.planning.cost import Rates, step_seconds, traffic
+from zero.planning.exhausted import out_of_memory
 from zero.planning.machine import Machine, PaperWorld
 from zero.planning.measured import measured
 from zero.planning.settle import settle
@@ -22,6 +23,7 @@ __all__ = [
     "best",
     "choices",
     "measured",
+    "out_of_memory",
     "plan_text",
     "settle",
     "step_seconds",

@@ -9,7 +9,7 @@ from torch import nn
 from zero.build import build_plan
 from zero.config import Batch, Config
 from zero.errors import ConfigError
-from zero.placement import PRESETS, Room, Tier, budget_bytes
+from zero.placement import NO_LIMIT, PRESETS, Tier, budget_bytes
 from zero.plan import Plan
 from zero.planning.activations import Activations
 from zero.planning.cost import Rates, step_seconds, traffic
@@ -17,8 +17,6 @@ from zero.planning.machine import Machine
 from zero.stage import Stage
 
 STAGES = tuple(Stage(level) for level in range(4))
-
-NO_LIMIT = Room(2**62, 2**62)
 
 ALIKE = 0.02
 """Predictions that differ by less than this share are the same: then what moves and takes less is better."""

@@ -302,11 +302,12 @@ class Plan:
 
     def _place(self, slots: int, groups: Sequence[tuple[int, int, int]], room: Room) -> Placement:
         held = self._device_bytes()
+        del held["gradients"]  # in whole blocks they differ by rank, and all ranks have to decide alike
         return place(
             self.offload,
             groups,
             param_bytes=held.pop("parameters"),
-            grad_bytes=held.pop("gradients"),
+            grad_bytes=self._grads_bytes,
             activation_bytes=held.pop("activations"),
             device_fixed_bytes=sum(held.values()),
             host_fixed_bytes=slots and slots * self.slot_bytes,
@@ -337,14 +338,16 @@ class Plan:
             else compute
             * sum(one.P if whole else one.S for unit in self.units for one in (unit.trainable, unit.frozen)),
             "gathered units": compute * sum(numel * n for numel, n in self.buffer_counts().items()),
-            "gradients": self._paged_bytes("grad")
-            if self.grads_away
-            else self.grad_dtype.itemsize * sum(self.grad_numel(unit) for unit in self.units),
+            "gradients": self._paged_bytes("grad") if self.grads_away else self._grads_bytes,
             "gradient flats": sum(numel * size for numel, size in flats.items()),
             "gradient buffers": sum(numel * size for numel, size in grads.items()),
             "buffers": sum(_nbytes(buffer) for buffer in self.model.buffers()),
             "activations": self.activation_bytes,
         }
+
+    @property
+    def _grads_bytes(self) -> int:
+        return self.grad_dtype.itemsize * sum(self.grad_numel(unit) for unit in self.units)
 
     def _paged_bytes(self, *kinds: str) -> int:
         """What pages of these kinds take in the store, each on its own blocks."""

@@ -90,8 +90,12 @@ def train(config: Config, folder: Path) -> "Summary":
             raise
         summary = training.report(write_summary, exit_reason)
         if world.rank == 0:
-            tracker.note(f"{training.against_plan()}\nreport {write_report(folder)}")
-            tracker.report(folder / "report.html")
+            tracker.note(training.against_plan())
+            try:
+                tracker.report(write_report(folder))
+                tracker.note(f"report {folder / 'report.html'}")
+            except OSError as error:  # the run is done all the same
+                tracker.note(f"warning: no report: {error}")
         if summary.endurance:
             tracker.note(summary.endurance)
         tracker.finish(summary._asdict(), Preempted.exit_code if exit_reason == STOPPED else 0)
@@ -142,6 +146,7 @@ def run(config: Config, folder: Path, *, apart: bool = False) -> "Summary":
     except BaseException as error:
         with contextlib.suppress(OSError):  # the disk may be what failed
             write_failure(folder, {"exit_reason": launch.describe(error)}, final=True)
+        with contextlib.suppress(OSError):
             write_report(folder)
         raise
     if summary.exit_reason == STOPPED:
@@ -410,6 +415,8 @@ def _run_job(composed: Any, codes: list[int]) -> float | None:
     from hydra.types import RunMode
 
     folder, sweep = Path(HydraConfig.get().runtime.output_dir), HydraConfig.get().mode == RunMode.MULTIRUN
+    if Preempted.exit_code in codes:
+        return None  # the sweep was asked to stop, not one job
     try:
         if sweep:
             print(f"\nrun {HydraConfig.get().job.num}: {' '.join(HydraConfig.get().overrides.task)}", flush=True)
@@ -502,7 +509,7 @@ def _make_folder(composed: Any, overrides: Sequence[str]) -> Path:
     HydraConfig.instance().set_config(composed)
     folder = Path(composed.hydra.run.dir)
     record = folder / (composed.hydra.output_subdir or ".hydra")
-    record.mkdir(parents=True)
+    record.mkdir(parents=True, exist_ok=True)  # a run that is started again in its folder
     OmegaConf.save(OmegaConf.create(settings_in(composed)), record / "config.yaml")
     OmegaConf.save(OmegaConf.create(list(overrides)), record / "overrides.yaml")
     return folder

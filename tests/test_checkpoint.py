@@ -575,8 +575,8 @@ def test_what_is_not_finite_or_not_of_this_run_is_said_in_a_line(tmp_path: Path)
     assert not said
     saver_with(config.model_copy(update={"seed": 5}), "xyz", began)
     assert said == [
-        "the digest of the data is xyz, and was abc in the run that saved the checkpoint",
-        "seed is 5, and was 0 in the run that saved the checkpoint",
+        "warning: the digest of the data is xyz, and was abc in the run that saved the checkpoint",
+        "warning: seed is 5, and was 0 in the run that saved the checkpoint",
     ]
 
 

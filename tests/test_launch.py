@@ -24,6 +24,7 @@ from conftest import SEED
 import zero
 from zero import errors, launch
 from zero.errors import ConfigError, DeadlineError, NonFiniteGradientError, NumericsError, RankFailedError
+from zero.watch import Reading
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
 
@@ -204,14 +205,20 @@ def test_a_rank_that_raises_ends_all(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_rank_killed_for_memory_is_named_though_another_complains_first(folder: Path) -> None:
+def test_a_rank_that_was_killed_is_named_though_another_complains_first(folder: Path) -> None:
     with pytest.raises(
-        RankFailedError, match=r"^rank 1 was killed by the system \(signal 9\).*memory.*batch\.micro"
+        RankFailedError, match=r"^rank 1 was killed by the system \(signal 9\), or by somebody; "
     ) as caught:
         launch.launch(die_on, 1, signal.SIGKILL, folder, ranks=2, folder=folder)
-    assert re.search(
-        r"its ranks held [\d.]+ [MG]iB \(the largest [\d.]+ [MG]iB\), [\d.]+ GiB were free; ", str(caught.value)
-    )
+    held = r"the ranks held [\d.]+ [MG]iB \(the largest [\d.]+ [MG]iB\) and [\d.]+ GiB were free; resume=latest"
+    assert re.search(held, str(caught.value))
+
+
+def test_memory_is_blamed_where_little_was_free(folder: Path) -> None:
+    scarce = Reading(most_bytes=3 << 30, all_bytes=6 << 30, free_bytes=1 << 30)
+    said = str(launch._first_failure(1, -signal.SIGKILL, [], folder, scarce))
+    assert "most likely because host memory ran out; shortly before, the ranks held 6.0 GiB" in said
+    assert "lower batch.micro" in said
 
 
 def test_the_earliest_note_is_the_cause(folder: Path) -> None:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from zero.config import read
-from zero.tracker import ROW, Bar, Lines, Tracker, View, open_tracker, write_summary
+from zero.tracker import ROW, Bar, Jsonl, Lines, Tracker, View, open_tracker, write_failure, write_summary
 from zero.tracker.console import fit, words
 
 FIRST = dict.fromkeys(ROW) | {
@@ -240,3 +240,33 @@ def test_a_summary_is_json_whatever_the_losses(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text()) == {
         "val_loss": None, "steps": 3, "plan_bytes": {"device": {"moments": 8}},
     }  # fmt: skip
+
+
+def test_a_file_that_cannot_be_closed_does_not_hide_why_the_run_ended_or_leave_a_view_open(tmp_path):
+    class View:
+        closed = None
+
+        def close(self, summary, exit_code):
+            self.closed = exit_code
+
+    class Broken(Jsonl):
+        def close(self, summary, exit_code):
+            super().close(summary, exit_code)
+            raise OSError("no space")
+
+    class Bad(Exception):
+        exit_code = 6
+
+    view = View()
+    with pytest.raises(Bad), Tracker([Broken(tmp_path / "a"), view]):
+        raise Bad
+    assert view.closed == 6
+    with pytest.raises(OSError, match="no space"), Tracker([Broken(tmp_path / "b"), view]):
+        pass
+    assert view.closed == 0
+
+
+def test_a_failure_is_written_though_the_summary_before_it_cannot_be_read(tmp_path):
+    (tmp_path / "summary.json").write_text("")
+    write_failure(tmp_path, {"exit_reason": "the loss is not finite"})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"exit_reason": "the loss is not finite"}

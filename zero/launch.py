@@ -560,8 +560,9 @@ def _first_failure(
         error.exit_code = first["exit_code"]
         return error
     if code == -signal.SIGKILL:
-        read = "" if memory is None else f"{memory}; "
-        why = f"was killed by the system (signal 9), most likely because host memory ran out; {read}{MEMORY_ADVICE}"
+        likely = "most likely because host memory ran out" if memory is None or memory.is_scarce else "or by somebody"
+        advice = MEMORY_ADVICE if memory is None or memory.is_scarce else "resume=latest goes on"
+        why = f"was killed by the system (signal 9), {likely}; {f'{memory}; ' if memory else ''}{advice}"
     elif code < 0:
         why = f"died of {signal.Signals(-code).name} (signal {-code})"
     else:

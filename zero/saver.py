@@ -361,7 +361,7 @@ def _note_differences(there: Mapping[str, Any], here: Mapping[str, Any], note: C
         ("seed", _seed(there), _seed(here)),
     ):
         if was is not None and was != now:
-            note(f"{name} is {now}, and was {was} in the run that saved the checkpoint")
+            note(f"warning: {name} is {now}, and was {was} in the run that saved the checkpoint")
 
 
 def _seed(facts: Mapping[str, Any]) -> Any:

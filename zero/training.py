@@ -11,7 +11,7 @@ import torch
 from zero.checkpoint import Checkpoint, load
 from zero.config import Config
 from zero.data.windows import Data
-from zero.errors import NumericsError
+from zero.errors import CheckpointError, NumericsError
 from zero.evaluate import sample_text, validation_loss
 from zero.meter import Meter, Summary
 from zero.models import loss
@@ -58,6 +58,7 @@ class Training:
         self._rows, self._micro, self._accumulate = config.batch.numbers()
         self._state = init(plan, store, seed=config.seed, progress=tracker.progress)
         if checkpoint is not None:
+            refuse_other_model(config, checkpoint)
             keys, show = config.checkpoint, tracker.progress
             self._state = load(
                 self._state,
@@ -172,9 +173,12 @@ class Training:
         with _profiler(self._config.profile) as profile, record(self._state, profile=self._config.profile) as timeline:
             yield
         with self._meter.paused():
-            timeline.write(self._folder / "trace.json")
-            if profile is not None:
-                profile.export_chrome_trace(str(self._folder / "profile.json"))
+            try:
+                timeline.write(self._folder / "trace.json")
+                if profile is not None:
+                    profile.export_chrome_trace(str(self._folder / "profile.json"))
+            except (OSError, RuntimeError) as error:  # a picture is no reason to stop, and the other ranks go on
+                self._tracker.note(f"warning: no trace: {error}")
 
     def _refuse_endless_skips(self, metrics: Metrics) -> None:
         self._skipped_in_a_row = (self._skipped_in_a_row + 1) * metrics.skipped
@@ -206,6 +210,25 @@ class Training:
             "tokens": self._meter.tokens,
             "wandb": self._tracker.run_id,
         }
+
+
+def refuse_other_model(config: Config, checkpoint: Checkpoint) -> None:
+    """Say which settings of the model differ, rather than which tensors do not fit.
+
+    Raises:
+        CheckpointError: some do, and `checkpoint.partial` does not say that it is meant.
+    """
+    saved = checkpoint.facts.get("config")
+    theirs = saved.get("model") if isinstance(saved, Mapping) else None
+    ours = config.plain()["model"]
+    if not isinstance(theirs, Mapping) or config.checkpoint.partial:
+        return
+    other = [f"model.{key}={theirs[key]}" for key in ours if key in theirs and theirs[key] != ours[key]]
+    if other:
+        raise CheckpointError(
+            f"{checkpoint.folder} is of another model; add {' '.join(other)}, or name in checkpoint.partial what is to "
+            "start afresh"
+        )
 
 
 def _profiler(wanted: bool) -> contextlib.AbstractContextManager[Any]:

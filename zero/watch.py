@@ -24,10 +24,15 @@ class Reading(NamedTuple):
     all_bytes: int
     free_bytes: int
 
+    @property
+    def is_scarce(self) -> bool:
+        """Less was free than the largest one held already."""
+        return self.free_bytes < self.most_bytes
+
     def __str__(self) -> str:
         return (
-            f"{EVERY_S:g} s before at most its ranks held {size_text(self.all_bytes)} (the largest "
-            f"{size_text(self.most_bytes)}), {size_text(self.free_bytes)} were free"
+            f"shortly before, the ranks held {size_text(self.all_bytes)} (the largest {size_text(self.most_bytes)}) "
+            f"and {size_text(self.free_bytes)} were free"
         )
 
 
@@ -46,7 +51,7 @@ class MemoryWatch:
     """Reads while its block runs.
 
     Attributes:
-        last: the reading with the least free memory of the last two, because the very last may come after the end.
+        last: of the last few readings the one in which most was held: the very last may come after the end.
     """
 
     def __init__(self) -> None:
@@ -56,7 +61,7 @@ class MemoryWatch:
 
     @property
     def last(self) -> Reading | None:
-        return min(self._readings[-2:], key=lambda reading: reading.free_bytes, default=None)
+        return max(self._readings, key=lambda reading: reading.all_bytes, default=None)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -70,4 +75,4 @@ class MemoryWatch:
         while not self._over.wait(EVERY_S):
             reading = read_children()
             if reading is not None:
-                self._readings = [*self._readings[-1:], reading]
+                self._readings = [*self._readings[-3:], reading]

@@ -133,6 +133,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:
+        if self.explain.key is not None and self.mode != "explain":
+            raise ConfigError(f"explain.key={self.explain.key} does nothing in mode={self.mode}; add mode=explain")
         if self.mode == "eval" and self.resume == "none":
             raise ConfigError("mode=eval needs a checkpoint: set resume=latest, or resume=PATH of a step or a run")
         self.offload.asked().at(parameters_sharded=self.zero.stage == "auto" or Stage(self.zero.stage).parameters)

@@ -10,6 +10,7 @@ from torch import nn
 
 from zero.build import build_plan
 from zero.config import Config
+from zero.errors import ConfigError
 from zero.placement import NO_LIMIT, size_text
 from zero.plan import Plan
 from zero.planning.activations import Activations
@@ -35,7 +36,10 @@ def out_of_memory(config: Config, plan: Plan, model: nn.Module, *, taken_bytes: 
     beyond = max(1.0, taken_bytes / planned_bytes)
     fitting = []
     for keys, other in alternatives(config):
-        needs_bytes = int(device_bytes_of(_planned(other, plan.world, model)) * beyond)
+        try:
+            needs_bytes = int(device_bytes_of(_planned(other, plan.world, model)) * beyond)
+        except ConfigError:  # a budget that the user gave
+            continue
         if needs_bytes < min(device_bytes, taken_bytes):
             fitting.append(f"{keys} ({size_text(needs_bytes)})")
     if not fitting:
@@ -51,9 +55,11 @@ def device_bytes_of(plan: Plan) -> int:
 def alternatives(config: Config) -> Iterator[tuple[str, Config]]:
     """What to type, and the settings with it: what costs least speed first."""
     _, micro, accumulate = config.batch.numbers()
-    if micro % 2 == 0:
-        batch = config.batch.model_copy(update={"micro": micro // 2, "accumulate": accumulate * 2})
-        yield f"batch.micro={micro // 2} batch.accumulate={accumulate * 2}", config.model_copy(update={"batch": batch})
+    fewer = next((less for less in range(micro // 2, 0, -1) if micro % less == 0), None)
+    if fewer is not None:
+        more = accumulate * micro // fewer
+        batch = config.batch.model_copy(update={"micro": fewer, "accumulate": more})
+        yield f"batch.micro={fewer} batch.accumulate={more}", config.model_copy(update={"batch": batch})
     sharded = with_setting(config, Stage(3), "asked")
     if sharded is not None and sharded != config:
         yield "zero.stage=3", sharded

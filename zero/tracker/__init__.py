@@ -92,9 +92,15 @@ class Tracker:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         exit_code = self._exit_code if error is None else getattr(error, "exit_code", 1)
+        failures = []
         for view in self._views:  # a console that is closed still shows what a later view has to say
-            self._try(view, lambda view: view.close(self._summary, exit_code))
+            try:
+                self._try(view, lambda view: view.close(self._summary, exit_code))
+            except Exception as failed:
+                failures.append(failed)
             self._pass_on()
+        if failures and error is None:  # else what ends the run is the cause
+            raise failures[0]
 
     def _tell(self, call: Callable[[View], None]) -> None:
         for view in self._views:

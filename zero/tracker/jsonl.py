@@ -42,7 +42,10 @@ def write_failure(folder: Path, summary: Mapping[str, Any], *, final: bool = Fal
         final: replace a reason that is there already. By default it stays: the first rank to say one is the nearest
             to the cause.
     """
-    path = folder / "summary.json"
-    before = json.loads(path.read_text()) if path.exists() else {"exit_reason": RUNNING}
+    try:
+        before = dict(json.loads((folder / "summary.json").read_text()))
+    except (OSError, ValueError, TypeError):  # none yet, or none that can be read: the failure is what matters
+        before = {}
+    before.setdefault("exit_reason", RUNNING)
     known = not final and before["exit_reason"] != RUNNING
     write_summary(folder, {**before, **summary, **({"exit_reason": before["exit_reason"]} if known else {})})

@@ -170,10 +170,13 @@ def has_key() -> bool:
         return True
     host = re.sub(r"^\w+://|[:/].*$", "", os.environ.get("WANDB_BASE_URL", "")) or "wandb"
     places = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
-    found = [path for place in places if (path := Path(place).expanduser()).is_file()]
-    return any(
-        host in line for path in found for line in re.findall(r"machine\s+(\S+)", path.read_text(errors="replace"))
-    )
+    try:
+        found = [path for place in places if (path := Path(place).expanduser()).is_file()]
+        return any(
+            host in line for path in found for line in re.findall(r"machine\s+(\S+)", path.read_text(errors="replace"))
+        )
+    except (OSError, RuntimeError):  # not readable, or nobody's home: then W&B finds nothing there either
+        return False
 
 
 def run_id_of(config: Config, folder: Path, stored: str | None) -> str:

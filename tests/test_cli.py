@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 import train
-from zero.errors import RankFailedError
+from zero.errors import Preempted, RankFailedError
 from zero.tracker import ROW
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -289,6 +289,26 @@ def test_a_sweep_gives_each_run_its_own_process(here):
     assert len(set(first_lines)) == 2, "both runs were one process"
 
 
+def test_a_sweep_that_is_asked_to_stop_starts_no_further_job(here, monkeypatch):
+    began = []
+
+    def stopped(config, folder, *, apart):
+        began.append(config.seed)
+        raise Preempted("stopped by a signal")
+
+    monkeypatch.setattr(train, "run", stopped)
+    assert train.main(["-m", *TINY, "seed=3,1,2"]) == Preempted.exit_code
+    assert began == [3]
+
+
+@pytest.mark.parametrize("spoiled", ["report.html", "trace.json"])
+def test_a_page_that_cannot_be_written_does_not_end_a_run(here, spoiled, capsys):
+    (here / "run" / spoiled).mkdir(parents=True)
+    assert train.main([*TINY, "steps=4", "hydra.run.dir=run", "tracker.console=lines"]) == 0
+    assert summary_of(here / "run")["exit_reason"] == "finished"
+    assert "warning: no " in capsys.readouterr().out
+
+
 # Under torchrun
 
 
@@ -384,7 +404,7 @@ def _alive_after(group: int, limit_s: float = 10) -> list[psutil.Process]:
 
 
 @pytest.mark.process
-def test_a_rank_killed_by_the_system_is_named_with_advice_about_memory(here):
+def test_a_rank_that_was_killed_is_named_with_what_the_ranks_held(here):
     arguments = [*TINY, "steps=100000", "val.every=0", "launch.ranks=2"]
     with subprocess.Popen(
         [sys.executable, ROOT / "train.py", *arguments],
@@ -396,7 +416,7 @@ def test_a_rank_killed_by_the_system_is_named_with_advice_about_memory(here):
     assert running.returncode == RankFailedError.exit_code
     assert said.count("\n") == 1
     assert "rank 1 was killed by the system (signal 9)" in said
-    assert "memory" in said
+    assert "the ranks held" in said
     assert not _alive_after(running.pid)
     summary = summary_of(folder)
     assert summary["exit_reason"] == said.strip()

@@ -267,10 +267,12 @@ def _refuse_what_cannot_fit(
         parts += [f"{size_text(active_bytes)} of activations"] * bool(active_bytes)
         out = "cpu" if tiers == ("device",) else "nvme"
         moves = [f"offload.{key}={out}" for key in ("optimizer", "grad", "param") if key in inside]
+        if active_bytes > budgets[tiers[0]]:  # whatever else left, it would not be enough
+            moves = []
         mostly_active = 2 * active_bytes > needs_bytes
         smaller = ["set zero.activations=remat", "use a smaller batch.micro or model.seq"] if mostly_active else []
         raises = [f"raise offload.{tiers[0]}_budget"] if getattr(offload, f"{tiers[0]}_budget") is not None else []
-        if tiers == ("host",) and not moves:  # what pages pass through is all there is
+        if tiers == ("host",) and not inside:  # what pages pass through is all there is
             moves = ["offload.page smaller"]
         ways = [*raises, *smaller, *(f"set {move}" for move in moves[:1]), "use more ranks"]
         raise ConfigError(

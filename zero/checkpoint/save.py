@@ -91,13 +91,14 @@ def begin(
         CheckpointError: no folder could be made.
     """
     root = root if isinstance(root, Root) else Root(Path(root))
-    world, number = state.plan.world, state.step + state.skipped
+    world, number = state.plan.world, state.tried
     listed: list[Entry] = []  # by who publishes them
 
     def prepare() -> str:
         listed.extend(entries(state.plan, buffers_of(state.model)))  # first: what no file can hold leaves no folder
         return str(root.begin(number, secrets.token_hex(8)))
 
+    world.at(f"step {number}, save")
     force_all(state)
     folder = Path(by_rank_0(world, prepare))
     try:

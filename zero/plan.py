@@ -206,12 +206,16 @@ class Plan:
 
     def grad_ranges(self, unit: UnitSpec) -> tuple[tuple[int, int], ...]:
         """The pages of a gradient as (start, stop) of it; the first ones are those that this rank updates."""
+        extents = self._grad_extents(unit, self.world.rank)
+        return tuple((a + first, b + first) for first, last in extents for a, b in self._cut(last - first))
+
+    def _grad_extents(self, unit: UnitSpec, rank: int) -> tuple[tuple[int, int], ...]:
+        """What is cut into pages: the range that a rank updates, and what is before and after it."""
         numel = self.grad_numel(unit)
         if numel == self.update_numel(unit):
-            return pages(numel, self.page_numel)
-        own = unit.trainable.shard(self.world.rank)
-        ranges = (own, (0, own[0]), (own[1], numel))
-        return tuple((a + first, b + first) for first, last in ranges for a, b in pages(last - first, self.page_numel))
+            return ((0, numel),)
+        own = unit.trainable.shard(rank)
+        return own, (0, own[0]), (own[1], numel)
 
     def store_pages(self) -> dict[Page, PageSpec]:
         """Every page of this rank, unit by unit in the order of forward."""
@@ -302,12 +306,12 @@ class Plan:
 
     def _place(self, slots: int, groups: Sequence[tuple[int, int, int]], room: Room) -> Placement:
         held = self._device_bytes()
-        del held["gradients"]  # in whole blocks they differ by rank, and all ranks have to decide alike
+        del held["gradients"]
         return place(
             self.offload,
             groups,
             param_bytes=held.pop("parameters"),
-            grad_bytes=self._grads_bytes,
+            grad_bytes=self._most_grads_bytes() if self.grads_away else self._grads_bytes,
             activation_bytes=held.pop("activations"),
             device_fixed_bytes=sum(held.values()),
             host_fixed_bytes=slots and slots * self.slot_bytes,
@@ -348,6 +352,20 @@ class Plan:
     @property
     def _grads_bytes(self) -> int:
         return self.grad_dtype.itemsize * sum(self.grad_numel(unit) for unit in self.units)
+
+    def _most_grads_bytes(self) -> int:
+        """In the store, on the rank where they take most: whole blocks differ by rank, and all have to decide alike."""
+        size = self.grad_dtype.itemsize
+
+        def taken(numel: int) -> int:
+            whole, rest = divmod(numel, self.page_numel)
+            return whole * round_up(self.page_numel * size, ALIGNMENT) + round_up(rest * size, ALIGNMENT)
+
+        units = [unit for unit in self.units if unit.trainable.slots]
+        return max(
+            sum(taken(last - first) for unit in units for first, last in self._grad_extents(unit, rank))
+            for rank in range(self.world.size)
+        )
 
     def _paged_bytes(self, *kinds: str) -> int:
         """What pages of these kinds take in the store, each on its own blocks."""

@@ -67,12 +67,12 @@ def train(config: Config, folder: Path) -> "Summary":
 
         with zero.empty():
             model = GPT(config.model.gpt())
-        config = planning.settle(config, model, world, tracker.note)
+        activations = planning.Activations(config, model)  # traced once, for what is settled and for the plan
+        config = planning.settle(config, model, world, tracker.note, activations)
         if world.rank == 0:
             _write_config(config, folder)
-        plan = build_plan(
-            config, model, world, activation_bytes=planning.activation_bytes(config, model, world.device.type)
-        )
+        _, micro, _ = config.batch.numbers()
+        plan = build_plan(config, model, world, activation_bytes=activations.bytes(micro, world.device.type))
         tracker.note(f"{plan}\ndata {data.digest}\nfolder {folder}")
         restarts = launch.restart_count()
         checkpoint = find(config, world, folder, tracker.note, tracker.progress, restarts=restarts)
@@ -364,13 +364,19 @@ def _with_hydra(arguments: Sequence[str]) -> int:
     sys.argv = [sys.argv[0], *arguments]
     if sweep_folder is not None:
         # the time in its name is read once, so that we know where the jobs are, whoever runs them
-        sys.argv.append("hydra.sweep.dir='" + str(sweep_folder).replace("\\", "\\\\").replace("'", "\\'") + "'")
+        sys.argv.append(f"hydra.sweep.dir={_quoted(str(sweep_folder))}")
         # a launcher's processes find `train` by its name
         os.environ["PYTHONPATH"] = os.pathsep.join([str(CONF.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     hydra.main(config_path=str(CONF), config_name="config", **_version_base())(job)()
     if sweep_folder is not None and sweep_folder.is_dir():
         codes += _tell_sweep(sweep_folder, told=bool(codes))
     return max(codes, default=0)
+
+
+def _quoted(text: str) -> str:
+    """As Hydra's grammar reads it back."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 def _options(arguments: Sequence[str]) -> Any:

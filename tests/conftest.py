@@ -1,6 +1,8 @@
 """One seed and one thread for every test, both printed, so that a failure can be run again as it was."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,3 +27,13 @@ def _one_thread():
     torch.set_num_threads(1)  # thread ranks share the cores already
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder, for a command line of `train.py` in a process that nobody's agent started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path

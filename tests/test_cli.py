@@ -27,15 +27,6 @@ TINY = ["debug=tiny", "data=synthetic"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path
-
-
 def program(*arguments: str, cwd: Path, **how) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, ROOT / "train.py", *arguments],

@@ -28,13 +28,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train.py"])
+def here(here, monkeypatch):
+    """Where no run may start."""
     monkeypatch.setattr(train, "run", lambda *args, **how: pytest.fail("the settings were accepted"))
-    for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path
+    return here
 
 
 def refusal_of(raw) -> str:

@@ -111,22 +111,29 @@ def best(found: Sequence[Choice]) -> Choice | None:
     return min(alike, key=lambda one: (one.moved_bytes, one.memory_bytes, one.plan.stage.level))
 
 
+def nearest(found: Sequence[Choice]) -> Choice:
+    """What lacks least, where nothing fits."""
+    return min(found, key=lambda one: sum(short.need_bytes - short.room_bytes for short in one.short))
+
+
 def choice(
     config: Config, preset: str, machine: Machine, model: nn.Module, rates: Rates, activations: Activations
 ) -> Choice:
     """One setting with the largest microbatch that fits, or with the smallest if none does."""
 
+    def taken(batch: Batch) -> int:
+        return activations.bytes(batch.numbers()[1], machine.device)
+
     def attempt(batch: Batch) -> tuple[Config, Plan | ConfigError]:
         solved = config.model_copy(update={"batch": batch})
-        peak_bytes = activations.bytes(batch.numbers()[1], machine.device)
         try:
-            return solved, build_plan(solved, model, machine.world, room=machine.room, activation_bytes=peak_bytes)
+            return solved, build_plan(solved, model, machine.world, room=machine.room, activation_bytes=taken(batch))
         except ConfigError as refused:
             return solved, refused
 
     room_bytes = machine.room.device if machine.device == "cuda" else machine.room.host
     *larger, smallest = batches(config, machine.ranks)  # most that are too large are so without a plan
-    larger = [batch for batch in larger if activations.bytes(batch.numbers()[1], machine.device) <= room_bytes]
+    larger = [batch for batch in larger if taken(batch) <= room_bytes]
     largest, *others = *larger, smallest
     solved, plan = attempt(largest)
     if others and isinstance(plan, ConfigError):
@@ -137,10 +144,8 @@ def choice(
     traced = activations.of(solved.batch.numbers()[1])
     refusal, short = None, tuple[Short, ...]()
     if isinstance(plan, ConfigError):
-        refusal, plan = (
-            str(plan),
-            _unlimited(solved, machine, model, activations.bytes(solved.batch.numbers()[1], machine.device)),
-        )
+        refusal = str(plan)
+        plan = _unlimited(solved, machine, model, taken(solved.batch))
         short = _short(plan, solved, machine)
     seconds = step_seconds(plan, rates, forward_flops=traced.forward_flops, backward_flops=traced.backward_flops)
     moved = traffic(plan).bytes_per_step

@@ -13,14 +13,20 @@ from zero.config import Config, read
 from zero.errors import ConfigError
 from zero.placement import PRESETS, budget_bytes, size_text
 from zero.planning.activations import Activations
-from zero.planning.choices import STAGES, Choice, best, choices
+from zero.planning.choices import STAGES, Choice, best, choices, nearest
 from zero.planning.machine import Machine
 from zero.planning.rates import assumed, measured
 from zero.stage import Stage
 from zero.world import World
 
 
-def settle(config: Config, model: nn.Module, world: World, note: Callable[[str], None]) -> Config:
+def settle(
+    config: Config,
+    model: nn.Module,
+    world: World,
+    note: Callable[[str], None],
+    activations: Activations | None = None,
+) -> Config:
     """The same run with stage, offload and batch as numbers. Collective, unless nothing is auto.
 
     A run whose batch fits in one microbatch gets exactly that. Where `zero.stage` is given only the batch is settled,
@@ -30,6 +36,7 @@ def settle(config: Config, model: nn.Module, world: World, note: Callable[[str],
         config: not yet solved for this world: `config.on(world.size)` would fix the microbatch.
         model: built under `zero.empty()`.
         note: told on rank 0 what was chosen and why.
+        activations: of this model, to be counted once for whoever asks later; nothing of theirs is settled here.
 
     Raises:
         ConfigError: on every rank: nothing fits; with the numbers and the key to change.
@@ -40,7 +47,7 @@ def settle(config: Config, model: nn.Module, world: World, note: Callable[[str],
     letter = ""
     if world.rank == 0:
         try:
-            chosen, why = _chosen(config, machine, model)
+            chosen, why = _chosen(config, machine, model, activations or Activations(config, model))
             letter = json.dumps({"config": chosen.plain(), "why": why})
         except ConfigError as refused:
             letter = json.dumps({"refused": str(refused)})
@@ -59,15 +66,14 @@ def _batch_is_open(config: Config, ranks: int) -> bool:
     return free and batch.solved(ranks).numbers()[1] > 1
 
 
-def _chosen(config: Config, machine: Machine, model: nn.Module) -> tuple[Config, list[str]]:
+def _chosen(config: Config, machine: Machine, model: nn.Module, activations: Activations) -> tuple[Config, list[str]]:
     """The best settings, and the reasons in a line each.
 
     Raises:
         ConfigError: none fits.
     """
-    activations = Activations(config, model)
-    staged = config.zero.stage == "auto"
-    stages = STAGES if config.zero.stage == "auto" else (Stage(config.zero.stage),)
+    level = config.zero.stage
+    staged, stages = level == "auto", STAGES if level == "auto" else (Stage(level),)
     anything = staged and config.offload.asked().kinds == PRESETS["auto"]
     presets = ("none", "cpu", "nvme", "infinity", "auto") if anything else ("asked",)
     rates = assumed(config, machine)
@@ -77,14 +83,9 @@ def _chosen(config: Config, machine: Machine, model: nn.Module) -> tuple[Config,
     found = choices(config, machine, model, rates, stages=stages, presets=presets, activations=activations)
     winner = best(found)
     if winner is None:
-        raise ConfigError(_least(found).refusal or "")
+        raise ConfigError(nearest(found).refusal or "")
     why = [*(_why_stage(winner, found, rates.source) if staged else ()), *_why_batch(winner, config, machine)]
     return winner.config, why
-
-
-def _least(found: Sequence[Choice]) -> Choice:
-    """What comes nearest to fitting."""
-    return min(found, key=lambda one: sum(short.need_bytes - short.room_bytes for short in one.short))
 
 
 def _why_stage(winner: Choice, found: Sequence[Choice], source: str) -> list[str]:

@@ -11,7 +11,7 @@ from zero.models import GPT
 from zero.placement import TIERS, size_text
 from zero.plan import KINDS, Plan
 from zero.planning.activations import Activations
-from zero.planning.choices import Choice, best, choices
+from zero.planning.choices import Choice, best, choices, nearest
 from zero.planning.machine import Machine
 from zero.planning.papers import EXPLANATION, OURS, PAPERS, TUTORIAL_GB, TUTORIAL_NUMEL, is_tutorial
 from zero.planning.rates import assumed, measured
@@ -128,8 +128,8 @@ def _summary(found: Sequence[Choice], machine: Machine) -> Iterator[str]:
 def _proposal(found: Sequence[Choice], machine: Machine, overrides: Sequence[str], config: Config) -> Iterator[str]:
     winner = best(found)
     if winner is None:
-        nearest = min(found, key=lambda one: sum(short.need_bytes - short.room_bytes for short in one.short))
-        yield f"nothing fits; nearest is {' '.join(nearest.keys)}: {nearest.refusal}"
+        least = nearest(found)
+        yield f"nothing fits; nearest is {' '.join(least.keys)}: {least.refusal}"
         return
     yield f"* the fastest that fits, of those alike what moves and takes least: {winner.seconds:.3g} s a step"
     repeated = [one for one in overrides if one.split("=")[0].lstrip("+") not in NOT_REPEATED]

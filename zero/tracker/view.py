@@ -53,9 +53,6 @@ Row = Mapping[str, float | int | None]
 class View:
     """One place that shows a run. Each shows what it has room for, and nothing of the rest."""
 
-    def begin(self, facts: Mapping[str, Any]) -> None:
-        """Training is about to begin; `facts` are known of it beside its settings."""
-
     def log(self, row: Row) -> None:
         """Show or keep one row."""
 
@@ -64,9 +61,6 @@ class View:
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Show how far a longer work has come; `done == total` ends it."""
-
-    def alert(self, title: str, text: str) -> None:
-        """Call somebody who is not looking."""
 
     def saved(self, path: Path, step: int) -> None:
         """There is a checkpoint at `path`."""

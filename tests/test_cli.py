@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 import train
-from zero.errors import Preempted, RankFailedError
+from zero.errors import NumericsError, Preempted, RankFailedError
 from zero.tracker import ROW
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -180,7 +180,8 @@ def test_a_run_leaves_a_complete_folder(here):
     assert [row["step"] for row in table] == [1, 2, 3, 4]
     assert [row["val/loss"] is not None for row in table] == [False, True, False, True]
     assert [row["tokens"] for row in table] == [128, 256, 384, 512]
-    assert all(row["speed/step_s"] > 0 and row["memory/host_peak_bytes"] > 2**20 for row in table)
+    assert all(row["memory/host_peak_bytes"] > 2**20 for row in table)
+    assert [row["speed/step_s"] is not None for row in table] == [True, True, True, False], "step 4 was recorded"
 
     summary = summary_of(folder)
     assert summary["exit_reason"] == "finished"
@@ -290,6 +291,30 @@ def test_a_sweep_that_is_asked_to_stop_starts_no_further_job(here, monkeypatch):
     monkeypatch.setattr(train, "run", stopped)
     assert train.main(["-m", *TINY, "seed=3,1,2"]) == Preempted.exit_code
     assert began == [3]
+
+
+@pytest.mark.parametrize(
+    ("val", "save", "recorded"),
+    [(100, 100, 3), (2, 100, 4), (3, 100, 3), (2, 3, 6), (3, 4, 3), (2, 5, 4), (1, 100, 3), (100, 1, 3)],
+)
+def test_the_recorded_step_follows_another_one(val, save, recorded):
+    """After a validation all units of a toy are whole, and its timeline would show no gather."""
+    from zero.training import step_to_record
+
+    assert step_to_record(3, 50, lambda number: number % val == 0 or number % save == 0) == recorded
+
+
+def test_endless_skips_end_a_run_with_a_row_that_shows_them(here, monkeypatch, capsys):
+    import zero.training as training
+
+    monkeypatch.setattr(training, "MOST_SKIPPED", 3)
+    loss = training.loss
+    monkeypatch.setattr(training, "loss", lambda model, batch: float("nan") * loss(model, batch))
+    quiet = ["tracker.every=100", "val.every=0", "tracker.console=none"]
+    assert train.main([*TINY, *quiet, "steps=9", "hydra.run.dir=run"]) == NumericsError.exit_code
+    (row,) = rows(here / "run")
+    assert (row["step"], row["train/skipped"], row["train/loss"]) == (3, 3, None)
+    assert "the last 3 steps were skipped" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("spoiled", ["report.html", "trace.json"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zero
-from zero.meter import TOTALS, Meter, endurance, figures
+from zero.meter import TIMES, TOTALS, Meter, endurance, figures
 from zero.models.gpt_config import GPTConfig
 from zero.peak import PEAKS, peak_flops
 from zero.store import Traffic
@@ -92,6 +92,39 @@ def test_what_a_pause_moves_is_not_a_steps_but_wears_the_drive():
     assert meter.summary("digest", "finished").offload_written_bytes == 500
 
 
+def test_a_step_that_is_looked_at_moves_bytes_and_takes_no_time(monkeypatch):
+    """Of three steps one lasts 50 s: the row's speed is that of the others, and alone it has none."""
+    now_s, traffic = [0.0], Counted()
+    monkeypatch.setattr("zero.meter.time.perf_counter", lambda: now_s[0])
+    meter = meter_of(zero.World.from_env(), traffic)
+
+    def step(seconds, waited):
+        now_s[0] += seconds
+        traffic.add(read_bytes=10, wait_s=waited, busy_s=2 * waited)
+        meter.count(METRICS)
+
+    step(1.0, 0.25)
+    with meter.untimed():
+        step(50.0, 40.0)
+    step(1.0, 0.75)
+    row = meter.row(validated=False)
+    assert (row["speed/step_s"], row["speed/tokens_per_s"]) == (1.0, 64)
+    assert (row["speed/stall_fraction"], row["offload/wait_s"], row["speed/hidden_fraction"]) == (0.5, 0.5, 0.5)
+    assert (row["offload/read_bytes"], row["offload/bytes_per_param"]) == (30, 0.1)
+
+    with meter.untimed():
+        step(50.0, 40.0)
+    row = meter.row(validated=False)
+    assert tuple(row) == ROW
+    assert {row[key] for key in TIMES} == {None}
+    assert (row["step"], row["offload/read_bytes"]) == (4, 10)
+    summary = meter.summary("digest", "finished")
+    assert (summary.tokens_per_s, summary.wait_s) == (64, 1)
+
+    step(2.0, 0.0)
+    assert meter.row(validated=False)["speed/step_s"] == 2, "the next row has nothing of it"
+
+
 def test_a_summary_needs_no_other_rank():
     """A rank that is left alone says what it knows itself."""
     traffic = Counted()
@@ -137,7 +170,7 @@ def test_bytes_are_everyones_and_seconds_those_of_the_slowest():
 def test_hidden_is_what_nobody_waited_for(moved, hidden, compute_s):
     """Two steps of five seconds; callers in several threads may wait longer, together, than a step lasts."""
     counted = {name: torch.tensor([moved.get(name, 0.0)], dtype=torch.float64) for name in TOTALS}
-    told = figures(counted, steps=2, step_s=5.0, numel=4)
+    told = figures(counted, steps=2, timed=2, step_s=5.0, numel=4)
     assert (told["speed/hidden_fraction"], told["speed/compute_s"]) == (hidden, compute_s)
     assert told["speed/stall_fraction"] == pytest.approx(1 - compute_s / 5)
     assert all(value is None or math.isfinite(value) for value in told.values())
@@ -147,7 +180,7 @@ def test_a_step_stalls_as_long_as_the_rank_that_stood_still_longest():
     """Not as long as the longest waits of several ranks together."""
     moved = {name: torch.zeros(2) for name in TOTALS}
     moved |= {"wait_s": torch.tensor([3.0, 0.0]), "comm_wait_s": torch.tensor([0.0, 4.0])}
-    told = figures(moved, steps=1, step_s=10.0, numel=4)
+    told = figures(moved, steps=1, timed=1, step_s=10.0, numel=4)
     assert (told["offload/wait_s"], told["comm/wait_s"], told["speed/stall_fraction"]) == (3.0, 4.0, 0.4)
 
 

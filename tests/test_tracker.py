@@ -122,6 +122,15 @@ def test_time_left_is_that_of_the_steps_after_the_first_row():
     ]  # fmt: skip
 
 
+def test_a_step_that_was_recorded_does_not_bend_the_time_left():
+    clock, stream = Clock(), io.StringIO()
+    lines = Lines(40, stream, clock)
+    for step, passed_s, step_s in ((10, 30.0, 0.5), (20, 5.0, 0.5), (21, 500.0, None), (30, 4.5, 0.5)):
+        clock.now_s += passed_s
+        lines.log(FIRST | {"step": step, "speed/step_s": step_s})
+    assert stream.getvalue().endswith("0:05 left\n")
+
+
 def test_in_a_pipe_a_longer_work_says_now_and_then_how_far_it_is():
     clock, stream = Clock(), io.StringIO()
     lines = Lines(40, stream, clock)

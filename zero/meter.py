@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, fields
-from math import inf
+from math import inf, nan
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +31,15 @@ TOTALS = (*(field.name for field in fields(Traffic)), *(f"comm_{name}" for name 
 """What a rank counts: see `Traffic` and `Collectives`."""
 
 WRITTEN = TOTALS.index("write_bytes")
+
+WAITS = torch.tensor([name.endswith(("wait_s", "busy_s")) for name in TOTALS], device="cpu")
+"""Which totals say how a step's time was spent."""
+
+TIMES = (
+    *(f"speed/{name}" for name in ("step_s", "tokens_per_s", "mfu", "compute_s", "stall_fraction", "hidden_fraction")),
+    *("comm/wait_s", "offload/wait_s"),
+)
+"""What a row does not know if no step of it was timed."""
 
 
 def totals(traffic: Traffic, collectives: Collectives) -> Tensor:
@@ -110,6 +119,7 @@ class Meter:
         self._start_s = self._since_s = time.perf_counter()
         self._start = self._since = self._totals()
         self.steps = self._since_step = self._steps_before = steps
+        self._untimed = 0  # of the steps since the last row
         self.tokens, self.skipped = tokens, skipped
         self.last: Metrics | None = None
         self.train_loss = self.val_loss = float("nan")
@@ -140,23 +150,38 @@ class Meter:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Neither the time of the body nor what it moves belongs to a step."""
+        with self._left_out(torch.ones_like(WAITS)):
+            yield
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Around a step that is slowed by being looked at, on all ranks: what it moves counts, its time does not."""
+        with self._left_out(WAITS):
+            yield
+        self._untimed += 1
+
+    @contextmanager
+    def _left_out(self, which: Tensor) -> Iterator[None]:
+        """The time of the body, and those of `TOTALS`, are nobody's."""
         begin_s, before = time.perf_counter(), self._totals()
         yield
         self._since_s += time.perf_counter() - begin_s
-        self._since = self._since + self._totals() - before
+        self._since = self._since + (self._totals() - before) * which
 
     def row(self, *, validated: bool) -> dict[str, float | int | None]:
         """A row for the tracker, with a validation loss if it is new; see `tracker.ROW`. Collective."""
         now_s, now, last = time.perf_counter(), self._totals(), self.last
         steps = max(1, self.steps - self._since_step)
-        step_s = (now_s - self._since_s) / steps
-        moved = figures(self._collect(now), steps=steps, step_s=step_s, numel=self._plan.numel)
-        self._since_s, self._since_step, self._since = now_s, self.steps, now
+        timed = steps - self._untimed
+        step_s = (now_s - self._since_s) / timed if timed else nan
+        moved = figures(self._collect(now), steps=steps, timed=max(1, timed), step_s=step_s, numel=self._plan.numel)
+        self._since_s, self._since_step, self._since, self._untimed = now_s, self.steps, now, 0
         tokens_per_s = self._tokens_per_step / step_s
-        self._speeds.append(tokens_per_s)
-        self._wait_s += float(moved["speed/stall_fraction"] or 0) * step_s * steps
+        if timed:
+            self._speeds.append(tokens_per_s)
+            self._wait_s += float(moved["speed/stall_fraction"] or 0) * step_s * timed
         device_bytes, host_bytes = self._peaks_bytes
-        return {
+        row = {
             "step": self.steps,
             "tokens": self.tokens,
             "train/loss": self.train_loss,
@@ -173,6 +198,7 @@ class Meter:
             "memory/host_peak_bytes": host_bytes,
             "memory/nvme_bytes": self._nvme_bytes,
         }
+        return row if timed else row | dict.fromkeys(TIMES)
 
     def summary(self, data_digest: str, exit_reason: str, checkpoint: Path | None = None) -> Summary:
         """How far the run has come; peaks and bytes of all ranks up to the last row, of this rank up to now."""
@@ -232,19 +258,22 @@ class Meter:
         return self._device.peak_bytes(), host_peak_bytes()
 
 
-def figures(moved: Mapping[str, Tensor], *, steps: int, step_s: float, numel: int) -> dict[str, float | int | None]:
-    """What pages and other ranks cost over `steps` steps of `step_s` each; see `tracker.ROW`.
+def figures(
+    moved: Mapping[str, Tensor], *, steps: int, timed: int, step_s: float, numel: int
+) -> dict[str, float | int | None]:
+    """What pages and other ranks cost over `steps` steps; see `tracker.ROW`.
 
     Where nothing moves, nothing waits: all is hidden, and there are no rates.
 
     Args:
-        moved: each of TOTALS to (W,), what every rank has counted in these steps.
+        moved: each of TOTALS to (W,), what every rank has counted in these steps; waits in the timed ones alone.
+        timed: of how many the time counts, `step_s` each.
     """
     read_bytes, write_bytes, gather_bytes, reduce_bytes = (
         int(moved[name].sum()) for name in ("read_bytes", "write_bytes", "comm_gather_bytes", "comm_reduce_bytes")
     )
     read_s, write_s = (float(moved[name].max()) for name in ("read_s", "write_s"))
-    stood_s = float((moved["wait_s"] + moved["comm_wait_s"]).max()) / steps
+    stood_s = float((moved["wait_s"] + moved["comm_wait_s"]).max()) / timed
     busy = moved["busy_s"] > 0
     hidden = 1 - moved["wait_s"][busy] / moved["busy_s"][busy]
     return {
@@ -253,10 +282,10 @@ def figures(moved: Mapping[str, Tensor], *, steps: int, step_s: float, numel: in
         "speed/hidden_fraction": max(0.0, min(hidden.tolist(), default=1.0)),
         "comm/gather_bytes": gather_bytes,
         "comm/reduce_bytes": reduce_bytes,
-        "comm/wait_s": float(moved["comm_wait_s"].max()) / steps,
+        "comm/wait_s": float(moved["comm_wait_s"].max()) / timed,
         "offload/read_bytes": read_bytes,
         "offload/write_bytes": write_bytes,
-        "offload/wait_s": float(moved["wait_s"].max()) / steps,
+        "offload/wait_s": float(moved["wait_s"].max()) / timed,
         "offload/read_gbps": read_bytes / read_s / 1e9 if read_s > 0 else None,
         "offload/write_gbps": write_bytes / write_s / 1e9 if write_s > 0 else None,
         "offload/bytes_per_param": (read_bytes + write_bytes) / steps / numel,

@@ -26,7 +26,7 @@ FINISHED, EVALUATED, STOPPED, CUT_SHORT = "finished", "evaluated", "stopped by a
 """How a run can end well."""
 
 RECORDED = 3
-"""Which step after a start is recorded: the first ones learn in which order units are visited."""
+"""Which step after a start is recorded at the earliest: the first ones learn in which order units are visited."""
 
 MOST_SKIPPED = 50
 """Steps skipped in a row that end a run. A loss scale falls from its usual start to 1 in 32."""
@@ -56,6 +56,7 @@ class Training:
         self._config, self._data, self._tracker, self._folder = config, data, tracker, folder
         self._world = plan.world
         self._rows, self._micro, self._accumulate = config.batch.numbers()
+        self._last = min(config.steps, config.debug.stop_at or config.steps)
         self._state = init(plan, store, seed=config.seed, progress=tracker.progress)
         if checkpoint is not None:
             refuse_other_model(config, checkpoint)
@@ -92,7 +93,6 @@ class Training:
         )
         self._measured_bytes = measured(self._state)
         self._skipped_in_a_row = 0
-        self._recorded = self._meter.steps + RECORDED
         self._saver = Saver(
             config,
             plan,
@@ -114,18 +114,20 @@ class Training:
             self._validate()
             self._tracker.note(f"step {self._meter.steps}  validation loss {self._meter.val_loss:.4f}")
             return EVALUATED
-        last = min(self._config.steps, self._config.debug.stop_at or self._config.steps)
-        if self._meter.steps >= last:
-            self._tracker.note(f"the checkpoint is at step {self._meter.steps} of {last}: nothing is left to train")
-        for number in range(self._meter.steps + 1, last + 1):
-            if self._one_step(number, last):
+        if self._meter.steps >= self._last:
+            self._tracker.note(
+                f"the checkpoint is at step {self._meter.steps} of {self._last}: nothing is left to train"
+            )
+        recorded = step_to_record(self._meter.steps + RECORDED, self._last, self._is_followed)
+        for number in range(self._meter.steps + 1, self._last + 1):
+            if self._one_step(number, self._recording() if number == recorded else contextlib.nullcontext()):
                 self._saver.finish()
                 return STOPPED
         self._saver.finish()
         if self._config.sample.tokens:
             self._tracker.note("sample:")
             self._tracker.note(sample_text(partial(self._logits, self._state), self._data, self._world, self._config))
-        return FINISHED if last == self._config.steps else CUT_SHORT
+        return FINISHED if self._last == self._config.steps else CUT_SHORT
 
     def report(self, write: Callable[[Path, Mapping[str, Any]], None], exit_reason: str) -> Summary:
         """What is known of the run, written by rank 0. Not collective: the other ranks may be gone."""
@@ -143,51 +145,58 @@ class Training:
         """The run has failed."""
         self._saver.abandon()
 
-    def _one_step(self, number: int, last: int) -> bool:
+    def _one_step(self, number: int, around: contextlib.AbstractContextManager[None]) -> bool:
         """Train, save, validate and tell, as it is due; returns whether some rank was asked to stop."""
-        with self._recording(number):
+        with around:
             self._state, metrics = self._step(self._state, self._microbatches(number))
         self._meter.count(metrics)
-        self._refuse_endless_skips(metrics)
-        stopping = number < last and any(int(word) & ASKED_TO_STOP for word in metrics.words)
+        self._skipped_in_a_row = (self._skipped_in_a_row + 1) * metrics.skipped
+        if self._skipped_in_a_row >= MOST_SKIPPED:
+            self._tell(validated=False)  # what it ends with
+            raise _hopeless(self._meter.steps, metrics)
+        stopping = number < self._last and any(int(word) & ASKED_TO_STOP for word in metrics.words)
         with self._meter.paused():
             self._saver.publish_if_written(metrics.words)
-            if stopping or self._saver.is_due(number, last):
+            if stopping or self._saver.is_due(number, self._last):
                 self._saver.save(self._state)
-        every = self._config.val.every
-        validating = not stopping and (number == last or (every > 0 and number % every == 0))
+        validating = not stopping and self._is_validated(number)
         if validating:
             self._validate()
         if validating or stopping or number % self._config.tracker.every == 0:
-            row = self._meter.row(validated=validating)
-            self.report(write_summary, RUNNING)  # for a run that is killed
-            self._tracker.log(row)
+            self._tell(validated=validating)
         return stopping
 
-    @contextlib.contextmanager
-    def _recording(self, number: int) -> Iterator[None]:
-        """Around a step; rank 0 keeps what it did in one of them, and with `profile` torch's own account of it."""
-        if number != self._recorded or self._world.rank != 0:
-            yield
-            return
-        with _profiler(self._config.profile) as profile, record(self._state, profile=self._config.profile) as timeline:
-            yield
-        with self._meter.paused():
-            try:
-                timeline.write(self._folder / "trace.json")
-                if profile is not None:
-                    profile.export_chrome_trace(str(self._folder / "profile.json"))
-            except (OSError, RuntimeError) as error:  # a picture is no reason to stop, and the other ranks go on
-                self._tracker.note(f"warning: no trace: {error}")
+    def _tell(self, *, validated: bool) -> None:
+        """One row. Collective."""
+        row = self._meter.row(validated=validated)
+        self.report(write_summary, RUNNING)  # for a run that is killed
+        self._tracker.log(row)
 
-    def _refuse_endless_skips(self, metrics: Metrics) -> None:
-        self._skipped_in_a_row = (self._skipped_in_a_row + 1) * metrics.skipped
-        if self._skipped_in_a_row >= MOST_SKIPPED:
-            raise NumericsError(
-                f"step {self._meter.steps}: the last {MOST_SKIPPED} steps were skipped, because the gradient of "
-                f"{metrics.blame} is not finite (loss scale {metrics.loss_scale:g}); lower optim.lr, or use "
-                "precision=bf16, or resume from an older checkpoint"
-            )
+    def _is_followed(self, number: int) -> bool:
+        """A validation or a save comes between this step and the next."""
+        return self._is_validated(number) or self._saver.is_due(number, self._last)
+
+    def _is_validated(self, number: int) -> bool:
+        every = self._config.val.every
+        return number == self._last or (every > 0 and number % every == 0)
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Around the step that rank 0 records, with `profile` by torch, too. It takes longer, so nobody times it."""
+        with self._meter.untimed():
+            if self._world.rank != 0:
+                yield
+            else:
+                profiled = self._config.profile
+                with _profiler(profiled) as profile, record(self._state, profile=profiled) as timeline:
+                    yield
+                try:
+                    timeline.write(self._folder / "trace.json")
+                    if profile is not None:
+                        profile.export_chrome_trace(str(self._folder / "profile.json"))
+                except (OSError, RuntimeError) as error:  # a picture is no reason to stop, and the other ranks go on
+                    self._tracker.note(f"warning: no trace: {error}")
+            self._world.barrier("a step was recorded")  # the next one must not wait for its files
 
     def _microbatches(self, number: int) -> tuple[torch.Tensor, ...]:
         """This rank's rows of a step, which depend on seed and step alone."""
@@ -212,6 +221,16 @@ class Training:
         }
 
 
+def step_to_record(first: int, last: int, is_followed: Callable[[int], bool]) -> int:
+    """The first one from `first` on that follows a step directly, or `first`: after a validation units may be whole.
+
+    Args:
+        is_followed: something comes between this step and the next; where it is not so after each, then not after one
+            of four in a row.
+    """
+    return next((number for number in range(first, min(first + 3, last) + 1) if not is_followed(number - 1)), first)
+
+
 def refuse_other_model(config: Config, checkpoint: Checkpoint) -> None:
     """Say which settings of the model differ, rather than which tensors do not fit.
 
@@ -229,6 +248,14 @@ def refuse_other_model(config: Config, checkpoint: Checkpoint) -> None:
             f"{checkpoint.folder} is of another model; add {' '.join(other)}, or name in checkpoint.partial what is to "
             "start afresh"
         )
+
+
+def _hopeless(step: int, metrics: Metrics) -> NumericsError:
+    return NumericsError(
+        f"step {step}: the last {MOST_SKIPPED} steps were skipped, because the gradient of {metrics.blame} is not "
+        f"finite (loss scale {metrics.loss_scale:g}); lower optim.lr, or use precision=bf16, or resume from an older "
+        "checkpoint"
+    )
 
 
 def _profiler(wanted: bool) -> contextlib.AbstractContextManager[Any]:

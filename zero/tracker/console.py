@@ -180,7 +180,7 @@ class _Work:
 
 
 class _Left:
-    """Seconds until the last step, from the speed since the first row: the first steps are slower than the rest."""
+    """Seconds until the last step, from the speed since the first row: the steps before it are slower than the rest."""
 
     def __init__(self, steps: int, clock: Clock) -> None:
         self._steps, self._clock = steps, clock
@@ -191,10 +191,10 @@ class _Left:
         """Take note of a row."""
         step, now_s = float(row["step"] or 0), self._clock()
         left_s: float | None = (self._steps - step) * float(row.get("speed/step_s") or 0)
-        if self._first is None:
-            self._first = step, now_s
-        elif step > self._first[0]:
+        if self._first is not None and step > self._first[0]:
             left_s = (self._steps - step) * (now_s - self._first[1]) / (step - self._first[0])
+        if self._first is None or row.get("speed/step_s") is None:  # it has a step that was slow for being recorded
+            self._first = step, now_s
         self._newest = now_s, left_s
         return left_s
 

@@ -44,7 +44,8 @@ seconds per step in which the slowest rank stood still for it; 10^9 bytes a seco
 
 `speed/compute_s` is what is left of a step on the rank that stood still longest, for whatever reason;
 `speed/stall_fraction` is the rest as a share of the step; `speed/hidden_fraction` is the share of the transfers' time
-that nobody waited for; `speed/mfu` the share of what the GPUs could do at most. Validation is left out of all times.
+that nobody waited for; `speed/mfu` the share of what the GPUs could do at most. Validation is left out of all times,
+and so is a step that is recorded: null where a row has no other.
 """
 
 Row = Mapping[str, float | int | None]

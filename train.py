@@ -438,7 +438,7 @@ def _run_job(composed: Any, codes: list[int]) -> float | None:
             from zero.report.sweep import write as write_sweep  # and torch with it
 
             with contextlib.suppress(OSError):  # a full disk is said by the run itself
-                write_sweep(folder.parent)
+                write_sweep(Path(HydraConfig.get().runtime.cwd) / HydraConfig.get().sweep.dir)
 
 
 def _tell_sweep(folder: Path, *, told: bool) -> list[int]:

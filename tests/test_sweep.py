@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from itertools import zip_longest
@@ -31,7 +32,7 @@ QUICK = [
 ]
 
 
-def job(folder: Path, number: int, *overrides: str, losses=(5.0, 4.0), speeds=(10, 100, 300), **summary) -> Path:
+def job(folder: Path, number: object, *overrides: str, losses=(5.0, 4.0), speeds=(10, 100, 300), **summary) -> Path:
     """The folder of one job, as a run leaves it."""
     own = folder / str(number)
     (own / ".hydra").mkdir(parents=True)
@@ -103,6 +104,20 @@ def test_a_row_says_what_the_run_left(tmp_path):
     assert "3 jobs: 2 finished, 1 failed" in page(tmp_path)
     assert "rank 1 failed: no | room at all" in page(tmp_path)
     assert "All with steps=9." in page(tmp_path)
+
+
+def test_jobs_are_found_by_what_they_leave(tmp_path):
+    """`hydra.sweep.subdir` may be any text, slashes and what a URL would read otherwise included."""
+    for name in ("b/lr=0.1 #1", "a/10", "a/9"):
+        (job(tmp_path, name, f"name={name}", **finished()) / "report.html").touch()
+    (tmp_path / "a" / "9" / "checkpoints" / "step-1").mkdir(parents=True)
+    (tmp_path / "a" / "9" / "checkpoints" / "step-1" / "config.yaml").touch()
+    job(tmp_path, "c/d", exit_reason=f"rank 0 failed (log: {tmp_path}/c/d/ranks/0.log)")
+    found = sweep.write(tmp_path)
+    assert [one.name for one in found.jobs] == ["a/9", "a/10", "b/lr=0.1 #1", "c/d"]
+    assert found.failed[0].cause == "rank 0 failed (log: c/d/ranks/0.log)"
+    assert 'href="b/lr%3D0.1%20%231/report.html"' in (tmp_path / "sweep.html").read_text()
+    assert sweep.jobs_in(tmp_path / "a" / "9") == [], "a run is no sweep"
 
 
 def test_only_what_differs_has_a_column(tmp_path):
@@ -236,6 +251,7 @@ def test_a_sweep_of_two_by_two_is_a_table_after_every_job(here, monkeypatch, cap
         "offload=nvme",
         "model.width=128",
         "hydra.sweep.dir=sweep",
+        "hydra.sweep.subdir=at/job-${hydra.job.num}",
     ]
     assert train.main(["-m", *asked, *QUICK, "launch.malloc=default"]) == 2
     assert [length for _, length in seen][:4] == [1, 2, 3, 4]
@@ -250,12 +266,14 @@ def test_a_sweep_of_two_by_two_is_a_table_after_every_job(here, monkeypatch, cap
     ]  # fmt: skip
     assert "offload" not in rows[0]
     for number in (0, 2):
-        summary = json.loads((here / "sweep" / str(number) / "summary.json").read_text())
-        said = [json.loads(line) for line in (here / "sweep" / str(number) / "metrics.jsonl").read_text().splitlines()]
+        own = here / "sweep" / "at" / f"job-{number}"
+        summary = json.loads((own / "summary.json").read_text())
+        said = [json.loads(line) for line in (own / "metrics.jsonl").read_text().splitlines()]
         assert float(rows[number]["val_loss"]) == summary["val_loss"] == said[-1]["val/loss"]
         assert float(rows[number]["train_loss"]) == summary["train_loss"]
         assert int(rows[number]["host_peak_bytes"]) == summary["host_peak_bytes"]
-        assert sorted(row["speed/tokens_per_s"] for row in said[1:])[1] == float(rows[number]["tokens_per_s"])
+        speeds = [row["speed/tokens_per_s"] for row in said[1:] if row["speed/tokens_per_s"]]  # one was recorded
+        assert statistics.median(speeds) == float(rows[number]["tokens_per_s"])
     assert rows[0]["val_loss"] == rows[2]["val_loss"], "a stage has changed the result"
     assert "4 jobs: 2 finished, 2 failed" in page(here / "sweep")
 

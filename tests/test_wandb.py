@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -163,6 +164,9 @@ def test_a_job_of_a_sweep_is_named_after_its_overrides_in_the_group_of_its_sweep
         "hydra:\n  overrides:\n    task:\n    - zero.stage=1\n    - offload=cpu,nvme\n"
     )
     assert name_and_group(settings().tracker, job)[0] == "offload=nvme zero.units=[Block]"
+    deep = job.parent / "a" / "b"
+    shutil.copytree(job, deep)
+    assert name_and_group(settings().tracker, deep) == ("offload=nvme zero.units=[Block]", "12-00-00")
     assert name_and_group(settings(run="mine", group="ours").tracker, job) == ("mine", "ours")
     assert run_id_of(settings(), job, "theirs00") != "theirs00", "jobs that begin at one checkpoint are several runs"
 

@@ -7,10 +7,13 @@ that share the disk; whoever ends writes. A job that still runs, or was killed, 
 import csv
 import fcntl
 import io
+import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
 import zero.report.chart as chart
 from zero.report.chart import Panel, Series
@@ -44,7 +47,7 @@ class Job(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """What `write` found: jobs in the order of their numbers, the best of them, and the page."""
+    """What `write` found: jobs in the order of their names, the best of them, and the page."""
 
     jobs: tuple[Job, ...]
     best: Job | None
@@ -58,12 +61,15 @@ class Sweep(NamedTuple):
 
 FIGURES = Job._fields[3:-1]
 
+OF_A_RUN = {".hydra", "config.yaml", "summary.json"}
+"""What tells the folder of a run from others; `hydra.sweep.subdir` may give it any name."""
+
 
 def write(folder: Path) -> Sweep:
-    """Write sweep.md, sweep.csv and sweep.html of the sweep whose jobs have the folders 0, 1, ... in `folder`."""
+    """Write sweep.md, sweep.csv and sweep.html of the sweep whose jobs have their folders in `folder`."""
     with _alone(folder):
         runs = [read_run(job) for job in jobs_in(folder)]
-        jobs = table_of(runs)
+        jobs = table_of(folder, runs)
         keys, best = differing(jobs), best_of(jobs)
         publish(folder / "sweep.md", markdown(jobs, keys, best))
         publish(folder / "sweep.csv", spreadsheet(jobs, keys, best))
@@ -72,13 +78,18 @@ def write(folder: Path) -> Sweep:
 
 
 def jobs_in(folder: Path) -> list[Path]:
-    """Folders of the jobs of a sweep, by number; none where `folder` is no sweep."""
-    found = [path for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()]
-    return sorted((path for path in found if _holds_a_run(path)), key=lambda path: int(path.name))
+    """Folders of the jobs of a sweep by name, 2 before 10, at whatever depth; none where `folder` is a run itself."""
+    found = []
+    for place, folders, files in os.walk(folder):
+        if OF_A_RUN.intersection(folders + files):
+            found.append(Path(place))
+            folders.clear()  # nothing in a run is another one
+    return sorted((path for path in found if path != folder), key=lambda path: _in_order(str(path)))
 
 
-def _holds_a_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in (".hydra", "config.yaml", "summary.json"))
+def _in_order(name: str) -> list[str | int]:
+    """Text and numbers in turn, to sort by."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 @contextmanager
@@ -93,19 +104,19 @@ def _alone(folder: Path) -> Iterator[None]:
 # The table
 
 
-def table_of(runs: Sequence[Run]) -> tuple[Job, ...]:
-    """One row for each run."""
-    jobs = [_job(run) for run in runs]
+def table_of(folder: Path, runs: Sequence[Run]) -> tuple[Job, ...]:
+    """One row for each run of the sweep in `folder`."""
+    jobs = [_job(folder, run) for run in runs]
     reference = next((job.tokens_per_s for job in jobs if job.status == "finished" and job.tokens_per_s), None)
     return tuple(
         job._replace(speed=job.tokens_per_s / reference) if reference and job.tokens_per_s else job for job in jobs
     )
 
 
-def _job(run: Run) -> Job:
+def _job(folder: Path, run: Run) -> Job:
     device, host = (run.final(f"{tier}_peak_bytes", f"memory/{tier}_peak_bytes") for tier in ("device", "host"))
     return Job(
-        name=run.folder.name,
+        name=run.folder.relative_to(folder).as_posix(),
         overrides=dict(map(_key_and_value, run.overrides or [])),
         status=run.status,
         steps_done=run.final("steps", "step"),
@@ -116,15 +127,15 @@ def _job(run: Run) -> Job:
         step_s=run.typical("speed/step_s"),
         device_peak_bytes=device or None,
         host_peak_bytes=host or None,
-        cause=_cause(run),
+        cause=_cause(folder, run),
     )
 
 
-def _cause(run: Run) -> str:
+def _cause(folder: Path, run: Run) -> str:
     """Why it did not finish, on one line; files by their path inside the sweep."""
     if run.status not in ("failed", "stopped"):
         return ""
-    return " ".join(run.reason.split()).replace(f"{run.folder.parent.absolute()}/", "")
+    return " ".join(run.reason.split()).replace(f"{folder.absolute()}/", "")
 
 
 def _key_and_value(override: str) -> tuple[str, str]:
@@ -284,7 +295,7 @@ def _rows(folder: Path, jobs: Sequence[Job], keys: Sequence[str], best: Job | No
 def _link(folder: Path, job: Job) -> Html:
     report = f"{job.name}/report.html"
     name = chart.words(job.name)
-    return Html(f'<a href="{report}">{name}</a>') if (folder / report).exists() else Html(name)
+    return Html(f'<a href="{quote(report)}">{name}</a>') if (folder / report).exists() else Html(name)
 
 
 def _with_bar(field: str, value: float | None, most: float) -> str:

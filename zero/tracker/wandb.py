@@ -198,11 +198,14 @@ def name_and_group(settings: Wandb, folder: Path) -> tuple[str, str | None]:
     if not _is_in_sweep(folder):
         return settings.run or folder.name, settings.group
     lines = (folder / ".hydra" / "overrides.yaml").read_text().splitlines()
-    sweep = folder.parent / "multirun.yaml"  # where an override that differs between jobs is a list
-    common = {line.strip() for line in sweep.read_text().splitlines()} if sweep.is_file() else set()
+    # where an override that differs between jobs is a list; `hydra.sweep.subdir` may be several folders
+    lists = next((found for above in folder.parents if (found := above / "multirun.yaml").is_file()), None)
+    common = set() if lists is None else {line.strip() for line in lists.read_text().splitlines()}
     own = [line for line in lines if line not in common] or lines
     overrides = " ".join(line.removeprefix("- ").strip("'\"") for line in own)
-    return (settings.run or overrides or folder.name)[:NAME_LENGTH], settings.group or folder.parent.name
+    return (settings.run or overrides or folder.name)[:NAME_LENGTH], settings.group or (
+        folder if lists is None else lists
+    ).parent.name
 
 
 def first_line(error: BaseException) -> str:

@@ -94,7 +94,7 @@ def train(config: Config, folder: Path) -> "Summary":
             try:
                 tracker.report(write_report(folder))
                 tracker.note(f"report {folder / 'report.html'}")
-            except OSError as error:  # the run is done all the same
+            except Exception as error:  # the run is done all the same
                 tracker.note(f"warning: no report: {error}")
         if summary.endurance:
             tracker.note(summary.endurance)
@@ -128,8 +128,6 @@ def run(config: Config, folder: Path, *, apart: bool = False) -> "Summary":
     Raises:
         Preempted: a signal asked the run to stop, and it has saved.
     """
-    from zero.report.run import write as write_report
-    from zero.tracker import write_failure
     from zero.training import STOPPED
 
     ranks = launch.count_ranks(config.launch.ranks)
@@ -144,10 +142,7 @@ def run(config: Config, folder: Path, *, apart: bool = False) -> "Summary":
                 train, config, folder, ranks=ranks, max_restarts=config.launch.max_restarts, **_how(config, folder)
             )
     except BaseException as error:
-        with contextlib.suppress(OSError):  # the disk may be what failed
-            write_failure(folder, {"exit_reason": launch.describe(error)}, final=True)
-        with contextlib.suppress(OSError):
-            write_report(folder)
+        _leave_failure(folder, error, final=True)
         raise
     if summary.exit_reason == STOPPED:
         done = f"stopped by a signal after step {summary.steps}"
@@ -155,6 +150,17 @@ def run(config: Config, folder: Path, *, apart: bool = False) -> "Summary":
             raise CheckpointError(f"{done}, and not saved; see {folder}/ranks/0.log")
         raise Preempted(f"{done}; go on with resume={summary.checkpoint}")
     return summary
+
+
+def _leave_failure(folder: Path, error: BaseException, *, final: bool) -> None:
+    """summary.json and report.html of a run that failed, as far as it goes: the disk may be what failed."""
+    from zero.report.run import write as write_report
+    from zero.tracker import write_failure
+
+    with contextlib.suppress(OSError):
+        write_failure(folder, {"exit_reason": launch.describe(error)}, final=final)
+    with contextlib.suppress(Exception):  # `error` is what is to be heard of
+        write_report(folder)
 
 
 def _how(config: Config, folder: Path) -> dict[str, Any]:
@@ -402,14 +408,21 @@ def _checked(asked: Any) -> tuple[list[int], Path | None]:
     Raises:
         ConfigError: about the first run that cannot be.
     """
-    answers, sweep_folder = [], None
+    found, sweep_folder = [], None
     for overrides in _runs_in(asked.overrides) if asked.multirun else [asked.overrides]:
-        composed = compose(overrides)
+        try:
+            composed = compose(overrides)
+            found.append((settle(settings_in(composed)), overrides))
+        except ConfigError as error:
+            own = " ".join(one for one in overrides if one not in asked.overrides)
+            raise ConfigError(f"{error} (in the run {own})" if own else str(error)) from None
         sweep_folder = sweep_folder or (Path(composed.hydra.sweep.dir) if asked.multirun else None)
-        config = settle(settings_in(composed))
-        if config.mode in ANSWERS and not (asked.cfg or asked.info):
-            answers.append(ANSWERS[config.mode](config, overrides))
-    return answers, sweep_folder
+    asking = [(config, overrides) for config, overrides in found if config.mode in ANSWERS]
+    if asking and len(asking) < len(found):
+        raise ConfigError(f"mode={asking[0][0].mode} runs nothing, so it is no run of a sweep; ask it by itself")
+    if asked.cfg or asked.info:
+        asking = []
+    return [ANSWERS[config.mode](config, overrides) for config, overrides in asking], sweep_folder
 
 
 def _run_job(composed: Any, codes: list[int]) -> float | None:
@@ -471,7 +484,6 @@ def _runs_in(overrides: Sequence[str], limit: int = 64) -> Iterator[list[str]]:
 
 def _as_one_rank(arguments: Sequence[str]) -> int:
     """Under torchrun rank 0 composes and makes the folder; the others are told."""
-    from zero.tracker import write_failure
     from zero.world import World
 
     letter = ""
@@ -494,7 +506,7 @@ def _as_one_rank(arguments: Sequence[str]) -> int:
     try:
         launch.joined(train, config, folder, **_how(config, folder))
     except BaseException as error:
-        write_failure(folder, {"exit_reason": launch.describe(error)})
+        _leave_failure(folder, error, final=False)
         raise
     return 0
 

@@ -98,7 +98,11 @@ REFUSALS = [
         "offload.param=cpu keeps parameters on the host, which only zero.stage=3 can; use zero.stage=3, or "
         "offload.param=none",
     ),
-    (["-m", "offload=cpu,infinity", "zero.stage=3,0"], "offload=infinity keeps parameters on disk"),
+    (
+        ["-m", "offload=cpu,infinity", "zero.stage=3,0", "steps=5"],
+        "use zero.stage=3, or offload=nvme (in the run offload=infinity zero.stage=0)",
+    ),
+    (["-m", "mode=train,plan"], "mode=plan runs nothing, so it is no run of a sweep; ask it by itself"),
     (["resume=nowhere"], "resume=nowhere does not exist; give latest, or the folder of a step, a run or several"),
     (["resume=lastest"], "resume=lastest does not exist; did you mean latest?"),
     (["checkpoint.dir=no/such/folder"], "no/such does not exist; give a folder on a disk that all ranks share"),
@@ -362,6 +366,7 @@ def test_a_failure_under_torchrun_is_in_the_summary_and_in_a_log(here):
     assert "the data holds token 256" in summary_of(folder)["exit_reason"]
     assert "the data holds token 256" in "".join(path.read_text() for path in (folder / "ranks").iterdir())
     assert all("the data holds token 256" in line for line in said_by_us(done.stderr))
+    assert "the data holds token 256" in (folder / "report.html").read_text()
 
 
 @pytest.mark.process

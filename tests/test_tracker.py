@@ -210,6 +210,26 @@ def test_a_console_that_is_gone_ends_nothing(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
 
 
+def test_a_view_that_cannot_be_opened_is_told_of_once_and_ends_nothing(tmp_path):
+    class Gone(io.StringIO):
+        def isatty(self):
+            raise ValueError("I/O operation on closed file")
+
+    def fails(config, facts, run_id):
+        raise OSError("no such link\nand more")
+
+    with open_tracker(settings(), tmp_path, Gone()) as tracker:
+        tracker.log(FIRST)
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
+    lines = Lines(40, io.StringIO())
+    with Tracker([lines], fails) as tracker:
+        tracker.begin(settings(), {})
+        tracker.log(FIRST)
+    first, second = lines._stream.getvalue().splitlines()
+    assert first == "W&B is left out from here on: no such link; metrics.jsonl has every row"
+    assert second.startswith("step 10/40")
+
+
 def test_rows_that_cannot_be_kept_end_a_run(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space"), open_tracker(settings("none"), tmp_path) as tracker:

@@ -60,8 +60,12 @@ class Tracker:
             run_id: what the checkpoint remembers that the run goes on from.
         """
         if self._later is not None:
-            view, self.run_id = self._later(config, facts, run_id)
-            self._views.append(view)
+            try:
+                view, self.run_id = self._later(config, facts, run_id)
+                self._views.append(view)
+            except Exception as error:
+                self._said.put(_left_out("W&B", error))
+            self._pass_on()
 
     def log(self, row: Row) -> None:
         """One row, with the keys of `ROW`."""
@@ -116,10 +120,7 @@ class Tracker:
                 raise
             if view not in self._lost:
                 self._lost.append(view)
-                name = "W&B" if isinstance(view, Behind) else "the console"
-                self._said.put(
-                    f"{name} is left out from here on: {wandb.first_line(error)}; metrics.jsonl has every row"
-                )
+                self._said.put(_left_out("W&B" if isinstance(view, Behind) else "the console", error))
 
     def _pass_on(self) -> None:
         while not self._said.empty():
@@ -140,13 +141,24 @@ def open_tracker(config: Config, folder: Path | None, stream: TextIO | None = No
         return Tracker()
     stream = sys.stdout if stream is None else stream
     views: list[View] = [Jsonl(folder / "metrics.jsonl")]
+    said: SimpleQueue[str] = SimpleQueue()
+    try:
+        views += _console(config, stream)
+    except Exception as error:
+        said.put(_left_out("the console", error))
+    return Tracker(views, _later(config.tracker, folder, said.put), said)
+
+
+def _console(config: Config, stream: TextIO) -> list[View]:
     console = config.tracker.console
     if console == "auto":
         console = "bar" if stream.isatty() else "lines"
-    if console != "none":
-        views.append(Bar(config.steps, stream) if console == "bar" else Lines(config.steps, stream))
-    said: SimpleQueue[str] = SimpleQueue()
-    return Tracker(views, _later(config.tracker, folder, said.put), said)
+    views = {"bar": Bar, "lines": Lines}
+    return [views[console](config.steps, stream)] if console in views else []
+
+
+def _left_out(name: str, error: Exception) -> str:
+    return f"{name} is left out from here on: {wandb.first_line(error)}; metrics.jsonl has every row"
 
 
 def _later(settings: TrackerSettings, folder: Path, say: Callable[[str], None]) -> Open | None:

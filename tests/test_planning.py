@@ -509,6 +509,22 @@ def test_with_offload_auto_as_well_anything_may_be_chosen(tmp_path):
     assert "of 17 settings fit" in notes[0]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_where_no_file_can_be_made_nothing_is_planned_on_disk(size, tmp_path):
+    kinds = dict.fromkeys(("optimizer", "param", "grad"), "auto")
+    settings = config(zero_={"stage": "auto"}, offload={"path": str(tmp_path / "missing"), **kinds})
+    notes = []
+    settled = run_ranks(size, lambda world: settle(settings, model_of_rank(world, settings), world, notes.append))
+    assert all("nvme" not in one.offload.asked().kinds for one in settled)
+    assert "nothing can sleep on disk here" in notes[0]
+    assert "missing does not exist" in notes[0]
+    assert "of 17 settings fit" in "".join(notes)
+    text = planning.plan_text(settings)
+    assert "nothing can sleep on disk here" in text
+    assert "nvme lacks" in text
+    assert "* " in text
+
+
 # What is really there
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zero.build import build_optimizer, build_precision
 from zero.config import Config
+from zero.errors import StoreError
 from zero.optim import Hyper
 from zero.planning.cost import Rates
 from zero.planning.machine import Machine
@@ -71,23 +72,33 @@ def measured(config: Config, machine: Machine, model: nn.Module, *, disk: bool) 
         disk: whether something may sleep on `offload.path`.
 
     Raises:
-        StoreError: the disk reports an error.
+        StoreError: no file can be made there, or the disk reports an error; nothing else was measured yet.
     """
-    device, rates = torch.device(machine.device), assumed(config, machine)
-    update_numel = _update_numel(config, device)
-    found = {"flops": _flops(config, model, device), "update_numel": update_numel, "host_update_numel": update_numel}
-    if device.type == "cuda":
-        found["copy_bytes"] = _copy_bytes(device)
-        found["host_update_numel"] = _update_numel(config, torch.device("cpu"))
+    device, rates, found = torch.device(machine.device), assumed(config, machine), dict[str, float]()
     if disk:
         speed = probe(Path(config.offload.path or ".").expanduser(), size_bytes=PROBE_DISK_BYTES, limit_s=PROBE_DISK_S)
         if speed.read_gbps > 0:
             found["disk_bytes"] = 1e9 * (speed.read_gbps + speed.write_gbps) / machine.ranks_per_node
+    found["flops"] = _flops(config, model, device)
+    found["update_numel"] = found["host_update_numel"] = update_numel = _update_numel(config, device)
+    if device.type == "cuda":
+        found["copy_bytes"] = _copy_bytes(device)
+        found["host_update_numel"] = _update_numel(config, torch.device("cpu"))
     told = f"measured here: {found['flops'] / 1e9:,.0f} GFLOP/s, {update_numel / 1e6:,.0f} million updates/s"
     told += f", {found['copy_bytes'] / 1e9:.1f} GB/s to the host and back" if "copy_bytes" in found else ""
     told += f", {found['disk_bytes'] / 1e9:.1f} GB/s of disk for each rank" if "disk_bytes" in found else ""
     told += f"; assumed: {rates.link_bytes / 1e9:g} GB/s between ranks" if machine.ranks > 1 else ""
     return replace(rates, **found, source=told)
+
+
+def with_disk_or_without(config: Config, machine: Machine, model: nn.Module) -> tuple[Machine, Rates, list[str]]:
+    """The machine and its rates, where nothing has to sleep on the disk; without one where no file can be made, and a
+    line that says so."""
+    try:
+        return machine, measured(config, machine, model, disk=True), []
+    except StoreError as refused:
+        told = f"nothing can sleep on disk here, so what needs one is left out: {refused}"
+        return replace(machine, disk_bytes=0), measured(config, machine, model, disk=False), [told]
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:

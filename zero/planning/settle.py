@@ -15,7 +15,7 @@ from zero.placement import PRESETS, budget_bytes, size_text
 from zero.planning.activations import Activations
 from zero.planning.choices import STAGES, Choice, best, choices, nearest
 from zero.planning.machine import Machine
-from zero.planning.rates import assumed, measured
+from zero.planning.rates import assumed, measured, with_disk_or_without
 from zero.stage import Stage
 from zero.world import World
 
@@ -76,16 +76,17 @@ def _chosen(config: Config, machine: Machine, model: nn.Module, activations: Act
     staged, stages = level == "auto", STAGES if level == "auto" else (Stage(level),)
     anything = staged and config.offload.asked().kinds == PRESETS["auto"]
     presets = ("none", "cpu", "nvme", "infinity", "auto") if anything else ("asked",)
-    rates = assumed(config, machine)
-    if staged:
-        disk = anything or "nvme" in config.offload.asked().kinds
-        rates = measured(config, machine, model, disk=disk)
+    rates, told = assumed(config, machine), list[str]()
+    if anything:
+        machine, rates, told = with_disk_or_without(config, machine, model)
+    elif staged:
+        rates = measured(config, machine, model, disk="nvme" in config.offload.asked().kinds)
     found = choices(config, machine, model, rates, stages=stages, presets=presets, activations=activations)
     winner = best(found)
     if winner is None:
         raise ConfigError(nearest(found).refusal or "")
-    why = [*(_why_stage(winner, found, rates.source) if staged else ()), *_why_batch(winner, config, machine)]
-    return winner.config, why
+    why = _why_stage(winner, found, rates.source) if staged else []
+    return winner.config, [*(f"auto: {line}" for line in told), *why, *_why_batch(winner, config, machine)]
 
 
 def _why_stage(winner: Choice, found: Sequence[Choice], source: str) -> list[str]:

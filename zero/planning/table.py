@@ -14,7 +14,7 @@ from zero.planning.activations import Activations
 from zero.planning.choices import Choice, best, choices, nearest
 from zero.planning.machine import Machine
 from zero.planning.papers import EXPLANATION, OURS, PAPERS, TUTORIAL_GB, TUTORIAL_NUMEL, is_tutorial
-from zero.planning.rates import assumed, measured
+from zero.planning.rates import assumed, with_disk_or_without
 
 GB = 1e9
 
@@ -36,7 +36,11 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> str:
     with empty():
         model: nn.Module = GPT(config.model.gpt())
     activations = Activations(config, model)
-    rates = assumed(config, machine) if machine.paper else measured(config, machine, model, disk=True)
+    if machine.paper:
+        rates = assumed(config, machine)
+    else:
+        machine, rates, without = with_disk_or_without(config, machine, model)
+        told += without
     found = choices(config, machine, model, rates, activations=activations)
     numel = found[0].plan.numel
     lines = [

@@ -102,6 +102,11 @@ def test_without_a_key_the_sections_are_listed():
     [
         ("zero.stge", "did you mean zero.stage?"),
         ("offlod", "did you mean offload?"),
+        ("lr", "did you mean optim.lr?"),
+        ("optimizer.lr", "did you mean optim.lr?"),
+        ("widt", "did you mean model.width?"),
+        ("page", "did you mean offload.page?"),
+        ("ranks", "did you mean launch.ranks or plan.ranks?"),
         ("qqqq", "mode=explain lists the sections"),
     ],
 )

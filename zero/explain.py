@@ -4,6 +4,7 @@ Everything comes from the schema's own metadata (`zero/config`) and from the fir
 cannot go stale. The same entries make docs/config.md. No torch: an answer takes as long as Python needs to start.
 """
 
+import difflib
 import json
 import re
 import textwrap
@@ -66,7 +67,7 @@ def entries() -> tuple[Entry, ...]:
     by_name: dict[str, list[refusal.Key]] = {}
     for declared in refusal.walk(Config):
         by_name.setdefault(declared.name, []).append(declared)
-    return tuple(_entry(name, declared) for name, declared in by_name.items() if name.rpartition(".")[2] != "name")
+    return tuple(_entry(name, declared) for name, declared in by_name.items() if _last_word(name) != "name")
 
 
 def sections(conf: Path) -> tuple[Section, ...]:
@@ -278,8 +279,19 @@ def _first_paragraph(text: str) -> str:
 
 
 def _nearest(asked: str, known: list[str]) -> str:
-    said = refusal.nearest(asked, known)
-    return said if said.startswith("did you mean") else "mode=explain lists the sections"
+    """The keys that end in the word that was asked for; else what looks most like it, or like its last word."""
+    by_word: dict[str, list[str]] = {}
+    for name in known:
+        by_word.setdefault(_last_word(name), []).append(name)
+    word = _last_word(asked)
+    found = by_word.get(word) or difflib.get_close_matches(asked, known, n=1, cutoff=0.6)
+    for close in difflib.get_close_matches(word, by_word, n=1, cutoff=0.6):
+        found = found or by_word[close]
+    return f"did you mean {' or '.join(found)}?" if found else "mode=explain lists the sections"
+
+
+def _last_word(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def _table(rows: Iterable[tuple[str, ...]]) -> str:

@@ -19,8 +19,11 @@ _SHAPES = re.compile(
         | glpat-[\w-]{20,}                                        # GitLab
         | sk-(?=[\w-]*\d)[\w-]{20,}                               # OpenAI, Anthropic
         | (?:AKIA|ASIA)[A-Z0-9]{16}                               # AWS
-        | AIza[\w-]{35}                                           # Google
+        | AIza[\w-]{35} | ya29\.[\w-]{20,}                        # Google
         | xox[abeprs]-[\w-]{10,}                                  # Slack
+        | npm_[A-Za-z0-9]{36}                                     # npm
+        | [rs]k_(?:live|test)_[A-Za-z0-9]{16,}                    # Stripe
+        | SG\.[\w-]{16,32}\.[\w-]{16,64}                         # SendGrid
         | eyJ[\w-]{10,}\.eyJ[\w-]{10,}                            # a JSON web token
       )
     | -----BEGIN\ [A-Z\ ]*PRIVATE\ KEY-----

@@ -12,6 +12,7 @@ def test_the_example_runs(capsys):
     exec(compile(source, "README.md", "exec"), names)
     printed = capsys.readouterr().out
     assert "gathered units" in printed
+    assert "stage 3, 1 rank, bfloat16 compute" in printed
     assert names["metrics"].loss < 5  # it began at ln 256 = 5.5
     assert names["state"].step == 20
     assert set(names["weights"]) == {name for name, _ in names["model"].named_parameters()}

@@ -425,7 +425,7 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [
-            f"stage {self.stage.level}, {self.world.size} ranks, "
+            f"stage {self.stage.level}, {self.world.size} rank{'s' * (self.world.size > 1)}, "
             f"{str(self.precision.compute).removeprefix('torch.')} compute, update {self.update}, "
             f"{self.numel:,} parameters in {len(self.units)} units",
             f"{'per rank':<16} " + " ".join(f"{tier:>12}" for tier in self.bytes),

@@ -336,7 +336,8 @@ def _check_names(folder: Path, names: Sequence[str], manifest: Manifest) -> None
     expected = [MANIFEST_NAME, *(file_name(rank, manifest.world) for rank in range(manifest.world))]
     missing, extra = sorted(set(expected) - set(names)), sorted(set(names) - set(expected))
     if missing:
-        raise CheckpointError(f"{folder}: {_listed(missing)} missing, of {manifest.world} ranks' files")
+        whose = "1 rank's" if manifest.world == 1 else f"{manifest.world} ranks'"
+        raise CheckpointError(f"{folder}: {_listed(missing)} missing, of {whose} files")
     if extra:
         raise CheckpointError(f"{folder}: {_listed(extra)} not in the manifest; remove what does not belong here")
 

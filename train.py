@@ -68,7 +68,7 @@ def train(config: Config, folder: Path) -> "Summary":
         with zero.empty():
             model = GPT(config.model.gpt())
         activations = planning.Activations(config, model)  # traced once, for what is settled and for the plan
-        config = planning.settle(config, model, world, tracker.note, activations)
+        config = planning.settle(config, model, world, tracker.note, activations, tracker.progress)
         if world.rank == 0:
             _write_config(config, folder)
         _, micro, _ = config.batch.numbers()

@@ -30,6 +30,7 @@ from zero.planning.choices import batches, best, with_setting
 from zero.planning.cost import Rates, step_seconds, traffic
 from zero.planning.exhausted import alternatives, device_bytes_of
 from zero.planning.papers import OURS, PAPERS, TUTORIAL_GB, is_tutorial
+from zero.planning.rates import _rate as rate_of
 from zero.planning.rates import assumed
 from zero.planning.shapes import result_of
 from zero.stage import Stage, paper_bytes
@@ -504,9 +505,40 @@ def test_with_offload_auto_as_well_anything_may_be_chosen(tmp_path):
     kinds = dict.fromkeys(("optimizer", "param", "grad"), "auto")
     settings = config(zero_={"stage": "auto"}, offload={"path": str(tmp_path), **kinds})
     notes = []
-    settled = settle(settings, model_of(settings), zero.World.from_env(device="cpu"), notes.append)
+    shown = []
+    settled = settle(
+        settings,
+        model_of(settings),
+        zero.World.from_env(device="cpu"),
+        notes.append,
+        progress=lambda *told: shown.append(told),
+    )
+    works = list(dict.fromkeys(what for what, _, _ in shown))
+    assert works == ["probe", "settings to choose from"]
+    assert [told for told in shown if told[1] == told[2]] == [("probe", 3, 3), ("settings to choose from", 17, 17)]
     assert settled.offload.asked().kinds in {zero.Offload(p).kinds for p in ("none", "cpu", "auto")}, "memory is fast"
     assert "of 17 settings fit" in notes[0]
+
+
+def test_slow_compute_is_not_measured_for_long(monkeypatch):
+    """One clock for work and measurement: a turn takes 0.1 s, and 0.5 s more for each token."""
+    now_s, asked = [0.0], []
+
+    def work(count: int) -> None:
+        asked.append(count)
+        now_s[0] += 0.1 + 0.5 * count
+
+    monkeypatch.setattr("time.perf_counter", lambda: now_s[0])
+    assert rate_of(work, torch.device("cpu"), most=4096) == pytest.approx(8 / 4.1)
+    assert max(asked) == 8
+    assert now_s[0] < 20
+
+    def quick(count: int) -> None:
+        asked.append(count)
+        now_s[0] += 0.02 + 1e-5 * count
+
+    assert rate_of(quick, torch.device("cpu"), most=4096) == pytest.approx(4096 / (0.02 + 0.04096))
+    assert max(asked) == 4096
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -14,6 +14,7 @@ from zero.plan import Plan
 from zero.planning.activations import Activations
 from zero.planning.cost import Rates, step_seconds, traffic
 from zero.planning.machine import Machine
+from zero.progress import Progress, silent
 from zero.stage import Stage
 
 STAGES = tuple(Stage(level) for level in range(4))
@@ -84,20 +85,23 @@ def choices(
     stages: Sequence[Stage] = STAGES,
     presets: Sequence[str] = ("none", "cpu", "nvme", "infinity"),
     activations: Activations | None = None,
+    progress: Progress = silent,
 ) -> list[Choice]:
     """Every stage with every preset, each with the largest microbatch that fits, in that order.
 
     Args:
         config: `zero.stage` is ignored; presets replace its offload, but "asked" leaves it as it is.
         activations: of this model, if they were counted before.
+        progress: told the settings that were planned.
     """
     activations = activations or Activations(config, model)
-    found = []
-    for stage in stages:
-        for preset in presets:
-            wanted = with_setting(config, stage, preset)
-            if wanted is not None:
-                found.append(choice(wanted, preset, machine, model, rates, activations))
+    wanted = [(with_setting(config, stage, preset), preset) for stage in stages for preset in presets]
+    possible = [(setting, preset) for setting, preset in wanted if setting is not None]
+    found: list[Choice] = []
+    for setting, preset in possible:
+        progress("settings to choose from", len(found), len(possible))
+        found.append(choice(setting, preset, machine, model, rates, activations))
+    progress("settings to choose from", len(found), len(possible))
     return found
 
 

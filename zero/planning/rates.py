@@ -1,12 +1,10 @@
 """What a machine moves and computes per second: measured here within seconds, assumed for a machine on paper."""
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +15,7 @@ from zero.errors import StoreError
 from zero.optim import Hyper
 from zero.planning.cost import Rates
 from zero.planning.machine import Machine
+from zero.progress import Progress, silent
 from zero.store import probe
 
 GPU = Rates(
@@ -41,13 +40,13 @@ CPU = Rates(
 GPU_FP32_FLOPS, BETWEEN_NODES_BYTES = 2e13, 1e10
 
 PROBE_FLOPS: Mapping[str, float] = MappingProxyType({"cpu": 3e9, "cuda": 2e12})
-"""About what one turn of the compute that is measured takes: some hundredths of a second."""
+"""Most operations in a turn of the compute that is measured: some hundredths of a second, except for a CPU's fp16."""
 
-PROBE_TOKENS = 4096
+PROBE_FEW_TOKENS, PROBE_TOKENS = 8, 4096
 PROBE_S = 0.2
 """How long turns are repeated."""
 
-PROBE_MATRIX_NUMEL = 2**25
+PROBE_MATRIX_NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**22, "cuda": 2**25})
 PROBE_DISK_BYTES, PROBE_DISK_S = 64 * 2**20, 1.0
 PROBE_COPY_BYTES, PROBE_NUMEL = 64 * 2**20, 4 * 2**20
 
@@ -63,57 +62,85 @@ def assumed(config: Config, machine: Machine) -> Rates:
     return rates
 
 
-def measured(config: Config, machine: Machine, model: nn.Module, *, disk: bool) -> Rates:
+def measured(config: Config, machine: Machine, model: nn.Module, *, disk: bool, progress: Progress = silent) -> Rates:
     """Rates of this machine: a shortened row forward and backward, the optimizer, copies, and the disk if it is used.
 
-    Links between ranks are assumed. Takes two seconds at most, one of them for the disk.
+    Links between ranks are assumed. Takes two or three seconds, one of them for the disk.
 
     Args:
         disk: whether something may sleep on `offload.path`.
+        progress: told the rates that are known.
 
     Raises:
         StoreError: no file can be made there, or the disk reports an error; nothing else was measured yet.
     """
-    device, rates, found = torch.device(machine.device), assumed(config, machine), dict[str, float]()
+    device, rates = torch.device(machine.device), assumed(config, machine)
+    probes: dict[str, Callable[[], float]] = {}
     if disk:
-        speed = probe(Path(config.offload.path or ".").expanduser(), size_bytes=PROBE_DISK_BYTES, limit_s=PROBE_DISK_S)
-        if speed.read_gbps > 0:
-            found["disk_bytes"] = 1e9 * (speed.read_gbps + speed.write_gbps) / machine.ranks_per_node
-    found["flops"] = _flops(config, model, device)
-    found["update_numel"] = found["host_update_numel"] = update_numel = _update_numel(config, device)
+        probes["disk_bytes"] = lambda: _disk_bytes(config) / machine.ranks_per_node
+    probes["flops"] = lambda: _flops(config, model, device)
+    probes["update_numel"] = lambda: _update_numel(config, device)
     if device.type == "cuda":
-        found["copy_bytes"] = _copy_bytes(device)
-        found["host_update_numel"] = _update_numel(config, torch.device("cpu"))
-    told = f"measured here: {found['flops'] / 1e9:,.0f} GFLOP/s, {update_numel / 1e6:,.0f} million updates/s"
+        probes["copy_bytes"] = lambda: _copy_bytes(device)
+        probes["host_update_numel"] = lambda: _update_numel(config, torch.device("cpu"))
+    found: dict[str, float] = {}
+    for done, (name, probed) in enumerate(probes.items()):
+        progress("probe", done, len(probes))
+        found[name] = probed()
+    progress("probe", len(probes), len(probes))
+    found = {"host_update_numel": found["update_numel"]} | {name: rate for name, rate in found.items() if rate > 0}
+    told = f"measured here: {found['flops'] / 1e9:,.0f} GFLOP/s, {found['update_numel'] / 1e6:,.0f} million updates/s"
     told += f", {found['copy_bytes'] / 1e9:.1f} GB/s to the host and back" if "copy_bytes" in found else ""
     told += f", {found['disk_bytes'] / 1e9:.1f} GB/s of disk for each rank" if "disk_bytes" in found else ""
     told += f"; assumed: {rates.link_bytes / 1e9:g} GB/s between ranks" if machine.ranks > 1 else ""
     return replace(rates, **found, source=told)
 
 
-def with_disk_or_without(config: Config, machine: Machine, model: nn.Module) -> tuple[Machine, Rates, list[str]]:
+def with_disk_or_without(
+    config: Config, machine: Machine, model: nn.Module, progress: Progress = silent
+) -> tuple[Machine, Rates, list[str]]:
     """The machine and its rates, where nothing has to sleep on the disk; without one where no file can be made, and a
     line that says so."""
     try:
-        return machine, measured(config, machine, model, disk=True), []
+        return machine, measured(config, machine, model, disk=True, progress=progress), []
     except StoreError as refused:
         told = f"nothing can sleep on disk here, so what needs one is left out: {refused}"
-        return replace(machine, disk_bytes=0), measured(config, machine, model, disk=False), [told]
+        rates = measured(config, machine, model, disk=False, progress=progress)
+        return replace(machine, disk_bytes=0), rates, [told]
 
 
-def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """The shortest of several times: the first may load things, and others may use the machine as well."""
-    end_s, best_s = time.perf_counter() + PROBE_S, math.inf
-    for turn in range(50):
-        begin_s = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        now_s = time.perf_counter()
-        best_s = min(best_s, now_s - begin_s)
-        if turn > 1 and now_s > end_s:
-            break
-    return max(best_s, 1e-6)
+def _rate(work: Callable[[int], object], device: torch.device, most: int = 1) -> float:
+    """By how many a second `work(count)` goes on: the best of several turns, because others may use the machine too.
+
+    Args:
+        most: to do in a turn. Fewer are, where so many would take longer than turns are repeated for.
+    """
+
+    def shortest_s(count: int) -> float:
+        """Of two turns: the first may load things."""
+        times_s = []
+        for _ in range(2):
+            begin_s = time.perf_counter()
+            work(count)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times_s.append(time.perf_counter() - begin_s)
+        return max(min(times_s), 1e-6)
+
+    few = min(PROBE_FEW_TOKENS, most)
+    in_any_case_s, few_s = shortest_s(1), shortest_s(few)
+    count = max(few, min(most, int(few * PROBE_S / max(few_s - in_any_case_s, 1e-6))))
+    end_s = time.perf_counter() + PROBE_S
+    best_s = shortest_s(count)
+    while time.perf_counter() < end_s:
+        best_s = min(best_s, shortest_s(count))
+    return count / best_s
+
+
+def _disk_bytes(config: Config) -> float:
+    """Read and written per second; 0 if the disk did not answer in time."""
+    speed = probe(Path(config.offload.path or ".").expanduser(), size_bytes=PROBE_DISK_BYTES, limit_s=PROBE_DISK_S)
+    return 1e9 * (speed.read_gbps + speed.write_gbps)
 
 
 def _flops(config: Config, model: nn.Module, device: torch.device) -> float:
@@ -121,35 +148,39 @@ def _flops(config: Config, model: nn.Module, device: torch.device) -> float:
 
     The model itself may be too large to run, so a stack of products of its shapes runs in its place.
     """
-    matrices = {tuple(p.shape) for p in model.parameters() if p.ndim == 2 and p.numel() <= PROBE_MATRIX_NUMEL}
+    matrices = {
+        tuple(p.shape) for p in model.parameters() if p.ndim == 2 and p.numel() <= PROBE_MATRIX_NUMEL[device.type]
+    }
     shapes = sorted(matrices, key=lambda shape: shape[0] * shape[1])[-3:] or [(1024, 1024)]
     compute = build_precision(config).compute
     weights = [torch.randn(shape, device=device).to(compute) for shape in shapes]
-    tokens = int(PROBE_FLOPS[device.type] / (6 * sum(weight.numel() for weight in weights)))
-    tokens = max(16, min(tokens, PROBE_TOKENS))
-    inputs = [torch.randn(tokens, weight.shape[1], device=device).to(compute) for weight in weights]
+    flops = 6 * sum(weight.numel() for weight in weights)
+    most = max(16, min(int(PROBE_FLOPS[device.type] / flops), PROBE_TOKENS))
+    inputs = [torch.randn(most, weight.shape[1], device=device).to(compute) for weight in weights]
 
-    def work() -> None:
-        for x, weight in zip(inputs, weights, strict=True):
+    def work(tokens: int) -> None:
+        for rows, weight in zip(inputs, weights, strict=True):
+            x = rows[:tokens]
             out = x @ weight.T
             (out @ weight, out.T @ x)
 
-    return 6 * tokens * sum(weight.numel() for weight in weights) / _seconds(work, device)
+    return flops * _rate(work, device, most)
 
 
 def _update_numel(config: Config, device: torch.device) -> float:
     optimizer = build_optimizer(config)
     master, grad, *moments = torch.zeros(2 + len(optimizer.moments), PROBE_NUMEL, device=device).unbind()
     hyper = Hyper(step=1, lr=0.0, weight_decay=0.0, divisor=1.0)
-    return PROBE_NUMEL / _seconds(lambda: optimizer.update(master, grad, tuple(moments), hyper), device)
+
+    return PROBE_NUMEL * _rate(lambda _: optimizer.update(master, grad, tuple(moments), hyper), device)
 
 
 def _copy_bytes(device: torch.device) -> float:
     host = torch.zeros(PROBE_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     there: Tensor = host.to(device)
 
-    def work() -> None:
+    def work(_: int) -> None:
         there.copy_(host, non_blocking=True)
         host.copy_(there, non_blocking=True)
 
-    return 2 * PROBE_COPY_BYTES / _seconds(work, device)
+    return 2 * PROBE_COPY_BYTES * _rate(work, device)

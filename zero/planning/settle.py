@@ -16,6 +16,7 @@ from zero.planning.activations import Activations
 from zero.planning.choices import STAGES, Choice, best, choices, nearest
 from zero.planning.machine import Machine
 from zero.planning.rates import assumed, measured, with_disk_or_without
+from zero.progress import Progress, silent
 from zero.stage import Stage
 from zero.world import World
 
@@ -26,6 +27,7 @@ def settle(
     world: World,
     note: Callable[[str], None],
     activations: Activations | None = None,
+    progress: Progress = silent,
 ) -> Config:
     """The same run with stage, offload and batch as numbers. Collective, unless nothing is auto.
 
@@ -37,6 +39,7 @@ def settle(
         model: built under `zero.empty()`.
         note: told on rank 0 what was chosen and why.
         activations: of this model, to be counted once for whoever asks later; nothing of theirs is settled here.
+        progress: told on rank 0 the rates that were measured, then the settings that were compared.
 
     Raises:
         ConfigError: on every rank: nothing fits; with the numbers and the key to change.
@@ -47,7 +50,7 @@ def settle(
     letter = ""
     if world.rank == 0:
         try:
-            chosen, why = _chosen(config, machine, model, activations or Activations(config, model))
+            chosen, why = _chosen(config, machine, model, activations or Activations(config, model), progress)
             letter = json.dumps({"config": chosen.plain(), "why": why})
         except ConfigError as refused:
             letter = json.dumps({"refused": str(refused)})
@@ -66,7 +69,9 @@ def _batch_is_open(config: Config, ranks: int) -> bool:
     return free and batch.solved(ranks).numbers()[1] > 1
 
 
-def _chosen(config: Config, machine: Machine, model: nn.Module, activations: Activations) -> tuple[Config, list[str]]:
+def _chosen(
+    config: Config, machine: Machine, model: nn.Module, activations: Activations, progress: Progress
+) -> tuple[Config, list[str]]:
     """The best settings, and the reasons in a line each.
 
     Raises:
@@ -78,10 +83,13 @@ def _chosen(config: Config, machine: Machine, model: nn.Module, activations: Act
     presets = ("none", "cpu", "nvme", "infinity", "auto") if anything else ("asked",)
     rates, told = assumed(config, machine), list[str]()
     if anything:
-        machine, rates, told = with_disk_or_without(config, machine, model)
+        machine, rates, told = with_disk_or_without(config, machine, model, progress)
     elif staged:
-        rates = measured(config, machine, model, disk="nvme" in config.offload.asked().kinds)
-    found = choices(config, machine, model, rates, stages=stages, presets=presets, activations=activations)
+        disk = "nvme" in config.offload.asked().kinds
+        rates = measured(config, machine, model, disk=disk, progress=progress)
+    found = choices(
+        config, machine, model, rates, stages=stages, presets=presets, activations=activations, progress=progress
+    )
     winner = best(found)
     if winner is None:
         raise ConfigError(nearest(found).refusal or "")

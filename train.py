@@ -306,8 +306,9 @@ def _version_base() -> dict[str, str]:
 def _plan(config: Config, overrides: Sequence[str]) -> int:
     from zero.planning import plan_text
 
-    print(plan_text(config, overrides))
-    return 0
+    text, fits = plan_text(config, overrides)
+    print(text)
+    return 0 if fits else ConfigError.exit_code
 
 
 def _doctor(config: Config, overrides: Sequence[str]) -> int:

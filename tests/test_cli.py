@@ -329,6 +329,17 @@ def test_a_page_that_cannot_be_written_does_not_end_a_run(here, spoiled, capsys)
     assert "warning: no " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("memory", "code"), [("80GiB", 0), ("1MiB", 2)])
+def test_a_plan_in_which_nothing_fits_is_printed_and_exits_with_2(here, memory, code, capsys):
+    paper = ["plan.host_memory=1MiB", "plan.disk=1MiB", f"plan.device_memory={memory}"]
+    assert train.main(["mode=plan", *TINY, *paper]) == code
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert ("nothing fits" in printed.out) == (code == 2)
+    assert "offload=infinity" in printed.out
+    assert not list(here.iterdir())
+
+
 # Under torchrun
 
 

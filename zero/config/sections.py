@@ -629,10 +629,12 @@ class Checkpoint(Section):
 class Machine(Section):
     """The machine that mode=plan plans for; auto: this one."""
 
-    ranks: Ranks = key("auto", "ranks in all; auto: launch.ranks", unit="processes", example="64 mode=plan")
+    ranks: Ranks = key(
+        "auto", "ranks in all; auto: launch.ranks, on one machine", unit="processes", example="64 mode=plan"
+    )
     ranks_per_node: Ranks = key(
         "auto",
-        "ranks that share one host memory; auto: all of them, at most 8",
+        "ranks that share one host memory; auto: all of launch.ranks, or at most 8 of plan.ranks",
         unit="processes",
         example="4 mode=plan",
     )

@@ -12,7 +12,7 @@ import torch
 
 from zero.config import Config
 from zero.device import Device, free_host_bytes
-from zero.errors import WorldError
+from zero.errors import ConfigError, WorldError
 from zero.placement import Room, size_text
 from zero.world import Handle, World
 
@@ -78,13 +78,19 @@ class Machine:
 
     @staticmethod
     def asked(config: Config) -> "Machine":
-        """What `plan.*` says, and where it says auto, this machine. Asked for `plan.device_memory`, it has GPUs."""
-        wish, launch = config.plan, config.launch
-        ranks = next((one for one in (wish.ranks, launch.ranks) if one != "auto"), None)
+        """What `plan.*` says, and where it says auto, this machine. Asked for `plan.device_memory`, it has GPUs.
+
+        Raises:
+            ConfigError: `launch.ranks` are the ranks of one machine, and this one has fewer GPUs.
+        """
+        wish, asked = config.plan, config.launch.ranks
         on_paper = wish.device_memory != "auto"
-        if ranks is None:
-            ranks = 1 if on_paper else max(1, torch.cuda.device_count())
-        per_node = min(ranks, NODE_RANKS) if wish.ranks_per_node == "auto" else min(ranks, wish.ranks_per_node)
+        here = 1 if on_paper else max(1, torch.cuda.device_count())
+        if wish.ranks == "auto" and asked != "auto" and not on_paper and torch.cuda.is_available() and asked > here:
+            raise ConfigError(f"launch.ranks={asked}: there are {here} GPUs here; plan.ranks={asked} plans for others")
+        on_one_node = here if asked == "auto" else asked
+        ranks, per_node = (on_one_node, on_one_node) if wish.ranks == "auto" else (wish.ranks, NODE_RANKS)
+        per_node = min(ranks, per_node if wish.ranks_per_node == "auto" else wish.ranks_per_node)
         device: Literal["cuda", "cpu"] = "cuda" if on_paper or torch.cuda.is_available() else "cpu"
         device_bytes = wish.device_memory if wish.device_memory != "auto" else Device(torch.device(device)).free_bytes()
         return Machine(

@@ -18,12 +18,15 @@ from zero.planning.rates import assumed, with_disk_or_without
 
 GB = 1e9
 
-NOT_REPEATED = ("mode", "zero.stage", "offload", "batch.micro", "batch.accumulate", "batch.global", "launch.ranks")
+NOT_REPEATED = (
+    *("mode", "zero.stage", "offload", "offload.optimizer", "offload.param", "offload.grad"),
+    *("batch.micro", "batch.accumulate", "batch.global", "launch.ranks"),
+)
 """Keys of a command line that the proposed one says itself; and all of `plan.*`."""
 
 
-def plan_text(config: Config, overrides: Sequence[str] = ()) -> str:
-    """What mode=plan prints, from shapes alone.
+def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]:
+    """What mode=plan prints, from shapes alone, and whether anything fits.
 
     Args:
         overrides: the user's command line, to be repeated in the one that is proposed.
@@ -58,7 +61,7 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> str:
         "",
         *_proposal(found, machine, overrides, config),
     ]
-    return "\n".join(lines)
+    return "\n".join(lines), best(found) is not None
 
 
 def against_measured(plan: Plan, measured: Mapping[str, int], peak_bytes: int | None = None) -> str:

@@ -11,11 +11,11 @@ PACKAGE = ROOT / "zero"
 
 # From the bottom up: a file may import from zero only what stands in an earlier line.
 LAYERS = [
-    ("arithmetic", "errors progress secret peak refusal schedule stage layout precision optim placement order"),
+    ("arithmetic", "errors nested progress secret peak refusal schedule stage layout precision optim placement order"),
     ("doors", "failure timeline world device store.base store.memory store.files store.nvme store.paging"),
     ("doors", "store.prefetch store.tiers store"),
     ("engine", "unit copied pool unit_state plan transfer gradient reduce update fetch residency"),
-    ("engine", "recompute gather state initialise step full"),
+    ("engine", "recompute gather state weights initialise passes step full"),
     ("edges", "checkpoint.hashes checkpoint.manifest checkpoint.disk checkpoint.shard checkpoint.publish"),
     ("edges", "checkpoint.contents checkpoint.save checkpoint.load checkpoint"),
     ("edges", "exchange.stream exchange.hf exchange.pickled exchange.dcp exchange.deepspeed"),

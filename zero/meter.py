@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from zero.device import Device, host_peak_bytes
+from zero.passes import Metrics
 from zero.peak import peak_flops
 from zero.plan import Plan
 from zero.precision import DTYPES
-from zero.step import Metrics
 from zero.store import Traffic
 from zero.world import Collectives, World
 

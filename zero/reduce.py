@@ -7,6 +7,9 @@ calls of the unit have delivered, the flat is reduce-scattered while the next un
     several microbatches, not sharded       `grad`, which adds up microbatches; after the last a pooled flat takes it on
     one rank                                `grad` itself, and nothing is reduced
 
+What comes after a unit's sum has left, as from a second backward in a loop of the user's own, is reduced on its own and
+added.
+
 A parameter that was not used has a zero gradient. So has a unit that was not visited.
 
 Sums are in fp32, ranks in rank order; `grad` holds the sum over ranks and microbatches, and the update divides once.
@@ -95,6 +98,7 @@ class Reducer:
         self._under_way: deque[Reduction] = deque()
         self._gathers: dict[int, tuple[UnitState, Handle]] = {}  # by unit: the sums of the other ranks' ranges
         self._closed: set[int] = set()  # units that expect nothing more in this step
+        self._sent: set[int] = set()  # units whose microbatches were added up, and reduced: `grad` holds the sum
         self._done = Event()
         self._last = False
 
@@ -102,6 +106,11 @@ class Reducer:
     def allocated_bytes(self) -> int:
         """Of the pooled flats, between steps."""
         return sum(flat.flat_P.nbytes for flats in self._free.values() for flat in flats)
+
+    def clear(self) -> None:
+        """A step starts."""
+        self._closed.clear()
+        self._sent.clear()
 
     def begin(self, *, last: bool) -> None:
         """A microbatch starts; `last` says that no other follows in this step."""
@@ -121,7 +130,7 @@ class Reducer:
 
     def settle(self, unit: UnitState) -> None:
         """Every call of this microbatch has delivered: start the reduction, unless more microbatches come first."""
-        if self._local:
+        if self._adds_up(unit):
             if not unit.filled or unit.index in self._unwritten:
                 self._complete(unit)
             if self._last:
@@ -132,7 +141,7 @@ class Reducer:
             self._send(unit, last=self._last)
 
     def finish(self) -> None:
-        """Return when every unit's `grad` is final, on the compute stream."""
+        """Return when every unit's `grad` is final, on the compute stream; what still comes reopens it."""
         for unit in self._units:  # visited in earlier microbatches only: nothing has closed them yet
             if self._local and unit.filled and unit.index not in self._closed:
                 self._close(unit)
@@ -144,7 +153,6 @@ class Reducer:
         for index in list(self._gathers):
             with self._device.aside("reduce") as self._done:
                 self._complete_gather(index)
-        self._closed.clear()
         with self._tape.stream_standing("reduce"):
             self._done.wait()
 
@@ -158,23 +166,30 @@ class Reducer:
             self._give_back(reduction.flats)
         self._give_back(tuple(self._filling.values()))
         self._gradients.reset()
-        for forgotten in (self._filling, self._unwritten, self._under_way, self._gathers, self._closed, self._parted):
+        for forgotten in (self._filling, self._unwritten, self._under_way, self._gathers, self._parted):
             forgotten.clear()
+        self.clear()
 
     def _open(self, unit: UnitState) -> Tensor:
         """The flat that gradients of `unit` are added to, (P,)."""
         if unit.waiting is not None:  # not visited since the last step: its update needs the gradient that is there
             self._force(unit)
-        fresh = not unit.filled if self._local else unit.index not in self._filling
+        local = self._adds_up(unit)
+        fresh = not unit.filled if local else unit.index not in self._filling
         if fresh:
             self._unwritten[unit.index] = set(range(len(unit.spec.trainable.slots)))
-        if self._local:
+        if local:
+            self._closed.discard(unit.index)
             grad = self._gradients.open(unit, fresh=fresh)
             unit.filled = True
             return grad
         if fresh:
             self._filling[unit.index] = self._take_to_fill(unit.spec.trainable.P)
         return self._filling[unit.index].flat_P
+
+    def _adds_up(self, unit: UnitState) -> bool:
+        """Gradients of `unit` go straight into `grad`: it holds what this rank has, not yet the sum over ranks."""
+        return self._local and unit.index not in self._sent
 
     @torch.no_grad()
     def _complete(self, unit: UnitState) -> None:
@@ -197,7 +212,7 @@ class Reducer:
         self._closed.discard(unit.index)
         received = self._take(unit.spec.trainable.P)
         self._log.note(f"reduction of {unit.spec.name}")
-        again = unit.filled and not self._local
+        again = unit.filled and not self._adds_up(unit)
         self._gradients.open(unit, fresh=not again, held=True)
         sum_S, what = unit.own_grad_S(self._world.rank), f"the gradient of {unit.spec.name}"
         [handle] = self._tape.under_way(
@@ -237,11 +252,12 @@ class Reducer:
 
     def _close(self, unit: UnitState) -> None:
         """No more gradient of `unit` comes in this step."""
-        if self._local and self._world.size > 1:
+        if self._world.size > 1 and self._adds_up(unit):
             sent = self._take(unit.spec.trainable.P)  # the sum lands in `grad`, so it cannot be sent from there
             sent.flat_P.copy_(self._gradients.open(unit, fresh=False))
             self._start(unit, sent, last=True)
             self._closed.add(unit.index)
+            self._sent.add(unit.index)
         else:
             self._publish(unit)
 

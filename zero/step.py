@@ -1,31 +1,22 @@
-"""`init` makes a state, `make_step` makes the function that moves it on.
+"""`init` makes a state, `make_step` makes the function that moves it on: see `passes.py` for what a step is."""
 
-A step: for each microbatch forward and backward; then one small collective that carries every rank's sums of squares
-and losses; then a decision, the same on all ranks, to skip the step or to mark every unit as waiting for its update.
-
-Losses and norms are added in rank order, so all ranks know the same bits.
-
-Source: Rajbhandari et al. 2020, "ZeRO"; Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
-"""
-
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero.copied import attach, detached_copy
 from zero.device import ALIGNMENT, Arena, Device, give_back_memory, round_up, work_alone
-from zero.errors import ConfigError, NonFiniteGradientError, WorldError
+from zero.errors import ConfigError
 from zero.fetch import gathering, reading
 from zero.gather import Gatherer, bind_absent
 from zero.gradient import Gradients, PagedGradients
 from zero.initialise import Weights, empty_unit, fill, values_of
-from zero.optim import Hyper
 from zero.order import CollectiveLog
+from zero.passes import Metrics, Step
 from zero.plan import THREADS, Plan
 from zero.pool import Pool
 from zero.progress import Progress, silent
@@ -41,25 +32,6 @@ PROBED_BYTES = 1 << 30
 """From here on a file is large enough for its disk to be measured first, which takes up to 3 seconds."""
 
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
-
-
-class Metrics(NamedTuple):
-    """What one step did, the same on every rank."""
-
-    loss: float
-    """Mean over the global batch."""
-    grad_norm: float
-    """Of the mean gradient, before clipping; infinite or NaN when the step was skipped."""
-    lr: float
-    loss_scale: float
-    """That this step ran with."""
-    skipped: bool
-    blame: str | None
-    """The first unit with a gradient that is not finite."""
-    aux: dict[str, float]
-    """Means over the global batch of what `loss_fn` returned beside the loss."""
-    words: tuple[float, ...]
-    """What `word` said on each rank."""
 
 
 def open_store(plan: Plan, *, disk: Store | None = None) -> PrefetchStore:
@@ -229,40 +201,17 @@ def make_step(
                 f"a step takes batch.accumulate={plan.accumulate} microbatches, not {len(microbatches)}; "
                 "in Python it is Plan(accumulate=...)"
             )
-        parts = state.machinery
-        hyper = Hyper(
-            step=state.step + 1,
-            lr=plan.optimizer.lr_at(state.step + 1),
-            weight_decay=plan.optimizer.weight_decay,
-            divisor=plan.world.size * plan.accumulate * state.scale.scale,
-        )
-        _clear(parts)
-        parts.log.note(repr(hyper))
-        parts.updater.begin(at_once=hyper if plan.update == "eager" else None)
+        under_way = Step(state)
         try:
-            losses, aux = _passes(state, loss_fn, microbatches)
-            plan.world.at(f"step {state.tried + 1}, norm")
-            parts.reducer.finish()
-            told = _tell(parts, losses, aux, word())
+            for microbatch in microbatches:
+                under_way.microbatch()
+                result = loss_fn(state.model, microbatch)
+                loss, aux = result if isinstance(result, tuple) else (result, {})
+                under_way.backward(loss, aux)
+            return under_way.finish(word())
         except BaseException:
-            parts.gatherer.reset()
-            parts.reducer.reset()
-            if parts.updater.at_once is not None and parts.updater.sums:
-                state.spend()
+            under_way.abandon()
             raise
-        parts.tape.passed("norm")
-        norm = told.norm(hyper.divisor)
-        finite = math.isfinite(norm)
-        metrics = Metrics(told.loss, norm, hyper.lr, state.scale.scale, not finite, told.blame, told.aux, told.words)
-        following = state.advance(scale=plan.precision.scale.advance(state.scale, finite), finite=finite)
-        if finite:
-            _wait_for_update(parts, hyper._replace(divisor=hyper.divisor / _clip(plan.optimizer.clip, norm)))
-        elif plan.update == "eager":
-            raise NonFiniteGradientError(
-                f"step {hyper.step}: the gradient of {told.blame} is not finite, and zero.update=eager has updated "
-                "units already; use zero.update=lazy, which skips such a step"
-            )
-        return following, metrics
 
     return step
 
@@ -315,123 +264,6 @@ def record(state: State, *, profile: bool = False) -> Iterator[Timeline]:
         yield timeline
 
 
-# -- the parts of a step -----------------------------------------------------------------------------------------------
-
-
 def _same_plan(plan: Plan, state: State) -> None:
     if state.plan is not plan:
         raise ConfigError("this State was made by zero.init from another Plan; make the step from state.plan")
-
-
-def _clear(parts: Machinery) -> None:
-    """Forget the last step's sums and gradients; a waiting update has its own claim on the latter."""
-    parts.log.clear()
-    for unit in parts.units:
-        unit.filled = False
-
-
-def _passes(state: State, loss_fn: LossFn, microbatches: Sequence[Any]) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-    """Forward and backward of every microbatch; returns their losses."""
-    parts, scale = state.machinery, state.scale.scale
-    at, step = parts.plan.world.at, f"step {state.tried + 1}"
-    losses: list[Tensor] = []
-    aux: dict[str, list[Tensor]] = {}
-    for number, microbatch in enumerate(microbatches):
-        parts.gatherer.begin()
-        parts.reducer.begin(last=number == len(microbatches) - 1)
-        at(f"{step}, forward")
-        result = loss_fn(parts.model, microbatch)
-        parts.tape.passed("forward")
-        loss, beside = result if isinstance(result, tuple) else (result, {})
-        if loss.numel() != 1:
-            raise ConfigError(
-                f"the loss has shape {tuple(loss.shape)}; it must be a scalar: the mean of the microbatch"
-            )
-        if parts.plan.params_away:  # host memory is what is short: forward's temporaries, then backward's
-            give_back_memory()
-        at(f"{step}, backward")
-        (loss if scale == 1.0 else loss * scale).backward()
-        parts.tape.passed("backward")
-        parts.gatherer.end()
-        if parts.plan.params_away:
-            give_back_memory()
-        losses.append(loss.detach().double())
-        for name, value in beside.items():
-            aux.setdefault(name, []).append(torch.as_tensor(value).detach().double())
-    return losses, aux
-
-
-class _Told(NamedTuple):
-    """What the step's one small collective brought, added in rank order."""
-
-    sums: list[float]
-    loss: float
-    aux: dict[str, float]
-    blame: str | None
-    words: tuple[float, ...]
-
-    def norm(self, divisor: float) -> float:
-        """The global norm of the mean gradient, added in unit order and rounded once to fp32."""
-        total = sum(self.sums)
-        root = math.sqrt(total) if math.isfinite(total) else math.nan
-        return float(torch.tensor(root / divisor, dtype=torch.float32))
-
-
-def _tell(parts: Machinery, losses: list[Tensor], aux: dict[str, list[Tensor]], word: float) -> _Told:
-    world, count = parts.plan.world, len(parts.units)
-    names = sorted(aux)
-    nothing = torch.zeros((), dtype=torch.float64, device=world.device)
-    mine = torch.stack(
-        [
-            *(parts.updater.sums.get(unit.index, nothing) for unit in parts.units),
-            torch.stack(losses).mean().to(world.device),
-            *(torch.stack(aux[name]).mean().to(world.device) for name in names),
-            torch.tensor(word, dtype=torch.float64, device=world.device),
-            torch.tensor(float(parts.log.fingerprint), dtype=torch.float64, device=world.device),
-        ]
-    )
-    everyone = torch.zeros(world.size * mine.numel(), dtype=torch.float64, device=world.device)
-    what = "norms and losses"
-    [told] = parts.tape.under_way("reduce", what, lambda: [world.gather(mine, everyone, what=what)])
-    told.wait()
-    ranks = everyone.view(world.size, -1).tolist()
-    _same_visits(parts, [int(rank[-1]) for rank in ranks])
-    sums = [sum(rank[number] for rank in ranks) for number in range(count)]
-    means = [sum(rank[number] for rank in ranks) / world.size for number in range(count, len(ranks[0]) - 2)]
-    blame = next((u.spec.name for u, total in zip(parts.units, sums, strict=True) if not math.isfinite(total)), None)
-    words = tuple(float(rank[-2]) for rank in ranks)
-    return _Told(sums, means[0], dict(zip(names, means[1:], strict=True)), blame, words)
-
-
-def _same_visits(parts: Machinery, fingerprints: list[int]) -> None:
-    """Refuse the step if the ranks' collectives were not the same ones in the same order: bytes met the wrong bytes."""
-    if len(set(fingerprints)) == 1:
-        return
-    odd = [rank for rank, print_ in enumerate(fingerprints) if print_ != fingerprints[0]]
-    raise WorldError(
-        f"ranks {odd} gathered or reduced other units than rank 0 in this step, or with another rate or scale; "
-        "all ranks must run the same units in the same order (this rank: " + ", ".join(parts.log.recent) + ")"
-    )
-
-
-def _clip(limit: float | None, norm: float) -> float:
-    """What the gradient is multiplied by, as in `torch.nn.utils.clip_grad_norm_`."""
-    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
-
-
-def _wait_for_update(parts: Machinery, hyper: Hyper) -> None:
-    """Mark every unit as waiting for this step's update, or do it now."""
-    for unit in parts.units:
-        if not unit.spec.trainable.slots or (parts.updater.at_once is not None and unit.filled):
-            continue
-        if not unit.filled:  # not visited in this step: the last update may still wait, and this one has no gradient
-            if unit.waiting is not None:
-                parts.updater.force(unit)
-            parts.gradients.open(unit, fresh=True).zero_()
-            parts.gradients.park(unit)
-        parts.updater.owe(unit, hyper)
-    if parts.plan.update == "serial":
-        for unit in parts.units:
-            if unit.waiting is not None:
-                parts.updater.force(unit)
-        parts.store.settle()

@@ -15,10 +15,11 @@ from zero.errors import CheckpointError, NumericsError
 from zero.evaluate import sample_text, validation_loss
 from zero.meter import Meter, Summary
 from zero.models import loss
+from zero.passes import Metrics
 from zero.plan import Plan
 from zero.planning import against_measured, measured
 from zero.saver import ASKED_TO_STOP, Saver
-from zero.step import Metrics, init, make_forward, make_step, record
+from zero.step import init, make_forward, make_step, record
 from zero.store import PrefetchStore
 from zero.tracker import RUNNING, Tracker, write_summary
 

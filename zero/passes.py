@@ -1,0 +1,260 @@
+"""One training step under way: passes over microbatches, one small collective, a decision.
+
+`make_step` is this for a loop that we write; here it is in pieces, for a loop of one's own. A microbatch is whatever
+lies between `microbatch()` and the next one: any number of forwards and backwards, whoever calls backward.
+
+Losses and norms are added in rank order, so all ranks know the same bits.
+
+Source: Rajbhandari et al. 2020, "ZeRO"; Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero.device import give_back_memory
+from zero.errors import ConfigError, NonFiniteGradientError, WorldError
+from zero.optim import Hyper
+from zero.state import Machinery, State
+
+
+class Metrics(NamedTuple):
+    """What one step did, the same on every rank."""
+
+    loss: float
+    """Mean over the global batch."""
+    grad_norm: float
+    """Of the mean gradient, before clipping; infinite or NaN when the step was skipped."""
+    lr: float
+    loss_scale: float
+    """That this step ran with."""
+    skipped: bool
+    blame: str | None
+    """The first unit with a gradient that is not finite."""
+    aux: dict[str, float]
+    """Means over the global batch of what `loss_fn` returned beside the loss."""
+    words: tuple[float, ...]
+    """What `word` said on each rank."""
+
+
+class Step:
+    """A step from `state` to the next one.
+
+        step = zero.Step(state)
+        for batch in microbatches:
+            step.microbatch()
+            loss = loss_fn(state.model, batch)
+            step.backward(loss)
+        state, metrics = step.finish()
+
+    `state` is good until `finish` returns the next one; after an exception call `abandon`, which forgets the gradients,
+    and begin another step. Buffers such as running statistics have seen the microbatches then; and with
+    `zero.update=eager` the state is spent if backward has updated a unit.
+
+    Raises:
+        StaleStateError: `state` is spent.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.state, self._parts, self._plan = state, state.machinery, state.plan
+        self.microbatches = 0
+        self._in_microbatch = False
+        self._losses: list[list[Tensor]] = []
+        self._aux: dict[str, list[Tensor]] = {}
+        _clear(self._parts)
+        self._parts.updater.begin(at_once=self._hyper() if self._plan.update == "eager" else None)
+
+    def microbatch(self) -> None:
+        """The next microbatch begins; `plan.accumulate` of them make a step."""
+        self._end_microbatch()
+        self.microbatches += 1
+        self._in_microbatch = True
+        self._losses.append([])
+        self._parts.gatherer.begin()
+        self._parts.reducer.begin(last=self.microbatches == self._plan.accumulate)
+        self._at("forward")
+
+    def backward(self, loss: Tensor, aux: Mapping[str, Any] | None = None, **how: Any) -> None:
+        """Backward from a scalar, the mean over its rows; several losses of a microbatch add up.
+
+        Args:
+            aux: scalars to be averaged over microbatches and ranks beside the loss.
+            how: for `Tensor.backward`, such as `retain_graph`.
+        """
+        if loss.numel() != 1:
+            raise ConfigError(
+                f"the loss has shape {tuple(loss.shape)}; it must be a scalar: the mean of the microbatch"
+            )
+        if self._plan.params_away:  # host memory is what is short: forward's temporaries, then backward's
+            give_back_memory()
+        self._parts.tape.passed("forward")
+        self._at("backward")
+        self.scaled(loss).backward(**how)
+        self._parts.tape.passed("backward")
+        self.count(loss, aux)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What to call `backward` on instead of `loss`: fp16's loss scale is in it."""
+        scale = self.state.scale.scale
+        return loss if scale == 1.0 else loss * scale
+
+    def count(self, loss: Tensor, aux: Mapping[str, Any] | None = None) -> None:
+        """Take a loss into the step's mean without a backward: somebody else has called it."""
+        self._losses[-1].append(loss.detach().double())
+        for name, value in (aux or {}).items():
+            self._aux.setdefault(name, []).append(torch.as_tensor(value).detach().double())
+
+    def forget(self) -> None:
+        """Drop the gradients that have arrived in this step; forwards under way may still go backward."""
+        self._parts.reducer.reset()
+        self._parts.updater.sums.clear()
+        _clear(self._parts)
+
+    def abandon(self) -> None:
+        """After an exception: forget everything that this step did."""
+        self._parts.gatherer.reset()
+        self._parts.reducer.reset()
+        if self._parts.updater.at_once is not None and self._parts.updater.sums and not self.state.spent_:
+            self.state.spend()
+
+    def reduced(self) -> None:
+        """Return when all gradients that have arrived are summed over ranks; more may come."""
+        self._parts.gatherer.end()
+        self._parts.reducer.finish()
+
+    def finish(self, word: float = 0.0) -> tuple[State, Metrics]:
+        """End the step: every unit waits for its update, or the step is skipped. Collective.
+
+        Args:
+            word: a number that every rank gets to know.
+
+        Raises:
+            WorldError: the ranks visited different units.
+            NonFiniteGradientError: `zero.update=eager` and a gradient that is not finite.
+        """
+        plan, state, parts = self._plan, self.state, self._parts
+        self._end_microbatch()
+        hyper = parts.updater.at_once or self._hyper()
+        parts.log.note(repr(hyper))
+        self._at("norm")
+        parts.reducer.finish()
+        told = _tell(parts, [torch.stack(one).sum() for one in self._losses if one], self._aux, word)
+        parts.tape.passed("norm")
+        norm = told.norm(hyper.divisor)
+        finite = math.isfinite(norm)
+        metrics = Metrics(told.loss, norm, hyper.lr, state.scale.scale, not finite, told.blame, told.aux, told.words)
+        following = state.advance(scale=plan.precision.scale.advance(state.scale, finite), finite=finite)
+        if finite:
+            _wait_for_update(parts, hyper._replace(divisor=hyper.divisor / _clip(plan.optimizer.clip, norm)))
+        elif plan.update == "eager":
+            raise NonFiniteGradientError(
+                f"step {hyper.step}: the gradient of {told.blame} is not finite, and zero.update=eager has updated "
+                "units already; use zero.update=lazy, which skips such a step"
+            )
+        return following, metrics
+
+    def _end_microbatch(self) -> None:
+        if self._in_microbatch:
+            self._in_microbatch = False
+            self._parts.gatherer.end()
+            if self._plan.params_away:
+                give_back_memory()
+
+    def _hyper(self) -> Hyper:
+        state, optimizer = self.state, self._plan.optimizer
+        return Hyper(
+            step=state.step + 1,
+            lr=optimizer.lr_at(state.step + 1),
+            weight_decay=optimizer.weight_decay,
+            divisor=self._plan.world.size * self._plan.accumulate * state.scale.scale,
+        )
+
+    def _at(self, phase: str) -> None:
+        self._plan.world.at(f"step {self.state.tried + 1}, {phase}")
+
+
+def _clear(parts: Machinery) -> None:
+    """Forget the last step's sums and gradients; a waiting update has its own claim on the latter."""
+    parts.log.clear()
+    parts.reducer.clear()
+    for unit in parts.units:
+        unit.filled = False
+
+
+class _Told(NamedTuple):
+    """What the step's one small collective brought, added in rank order."""
+
+    sums: list[float]
+    loss: float
+    aux: dict[str, float]
+    blame: str | None
+    words: tuple[float, ...]
+
+    def norm(self, divisor: float) -> float:
+        """The global norm of the mean gradient, added in unit order and rounded once to fp32."""
+        total = sum(self.sums)
+        root = math.sqrt(total) if math.isfinite(total) else math.nan
+        return float(torch.tensor(root / divisor, dtype=torch.float32))
+
+
+def _tell(parts: Machinery, losses: list[Tensor], aux: dict[str, list[Tensor]], word: float) -> _Told:
+    world, count = parts.plan.world, len(parts.units)
+    names = sorted(aux)
+    nothing = torch.zeros((), dtype=torch.float64, device=world.device)
+    mine = torch.stack(
+        [
+            *(parts.updater.sums.get(unit.index, nothing) for unit in parts.units),
+            (torch.stack(losses).mean() if losses else nothing / 0).to(world.device),
+            *(torch.stack(aux[name]).mean().to(world.device) for name in names),
+            torch.tensor(word, dtype=torch.float64, device=world.device),
+            torch.tensor(float(parts.log.fingerprint), dtype=torch.float64, device=world.device),
+        ]
+    )
+    everyone = torch.zeros(world.size * mine.numel(), dtype=torch.float64, device=world.device)
+    what = "norms and losses"
+    [told] = parts.tape.under_way("reduce", what, lambda: [world.gather(mine, everyone, what=what)])
+    told.wait()
+    ranks = everyone.view(world.size, -1).tolist()
+    _same_visits(parts, [int(rank[-1]) for rank in ranks])
+    sums = [sum(rank[number] for rank in ranks) for number in range(count)]
+    means = [sum(rank[number] for rank in ranks) / world.size for number in range(count, len(ranks[0]) - 2)]
+    blame = next((u.spec.name for u, total in zip(parts.units, sums, strict=True) if not math.isfinite(total)), None)
+    words = tuple(float(rank[-2]) for rank in ranks)
+    return _Told(sums, means[0], dict(zip(names, means[1:], strict=True)), blame, words)
+
+
+def _same_visits(parts: Machinery, fingerprints: list[int]) -> None:
+    """Refuse the step if the ranks' collectives were not the same ones in the same order: bytes met the wrong bytes."""
+    if len(set(fingerprints)) == 1:
+        return
+    odd = [rank for rank, print_ in enumerate(fingerprints) if print_ != fingerprints[0]]
+    raise WorldError(
+        f"ranks {odd} gathered or reduced other units than rank 0 in this step, or with another rate or scale; "
+        "all ranks must run the same units in the same order (this rank: " + ", ".join(parts.log.recent) + ")"
+    )
+
+
+def _clip(limit: float | None, norm: float) -> float:
+    """What the gradient is multiplied by, as in `torch.nn.utils.clip_grad_norm_`."""
+    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+
+
+def _wait_for_update(parts: Machinery, hyper: Hyper) -> None:
+    """Mark every unit as waiting for this step's update, or do it now."""
+    for unit in parts.units:
+        if not unit.spec.trainable.slots or (parts.updater.at_once is not None and unit.filled):
+            continue
+        if not unit.filled:  # not visited in this step: the last update may still wait, and this one has no gradient
+            if unit.waiting is not None:
+                parts.updater.force(unit)
+            parts.gradients.open(unit, fresh=True).zero_()
+            parts.gradients.park(unit)
+        parts.updater.owe(unit, hyper)
+    if parts.plan.update == "serial":
+        for unit in parts.units:
+            if unit.waiting is not None:
+                parts.updater.force(unit)
+        parts.store.settle()

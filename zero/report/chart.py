@@ -15,6 +15,10 @@ from typing import Literal, NamedTuple
 from zero.report.scale import Scale, duration_unit, finite, linear, logarithmic, number, size
 
 WIDTH = 560.0
+
+SMALLEST = 0.55
+"""How far a page may shrink a chart before the chart scrolls: its text is to be read."""
+
 COLOURS = ("blue", "amber", "green", "purple", "teal", "rose", "slate")
 """What a page must define, as `--blue` and so on; also `--ink`, `--soft`, `--line`, `--grid` and `--card`."""
 
@@ -424,6 +428,6 @@ def _fit(text: str, width: float, font_size: float = 11.5) -> str:
 
 def _svg(width: float, height: float, told: str, body: Iterable[str]) -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width:g} {height:g}" role="img" '
-        f'aria-label="{words(told)}">{"".join(body)}</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width:g} {height:g}" '
+        f'style="min-width:{SMALLEST * width:.0f}px" role="img" aria-label="{words(told)}">{"".join(body)}</svg>'
     )

@@ -203,7 +203,7 @@ figure{min-width:0;overflow-x:auto;margin-left:0;margin-right:0;margin-bottom:0}
 .columns>figure{margin:0}
 figcaption{font-size:13.5px;font-weight:600;margin-bottom:6px}
 figcaption small{font-weight:400;font-size:12.5px;color:var(--soft);margin-left:8px}
-.chart{display:block;width:100%;min-width:300px;height:auto}
+.chart{display:block;width:100%;height:auto}
 .chart text{font-family:inherit;font-variant-numeric:tabular-nums}
 .tick{fill:var(--soft);font-size:11.5px}
 .name{fill:var(--ink);font-size:12.5px}
@@ -225,13 +225,14 @@ th:last-child,td:last-child{padding-right:0}
 .best td:first-child{box-shadow:inset 3px 0 var(--good)}
 .total td{font-weight:600;border-top:1px solid var(--line)}
 td:first-child,th:first-child{padding-left:10px}
+td:first-child,td:first-child code{overflow-wrap:break-word}
 .bar{display:block;height:3px;margin:3px 0 0 auto;border-radius:2px;opacity:.75}
 code{font:12.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
 a{color:var(--blue);text-decoration:none;margin-right:14px}
 a:hover{text-decoration:underline}
 .soft{color:var(--soft)}
 footer{margin-top:18px;padding:0 4px;color:var(--soft);font-size:13px}
-@media (max-width:640px){main{padding:24px 14px}section{padding:16px}}
+@media (max-width:640px){main{padding:24px 14px}section{padding:16px}td+td:not(.num){min-width:6.5em}}
 @media print{body{background:none}section{break-inside:avoid;box-shadow:none}}
 """
 )

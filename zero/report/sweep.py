@@ -294,7 +294,7 @@ def _rows(folder: Path, jobs: Sequence[Job], keys: Sequence[str], best: Job | No
 
 def _link(folder: Path, job: Job) -> Html:
     report = f"{job.name}/report.html"
-    name = chart.words(job.name)
+    name = chart.words(job.name).replace("/", "/<wbr/>").replace(",", ",<wbr/>")  # where it may go on below
     return Html(f'<a href="{quote(report)}">{name}</a>') if (folder / report).exists() else Html(name)
 
 

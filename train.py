@@ -19,6 +19,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -72,7 +73,8 @@ def train(config: Config, folder: Path) -> "Summary":
         if world.rank == 0:
             _write_config(config, folder)
         _, micro, _ = config.batch.numbers()
-        plan = build_plan(config, model, world, activation_bytes=activations.bytes(micro, world.device.type))
+        count = partial(activations.bytes, micro, world.device.type)
+        plan = build_plan(config, model, world, activation_bytes=count(), remat_bytes=partial(count, remat=True))
         tracker.note(f"{plan}\ndata {data.digest}\nfolder {folder}")
         restarts = launch.restart_count()
         checkpoint = find(config, world, folder, tracker.note, tracker.progress, restarts=restarts)

@@ -231,11 +231,25 @@ def test_activations_count_and_a_refusal_says_how_much_and_what_to_do():
     nbytes = planning.activation_bytes(settings, model, "cpu")
     assert nbytes == int(1.5 * Activations(settings, model).of(8).peak_bytes)
     assert tier_bytes(plan, "device") + nbytes > 6 * 2**20 > tier_bytes(plan, "device")
-    with pytest.raises(
-        ConfigError, match=r"12\.2 MiB of activations.*zero\.activations=remat.*batch\.micro"
-    ) as refused:
+    with pytest.raises(ConfigError, match=r"12\.2 MiB of activations.*batch\.micro") as refused:
         build_plan(settings, model, zero.World.from_env(device="cpu"), activation_bytes=nbytes)
     assert "offload.host_budget=6.0 MiB" in str(refused.value)
+
+
+@pytest.mark.parametrize(("rows", "device", "helps"), [(8, "cpu", False), (8, "cuda", True), (64, "cpu", True)])
+@pytest.mark.parametrize("activations", ["keep", "remat"])
+def test_remat_is_advised_where_it_is_not_set_and_would_take_less(activations, rows, device, helps):
+    """Two layers and few rows: the logits are most of it, and they are there in any case."""
+    settings = config(zero_={"stage": 3, "activations": activations}, batch={"global": rows, "micro": rows})
+    model = model_of(settings)
+    counted = Activations(settings, model)
+    kept, recomputed = (counted.bytes(rows, device, remat=remat) for remat in (False, True))
+    assert (recomputed < kept) == helps
+    assert recomputed <= kept
+    machine = gpu(1, device=KiB) if device == "cuda" else Machine(1, 1, "cpu", 0, KiB, KiB, paper=True)
+    (refused,) = choices(settings, machine, model, assumed(settings, machine), stages=[Stage(3)], presets=["none"])
+    assert ("zero.activations=remat" in refused.refusal) == (helps and activations == "keep")
+    assert "a smaller batch.micro" in refused.refusal
 
 
 # Activations
@@ -747,3 +761,6 @@ def test_out_of_memory_says_so_when_nothing_smaller_is_left():
     )
     said = planning.out_of_memory(config, plan, model, taken_bytes=1, device_bytes=1)
     assert "nothing smaller fits on 1 ranks" in said
+    others = [keys for keys, _ in alternatives(config)]
+    assert others
+    assert not any("remat" in keys for keys in others), "it is set"

@@ -1,5 +1,7 @@
 """From settings to the objects of the engine: one function each, nothing but names on both sides."""
 
+from collections.abc import Callable
+
 from torch import nn
 
 from zero import optim, schedule
@@ -14,12 +16,18 @@ from zero.world import World
 
 
 def build_plan(
-    config: Config, model: nn.Module, world: World, *, room: Room | None = None, activation_bytes: int = 0
+    config: Config,
+    model: nn.Module,
+    world: World,
+    *,
+    room: Room | None = None,
+    activation_bytes: int = 0,
+    remat_bytes: Callable[[], int] | None = None,
 ) -> Plan:
     """The plan of a run whose batch is solved for this world.
 
     Args:
-        room, activation_bytes: see `Plan`.
+        room, activation_bytes, remat_bytes: see `Plan`.
 
     Raises:
         ConfigError: what only the model can tell, such as a class of `zero.units` that it does not have; or an auto
@@ -42,6 +50,7 @@ def build_plan(
         accumulate=accumulate,
         room=room,
         activation_bytes=activation_bytes,
+        remat_bytes=remat_bytes,
     )
 
 

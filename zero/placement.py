@@ -14,7 +14,7 @@ section 5.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -171,6 +171,7 @@ def place(
     host_bytes: int,
     device_is_host: bool,
     activation_bytes: int = 0,
+    remat_bytes: Callable[[], int] | None = None,
     disk_bytes: int | None = None,
 ) -> Placement:
     """Decide where everything sleeps.
@@ -185,6 +186,7 @@ def place(
         param_bytes, grad_bytes: what this rank keeps of each between two uses.
         device_fixed_bytes, host_fixed_bytes: buffers that are there in any case.
         activation_bytes: what forward and backward need on the device.
+        remat_bytes: what they would need if activations were computed again; None if that is not known.
         device_bytes, host_bytes: the budgets as numbers, see `budget_bytes`.
         device_is_host: the CPU computes. Then there is one memory: all of it counts against `host_bytes`, and `auto`
             calls it "host".
@@ -205,6 +207,7 @@ def place(
         buffers={"device": device_fixed_bytes, "host": host_fixed_bytes},
         budgets={"device": device_bytes, "host": host_bytes},
         activation_bytes=activation_bytes,
+        remat_bytes=remat_bytes or (lambda: activation_bytes),
         device_is_host=device_is_host,
     )
 
@@ -247,6 +250,7 @@ def _refuse_what_cannot_fit(
     buffers: Mapping[Tier, int],
     budgets: Mapping[Tier, int],
     activation_bytes: int,
+    remat_bytes: Callable[[], int],
     device_is_host: bool,
 ) -> None:
     if device_is_host and offload.device_budget is not None:
@@ -269,8 +273,9 @@ def _refuse_what_cannot_fit(
         moves = [f"offload.{key}={out}" for key in ("optimizer", "grad", "param") if key in inside]
         if active_bytes > budgets[tiers[0]]:  # whatever else left, it would not be enough
             moves = []
-        mostly_active = 2 * active_bytes > needs_bytes
-        smaller = ["set zero.activations=remat", "use a smaller batch.micro or model.seq"] if mostly_active else []
+        smaller = ["use a smaller batch.micro or model.seq"] if 2 * active_bytes > needs_bytes else []
+        if smaller and remat_bytes() < active_bytes:
+            smaller.insert(0, "set zero.activations=remat")
         raises = [f"raise offload.{tiers[0]}_budget"] if getattr(offload, f"{tiers[0]}_budget") is not None else []
         if tiers == ("host",) and not inside:  # what pages pass through is all there is
             moves = ["offload.page smaller"]

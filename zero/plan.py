@@ -67,6 +67,7 @@ class Plan:
         offload: what sleeps off the device, and where; None: nothing.
         room: what this rank may take; None: what is free here and now.
         activation_bytes: what forward and backward need beside everything else, at most; counted, not allocated.
+        remat_bytes: the same with activations="remat"; asked only where a plan that does not fit may advise it.
 
     Raises:
         PlanError: a setting that does not exist or does not go together with another.
@@ -89,6 +90,7 @@ class Plan:
         accumulate: int = 1,
         room: Room | None = None,
         activation_bytes: int = 0,
+        remat_bytes: Callable[[], int] | None = None,
     ) -> None:
         if prefetch < 0:
             raise PlanError(f"zero.prefetch={prefetch}: it is a number of units, 0 or more")
@@ -102,7 +104,7 @@ class Plan:
         self.precision = precision if isinstance(precision, Precision) else Precision(precision)
         self.offload = (offload or Offload()).at(parameters_sharded=self.stage.parameters)
         self.prefetch, self.activations, self.update, self.accumulate = prefetch, activations, update, accumulate
-        self.room, self.activation_bytes = room, activation_bytes
+        self.room, self.activation_bytes, self._remat_bytes = room, activation_bytes, remat_bytes
         self.page_numel = self.offload.page_bytes // 4
         pages(0, self.page_numel)  # refuses a page that is not whole blocks
         if update == "eager" and (optimizer.clip is not None or self.precision.scale.static != 1.0):
@@ -313,6 +315,7 @@ class Plan:
             param_bytes=held.pop("parameters"),
             grad_bytes=self._most_grads_bytes() if self.grads_away else self._grads_bytes,
             activation_bytes=held.pop("activations"),
+            remat_bytes=self._remat_bytes,
             device_fixed_bytes=sum(held.values()),
             host_fixed_bytes=slots and slots * self.slot_bytes,
             device_bytes=budget_bytes(self.offload.device_budget, room.device),

@@ -68,32 +68,44 @@ class Activations:
         names = None if config.zero.units == "auto" else config.zero.units
         self._splitting = split(model, world_size=1, class_names=names)
         self._compute = build_precision(config).compute
-        self._traced: dict[int, Traced] = {}
+        self._traced: dict[tuple[int, bool], Traced] = {}
 
-    def of(self, rows: int) -> Traced:
-        """A microbatch of `rows` rows; a run validates as well, which counts if that takes more."""
-        if rows not in self._traced:
-            traced = self._trace(rows, self._config.model.seq, backward=True)
+    def of(self, rows: int, *, remat: bool | None = None) -> Traced:
+        """A microbatch of `rows` rows; a run validates as well, which counts if that takes more.
+
+        Args:
+            remat: whether activations are computed again; None: as the run has it.
+        """
+        remat = self._config.zero.activations == "remat" if remat is None else remat
+        if (rows, remat) not in self._traced:
+            traced = self._trace(rows, self._config.model.seq, remat=remat)
             chunk = max(1, CHUNK_TOKENS // self._config.model.seq)
             if rows < chunk:
                 validation = self._trace(chunk, self._config.model.seq, backward=False)
                 traced = traced._replace(peak_bytes=max(traced.peak_bytes, validation.peak_bytes))
-            self._traced[rows] = traced
-        return self._traced[rows]
+            self._traced[rows, remat] = traced
+        return self._traced[rows, remat]
 
-    def bytes(self, rows: int, device: str) -> int:
-        """What to plan with for a microbatch of `rows` rows on a device type: on a CPU also what the heap wastes."""
-        wasteful = device == "cpu" and self._config.launch.malloc != "lean"
-        return int(self.of(rows).peak_bytes * (HEAP[self._config.zero.activations] if wasteful else 1))
+    def bytes(self, rows: int, device: str, *, remat: bool | None = None) -> int:
+        """What to plan with for a microbatch of `rows` rows on a device type: on a CPU also what the heap wastes.
 
-    def _trace(self, rows: int, seq: int, *, backward: bool) -> Traced:
+        Recomputing wastes more of less, but takes no more in all than keeping does.
+        """
+        remat = self._config.zero.activations == "remat" if remat is None else remat
+        taken_bytes = self.of(rows, remat=remat).peak_bytes
+        if device != "cpu" or self._config.launch.malloc == "lean":
+            return taken_bytes
+        kept_bytes = int(self.of(rows, remat=False).peak_bytes * HEAP["keep"])
+        return min(kept_bytes, int(taken_bytes * HEAP["remat"])) if remat else kept_bytes
+
+    def _trace(self, rows: int, seq: int, *, remat: bool = False, backward: bool = True) -> Traced:
         return trace(
             self._model,
             self._splitting,
             gpt_loss,
             torch.empty(rows, seq + 1, dtype=torch.int64, device=META),
             compute=self._compute,
-            remat=self._config.zero.activations == "remat",
+            remat=remat,
             backward=backward,
         )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from torch import nn
@@ -125,13 +126,16 @@ def choice(
 ) -> Choice:
     """One setting with the largest microbatch that fits, or with the smallest if none does."""
 
-    def taken(batch: Batch) -> int:
-        return activations.bytes(batch.numbers()[1], machine.device)
+    def taken(batch: Batch, remat: bool | None = None) -> int:
+        return activations.bytes(batch.numbers()[1], machine.device, remat=remat)
 
     def attempt(batch: Batch) -> tuple[Config, Plan | ConfigError]:
         solved = config.model_copy(update={"batch": batch})
+        recomputed, room = partial(taken, batch, remat=True), machine.room
         try:
-            return solved, build_plan(solved, model, machine.world, room=machine.room, activation_bytes=taken(batch))
+            return solved, build_plan(
+                solved, model, machine.world, room=room, activation_bytes=taken(batch), remat_bytes=recomputed
+            )
         except ConfigError as refused:
             return solved, refused
 

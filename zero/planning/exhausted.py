@@ -63,11 +63,13 @@ def alternatives(config: Config) -> Iterator[tuple[str, Config]]:
     sharded = with_setting(config, Stage(3), "asked")
     if sharded is not None and sharded != config:
         yield "zero.stage=3", sharded
-    remat = config.model_copy(update={"zero": config.zero.model_copy(update={"activations": "remat"})})
+    recomputing = [("", config)]
     if config.zero.activations != "remat":
+        remat = config.model_copy(update={"zero": config.zero.model_copy(update={"activations": "remat"})})
         yield "zero.activations=remat", remat
+        recomputing.append(("zero.activations=remat ", remat))
     for preset in ("cpu", "nvme"):
-        for keys, base in (("", config), ("zero.activations=remat ", remat)):
+        for keys, base in recomputing:
             offloaded = with_setting(base, Stage(3), preset)
             if offloaded is not None:
                 yield f"{keys}zero.stage=3 offload={preset}", offloaded

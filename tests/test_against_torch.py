@@ -93,6 +93,10 @@ def adam(groups):
     return torch.optim.Adam(groups, lr=0.0)
 
 
+def adagrad(groups):
+    return torch.optim.Adagrad(groups, lr=0.0)
+
+
 class Lion:
     """Chen et al. 2023, algorithm 2, as it is written there."""
 
@@ -120,7 +124,8 @@ def nesterov(lr, clip, weight_decay):
 
 @pytest.mark.parametrize("clip", [None, CLIP], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize(
-    ("ours", "theirs", "lr"), [(nesterov, sgd, 0.1), (zero.adam, adam, 1e-2), (zero.lion, Lion, 1e-3)]
+    ("ours", "theirs", "lr"),
+    [(nesterov, sgd, 0.1), (zero.adam, adam, 1e-2), (zero.adagrad, adagrad, 1e-2), (zero.lion, Lion, 1e-3)],
 )
 def test_ten_steps_of_the_other_optimizers(ours, theirs, lr, clip):
     """Ten steps, with a warm-up in them."""

@@ -92,6 +92,12 @@ MISTAKES = [
     ({"data": {"name": "tokens"}}, "data=tokens needs data.path=FILE"),
     ({"data": {"name": "text", "holdout": 0}}, "data.holdout=0: must be above 0"),
     ({"schedule": {"name": "warmup_linear", "warmup": 200}}, "schedule.warmup=200 leaves no step of steps=200"),
+    (
+        {"schedule": {"name": "warmup_cosine", "warmup": 5, "hold": 15, "total": 20}},
+        "schedule.warmup=5 and schedule.hold=15 leave no step of schedule.total=20",
+    ),
+    ({"schedule": {"name": "one_cycle", "momentum_min": 0.95}}, "schedule.momentum_min=0.95 is above"),
+    ({"schedule": {"name": "one_cycle"}, "optim": {"name": "adagrad"}}, "momentum that optim=adagrad has not"),
     ({"optim": {}}, "optim needs optim.name"),
 ]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zero.errors import ConfigError
-from zero.optim import Hyper, Transform, adam, adamw, decay_matrices, lion, sgd
+from zero.optim import Hyper, Transform, adagrad, adam, adamw, decay_matrices, lion, sgd
 
 LR, DECAY = 3e-3, 0.1
 SETTINGS = {
@@ -19,6 +19,7 @@ SETTINGS = {
     "momentum": lambda: sgd(LR, momentum=0.9, weight_decay=DECAY),
     "nesterov": lambda: sgd(LR, momentum=0.9, nesterov=True, weight_decay=DECAY),
     "lion": lambda: lion(LR, beta1=0.9, beta2=0.99, weight_decay=DECAY),
+    "adagrad": lambda: adagrad(LR, lr_decay=0.1, eps=1e-6, weight_decay=DECAY),
 }
 VECTORS = [1, 3, 7, 65, 513, 2047, 16385]
 """Sizes of a flat in vectors of 64 elements; the last ones are large enough for every kernel to use its threads."""
@@ -82,6 +83,7 @@ def plain_torch(name: str, param: Tensor) -> torch.optim.Optimizer:
         "sgd": lambda: torch.optim.SGD([param], **settings),
         "momentum": lambda: torch.optim.SGD([param], momentum=0.9, **settings),
         "nesterov": lambda: torch.optim.SGD([param], momentum=0.9, nesterov=True, **settings),
+        "adagrad": lambda: torch.optim.Adagrad([param], lr_decay=0.1, eps=1e-6, **settings),
     }[name]()
 
 
@@ -101,7 +103,7 @@ def test_ten_steps_are_those_of_plain_torch(name, divisor):
         transform.update(ours, grad, moments, Hyper(step, LR, DECAY, divisor))
     torch.testing.assert_close(ours.double(), theirs.detach(), rtol=2e-6, atol=2e-6)
     state = oracle.state[theirs]
-    expected = [state[key] for key in ("exp_avg", "exp_avg_sq", "momentum_buffer") if state.get(key) is not None]
+    expected = [state[key] for key in ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum") if state.get(key) is not None]
     assert len(expected) == len(moments)
     for moment, value in zip(moments, expected, strict=True):
         torch.testing.assert_close(moment.double(), value, rtol=2e-6, atol=2e-6)
@@ -181,6 +183,7 @@ def test_the_learning_rate_may_be_a_function_of_the_step():
         ("beta1", lambda: adamw(LR, beta1=1.0)),
         ("beta2", lambda: adam(LR, beta2=-0.1)),
         ("eps", lambda: adamw(LR, eps=nan)),
+        ("lr_decay", lambda: adagrad(LR, lr_decay=-1.0)),
         ("clip", lambda: sgd(LR, clip=0.0)),
         ("weight_decay", lambda: adamw(LR, weight_decay=inf)),
         ("momentum", lambda: sgd(LR, momentum=-0.9)),

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import nn
 
 from zero import optim, schedule
-from zero.config import Adam, AdamW, Config, Constant, LinearWarmup, Lion, WarmupLinear
+from zero.config import Adagrad, Adam, AdamW, Config, Decay, Lion, LrRange, OneCycle, Warmup, WarmupLinear
 from zero.errors import ConfigError
 from zero.optim import Schedule, Transform
 from zero.placement import Room
@@ -65,6 +65,8 @@ def build_optimizer(config: Config) -> Transform:
         return make(lr, **betas, eps=chosen.eps, weight_decay=weight_decay, clip=clip, decay=decay)
     if isinstance(chosen, Lion):
         return optim.lion(lr, beta1=chosen.beta1, beta2=chosen.beta2, weight_decay=weight_decay, clip=clip, decay=decay)
+    if isinstance(chosen, Adagrad):
+        return optim.adagrad(lr, eps=chosen.eps, weight_decay=weight_decay, clip=clip, decay=decay)
     return optim.sgd(
         lr, momentum=chosen.momentum, nesterov=chosen.nesterov, weight_decay=weight_decay, clip=clip, decay=decay
     )
@@ -73,12 +75,24 @@ def build_optimizer(config: Config) -> Transform:
 def build_schedule(config: Config) -> Schedule:
     """Step to learning rate."""
     chosen, lr = config.schedule, config.optim.lr
-    if isinstance(chosen, Constant):
-        return schedule.constant(lr)
-    if isinstance(chosen, LinearWarmup):
-        return schedule.linear_warmup(lr, config.warmup)
-    make = schedule.warmup_linear if isinstance(chosen, WarmupLinear) else schedule.warmup_cosine
-    return make(lr, config.warmup, config.steps, final=chosen.final * lr)
+    if isinstance(chosen, Warmup):
+        start = None if chosen.start is None else chosen.start * lr
+        if isinstance(chosen, Decay):
+            make = schedule.warmup_linear if isinstance(chosen, WarmupLinear) else schedule.warmup_cosine
+            final, hold = chosen.final * lr, chosen.hold
+            return make(lr, config.warmup, config.decayed, final, hold=hold, start=start, curve=chosen.curve)
+        return schedule.linear_warmup(lr, config.warmup, start=start, curve=chosen.curve)
+    if isinstance(chosen, OneCycle):
+        return schedule.one_cycle(lr, chosen.start * lr, _cycle(config, chosen), decay_rate=chosen.decay_rate)
+    if isinstance(chosen, LrRange):
+        return schedule.lr_range(lr, chosen.every, rate=chosen.rate, stairs=chosen.stairs)
+    return schedule.constant(lr)
+
+
+def _cycle(config: Config, chosen: OneCycle) -> schedule.Cycle:
+    rise = max(1, config.steps // 2) if chosen.rise == "auto" else chosen.rise
+    down = chosen.rise_stairs if chosen.fall_stairs is None else chosen.fall_stairs
+    return schedule.Cycle(rise, chosen.fall or rise, (chosen.rise_stairs, down), chosen.decay_every)
 
 
 def build_precision(config: Config) -> Precision:

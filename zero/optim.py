@@ -11,7 +11,8 @@ vector loop rounds differently). Elementwise operators are cut anywhere by threa
 
 Letters: K elements of one page.
 Source: Kingma and Ba 2015, "Adam"; Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization";
-Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms" (Lion).
+Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms" (Lion); Duchi et al. 2011, "Adaptive Subgradient
+Methods for Online Learning and Stochastic Optimization".
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def decay_matrices(name: str, shape: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Transform:
-    """An optimizer as data. Make one with `adamw`, `adam`, `sgd` or `lion`.
+    """An optimizer as data. Make one with `adamw`, `adam`, `sgd`, `lion` or `adagrad`.
 
     `update(param_K, grad_K, moments_K, hyper)` works in place on (K,) fp32 tensors of one device, none of which
     requires a gradient; K is a multiple of 64, moments come in the order of `moments`. It may destroy `grad_K`.
@@ -151,6 +152,25 @@ def lion(
     return Transform("lion", ("mu",), update, lr, clip, weight_decay, decay)
 
 
+def adagrad(
+    lr: float | Schedule,
+    *,
+    lr_decay: float = 0.0,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    clip: float | None = None,
+    decay: Decay = decay_matrices,
+) -> Transform:
+    """Steps divided by the root of the sum of all squared gradients, L2 weight decay, as `torch.optim.Adagrad`.
+
+    Args:
+        lr_decay: the rate of step t is lr / (1 + (t - 1) x lr_decay).
+    """
+    _require("lr_decay", lr_decay, 0 <= lr_decay < inf, "0 or more")
+    update = partial(_adagrad, lr_decay, _eps(eps))
+    return Transform("adagrad", ("nu",), update, lr, clip, weight_decay, decay)
+
+
 def _adam(
     kernel: Callable[..., None],
     beta1: float,
@@ -210,6 +230,19 @@ def _lion(
         param_K.mul_(1 - hyper.lr * hyper.weight_decay)
     param_K.sub_(direction_K.mul_(hyper.lr))
     mu_K.mul_(beta2).add_(grad_K.mul_(1 - beta2))
+
+
+def _adagrad(
+    lr_decay: float, eps: float, param_K: Tensor, grad_K: Tensor, moments_K: tuple[Tensor, ...], hyper: Hyper
+) -> None:
+    (nu_K,) = moments_K
+    if hyper.divisor != 1.0:
+        grad_K.div_(hyper.divisor)
+    if hyper.weight_decay:
+        grad_K.add_(param_K * hyper.weight_decay)
+    nu_K.add_(grad_K.square())
+    lr = hyper.lr / (1 + (hyper.step - 1) * lr_decay)
+    param_K.sub_(grad_K.mul_(lr).div_(nu_K.sqrt().add_(eps)))
 
 
 def _divisor(hyper: Hyper, like: Tensor) -> Tensor | None:

@@ -1,21 +1,26 @@
 """Step -> learning rate, as plain functions.
 
-`step` counts updates from 1: the first update is made with `schedule(1)`. A warm-up rises in a straight line from
-lr / warmup at step 1 to lr at step `warmup`; a decay then leads to `final` at step `total` and stays there. Every
-schedule is `partial` of a function of this file, so it can be printed, pickled and sent to another process.
+`step` counts updates from 1: the first update is made with `schedule(1)`. A warm-up rises from `start` at step 1 to lr
+at step `warmup`, in a straight line or with the logarithm of the step; without a `start` the line comes from 0 at the
+step before the first. A decay then leads from the peak, which may last `hold` more steps, to `final` at step `total`,
+and stays there. A cycle rises and falls once, and may decay after that; the momentum of `cycled_momentum` moves against
+it. Every schedule is `partial` of a function of this file, so it can be printed, pickled and sent to another process.
 
-Source: Goyal et al. 2017, section 2.2 (warm-up); Loshchilov and Hutter 2017, "SGDR", equation 5 (cosine).
+Source: Goyal et al. 2017, section 2.2 (warm-up); Loshchilov and Hutter 2017, "SGDR", equation 5 (cosine); Smith 2018,
+"A disciplined approach to neural network hyper-parameters" (range test, one cycle).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from math import cos, inf, pi
+from math import cos, inf, log, pi
+from typing import Literal, NamedTuple
 
 from zero.errors import ConfigError
 
 Schedule = Callable[[int], float]
+Curve = Literal["linear", "log"]
 
 
 def constant(lr: float) -> Schedule:
@@ -23,70 +28,198 @@ def constant(lr: float) -> Schedule:
     return partial(_constant, _rate("lr", lr))
 
 
-def linear_warmup(lr: float, warmup: int) -> Schedule:
-    """A straight rise over `warmup` steps, then `lr` for good. `warmup` 0 is `constant`."""
-    return partial(_warmup, _rate("lr", lr), _warmup_steps(warmup))
+def linear_warmup(lr: float, warmup: int, *, start: float | None = None, curve: Curve = "linear") -> Schedule:
+    """A rise over `warmup` steps, then `lr` for good. `warmup` 0 is `constant`.
+
+    Args:
+        start: learning rate of step 1; None: a line from 0 before it, and 0 for the logarithm.
+        curve: "linear", or "log": steep at first, as the logarithm of the step.
+    """
+    return partial(_warmup, _rise(lr, warmup, start, curve))
 
 
-def warmup_linear(lr: float, warmup: int, total: int, final: float = 0.0) -> Schedule:
-    """Warm-up, then a straight line from `lr` at step `warmup` to `final` (a learning rate) at step `total`.
+def warmup_linear(
+    lr: float,
+    warmup: int,
+    total: int,
+    final: float = 0.0,
+    *,
+    hold: int = 0,
+    start: float | None = None,
+    curve: Curve = "linear",
+) -> Schedule:
+    """Warm-up, `hold` steps more at the peak, then a straight line to `final` (a learning rate) at step `total`.
 
     Raises:
-        ConfigError: a negative or non-finite rate, or `total` not larger than `warmup`.
+        ConfigError: a negative or non-finite rate, or no step between the peak and `total`.
     """
-    return partial(_warmup_linear, _rate("lr", lr), *_span(warmup, total), _rate("final", final))
+    rise = _rise(lr, warmup, start, curve)
+    return partial(_warmup_linear, rise, *_span(warmup, hold, total), _rate("final", final))
 
 
-def warmup_cosine(lr: float, warmup: int, total: int, final: float = 0.0) -> Schedule:
-    """Warm-up, then half a cosine from `lr` at step `warmup` to `final` (a learning rate) at step `total`.
+def warmup_cosine(
+    lr: float,
+    warmup: int,
+    total: int,
+    final: float = 0.0,
+    *,
+    hold: int = 0,
+    start: float | None = None,
+    curve: Curve = "linear",
+) -> Schedule:
+    """Warm-up, `hold` steps more at the peak, then half a cosine to `final` (a learning rate) at step `total`.
 
     Raises:
-        ConfigError: a negative or non-finite rate, or `total` not larger than `warmup`.
+        ConfigError: a negative or non-finite rate, or no step between the peak and `total`.
     """
-    return partial(_warmup_cosine, _rate("lr", lr), *_span(warmup, total), _rate("final", final))
+    rise = _rise(lr, warmup, start, curve)
+    return partial(_warmup_cosine, rise, *_span(warmup, hold, total), _rate("final", final))
+
+
+def lr_range(lr: float, every: int, *, rate: float = 1.0, stairs: bool = False) -> Schedule:
+    """A test of learning rates: `lr` at step 1, and `rate` x lr more with each `every` steps, evenly or in stairs."""
+    return partial(_lr_range, _rate("lr", lr), _rate("rate", rate), _steps("every", every, least=1), stairs)
+
+
+class Cycle(NamedTuple):
+    """The shape of one cycle: `rise` steps up, `fall` steps down, then a decay over each `decay_every` steps.
+
+    `stairs` is into how many equal stairs each half is cut, 0 for none; `decay_every` 0: no decay.
+    """
+
+    rise: int
+    fall: int
+    stairs: tuple[int, int] = (0, 0)
+    decay_every: int = 0
+
+
+def one_cycle(lr: float, start: float, cycle: Cycle, *, decay_rate: float = 0.0) -> Schedule:
+    """From `start` up to `lr` and down again; then start / (1 + decay_rate x intervals of the decay).
+
+    Raises:
+        ConfigError: a negative or non-finite rate, or a half of the cycle without a step.
+    """
+    return partial(_one_cycle, _rate("start", start), _rate("lr", lr), _checked(cycle), _rate("decay_rate", decay_rate))
+
+
+def cycled_momentum(low: float, high: float, cycle: Cycle, *, decay_rate: float = 0.0) -> Schedule:
+    """The momentum that goes with it: from `high` down to `low` and up again; then high x (1 + decay_rate x intervals).
+
+    Raises:
+        ConfigError: as `one_cycle`.
+    """
+    bounds = _rate("momentum_max", high), _rate("momentum_min", low)
+    return partial(_cycled_momentum, *bounds, _checked(cycle), _rate("momentum_decay_rate", decay_rate))
+
+
+class _Rise(NamedTuple):
+    """A warm-up, checked."""
+
+    lr: float
+    warmup: int
+    start: float | None
+    curve: Curve
 
 
 def _constant(lr: float, step: int) -> float:
     return lr
 
 
-def _warmup(lr: float, warmup: int, step: int) -> float:
-    return lr * step / warmup if step < warmup else lr
+def _warmup(rise: _Rise, step: int) -> float:
+    lr, warmup, start, curve = rise
+    if step >= warmup:
+        return lr
+    if curve == "log":
+        done = log(step) / log(warmup)
+    elif start is None:
+        return lr * step / warmup
+    else:
+        done = (step - 1) / (warmup - 1)
+    return (start or 0.0) + (lr - (start or 0.0)) * done
 
 
-def _warmup_linear(lr: float, warmup: int, total: int, final: float, step: int) -> float:
-    if step < warmup:
-        return _warmup(lr, warmup, step)
-    left = 1 - _progress(warmup, total, step)
-    return final + (lr - final) * left
+def _warmup_linear(rise: _Rise, peak: int, total: int, final: float, step: int) -> float:
+    if step < peak:
+        return _warmup(rise, step)
+    left = 1 - _progress(peak, total, step)
+    return final + (rise.lr - final) * left
 
 
-def _warmup_cosine(lr: float, warmup: int, total: int, final: float, step: int) -> float:
-    if step < warmup:
-        return _warmup(lr, warmup, step)
-    left = (1 + cos(pi * _progress(warmup, total, step))) / 2
-    return final + (lr - final) * left
+def _warmup_cosine(rise: _Rise, peak: int, total: int, final: float, step: int) -> float:
+    if step < peak:
+        return _warmup(rise, step)
+    left = (1 + cos(pi * _progress(peak, total, step))) / 2
+    return final + (rise.lr - final) * left
 
 
-def _progress(warmup: int, total: int, step: int) -> float:
-    return min(1.0, (step - warmup) / (total - warmup))
+def _progress(peak: int, total: int, step: int) -> float:
+    return min(1.0, (step - peak) / (total - peak))
+
+
+def _lr_range(lr: float, rate: float, every: int, stairs: bool, step: int) -> float:
+    intervals = (step - 1) // every if stairs else (step - 1) / every
+    return lr * (1 + rate * intervals)
+
+
+def _one_cycle(start: float, lr: float, cycle: Cycle, decay_rate: float, step: int) -> float:
+    return _along(start, lr, cycle, step) / (1 + decay_rate * _decays(cycle, step))
+
+
+def _cycled_momentum(high: float, low: float, cycle: Cycle, decay_rate: float, step: int) -> float:
+    return _along(high, low, cycle, step) * (1 + decay_rate * _decays(cycle, step))
+
+
+def _along(end: float, middle: float, cycle: Cycle, step: int) -> float:
+    """`end` at both ends of the cycle and after it, `middle` between its halves."""
+    done, left = step - 1, cycle.rise + cycle.fall - (step - 1)
+    rises = done <= cycle.rise
+    at, half, stairs = (done, cycle.rise, cycle.stairs[0]) if rises else (left, cycle.fall, cycle.stairs[1])
+    if at <= 0:
+        return end
+    return end + (middle - end) * ((at * stairs // half) / stairs if stairs else at / half)
+
+
+def _decays(cycle: Cycle, step: int) -> float:
+    """Intervals of the decay until `step`."""
+    after = step - 1 - cycle.rise - cycle.fall
+    return after / cycle.decay_every if cycle.decay_every and after > 0 else 0.0
 
 
 def _rate(key: str, value: float) -> float:
     if not 0 <= value < inf:
-        raise ConfigError(f"schedule.{key}={value}; a learning rate must be 0 or more and finite")
+        raise ConfigError(f"schedule.{key}={value}; it must be 0 or more and finite")
     return value
 
 
-def _warmup_steps(warmup: int) -> int:
-    if warmup < 0:
-        raise ConfigError(f"schedule.warmup={warmup}; it must be 0 or more steps")
-    return warmup
+def _rise(lr: float, warmup: int, start: float | None, curve: Curve) -> _Rise:
+    if curve not in ("linear", "log"):
+        raise ConfigError(f"schedule.curve={curve}; it must be linear or log")
+    return _Rise(_rate("lr", lr), _steps("warmup", warmup), None if start is None else _rate("start", start), curve)
 
 
-def _span(warmup: int, total: int) -> tuple[int, int]:
-    if total <= _warmup_steps(warmup):
+def _steps(key: str, value: int, least: int = 0) -> int:
+    if value < least:
+        raise ConfigError(f"schedule.{key}={value}; it must be {least} or more steps")
+    return value
+
+
+def _span(warmup: int, hold: int, total: int) -> tuple[int, int]:
+    peak = warmup + _steps("hold", hold)
+    if total <= peak:
         raise ConfigError(
-            f"schedule.total={total} is not after schedule.warmup={warmup}; a decay needs steps of its own"
+            f"schedule.total={total} is not after the peak at step {peak} (schedule.warmup={warmup}, hold={hold}); "
+            "a decay needs steps of its own"
         )
-    return warmup, total
+    return peak, total
+
+
+def _checked(cycle: Cycle) -> Cycle:
+    for key, value, least in (
+        ("rise", cycle.rise, 1),
+        ("fall", cycle.fall, 1),
+        ("rise_stairs", cycle.stairs[0], 0),
+        ("fall_stairs", cycle.stairs[1], 0),
+        ("decay_every", cycle.decay_every, 0),
+    ):
+        _steps(key, value, least)
+    return cycle

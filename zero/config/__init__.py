@@ -13,6 +13,7 @@ from pydantic import ValidationError, model_validator
 from zero import refusal
 from zero.config.sections import (
     SGD,
+    Adagrad,
     Adam,
     AdamW,
     Batch,
@@ -20,14 +21,17 @@ from zero.config.sections import (
     Constant,
     Data,
     Debug,
+    Decay,
     Explain,
     Jsonl,
     Launch,
     LinearWarmup,
     Lion,
+    LrRange,
     Machine,
     Model,
     Offload,
+    OneCycle,
     Optim,
     Precision,
     Sample,
@@ -39,6 +43,7 @@ from zero.config.sections import (
     Tracker,
     Val,
     Wandb,
+    Warmup,
     WarmupCosine,
     WarmupLinear,
     Zero,
@@ -51,6 +56,7 @@ from zero.stage import Stage
 __all__ = [
     "SGD",
     "UNIT_CLASSES",
+    "Adagrad",
     "Adam",
     "AdamW",
     "Batch",
@@ -58,14 +64,17 @@ __all__ = [
     "Config",
     "Constant",
     "Debug",
+    "Decay",
     "Explain",
     "Jsonl",
     "Launch",
     "LinearWarmup",
     "Lion",
+    "LrRange",
     "Machine",
     "Model",
     "Offload",
+    "OneCycle",
     "Precision",
     "Sample",
     "Scale",
@@ -75,6 +84,7 @@ __all__ = [
     "Tokens",
     "Val",
     "Wandb",
+    "Warmup",
     "WarmupCosine",
     "WarmupLinear",
     "Zero",
@@ -146,8 +156,7 @@ class Config(Section):
             )
         if eager and self.precision.compute == "fp16":
             raise ConfigError("zero.update=eager cannot undo an overflow of fp16; set zero.update=lazy")
-        if self.schedule.name.startswith("warmup_") and self.warmup >= self.steps:
-            raise ConfigError(f"schedule.warmup={self.warmup} leaves no step of steps={self.steps} for the decay")
+        self._schedule_agrees()
         stop_at = self.debug.stop_at
         if stop_at is not None and stop_at > self.steps:
             raise ConfigError(f"debug.stop_at={stop_at} lies beyond steps={self.steps}, and would never stop anything")
@@ -162,11 +171,34 @@ class Config(Section):
             )
         return self
 
+    def _schedule_agrees(self) -> None:
+        chosen = self.schedule
+        if isinstance(chosen, Decay) and self.warmup + chosen.hold >= self.decayed:
+            held = f" and schedule.hold={chosen.hold}" if chosen.hold else ""
+            total = "steps" if chosen.total is None else "schedule.total"
+            verb = "leave" if held else "leaves"
+            raise ConfigError(
+                f"schedule.warmup={self.warmup}{held} {verb} no step of {total}={self.decayed} for the decay"
+            )
+        if isinstance(chosen, OneCycle) and chosen.momentum:
+            without = isinstance(self.optim, Adagrad) or (isinstance(self.optim, SGD) and not self.optim.momentum)
+            if without:
+                raise ConfigError(
+                    f"schedule.momentum=true moves a momentum that optim={self.optim.name} has not; "
+                    "set schedule.momentum=false"
+                )
+
     @property
     def warmup(self) -> int:
         """Steps until the peak learning rate."""
-        given = 0 if isinstance(self.schedule, Constant) else self.schedule.warmup
+        given = self.schedule.warmup if isinstance(self.schedule, Warmup) else 0
         return self.steps // 20 if given == "auto" else given
+
+    @property
+    def decayed(self) -> int:
+        """The step at which a decay reaches its last learning rate."""
+        given = self.schedule.total if isinstance(self.schedule, Decay) else None
+        return self.steps if given is None else given
 
     def on(self, ranks: int) -> "Config":
         """The same run with `launch.ranks` and the batch as numbers.

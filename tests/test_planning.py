@@ -642,6 +642,19 @@ def test_the_plan_is_what_is_allocated(size, stage, preset, precision, tmp_path,
     assert sum(told["nvme"] for told, _, _ in ranks) == pytest.approx(counted["nvme"], rel=0.05)
 
 
+def test_activations_are_estimated_and_the_table_says_so():
+    settings = config().on(1)
+    nbytes = 3 * 2**20
+    machine = gpu(1)
+    plan = build_plan(settings, model_of(settings), machine.world, room=machine.room, activation_bytes=nbytes)
+    held = tier_bytes(plan, "device")
+    *_, device, activations = against_measured(plan, {"device": held - nbytes}).splitlines()
+    assert (device.split()[0], device.split()[-1]) == ("device", "1.000")
+    assert activations.split() == ["activations", "3.0", "MiB", "not", "measured"]
+    *_, device, peak = against_measured(plan, {"device": held - nbytes}, held).splitlines()
+    assert (peak.split()[0], peak.split()[-1]) == ("peak", "1.000")
+
+
 def storages() -> dict[int, int]:
     """Address to size of all memory that a tensor of this process looks at."""
     found = {}

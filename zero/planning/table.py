@@ -65,7 +65,7 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
 
 
 def against_measured(plan: Plan, measured: Mapping[str, int], peak_bytes: int | None = None) -> str:
-    """Plan and what is really held, per tier.
+    """Plan and what is really held, per tier. Activations are there within a step only: without a peak, estimated.
 
     Args:
         measured: of `zero.planning.measured`.
@@ -82,8 +82,10 @@ def against_measured(plan: Plan, measured: Mapping[str, int], peak_bytes: int | 
         on_host = plan.world.device.type == "cpu"
         whole = sum(sum(plan.bytes.get(tier, {}).values()) for tier in (("device", "host") if on_host else ("device",)))
         rows.append(("peak", whole, peak_bytes))
-    lines = [f"{'per rank':<10} {'plan':>12} {'measured':>12} {'ratio':>7}"]
-    lines += [f"{name:<10} {size_text(a):>12} {size_text(b):>12} {b / a if a else 1:>7.3f}" for name, a, b in rows]
+    lines = [f"{'per rank':<12} {'plan':>12} {'measured':>14} {'ratio':>7}"]
+    lines += [f"{name:<12} {size_text(a):>12} {size_text(b):>14} {b / a if a else 1:>7.3f}" for name, a, b in rows]
+    if peak_bytes is None and plan.activation_bytes:
+        lines.append(f"{'activations':<12} {size_text(plan.activation_bytes):>12} {'not measured':>14}")
     return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -338,6 +339,24 @@ def test_a_plan_in_which_nothing_fits_is_printed_and_exits_with_2(here, memory, 
     assert ("nothing fits" in printed.out) == (code == 2)
     assert "offload=infinity" in printed.out
     assert not list(here.iterdir())
+
+
+def test_whatever_goes_wrong_with_a_page_is_a_warning(here, monkeypatch, capsys):
+    def fails(folder):
+        raise ValueError("no such colour")
+
+    monkeypatch.setattr("zero.report.run.write", fails)
+    assert train.main([*TINY, "hydra.run.dir=run", "tracker.console=lines"]) == 0
+    assert "warning: no report: ValueError: no such colour" in capsys.readouterr().out
+
+    jobs = []
+    monkeypatch.setattr("zero.report.sweep.write", fails)
+    monkeypatch.setattr(
+        train, "run", lambda config, folder, apart: jobs.append(folder) or SimpleNamespace(val_loss=1.0)
+    )
+    assert train.main(["-m", *TINY, "seed=1,2", "hydra.sweep.dir=sweep"]) == 1
+    assert len(jobs) == 2, "the sweep went on"
+    assert capsys.readouterr().err == "ValueError: no such colour\n"
 
 
 # Under torchrun

@@ -4,6 +4,7 @@
     python train.py zero.stage=3 launch.ranks=2         two processes on this machine
     python train.py -m zero.stage=0,1,2,3               one run after another, and a table of them
     python train.py mode=plan model=gpt_7b              what it would take, and what fits
+    python train.py ds_config=ds_config.json            settings of a DeepSpeed JSON; other words win over it
     torchrun --nproc-per-node 2 train.py zero.stage=3   ranks started by someone else
 
 `train` is a whole run and knows nothing of Hydra or processes; `run` starts its ranks; `main` turns a command line into
@@ -18,7 +19,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -261,7 +262,33 @@ def settings_in(composed: Any) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise ConfigError(_one_line(error)) from None
     assert isinstance(container, dict)
-    return {str(key): value for key, value in container.items()}
+    settings = {str(key): value for key, value in container.items()}
+    return settings_in(_on_ds_config(composed)) if settings.pop("ds_config") else settings
+
+
+def _on_ds_config(composed: Any) -> Any:
+    """The same command line with the settings of its ds_config before its own words; a section's option replaces it."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from zero.ds_config import overrides, translate
+
+    hydra = composed.hydra if "hydra" in composed else HydraConfig.get()  # a job gets its own part without it
+    typed = [one for one in hydra.overrides.task if _key_of(one) != "ds_config"]
+    replaced = {_key_of(one) for one in typed if (CONF / _key_of(one)).is_dir()}
+    base = overrides(translate(composed.ds_config).settings)
+    kept = [one for one in base if _key_of(one).split(".")[0] not in replaced]
+    return compose([*kept, *typed, "ds_config=null"])
+
+
+def _key_of(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
+
+
+def _ds_notes(composed: Any) -> tuple[str, ...]:
+    """What its ds_config says without meaning here."""
+    from zero.ds_config import translate
+
+    return translate(composed.ds_config).notes if composed.ds_config else ()
 
 
 def _explain(overrides: Sequence[str], error: Exception) -> str:
@@ -278,7 +305,7 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
         key, value = override.key_or_group, override.value()
         if key in ("hydra/sweeper", "hydra/launcher") and "Could not find" in str(error):
             return f"{text}: this plugin is not installed; pip install 'functional-zero[sweep]' has optuna and submitit"
-        if key.startswith("hydra"):
+        if key.startswith("hydra") or key == "ds_config":
             continue
         if override.is_sweep_override():
             return f"{text} is a list of runs; add -m to run them one after another"
@@ -347,6 +374,11 @@ def main(arguments: Sequence[str]) -> int:
         return _say(launch.describe(error), getattr(error, "exit_code", 1))
 
 
+def _warn(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"warning: {note}", file=sys.stderr)
+
+
 def _say(text: str, exit_code: int) -> int:
     print(text, file=sys.stderr, flush=True)
     return exit_code
@@ -411,11 +443,12 @@ def _checked(asked: Any) -> tuple[list[int], Path | None]:
     Raises:
         ConfigError: about the first run that cannot be.
     """
-    found, sweep_folder = [], None
+    found, notes, sweep_folder = [], dict[str, None](), None
     for overrides in _runs_in(asked.overrides) if asked.multirun else [asked.overrides]:
         try:
             composed = compose(overrides)
             found.append((settle(settings_in(composed)), overrides))
+            notes |= dict.fromkeys(_ds_notes(composed))
         except ConfigError as error:
             own = " ".join(one for one in overrides if one not in asked.overrides)
             raise ConfigError(f"{error} (in the run {own})" if own else str(error)) from None
@@ -423,6 +456,7 @@ def _checked(asked: Any) -> tuple[list[int], Path | None]:
     asking = [(config, overrides) for config, overrides in found if config.mode in ANSWERS]
     if asking and len(asking) < len(found):
         raise ConfigError(f"mode={asking[0][0].mode} runs nothing, so it is no run of a sweep; ask it by itself")
+    _warn(notes)
     if asked.cfg or asked.info:
         asking = []
     return [ANSWERS[config.mode](config, overrides) for config, overrides in asking], sweep_folder
@@ -497,6 +531,7 @@ def _as_one_rank(arguments: Sequence[str]) -> int:
         config = settle(settings_in(composed))
         if config.mode in ANSWERS:
             raise ConfigError(f"mode={config.mode} asks one process: python train.py mode={config.mode}")
+        _warn(_ds_notes(composed))
         letter = json.dumps({"config": config.plain(), "folder": str(_make_folder(composed, arguments).absolute())})
         timeout_s = config.launch.timeout
     else:

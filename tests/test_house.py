@@ -23,6 +23,7 @@ LAYERS = [
     ("edges", "data.order data.source data.windows data.text data.tokens data.synthetic data"),
     ("edges", "models.gpt_config models.gpt models"),
     ("edges", "config.values config.sections config build evaluate"),
+    ("edges", "ds_config.keys ds_config.source ds_config"),
     ("edges", "planning.papers planning.machine planning.shapes planning.activations planning.cost planning.rates"),
     ("edges", "planning.measured planning.choices planning.exhausted planning.settle planning.table planning"),
     ("edges", "tracker.view tracker.behind tracker.jsonl tracker.console tracker.wandb tracker"),

@@ -51,7 +51,7 @@ def sentence(model: type[BaseModel], refused: ValidationError, raw: Mapping[str,
             path.append(str(part))
             node = node[part]
     key, kind, limits = ".".join(path), error["type"], error.get("ctx", {})
-    seen = f"{key}={_shown(node)}"
+    seen = f"{key}={shown(node)}"
     if kind == "extra_forbidden":
         return unknown_key(model, key)
     if kind in ("model_type", "model_attributes_type", "dict_type"):
@@ -60,7 +60,7 @@ def sentence(model: type[BaseModel], refused: ValidationError, raw: Mapping[str,
         return f"{key} needs {key}.name"
     if kind == "union_tag_invalid":
         options = [option.strip().strip("'") for option in limits["expected_tags"].split(",")]
-        return f"{key}.name={_shown(node.get('name'))} does not exist; {nearest(str(node.get('name')), options)}"
+        return f"{key}.name={shown(node.get('name'))} does not exist; {nearest(str(node.get('name')), options)}"
     if kind == "literal_error":
         options = [option.strip(" '") for option in limits["expected"].replace(" or ", ",").split(",")]
         return f"{seen}: must be {' or '.join(options)}" if len(options) < 3 else f"{seen}: {_choose(node, options)}"
@@ -102,13 +102,18 @@ def some(names: Sequence[str]) -> str:
 
 
 def unknown_key(model: type[BaseModel], key: str) -> str:
-    """The sentence for a key that does not exist."""
-    section, _, _ = key.rpartition(".")
+    """The sentence for a key that does not exist, or not with the options that were chosen."""
     known = keys(model)
-    siblings = [name for name in known if name.rpartition(".")[0] == section]
-    tops = list(dict.fromkeys(name.split(".")[0] for name in known))
     if key in known:
         return f"{key} is not a key of the option chosen for {key.split('.')[0]}"
+    return unknown(key, known)
+
+
+def unknown(key: str, known: Sequence[str]) -> str:
+    """The sentence for a dotted key that is not among the `known`."""
+    section, _, _ = key.rpartition(".")
+    siblings = [name for name in known if name.rpartition(".")[0] == section]
+    tops = list(dict.fromkeys(name.split(".")[0] for name in known))
     for options in (siblings, [] if section else tops, known, tops):
         close = difflib.get_close_matches(key, options, n=1, cutoff=0.7)
         if close:
@@ -121,7 +126,7 @@ def unknown_key(model: type[BaseModel], key: str) -> str:
 
 def _section_given_a_value(model: type[BaseModel], key: str, value: object) -> str:
     first = next(name for name in keys(model) if name.startswith(f"{key}."))
-    return f"{key}={_shown(value)}: {key} is a section of keys; did you mean {first}={_shown(value)}?"
+    return f"{key}={shown(value)}: {key} is a section of keys; did you mean {first}={shown(value)}?"
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -131,7 +136,8 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from models_in(argument)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as it was typed, on one short line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     # one line, whatever was typed, and nothing that a terminal would obey

@@ -1,0 +1,233 @@
+"""Where a DeepSpeed configuration comes from, and what of it is known: a flat record, or one line of refusal.
+
+DeepSpeed takes a dict, the path of a JSON file, or that file in base64; here the JSON itself is taken as well. Key by
+key it is then compared with the table in `keys`.
+"""
+
+import base64
+import binascii
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zero import refusal
+from zero.ds_config.keys import ALIASES, FEATURES, KEYS, OPTIMIZERS, SCHEDULERS, Key, Kind
+from zero.errors import ConfigError
+
+AUTO = "auto"
+"""What Hugging Face's trainer fills in. Here nobody does: it is our own auto, or the default."""
+
+
+class Source(NamedTuple):
+    """A configuration as it was written, and what to call it in messages."""
+
+    name: str
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What is known of a configuration: dotted key -> value; the names of those that were "auto"; the lines to say."""
+
+    values: Mapping[str, Any]
+    autos: frozenset[str]
+    notes: tuple[str, ...]
+    optimizer: Kind | None
+    scheduler: Kind | None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a key; the default where it is left out, null or "auto"."""
+        return self.values.get(name, default)
+
+    def below(self, section: str) -> dict[str, Any]:
+        """What is given directly below a section."""
+        prefix = f"{section}."
+        return {name.removeprefix(prefix): value for name, value in self.values.items() if name.startswith(prefix)}
+
+
+# From what was passed to a mapping
+
+
+def read_source(raw: Mapping[str, Any] | str | os.PathLike[str]) -> Source:
+    """The configuration behind `raw`.
+
+    Raises:
+        ConfigError: no file, no JSON, no object, or a key that stands there twice.
+    """
+    if isinstance(raw, Mapping):
+        return Source("ds_config", raw)
+    if isinstance(raw, str) and raw.lstrip().startswith("{"):
+        return _parsed("ds_config", raw)
+    path = Path(raw).expanduser()
+    if len(str(path)) < 4096 and path.is_file():
+        try:
+            return _parsed(path.name, path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"ds_config={path}: cannot be read as text: {error}") from None
+    try:
+        text = base64.urlsafe_b64decode(str(raw)).decode()
+    except (binascii.Error, ValueError):
+        raise ConfigError(
+            f"ds_config={refusal.shown(raw)} is no file; give the path of a JSON file, a dict, or JSON"
+        ) from None
+    return _parsed("ds_config", text)
+
+
+def _parsed(name: str, text: str) -> Source:
+    try:
+        found = json.loads(text, object_pairs_hook=_without_twins)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{name}: line {error.lineno}, column {error.colno}: no JSON: {error.msg}") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: nested deeper than any configuration") from None
+    except _TwinKeyError as twin:
+        raise ConfigError(f"{name}: the key {refusal.shown(twin)} stands twice in one section; remove one") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name}: holds {refusal.shown(found)}; it must be an object of keys, {{...}}")
+    return Source(name, found)
+
+
+class _TwinKeyError(Exception):
+    pass
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _TwinKeyError(key)
+        found[key] = value
+    return found
+
+
+# From a mapping to what is known
+
+
+def check(settings: Mapping[str, Any]) -> Given:
+    """What the table knows of it.
+
+    Raises:
+        ConfigError: an unknown key, a value that its key does not take, or one that asks for other numbers.
+    """
+    plain = {key.name: key for key in KEYS}
+    features = {feature.name: feature for feature in FEATURES}
+    values, autos, notes = dict[str, Any](), set[str](), list[str]()
+
+    def take(key: Key, typed: str, value: Any) -> None:
+        if key.name in values or key.name in autos:
+            raise ConfigError(f"{typed} says again what another spelling of {key.name} says; remove one")
+        if value is None:
+            return
+        if value == AUTO:
+            autos.add(key.name)
+            return
+        values[key.name] = _value(key, typed, value)
+        if key.why and not key.only:
+            notes.append(f"{typed} has no meaning here: {key.why}")
+
+    known = [*plain, *features, *{section for name in plain for section in _above(name)}]
+    for typed, name, value in _walk(settings, plain, features, known):
+        if name in features:
+            notes += _feature(features[name]._replace(name=typed), value)
+        else:
+            take(plain[name], typed, value)
+
+    optimizer = _kind("optimizer", values, OPTIMIZERS, lower=True)
+    scheduler = _kind("scheduler", values, SCHEDULERS)
+    for section, kind in (("optimizer", optimizer), ("scheduler", scheduler)):
+        params = values.pop(f"{section}.params", {})
+        if not isinstance(params, Mapping):
+            raise ConfigError(f"{section}.params={refusal.shown(params)}: must be a section of keys")
+        if kind is None:
+            continue
+        own = {key.name: key for key in kind.keys}
+        for name, value in params.items():
+            typed = f"{section}.params.{name}"
+            if name == "max_grad_norm":
+                raise ConfigError(f"{typed}: the norm is limited by gradient_clipping, beside {section}")
+            if name not in own:
+                raise ConfigError(refusal.unknown(typed, [f"{section}.params.{name}" for name in own]))
+            take(own[name]._replace(name=typed), typed, value)
+        for name in kind.required:
+            if f"{section}.params.{name}" not in {*values, *autos}:
+                raise ConfigError(f"{section}.type={values[f'{section}.type']} needs {section}.params.{name}")
+    return Given(values, frozenset(autos), tuple(notes), optimizer, scheduler)
+
+
+def _walk(
+    node: Mapping[str, Any], plain: Mapping[str, Key], features: Mapping[str, Any], known: list[str]
+) -> Iterator[tuple[str, str, Any]]:
+    """(as typed, as in the table, value) of every key."""
+
+    def below(node: Mapping[str, Any], typed_prefix: str, prefix: str) -> Iterator[tuple[str, str, Any]]:
+        for key, value in node.items():
+            typed, name = f"{typed_prefix}{key}", f"{prefix}{key}"
+            name = ALIASES.get(name, name)
+            if name in plain or name in features:
+                yield typed, name, value
+            elif name not in known:
+                raise ConfigError(refusal.unknown(typed, known))
+            elif isinstance(value, Mapping):
+                yield from below(value, f"{typed}.", f"{name}.")
+            elif value is not None and value != AUTO:
+                raise ConfigError(f"{typed}={refusal.shown(value)}: must be a section of keys")
+
+    yield from below(node, "", "")
+
+
+def _above(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _value(key: Key, typed: str, value: Any) -> Any:
+    try:
+        found = key.takes.read(value)
+    except ValueError:
+        raise ConfigError(f"{typed}={refusal.shown(value)}: must be {key.takes.words}") from None
+    if key.only and found not in key.only:
+        raise ConfigError(f"{typed}={refusal.shown(value)} cannot be had: {key.why}")
+    return found
+
+
+def _feature(feature: Any, section: Any) -> Iterator[str]:
+    """What is said of a section that is switched on.
+
+    Raises:
+        ConfigError: it would change the numbers of a run, or holds a key that it does not have.
+    """
+    if section is None or section == AUTO:
+        return
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{feature.name}={refusal.shown(section)}: must be a section of keys")
+    if feature.keys is not None:
+        names = [f"{feature.name}.{name}" for name in feature.keys.split()]
+        for key in section:
+            if f"{feature.name}.{key}" not in names:
+                raise ConfigError(refusal.unknown(f"{feature.name}.{key}", names))
+    switch = section.get(feature.on, False) if feature.on else bool(section)
+    if switch not in (True, False, None, AUTO):
+        raise ConfigError(f"{feature.name}.{feature.on}={refusal.shown(switch)}: must be true or false")
+    if switch is not True:
+        return
+    if feature.refused:
+        raise ConfigError(f"{feature.name} cannot be had: {feature.why}")
+    yield f"{feature.name} has no meaning here: {feature.why}"
+
+
+def _kind(section: str, values: Mapping[str, Any], kinds: Mapping[str, Kind], *, lower: bool = False) -> Kind | None:
+    """The type of an optimizer or a schedule; None where there is none."""
+    wanted = values.get(f"{section}.type")
+    if wanted is None:
+        if f"{section}.params" in values:
+            raise ConfigError(f"{section}.params without {section}.type; there are {', '.join(kinds)}")
+        return None
+    name = wanted.lower() if lower else wanted
+    if name not in kinds:
+        raise ConfigError(
+            f"{section}.type={refusal.shown(wanted)} does not exist here; {refusal.nearest(wanted, kinds)}"
+        )
+    return kinds[name]

@@ -73,7 +73,7 @@ REFUSALS = [
     (["optim.lr=-1"], "optim.lr=-1: must be above 0"),
     (["optim.lr=nan"], "optim.lr=nan: must be a finite number"),
     (["optim=adamm"], "optim=adamm does not exist; did you mean adam"),
-    (["optim=3"], "optim=3 does not exist; there are adam, adamw, lion, sgd"),
+    (["optim=3"], "optim=3 does not exist; there are adagrad, adam, adamw, lion, sgd"),
     (["zero.units=[Blok]"], "Blok is not a class of this model; did you mean Block?"),
     (["zero.units=[LayerNorm]"], "zero.units: a model with model.norm=rms has no LayerNorm; write RMSNorm"),
     (["launch.timeout=1e300"], "launch.timeout=1e+300: must be at most 604800"),

@@ -3,6 +3,8 @@
 A model that was built whole keeps the values it has. Values of parameters on meta are made on the CPU in fp32: each
 owner (a module that holds parameters directly) gets real parameters for a moment, its `reset_parameters` runs with a
 generator seeded from (seed, owner's path), and the values are taken out. A tied parameter is made by its first owner.
+Where a module around it has `_init_weights(module)`, as models of transformers do, that has the last word: it is called
+with the owner and with every module around it, as `apply` would, and what it does to others than the owner is dropped.
 
 Values run through as a stream: every rank makes them all, each keeps its own range, page by page, and nothing larger
 than one owner ever exists.
@@ -10,14 +12,17 @@ than one owner ever exists.
 
 import hashlib
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from zero.copied import Absent, buffers_of
 from zero.device import aligned_zeros, memory_of
 from zero.errors import PlanError
 from zero.layout import Layout, pages
@@ -26,6 +31,7 @@ from zero.pool import Buffer
 from zero.store import Page, Store
 from zero.unit import Owner, Splitting, UnitSpec
 from zero.unit_state import UnitState
+from zero.weights import StoredWeights, nearest
 from zero.world import World
 
 ZEROS = torch.zeros(64)
@@ -44,9 +50,10 @@ def values_of(
 
     Args:
         model: the user's; parameters of it that are not on meta are taken as they are, unless `weights` says otherwise.
-        copied: the copied model, whose parameters are absent; its owners lend their `reset_parameters`.
+        copied: the copied model, whose parameters are absent; its owners lend their `reset_parameters`. Persistent
+            buffers that `weights` has by name are filled at once.
 
-    Raises (the function that is returned):
+    Raises (the function that is returned too):
         PlanError: an owner without `reset_parameters`; a weight that is missing or has another shape.
     """
     shapes = {
@@ -55,14 +62,12 @@ def values_of(
     if weights is None:
         given, reset = _given(splitting, model), _Reset(splitting, copied, seed, world)
         return lambda name: given[name] if name in given else reset(name)
-    if isinstance(weights, Mapping):
-        return lambda name: _checked(name, shapes[name], weights.get(name))
     if callable(weights):
         return lambda name: _filled(weights, name, shapes[name])
-    path = Path(weights)
-    if not path.is_file():
-        raise PlanError(f"weights={path}: there is no such file")
-    return lambda name: _stored(path, name, shapes[name])
+    found = weights if isinstance(weights, Mapping) else StoredWeights(Path(weights).expanduser())
+    _fill_buffers(copied, found)
+    aliases = _aliases(splitting)
+    return lambda name: _named(found, aliases[name], shapes[name])
 
 
 @torch.no_grad()
@@ -230,26 +235,65 @@ class _Reset:
 
 
 def _made_by(owner: Owner, copied: nn.Module) -> dict[str, Tensor]:
-    """Lend the owner real parameters, reset them, take them away again."""
+    """Lend the owner real parameters, have them filled, take them away again."""
     module = copied.get_submodule(owner.path)
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    if reset is None:
-        held = ", ".join(name for _, name in owner.slots)
-        raise PlanError(
-            f"{type(module).__name__} at {owner.path or '(root)'} holds {held} and has no reset_parameters(); "
-            "give it one, or pass weights= to zero.init"
-        )
+    after = list(_initialisers(copied, owner.path))
     absent = dict(module._parameters)
-    made: dict[int, nn.Parameter] = {}  # a parameter under two names is one
+    lent: dict[int, nn.Parameter] = {}  # a parameter under two names is one
     try:
         for own, parameter in absent.items():
             if parameter is not None:
                 zeros = aligned_zeros(parameter.numel(), torch.float32, torch.device("cpu")).view(parameter.shape)
-                module._parameters[own] = made.setdefault(id(parameter), nn.Parameter(zeros))
-        reset()
-        return {name: _value(module._parameters[own]) for own, name in owner.slots}
+                module._parameters[own] = lent.setdefault(id(parameter), nn.Parameter(zeros))
+        if reset is None:
+            with torch.no_grad():
+                for parameter in lent.values():
+                    parameter.fill_(torch.nan)  # shows who was left out
+        else:
+            reset()
+        with torch.no_grad(), _OthersUntouched():
+            for initialise in after:
+                initialise()
+        made = {name: _value(module._parameters[own]) for own, name in owner.slots}
     finally:
         module._parameters.update(absent)
+    left_out = [name for name, value in made.items() if reset is None and value.isnan().any()]
+    if left_out:
+        who = "_init_weights around it leaves it out" if after else "has no reset_parameters()"
+        raise PlanError(
+            f"{type(module).__name__} at {owner.path or '(root)'} holds {', '.join(left_out)} and {who}; "
+            "give it a reset_parameters(), or pass weights= to zero.init"
+        )
+    return made
+
+
+def _initialisers(copied: nn.Module, path: str) -> Iterator[Callable[[], None]]:
+    """Each module from `path` up to the root, with the nearest `_init_weights` at or above it."""
+    around = [copied]
+    for name in path.split(".") if path else ():
+        around.append(around[-1].get_submodule(name))
+    nearest_one: Callable[[nn.Module], None] | None = None
+    found = []
+    for module in around:
+        nearest_one = getattr(module, "_init_weights", None) or nearest_one
+        if nearest_one is not None:
+            found.append(partial(nearest_one, module))
+    return reversed(found)
+
+
+class _OthersUntouched(TorchFunctionMode):
+    """What is written into an absent parameter, or into a part of one, goes nowhere and draws nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = next(iter((*args, *(kwargs or {}).values())), None)
+        if not isinstance(first, Absent) and not (isinstance(first, Tensor) and first.is_meta):
+            return func(*args, **(kwargs or {}))
+        name = func.__name__
+        if (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__"):
+            return first
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 def _value(parameter: Tensor | None) -> Tensor:
@@ -257,20 +301,37 @@ def _value(parameter: Tensor | None) -> Tensor:
     return parameter.detach()
 
 
-def _checked(name: str, shape: tuple[int, ...], found: Tensor | None) -> Tensor:
-    if found is None:
-        raise PlanError(f"weights hold nothing named {name}")
-    if tuple(found.shape) != shape:
-        raise PlanError(f"weights hold {name} as {tuple(found.shape)}, the model has {shape}")
-    return found.detach()
+def _aliases(splitting: Splitting) -> dict[str, tuple[str, ...]]:
+    """A parameter's full name to every name that it has in the model, its own first: a file may know any of them."""
+    found: dict[str, dict[str, None]] = {}
+    for owner in splitting.owners:
+        for own, name in owner.slots:
+            found.setdefault(name, {name: None})[f"{owner.path}.{own}" if owner.path else own] = None
+    return {name: tuple(names) for name, names in found.items()}
+
+
+def _named(weights: Mapping[str, Tensor], names: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:
+    known = next((name for name in names if name in weights), None)
+    if known is None:
+        raise PlanError(f"weights hold nothing named {names[0]}{nearest(names[0], weights)}")
+    return _checked(known, weights[known], shape).detach()
+
+
+def _checked(name: str, found: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
+    if tuple(found.shape) != tuple(shape):
+        raise PlanError(f"weights hold {name} as {tuple(found.shape)}, the model has {tuple(shape)}")
+    return found
+
+
+@torch.no_grad()
+def _fill_buffers(copied: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Running statistics and the like are part of what was learnt."""
+    for name, buffer in buffers_of(copied).items():
+        if name in weights:
+            buffer.copy_(_checked(name, weights[name], buffer.shape))
 
 
 def _filled(fill: Callable[[str, Tensor], None], name: str, shape: tuple[int, ...]) -> Tensor:
     tensor = torch.zeros(shape, dtype=torch.float32)
     fill(name, tensor)
     return tensor
-
-
-def _stored(path: Path, name: str, shape: tuple[int, ...]) -> Tensor:
-    with safe_open(path, framework="pt") as file:
-        return _checked(name, shape, file.get_tensor(name) if name in set(file.keys()) else None)

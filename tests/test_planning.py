@@ -584,7 +584,7 @@ def test_where_no_file_can_be_made_nothing_is_planned_on_disk(size, tmp_path):
     text, fits = planning.plan_text(settings)
     assert fits
     assert "nothing can sleep on disk here" in text
-    assert "nvme lacks" in text
+    assert "no, lacks nvme" in text
 
 
 # What is really there
@@ -705,13 +705,15 @@ def test_seven_billion_parameters_on_four_gpus_are_planned_in_seconds():
     assert "6,738,415,616 parameters" in text
     for row in (["112", "44", "30", "28"], ["112", "49", "38.5", "28"], ["126", "63", "42", "31.5"]):
         assert any(line.split()[-4:] == row for line in text.splitlines())
-    assert "follow from none" in text
+    assert "DeepSpeed tutorial" in text
+    assert "follow from no formula" in text
     assert "assumed for each GPU" in text
     (marked,) = [line for line in text.splitlines() if line.startswith("* ") and line.endswith("yes")]
     command = text.splitlines()[-1]
     assert command.startswith("  python train.py launch.ranks=4 model=gpt_7b precision=bf16 zero.stage=")
     assert f"zero.stage={marked.split()[1]} offload={marked.split()[2]}" in command
-    assert all(len(line) < 160 for line in text.splitlines())
+    *told, _ = text.splitlines()
+    assert max(len(line.split("no, lacks")[0]) for line in told) <= 80
 
 
 def test_a_plan_says_which_memory_is_too_small_and_proposes_nothing_where_nothing_fits():
@@ -720,9 +722,18 @@ def test_a_plan_says_which_memory_is_too_small_and_proposes_nothing_where_nothin
     )
     assert not fits
     lines = text.splitlines()
-    assert sum("no: device lacks" in line for line in lines) == 13
-    assert lines[-1].startswith("nothing fits; nearest is zero.stage=")
-    assert "a rank needs at least" in lines[-1]
+    assert sum("no, lacks device" in line for line in lines) == 13
+    *_, answer = text.split("\n\n")
+    assert answer.startswith("nothing fits; nearest is zero.stage=")
+    assert "a rank needs at least" in answer.replace("\n ", "")
+    assert text.count("plan.ranks_per_node") == 1
+
+
+def test_what_is_wrong_with_every_setting_is_said_once():
+    text, fits = planning.plan_text(config(offload={"device_budget": "1GiB"}))
+    assert not fits
+    assert sum(line.endswith("  no") for line in text.splitlines()) == 13
+    assert text.count("offload.device_budget=1.0 GiB") == 1
 
 
 def test_fewer_rows_than_ranks_are_planned_with_a_row_each():

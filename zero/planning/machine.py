@@ -119,7 +119,7 @@ class Machine:
         where = f"{ranks} on {nodes} node{'s' * (nodes > 1)}"
         device = f"{size_text(self.device_bytes)} on each GPU, " if self.device == "cuda" else ""
         host, disk = size_text(self.host_bytes), size_text(self.disk_bytes)
-        return f"{where}; {'asked for or free' if self.paper else 'free now'}: {device}{host} host memory, {disk} disk"
+        return f"{where}; {'asked or free' if self.paper else 'free now'}: {device}{host} host memory, {disk} disk"
 
 
 def _disk_bytes(config: Config) -> int:

@@ -1,4 +1,4 @@
-"""Bytes of model states per rank by formula: the papers', ours, and a table from a tutorial that follows from neither.
+"""Bytes of model states per rank by formula, the papers' and ours; and a DeepSpeed tutorial's table that fits neither.
 
 For Adam in mixed precision, P parameters on W ranks. The papers count 2 bytes of parameters, 2 of gradients, and 12 of
 optimizer (fp32 master and two moments). We add gradients up in fp32, so 4 bytes of gradients; one rank with one
@@ -32,16 +32,15 @@ PAPERS = (States(16, 0), States(4, 12), States(2, 14), States(0, 16))
 OURS = (States(18, 0), States(6, 12), States(2, 16), States(0, 18))
 """By stage, with gradients added up in fp32."""
 
+TUTORIAL = "DeepSpeed tutorial"
 TUTORIAL_NUMEL, TUTORIAL_RANKS = 7_000_000_000, 4
 TUTORIAL_GB = (112, 44, 30, 28)
-"""By stage: what the tutorial that this project was started from prints for 7B on 4 GPUs."""
+"""By stage: what a tutorial on ZeRO with DeepSpeed, from which this project was started, has for 7B on 4 GPUs."""
 
 EXPLANATION = (
-    "The tutorial's 112 and 28 GB are the papers' formula. Its 44 and 30 GB follow from none: take away what stays "
-    "whole (4P = 28 GB, 2P = 14 GB) and both leave 16 GB, though stage 2 divides two more bytes per parameter than "
-    "stage 1; and 16 GB on each of 4 ranks would be 9.1 bytes per parameter. The formula divides 12 bytes (21 GB) and "
-    "14 bytes (24.5 GB), which makes 49 and 38.5 GB. So neither would be enough: a run planned for them needs 5 and "
-    "8.5 GB more."
+    "Its 44 and 30 GB follow from no formula: without what stays whole (28 and 14 GB) both leave 16 GB, though stage 2 "
+    "divides more than stage 1. The papers' formula makes 49 and 38.5 GB, so a run planned for the tutorial's would "
+    "lack 5 and 8.5 GB."
 )
 
 

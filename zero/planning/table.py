@@ -13,10 +13,13 @@ from zero.plan import KINDS, Plan
 from zero.planning.activations import Activations
 from zero.planning.choices import Choice, best, choices, nearest
 from zero.planning.machine import Machine
-from zero.planning.papers import EXPLANATION, OURS, PAPERS, TUTORIAL_GB, TUTORIAL_NUMEL, is_tutorial
+from zero.planning.papers import EXPLANATION, OURS, PAPERS, TUTORIAL, TUTORIAL_GB, TUTORIAL_NUMEL, is_tutorial
 from zero.planning.rates import assumed, with_disk_or_without
 
 GB = 1e9
+
+COLUMNS = 80
+"""Of sentences, and of tables but for what is lacking; what is to be copied stays on a line."""
 
 NOT_REPEATED = (
     *("mode", "zero.stage", "offload", "offload.optimizer", "offload.param", "offload.grad"),
@@ -47,17 +50,20 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
     found = choices(config, machine, model, rates, activations=activations)
     numel = found[0].plan.numel
     lines = [
-        f"plan for {numel:,} parameters, {config.precision.compute}, rows of {config.model.seq} tokens, "
-        f"activations {config.zero.activations}",
-        f"machine: {machine}",
-        *told,
+        *_sentence(
+            f"plan for {numel:,} parameters, {config.precision.compute}, rows of {config.model.seq} tokens, "
+            f"activations {config.zero.activations}"
+        ),
+        *_sentence(f"machine: {machine}"),
+        *(line for one in told for line in _sentence(one)),
         "",
+        "bytes per rank",
         *_details(found),
         *_formulas(found, numel, machine.ranks),
         "",
         *_summary(found, machine),
-        f"rates {rates.source}",
-        "activations are counted from shapes, with the CPU's kernels; a few MiB that kernels take are in no row",
+        *_sentence(f"rates {rates.source}"),
+        *_sentence("activations are counted from shapes, with the CPU's kernels; a few MiB of kernels are in no row"),
         "",
         *_proposal(found, machine, overrides, config),
     ]
@@ -103,44 +109,52 @@ def _details(found: Sequence[Choice]) -> Iterator[str]:
     for preset in dict.fromkeys(one.preset for one in found):
         block = [one for one in found if one.preset == preset]
         bytes_of = [one.plan.bytes for one in block]
-        stages = "".join(f"{f'stage {one.plan.stage.level}':>13}" for one in block)
-        yield f"{f'offload={preset}, bytes per rank':<36}{stages}"
+        stages = "".join(f"{f'stage {one.plan.stage.level}':>12}" for one in block)
+        yield f"{f'offload={preset}':<28}{stages}"
         for tier in TIERS:
             for kind in KINDS:
                 row = [told.get(tier, {}).get(kind, 0) for told in bytes_of]
                 if any(row):
-                    yield f"  {tier:<8}{kind:<26}" + "".join(f"{size_text(n) if n else '':>13}" for n in row)
+                    cells = "".join(f"{size_text(n) if n else '':>12}" for n in row)
+                    yield f"  {tier:<8}{kind:<18}{cells}".rstrip()
         yield ""
 
 
 def _summary(found: Sequence[Choice], machine: Machine) -> Iterator[str]:
-    """One line for each setting."""
+    """One line for each setting; what is to be said of several is said once, below."""
     tiers = [tier for tier in TIERS if tier != "device" or machine.device == "cuda"]
     winner = best(found)
-    heads = "".join(f"{tier:>12}" for tier in tiers)
-    yield f"  {'stage':<6}{'offload':<10}{heads}{'micro':>7}{'step':>11}  fits"
+    heads = "".join(f"{tier:>11}" for tier in tiers)
+    yield f"  {'stage':<6}{'offload':<9}{heads}{'micro':>7}{'step':>10}  fits"
     room = dict(zip(("device", "host", "nvme"), machine.room, strict=True))
-    yield f"  {'room of a rank':<16}" + "".join(f"{size_text(room[tier] or 0):>12}" for tier in tiers)
+    yield f"  {'room of a rank':<15}" + "".join(f"{size_text(room[tier] or 0):>11}" for tier in tiers)
     for one in found:
         needs = {tier: sum(kinds.values()) for tier, kinds in one.plan.bytes.items()}
         if machine.device == "cpu":
             needs["host"] = needs.pop("device") + needs.get("host", 0)
-        sizes = "".join(f"{size_text(needs.get(tier, 0)):>12}" for tier in tiers)
+        sizes = "".join(f"{size_text(needs[tier]) if needs.get(tier) else '':>11}" for tier in tiers)
         micro = one.config.batch.numbers()[1]
-        lacks = [f"{short.tier} lacks {size_text(short.need_bytes - short.room_bytes)}" for short in one.short]
-        verdict = "yes" if one.fits else "no: " + (", ".join(lacks) or str(one.refusal))
+        lacks = ", ".join(f"{short.tier} {size_text(short.need_bytes - short.room_bytes)}" for short in one.short)
+        verdict = "yes" if one.fits else f"no, lacks {lacks}" if lacks else "no"
         mark = "*" if one is winner else " "
         step = f"{one.seconds:.3g} s"
-        yield f"{mark} {one.plan.stage.level:<6}{one.preset:<10}{sizes}{micro:>7}{step:>11}  {verdict}"
+        yield f"{mark} {one.plan.stage.level:<6}{one.preset:<9}{sizes}{micro:>7}{step:>10}  {verdict}"
+    said = None if winner else nearest(found).refusal  # in the proposal
+    for refusal in dict.fromkeys(one.refusal for one in found if one.refusal and not one.short):
+        if refusal != said:
+            yield from _sentence(f"no: {refusal}")
+    if any(one.short for one in found):
+        told = "a rank has its share of a node's host memory and disk; another machine is described by"
+        yield from _sentence(f"{told} plan.device_memory, plan.host_memory, plan.disk and plan.ranks_per_node")
 
 
 def _proposal(found: Sequence[Choice], machine: Machine, overrides: Sequence[str], config: Config) -> Iterator[str]:
     winner = best(found)
     if winner is None:
         least = nearest(found)
-        yield f"nothing fits; nearest is {' '.join(least.keys)}: {least.refusal}"
+        yield from _sentence(f"nothing fits; nearest is {' '.join(least.keys)}: {least.refusal}")
         return
-    yield f"* the fastest that fits, of those alike what moves and takes least: {winner.seconds:.3g} s a step"
+    yield f"* fastest that fits, of those alike what moves and takes least: {winner.seconds:.3g} s a step"
     repeated = [one for one in overrides if one.split("=")[0].lstrip("+") not in NOT_REPEATED]
     repeated = [one for one in repeated if not one.startswith(("plan.", "hydra", "-"))]
     rows = winner.config.batch.numbers()[0]
@@ -155,7 +169,7 @@ def _proposal(found: Sequence[Choice], machine: Machine, overrides: Sequence[str
 def _formulas(found: Sequence[Choice], numel: int, ranks: int) -> Iterator[str]:
     """Model states by the papers' formula, by ours, and as planned; and the tutorial's table where it is about this."""
     planned = [_states_bytes(one.plan) for one in found if one.preset == "none"]
-    yield f"model states per rank in GB (1e9 bytes), P = {numel / 1e9:.3g} billion parameters, W = {ranks} ranks"
+    yield f"model states per rank in GB (1e9 bytes), P = {numel / 1e9:.3g} billion parameters, W = {ranks}"
     yield f"  {'':<8}{'papers':<24}{'ours (fp32 gradients)':<28}as planned"
     for stage, (paper, ours, plan_bytes) in enumerate(zip(PAPERS, OURS, planned, strict=True)):
         left, right = (f"{f!s:<10} = {f.of(numel, ranks) / GB:>7.3g}" for f in (paper, ours))
@@ -163,12 +177,16 @@ def _formulas(found: Sequence[Choice], numel: int, ranks: int) -> Iterator[str]:
     if is_tutorial(numel, ranks):
         yield "  7B on 4 GPUs, in GB:     " + "".join(f"{f'stage {stage}':>10}" for stage in range(4))
         for name, values in (
-            ("the tutorial", TUTORIAL_GB),
+            (TUTORIAL, TUTORIAL_GB),
             ("papers' formula", [f.of(TUTORIAL_NUMEL, ranks) / GB for f in PAPERS]),
             ("ours", [f.of(TUTORIAL_NUMEL, ranks) / GB for f in OURS]),
         ):
             yield f"    {name:<23}" + "".join(f"{value:>10g}" for value in values)
-        yield from textwrap.wrap(EXPLANATION, 110, initial_indent="  ", subsequent_indent="  ")
+        yield from _sentence(EXPLANATION)
+
+
+def _sentence(text: str) -> list[str]:
+    return textwrap.wrap(text, COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _states_bytes(plan: Plan) -> int:

@@ -65,7 +65,7 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
         *_sentence(f"rates {rates.source}"),
         *_sentence("activations are counted from shapes, with the CPU's kernels; a few MiB of kernels are in no row"),
         "",
-        *_proposal(found, machine, overrides, config),
+        *_proposal(found, machine, overrides),
     ]
     return "\n".join(lines), best(found) is not None
 
@@ -148,7 +148,7 @@ def _summary(found: Sequence[Choice], machine: Machine) -> Iterator[str]:
         yield from _sentence(f"{told} plan.device_memory, plan.host_memory, plan.disk and plan.ranks_per_node")
 
 
-def _proposal(found: Sequence[Choice], machine: Machine, overrides: Sequence[str], config: Config) -> Iterator[str]:
+def _proposal(found: Sequence[Choice], machine: Machine, overrides: Sequence[str]) -> Iterator[str]:
     winner = best(found)
     if winner is None:
         least = nearest(found)

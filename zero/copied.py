@@ -110,6 +110,8 @@ class Unit(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__ or name in nn.Module.__dict__:
             super().__setattr__(name, value)
+        elif name in self.module._parameters:  # `functional_call` puts plain tensors in places of parameters
+            self.module._parameters[name] = value
         else:
             setattr(self.module, name, value)
 

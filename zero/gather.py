@@ -17,6 +17,11 @@ How long a buffer is pinned:
     ... with none to come    until backward touches another unit, or ends (frozen units, gradients of inputs only)
     gathered ahead           until it is used, or the pass ends
 
+Under a `torch.func` transform (grad, vmap, jacrev) torch forbids such hooks. Gathering steps outside of the transform,
+which then sees parameters as constants with a history: gradients taken inside are right, and a backward outside still
+reaches the parameters. What the transform keeps of a buffer stays with it, and the buffer gets fresh memory. Parameters
+that the user put in place with `torch.func.functional_call` are used as given, in every place of a tied one.
+
 Everything that decides about a collective depends on the order of calls alone, so all ranks decide alike.
 
 Source: research prototypes of saved-tensor regather; Zhao et al. 2023, "PyTorch FSDP", section 4.1 for the schedule.
@@ -30,17 +35,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zero.copied import Absent, in_backward
 from zero.errors import StaleStateError
 from zero.layout import Layout
+from zero.nested import replaced, tensors_in
 from zero.pool import Buffer
 from zero.recompute import recomputed_call
 from zero.residency import Residency
 from zero.timeline import Tape
-from zero.unit import Site
+from zero.unit import Binding, Site
 from zero.unit_state import UnitState
 
 
@@ -60,6 +66,9 @@ class Kept(NamedTuple):
     tensor: Tensor
     version: int
 
+
+Slot = tuple[int, bool, int]
+"""Unit, trainable or frozen, number: what a binding names."""
 
 AT_ONCE = 2**62
 """Autograd runs what it can in the order of sequence numbers, largest first. Counted numbers do not come this far."""
@@ -142,6 +151,7 @@ class Gatherer:
         self._units, self.residency, self.pool = units, residency, residency.pool
         self._remat, self._deliver, self._settle = remat, deliver, settle
         self._anchor = torch.zeros(0, requires_grad=True)
+        self._places: dict[Slot, list[tuple[dict[str, Any], str]]] = {}  # where in the model each parameter stands
         self._held: dict[int, Buffer] = {}  # pinned by the backward pass under way
         self._open: set[int] = set()  # units that gradients were delivered to and that have not settled
         self._passes: set[int] = set()  # backward passes under way, by autograd's id; more than one when nested
@@ -151,6 +161,8 @@ class Gatherer:
 
     def begin(self) -> None:
         """A microbatch, or a forward without gradients, starts."""
+        if torch.is_grad_enabled():  # an evaluation may lie between a microbatch's forward and its backward
+            self._forget_calls()  # of forwards outside of a step, which nobody ended
         self.residency.begin()
 
     def end(self) -> None:
@@ -165,14 +177,21 @@ class Gatherer:
         self._held.clear()
         self._open.clear()
         self._passes.clear()
+        self._forget_calls()
+        self.residency.reset()
+
+    def _forget_calls(self) -> None:
         for unit in self._units:
             unit.calls.clear()
             unit.returned = 0
-        self.residency.reset()
 
     def runner(self, site: Site) -> Callable[[nn.Module, Any, Any], Any]:
         """What the `Unit` at `site` calls."""
         return partial(self.run, site)
+
+    def place(self, bound: Binding, parameters: dict[str, Any], name: str) -> None:
+        """One of the places where a parameter stands in the model."""
+        self._places.setdefault((bound.unit, bound.trainable, bound.slot), []).append((parameters, name))
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -185,13 +204,18 @@ class Gatherer:
     def _run(self, site: Site, module: nn.Module, args: Any, kwargs: Any, recomputing: bool) -> Any:
         pinned: list[Buffer] = []
         try:
-            for index in site.units:
-                if recomputing:  # held for the pass, but also pinned for the call: holding one may let another go
-                    pinned.append(self._hold(self._units[index]))
-                    pinned[-1].pins += 1
-                else:
-                    pinned.append(self.residency.pin(self._units[index], training=torch.is_grad_enabled()))
-            names, values = self._parameters(site, recomputing)
+            with _beneath_transforms() as transformed:
+                for index in site.units:
+                    if recomputing:  # held for the pass, but also pinned for the call: holding one may let another go
+                        pinned.append(self._hold(self._units[index]))
+                        pinned[-1].pins += 1
+                    else:
+                        pinned.append(self.residency.pin(self._units[index], training=torch.is_grad_enabled()))
+                names, values = self._parameters(site, recomputing)
+            if transformed:
+                with self._read_only(site):
+                    held = dict(zip(names, values, strict=True))
+                    return self._own(functional_call(module, held, args, kwargs, tie_weights=False))
             before = _nodes((args, kwargs))  # taken now: the call may change its inputs in place
             with self._read_only(site), self._packing():
                 outputs = self._call(module, names, values, args, kwargs)
@@ -215,8 +239,16 @@ class Gatherer:
                     unit.calls.append(made[0].grad_fn)
             else:
                 trainable[index] = views(unit.spec.trainable, flat)
-        values = [(trainable if bound.trainable else frozen)[bound.unit][bound.slot] for bound in site.bindings]
+        values = [
+            self._given(bound, (trainable if bound.trainable else frozen)[bound.unit][bound.slot])
+            for bound in site.bindings
+        ]
         return [bound.local for bound in site.bindings], values
+
+    def _given(self, bound: Binding, ours: Tensor) -> Tensor:
+        """What the user put in a parameter's place, else `ours`."""
+        standing = (own[name] for own, name in self._places[bound.unit, bound.trainable, bound.slot])
+        return next((one for one in standing if not isinstance(one, Absent)), ours)
 
     def _arriving(self, unit: UnitState, made: Sequence[Tensor]) -> list[Tensor]:
         arriving = [Arrive.apply(parameter, self, unit, slot) for slot, parameter in enumerate(made)]
@@ -258,8 +290,8 @@ class Gatherer:
         """Copy outputs that lie in a buffer: they must outlive it."""
         if self.pool is None:
             return outputs
-        pool = self.pool
-        return tree_map_only(Tensor, lambda t: t if pool.holding(t) is None else t.clone(), outputs)
+        borrowed = (t for t in tensors_in(outputs) if self.pool.holding(_untransformed(t)) is not None)
+        return replaced(outputs, {id(t): t.clone() for t in borrowed})
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -367,7 +399,7 @@ class Gatherer:
 
 
 def _nodes(values: Any) -> set[Any]:
-    return {t.grad_fn for t in tree_leaves(values) if isinstance(t, Tensor)}
+    return {t.grad_fn for t in tensors_in(values)}
 
 
 def _reaching(outputs: Any, parameters: Sequence[Tensor], known: set[Any]) -> Any:
@@ -377,7 +409,7 @@ def _reaching(outputs: Any, parameters: Sequence[Tensor], known: set[Any]) -> An
     here all the same, or its collectives would be other ones than theirs. `known` are the nodes that made the inputs.
     """
     wanted = {p.grad_fn: p for p in parameters if p.grad_fn is not None}
-    tensors = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()]
+    tensors = [t for t in tensors_in(outputs) if t.is_floating_point()]
     if not wanted or not tensors:
         return outputs
     stack = [t.grad_fn for t in tensors if t.grad_fn is not None]
@@ -390,8 +422,7 @@ def _reaching(outputs: Any, parameters: Sequence[Tensor], known: set[Any]) -> An
         stack.extend(following for following, _ in node.next_functions if following is not None)
     if not wanted:
         return outputs
-    joined = Reach.apply(tensors[0], *wanted.values())
-    return tree_map_only(Tensor, lambda t: joined if t is tensors[0] else t, outputs)
+    return replaced(outputs, {id(tensors[0]): Reach.apply(tensors[0], *wanted.values())})
 
 
 def _unchanged(kept: Kept) -> Tensor:
@@ -404,8 +435,30 @@ def _unchanged(kept: Kept) -> Tensor:
     return kept.tensor
 
 
+@contextmanager
+def _beneath_transforms() -> Iterator[bool]:
+    """Outside of the `torch.func` transforms under way; yields whether there are any."""
+    functorch = torch._C._functorch
+    around = functorch.get_interpreter_stack() or ()
+    if not around:
+        yield False
+        return
+    grads = [one for one in around if one.key() == functorch.TransformType.Grad]  # each switches gradients on inside
+    enabled = torch.is_grad_enabled() and all(functorch.CGradInterpreterPtr(one).prevGradMode() for one in grads)
+    with temporarily_clear_interpreter_stack(), torch.set_grad_enabled(enabled):
+        yield True
+
+
+def _untransformed(tensor: Tensor) -> Tensor:
+    """What `torch.func` transforms have wrapped."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def bind_absent(copied: nn.Module, sites: Iterable[Site], gatherer: Gatherer) -> None:
-    """Tell every absent parameter how to be found while a checkpoint inside user code recomputes."""
+    """Tell every site where its parameters stand, and every absent one how to be found while a checkpoint inside user
+    code recomputes."""
     for site in sites:
         module = copied.get_submodule(site.path)
         for number, bound in enumerate(site.bindings):
@@ -413,3 +466,4 @@ def bind_absent(copied: nn.Module, sites: Iterable[Site], gatherer: Gatherer) ->
             absent = module.get_submodule(owner)._parameters[name]
             assert isinstance(absent, Absent)
             absent.regather = gatherer.regather(site, number)
+            gatherer.place(bound, module.get_submodule(owner)._parameters, name)

@@ -12,6 +12,9 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 
+MOST_VISITS = 65_536
+"""That are remembered. Who runs a model outside of a step, as the teacher of another one, never ends a microbatch."""
+
 
 class VisitOrder:
     """Records visits and says which come next."""
@@ -33,6 +36,8 @@ class VisitOrder:
 
     def visit(self, unit: int, ahead: int) -> Sequence[int]:
         """Record a visit; returns the next `ahead` distinct units, nearest first."""
+        if len(self._seen) == MOST_VISITS:
+            self.begin()
         self._seen.append(unit)
         try:
             self._at = self._expected.index(unit, self._at) + 1

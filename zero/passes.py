@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zero.device import give_back_memory
-from zero.errors import ConfigError, NonFiniteGradientError, WorldError
+from zero.errors import ConfigError, NonFiniteGradientError, PlanError, WorldError
 from zero.optim import Hyper
 from zero.state import Machinery, State
 
@@ -56,10 +56,13 @@ class Step:
 
     Raises:
         StaleStateError: `state` is spent.
+        PlanError: the model has nothing to train.
     """
 
     def __init__(self, state: State) -> None:
         self.state, self._parts, self._plan = state, state.machinery, state.plan
+        if not self._plan.trains:
+            raise PlanError("the model has no trainable parameter, so there is no step; run it with zero.make_forward")
         self.microbatches = 0
         self._in_microbatch = False
         self._losses: list[list[Tensor]] = []

@@ -56,7 +56,8 @@ class Plan:
     """What will be held where, and when it moves.
 
     Args:
-        model: on any device; best built under `zero.empty()`. It is copied, never changed.
+        model: on any device; best built under `zero.empty()`. It is copied, never changed. One without a trainable
+            parameter can be run and not trained, such as the teacher of another model.
         optimizer: from `zero.adamw` and its family.
         units: classes, or their names, whose instances are units; None for the default policy (see `unit.py`).
         prefetch: units gathered ahead, in both directions.
@@ -119,8 +120,6 @@ class Plan:
             class_names=_names(units),
             group=lambda name, shape: int(optimizer.decay(name, shape)),
         )
-        if not any(unit.trainable.slots for unit in self.units):
-            raise PlanError("the model has no trainable parameter")
         self._pages: dict[tuple[bool, bool], dict[Page, PageSpec]] = {}  # tens of thousands, asked for many times
         self.arena_slots, self.placement = self._placed()
 
@@ -165,6 +164,11 @@ class Plan:
         """What gradients travel in: as they are, unless something narrower was asked for; they are added in fp32."""
         sent = self.grad_dtype if self.local_sum else self.precision.compute
         return min(self.precision.reduce, sent, key=lambda dtype: dtype.itemsize)
+
+    @property
+    def trains(self) -> bool:
+        """There is something to train."""
+        return any(unit.trainable.slots for unit in self.units)
 
     def grad_numel(self, unit: UnitSpec) -> int:
         """Elements of the gradient that a rank keeps for the update."""

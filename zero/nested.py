@@ -1,0 +1,86 @@
+"""The tensors inside whatever a module takes and returns: containers of every kind, inside one another.
+
+Lists, tuples, named tuples, mappings of any class, dataclasses whether torch knows them or not, and whatever was
+registered with torch's pytree. Anything else is opaque, and so is what it holds.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import SUPPORTED_NODES
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor in `value`, in order; one that is there twice comes twice."""
+    found: list[Tensor] = []
+    _find(value, found, set())
+    return found
+
+
+def replaced(value: Any, new: Mapping[int, Tensor]) -> Any:
+    """`value` with other tensors in the places of those whose ids `new` has.
+
+    Containers on the way to one are copied, all others are shared: what nothing is replaced in is the same object.
+    """
+    return _replace(value, new, set()) if new else value
+
+
+# Functions of the module, as closures that call themselves are cycles: they would keep tensors until a collection.
+
+
+def _find(value: Any, found: list[Tensor], within: set[int]) -> None:
+    """Args: within: ids of the containers around `value`, as a container may hold itself."""
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif id(value) not in within:
+        within.add(id(value))
+        for _, part in _parts(value):
+            _find(part, found, within)
+        within.discard(id(value))
+
+
+def _replace(value: Any, new: Mapping[int, Tensor], within: set[int]) -> Any:
+    if isinstance(value, Tensor):
+        return new.get(id(value), value)
+    if id(value) in within:
+        return value
+    within.add(id(value))
+    parts = _parts(value)
+    changed = {key: after for key, part in parts if (after := _replace(part, new, within)) is not part}
+    within.discard(id(value))
+    return _rebuilt(value, parts, changed) if changed else value
+
+
+def _parts(value: Any) -> list[tuple[Any, Any]]:
+    """(key, part) of what a container holds; nothing for what is opaque."""
+    if isinstance(value, list | tuple):
+        return list(enumerate(value))
+    if type(value) in SUPPORTED_NODES and not isinstance(value, dict):
+        return list(enumerate(SUPPORTED_NODES[type(value)].flatten_fn(value)[0]))
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(one.name, getattr(value, one.name, None)) for one in dataclasses.fields(value)]
+    return []
+
+
+def _rebuilt(value: Any, parts: list[tuple[Any, Any]], changed: Mapping[Any, Any]) -> Any:
+    """A copy of the container with other parts."""
+    if isinstance(value, tuple):
+        make = getattr(type(value), "_make", type(value))  # a named tuple takes its parts one by one otherwise
+        return make(changed.get(key, part) for key, part in parts)
+    if type(value) in SUPPORTED_NODES and not isinstance(value, dict | list):
+        node = SUPPORTED_NODES[type(value)]
+        return node.unflatten_fn([changed.get(key, part) for key, part in parts], node.flatten_fn(value)[1])
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return type(value)({**value, **changed})  # type: ignore[call-arg]
+    copied = copy.copy(value)
+    for key, part in changed.items():
+        if isinstance(copied, list | MutableMapping):
+            copied[key] = part
+        if dataclasses.is_dataclass(copied) and not isinstance(copied, list):  # some are mappings too
+            object.__setattr__(copied, key, part)  # a frozen one as well: nobody has seen the copy
+    return copied

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from zero.checkpoint import load, open_checkpoint, open_latest, save
     from zero.copied import empty
     from zero.errors import ZeroError
-    from zero.full import full_state_dict
+    from zero.full import full_state_dict, gathered, get_full, set_full
     from zero.optim import adam, adamw, lion, sgd
     from zero.placement import Offload
     from zero.plan import Plan
@@ -44,6 +44,9 @@ _HOME = {
     "record": "step",
     "Timeline": "timeline",
     "full_state_dict": "full",
+    "gathered": "full",
+    "get_full": "full",
+    "set_full": "full",
     "save": "checkpoint",
     "load": "checkpoint",
     "open_checkpoint": "checkpoint",
@@ -66,6 +69,8 @@ __all__ = [
     "adamw",
     "empty",
     "full_state_dict",
+    "gathered",
+    "get_full",
     "init",
     "lion",
     "load",
@@ -76,6 +81,7 @@ __all__ = [
     "open_store",
     "record",
     "save",
+    "set_full",
     "sgd",
 ]
 

@@ -77,6 +77,11 @@ class State:
         return self._live().machinery_
 
     @property
+    def state(self) -> State:
+        """Itself: whatever has a state is asked for it by this name."""
+        return self._live()
+
+    @property
     def plan(self) -> Plan:
         return self.machinery.plan
 
@@ -86,8 +91,9 @@ class State:
         return self.machinery.model
 
     def advance(self, *, scale: LossScale, finite: bool) -> State:
-        """The state after one more step; this one is spent."""
+        """The state after one more step; this one is spent, and so are its gradients, which the update may use up."""
         live = self._live()
+        live.machinery_.updater.sums.clear()
         self.spent_.append(live.tried + 1)
         return replace(live, step_=live.step_ + finite, scale_=scale, spent_=[])
 

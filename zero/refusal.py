@@ -111,16 +111,19 @@ def unknown_key(model: type[BaseModel], key: str) -> str:
 
 def unknown(key: str, known: Sequence[str]) -> str:
     """The sentence for a dotted key that is not among the `known`."""
-    section, _, _ = key.rpartition(".")
+    section, _, own = key.rpartition(".")
     siblings = [name for name in known if name.rpartition(".")[0] == section]
     tops = list(dict.fromkeys(name.split(".")[0] for name in known))
-    for options in (siblings, [] if section else tops, known, tops):
+    beside = difflib.get_close_matches(own, [name.rpartition(".")[2] for name in siblings], n=1, cutoff=0.7)
+    if beside:  # compared without their section, which would make any two of them alike
+        return f"unknown key {key}; did you mean {'.'.join([*filter(None, [section]), beside[0]])}?"
+    elsewhere = [name for name in known if name.rpartition(".")[2] == own]
+    if elsewhere:
+        return f"unknown key {key}; did you mean {elsewhere[0]}?"
+    for options in ([] if section else tops, known, tops):
         close = difflib.get_close_matches(key, options, n=1, cutoff=0.7)
         if close:
             return f"unknown key {key}; did you mean {close[0]}?"
-    by_last_word = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
-    if by_last_word:
-        return f"unknown key {key}; did you mean {by_last_word[0]}?"
     return f"unknown key {key}; there are " + ", ".join(siblings if section else tops)
 
 

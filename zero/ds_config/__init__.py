@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero.config import Config, read
+from zero.config import keys as keys_here
 from zero.ds_config.keys import KEYS, Key
 from zero.ds_config.source import Given, check, read_source
 from zero.errors import ConfigError
@@ -62,12 +63,12 @@ def translate(raw: Mapping[str, Any] | str | os.PathLike[str], *, world_size: in
     try:
         given = check(source.settings)
         notes = list(given.notes)
-        flat = {**_taken(given), **_batch(given, world_size), **_stage(given), **_precision(given, notes)}
-        flat |= {**_offload(given, notes), **_optim(given, notes), **_schedule(given, notes), **_shown(given)}
+        flat = _taken(given) | _batch(given, world_size) | _stage(given) | _precision(given, notes)
+        flat |= _offload(given, notes) | _optim(given, notes) | _schedule(given, notes) | _tracker(given)
     except ConfigError as error:
         raise ConfigError(f"{source.name}: {error}") from None
     return Translation(
-        settings=_nested(flat),
+        settings=_nested({key: flat[key] for key in keys_here() if key in flat}),
         notes=tuple(f"{source.name}: {note}" for note in notes),
         managed=given.get("managed_gradient_accumulation", True),
         drop_last=given.get("dataloader_drop_last", False),
@@ -81,8 +82,8 @@ def _taken(given: Given) -> dict[str, Any]:
     kinds = (("", KEYS), ("optimizer.params.", _keys(given.optimizer)), ("scheduler.params.", _keys(given.scheduler)))
     return {
         key.to: given.values[f"{prefix}{key.name}"]
-        for prefix, keys in kinds
-        for key in keys
+        for prefix, kind in kinds
+        for key in kind
         if key.to and f"{prefix}{key.name}" in given.values
     }
 
@@ -126,7 +127,7 @@ def _precision(given: Given, notes: list[str]) -> dict[str, Any]:
     if fp16 and bf16:
         raise ConfigError("fp16.enabled and bf16.enabled are both true; choose one")
     if not (fp16 or bf16) and (unfilled := sorted(given.autos & {"fp16.enabled", "bf16.enabled"})):
-        notes.append(f"{unfilled[0]}=auto is filled in by nobody here: fp32; precision=bf16 or fp16 says otherwise")
+        notes.append(f"{unfilled[0]}=auto is filled in by nobody here: the model computes in fp32; write true or false")
     compute = "fp16" if fp16 else "bf16" if bf16 else "fp32"
     if given.get("communication_data_type") == "fp16" != compute:
         raise ConfigError(f"communication_data_type=fp16 has no loss scale while the model computes in {compute}")
@@ -140,8 +141,9 @@ def _precision(given: Given, notes: list[str]) -> dict[str, Any]:
         return found | {"precision.scale.static": given.get("fp16.loss_scale")}
     if least > initial:
         raise ConfigError(f"fp16.min_loss_scale={least:g} is above the first scale, 2^initial_scale_power={initial:g}")
-    most = Config().precision.scale.maximum
-    return found | {"precision.scale.initial": initial, "precision.scale.maximum": max(initial, most)}
+    found["precision.scale.initial"] = initial
+    most = Config().precision.scale.maximum  # DeepSpeed has none
+    return found | ({"precision.scale.maximum": initial} if initial > most else {})
 
 
 def _offload(given: Given, notes: list[str]) -> dict[str, Any]:
@@ -217,7 +219,7 @@ def _schedule(given: Given, notes: list[str]) -> dict[str, Any]:
         return {} if given.optimizer is None else {"schedule.name": "constant"}
     section = "scheduler.params"
     params = {**given.scheduler.defaults, **given.below(section)}
-    lr = given.get("optimizer.params.lr", given.optimizer.defaults["lr"] if given.optimizer else Config().optim.lr)
+    lr = _lr(given)
     name, found = given.scheduler.name, dict[str, Any]()
     peak_key = {"one_cycle": "cycle_max_lr", "lr_range": "lr_range_test_min_lr"}.get(name, "warmup_max_lr")
     if f"{section}.{peak_key}" in given.autos:
@@ -236,6 +238,14 @@ def _schedule(given: Given, notes: list[str]) -> dict[str, Any]:
     else:
         found |= _rise(given, params, peak)
     return {"schedule.name": name} | found
+
+
+def _lr(given: Given) -> float:
+    """The optimizer's learning rate; our default where it was left to us."""
+    if given.optimizer is None or "optimizer.params.lr" in given.autos:
+        name = "adamw" if given.optimizer is None else given.optimizer.name
+        return read({"optim": {"name": name}}).optim.lr
+    return float(given.get("optimizer.params.lr", given.optimizer.defaults["lr"]))
 
 
 def _rise(given: Given, params: Mapping[str, Any], peak: float) -> dict[str, Any]:
@@ -262,14 +272,14 @@ def _rise(given: Given, params: Mapping[str, Any], peak: float) -> dict[str, Any
     if cosine:
         found["schedule.final"] = params["cos_min_ratio"]
     else:
-        found |= {"schedule.final": 0.0, "schedule.hold": int(log)}
+        found |= {"schedule.final": start, "schedule.hold": int(log)}
         total = None if total is None else total + 1
     if total is not None and found["schedule.warmup"] != "auto" and total <= found["schedule.warmup"]:
         raise ConfigError(
             f"scheduler.params: total_num_steps={params['total_num_steps']} leaves no step for the decay after "
             f"warmup_num_steps={params['warmup_num_steps']}"
         )
-    return found | {"schedule.total": total}
+    return found if total is None else found | {"schedule.total": total}
 
 
 def _cycle(given: Given, params: Mapping[str, Any], peak: float) -> dict[str, Any]:
@@ -284,9 +294,9 @@ def _cycle(given: Given, params: Mapping[str, Any], peak: float) -> dict[str, An
     return found | ({"optim.beta2": 0.99} if params.get("cycle_momentum", True) else {})
 
 
-def _shown(given: Given) -> dict[str, Any]:
+def _tracker(given: Given) -> dict[str, Any]:
     if not given.get("wandb.enabled", False):
-        return {}
+        return {"tracker.name": "jsonl"}
     found = {"tracker.name": "wandb", "tracker.project": given.get("wandb.project", "deepspeed")}
     return found | ({"tracker.group": given.get("wandb.group")} if given.get("wandb.group") else {})
 

@@ -62,7 +62,7 @@ def read_source(raw: Mapping[str, Any] | str | os.PathLike[str]) -> Source:
     if isinstance(raw, str) and raw.lstrip().startswith("{"):
         return _parsed("ds_config", raw)
     path = Path(raw).expanduser()
-    if len(str(path)) < 4096 and path.is_file():
+    if os.path.isfile(path):  # False as well for what is too long for a name
         try:
             return _parsed(path.name, path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:

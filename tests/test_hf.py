@@ -5,10 +5,13 @@ make of that 1e-7 of a loss and up to 5e-5 in a parameter, where a gradient is s
 and the step is a whole one. Asked: 1e-5 of a loss, and 2e-4 in a parameter, a fiftieth of one step.
 """
 
+import importlib.machinery
+import importlib.util
 import json
 import os
 import shutil
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -202,7 +205,7 @@ def with_checkpoints(model):
 
 @pytest.mark.parametrize(("family", "tolerance"), [("llama", 0.0), ("t5", 1e-6)])
 def test_recomputed_activations_change_nothing_whoever_recomputes(family, tolerance, saved):
-    """Ours around a unit, or transformers' inside it. What all blocks of T5 read adds up its gradients in another order."""
+    """Ours around a unit, or transformers' inside it. T5's blocks share inputs, whose gradients are added otherwise."""
     plain = run_ranks(1, train_zero, family, saved(family), None, 3, "none")[0]
     for change, how in ((lambda model: None, {"activations": "remat"}), (with_checkpoints, {})):
         told = run_ranks(1, partial(train_zero, **how), family, saved(family), None, 3, "none", change)[0]
@@ -394,3 +397,18 @@ def test_an_export_and_a_file_of_transformers_are_the_same_weights(saved):
     assert len(found) == len(whole)
     assert all(torch.equal(found[name], value) for name, value in whole.items())
     assert "nothing" not in found
+
+
+# -- the example -------------------------------------------------------------------------------------------------------
+
+
+def test_the_example_trains_a_llama_from_folder_to_folder(tmp_path, capsys):
+    path = Path(__file__).resolve().parent.parent / "scripts" / "examples" / "hf_llama"
+    loader = importlib.machinery.SourceFileLoader("hf_llama", str(path))
+    example = importlib.util.module_from_spec(importlib.util.spec_from_loader("hf_llama", loader))
+    loader.exec_module(example)
+    assert example.main(["--small", "--offload", "infinity", "--folder", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "in 6 files" in told
+    assert "peak of resident memory" in told
+    assert "32,768 logits are the same to the last bit" in told

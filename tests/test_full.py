@@ -393,6 +393,38 @@ def test_parameter_gradient_and_moments_are_read_and_written_as_plain_torch_hold
         torch.testing.assert_close(last[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
+def halve_after_the_first(world, setting):
+    """What was read of two gradients after the first of two microbatches, and after the second."""
+    state, _ = setting.start(world, Plain, plain_loss)
+    step, seen = Step(state), [full_state_dict(state)]
+    for microbatch in slice_of(plain_batch(0), world, 2):
+        step.microbatch()
+        step.backward(plain_loss(state.model, microbatch))
+        seen.append(full_state_dict(step, "grad"))
+        if step.microbatches == 1:
+            with zero.gathered(step, "layers.1.*", modify=True, kind="grad") as full:
+                for tensor in full.values():
+                    tensor.mul_(0.5)
+    state, _ = step.finish()
+    state.machinery.store.close()
+    return seen
+
+
+@pytest.mark.parametrize(("stage", "preset"), [(0, "nvme"), (1, "none"), (2, "none"), (3, "infinity")])
+def test_an_edit_between_microbatches_is_added_to(stage, preset):
+    first, *seen = run_ranks(2, halve_after_the_first, at(stage, preset, accumulate=2))[0]
+    model = Plain()
+    model.load_state_dict(first)
+    parts = plain_batch(0).chunk(4)  # microbatch m of rank r is slice 2 m + r
+    for number, told in enumerate(seen):
+        for part in parts[2 * number : 2 * number + 2]:
+            (plain_loss(model, part) / 4).backward()
+        for name, value in told.items():
+            torch.testing.assert_close(value, model.get_parameter(name).grad, rtol=1e-5, atol=1e-7, msg=name)
+        for parameter in model.layers[1].parameters():
+            parameter.grad.mul_(0.5)
+
+
 def look_at_gradients(world, setting):
     """When there is one, and that looking is all that is done."""
     state, _ = trained(world, setting)

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import math
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -323,6 +324,7 @@ MISTAKES = [
     (scheduled("WarmupDecayLR", total_num_steps=10), "total_num_steps=10 leaves no step for the decay"),
     # what would change the numbers
     (of(amp={"enabled": True, "opt_level": "O1"}), "amp cannot be had: Apex is not used; write bf16 or fp16"),
+    (of(amp={"enabled": 1}), "amp.enabled=1: must be true or false"),
     (of(gradient_allreduce_op="sum"), "gradient_allreduce_op=sum cannot be had: gradients are averaged"),
     (of(optimizer={"type": "AdamW", "params": {"max_grad_norm": 1}}), "the norm is limited by gradient_clipping"),
     (of(optimizer={"type": "AdamW", "params": {"amsgrad": True}}), "amsgrad=true cannot be had: there is no AMSGrad"),
@@ -332,6 +334,9 @@ MISTAKES = [
     ('{"train_batch_size": 8, "train_batch_size": 8}', "the key train_batch_size stands twice in one section"),
     ('{"fp16": {"enabled": true, "enabled": false}}', "the key enabled stands twice in one section"),
     ('{"train_batch_size": 8,}', "ds_config: line 1, column 24: no JSON"),
+    ('{"train_batch_size": 1' + "0" * 5000 + "}", "a number of thousands of digits"),
+    ('{"train_batch_size": 1' + "0" * 400 + "}", "must be a whole number from 1"),
+    ('{"two\\nlines": 1}', "unknown key two lines"),
     ('{"a":' * 100_000, "ds_config: nested deeper than any configuration"),
 ]  # fmt: skip
 
@@ -348,6 +353,32 @@ def test_a_mistake_is_one_line_that_says_where(raw, said):
 
 def test_there_are_enough_mistakes():
     assert len(MISTAKES) >= 50
+
+
+NONSENSE = [None, True, -1, 0, 1e400, 0.5, 10**20, "auto", "", "x\n", "none", [], [1, 2], {}, {"enabled": 1}, {"a": {}}]
+
+
+def test_nonsense_in_any_place_is_one_line_or_a_meaning():
+    """Every value of every golden file in turn becomes each of these."""
+
+    def spoiled(node: dict) -> Iterator[dict]:
+        for key, value in node.items():
+            yield from ({**node, key: bad} for bad in NONSENSE)
+            if isinstance(value, dict):
+                yield from ({**node, key: inner} for inner in spoiled(value))
+
+    for path in GOLDEN:
+        for raw in spoiled(json.loads(path.read_text())):
+            assert not any("\n" in line for line in said_of(raw)), raw
+
+
+def said_of(raw: dict) -> tuple[str, ...]:
+    try:
+        told = translate(raw)
+        read(told.settings)
+    except ConfigError as refused:
+        return (str(refused),)
+    return told.notes
 
 
 def test_a_file_is_called_by_its_name(tmp_path):

@@ -195,18 +195,12 @@ def _optim(given: Given, notes: list[str]) -> dict[str, Any]:
     if given.optimizer is None:
         return found
     params = {**given.optimizer.defaults, **given.below("optimizer.params")}
-    for unfilled in ("lr", "weight_decay", "betas", "eps"):
-        if f"optimizer.params.{unfilled}" in given.autos:
-            params.pop(unfilled, None)
+    params = {name: value for name, value in params.items() if f"optimizer.params.{name}" not in given.autos}
     found |= {"optim.name": given.optimizer.name, "optim.decay": "all"}
     if given.get("optimizer.type").lower() == "adam" and not params.get("adam_w_mode", True):
         found["optim.name"] = "adam"
-    if (
-        params.get("torch_adam")
-        and found["optim.name"] == "adamw"
-        and "optimizer.params.weight_decay" not in given.values
-    ):
-        params["weight_decay"] = 0.01  # torch.optim.AdamW's
+    elif params.get("torch_adam"):
+        params["weight_decay"] = given.get("optimizer.params.weight_decay", 0.01)  # torch.optim.AdamW's
     if "betas" in params:
         found["optim.beta1"], found["optim.beta2"] = params["betas"]
     own = {key.name for key in given.optimizer.keys if key.to}
@@ -236,7 +230,7 @@ def _schedule(given: Given, notes: list[str]) -> dict[str, Any]:
     elif name == "lr_range":
         found |= {"schedule.every": params["lr_range_test_step_size"]}
     else:
-        found |= _rise(given, params, peak)
+        found |= _rise(given, name, params, peak)
     return {"schedule.name": name} | found
 
 
@@ -248,16 +242,13 @@ def _lr(given: Given) -> float:
     return float(given.get("optimizer.params.lr", given.optimizer.defaults["lr"]))
 
 
-def _rise(given: Given, params: Mapping[str, Any], peak: float) -> dict[str, Any]:
+def _rise(given: Given, name: str, params: Mapping[str, Any], peak: float) -> dict[str, Any]:
     """A warm-up and its decay.
 
     DeepSpeed makes its first two updates at the first rate; here that is one, so everything is a step earlier. A
     logarithm is then at its peak in step `warmup_num_steps`, a line one step later, where a linear decay begins.
     """
-    log, cosine = (
-        params["warmup_type"] == "log",
-        given.scheduler is not None and given.scheduler.name == "warmup_cosine",
-    )
+    log, cosine = params["warmup_type"] == "log", name == "warmup_cosine"
     start = params["warmup_min_ratio"] if cosine else params["warmup_min_lr"] / peak
     if start > 1:
         raise ConfigError(f"scheduler.params: the warm-up begins at {start * peak:g}, above its peak of {peak:g}")
@@ -266,7 +257,7 @@ def _rise(given: Given, params: Mapping[str, Any], peak: float) -> dict[str, Any
         found["schedule.warmup"] = "auto"
     else:
         found["schedule.warmup"] = max(2, params["warmup_num_steps"]) + (0 if log or cosine else 1)
-    if given.scheduler is None or given.scheduler.name == "linear_warmup":
+    if name == "linear_warmup":
         return found
     total = params.get("total_num_steps")
     if cosine:

@@ -316,7 +316,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("comms_logger", "report.html has every collective of one step", "enabled prof_all prof_ops verbose debug"),
     Feature(
         "compile",
-        "there are no graph passes; gathers are scheduled by the order of units",
+        "zero.compile=true compiles what a unit computes; gathers follow the order of units, not a graph",
         "deepcompile free_activation free_activation_threshold offload_activation "
         "offload_opt_states double_buffer symmetric_memory offload_parameters sync_before_reduce sync_after_reduce "
         "sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors debug_log passes",

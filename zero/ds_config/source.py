@@ -11,10 +11,11 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from zero import refusal
-from zero.ds_config.keys import ALIASES, FEATURES, KEYS, OPTIMIZERS, SCHEDULERS, Key, Kind
+from zero.ds_config.keys import ALIASES, FEATURES, KEYS, OPTIMIZERS, SCHEDULERS, Feature, Key, Kind
 from zero.errors import ConfigError
 
 AUTO = "auto"
@@ -81,6 +82,8 @@ def _parsed(name: str, text: str) -> Source:
         found = json.loads(text, object_pairs_hook=_without_twins)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{name}: line {error.lineno}, column {error.colno}: no JSON: {error.msg}") from None
+    except ValueError:
+        raise ConfigError(f"{name}: holds a number of thousands of digits") from None
     except RecursionError:
         raise ConfigError(f"{name}: nested deeper than any configuration") from None
     except _TwinKeyError as twin:
@@ -112,70 +115,61 @@ def check(settings: Mapping[str, Any]) -> Given:
     Raises:
         ConfigError: an unknown key, a value that its key does not take, or one that asks for other numbers.
     """
-    plain = {key.name: key for key in KEYS}
-    features = {feature.name: feature for feature in FEATURES}
-    values, autos, notes = dict[str, Any](), set[str](), list[str]()
+    found = _Found()
+    for typed, name, value in _walk(settings, "", ""):
+        if name in _FEATURES:
+            found.notes += _feature(_FEATURES[name], typed, value)
+        else:
+            found.take(_PLAIN[name], typed, value)
+    optimizer = _kind("optimizer", found, OPTIMIZERS, lower=True)
+    scheduler = _kind("scheduler", found, SCHEDULERS)
+    return Given(found.values, frozenset(found.autos), tuple(found.notes), optimizer, scheduler)
 
-    def take(key: Key, typed: str, value: Any) -> None:
-        if key.name in values or key.name in autos:
+
+_PLAIN: Mapping[str, Key] = MappingProxyType({key.name: key for key in KEYS})
+_FEATURES: Mapping[str, Feature] = MappingProxyType({feature.name: feature for feature in FEATURES})
+
+
+class _Found:
+    """What was read so far."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.autos: set[str] = set()
+        self.notes: list[str] = []
+
+    def take(self, key: Key, typed: str, value: Any) -> None:
+        if key.name in self.values or key.name in self.autos:
             raise ConfigError(f"{typed} says again what another spelling of {key.name} says; remove one")
         if value is None:
             return
         if value == AUTO:
-            autos.add(key.name)
+            self.autos.add(key.name)
             return
-        values[key.name] = _value(key, typed, value)
+        self.values[key.name] = _value(key, typed, value)
         if key.why and not key.only:
-            notes.append(f"{typed} has no meaning here: {key.why}")
-
-    known = [*plain, *features, *{section for name in plain for section in _above(name)}]
-    for typed, name, value in _walk(settings, plain, features, known):
-        if name in features:
-            notes += _feature(features[name]._replace(name=typed), value)
-        else:
-            take(plain[name], typed, value)
-
-    optimizer = _kind("optimizer", values, OPTIMIZERS, lower=True)
-    scheduler = _kind("scheduler", values, SCHEDULERS)
-    for section, kind in (("optimizer", optimizer), ("scheduler", scheduler)):
-        params = values.pop(f"{section}.params", {})
-        if not isinstance(params, Mapping):
-            raise ConfigError(f"{section}.params={refusal.shown(params)}: must be a section of keys")
-        if kind is None:
-            continue
-        own = {key.name: key for key in kind.keys}
-        for name, value in params.items():
-            typed = f"{section}.params.{name}"
-            if name == "max_grad_norm":
-                raise ConfigError(f"{typed}: the norm is limited by gradient_clipping, beside {section}")
-            if name not in own:
-                raise ConfigError(refusal.unknown(typed, [f"{section}.params.{name}" for name in own]))
-            take(own[name]._replace(name=typed), typed, value)
-        for name in kind.required:
-            if f"{section}.params.{name}" not in {*values, *autos}:
-                raise ConfigError(f"{section}.type={values[f'{section}.type']} needs {section}.params.{name}")
-    return Given(values, frozenset(autos), tuple(notes), optimizer, scheduler)
+            self.notes.append(f"{typed} has no meaning here: {key.why}")
 
 
-def _walk(
-    node: Mapping[str, Any], plain: Mapping[str, Key], features: Mapping[str, Any], known: list[str]
-) -> Iterator[tuple[str, str, Any]]:
+def _walk(node: Mapping[str, Any], typed_prefix: str, prefix: str) -> Iterator[tuple[str, str, Any]]:
     """(as typed, as in the table, value) of every key."""
+    for key, value in node.items():
+        typed, name = f"{typed_prefix}{refusal.shown(key)}", f"{prefix}{key}"
+        name = ALIASES.get(name, name)
+        if name in _PLAIN or name in _FEATURES:
+            yield typed, name, value
+        elif name not in _KNOWN:
+            raise ConfigError(refusal.unknown(typed, _KNOWN))
+        else:
+            yield from _walk(_section(typed, value), f"{typed}.", f"{name}.")
 
-    def below(node: Mapping[str, Any], typed_prefix: str, prefix: str) -> Iterator[tuple[str, str, Any]]:
-        for key, value in node.items():
-            typed, name = f"{typed_prefix}{key}", f"{prefix}{key}"
-            name = ALIASES.get(name, name)
-            if name in plain or name in features:
-                yield typed, name, value
-            elif name not in known:
-                raise ConfigError(refusal.unknown(typed, known))
-            elif isinstance(value, Mapping):
-                yield from below(value, f"{typed}.", f"{name}.")
-            elif value is not None and value != AUTO:
-                raise ConfigError(f"{typed}={refusal.shown(value)}: must be a section of keys")
 
-    yield from below(node, "", "")
+def _section(typed: str, value: Any) -> Mapping[str, Any]:
+    if value is None or value == AUTO:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{typed}={refusal.shown(value)}: must be a section of keys")
+    return value
 
 
 def _above(name: str) -> list[str]:
@@ -183,51 +177,63 @@ def _above(name: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
+_KNOWN = tuple(dict.fromkeys([*_PLAIN, *_FEATURES, *(section for name in _PLAIN for section in _above(name))]))
+
+
 def _value(key: Key, typed: str, value: Any) -> Any:
     try:
         found = key.takes.read(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ConfigError(f"{typed}={refusal.shown(value)}: must be {key.takes.words}") from None
     if key.only and found not in key.only:
         raise ConfigError(f"{typed}={refusal.shown(value)} cannot be had: {key.why}")
     return found
 
 
-def _feature(feature: Any, section: Any) -> Iterator[str]:
+def _feature(feature: Feature, typed: str, value: Any) -> Iterator[str]:
     """What is said of a section that is switched on.
 
     Raises:
         ConfigError: it would change the numbers of a run, or holds a key that it does not have.
     """
-    if section is None or section == AUTO:
-        return
-    if not isinstance(section, Mapping):
-        raise ConfigError(f"{feature.name}={refusal.shown(section)}: must be a section of keys")
+    section = _section(typed, value)
     if feature.keys is not None:
-        names = [f"{feature.name}.{name}" for name in feature.keys.split()]
+        names = [f"{typed}.{name}" for name in feature.keys.split()]
         for key in section:
-            if f"{feature.name}.{key}" not in names:
-                raise ConfigError(refusal.unknown(f"{feature.name}.{key}", names))
-    switch = section.get(feature.on, False) if feature.on else bool(section)
-    if switch not in (True, False, None, AUTO):
-        raise ConfigError(f"{feature.name}.{feature.on}={refusal.shown(switch)}: must be true or false")
-    if switch is not True:
+            if f"{typed}.{key}" not in names:
+                raise ConfigError(refusal.unknown(f"{typed}.{refusal.shown(key)}", names))
+    switch = section.get(feature.on) if feature.on else bool(section)
+    if switch is None or switch == AUTO:
         return
-    if feature.refused:
-        raise ConfigError(f"{feature.name} cannot be had: {feature.why}")
-    yield f"{feature.name} has no meaning here: {feature.why}"
+    if type(switch) is not bool:
+        raise ConfigError(f"{typed}.{feature.on}={refusal.shown(switch)}: must be true or false")
+    if switch and feature.refused:
+        raise ConfigError(f"{typed} cannot be had: {feature.why}")
+    if switch:
+        yield f"{typed} has no meaning here: {feature.why}"
 
 
-def _kind(section: str, values: Mapping[str, Any], kinds: Mapping[str, Kind], *, lower: bool = False) -> Kind | None:
-    """The type of an optimizer or a schedule; None where there is none."""
-    wanted = values.get(f"{section}.type")
+def _kind(section: str, found: _Found, kinds: Mapping[str, Kind], *, lower: bool = False) -> Kind | None:
+    """The type of an optimizer or a schedule, None where there is none; its `params` are read as its own keys."""
+    wanted, params = found.values.get(f"{section}.type"), found.values.pop(f"{section}.params", None)
     if wanted is None:
-        if f"{section}.params" in values:
+        if params is not None:
             raise ConfigError(f"{section}.params without {section}.type; there are {', '.join(kinds)}")
         return None
     name = wanted.lower() if lower else wanted
     if name not in kinds:
-        raise ConfigError(
-            f"{section}.type={refusal.shown(wanted)} does not exist here; {refusal.nearest(wanted, kinds)}"
-        )
+        said = refusal.nearest(wanted, kinds)
+        raise ConfigError(f"{section}.type={refusal.shown(wanted)} does not exist here; {said}")
+    prefix = f"{section}.params."
+    own = {f"{prefix}{key.name}": key for key in kinds[name].keys}
+    for key, value in _section(f"{section}.params", params).items():
+        typed = f"{prefix}{refusal.shown(key)}"
+        if key == "max_grad_norm":
+            raise ConfigError(f"{typed}: the norm is limited by gradient_clipping, beside {section}")
+        if typed not in own:
+            raise ConfigError(refusal.unknown(typed, list(own)))
+        found.take(own[typed]._replace(name=typed), typed, value)
+    for key in kinds[name].required:
+        if f"{prefix}{key}" not in {*found.values, *found.autos}:
+            raise ConfigError(f"{section}.type={wanted} needs {prefix}{key}")
     return kinds[name]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zero.errors import ConfigError
-from zero.optim import Hyper, Transform, adagrad, adam, adamw, decay_matrices, lion, sgd
+from zero.optim import Settings, Transform, adagrad, adam, adamw, decay_matrices, lion, sgd
 
 LR, DECAY = 3e-3, 0.1
 SETTINGS = {
@@ -39,9 +39,9 @@ def take_steps(transform: Transform, numel: int, cuts: list[int], *, device="cpu
     moments = tuple(torch.zeros(numel, device=device) for _ in transform.moments)
     for step in (1, 2, 3):
         grad = torch.randn(numel, generator=make).to(device)
-        hyper = Hyper(step, transform.lr_at(step), transform.weight_decay, 3.7)
+        _, now = transform.hyper_at(step, 3.7).groups
         for start, stop in pairwise(cuts):
-            transform.update(param[start:stop], grad[start:stop], tuple(m[start:stop] for m in moments), hyper)
+            transform.update(param[start:stop], grad[start:stop], tuple(m[start:stop] for m in moments), now, 3.7)
     return [param, *moments]
 
 
@@ -100,7 +100,7 @@ def test_ten_steps_are_those_of_plain_torch(name, divisor):
         grad = torch.randn(192, generator=make)
         theirs.grad = grad.double() / divisor
         oracle.step()
-        transform.update(ours, grad, moments, Hyper(step, LR, DECAY, divisor))
+        transform.update(ours, grad, moments, transform.groups[1](step), divisor)
     torch.testing.assert_close(ours.double(), theirs.detach(), rtol=2e-6, atol=2e-6)
     state = oracle.state[theirs]
     expected = [state[key] for key in ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum") if state.get(key) is not None]
@@ -114,7 +114,7 @@ def test_lion_is_the_papers_algorithm():
     make = torch.Generator().manual_seed(1)
     param, mu = torch.randn(64, generator=make), torch.zeros(64)
     expected, momentum = param.tolist(), [0.0] * 64
-    update = SETTINGS["lion"]().update
+    transform = SETTINGS["lion"]()
     for step in range(1, 11):
         grad = torch.randn(64, generator=make)
         for i, g in enumerate((grad.double() / 3).tolist()):
@@ -122,14 +122,14 @@ def test_lion_is_the_papers_algorithm():
             sign = (direction > 0) - (direction < 0)
             expected[i] -= LR * (sign + DECAY * expected[i])
             momentum[i] = 0.99 * momentum[i] + 0.01 * g
-        update(param, grad, (mu,), Hyper(step, LR, DECAY, 3.0))
+        transform.update(param, grad, (mu,), transform.groups[1](step), 3.0)
     torch.testing.assert_close(param.double(), torch.tensor(expected).double(), rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(mu.double(), torch.tensor(momentum).double(), rtol=2e-6, atol=2e-6)
 
 
 def test_the_first_step_of_momentum_starts_the_buffer_as_the_gradient():
     param, grad, mu = torch.zeros(64), torch.full((64,), 2.0), torch.full((64,), nan)
-    sgd(0.5, momentum=0.9).update(param, grad, (mu,), Hyper(1, 0.5, 0.0, 1.0))
+    sgd(0.5, momentum=0.9).update(param, grad, (mu,), Settings(0.5, 0.0, (0.9,)), 1.0)
     assert mu.eq(2.0).all()
     assert param.eq(-1.0).all()
 
@@ -143,7 +143,7 @@ def test_the_divisor_divides_the_gradient_once(name):
     for scale in (1.0, 2.0**16):
         transform, param = SETTINGS[name](), start.clone()
         moments = tuple(torch.zeros(128) for _ in transform.moments)
-        transform.update(param, grad * scale, moments, Hyper(1, LR, DECAY, scale))
+        transform.update(param, grad * scale, moments, transform.groups[1](1), scale)
         results.append([param, *moments])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -152,14 +152,14 @@ def test_the_divisor_divides_the_gradient_once(name):
 def test_an_empty_page_is_no_work(name):
     transform = SETTINGS[name]()
     empty = torch.zeros(0)
-    transform.update(empty, empty.clone(), tuple(empty.clone() for _ in transform.moments), Hyper(1, LR, DECAY, 2.0))
+    transform.update(empty, empty.clone(), tuple(empty.clone() for _ in transform.moments), transform.groups[1](1), 2.0)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_transform_travels_to_another_process(name):
     transform = SETTINGS[name]()
     copy = pickle.loads(pickle.dumps(transform))
-    assert (copy.name, copy.moments, copy.lr) == (transform.name, transform.moments, transform.lr)
+    assert (copy.name, copy.moments, copy.fields()) == (transform.name, transform.moments, transform.fields())
     for a, b in zip(take_steps(transform, 64, [0, 64]), take_steps(copy, 64, [0, 64]), strict=True):
         assert torch.equal(a, b)
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from zero.copied import empty
     from zero.errors import ZeroError
     from zero.full import full_state_dict, gathered, get_full, set_full
-    from zero.optim import adam, adamw, lion, sgd
+    from zero.optim import Group, adagrad, adam, adamw, lion, sgd
     from zero.placement import Offload
     from zero.plan import Plan
     from zero.precision import LossScaling, Precision
@@ -33,6 +33,8 @@ _HOME = {
     "adam": "optim",
     "sgd": "optim",
     "lion": "optim",
+    "adagrad": "optim",
+    "Group": "optim",
     "empty": "copied",
     "Plan": "plan",
     "open_store": "step",
@@ -55,6 +57,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Group",
     "LossScaling",
     "Metrics",
     "Offload",
@@ -65,6 +68,7 @@ __all__ = [
     "Timeline",
     "World",
     "ZeroError",
+    "adagrad",
     "adam",
     "adamw",
     "empty",

@@ -1,11 +1,12 @@
 """From settings to the objects of the engine: one function each, nothing but names on both sides."""
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
 from zero import optim, schedule
-from zero.config import Adagrad, Adam, AdamW, Config, Decay, Lion, LrRange, OneCycle, Warmup, WarmupLinear
+from zero.config import SGD, Adagrad, AdamW, Config, Decay, Lion, LrRange, OneCycle, Warmup, WarmupLinear
 from zero.errors import ConfigError
 from zero.optim import Schedule, Transform
 from zero.placement import Room
@@ -58,18 +59,17 @@ def build_optimizer(config: Config) -> Transform:
     """The transform with its schedule, clipping and decay."""
     chosen = config.optim
     decay = optim.decay_matrices if chosen.decay == "matrices" else _decay_all
-    lr, clip, weight_decay = build_schedule(config), chosen.clip, chosen.weight_decay
-    if isinstance(chosen, AdamW | Adam):
-        make = optim.adamw if isinstance(chosen, AdamW) else optim.adam
-        betas = {"beta1": chosen.beta1, "beta2": chosen.beta2}
-        return make(lr, **betas, eps=chosen.eps, weight_decay=weight_decay, clip=clip, decay=decay)
-    if isinstance(chosen, Lion):
-        return optim.lion(lr, beta1=chosen.beta1, beta2=chosen.beta2, weight_decay=weight_decay, clip=clip, decay=decay)
+    lr, cycled = build_schedule(config), _cycled_momentum(config)
+    how: dict[str, Any] = {"weight_decay": chosen.weight_decay, "clip": chosen.clip, "decay": decay}
     if isinstance(chosen, Adagrad):
-        return optim.adagrad(lr, eps=chosen.eps, weight_decay=weight_decay, clip=clip, decay=decay)
-    return optim.sgd(
-        lr, momentum=chosen.momentum, nesterov=chosen.nesterov, weight_decay=weight_decay, clip=clip, decay=decay
-    )
+        return optim.adagrad(lr, eps=chosen.eps, **how)
+    if isinstance(chosen, SGD):
+        return optim.sgd(lr, momentum=cycled or chosen.momentum, nesterov=chosen.nesterov, **how)
+    betas: dict[str, Any] = {"beta1": cycled or chosen.beta1, "beta2": chosen.beta2}
+    if isinstance(chosen, Lion):
+        return optim.lion(lr, **betas, **how)
+    make = optim.adamw if isinstance(chosen, AdamW) else optim.adam
+    return make(lr, **betas, eps=chosen.eps, **how)
 
 
 def build_schedule(config: Config) -> Schedule:
@@ -87,6 +87,16 @@ def build_schedule(config: Config) -> Schedule:
     if isinstance(chosen, LrRange):
         return schedule.lr_range(lr, chosen.every, rate=chosen.rate, stairs=chosen.stairs)
     return schedule.constant(lr)
+
+
+def _cycled_momentum(config: Config) -> Schedule | None:
+    """What goes in place of the optimizer's momentum, where the schedule says so."""
+    chosen = config.schedule
+    if not isinstance(chosen, OneCycle) or not chosen.momentum:
+        return None
+    return schedule.cycled_momentum(
+        chosen.momentum_min, chosen.momentum_max, _cycle(config, chosen), decay_rate=chosen.momentum_decay_rate
+    )
 
 
 def _cycle(config: Config, chosen: OneCycle) -> schedule.Cycle:

@@ -1,8 +1,11 @@
 """Optimizers as functions of one page.
 
-A `Transform` is a record: which moments a parameter has, and `update`, which moves one page of parameters in place.
-It knows nothing of ranks, stores or files: what changes from step to step arrives by value in `Hyper`, so
-an update may run long after the step that decided it.
+A `Transform` is a record: which moments a parameter has, which group it belongs to, and `update`, which moves one page
+of parameters in place. It knows nothing of ranks, stores or files: what changes from step to step arrives by value in
+`Hyper`, so an update may run long after the step that decided it.
+
+A **group** is the parameters that share `Settings`. Its learning rate, decay and momenta are numbers, functions of the
+step, or read at each step from a dict that the user holds, as the `param_groups` of torch; so is whether it trains.
 
 The law here is the cut test: any cut at multiples of 64 elements gives the same bits, whatever the number of threads.
 torch's fused kernels keep it, because they hand out work in units of 64 elements (not at other cuts: the tail of their
@@ -17,11 +20,12 @@ Methods for Online Learning and Stochastic Optimization".
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property, partial
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,19 +34,37 @@ from zero.errors import ConfigError
 from zero.schedule import Schedule
 
 
+class Settings(NamedTuple):
+    """What one group is updated with at one step."""
+
+    lr: float
+    weight_decay: float = 0.0
+    betas: tuple[float, ...] = ()
+    """As many as the optimizer has: two for Adam and Lion, the momentum for SGD."""
+    trains: bool = True
+    """A group that does not keeps its parameters and moments, and its gradient does not count in the norm."""
+    step: int = 1
+    """1 for the group's first update: neither skipped steps count, nor those in which it did not train."""
+
+
 class Hyper(NamedTuple):
-    """What one update needs besides tensors, captured by value when the step decides it."""
+    """Every number that one step's updates need besides tensors, captured by value when the step decides them."""
 
     step: int
     """1 for the first update; skipped steps do not count."""
-    lr: float
-    weight_decay: float
     divisor: float
     """Gradients are divided by it once, in fp32: ranks x accumulate x loss scale / clip coefficient."""
+    groups: tuple[Settings, ...]
+
+    @property
+    def lr(self) -> float:
+        """Of the default group."""
+        return self.groups[0].lr
 
 
-Update = Callable[[Tensor, Tensor, tuple[Tensor, ...], Hyper], None]
-Decay = Callable[[str, tuple[int, ...]], bool]
+Update = Callable[[Tensor, Tensor, tuple[Tensor, ...], Settings, float], None]
+Mask = Callable[[str, tuple[int, ...]], bool]
+Number = float | Schedule
 
 
 def decay_matrices(name: str, shape: tuple[int, ...]) -> bool:
@@ -51,12 +73,62 @@ def decay_matrices(name: str, shape: tuple[int, ...]) -> bool:
 
 
 @dataclass(frozen=True)
+class Group:
+    """Parameters with settings of their own; what is None is as in the optimizer's call.
+
+        slow, late = zero.Group(["embed.*"], lr=1e-4), zero.Group(["head.*"], trains=lambda step: step > 100)
+        optimizer = zero.adamw(1e-3, groups=[slow, late])
+
+    The first group that takes a parameter has it.
+
+    Args:
+        takes: names of parameters, or patterns such as "blocks.*.bias", or a function of (name, shape).
+        weight_decay: of all that it takes; where None, the optimizer's mask says what decays.
+        betas: in the order of the optimizer's; SGD has its momentum there.
+        trains: whether it is updated at all, or a function of the step.
+        live: a dict that is read when a step decides; what it has of lr, weight_decay, betas, momentum and trains wins.
+    """
+
+    takes: Collection[str] | Mask
+    lr: Number | None = None
+    weight_decay: Number | None = None
+    betas: tuple[Number, ...] | None = None
+    trains: bool | Callable[[int], bool] = True
+    live: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def has(self, name: str, shape: tuple[int, ...]) -> bool:
+        if callable(self.takes):
+            return bool(self.takes(name, shape))
+        return name in self._names or any(fnmatchcase(name, pattern) for pattern in self._patterns)
+
+    @property
+    def masked(self) -> bool:
+        """Whether the optimizer's mask says what of it decays."""
+        return self.weight_decay is None and "weight_decay" not in self.live
+
+    def given(self) -> dict[str, Any]:
+        """lr, weight_decay, betas and trains as they are said just now."""
+        now = {"lr": self.lr, "weight_decay": self.weight_decay, "betas": self.betas, "trains": self.trains}
+        if "momentum" in self.live:
+            now["betas"] = (self.live["momentum"],)
+        return now | {key: self.live[key] for key in now if key in self.live}
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset([self.takes] if isinstance(self.takes, str) else self.takes)  # type: ignore[arg-type]
+
+    @cached_property
+    def _patterns(self) -> tuple[str, ...]:
+        return tuple(name for name in self._names if {*"*?["} & {*name})
+
+
+@dataclass(frozen=True)
 class Transform:
     """An optimizer as data. Make one with `adamw`, `adam`, `sgd`, `lion` or `adagrad`.
 
-    `update(param_K, grad_K, moments_K, hyper)` works in place on (K,) fp32 tensors of one device, none of which
-    requires a gradient; K is a multiple of 64, moments come in the order of `moments`. It may destroy `grad_K`.
-    Moments are zeros before the first update.
+    `update(param_K, grad_K, moments_K, settings, divisor)` works in place on (K,) fp32 tensors of one device, none of
+    which requires a gradient; K is a multiple of 64, moments come in the order of `moments`. It may destroy `grad_K`.
+    Moments are zeros before the first update, except `copies`, which begin as the parameters.
 
     Raises:
         ConfigError: a negative or non-finite setting.
@@ -65,101 +137,116 @@ class Transform:
     name: str
     moments: tuple[str, ...]
     update: Update
-    lr: float | Schedule
-    """Or a function of the step, 1 for the first update: see `schedule.py`."""
+    groups: tuple[Callable[[int], Settings], ...]
+    """By number, a function of the step, 1 for the first update; the first is the default group's."""
+    group: Callable[[str, tuple[int, ...]], int]
+    """(name, shape) -> the number of its group."""
     clip: float | None = None
     """The largest global gradient norm, None for no clipping."""
-    weight_decay: float = 0.0
-    decay: Decay = decay_matrices
-    """(name, shape) -> whether `weight_decay` applies to that parameter."""
+    copies: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not callable(self.lr):
-            _require("lr", self.lr, 0 <= self.lr < inf, "0 or more")
         if self.clip is not None:
             _require("clip", self.clip, 0 < self.clip < inf, "more than 0, or none")
-        _require("weight_decay", self.weight_decay, 0 <= self.weight_decay < inf, "0 or more")
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of update `step`, 1 for the first.
+        """The learning rate of update `step` in the default group.
 
         Raises:
             ConfigError: the schedule gave a negative or non-finite number.
         """
-        lr = self.lr(step) if callable(self.lr) else self.lr
-        _require(f"lr at step {step}", lr, 0 <= lr < inf, "0 or more: check the schedule")
-        return lr
+        return self.groups[0](step).lr
+
+    def hyper_at(self, step: int, divisor: float) -> Hyper:
+        """What update `step` is made with, as far as that can be known before the norm.
+
+        Raises:
+            ConfigError: a schedule or a dict gave a number out of range.
+        """
+        return Hyper(step, divisor, tuple(group(step) for group in self.groups))
+
+    def fields(self) -> dict[str, str]:
+        """What all ranks must agree on."""
+        return {
+            "optim": f"{self.name} clip={self.clip}",
+            "optim settings": f"{_numbers(self.update)} {[tuple(group(1)[1:]) for group in self.groups]}",
+            "optim.lr": str([group(1).lr for group in self.groups]),
+        }
 
 
 def adamw(
-    lr: float | Schedule,
+    lr: Number,
     *,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
+    beta1: Number = 0.9,
+    beta2: Number = 0.999,
     eps: float = 1e-8,
-    weight_decay: float = 0.01,
+    weight_decay: Number = 0.01,
     clip: float | None = None,
-    decay: Decay = decay_matrices,
+    decay: Mask = decay_matrices,
+    groups: Sequence[Group] = (),
 ) -> Transform:
     """Adam with decoupled weight decay: parameters shrink by lr x weight_decay, moments never see it."""
-    update = partial(_adam, torch._fused_adamw_, _beta("beta1", beta1), _beta("beta2", beta2), _eps(eps))
-    return Transform("adamw", ("mu", "nu"), update, lr, clip, weight_decay, decay)
+    update, betas = partial(_adam, torch._fused_adamw_, _eps(eps)), {"beta1": beta1, "beta2": beta2}
+    return _transform("adamw", ("mu", "nu"), update, lr, betas, weight_decay, clip, decay, groups)
 
 
 def adam(
-    lr: float | Schedule,
+    lr: Number,
     *,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
+    beta1: Number = 0.9,
+    beta2: Number = 0.999,
     eps: float = 1e-8,
-    weight_decay: float = 0.0,
+    weight_decay: Number = 0.0,
     clip: float | None = None,
-    decay: Decay = decay_matrices,
+    decay: Mask = decay_matrices,
+    groups: Sequence[Group] = (),
 ) -> Transform:
     """Adam with L2 weight decay: weight_decay x parameter is added to the gradient."""
-    update = partial(_adam, torch._fused_adam_, _beta("beta1", beta1), _beta("beta2", beta2), _eps(eps))
-    return Transform("adam", ("mu", "nu"), update, lr, clip, weight_decay, decay)
+    update, betas = partial(_adam, torch._fused_adam_, _eps(eps)), {"beta1": beta1, "beta2": beta2}
+    return _transform("adam", ("mu", "nu"), update, lr, betas, weight_decay, clip, decay, groups)
 
 
 def sgd(
-    lr: float | Schedule,
+    lr: Number,
     *,
-    momentum: float = 0.0,
+    momentum: Number = 0.0,
     nesterov: bool = False,
-    weight_decay: float = 0.0,
+    weight_decay: Number = 0.0,
     clip: float | None = None,
-    decay: Decay = decay_matrices,
+    decay: Mask = decay_matrices,
+    groups: Sequence[Group] = (),
 ) -> Transform:
     """Stochastic gradient descent with L2 weight decay, as `torch.optim.SGD`: without momentum there are no moments."""
-    _require("momentum", momentum, 0 <= momentum < inf, "0 or more")
-    if nesterov and not momentum:
+    remembers = bool(momentum) or any(any(group.given()["betas"] or ()) for group in groups)
+    if nesterov and not remembers:
         raise ConfigError("optim.nesterov=true looks ahead along the momentum, which is 0; set optim.momentum")
-    update = partial(_sgd, momentum, nesterov)
-    return Transform("sgd", ("mu",) if momentum else (), update, lr, clip, weight_decay, decay)
+    moments, update, betas = ("mu",) if remembers else (), partial(_sgd, nesterov), {"momentum": momentum}
+    return _transform("sgd", moments, update, lr, betas, weight_decay, clip, decay, groups)
 
 
 def lion(
-    lr: float | Schedule,
+    lr: Number,
     *,
-    beta1: float = 0.9,
-    beta2: float = 0.99,
-    weight_decay: float = 0.0,
+    beta1: Number = 0.9,
+    beta2: Number = 0.99,
+    weight_decay: Number = 0.0,
     clip: float | None = None,
-    decay: Decay = decay_matrices,
+    decay: Mask = decay_matrices,
+    groups: Sequence[Group] = (),
 ) -> Transform:
     """The sign of a momentum as the direction, decoupled weight decay; wants a third to a tenth of AdamW's lr."""
-    update = partial(_lion, _beta("beta1", beta1), _beta("beta2", beta2))
-    return Transform("lion", ("mu",), update, lr, clip, weight_decay, decay)
+    return _transform("lion", ("mu",), _lion, lr, {"beta1": beta1, "beta2": beta2}, weight_decay, clip, decay, groups)
 
 
 def adagrad(
-    lr: float | Schedule,
+    lr: Number,
     *,
     lr_decay: float = 0.0,
     eps: float = 1e-10,
-    weight_decay: float = 0.0,
+    weight_decay: Number = 0.0,
     clip: float | None = None,
-    decay: Decay = decay_matrices,
+    decay: Mask = decay_matrices,
+    groups: Sequence[Group] = (),
 ) -> Transform:
     """Steps divided by the root of the sum of all squared gradients, L2 weight decay, as `torch.optim.Adagrad`.
 
@@ -168,85 +255,141 @@ def adagrad(
     """
     _require("lr_decay", lr_decay, 0 <= lr_decay < inf, "0 or more")
     update = partial(_adagrad, lr_decay, _eps(eps))
-    return Transform("adagrad", ("nu",), update, lr, clip, weight_decay, decay)
+    return _transform("adagrad", ("nu",), update, lr, {}, weight_decay, clip, decay, groups)
+
+
+def _transform(
+    name: str,
+    moments: tuple[str, ...],
+    update: Update,
+    lr: Number,
+    betas: Mapping[str, Number],
+    weight_decay: Number,
+    clip: float | None,
+    decay: Mask,
+    groups: Sequence[Group],
+) -> Transform:
+    """Each group twice, what does not decay and what does: number 2 i and 2 i + 1 of group i, the default one first."""
+    default = Group((), lr, weight_decay, tuple(betas.values()))
+    for key, value in {"lr": lr, "weight_decay": weight_decay, **betas}.items():
+        if not callable(value):
+            _in_range(key, value)
+    settings = tuple(
+        partial(_settings, group, default, tuple(betas), decays, f"groups[{i - 1}]." if i else "")
+        for i, group in enumerate((default, *groups))
+        for decays in (False, True)
+    )
+    return Transform(name, moments, update, settings, partial(_number, tuple(groups), decay), clip)
+
+
+def _number(groups: tuple[Group, ...], decay: Mask, name: str, shape: tuple[int, ...]) -> int:
+    for number, group in enumerate(groups, 1):
+        if group.has(name, shape):
+            return 2 * number + (decay(name, shape) if group.masked else True)
+    return int(decay(name, shape))
+
+
+def _settings(group: Group, default: Group, betas: tuple[str, ...], decays: bool, where: str, step: int) -> Settings:
+    said = {key: value for key, value in group.given().items() if value is not None}
+    told = default.given() | said
+
+    def at(key: str, value: Any) -> float:
+        number = float(value(step) if callable(value) else value)
+        return _in_range(f"{where}{key} at step {step}", number, key)
+
+    if len(told["betas"]) != len(betas):
+        wanted = f"({', '.join(betas)})" if betas else "none"
+        raise ConfigError(f"optim.{where}betas={told['betas']}; this optimizer has {wanted}")
+    trains = told["trains"](step) if callable(told["trains"]) else told["trains"]
+    return Settings(
+        at("lr", told["lr"]),
+        at("weight_decay", told["weight_decay"]) if decays else 0.0,
+        tuple(at(key, value) for key, value in zip(betas, told["betas"], strict=True)),
+        bool(trains),
+        step,
+    )
 
 
 def _adam(
     kernel: Callable[..., None],
-    beta1: float,
-    beta2: float,
     eps: float,
     param_K: Tensor,
     grad_K: Tensor,
     moments_K: tuple[Tensor, ...],
-    hyper: Hyper,
+    now: Settings,
+    divisor: float,
 ) -> None:
-    mu_K, nu_K = moments_K
+    (mu_K, nu_K), (beta1, beta2) = moments_K, now.betas
     kernel(
         [param_K],
         [grad_K],
         [mu_K],
         [nu_K],
         [],
-        [_scalar(hyper.step, param_K)],
-        lr=hyper.lr,
+        [_scalar(now.step, param_K)],
+        lr=now.lr,
         beta1=beta1,
         beta2=beta2,
-        weight_decay=hyper.weight_decay,
+        weight_decay=now.weight_decay,
         eps=eps,
         amsgrad=False,
         maximize=False,
-        grad_scale=_divisor(hyper, param_K),
+        grad_scale=_divisor(divisor, param_K),
     )
 
 
 def _sgd(
-    momentum: float, nesterov: bool, param_K: Tensor, grad_K: Tensor, moments_K: tuple[Tensor, ...], hyper: Hyper
+    nesterov: bool, param_K: Tensor, grad_K: Tensor, moments_K: tuple[Tensor, ...], now: Settings, divisor: float
 ) -> None:
+    (momentum,) = now.betas
     torch._fused_sgd_(
         [param_K],
         [grad_K],
-        list(moments_K),
-        lr=hyper.lr,
+        list(moments_K) if momentum else [],
+        lr=now.lr,
         momentum=momentum,
-        weight_decay=hyper.weight_decay,
+        weight_decay=now.weight_decay,
         dampening=0.0,
-        nesterov=nesterov,
+        nesterov=nesterov and momentum > 0,
         maximize=False,
-        is_first_step=hyper.step == 1,
-        grad_scale=_divisor(hyper, param_K),
+        is_first_step=now.step == 1,
+        grad_scale=_divisor(divisor, param_K),
     )
 
 
-def _lion(
-    beta1: float, beta2: float, param_K: Tensor, grad_K: Tensor, moments_K: tuple[Tensor, ...], hyper: Hyper
-) -> None:
-    (mu_K,) = moments_K
-    if hyper.divisor != 1.0:
-        grad_K.div_(hyper.divisor)
+def _lion(param_K: Tensor, grad_K: Tensor, moments_K: tuple[Tensor, ...], now: Settings, divisor: float) -> None:
+    (mu_K,), (beta1, beta2) = moments_K, now.betas
+    if divisor != 1.0:
+        grad_K.div_(divisor)
     # The sign of beta1 mu + (1 - beta1) grad, divided by 1 - beta1: one temporary less.
     direction_K = (mu_K * (beta1 / (1 - beta1))).add_(grad_K).sign_()
-    if hyper.weight_decay:
-        param_K.mul_(1 - hyper.lr * hyper.weight_decay)
-    param_K.sub_(direction_K.mul_(hyper.lr))
+    if now.weight_decay:
+        param_K.mul_(1 - now.lr * now.weight_decay)
+    param_K.sub_(direction_K.mul_(now.lr))
     mu_K.mul_(beta2).add_(grad_K.mul_(1 - beta2))
 
 
 def _adagrad(
-    lr_decay: float, eps: float, param_K: Tensor, grad_K: Tensor, moments_K: tuple[Tensor, ...], hyper: Hyper
+    lr_decay: float,
+    eps: float,
+    param_K: Tensor,
+    grad_K: Tensor,
+    moments_K: tuple[Tensor, ...],
+    now: Settings,
+    divisor: float,
 ) -> None:
     (nu_K,) = moments_K
-    if hyper.divisor != 1.0:
-        grad_K.div_(hyper.divisor)
-    if hyper.weight_decay:
-        grad_K.add_(param_K * hyper.weight_decay)
+    if divisor != 1.0:
+        grad_K.div_(divisor)
+    if now.weight_decay:
+        grad_K.add_(param_K * now.weight_decay)
     nu_K.add_(grad_K.square())
-    lr = hyper.lr / (1 + (hyper.step - 1) * lr_decay)
+    lr = now.lr / (1 + (now.step - 1) * lr_decay)
     param_K.sub_(grad_K.mul_(lr).div_(nu_K.sqrt().add_(eps)))
 
 
-def _divisor(hyper: Hyper, like: Tensor) -> Tensor | None:
-    return None if hyper.divisor == 1.0 else _scalar(hyper.divisor, like)
+def _divisor(divisor: float, like: Tensor) -> Tensor | None:
+    return None if divisor == 1.0 else _scalar(divisor, like)
 
 
 def _scalar(value: float, like: Tensor) -> Tensor:
@@ -254,7 +397,20 @@ def _scalar(value: float, like: Tensor) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=like.device)
 
 
-def _beta(key: str, value: float) -> float:
+def _numbers(update: Any) -> list[Any]:
+    """What an optimizer's update was made with."""
+    given = update.args if isinstance(update, partial) else ()
+    return [
+        one
+        for arg in given
+        for one in (_numbers(arg) if isinstance(arg, partial) else [arg])
+        if isinstance(one, float | int)
+    ]
+
+
+def _in_range(key: str, value: float, kind: str | None = None) -> float:
+    if (kind or key) in ("lr", "weight_decay"):
+        return _require(key, value, 0 <= value < inf, "0 or more and finite: check the schedule")
     return _require(key, value, 0 <= value < 1, "at least 0 and less than 1")
 
 

@@ -68,7 +68,7 @@ class Step:
         self._losses: list[list[Tensor]] = []
         self._aux: dict[str, list[Tensor]] = {}
         _clear(self._parts)
-        self._parts.updater.begin(at_once=self._hyper() if self._plan.update == "eager" else None)
+        self._parts.updater.begin(self._hyper(), at_once=self._plan.update == "eager")
 
     def microbatch(self) -> None:
         """The next microbatch begins; `plan.accumulate` of them make a step."""
@@ -122,11 +122,7 @@ class Step:
         self._parts.reducer.reset()
         if self._parts.updater.at_once is not None and self._parts.updater.sums and not self.state.spent_:
             self.state.spend()
-
-    def reduced(self) -> None:
-        """Return when all gradients that have arrived are summed over ranks; more may come."""
-        self._parts.gatherer.end()
-        self._parts.reducer.finish()
+        self._parts.updater.sums.clear()
 
     def finish(self, word: float = 0.0) -> tuple[State, Metrics]:
         """End the step: every unit waits for its update, or the step is skipped. Collective.
@@ -167,13 +163,8 @@ class Step:
                 give_back_memory()
 
     def _hyper(self) -> Hyper:
-        state, optimizer = self.state, self._plan.optimizer
-        return Hyper(
-            step=state.step + 1,
-            lr=optimizer.lr_at(state.step + 1),
-            weight_decay=optimizer.weight_decay,
-            divisor=self._plan.world.size * self._plan.accumulate * state.scale.scale,
-        )
+        state, plan = self.state, self._plan
+        return plan.optimizer.hyper_at(state.step + 1, plan.world.size * plan.accumulate * state.scale.scale)
 
     def _at(self, phase: str) -> None:
         self._plan.world.at(f"step {self.state.tried + 1}, {phase}")

@@ -8,8 +8,7 @@ import hashlib
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +117,7 @@ class Plan:
             model,
             world_size=world.size,
             class_names=_names(units),
-            group=lambda name, shape: int(optimizer.decay(name, shape)),
+            group=optimizer.group,
         )
         self._pages: dict[tuple[bool, bool], dict[Page, PageSpec]] = {}  # tens of thousands, asked for many times
         self.arena_slots, self.placement = self._placed()
@@ -417,9 +416,7 @@ class Plan:
             "batch.accumulate": str(self.accumulate),
             "precision": str(self.precision),
             "offload": str(self.offload),
-            "optim": f"{self.optimizer.name} clip={self.optimizer.clip} weight_decay={self.optimizer.weight_decay}",
-            "optim settings": str([one for one in _arguments(self.optimizer.update) if isinstance(one, float | int)]),
-            "optim.lr": str(self.optimizer.lr_at(1)),
+            **self.optimizer.fields(),
             "version of torch": torch.__version__,
             "version of python": platform.python_version(),
         }
@@ -450,11 +447,6 @@ def _names(units: Sequence[str | type[nn.Module]] | None) -> list[str] | None:
     if isinstance(units, str):
         raise PlanError(f"zero.units={units!r} is one string; pass a list: [{units!r}]")
     return None if units is None else [unit if isinstance(unit, str) else unit.__name__ for unit in units]
-
-
-def _arguments(update: Callable[..., None]) -> tuple[Any, ...]:
-    """What an optimizer's update was made with."""
-    return update.args if isinstance(update, partial) else ()
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -130,7 +130,7 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
     store.observe(tape.of_store([unit.spec.name for unit in units]))
     pool = None if plan.resident else Pool(plan.buffer_counts(), plan.precision.compute, plan.world.device)
     gradients = PagedGradients(plan, store, device) if plan.grads_away else Gradients()
-    updater = Updater(plan, store, units, device=device, gradients=gradients, decays=(False, True), tape=tape)
+    updater = Updater(plan, store, units, device=device, gradients=gradients, tape=tape)
     reducer = Reducer(
         units,
         world=plan.world,

@@ -14,7 +14,7 @@ Source: Jiang et al. 2021, "Optimizer Fusion" (forward fusion); Rajbhandari et a
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -52,7 +52,6 @@ class Updater:
     """Applies waiting updates on this rank.
 
     Args:
-        decays: for each optimizer group, whether weight decay applies.
         gradients: where the gradients are.
         tape: told of what is updated in place.
     """
@@ -65,11 +64,10 @@ class Updater:
         *,
         device: Device,
         gradients: Gradients,
-        decays: tuple[bool, ...],
         tape: Tape,
     ) -> None:
         self._plan, self._store, self._transform = plan, store, plan.optimizer
-        self._device, self._gradients, self._decays, self._tape = device, gradients, decays, tape
+        self._device, self._gradients, self._tape = device, gradients, tape
         self._rank, self._whole, self._has_master = plan.world.rank, plan.whole_update, plan.precision.has_master
         self._moments = len(plan.optimizer.moments)
         self._where = torch.device("cpu") if plan.offload.compute == "host" else plan.world.device
@@ -78,14 +76,20 @@ class Updater:
         self._forced: list[int] = []
         self.sums: dict[int, Tensor] = {}  # by unit: sum of squares of this rank's range, fp64
         self.at_once: Hyper | None = None  # eager: what to update with as soon as a gradient is final
+        self._trains = [True] * len(plan.optimizer.groups)  # in this step
+        self._rested, self._counted = [0] * len(plan.optimizer.groups), 0  # steps without it, and until which step
         self._expect()
 
     # -- what a step decides -------------------------------------------------------------------------------------------
 
-    def begin(self, at_once: Hyper | None) -> None:
-        """A step starts. Units will be forced in the order of the last one, as far as that is known."""
+    def begin(self, hyper: Hyper, *, at_once: bool) -> None:
+        """A step starts, and with it is settled which groups train. `at_once`: update with `hyper`, without the norm.
+
+        Units will be forced in the order of the last step, as far as that is known.
+        """
         self.sums.clear()
-        self.at_once = at_once
+        self._trains = [settings.trains for settings in hyper.groups]
+        self.at_once = hyper if at_once else None
         self._order = list(dict.fromkeys([*self._forced, *self._order]))
         self._forced.clear()
         self._expect()
@@ -100,7 +104,7 @@ class Updater:
             raise StaleStateError(
                 f"{unit.spec.name} got a gradient after zero.update=eager had updated it; use zero.update=lazy"
             )
-        self.sums[unit.index] = self._sum_of_squares(unit.own_grad_S(self._rank))
+        self.sums[unit.index] = self._sum_of_squares(unit)
         if self.at_once is not None:
             self._gradients.park(unit)
             self.owe(unit, self.at_once)
@@ -109,13 +113,34 @@ class Updater:
 
     def owe(self, unit: UnitState, hyper: Hyper) -> None:
         """From here on `unit` waits for an update with `hyper`; the store's threads begin with their parts of it."""
-        unit.waiting = hyper
+        hyper = unit.waiting = self._told(hyper)
         after, place = self._device.mark(), self._order.index(unit.index)
         unit.due = [
             self._store.modify(part.group, partial(self._work, unit, hyper, part, after), (place, part.group.number))
             for part in self._parts[unit.index]
             if not part.here
         ]
+
+    def _told(self, hyper: Hyper) -> Hyper:
+        """With what this step began with: the groups that train, each with its own count of updates."""
+        if hyper.step != self._counted:
+            self._counted = hyper.step
+            self._rested = [n + (not trains) for n, trains in zip(self._rested, self._trains, strict=True)]
+        told = zip(hyper.groups, self._trains, self._rested, strict=True)
+        groups = tuple(one._replace(trains=trains, step=hyper.step - n) for one, trains, n in told)
+        return hyper._replace(groups=groups)
+
+    @property
+    def rested(self) -> dict[str, int]:
+        """Names of parameters to steps in which their group did not train, where there are any."""
+        slots = [slot for unit in self._plan.units for slot in unit.trainable.slots]
+        return {slot.name: self._rested[slot.group] for slot in slots if self._rested[slot.group]}
+
+    def resume(self, rested: Mapping[str, int]) -> None:
+        """Go on with the counts of another run; where a group's parameters differ, as its youngest."""
+        self._rested, self._counted = [0] * len(self._rested), 0
+        for slot in (slot for unit in self._plan.units for slot in unit.trainable.slots):
+            self._rested[slot.group] = max(self._rested[slot.group], rested.get(slot.name, 0))
 
     def follow(self, unit: UnitState) -> list[Ticket]:
         """Count the waiting update of `unit` as made, though the store's threads may be at it; returns their tickets.
@@ -185,17 +210,18 @@ class Updater:
     def _update(
         self, unit: UnitState, hyper: Hyper, part: Part, state: Sequence[Tensor], grad_K: Tensor, parameters_K: Tensor
     ) -> None:
-        """Segments of equal decay, in pieces. `state` begins with the master, or with the parameters themselves."""
+        """Segments of one group, in pieces. `state` begins with the master, or with the parameters themselves."""
         layout = unit.spec.trainable
         first = part.start + (0 if self._whole else layout.shard(self._rank)[0])
         for a, b, number in layout.segments(first, first + part.stop - part.start):
-            told = hyper._replace(weight_decay=hyper.weight_decay if self._decays[number] else 0.0)
+            now = hyper.groups[number]
             for start in range(a - first, b - first, PIECE_NUMEL):
                 piece = slice(start, min(start + PIECE_NUMEL, b - first))
                 master, *moments = (one[piece] for one in state)
                 grad = grad_K[piece]
                 grad = grad if grad.dtype == torch.float32 else grad.float()
-                self._transform.update(master, grad, tuple(moments), told)
+                if now.trains:
+                    self._transform.update(master, grad, tuple(moments), now, hyper.divisor)
                 if self._has_master:
                     parameters_K[piece].copy_(master)
 
@@ -238,17 +264,34 @@ class Updater:
         if groups:
             self._store.expect(groups)
 
-    def _sum_of_squares(self, grad_S: Tensor) -> Tensor:
-        """The sum of squares, 0-dim fp64. Chunks are counted from the shard's start and added in order, so the bits do
-        not depend on stage, page size or tier; integers are exact. An fp32 number's square cannot overflow in fp64.
+    def _sum_of_squares(self, unit: UnitState) -> Tensor:
+        """Of what trains, 0-dim fp64. Chunks are counted from the shard's start and added in order, so the bits do not
+        depend on stage, page size or tier; integers are exact. An fp32 number's square cannot overflow in fp64.
         """
+        grad_S = unit.own_grad_S(self._rank)
         total = torch.zeros((), dtype=torch.float64, device=self._plan.world.device)
         squares = torch.empty(min(SQUARES_NUMEL, grad_S.numel()), dtype=torch.float64, device=total.device)
-        for start in range(0, grad_S.numel(), SQUARES_NUMEL):
-            chunk = grad_S[start : start + SQUARES_NUMEL]
-            wide = squares[: chunk.numel()].copy_(chunk)
-            total += torch.dot(wide, wide)
+        for first, last in self._training(unit):
+            for start in range(first, last, SQUARES_NUMEL):
+                chunk = grad_S[start : min(start + SQUARES_NUMEL, last)]
+                wide = squares[: chunk.numel()].copy_(chunk)
+                total += torch.dot(wide, wide)
         return total
+
+    def _training(self, unit: UnitState) -> list[tuple[int, int]]:
+        """The longest ranges of this rank's shard in which everything trains."""
+        layout = unit.spec.trainable
+        if all(self._trains):
+            return [(0, layout.S)]
+        first, last = layout.shard(self._rank)
+        found: list[tuple[int, int]] = []
+        for start, stop, _ in (one for one in layout.segments(first, last) if self._trains[one.group]):
+            a, b = start - first, stop - first
+            if found and found[-1][1] == a:
+                found[-1] = (found[-1][0], b)
+            else:
+                found.append((a, b))
+        return found
 
 
 def _range(tensor: Tensor | None, part: Part) -> Tensor | None:

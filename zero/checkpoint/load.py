@@ -213,7 +213,7 @@ def load(
             )
     kept = {key for key in wanted if stays_out(key)}
     _match(checkpoint.folder, {key: one for key, one in there.items() if not stays_out(key)}, wanted, kept, convert)
-    step, saved, dynamic, randoms = _numbers(checkpoint.folder, checkpoint.manifest)
+    step, saved, dynamic, rested, randoms = _numbers(checkpoint.folder, checkpoint.manifest)
     if partial:
         named = [_words(key) for key in wanted if _named(key, partial)]
         note(f"checkpoint.partial: {len(named)} of {len(wanted)} tensors keep the values they have: {some(named)}")
@@ -221,6 +221,7 @@ def load(
     stays = _current(state, kept - _untouched(plan, kept))
     following = state.restored(step=step, scale=plan.precision.scale.resumed(saved, dynamic=dynamic))
     told(plan.world, lambda: _fill(following, checkpoint, there, stays, buffers, kept, progress))
+    machinery.updater.resume(rested)
     for unit in machinery.units:
         unit.version += 1
         if unit.resident is not None:
@@ -458,16 +459,19 @@ def _reader(checkpoint: Checkpoint, rank: int, contents: Contents) -> ShardReade
 # -- what is not a tensor ----------------------------------------------------------------------------------------------
 
 
-def _numbers(folder: Path, manifest: Manifest) -> tuple[int, LossScale, bool, list[Mapping[str, Any]]]:
-    """The step, the loss scale and whether it moved, and every rank's generators; none from another program."""
+def _numbers(folder: Path, manifest: Manifest) -> tuple[int, LossScale, bool, dict[str, int], list[Mapping[str, Any]]]:
+    """The step, the loss scale and whether it moved, the steps in which parameters did not train, and every rank's
+    generators; none from another program."""
     facts = manifest.facts
     try:
         numbers, randoms = facts["state"], facts["random"]
         step, scale, dynamic = numbers["step"], LossScale(*numbers["scale"]), numbers["dynamic"]
-        whole = (step, *scale[1:])
+        rested = numbers.get("rested", {})
+        whole = (step, *scale[1:], *rested.values())
         sound = (
             all(type(number) is int and number >= 0 for number in whole)
             and step + scale.skipped == manifest.step
+            and all(steps <= step for steps in rested.values())
             and type(scale.scale) in (int, float)
             and scale.scale > 0
             and type(dynamic) is bool
@@ -477,11 +481,11 @@ def _numbers(folder: Path, manifest: Manifest) -> tuple[int, LossScale, bool, li
         )
         for one in randoms if sound else []:
             set_random(one, random.Random(), torch.Generator())
-    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError):
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError):
         sound = False
     if not sound:
         raise CheckpointError(f"{folder}: its manifest lacks step, loss scale or generators, or has others than a save")
-    return step, scale, dynamic, randoms
+    return step, scale, dynamic, rested, randoms
 
 
 def set_random(told_: Mapping[str, Any], python: Any = random, host: torch.Generator | None = None) -> None:

@@ -115,6 +115,7 @@ def begin(
                 dynamic=state.plan.precision.scale.static is None,
                 ties=tied_names(state.plan.model),
                 given=facts or {},
+                rested=state.machinery.updater.rested,
             ),
         )
         return Saving(state, root, folder, manifest, behind=behind, progress=progress)
@@ -124,7 +125,13 @@ def begin(
 
 
 def facts_of(
-    step: int, scale: LossScale, *, dynamic: bool, ties: Mapping[str, str], given: Mapping[str, Any]
+    step: int,
+    scale: LossScale,
+    *,
+    dynamic: bool,
+    ties: Mapping[str, str],
+    given: Mapping[str, Any],
+    rested: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """What a manifest says beside tensors and files, as `load` reads it; of generators nothing, till ranks tell theirs.
 
@@ -132,9 +139,15 @@ def facts_of(
         step: updates made.
         dynamic: whether the scale moves.
         given: by whoever saves.
+        rested: parameters to steps in which they did not train, for those that have any.
     """
     return {
-        "state": {"step": step, "scale": list(scale), "dynamic": dynamic},
+        "state": {
+            "step": step,
+            "scale": list(scale),
+            "dynamic": dynamic,
+            **({"rested": dict(rested)} if rested else {}),
+        },
         "ties": dict(ties),
         "versions": {"zero": version(), "torch": str(torch.__version__), "python": platform.python_version()},
         "given": dict(given),

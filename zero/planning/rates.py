@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from zero.build import build_optimizer, build_precision
 from zero.config import Config
 from zero.errors import StoreError
-from zero.optim import Hyper
 from zero.planning.cost import Rates
 from zero.planning.machine import Machine
 from zero.progress import Progress, silent
@@ -170,9 +169,9 @@ def _flops(config: Config, model: nn.Module, device: torch.device) -> float:
 def _update_numel(config: Config, device: torch.device) -> float:
     optimizer = build_optimizer(config)
     master, grad, *moments = torch.zeros(2 + len(optimizer.moments), PROBE_NUMEL, device=device).unbind()
-    hyper = Hyper(step=1, lr=0.0, weight_decay=0.0, divisor=1.0)
+    now = optimizer.groups[0](1)._replace(lr=0.0, weight_decay=0.0)
 
-    return PROBE_NUMEL * _rate(lambda _: optimizer.update(master, grad, tuple(moments), hyper), device)
+    return PROBE_NUMEL * _rate(lambda _: optimizer.update(master, grad, tuple(moments), now, 1.0), device)
 
 
 def _copy_bytes(device: torch.device) -> float:

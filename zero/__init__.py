@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from zero.copied import empty
     from zero.errors import ZeroError
     from zero.full import full_state_dict, gathered, get_full, set_full
+    from zero.interop import Engine, add_config_arguments, init_distributed, initialize
     from zero.optim import Group, adagrad, adam, adamw, lion, sgd
+    from zero.passes import Metrics, Step
     from zero.placement import Offload
     from zero.plan import Plan
     from zero.precision import LossScaling, Precision
     from zero.stage import Stage
     from zero.state import State
-    from zero.step import Metrics, init, make_forward, make_step, open_store, record
+    from zero.step import init, make_forward, make_step, open_store, record
     from zero.timeline import Timeline
     from zero.world import World
 
@@ -41,7 +43,8 @@ _HOME = {
     "init": "step",
     "State": "state",
     "make_step": "step",
-    "Metrics": "step",
+    "Step": "passes",
+    "Metrics": "passes",
     "make_forward": "step",
     "record": "step",
     "Timeline": "timeline",
@@ -53,10 +56,15 @@ _HOME = {
     "load": "checkpoint",
     "open_checkpoint": "checkpoint",
     "open_latest": "checkpoint",
+    "initialize": "interop",
+    "init_distributed": "interop",
+    "add_config_arguments": "interop",
+    "Engine": "interop",
     "ZeroError": "errors",
 }
 
 __all__ = [
+    "Engine",
     "Group",
     "LossScaling",
     "Metrics",
@@ -65,17 +73,21 @@ __all__ = [
     "Precision",
     "Stage",
     "State",
+    "Step",
     "Timeline",
     "World",
     "ZeroError",
     "adagrad",
     "adam",
     "adamw",
+    "add_config_arguments",
     "empty",
     "full_state_dict",
     "gathered",
     "get_full",
     "init",
+    "init_distributed",
+    "initialize",
     "lion",
     "load",
     "make_forward",

@@ -21,6 +21,7 @@ def build_plan(
     model: nn.Module,
     world: World,
     *,
+    optimizer: Transform | None = None,
     room: Room | None = None,
     activation_bytes: int = 0,
     remat_bytes: Callable[[], int] | None = None,
@@ -28,6 +29,7 @@ def build_plan(
     """The plan of a run whose batch is solved for this world.
 
     Args:
+        optimizer: in place of the config's.
         room, activation_bytes, remat_bytes: see `Plan`.
 
     Raises:
@@ -39,7 +41,7 @@ def build_plan(
     _, _, accumulate = config.batch.solved(world.size).numbers()
     return Plan(
         model,
-        optimizer=build_optimizer(config),
+        optimizer=optimizer or build_optimizer(config),
         stage=Stage(config.zero.stage),
         precision=build_precision(config),
         offload=config.offload.asked(),

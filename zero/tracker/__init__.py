@@ -130,12 +130,15 @@ class Tracker:
                     self._try(view, methodcaller("note", text))
 
 
-def open_tracker(config: Config, folder: Path | None, stream: TextIO | None = None) -> Tracker:
+def open_tracker(
+    config: Config, folder: Path | None, stream: TextIO | None = None, *, endless: bool = False
+) -> Tracker:
     """The views that `config.tracker` asks for; none where `folder` is None.
 
     Args:
         folder: the run folder; receives metrics.jsonl.
         stream: the console; None: stdout.
+        endless: the loop is the user's own, and so is the console: a line per row, and nobody knows the last step.
     """
     if folder is None:
         return Tracker()
@@ -143,7 +146,7 @@ def open_tracker(config: Config, folder: Path | None, stream: TextIO | None = No
     views: list[View] = [Jsonl(folder / "metrics.jsonl")]
     said: SimpleQueue[str] = SimpleQueue()
     try:
-        views += _console(config, stream)
+        views += [Lines(None, stream)] if endless else _console(config, stream)
     except Exception as error:
         said.put(_left_out("the console", error))
     return Tracker(views, _later(config.tracker, folder, said.put), said)

@@ -39,17 +39,22 @@ class Word(NamedTuple):
 
 
 class Lines(View):
-    """A plain line per row, for pipes and files."""
+    """A plain line per row, for pipes and files.
 
-    def __init__(self, steps: int, stream: TextIO, clock: Clock = time.monotonic) -> None:
-        self._steps, self._stream = steps, stream
-        self._left, self._work, self._clock = _Left(steps, clock), _Work(clock), clock
+    Args:
+        steps: of the whole run; None where only a loop of the user's own knows when it ends.
+    """
+
+    def __init__(self, steps: int | None, stream: TextIO, clock: Clock = time.monotonic) -> None:
+        self._of, self._stream = "" if steps is None else f"/{steps}", stream
+        self._left = None if steps is None else _Left(steps, clock)
+        self._work, self._clock = _Work(clock), clock
         self._said_s: float | None = None  # when a line about this work was printed
 
     def log(self, row: Row) -> None:
-        step = Word(f"step {row['step']}/{self._steps}", 0)
-        left = Word(f"{_minutes(self._left.after(row))} left", 2)
-        self.note(fit([step, *words(row), left], PIPE_COLUMNS))
+        step = Word(f"step {row['step']}{self._of}", 0)
+        left = [] if self._left is None else [Word(f"{_minutes(self._left.after(row))} left", 2)]
+        self.note(fit([step, *words(row), *left], PIPE_COLUMNS))
 
     def note(self, text: str) -> None:
         print(text, file=self._stream, flush=True)

@@ -1,0 +1,599 @@
+"""A DeepSpeed user's loop: the same losses and weights as plain torch, whatever the stage and tier."""
+
+import json
+import re
+import runpy
+import textwrap
+import tokenize
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import zero
+from zero.checkpoint import open_checkpoint
+from zero.errors import ConfigError
+from zero.report import run as report
+from zero.testing import run_ranks
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS, WIDTH = 8, 12
+
+
+class Net(nn.Module):
+    """(b, WIDTH) to a loss: three linear layers, the middle ones in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = self.first(batch).tanh()
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.last(x).square().mean()
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def rows(step: int, world: zero.World, count: int = ROWS) -> torch.Tensor:
+    """This rank's rows of a global batch of `count`."""
+    whole = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(step))
+    return whole.chunk(world.size)[world.rank]
+
+
+def config(tmp: Path | None = None, stage: int = 3, **more):
+    settings = {
+        "train_batch_size": ROWS,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage},
+        **more,
+    }
+    if tmp is not None:
+        settings["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp)}
+    return settings
+
+
+def reference(steps: int, optimizer=None, losses=lambda model, batch: [model(batch)], scheduler=None, accumulate=1):
+    """Plain torch on the whole batch."""
+    model = net()
+    optimizer = (optimizer or (lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1)))(model)
+    schedule = scheduler(optimizer) if scheduler else None
+    told = []
+    for step in range(steps):
+        whole = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+        parts = losses(model, whole)
+        sum(parts).backward()
+        told.append(float(sum(parts).detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+        if schedule:
+            schedule.step()
+    return told, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def trained(world, settings, steps=3, prepare=lambda model: {}, loop=None, accumulate=1):
+    """Losses and full parameters after a DeepSpeed-shaped loop."""
+    with world.exclusive():
+        model = net(seed=world.rank)  # rank 0's values count
+        how = prepare(model)
+    engine, _, _, _ = zero.initialize(model=model, config=settings, world=world, **how)
+    told = []
+    try:
+        for step in range(steps):
+            for part in rows(step, world).chunk(accumulate):
+                if loop:
+                    loop(engine, part)
+                else:
+                    engine.backward(engine(part))
+                engine.step()
+            told.append(engine.metrics.loss)
+        return told, zero.full_state_dict(engine.state)
+    finally:
+        engine.destroy()
+
+
+def alike(one, other, tolerance=2e-6):
+    (losses, values), (wanted, reference_values) = one, other
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=tolerance, atol=tolerance)
+    for name, value in reference_values.items():
+        torch.testing.assert_close(values[name], value, rtol=tolerance * 10, atol=tolerance * 10)
+
+
+# The loop
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_loop_is_plain_torch(stage: int, ranks: int, tmp_path: Path):
+    offload = tmp_path if stage in (1, 3) else None
+    for one in run_ranks(ranks, trained, config(offload, stage)):
+        alike(one, reference(3))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_accumulated_microbatches_are_one_batch(stage: int):
+    settings = config(stage=stage, gradient_accumulation_steps=2)
+    one = run_ranks(2, lambda world: trained(world, settings, accumulate=2))[0]
+    alike(one, reference(3))
+
+
+def two_forwards(engine, part):
+    first, second = engine(part), engine(part.flip(0))
+    engine.backward(first)
+    engine.backward(second * 0.5)
+
+
+def one_after_the_other(engine, part):
+    engine.backward(engine(part))
+    engine.backward(engine(part.flip(0)) * 0.5)
+
+
+def by_hand(engine, part):
+    loss = engine(part)
+    engine.scale(loss + engine(part.flip(0)) * 0.5).backward()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("loop", [two_forwards, one_after_the_other, by_hand])
+def test_several_losses_and_backwards_add_up(loop, stage: int, accumulate: int):
+    settings = config(stage=stage, gradient_accumulation_steps=accumulate)
+    wanted = reference(2, losses=lambda model, batch: [model(batch), model(batch.flip(0)) * 0.5])
+    for ranks in (1, 2):
+        told = run_ranks(ranks, lambda world: trained(world, settings, 2, loop=loop, accumulate=accumulate))
+        alike(told[0], wanted)
+
+
+def test_a_backward_without_the_scale_is_refused_in_fp16_and_with_it_trains():
+    settings = config(fp16={"enabled": True, "initial_scale_power": 4})
+
+    def forgetful(engine, part):
+        engine(part).backward()
+
+    with pytest.raises(ConfigError, match="loss scale"):
+        trained(zero.World.from_env(), settings, loop=forgetful)
+    losses, _ = trained(
+        zero.World.from_env(), settings, loop=lambda engine, part: engine.scale(engine(part)).backward()
+    )
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(reference(3)[0]), rtol=2e-2, atol=2e-2)
+
+
+def test_after_an_exception_the_engine_goes_on_as_if_nothing_had_happened():
+    def stumbling(engine, part):
+        with pytest.raises(RuntimeError):
+            engine(part[:, :3])
+        loss = engine(part)
+        with pytest.raises(RuntimeError, match="grad"):
+            engine.backward(loss.detach())
+        engine.backward(engine(part))
+
+    alike(trained(zero.World.from_env(), config(), loop=stumbling), reference(3))
+
+
+def test_evaluation_between_steps_changes_nothing():
+    def looking(engine, part):
+        engine.eval()
+        with torch.no_grad():
+            before = engine(part)
+        engine.train()
+        loss = engine(part)
+        with torch.no_grad():
+            assert torch.equal(engine(part), before)  # in the middle of a step
+        assert torch.equal(loss.detach(), before)
+        engine.backward(loss)
+
+    for one in run_ranks(2, lambda world: trained(world, config(), loop=looking)):
+        alike(one, reference(3))
+
+
+def test_zero_grad_forgets_what_has_arrived_and_not_what_is_under_way():
+    def twice(engine, part):
+        engine.backward(engine(part) * 100)
+        loss = engine(part)
+        engine.optimizer.zero_grad()
+        engine.backward(loss)
+
+    for stage in (0, 3):
+        for one in run_ranks(2, lambda world, stage=stage: trained(world, config(stage=stage), loop=twice)):
+            torch.testing.assert_close(one[1], reference(3)[1], rtol=2e-5, atol=2e-5)
+
+
+def test_what_the_engine_tells():
+    world = zero.World.from_env()
+    settings = config(gradient_accumulation_steps=4, gradient_clipping=0.5)
+    engine, _, loader, scheduler = zero.initialize(
+        model=net(), config=settings, world=world, training_data=torch.randn(10, WIDTH), collate_fn=torch.stack
+    )
+    assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (8, 2)
+    assert engine.gradient_accumulation_steps() == 4
+    assert (engine.global_rank, engine.local_rank, engine.world_size, engine.device.type) == (0, 0, 1, "cpu")
+    assert scheduler is None
+    assert engine.get_lr() == [1e-2]
+    assert len(loader) == 5
+    assert engine.get_global_grad_norm() is None
+    boundaries = []
+    for _ in range(2):
+        for batch in loader:
+            boundaries.append(engine.is_gradient_accumulation_boundary())
+            engine.backward(engine(batch))
+            engine.step()
+    assert boundaries == [False, False, False, True] * 2 + [False, False]
+    assert (engine.micro_steps, engine.global_steps, engine.skipped_steps) == (10, 2, 0)
+    assert engine.get_global_grad_norm() > 0
+    assert engine.was_step_applied()
+    assert engine.blocks is engine.module.blocks  # what it has not is the model's
+    engine.destroy()
+
+
+def test_no_sync_adds_up_and_refuses_to_step():
+    world = zero.World.from_env()
+    engine, *_ = zero.initialize(model=net(), config=config(gradient_accumulation_steps=1), world=world)
+    part = rows(0, world)
+    with engine.no_sync():
+        engine.backward(engine(part) / 2)
+        with pytest.raises(ConfigError, match="no_sync"):
+            engine.step()
+    engine.backward(engine(part) / 2)
+    engine.step()
+    for name, value in zero.full_state_dict(engine.state).items():
+        torch.testing.assert_close(value, reference(1)[1][name])
+    engine.destroy()
+
+
+def test_the_users_model_keeps_its_shapes_and_its_values_read_as_nan():
+    model = net()
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    engine, *_ = zero.initialize(model=model, config=config(), world=zero.World.from_env())
+    assert {name: p.shape for name, p in model.named_parameters()} == shapes
+    assert all(p.isnan().all() and p.untyped_storage().nbytes() <= 8 for p in model.parameters())
+    engine.destroy()
+
+
+# Optimizers and schedulers
+
+
+def grouped(model):
+    """Biases apart, with other numbers."""
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    others = [p for name, p in model.named_parameters() if not name.endswith("bias")]
+    return [{"params": others}, {"params": biases, "lr": 3e-3, "weight_decay": 0.0}]
+
+
+TORCH = {
+    "AdamW": lambda m: torch.optim.AdamW(grouped(m), lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9)),
+    "Adam": lambda m: torch.optim.Adam(grouped(m), lr=1e-2, weight_decay=0.1),
+    "SGD": lambda m: torch.optim.SGD(grouped(m), lr=1e-2, weight_decay=0.1, momentum=0.9, nesterov=True),
+    "Adagrad": lambda m: torch.optim.Adagrad(grouped(m), lr=1e-2, weight_decay=0.1, lr_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_a_torch_optimizer_is_translated_with_its_groups(name: str):
+    settings = {key: value for key, value in config().items() if key != "optimizer"}
+    told = run_ranks(2, lambda world: trained(world, settings, 4, lambda model: {"optimizer": TORCH[name](model)}))
+    alike(told[0], reference(4, TORCH[name]))
+
+
+def test_the_optimizer_that_is_passed_wins_over_the_configs():
+    told = trained(zero.World.from_env(), config(), 2, lambda model: {"optimizer": TORCH["SGD"](model)})
+    alike(told, reference(2, TORCH["SGD"]))
+
+
+@pytest.mark.parametrize("where", ["on the given", "from the returned"])
+def test_a_torch_scheduler_writes_the_learning_rate(where: str):
+    def scheduler(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+    def prepare(model):
+        optimizer = TORCH["AdamW"](model)
+        return {"optimizer": optimizer, "lr_scheduler": scheduler(optimizer) if "given" in where else scheduler}
+
+    alike(trained(zero.World.from_env(), config(), 4, prepare), reference(4, TORCH["AdamW"], scheduler=scheduler))
+
+
+def test_a_group_freezes_in_the_middle_of_training():
+    def halfway(engine, part):
+        if engine.global_steps == 1:
+            for parameter in engine.optimizer.param_groups[1]["params"]:
+                parameter.requires_grad_(False)
+            halfway.before = zero.full_state_dict(engine.state)
+        engine.backward(engine(part))
+
+    _, after = trained(zero.World.from_env(), config(), 3, lambda m: {"optimizer": TORCH["AdamW"](m)}, halfway)
+    for name, value in after.items():
+        assert torch.equal(value, halfway.before[name]) == name.endswith("bias"), name
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda m: torch.optim.RMSprop(m.parameters()), "torch.optim.RMSprop has no counterpart"),
+        (lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), "amsgrad=True is not supported"),
+        (lambda m: torch.optim.SGD(m.parameters(), momentum=0.9, dampening=0.5), "dampening=0.5"),
+        (lambda m: torch.optim.AdamW([*m.parameters(), nn.Parameter(torch.ones(7))]), r"shape \(7,\).*does not have"),
+        (
+            lambda m: torch.optim.AdamW([{"params": [p], "eps": 10.0**-n} for n, p in enumerate(m.parameters(), 3)]),
+            "eps=0.0001, group 0 has 0.001",
+        ),
+    ],
+)
+def test_what_cannot_be_translated_is_refused_by_name(make, says: str):
+    with pytest.raises(ConfigError, match=says):
+        trained(zero.World.from_env(), config(), prepare=lambda model: {"optimizer": make(model)})
+
+
+def test_a_schedule_of_the_config_is_deepspeeds_formula():
+    settings = config(
+        scheduler={
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 4, "warmup_type": "linear"},
+        }
+    )
+    rates = []
+    trained(
+        zero.World.from_env(),
+        settings,
+        6,
+        loop=lambda engine, part: (rates.append(engine.get_lr()[0]), engine.backward(engine(part))),
+    )
+    assert rates == sorted(rates)
+    assert rates[-1] == 0.02
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("tag", [None, "first"])
+def test_a_run_goes_on_from_its_checkpoint_as_if_never_stopped(tag, tmp_path: Path):
+    settings = config(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 4}})
+
+    def run(world, first, last, save=None, load=None):
+        with world.exclusive():
+            model = net(seed=7 + world.rank)
+        engine, *_ = zero.initialize(model=model, config=settings, world=world)
+        if load:
+            found, mine = engine.load_checkpoint(load, tag=tag)
+            assert found is not None
+            assert mine == {"rows": [1, 2]}
+            assert engine.global_steps == first
+        for step in range(first, last):
+            engine.backward(engine(rows(step, world)))
+            engine.step()
+        if save:
+            engine.save_checkpoint(save, tag=tag, client_state={"rows": [1, 2]})
+        told = zero.full.digest(engine.state), engine.get_lr()
+        engine.destroy()
+        return told
+
+    never_stopped = run_ranks(2, lambda world: run(world, 0, 5))[0]
+    run_ranks(2, lambda world: run(world, 0, 3, save=tmp_path))
+    assert run_ranks(2, lambda world: run(world, 3, 5, load=tmp_path))[0] == never_stopped
+
+
+def test_an_empty_folder_has_no_checkpoint(tmp_path: Path):
+    engine, *_ = zero.initialize(model=net(), config=config(), world=zero.World.from_env())
+    assert engine.load_checkpoint(tmp_path / "none") == (None, {})
+    engine.destroy()
+
+
+# What is left behind
+
+
+def test_a_run_leaves_the_files_that_a_report_is_made_from(tmp_path: Path):
+    def run(world):
+        with world.exclusive():
+            model = net()
+        settings = config(steps_per_print=2)
+        engine, *_ = zero.initialize(model=model, config=settings, world=world, folder=tmp_path / "run")
+        for step in range(4):
+            engine.backward(engine(rows(step, world)))
+            engine.step()
+        engine.destroy()
+
+    run_ranks(2, run)
+    told = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["tokens"]) for row in told] == [(2, 2 * ROWS), (4, 4 * ROWS)]
+    assert [row["train/loss"] for row in told] == pytest.approx(reference(4)[0][1::2], rel=1e-5)
+    report.write(tmp_path / "run")
+    assert "<svg" in (tmp_path / "run" / "report.html").read_text()
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"model": None}, "needs model="),
+        ({"config": None}, "takes one config, and was given none"),
+        ({"config_params": {}}, "was given config=; config_params="),
+        ({"mpu": object()}, "model parallelism"),
+        ({"modle": 1}, "no argument modle"),
+        ({"config": config(train_batch_size="auto")}, "train_batch_size=auto: write the rows"),
+        ({"config": config(zero_optimization={"stage": "auto"})}, "stage=auto: write the number"),
+        ({"config": {"train_batch_size": 8}}, "there is no optimizer"),
+    ],
+    ids=["no model", "no config", "two configs", "mpu", "a typo", "auto rows", "auto stage", "no optimizer"],
+)
+def test_wrong_arguments_are_one_line(how, says: str):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        zero.initialize(**{"model": net(), "config": config(), "world": zero.World.from_env(), **how})
+
+
+def test_a_loop_in_the_wrong_order_is_told():
+    engine, *_ = zero.initialize(model=net(), config=config(), world=zero.World.from_env())
+    with pytest.raises(ConfigError, match="no forward"):
+        engine.step()
+    with pytest.raises(ConfigError, match="no forward"):
+        engine.backward(torch.ones((), requires_grad=True))
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = engine.nonsense
+    engine.destroy()
+
+
+# The documents' own scripts: only `deepspeed` is replaced
+
+
+class Tokens(nn.Module):
+    """A model as the scripts leave it to the reader: a batch in, a loss out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = self.embed(batch[:, :-1])
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+SCRIPTS = {
+    "offload to CPU and NVMe": (
+        """
+        import torch
+        from torch import nn
+        from zero import initialize
+
+        class LargeModel(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer1 = nn.Linear(1024, 1024)
+                self.layer2 = nn.Linear(1024, 1024)
+
+            def forward(self, x):
+                return self.layer2(torch.relu(self.layer1(x)))
+
+        model = LargeModel()
+        ds_config = CONFIG
+        model_engine, optimizer, _, _ = initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+        for _ in range(ds_config["gradient_accumulation_steps"]):
+            loss = model_engine(torch.randn(1, 1024)).square().mean()
+            model_engine.backward(loss)
+            model_engine.step()
+        """,
+        {
+            "fp16": {"enabled": True},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "cpu", "pin_memory": True},
+                "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                "nvme_offload_path": "PATH",
+                "offload_param_nvme": True,
+                "offload_optimizer_nvme": True,
+            },
+            "train_batch_size": 32,
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 32,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+        },
+        {"param": "nvme", "optimizer": "nvme"},
+    ),
+    "stage 2 in four lines": (
+        """
+        import zero
+        model = MyLargeModel()
+        model_engine, optimizer, _, _ = zero.initialize(model=model, config="ds_config.json")
+        for batch in dataloader:
+            loss = model_engine(batch)
+            model_engine.backward(loss)
+            model_engine.step()
+        """,
+        {
+            "train_batch_size": 256,
+            "gradient_accumulation_steps": 4,
+            "fp16": {"enabled": True},
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "none"},
+                "contiguous_gradients": True,
+                "overlap_comm": True,
+                "reduce_scatter": True,
+            },
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
+        },
+        {"param": "none", "optimizer": "none"},
+    ),
+    "stage 2 with an optimizer of torch": (
+        """
+        import torch
+        import zero
+        model = MyTransformerModel()
+        optimizer = torch.optim.AdamW(model.parameters())
+        model_engine, optimizer, _, _ = zero.initialize(model=model, optimizer=optimizer, config='ds_config.json')
+        for step, batch in enumerate(data_loader):
+            batch = to_device(batch, model_engine.local_rank)
+            loss = model_engine(batch)
+            model_engine.backward(loss)
+            model_engine.step()
+        """,
+        {
+            "train_batch_size": 16,
+            "train_micro_batch_size_per_gpu": 2,
+            "steps_per_print": 100,
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": 0.0001, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
+            },
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                "contiguous_gradients": True,
+                "overlap_comm": True,
+            },
+            "fp16": {"enabled": True},
+        },
+        {"param": "none", "optimizer": "cpu"},
+    ),
+}
+
+
+@pytest.mark.parametrize("title", SCRIPTS)
+def test_a_script_of_the_documents_runs_with_its_own_json(title: str, tmp_path: Path, monkeypatch):
+    script, settings, tiers = SCRIPTS[title]
+    settings = json.loads(json.dumps(settings).replace("PATH", str(tmp_path)))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds_config.json").write_text(json.dumps(settings))
+    batches = [torch.randint(0, 16, (2, 9)) for _ in range(8)]
+    names = {
+        "CONFIG": settings, "MyLargeModel": Tokens, "MyTransformerModel": Tokens, "dataloader": batches,
+        "data_loader": batches, "to_device": lambda batch, rank: batch,
+    }  # fmt: skip
+    exec(compile(textwrap.dedent(script), title, "exec"), names)
+    engine = names["model_engine"]
+    assert engine.global_steps == (2 if title == "stage 2 in four lines" else 1)
+    assert engine.plan.stage.level == settings["zero_optimization"]["stage"]
+    asked = engine.config.offload
+    assert {"param": asked.param, "optimizer": asked.optimizer} == tiers
+    if title == "stage 2 with an optimizer of torch":
+        assert engine.get_lr() == [1e-3], "torch's own, not the config's"
+    engine.destroy()
+
+
+def test_the_example_needs_two_words(tmp_path: Path, monkeypatch, capsys):
+    script = ROOT / "scripts" / "examples" / "deepspeed_user"
+    with tokenize.open(script) as file:
+        words = [token.string for token in tokenize.generate_tokens(file.readline) if token.type == tokenize.NAME]
+    assert words.count("zero") == 2
+    config = json.loads((ROOT / "scripts" / "examples" / "ds_config.json").read_text().replace("/tmp", str(tmp_path)))
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    arguments = ["--deepspeed_config", "ds_config.json", "--steps", "20", "--save", "kept"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(script), *arguments])
+    runpy.run_path(str(script), run_name="__main__")
+    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0] < 4
+    checkpoint = open_checkpoint(zero.World.from_env(), tmp_path / "kept" / "step-0000000020")
+    assert checkpoint.facts["engine"]["client_state"] == {"steps": 20}

@@ -1,0 +1,18 @@
+"""For people who come with a model, a loop and often a `ds_config.json` of their own.
+
+    engine, optimizer, loader, scheduler = zero.initialize(model=model, config="ds_config.json")
+    for batch in loader:
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+
+The names and the order are DeepSpeed's, so a script changes by two words. Behind them is the same plan, state and step
+as everywhere here; nothing in this family shards, gathers or updates anything.
+
+`engine` is the loop's face, `optimizers` what a torch optimizer means here, `schedulers` who writes the learning rate,
+`loader` the loader that is made from a dataset, `watched` what a run leaves behind.
+"""
+
+from zero.interop.engine import Engine, add_config_arguments, init_distributed, initialize
+
+__all__ = ["Engine", "add_config_arguments", "init_distributed", "initialize"]

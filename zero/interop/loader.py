@@ -1,0 +1,43 @@
+"""The loader that `zero.initialize` makes of a dataset: each rank sees its own rows, another order every epoch."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+
+class Loader:
+    """Microbatches of this rank; every `iter` is an epoch, shuffled by (seed, epoch) alike on all ranks.
+
+    Attributes:
+        epoch: the one that the next `iter` runs through; set it to go on from somewhere.
+    """
+
+    def __init__(
+        self,
+        data: Dataset[Any],
+        *,
+        rows: int,
+        rank: int,
+        ranks: int,
+        seed: int = 0,
+        collate: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        self.epoch = 0
+        self._sampler: DistributedSampler[Any] | None = None
+        if not isinstance(data, IterableDataset):
+            self._sampler = DistributedSampler(data, ranks, rank, shuffle=True, seed=seed, drop_last=drop_last)
+        self.batches: DataLoader[Any] = DataLoader(
+            data, batch_size=rows, sampler=self._sampler, collate_fn=collate, drop_last=drop_last
+        )
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._sampler is not None:
+            self._sampler.set_epoch(self.epoch)
+        self.epoch += 1
+        return iter(self.batches)

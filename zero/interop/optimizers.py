@@ -1,0 +1,180 @@
+"""What a torch optimizer means here: its class names a transform, its groups are settings that are read at every step.
+
+`Optimizer` is what `zero.initialize` returns: torch's schedulers write into its `param_groups`, and the next update
+reads what they wrote. Given a torch optimizer it shares that one's groups, so a scheduler that holds the first writes
+for both.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zero import optim
+from zero.errors import ConfigError
+from zero.optim import Transform
+
+Settings = dict[str, Any]
+"""One of `param_groups`."""
+
+
+class _Kind(NamedTuple):
+    """A class of `torch.optim` in our words.
+
+    `make` takes `keys` of the groups, which all must share. `needs` are settings that have a meaning there and none
+    here, with the only value that is the same thing.
+    """
+
+    make: Callable[..., Transform]
+    keys: tuple[str, ...]
+    needs: Mapping[str, Any]
+
+
+_PLAIN = {"maximize": False, "differentiable": False}
+_ADAM = {**_PLAIN, "amsgrad": False}
+
+KINDS = {
+    "adamw": _Kind(optim.adamw, ("eps",), _ADAM),
+    "adam": _Kind(optim.adam, ("eps",), {**_ADAM, "decoupled_weight_decay": False}),
+    "sgd": _Kind(optim.sgd, ("nesterov",), {**_PLAIN, "dampening": 0}),
+    "adagrad": _Kind(optim.adagrad, ("eps", "lr_decay"), {**_PLAIN, "initial_accumulator_value": 0}),
+    "lion": _Kind(optim.lion, (), {}),
+}
+TORCH = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd", torch.optim.Adagrad: "adagrad"}
+
+
+class Optimizer(torch.optim.Optimizer):
+    """The groups of a run, in torch's shape; `step` is bound to the engine's.
+
+    Args:
+        groups: parameters, or dicts as torch's optimizers take them.
+        defaults: of what a group does not say.
+        kind: a name in `KINDS`.
+    """
+
+    def __init__(self, groups: Iterable[Any], defaults: Mapping[str, Any], kind: str) -> None:
+        super().__init__(groups, dict(defaults))
+        self.kind = kind
+        self.update: Callable[[], None] | None = None
+        self.forget: Callable[[], None] | None = None
+
+    @classmethod
+    def of(cls, given: torch.optim.Optimizer) -> "Optimizer":
+        """The same groups, whose dicts stay the given optimizer's.
+
+        Raises:
+            ConfigError: a class that has no counterpart here, or an optimizer that has made steps.
+        """
+        name = (
+            f"torch.optim.{type(given).__name__}" if given.__module__.startswith("torch.") else type(given).__qualname__
+        )
+        if type(given) not in TORCH:
+            known = ", ".join(sorted(f"torch.optim.{known.__name__}" for known in TORCH))
+            raise ConfigError(f"optimizer={name} has no counterpart here; known are {known}, and Lion in the config")
+        if any(float(state.get("step", 1)) for state in given.state.values()):  # Adagrad's is there from the start
+            raise ConfigError(
+                f"optimizer={name} has made steps already, and its moments would be lost; pass a new one, and bring "
+                "the moments in with zero.set_full after zero.initialize"
+            )
+        kind = TORCH[type(given)]
+        if kind == "adam" and all(group.get("decoupled_weight_decay") for group in given.param_groups):
+            kind = "adamw"
+        made = cls(given.param_groups, given.defaults, kind)
+        made.param_groups = given.param_groups
+        return made
+
+    @torch._dynamo.disable
+    def step(self, closure: None = None) -> None:
+        """The update of all parameters, as `engine.step` makes it at the end of an accumulation."""
+        if closure is not None:
+            raise ConfigError("optimizer.step(closure): no optimizer here calls a closure; call engine.backward before")
+        if self.update is None:
+            raise ConfigError("this optimizer belongs to no engine; zero.initialize returns the one that does")
+        self.update()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the step under way; after a step there are none."""
+        if self.forget is not None:
+            self.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Settings of the groups; the moments are in the engine's checkpoints."""
+        return {"param_groups": settings_of(self.param_groups)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        restore(self.param_groups, state_dict["param_groups"])
+
+
+def transform(optimizer: Optimizer, names: Mapping[int, str], clip: float | None) -> Transform:
+    """A transform whose settings are read from the optimizer's groups whenever a step is made.
+
+    Args:
+        names: of the model's parameters, by identity.
+
+    Raises:
+        ConfigError: a setting without a meaning here, groups that differ where they cannot, a stranger's parameter.
+    """
+    kind, first = KINDS[optimizer.kind], optimizer.param_groups[0]
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        for key, wanted in kind.needs.items():
+            if group.get(key, wanted) != wanted:
+                raise ConfigError(f"optimizer group {number}: {key}={group[key]} is not supported; it must be {wanted}")
+        for key in kind.keys:
+            if group[key] != first[key]:
+                raise ConfigError(
+                    f"optimizer group {number}: {key}={group[key]}, group 0 has {first[key]}; groups may differ in lr, "
+                    "weight_decay and betas"
+                )
+        held = _named(number, group, names)
+        groups.append(optim.Group(frozenset(held), live=group, trains=partial(_trains, held)))
+    shared = {key: first[key] for key in kind.keys}
+    return kind.make(lambda step: float(first["lr"]), clip=clip, groups=groups, **shared)
+
+
+def trained(optimizer: Optimizer) -> set[int]:
+    """Identities of the parameters that the optimizer was given."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def settings_of(groups: Sequence[Settings]) -> list[Settings]:
+    """The numbers of the groups, without their parameters."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def restore(groups: Sequence[Settings], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Put saved numbers back into groups."""
+    if len(groups) != len(saved):
+        raise ConfigError(f"the checkpoint has {len(saved)} optimizer groups, this optimizer has {len(groups)}")
+    for group, told in zip(groups, saved, strict=True):
+        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in told.items()})
+
+
+def _named(number: int, group: Settings, names: Mapping[int, str]) -> dict[str, Tensor]:
+    """A group's parameters by name, without those that are frozen from the start."""
+    for position, parameter in enumerate(group["params"]):
+        if id(parameter) not in names:
+            raise ConfigError(
+                f"optimizer group {number} holds a parameter of shape {tuple(parameter.shape)} (number {position}) "
+                "that the model does not have; make the optimizer from model.parameters()"
+            )
+    return {names[id(one)]: one for one in group["params"] if one.requires_grad}
+
+
+def _trains(held: Mapping[str, Tensor], step: int) -> bool:
+    """A group rests while none of its parameters requires a gradient."""
+    moving = [name for name, parameter in held.items() if parameter.requires_grad]
+    if moving and len(moving) < len(held):
+        resting = next(name for name in held if name not in moving)
+        raise ConfigError(
+            f"{resting} was frozen during training, and {moving[0]} of the same optimizer group was not; what freezes "
+            "on its own needs a group of its own"
+        )
+    return bool(moving)
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """Full names by identity; a tied parameter has its first one."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}

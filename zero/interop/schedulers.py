@@ -1,0 +1,61 @@
+"""Who writes the learning rate: a torch scheduler, or the schedule of the config in the same shape.
+
+Either writes into the optimizer's groups after each step that was really made, as in DeepSpeed.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from zero.interop.optimizers import Settings
+from zero.optim import Transform
+
+
+class Scheduler(Protocol):
+    """What an engine needs of a scheduler; torch's have it."""
+
+    def step(self) -> None: ...
+
+    def get_last_lr(self) -> Sequence[float]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class Scheduled:
+    """A schedule of the config, written into groups.
+
+    Args:
+        told: says the learning rate and betas of each step, 1 for the first.
+        lr: the config's peak, to which a group's own learning rate is compared: a group with half of it keeps half.
+    """
+
+    def __init__(self, groups: Sequence[Settings], told: Transform, lr: float) -> None:
+        self._groups, self._told = groups, told
+        self._shares = [group["lr"] / lr if lr else 1.0 for group in groups]
+        self.made = 0
+        self._write()
+
+    def step(self) -> None:
+        """One more step was made."""
+        self.made += 1
+        self._write()
+
+    def get_last_lr(self) -> list[float]:
+        return [group["lr"] for group in self._groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"made": self.made}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.made = int(state_dict["made"])
+        self._write()
+
+    def _write(self) -> None:
+        told = self._told.groups[0](self.made + 1)
+        for group, share in zip(self._groups, self._shares, strict=True):
+            group["lr"] = told.lr * share
+            if "betas" in group:
+                group["betas"] = told.betas
+            elif "momentum" in group:
+                (group["momentum"],) = told.betas

@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from zero import launch, refusal
-from zero.config import Config, flat, keys, read, unknown_key
+from zero.config import HF, Config, flat, keys, read, unknown_key
 from zero.data import check_data, open_data
 from zero.errors import CheckpointError, ConfigError, MachineError, Preempted, RankFailedError
 from zero.explain import explain, overview
@@ -51,9 +51,9 @@ def train(config: Config, folder: Path) -> "Summary":
     import zero
     from zero import planning
     from zero.build import build_plan
-    from zero.models import GPT
     from zero.report.run import write as write_report
     from zero.saver import find
+    from zero.task import build_task
     from zero.tracker import open_tracker, write_failure, write_summary
     from zero.training import STOPPED, Training
 
@@ -67,8 +67,8 @@ def train(config: Config, folder: Path) -> "Summary":
         data = open_data(config.data.source(), config.model.seq, config.seed)
         world.agree({**flat(config), "digest of the data": data.digest})
 
-        with zero.empty():
-            model = GPT(config.model.gpt())
+        task = build_task(config)
+        model = task.model
         activations = planning.Activations(config, model)  # traced once, for what is settled and for the plan
         config = planning.settle(config, model, world, tracker.note, activations, tracker.progress)
         if world.rank == 0:
@@ -82,7 +82,7 @@ def train(config: Config, folder: Path) -> "Summary":
         closing.enter_context(_explained(config, plan, model))
         store = closing.enter_context(contextlib.closing(zero.open_store(plan)))
         training = Training(
-            config, plan, store, data, tracker, folder, checkpoint=checkpoint, asked_to_stop=launch.preempted
+            config, plan, store, data, tracker, folder, task, checkpoint=checkpoint, asked_to_stop=launch.preempted
         )
         try:
             exit_reason = training.run()
@@ -197,6 +197,8 @@ def settle(raw: Mapping[str, Any]) -> Config:
         return config
     config.on(launch.count_ranks(config.launch.ranks))
     check_data(config.data.source(), config.model.seq)
+    if isinstance(config.model, HF):
+        config.model.hf().check()
     _check_path(config.offload.asked())
     _check_checkpoints(config)
     return config

@@ -21,6 +21,7 @@ from torch import nn
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 
+import train  # noqa: E402
 import zero  # noqa: E402
 from zero.errors import CheckpointError, ConfigError, PlanError  # noqa: E402
 from zero.exchange import export, open_newest  # noqa: E402
@@ -399,14 +400,60 @@ def test_an_export_and_a_file_of_transformers_are_the_same_weights(saved):
     assert "nothing" not in found
 
 
+# -- train.py ----------------------------------------------------------------------------------------------------------
+
+
+def run(*words):
+    return train.main(["data=synthetic", "data.vocab=32", "model=hf", "model.seq=8", "batch.global=2", *words])
+
+
+def test_train_py_takes_a_folder_and_scripts_export_gives_one_back(saved, here, monkeypatch, capsys):
+    folder = saved("qwen3_moe")
+    words = ["steps=2", "val.rows=2", "sample.tokens=0", "checkpoint.every=2", "offload=infinity", "hydra.run.dir=run"]
+    assert run(f"model.path={folder}", *words) == 0
+    assert "model=hf" not in capsys.readouterr().err
+    export_script = loaded("export")
+    monkeypatch.setattr("sys.argv", ["export", "run", "--to", "hf"])
+    assert export_script.main() == 0
+    again = transformers.AutoModelForCausalLM.from_pretrained(here / "run" / "exported-hf")
+    assert type(again).__name__ == "Qwen3MoeForCausalLM"
+    began = dict(new_model("qwen3_moe").from_pretrained(folder).named_parameters())
+    moved = [float((value - began[name]).detach().abs().max()) for name, value in again.named_parameters()]
+    assert 0 < max(moved) < 0.1, "it went on from the weights of the folder"
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "told"),
+    [
+        (None, ["model.path=no/such"], "model.path=no/such does not exist"),
+        (None, [], "model=hf needs model.path=FOLDER"),
+        ("llama", ["data.vocab=64"], "knows 32 tokens, fewer than the 64 of data=synthetic"),
+        ("llama", ["model.seq=64"], "model.seq=64 is more than the 32 tokens of"),
+        ("t5", [], "is a T5ForConditionalGeneration; train.py trains causal language models"),
+        ("bert", [], "is a BertForMaskedLM; train.py trains causal language models"),
+        ("vit", [], "is a ViTForImageClassification; train.py trains causal language models"),
+    ],
+)
+def test_what_train_py_cannot_train_is_one_line(family, words, told, saved, here, capsys):
+    path = [f"model.path={saved(family)}"] if family else []
+    assert run(*path, *words) == 2
+    assert told in capsys.readouterr().err
+
+
 # -- the example -------------------------------------------------------------------------------------------------------
 
 
+def loaded(name):
+    """A script as a module."""
+    path = Path(__file__).resolve().parent.parent / "scripts" / name
+    loader = importlib.machinery.SourceFileLoader(path.name, str(path))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(path.name, loader))
+    loader.exec_module(module)
+    return module
+
+
 def test_the_example_trains_a_llama_from_folder_to_folder(tmp_path, capsys):
-    path = Path(__file__).resolve().parent.parent / "scripts" / "examples" / "hf_llama"
-    loader = importlib.machinery.SourceFileLoader("hf_llama", str(path))
-    example = importlib.util.module_from_spec(importlib.util.spec_from_loader("hf_llama", loader))
-    loader.exec_module(example)
+    example = loaded("examples/hf_llama")
     assert example.main(["--small", "--offload", "infinity", "--folder", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "in 6 files" in told

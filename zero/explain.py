@@ -203,6 +203,7 @@ def _about(name: str) -> str:
     if len(models) == 1:
         return str(models[0].__doc__)
     return {
+        "model": "What is trained.",
         "data": "Where the tokens come from.",
         "optim": "How a gradient becomes a change of the parameters.",
         "schedule": "How the learning rate moves over the steps.",

@@ -14,13 +14,13 @@ from zero.data.windows import Data
 from zero.errors import CheckpointError, NumericsError
 from zero.evaluate import sample_text, validation_loss
 from zero.meter import Meter, Summary
-from zero.models import loss
 from zero.passes import Metrics
 from zero.plan import Plan
 from zero.planning import against_measured, measured
 from zero.saver import ASKED_TO_STOP, Saver
 from zero.step import init, make_forward, make_step, record
 from zero.store import PrefetchStore
+from zero.task import Task
 from zero.tracker import RUNNING, Tracker, write_summary
 
 FINISHED, EVALUATED, STOPPED, CUT_SHORT = "finished", "evaluated", "stopped by a signal", "debug.stop_at reached"
@@ -50,6 +50,7 @@ class Training:
         data: Data,
         tracker: Tracker,
         folder: Path,
+        task: Task,
         *,
         checkpoint: Checkpoint | None,
         asked_to_stop: Callable[[], bool],
@@ -58,7 +59,7 @@ class Training:
         self._world = plan.world
         self._rows, self._micro, self._accumulate = config.batch.numbers()
         self._last = min(config.steps, config.debug.stop_at or config.steps)
-        self._state = init(plan, store, seed=config.seed, progress=tracker.progress)
+        self._state = init(plan, store, seed=config.seed, weights=task.weights, progress=tracker.progress)
         if checkpoint is not None:
             refuse_other_model(config, checkpoint)
             keys, show = config.checkpoint, tracker.progress
@@ -79,7 +80,7 @@ class Training:
             steps=0 if checkpoint is None else checkpoint.step,
             tokens=0 if checkpoint is None else checkpoint.facts.get("tokens", 0),
             skipped=self._state.skipped,
-            flops_per_token=config.model.gpt().flops_per_token,
+            flops_per_token=task.flops_per_token,
         )
         tracker.begin(
             config,
@@ -105,9 +106,9 @@ class Training:
             asked_to_stop=asked_to_stop,
             began_from=checkpoint,
         )
-        self._step = make_step(plan, loss, word=self._saver.word)
-        self._loss = make_forward(plan, loss)
-        self._logits = make_forward(plan, lambda model, tokens: model(tokens))
+        self._step = make_step(plan, task.loss, word=self._saver.word)
+        self._loss = make_forward(plan, task.loss)
+        self._logits = make_forward(plan, task.logits)
 
     def run(self) -> str:
         """Do what `config.mode` says; returns how it ended."""

@@ -12,6 +12,8 @@ from pydantic import ValidationError, model_validator
 
 from zero import refusal
 from zero.config.sections import (
+    GPT,
+    HF,
     SGD,
     Adagrad,
     Adam,
@@ -54,6 +56,8 @@ from zero.secret import refuse_secrets
 from zero.stage import Stage
 
 __all__ = [
+    "GPT",
+    "HF",
     "SGD",
     "UNIT_CLASSES",
     "Adagrad",
@@ -126,7 +130,7 @@ class Config(Section):
     )
     zero: Zero = Zero()
     batch: Batch = Batch()
-    model: Model = Model()
+    model: Model = GPT()
     data: Data = Text()
     optim: Optim = AdamW()
     schedule: Schedule = WarmupCosine()
@@ -160,15 +164,8 @@ class Config(Section):
         stop_at = self.debug.stop_at
         if stop_at is not None and stop_at > self.steps:
             raise ConfigError(f"debug.stop_at={stop_at} lies beyond steps={self.steps}, and would never stop anything")
-        norm, absent = ("RMSNorm", "LayerNorm") if self.model.norm == "rms" else ("LayerNorm", "RMSNorm")
-        if absent in self.zero.units:
-            raise ConfigError(f"zero.units: a model with model.norm={self.model.norm} has no {absent}; write {norm}")
-        vocab = 256 if isinstance(self.data, Text) else self.data.vocab
-        if vocab > self.model.vocab:
-            raise ConfigError(
-                f"model.vocab={self.model.vocab} is smaller than the {vocab} tokens of data={self.data.name}; "
-                f"set model.vocab={vocab}"
-            )
+        if isinstance(self.model, GPT):
+            self._model_agrees(self.model)
         return self
 
     def _schedule_agrees(self) -> None:
@@ -187,6 +184,26 @@ class Config(Section):
                     f"schedule.momentum=true moves a momentum that optim={self.optim.name} has not; "
                     "set schedule.momentum=false"
                 )
+
+    def _model_agrees(self, model: GPT) -> None:
+        """With what of transformers' models is known only when they are built."""
+        for name in () if self.zero.units == "auto" else self.zero.units:
+            if name not in UNIT_CLASSES:
+                units, nearest = list(self.zero.units), refusal.nearest(name, UNIT_CLASSES)
+                raise ConfigError(f"zero.units={units}: {name} is not a class of this model; {nearest}")
+        norm, absent = ("RMSNorm", "LayerNorm") if model.norm == "rms" else ("LayerNorm", "RMSNorm")
+        if absent in self.zero.units:
+            raise ConfigError(f"zero.units: a model with model.norm={model.norm} has no {absent}; write {norm}")
+        if self.vocab > model.vocab:
+            raise ConfigError(
+                f"model.vocab={model.vocab} is smaller than the {self.vocab} tokens of data={self.data.name}; "
+                f"set model.vocab={self.vocab}"
+            )
+
+    @property
+    def vocab(self) -> int:
+        """Different tokens of the data."""
+        return 256 if isinstance(self.data, Text) else self.data.vocab
 
     @property
     def warmup(self) -> int:

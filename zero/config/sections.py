@@ -5,9 +5,9 @@ of them make together is refused in `Config`.
 """
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from zero import placement
 from zero.config.values import (
@@ -47,6 +47,7 @@ from zero.config.values import (
 from zero.data.source import DataConfig, SyntheticConfig, TextConfig, TokensConfig
 from zero.errors import ConfigError
 from zero.models.gpt_config import GPTConfig
+from zero.models.hf_config import HFConfig
 
 
 class Zero(Section):
@@ -74,9 +75,16 @@ class Zero(Section):
     )
     activations: Activations = key(
         "keep",
-        "activations of a unit: keep, or remat (computed again in backward)",
-        trades="memory against time: remat keeps one activation per unit and computes a third more",
+        "activations of a unit: keep, remat (computed again in backward), or offload (kept in host memory)",
+        trades="memory against time: remat keeps one activation per unit and computes a third more; offload sends "
+        "those of 1 MiB and more to pinned host memory and back, and on a CPU it is keep",
         example="remat",
+    )
+    compile: bool = key(
+        False,
+        "run what each unit computes through torch.compile, once for each class of blocks",
+        trades="time at the first steps, and memory of the compiler, against faster steps; the last bits differ",
+        example="true",
     )
     update: Literal["lazy", "serial", "eager"] = key(
         "lazy",
@@ -142,7 +150,7 @@ class Batch(Section):
         return self.global_, self.micro, self.accumulate
 
 
-class Model(Section):
+class GPT(Section):
     """The sizes of a GPT."""
 
     name: Literal["gpt"] = key("gpt", "kind of model")
@@ -181,6 +189,36 @@ class Model(Section):
     def gpt(self) -> GPTConfig:
         """The same sizes as the model's own record."""
         return GPTConfig(**self.model_dump(exclude={"name"}))
+
+
+class HF(Section):
+    """A causal language model of transformers."""
+
+    name: Literal["hf"] = key("hf", "kind of model")
+    path: Place | None = key(
+        None,
+        "folder with config.json and safetensors; or a model type such as llama, with fresh weights; required",
+        example="gpt2",
+    )
+    seq: Rows = key(256, "length of a training row, in tokens", unit="tokens", example="512 model.path=gpt2")
+
+    @model_validator(mode="after")
+    def _has_a_path(self) -> Self:
+        if self.path is None:
+            raise ConfigError("model=hf needs model.path=FOLDER, a folder with config.json and safetensors")
+        return self
+
+    def hf(self) -> HFConfig:
+        """The same as the model's own record."""
+        assert self.path is not None
+        return HFConfig(path=self.path, seq=self.seq)
+
+
+def _gpt_unless_named(value: Any) -> Any:
+    return {"name": "gpt", **value} if isinstance(value, dict) else value
+
+
+Model = Annotated[GPT | HF, Field(discriminator="name"), BeforeValidator(_gpt_unless_named)]
 
 
 class Text(Section):
@@ -269,6 +307,12 @@ class _Optim(Section):
         "largest global gradient norm; null: no clipping",
         trades="needs the norm of all gradients before the first update; zero.update=lazy hides the wait",
         example="null",
+    )
+    ema: Fraction | None = key(
+        None,
+        "memory of a running mean of the parameters, per step, kept beside the moments; null: none",
+        trades="4 bytes per parameter",
+        example="0.999",
     )
 
 

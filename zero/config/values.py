@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
-from zero import placement, refusal
+from zero import placement
 
 UNIT_CLASSES = ("Block", "Attention", "MLP", "Embedding", "Linear", "RMSNorm", "LayerNorm")
 """Classes of the models here that own parameters; `zero.units` chooses among them."""
@@ -246,16 +246,11 @@ def _units(value: object) -> Any:
         return value
     if not isinstance(value, list | tuple) or not value or not all(isinstance(name, str) for name in value):
         raise ValueError
-    for name in value:
-        if name not in UNIT_CLASSES:
-            raise ValueError(f"{name} is not a class of this model; {refusal.nearest(name, UNIT_CLASSES)}")
     return tuple(value)
 
 
 def _activations(value: object) -> Any:
-    if value == "offload":
-        raise ValueError("comes later; keep and remat exist so far")
-    if value not in ("keep", "remat"):
+    if value not in ("keep", "remat", "offload"):
         raise ValueError
     return value
 
@@ -267,7 +262,7 @@ Project = Annotated[str, Reads("text", _project)]
 Names = Annotated[tuple[str, ...], Reads("a list such as [a, b]", _names)]
 Folders = Annotated[tuple[str, ...], Reads("a list such as [a, b]", _folders)]
 Units = Annotated[Literal["auto"] | tuple[str, ...], Reads("auto or a list of class names, such as [Block]", _units)]
-Activations = Annotated[Literal["keep", "remat"], Reads("keep or remat", _activations)]
+Activations = Annotated[Literal["keep", "remat", "offload"], Reads("keep, remat or offload", _activations)]
 
 # In words
 

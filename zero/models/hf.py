@@ -57,6 +57,11 @@ def build(path: str | PathLike[str]) -> nn.Module:
     return model
 
 
+def is_causal(model: nn.Module) -> bool:
+    """Whether a model of transformers predicts each next token from those before it."""
+    return type(model).__name__ in _transformers().models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
 def settings(path: str | PathLike[str]) -> Any:
     """The settings of a model as transformers has them.
 

@@ -27,9 +27,9 @@ from zero.build import build_precision
 from zero.config import Config
 from zero.copied import attach, detached_copy
 from zero.evaluate import CHUNK_TOKENS
-from zero.models import loss as gpt_loss
 from zero.planning.shapes import result_of
 from zero.recompute import recomputed_call
+from zero.task import loss_of
 from zero.unit import Site, Splitting, split
 
 aten = torch.ops.aten
@@ -102,7 +102,7 @@ class Activations:
         return trace(
             self._model,
             self._splitting,
-            gpt_loss,
+            loss_of(self._config),
             torch.empty(rows, seq + 1, dtype=torch.int64, device=META),
             compute=self._compute,
             remat=remat,

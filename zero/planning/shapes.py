@@ -137,6 +137,13 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty((*a.shape[:-1], b.shape[-1]))
 
 
+def _grouped(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Experts: rows of a or b belong to groups, or what is added up does."""
+    groups = (offsets.shape[0],) if offsets is not None and a.ndim == b.ndim == 2 else b.shape[:-2] * (a.ndim == 3)
+    rows = a.shape[-2]
+    return a.new_empty((*groups, rows, b.shape[-1]))
+
+
 def _alike(x: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     return x.new_empty_strided(x.shape, _strides([x]), dtype=dtype or x.dtype)
 
@@ -161,14 +168,21 @@ def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
     return tuple(query.new_empty(size).transpose(1, 2) for size in sizes)
 
 
+def _value(x: Tensor) -> bool | int | float:
+    """Code that asks for a value takes the way that it takes for most: yes, all of them."""
+    return True if x.dtype == torch.bool else 1.0 if x.is_floating_point() else 1
+
+
 _TESTS = frozenset((aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.isnan, aten.isinf, aten.isfinite))
 _TESTS |= {aten.logical_and, aten.logical_or, aten.logical_not, aten.signbit, aten.isposinf, aten.isneginf}
 
 _RULES: Mapping[Any, Rule] = MappingProxyType(
     {
+        aten._local_scalar_dense.default: _value,
         aten.ones_like.default: _alike,
         aten.mm.default: _product,
         aten.bmm.default: _product,
+        aten._grouped_mm.default: _grouped,
         aten.embedding.default: _embedding,
         aten.embedding_dense_backward.default: _embedding_backward,
         aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,

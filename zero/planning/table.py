@@ -3,11 +3,7 @@
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from torch import nn
-
 from zero.config import Config
-from zero.copied import empty
-from zero.models import GPT
 from zero.placement import TIERS, size_text
 from zero.plan import KINDS, Plan
 from zero.planning.activations import Activations
@@ -15,6 +11,7 @@ from zero.planning.choices import Choice, best, choices, nearest
 from zero.planning.machine import Machine
 from zero.planning.papers import EXPLANATION, OURS, PAPERS, TUTORIAL, TUTORIAL_GB, TUTORIAL_NUMEL, is_tutorial
 from zero.planning.rates import assumed, with_disk_or_without
+from zero.task import build_task
 
 GB = 1e9
 
@@ -39,8 +36,7 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
     """
     machine = Machine.asked(config)
     config, told = _with_rows(config, machine.ranks)
-    with empty():
-        model: nn.Module = GPT(config.model.gpt())
+    model = build_task(config).model
     activations = Activations(config, model)
     if machine.paper:
         rates = assumed(config, machine)

@@ -1,0 +1,84 @@
+"""What a run trains: the GPT here or a model of transformers, with its loss, its logits and its first values.
+
+Everything else in a run takes these five and does not know which of the two it is.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from zero.config import HF, Config
+from zero.copied import empty
+from zero.errors import ConfigError
+from zero.models.hf_config import HFConfig
+
+
+class Task(NamedTuple):
+    """A model on meta and how it is used."""
+
+    model: nn.Module
+    loss: Callable[[Any, Tensor], Tensor]
+    """(model, rows of seq + 1 tokens) to the mean of next tokens."""
+    logits: Callable[[Any, Tensor], Tensor]
+    """(model, (b, t) tokens) to (b, t, vocab)."""
+    weights: Any
+    """First values for `zero.init`; None: the model's own."""
+    flops_per_token: float
+    """Of forward and backward."""
+
+
+def build_task(config: Config) -> Task:
+    """The model of a run.
+
+    Raises:
+        ConfigError: transformers cannot build it, or it does not fit the data.
+    """
+    if isinstance(config.model, HF):
+        return _of_transformers(config, config.model.hf())
+    from zero.models import GPT
+
+    sizes = config.model.gpt()
+    with empty():
+        model = GPT(sizes)
+    return Task(model, loss_of(config), lambda model, tokens: model(tokens), None, sizes.flops_per_token)
+
+
+def loss_of(config: Config) -> Callable[[Any, Tensor], Tensor]:
+    """The loss alone, for whoever has a model already."""
+    from zero.models import hf, loss
+
+    return hf.loss if isinstance(config.model, HF) else loss
+
+
+def _of_transformers(config: Config, chosen: HFConfig) -> Task:
+    from zero.models import hf
+
+    model: Any = hf.build(chosen.path)
+    settings = model.config
+    if not hf.is_causal(model):
+        raise ConfigError(
+            f"model.path={chosen.path} is a {type(model).__name__}; train.py trains causal language models, others run "
+            "in a loop of your own: zero.models.hf.build and zero.make_step"
+        )
+    text = settings.get_text_config()
+    if config.vocab > text.vocab_size:
+        raise ConfigError(
+            f"model.path={chosen.path} knows {text.vocab_size} tokens, fewer than the {config.vocab} of "
+            f"data={config.data.name}; choose other data"
+        )
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is not None and chosen.seq > longest:
+        raise ConfigError(f"model.seq={chosen.seq} is more than the {longest} tokens of model.path={chosen.path}")
+    folder = Path(chosen.path).expanduser()
+    weights = hf.weights(model, folder) if any(folder.glob("*.safetensors")) else None
+    if weights is None and any(folder.glob("*.bin")):
+        raise ConfigError(f"model.path={folder}: its weights are pickles; save them as safetensors first")
+    tables = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
+    tables -= {id(model.get_output_embeddings().weight)}
+    matrices = sum(one.numel() for one in model.parameters() if id(one) not in tables)
+    attention = 12 * text.num_hidden_layers * text.hidden_size * chosen.seq
+    router = float(getattr(text, "router_aux_loss_coef", None) or 0.0)
+    return Task(model, partial(hf.loss, router=router), hf.logits, weights, 6.0 * matrices + attention)

@@ -279,6 +279,58 @@ def test_a_resumed_run_counts_each_groups_updates_as_the_one_that_went_on(tmp_pa
     run_ranks(2, resumed, tmp_path / "kept")
 
 
+# -- a mean of the parameters ------------------------------------------------------------------------------------------
+
+
+def with_mean(*args: Any, **how: Any) -> zero.optim.Transform:
+    return zero.with_ema(adamw(*args, groups=[Group(["embed.weight"], trains=lambda step: step > 2)], **how), 0.75)
+
+
+def means(world: zero.World, setting: Setting, folder: Any) -> Any:
+    """The mean next to the one that is taken of whole parameters; saved half-way and loaded."""
+    state, step = setting.but(optimizer=with_mean).start(world)
+    names = full_state_dict(state, "ema")
+    expected = {name: value for name, value in full_state_dict(state).items() if name in names}
+    assert all(torch.equal(value, expected[name]) for name, value in names.items()), "it begins as the parameters"
+    for number in range(4):
+        state, _ = step(state, slice_of(small_batch(number, 12), world, 1))
+        now = full_state_dict(state)
+        for name, mean in expected.items():
+            if name != "embed.weight" or number >= 2:
+                expected[name] = mean * 0.75 + now[name] * 0.25
+        if number == 1:
+            state = zero.load(state, zero.open_checkpoint(world, zero.save(state, folder)))
+    found = full_state_dict(state, "ema")
+    assert all(torch.equal(found[name], mean) for name, mean in expected.items())
+    return digest(state)
+
+
+def test_the_mean_of_the_parameters_is_a_moment_at_every_stage_and_tier(tmp_path):
+    found = set()
+    for stage in range(4):
+        for tier in ("none", "nvme"):
+            offload = (("optimizer", tier), *((("param", tier),) if stage == 3 else ()))
+            setting = Setting(stage=stage, offload=offload, precision="bf16", clip=CLIP)
+            found.add(run_ranks(2, means, setting, tmp_path / f"{stage} {tier}")[0])
+    assert len(found) == 1
+
+
+def without_then_with(world: zero.World, folder: Any) -> None:
+    state, step = Setting(precision="bf16").start(world)
+    state, _ = step(state, slice_of(small_batch(0, 12), world, 1))
+    saved = zero.save(state, folder)
+    state, _ = Setting(precision="bf16", optimizer=with_mean, seed=1).start(world)
+    said: list[str] = []
+    state = zero.load(state, zero.open_checkpoint(world, saved), note=said.append)
+    assert said == [f"{saved} has no ema: it begins as the parameters"]
+    now = full_state_dict(state)
+    assert all(torch.equal(mean, now[name]) for name, mean in full_state_dict(state, "ema").items())
+
+
+def test_a_mean_begins_as_the_parameters_of_a_checkpoint_that_has_none(tmp_path):
+    run_ranks(2, without_then_with, tmp_path / "kept")
+
+
 # -- momentum that cycles ----------------------------------------------------------------------------------------------
 
 
@@ -306,6 +358,15 @@ def test_the_configuration_hands_the_momentum_to_the_optimizer():
     for optim, at_rest, at_peak in (("adamw", (0.9, 0.99), (0.8, 0.99)), ("sgd", (0.9,), (0.8,))):
         transform = build_optimizer(read({"optim": {"name": optim}, "schedule": schedule}))
         assert [transform.groups[0](step).betas for step in (1, 3)] == [at_rest, pytest.approx(at_peak)]
+
+
+def test_the_configuration_asks_for_a_mean():
+    from zero.build import build_optimizer
+    from zero.config import read
+
+    assert build_optimizer(read({"optim": {"name": "sgd", "ema": 0.99}})).moments == ("mu", "ema")
+    with pytest.raises(ConfigError, match=r"optim\.ema=1\.0; it must be at least 0 and less than 1"):
+        zero.with_ema(sgd(LR), 1.0)
 
 
 def test_no_groups_have_the_bits_of_a_group_that_says_nothing():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zero.errors import ConfigError
-from zero.optim import Settings, Transform, adagrad, adam, adamw, decay_matrices, lion, sgd
+from zero.optim import Settings, Transform, adagrad, adam, adamw, decay_matrices, lion, sgd, with_ema
 
 LR, DECAY = 3e-3, 0.1
 SETTINGS = {
@@ -19,6 +19,7 @@ SETTINGS = {
     "momentum": lambda: sgd(LR, momentum=0.9, weight_decay=DECAY),
     "nesterov": lambda: sgd(LR, momentum=0.9, nesterov=True, weight_decay=DECAY),
     "lion": lambda: lion(LR, beta1=0.9, beta2=0.99, weight_decay=DECAY),
+    "ema": lambda: with_ema(lion(LR, weight_decay=DECAY), 0.99),
     "adagrad": lambda: adagrad(LR, lr_decay=0.1, eps=1e-6, weight_decay=DECAY),
 }
 VECTORS = [1, 3, 7, 65, 513, 2047, 16385]
@@ -88,7 +89,7 @@ def plain_torch(name: str, param: Tensor) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("divisor", [1.0, 3.0])
-@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "lion"])
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in ("lion", "ema")])
 def test_ten_steps_are_those_of_plain_torch(name, divisor):
     """Its single-tensor loop is the oracle: in fp64, so that all rounding is ours, ten steps of a few ulp each."""
     make = torch.Generator().manual_seed(0)

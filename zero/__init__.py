@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from zero.errors import ZeroError
     from zero.full import full_state_dict, gathered, get_full, set_full
     from zero.interop import Engine, add_config_arguments, init_distributed, initialize
-    from zero.optim import Group, adagrad, adam, adamw, lion, sgd
+    from zero.optim import Group, adagrad, adam, adamw, lion, sgd, with_ema
     from zero.passes import Metrics, Step
     from zero.placement import Offload
     from zero.plan import Plan
@@ -37,6 +37,7 @@ _HOME = {
     "lion": "optim",
     "adagrad": "optim",
     "Group": "optim",
+    "with_ema": "optim",
     "empty": "copied",
     "Plan": "plan",
     "open_store": "step",
@@ -99,6 +100,7 @@ __all__ = [
     "save",
     "set_full",
     "sgd",
+    "with_ema",
 ]
 
 

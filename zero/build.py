@@ -58,7 +58,12 @@ def build_plan(
 
 
 def build_optimizer(config: Config) -> Transform:
-    """The transform with its schedule, clipping and decay."""
+    """The transform with its schedule, clipping and decay, and the mean of the parameters if it is asked for."""
+    transform, ema = _build_transform(config), config.optim.ema
+    return transform if ema is None else optim.with_ema(transform, ema)
+
+
+def _build_transform(config: Config) -> Transform:
     chosen = config.optim
     decay = optim.decay_matrices if chosen.decay == "matrices" else _decay_all
     lr, cycled = build_schedule(config), _cycled_momentum(config)

@@ -150,8 +150,9 @@ def empty_unit(plan: Plan, spec: UnitSpec) -> UnitState:
 def fill(plan: Plan, store: Store, unit: UnitState, values: Values) -> str:
     """Give a unit its first values, in memory and in the store; returns a checksum of the whole unit."""
     checks = []
-    for kind, layout in (("param", unit.spec.trainable), ("frozen", unit.spec.frozen)):
-        checks.append(f"{stream(layout, values, sinks_of(plan, store, unit, kind)):08x}")
+    copies = [sink for kind in plan.optimizer.copies for sink in sinks_of(plan, store, unit, kind)]
+    for kind, layout, further in (("param", unit.spec.trainable, copies), ("frozen", unit.spec.frozen, [])):
+        checks.append(f"{stream(layout, values, [*sinks_of(plan, store, unit, kind), *further]):08x}")
     return " ".join(checks)
 
 

@@ -21,7 +21,7 @@ Methods for Online Learning and Stochastic Optimization".
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from math import inf
@@ -258,6 +258,20 @@ def adagrad(
     return _transform("adagrad", ("nu",), update, lr, {}, weight_decay, clip, decay, groups)
 
 
+def with_ema(transform: Transform, decay: float = 0.999) -> Transform:
+    """The same optimizer, and a running mean of the parameters, ema = decay x ema + (1 - decay) x parameter per update.
+
+    It is a moment, "ema": it sleeps where the others sleep, and is read with `full_state_dict(state, "ema")`.
+    """
+    _require("ema", decay, 0 <= decay < 1, "at least 0 and less than 1")
+    return replace(
+        transform,
+        moments=(*transform.moments, "ema"),
+        copies=(*transform.copies, "ema"),
+        update=partial(_ema, transform.update, decay),
+    )
+
+
 def _transform(
     name: str,
     moments: tuple[str, ...],
@@ -386,6 +400,20 @@ def _adagrad(
     nu_K.add_(grad_K.square())
     lr = now.lr / (1 + (now.step - 1) * lr_decay)
     param_K.sub_(grad_K.mul_(lr).div_(nu_K.sqrt().add_(eps)))
+
+
+def _ema(
+    update: Update,
+    decay: float,
+    param_K: Tensor,
+    grad_K: Tensor,
+    moments_K: tuple[Tensor, ...],
+    now: Settings,
+    divisor: float,
+) -> None:
+    *own, ema_K = moments_K
+    update(param_K, grad_K, tuple(own), now, divisor)
+    ema_K.mul_(decay).add_(param_K * (1 - decay))
 
 
 def _divisor(divisor: float, like: Tensor) -> Tensor | None:

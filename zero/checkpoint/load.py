@@ -202,6 +202,10 @@ def load(
     buffers = buffers_of(state.model)
     wanted = {(name, kind): (dtype, shape) for name, kind, dtype, shape in tensors(plan, buffers)}
     there = _entries(checkpoint, wanted)
+    begun = _begun(plan, wanted, there) if moments else {}
+    if begun:
+        note(f"{checkpoint.folder} has no {', '.join(plan.optimizer.copies)}: it begins as the parameters")
+    there = {**there, **begun}
 
     def stays_out(key: Key) -> bool:
         return _named(key, partial) or not (moments or key[1] in (PARAMETER, FROZEN, BUFFER))
@@ -301,6 +305,12 @@ def _entries(checkpoint: Checkpoint, wanted: Iterable[Key]) -> dict[Key, Entry]:
         if (name, kind) not in found and other in found:
             found[name, kind] = found.pop(other)
     return found
+
+
+def _begun(plan: Plan, wanted: Iterable[Key], there: Mapping[Key, Entry]) -> dict[Key, Entry]:
+    """What begins as the parameters and is not in the checkpoint, with the parameter's entry."""
+    lacking = [key for key in wanted if key[1] in plan.optimizer.copies and key not in there]
+    return {key: there[key[0], PARAMETER] for key in lacking if (key[0], PARAMETER) in there}
 
 
 def _match(

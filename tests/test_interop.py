@@ -207,6 +207,67 @@ def test_zero_grad_forgets_what_has_arrived_and_not_what_is_under_way():
             torch.testing.assert_close(one[1], reference(3)[1], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_caller_may_say_when_to_step(stage: int, offload: bool, tmp_path: Path):
+    """Any number of backwards before a step, in memory and in a file; the norm is that of their sum."""
+    settings = config(tmp_path if offload else None, stage, managed_gradient_accumulation=False)
+    norms = []
+
+    def varying(engine, part):
+        for share in [1.0] if engine.global_steps == 0 else [0.25, 0.5, 0.25]:
+            engine.backward(engine(part) * share)
+
+    def told(world):
+        engine_norms = []
+
+        def loop(engine, part):
+            varying(engine, part)
+            engine_norms.append(engine)
+
+        result = trained(world, settings, 3, loop=loop)
+        return result, engine_norms[0].get_global_grad_norm()
+
+    def counted(model, batch):
+        loss = model(batch)
+        norms.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*model.parameters()])]).norm())
+        return [model(batch)]
+
+    wanted = reference(3, losses=counted)
+    for result, norm in run_ranks(2, told):
+        alike(result, wanted)
+        assert norm == pytest.approx(float(norms[-1]), rel=1e-5)
+
+
+def test_one_loss_may_train_two_models():
+    def run(world):
+        with world.exclusive():
+            models = net(), net(1)
+        first, second = (zero.initialize(model=model, config=config(), world=world)[0] for model in models)
+        for step in range(2):
+            part = rows(step, world)
+            (first(part) + second(part)).backward()
+            first.step()
+            second.step()
+        told = [zero.full_state_dict(engine.state) for engine in (first, second)]
+        first.destroy()
+        second.destroy()
+        return told
+
+    models = net(), net(1)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1) for model in models]
+    for step in range(2):
+        whole = rows(step, zero.World.from_env())
+        (models[0](whole) + models[1](whole)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for both in run_ranks(2, run):
+        for values, model in zip(both, models, strict=True):
+            for name, value in model.named_parameters():
+                torch.testing.assert_close(values[name], value.detach(), rtol=2e-5, atol=2e-5)
+
+
 def test_what_the_engine_tells():
     world = zero.World.from_env()
     settings = config(gradient_accumulation_steps=4, gradient_clipping=0.5)

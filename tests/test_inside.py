@@ -14,20 +14,27 @@ import pytest
 import torch
 from test_gather import (
     LR,
+    ROWS,
     WIDTH,
     AllUnderCheckpoint,
     Batch,
     Broken,
     Chain,
+    InPlace,
+    InPlaceChain,
     Layer,
     Lora,
     LossFn,
     MostlyFrozen,
+    Nested,
+    Recurrent,
     RootOwns,
     Tied,
     UnderCheckpoint,
     assert_same,
     batch_of,
+    by_input_too,
+    by_input_twice,
     mean_square,
     pins,
     plain,
@@ -39,6 +46,8 @@ from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 
 import zero
+from zero.activation import OnHost
+from zero.device import Device
 from zero.errors import OutsideUnitError, PlanError
 from zero.nested import replaced, tensors_in
 from zero.testing import run_ranks
@@ -413,3 +422,104 @@ def test_a_frozen_model_has_nothing_to_train():
     state = state_of(Chain().requires_grad_(False), SoloWorld())
     with pytest.raises(PlanError, match="no trainable parameter"):
         zero.make_step(state.plan, mean_square)(state, [batch_of(0, 0)])
+
+
+# -- activations in host memory ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_host(monkeypatch: pytest.MonkeyPatch) -> list[OnHost]:
+    """Activations of a CPU leave as those of a GPU do, small ones too; who did it, one for each rank."""
+    made: list[OnHost] = []
+
+    class Everything(OnHost):
+        def __init__(self, device: Device, *, pin: bool) -> None:
+            super().__init__(device, pin=pin, least_bytes=4 * ROWS * WIDTH)
+            made.append(self)
+
+    monkeypatch.setattr("zero.step.OnHost", Everything)
+    monkeypatch.setattr("zero.step._goes_to_host", lambda plan: plan.activations == "offload")
+    return made
+
+
+OFFLOADED = [
+    (Chain, mean_square),
+    (RootOwns, two_forwards_two_backwards),
+    (Tied, several_losses_of_one_forward),
+    (MostlyFrozen, by_input_too),
+    (Chain, by_input_twice),
+    (Recurrent, mean_square),
+    (lambda: InPlaceChain(InPlace), mean_square),
+    (lambda: FrozenUnderCheckpoint(reentrant=True), mean_square),
+]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("build", "loss"), OFFLOADED)
+def test_activations_that_wait_on_the_host_change_no_bit(on_host, build, loss, stage):
+    model = build()
+    kept, offloaded = (sharded(model, loss, stage=stage, steps=2, activations=how) for how in ("keep", "offload"))
+    for one, other in zip(kept, offloaded, strict=True):
+        assert one.losses == other.losses
+        torch.testing.assert_close(one.parameters, other.parameters, rtol=0, atol=0)
+    for one in on_host:
+        assert one.allocated_bytes
+        assert not one._homes, "a graph that is gone leaves nothing behind"
+        assert sum(block.numel() for free in one._free.values() for block in free) == one.allocated_bytes
+
+
+def test_what_is_kept_twice_goes_once_and_views_come_back_as_they_were():
+    store = OnHost(Device(torch.device("cpu")), least_bytes=64)
+    wide = torch.randn(4, 24)
+    given = [wide, wide[:, 8:16], wide.t(), wide.view(torch.int32)[1]]
+    packed = [store.keep(one) for one in given]
+    assert store.allocated_bytes == 4096
+    small = store.keep(torch.ones(3))
+    expected = [one.clone() for one in given]
+    wide.zero_()  # what was sent is as it was then
+    changed = store.keep(wide)
+    for _ in range(2):
+        for one, before in zip(reversed(packed), reversed(expected), strict=True):
+            assert torch.equal(store.find(one), before)
+            assert store.find(changed).count_nonzero() == 0
+    assert torch.equal(store.find(small), torch.ones(3))
+    small.tensor.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        store.find(small)
+    store.settle()
+    del packed, changed, one
+    assert not store._homes
+
+
+def test_on_a_cpu_offloaded_activations_are_kept_where_they_are():
+    state = state_of(Chain(), SoloWorld(), activations="offload")
+    assert state.machinery.gatherer.activations.allocated_bytes == 0
+    assert not state.machinery.gatherer.activations.away
+
+
+# -- compilation -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch hides its own, for all threads or none
+@pytest.mark.parametrize(
+    ("build", "settings", "most"),
+    [
+        (Chain, {"ranks": 2, "stage": 3}, 4),  # on each rank; the first block's input wants no gradient
+        (Chain, {"ranks": 1, "stage": 0, "activations": "remat"}, 2),
+        (lambda: UnderCheckpoint(reentrant=False, make=Nested), {"ranks": 1, "units": ["Nested", "Layer"]}, 6),
+    ],
+)
+def test_blocks_of_a_class_share_one_compiled_function(build, settings, most):
+    """And what is computed is what was written."""
+    torch.compiler.reset()
+    made: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        made.append(graph.print_readable(print_output=False))
+        return graph.forward
+
+    model = build()
+    told = sharded(model, compile=backend, steps=2, **settings)
+    assert_same(told, *plain(model, mean_square, settings["ranks"], 2))
+    assert 0 < len(made) <= most
+    assert [rank.renewed for rank in told] == [[0, 0]] * settings["ranks"]

@@ -49,6 +49,7 @@ def build_plan(
         units=None if config.zero.units == "auto" else list(config.zero.units),
         prefetch=config.zero.prefetch,
         activations=config.zero.activations,
+        compile=config.zero.compile,
         update=config.zero.update,
         accumulate=accumulate,
         room=room,

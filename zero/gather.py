@@ -7,8 +7,9 @@ gradients never exist twice.
 
 While a unit computes, a pair of saved-tensor hooks looks at everything autograd wants to keep. What lies in a gathered
 buffer is replaced by (unit, version, offset, size, stride), so the buffer can be released after forward; the first
-touch in backward gathers the unit again. No activation is recomputed. Only the innermost hooks count in torch, so where
-user code has its own (a checkpoint around the unit), packing is left to it: it drops everything and recomputes.
+touch in backward gathers the unit again. No activation is recomputed; where they wait meanwhile is up to `activation`.
+Only the innermost hooks count in torch, so where user code has its own (a checkpoint around the unit), packing is left
+to it: it drops everything and recomputes.
 
 How long a buffer is pinned:
 
@@ -38,6 +39,8 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.func import functional_call
 
+from zero.activation import InPlace, Kept
+from zero.compiled import Compiler
 from zero.copied import Absent, in_backward
 from zero.errors import StaleStateError
 from zero.layout import Layout
@@ -58,13 +61,6 @@ class Packed(NamedTuple):
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
-
-
-class Kept(NamedTuple):
-    """A saved tensor that lay elsewhere. With hooks in place torch does not check versions, so this does."""
-
-    tensor: Tensor
-    version: int
 
 
 Slot = tuple[int, bool, int]
@@ -132,6 +128,8 @@ class Gatherer:
 
     Args:
         remat: recompute each unit's activations in backward instead of keeping them.
+        activations: where those that are kept wait for backward.
+        compiler: compiles what a unit computes; None: it runs as it is written.
         deliver: takes the gradient of one trainable slot of a unit, from one call.
         settle: every gradient of the unit's calls in this microbatch has been delivered.
         tape: told of what computes.
@@ -143,6 +141,8 @@ class Gatherer:
         residency: Residency,
         *,
         remat: bool,
+        activations: InPlace,
+        compiler: Compiler | None,
         deliver: Callable[[UnitState, int, Tensor], None],
         settle: Callable[[UnitState], None],
         tape: Tape,
@@ -150,6 +150,8 @@ class Gatherer:
         self._tape = tape
         self._units, self.residency, self.pool = units, residency, residency.pool
         self._remat, self._deliver, self._settle = remat, deliver, settle
+        self.activations, self._compiler = activations, compiler
+        self._whole = {unit.resident.address for unit in units if unit.resident is not None}
         self._anchor = torch.zeros(0, requires_grad=True)
         self._places: dict[Slot, list[tuple[dict[str, Any], str]]] = {}  # where in the model each parameter stands
         self._held: dict[int, Buffer] = {}  # pinned by the backward pass under way
@@ -163,6 +165,7 @@ class Gatherer:
         """A microbatch, or a forward without gradients, starts."""
         if torch.is_grad_enabled():  # an evaluation may lie between a microbatch's forward and its backward
             self._forget_calls()  # of forwards outside of a step, which nobody ended
+        self.activations.settle()
         self.residency.begin()
 
     def end(self) -> None:
@@ -170,6 +173,7 @@ class Gatherer:
         for unit in self._units:
             if unit.calls:
                 self._close(unit)
+        self.activations.settle()
         self.residency.end()
 
     def reset(self) -> None:
@@ -178,6 +182,7 @@ class Gatherer:
         self._open.clear()
         self._passes.clear()
         self._forget_calls()
+        self.activations.settle()
         self.residency.reset()
 
     def _forget_calls(self) -> None:
@@ -187,7 +192,8 @@ class Gatherer:
 
     def runner(self, site: Site) -> Callable[[nn.Module, Any, Any], Any]:
         """What the `Unit` at `site` calls."""
-        return partial(self.run, site)
+        run = partial(self.run, site)
+        return run if self._compiler is None else self._compiler.outside(run)
 
     def place(self, bound: Binding, parameters: dict[str, Any], name: str) -> None:
         """One of the places where a parameter stands in the model."""
@@ -259,6 +265,8 @@ class Gatherer:
     def _call(
         self, module: nn.Module, names: list[str], values: list[Tensor], args: Any, kwargs: dict[str, Any]
     ) -> Any:
+        if self._compiler is not None and torch.is_grad_enabled():
+            names, module = [f"module.{name}" for name in names], self._compiler.compiled(module)
         if self._remat and torch.is_grad_enabled():
             return recomputed_call(module, names, values, args, kwargs)
         return functional_call(module, dict(zip(names, values, strict=True)), args, kwargs, tie_weights=False)
@@ -280,7 +288,8 @@ class Gatherer:
                 )
 
     def _packing(self) -> AbstractContextManager[Any]:
-        if self.pool is None or not torch.is_grad_enabled():
+        released = self.pool is not None or self.activations.away
+        if not released or not torch.is_grad_enabled():
             return nullcontext()  # nothing is ever released, so autograd may keep what it likes
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return nullcontext()  # ours, around an outer unit, see all buffers; a foreign pair must not be hidden
@@ -296,17 +305,20 @@ class Gatherer:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: Tensor) -> Any:
-        assert self.pool is not None
-        buffer = self.pool.holding(tensor)
+        buffer = None if self.pool is None else self.pool.holding(tensor)
         if buffer is None:
-            return Kept(tensor, tensor._version)
+            return Kept(tensor, tensor._version) if self._is_whole(tensor) else self.activations.keep(tensor)
         assert buffer.unit is not None
         offset = int(tensor.storage_offset()) - int(buffer.flat.storage_offset())
         return Packed(buffer.unit, buffer.version, offset, tensor.shape, tensor.stride())
 
+    def _is_whole(self, tensor: Tensor) -> bool:
+        """It lies in the buffer of a unit that is always here."""
+        return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in self._whole
+
     def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Kept):
-            return _unchanged(packed)
+        if not isinstance(packed, Packed):
+            return packed.unchanged() if isinstance(packed, Kept) else self.activations.find(packed)
         unit = self._units[packed.unit]
         if unit.version != packed.version or unit.waiting is not None:
             raise StaleStateError(
@@ -423,16 +435,6 @@ def _reaching(outputs: Any, parameters: Sequence[Tensor], known: set[Any]) -> An
     if not wanted:
         return outputs
     return replaced(outputs, {id(tensors[0]): Reach.apply(tensors[0], *wanted.values())})
-
-
-def _unchanged(kept: Kept) -> Tensor:
-    """The tensor that was kept; refused, as torch does without hooks, if it was written to since."""
-    if kept.tensor._version != kept.version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {tuple(kept.tensor.shape)} is at version {kept.tensor._version}, expected {kept.version}"
-        )
-    return kept.tensor
 
 
 @contextmanager

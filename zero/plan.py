@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from zero.compiled import Backend
 from zero.device import ALIGNMENT, Device, free_host_bytes, round_up
 from zero.errors import ConfigError, PlanError
 from zero.layout import pages
@@ -24,7 +25,7 @@ from zero.store import Page
 from zero.unit import UnitSpec, split
 from zero.world import World
 
-Activations = Literal["keep", "remat"]
+Activations = Literal["keep", "remat", "offload"]
 Update = Literal["lazy", "serial", "eager"]
 
 KiB, MiB, GiB = 1024, 1024**2, 1024**3
@@ -60,7 +61,8 @@ class Plan:
         optimizer: from `zero.adamw` and its family.
         units: classes, or their names, whose instances are units; None for the default policy (see `unit.py`).
         prefetch: units gathered ahead, in both directions.
-        activations: "keep", or "remat" to recompute each unit's in backward.
+        activations: "keep", "remat" to recompute each unit's in backward, or "offload" to keep them in host memory.
+        compile: run what each unit computes through `torch.compile`: True, or a backend's name.
         update: "lazy" hides each unit's update before its next gather, "serial" does all right after backward (same
             bits), "eager" during backward, without clipping or loss scaling only.
         accumulate: microbatches per step.
@@ -86,6 +88,7 @@ class Plan:
         units: Sequence[str | type[nn.Module]] | None = None,
         prefetch: int = 1,
         activations: Activations = "keep",
+        compile: Backend = False,
         update: Update = "lazy",
         accumulate: int = 1,
         room: Room | None = None,
@@ -104,6 +107,7 @@ class Plan:
         self.precision = precision if isinstance(precision, Precision) else Precision(precision)
         self.offload = (offload or Offload()).at(parameters_sharded=self.stage.parameters)
         self.prefetch, self.activations, self.update, self.accumulate = prefetch, activations, update, accumulate
+        self.compile = compile
         self.room, self.activation_bytes, self._remat_bytes = room, activation_bytes, remat_bytes
         self.page_numel = self.offload.page_bytes // 4
         pages(0, self.page_numel)  # refuses a page that is not whole blocks
@@ -412,6 +416,7 @@ class Plan:
             "zero.stage": str(self.stage.level),
             "zero.prefetch": str(self.prefetch),
             "zero.activations": self.activations,
+            "zero.compile": str(bool(self.compile)),
             "zero.update": self.update,
             "batch.accumulate": str(self.accumulate),
             "precision": str(self.precision),

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero.activation import InPlace, OnHost
+from zero.compiled import Compiler
 from zero.copied import attach, detached_copy
 from zero.device import ALIGNMENT, Arena, Device, give_back_memory, round_up, work_alone
 from zero.errors import ConfigError
@@ -161,6 +163,8 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
         units,
         residency,
         remat=plan.activations == "remat",
+        activations=OnHost(device, pin=plan.offload.pin) if _goes_to_host(plan) else InPlace(),
+        compiler=Compiler(plan.compile) if plan.compile else None,
         deliver=reducer.deliver,
         settle=reducer.settle,
         tape=tape,
@@ -168,6 +172,11 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
     bind_absent(copied, plan.splitting.sites, gatherer)
     model = attach(copied, plan.splitting, gatherer.runner)
     return Machinery(plan, model, store, units, gatherer, gradients, reducer, updater, log, tape)
+
+
+def _goes_to_host(plan: Plan) -> bool:
+    """Activations of a CPU lie in host memory already."""
+    return plan.activations == "offload" and plan.world.device.type != "cpu"
 
 
 def make_step(

@@ -18,6 +18,7 @@ Source: Rajbhandari et al. 2020, "ZeRO", section 7 (reduce-scatter and all-gathe
 """
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -248,7 +249,7 @@ class World(ABC):
         self.broadcast(numel, source, what="the length of a text").wait()
         body = _as_bytes(text) if self.rank == source else torch.empty(int(numel), dtype=torch.uint8, device="cpu")
         self.broadcast(body, source, what="a text").wait()
-        return bytes(body.tolist()).decode()
+        return _as_text(body)
 
     def gather_texts(self, text: str, what: str) -> list[str]:
         """Every rank's `text`, on every rank."""
@@ -257,7 +258,7 @@ class World(ABC):
         padded_S = _as_bytes(text.encode().ljust(int(numels.max())).decode())
         texts = padded_S.new_empty(self.size, padded_S.numel())
         self._gather(padded_S, texts.view(-1), _label("agree on fields", what)).wait()
-        return [bytes(row[:n]).decode() for row, n in zip(texts.tolist(), numels.tolist(), strict=True)]
+        return [_as_text(row[:n]) for row, n in zip(texts, numels.tolist(), strict=True)]
 
     def at(self, place: str) -> None:  # noqa: B027  (nobody waits for a rank that is alone)
         """Say what this rank is at, such as "step 3, backward", for those who may wait for it in vain. Not collective.
@@ -561,7 +562,12 @@ def _env_int(name: str, default: str = "") -> int:
 
 
 def _as_bytes(text: str) -> Tensor:
-    return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+    octets = bytearray(text.encode())
+    return torch.frombuffer(octets, dtype=torch.uint8) if octets else torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def _as_text(octets: Tensor) -> str:
+    return ctypes.string_at(octets.data_ptr(), octets.numel()).decode()
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -285,7 +285,9 @@ class _Verifying(threading.Thread):
         self.error: CheckpointError | None = None
 
     def run(self) -> None:
-        one, block = self._checkpoint, memoryview(bytearray(BLOCK_BYTES))
+        one = self._checkpoint
+        longest = max(one.manifest.files[file].size for file, _ in self._blocks)
+        block = memoryview(bytearray(min(BLOCK_BYTES, longest)))
         try:
             for file, numbers in itertools.groupby(self._blocks, key=lambda block: block[0]):
                 with _reader(one, file, self._contents) as reader:
@@ -509,4 +511,4 @@ def set_random(told_: Mapping[str, Any], python: Any = random, host: torch.Gener
 
 
 def _octets(text: str) -> Tensor:
-    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

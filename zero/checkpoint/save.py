@@ -381,8 +381,8 @@ def random_state() -> dict[str, Any]:
     version, internal, following = random.getstate()
     return {
         "python": [version, list(internal), following],
-        "torch": bytes(torch.get_rng_state().tolist()).hex(),
-        "cuda": bytes(torch.cuda.get_rng_state().tolist()).hex() if torch.cuda.is_initialized() else None,
+        "torch": bytes(memory_of(torch.get_rng_state())).hex(),
+        "cuda": bytes(memory_of(torch.cuda.get_rng_state())).hex() if torch.cuda.is_initialized() else None,
     }
 
 

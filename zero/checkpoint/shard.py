@@ -303,7 +303,7 @@ class ShardReader(_OpenFile):
         self._path = path
         self._expected = expected
         self._parts = parts
-        self._span = memoryview(bytearray(SPAN_BYTES))
+        self._span = memoryview(bytearray(min(SPAN_BYTES, expected.size)))
         self._held = -1  # which span that is
         with naming(path, "opening"):
             self._fd = disk.open(path)

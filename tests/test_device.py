@@ -3,12 +3,14 @@
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
-from zero.device import work_alone
+from zero.device import memory_of, work_alone
+from zero.store import files
 
 HELD_BYTES = 256 * 2**20
 
@@ -59,3 +61,15 @@ def test_threads_that_start_together_leave_the_default_number_of_kernel_threads_
     one_more.join(timeout=60)
     assert later == [default]
     assert set(seen) == {1}
+
+
+@pytest.mark.parametrize("view", [memory_of, files.memory_of])
+def test_the_bytes_of_a_tensor_keep_it_alive(view):
+    """`bytes(memory_of(torch.get_rng_state()))` read what was free again, and the checkpoint could not be read."""
+    tensor = torch.ones(64)
+    alive, octets = weakref.ref(tensor), view(tensor)
+    del tensor
+    assert alive() is not None
+    assert bytes(octets) == bytes(memory_of(torch.ones(64)))
+    del octets
+    assert alive() is None

@@ -324,10 +324,12 @@ def _open_and_unlink(folder: Path, files: Files, direct: int) -> int:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, not copied; valid while the tensor lives."""
+    """The bytes of a contiguous tensor in host memory, not copied; they keep it alive."""
     if not tensor.numel():
         return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    octets = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    octets.tensor = tensor  # type: ignore[attr-defined]  # one without a name would be freed before it is read
+    return memoryview(octets).cast("B")
 
 
 def round_up(nbytes: int) -> int:

@@ -153,6 +153,29 @@ def test_several_losses_and_backwards_add_up(loop, stage: int, accumulate: int):
         alike(told[0], wanted)
 
 
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("microbatches", [1, 3, 4])
+def test_who_counts_on_his_own_may_have_more_microbatches_than_he_said_or_fewer(microbatches: int, stage: int):
+    settings = config(stage=stage, gradient_accumulation_steps=2, managed_gradient_accumulation=False)
+
+    def run(world):
+        with world.exclusive():
+            model = net()
+        engine, *_ = zero.initialize(model=model, config=settings, world=world)
+        for number in range(microbatches):
+            engine.backward(engine(rows(number, world)))
+            engine.set_gradient_accumulation_boundary(number == microbatches - 1)
+            engine.step()
+        engine.destroy()
+        return engine.metrics.grad_norm
+
+    model = net()
+    for number in range(microbatches):
+        (model(rows(number, zero.World.from_env())) / 2).backward()
+    wanted = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+    assert run_ranks(2, run) == pytest.approx([wanted] * 2, rel=1e-5)
+
+
 def test_a_backward_without_the_scale_is_refused_in_fp16_and_with_it_trains():
     settings = config(fp16={"enabled": True, "initial_scale_power": 4})
 

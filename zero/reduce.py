@@ -143,7 +143,7 @@ class Reducer:
     def finish(self) -> None:
         """Return when every unit's `grad` is final, on the compute stream; what still comes reopens it."""
         for unit in self._units:  # visited in earlier microbatches only: nothing has closed them yet
-            if self._local and unit.filled and unit.index not in self._closed:
+            if self._adds_up(unit) and unit.filled and unit.index not in self._closed:
                 self._close(unit)
         while self._under_way:
             self._complete_oldest()
@@ -231,7 +231,7 @@ class Reducer:
             for flat in reduction.flats:
                 flat.free = self._done
             self._give_back(reduction.flats)
-            if reduction.last:
+            if reduction.last and not self._awaited(reduction.unit):
                 self._publish(reduction.unit)
             else:
                 self._park(reduction.unit)
@@ -247,8 +247,12 @@ class Reducer:
 
     def _park(self, unit: UnitState) -> None:
         """Nothing arrives in `grad` for now, unless another reduction of this unit is under way."""
-        if all(reduction.unit is not unit for reduction in self._under_way):
+        if not self._awaited(unit):
             self._gradients.park(unit)
+
+    def _awaited(self, unit: UnitState) -> bool:
+        """Another reduction of `unit` is under way: what came before it is not final."""
+        return any(reduction.unit is unit for reduction in self._under_way)
 
     def _close(self, unit: UnitState) -> None:
         """No more gradient of `unit` comes in this step."""

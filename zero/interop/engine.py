@@ -7,7 +7,7 @@ number of forwards and backwards, by `engine.backward(loss)` or by `engine.scale
 
 import argparse
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -19,13 +19,17 @@ from torch.utils._pytree import tree_map_only
 
 from zero import checkpoint
 from zero.build import build_optimizer, build_plan
+from zero.checkpoint.load import is_step
+from zero.checkpoint.manifest import step_name
+from zero.checkpoint.save import told as told_by_all
 from zero.config import Config, Wandb, read
 from zero.copied import buffers_of
 from zero.ds_config import Translation, translate
 from zero.errors import ConfigError
 from zero.initialise import Weights
 from zero.interop.loader import Loader
-from zero.interop.optimizers import KINDS, Optimizer, names_of, restore, settings_of, trained, transform
+from zero.interop.optimizers import KINDS, Optimizer, names_of, restore, same_groups, settings_of, trained, transform
+from zero.interop.plain import plain, read_back
 from zero.interop.schedulers import Scheduled, Scheduler
 from zero.interop.watched import Watched
 from zero.passes import Metrics, Step
@@ -57,13 +61,14 @@ class Engine:
         self.config, self.plan, self.optimizer = config, plan, optimizer
         self._store, self._state, self._managed = store, state, managed
         self._step: Step | None = None
-        self._in_microbatch = self._scaled = self._synchronised = False
+        self._in_microbatch = self._scaled = self._synchronised = self._applied = False
         self._boundary: bool | None = None
         self.lr_scheduler: Scheduler | None = None
         self.given: torch.optim.Optimizer | None = None  # the torch optimizer whose groups these are
         self.metrics: Metrics | None = None
         self.micro_steps = 0
         self.watched: Watched | None = None
+        self._groups = len(optimizer.param_groups)
         optimizer.update, optimizer.forget = self._update, self.zero_grad
 
     # -- the loop ------------------------------------------------------------------------------------------------------
@@ -107,18 +112,21 @@ class Engine:
             under_way.count(loss)
         return under_way.scaled(loss)
 
-    def step(self, lr_kwargs: None = None) -> None:
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a microbatch; at the end of an accumulation update the parameters, and the learning rate after them.
+
+        Args:
+            lr_kwargs: for the scheduler's `step`, such as the metrics of ReduceLROnPlateau.
 
         Raises:
             ConfigError: there was no forward; inside `no_sync`; or a backward by hand without `scale` in fp16.
         """
         if not self._in_microbatch:
-            raise ConfigError("engine.step(): there was no forward in training mode since the last one")
+            raise ConfigError("engine.step(): no forward in training mode, engine.train(), since the last one")
         if self._synchronised:
             raise ConfigError("engine.step() inside engine.no_sync(): it would synchronise; leave the block first")
         ends = self.is_gradient_accumulation_boundary()
-        self._in_microbatch = False
+        self._in_microbatch = self._applied = False
         self.micro_steps += 1
         if not ends:
             return
@@ -126,7 +134,7 @@ class Engine:
         if self.given is not None:
             self.given.step()  # no parameter has a gradient there: torch's schedulers look for the call
         if self.lr_scheduler is not None and self.was_step_applied():
-            self.lr_scheduler.step()
+            self.lr_scheduler.step(**(lr_kwargs or {}))
 
     def zero_grad(self) -> None:
         """Forget the gradients that have arrived since the last update."""
@@ -136,11 +144,11 @@ class Engine:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Microbatches that do not end a step. Gradients are added up in any case, so nothing else changes here."""
-        self._synchronised = True
+        before, self._synchronised = self._synchronised, True
         try:
             yield
         finally:
-            self._synchronised = False
+            self._synchronised = before
 
     def train(self, mode: bool = True) -> "Engine":
         self.module.train(mode)
@@ -198,15 +206,16 @@ class Engine:
         """The next `step()` updates."""
         if self._boundary is not None:
             return self._boundary
-        return not self._managed or (self.micro_steps + 1) % self.plan.accumulate == 0
+        begun = 0 if self._step is None else self._step.microbatches
+        return not self._managed or begun + (not self._in_microbatch) >= self.plan.accumulate
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the next `step()` updates; None: count again."""
         self._boundary = is_boundary
 
     def was_step_applied(self) -> bool:
-        """The last step was not skipped."""
-        return self.metrics is not None and not self.metrics.skipped
+        """The last call of `step()` changed the parameters: it was the end of an accumulation, and not skipped."""
+        return self._applied
 
     def get_global_grad_norm(self) -> float | None:
         """Of the last step's mean gradient, before clipping."""
@@ -237,13 +246,22 @@ class Engine:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self, save_dir: str | PathLike[str], tag: str | None = None, client_state: Mapping[str, Any] | None = None
+        self,
+        save_dir: str | PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> Path:
         """Publish a checkpoint in `save_dir`, or in the folder `tag` of it. Collective; see docs/checkpoints.md.
 
         Args:
             client_state: JSON values that `load_checkpoint` gives back.
+            save_latest: for old calls; the newest is found by its number of steps.
+            exclude_frozen_parameters: not here; a checkpoint is whole.
         """
+        if exclude_frozen_parameters:
+            raise ConfigError("exclude_frozen_parameters=True: a checkpoint holds all of the model; leave it out")
         root = _root(save_dir, tag)
         if self.global_rank == 0:
             root.mkdir(parents=True, exist_ok=True)
@@ -254,7 +272,7 @@ class Engine:
             "param_groups": settings_of(self.optimizer.param_groups),
             "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
         }
-        path = checkpoint.save(self._state, root, {"engine": _plain(facts)})
+        path = checkpoint.save(self._state, root, {"engine": plain(facts)})
         if self.watched is not None:
             self.watched.saved(path)
         return path
@@ -263,11 +281,14 @@ class Engine:
         self,
         load_dir: str | PathLike[str],
         tag: str | None = None,
-        load_module_only: bool = False,
+        load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
     ) -> tuple[Path | None, dict[str, Any]]:
         """Go on from the newest valid checkpoint there, or from `load_dir` itself if it is one. Collective.
+
+        Without a tag, and with none in `load_dir` itself, the newest of all its tags is taken.
 
         Returns:
             Its folder and the client state; (None, {}) if there is none.
@@ -275,16 +296,22 @@ class Engine:
         Raises:
             CheckpointError: there are checkpoints, and none is valid or of this model.
         """
+        if not load_module_strict:
+            raise ConfigError("load_module_strict=False: zero.load(state, checkpoint, partial=) names what may differ")
         folder = _root(load_dir, tag)
         self._abandon()
-        found, notes = checkpoint.open_latest(self.plan.world, folder)
+        found, notes = _newest(self.plan.world, folder, below=tag is None)
         for line in notes:
             log.warning("%s", line)
         if found is None:
             return None, {}
         moments = load_optimizer_states and not load_module_only
+        facts = read_back(found.facts.get("engine", {}))
+        if moments and "param_groups" in facts:
+            same_groups(self.optimizer.param_groups, facts["param_groups"])
         self._state = checkpoint.load(self._state, found, moments=moments)
-        facts = found.facts.get("engine", {})
+        if self.watched is not None:
+            self.watched.resumed(self.global_steps, self.skipped_steps)
         self.micro_steps = int(facts.get("micro_steps", 0))
         if moments and "param_groups" in facts:
             restore(self.optimizer.param_groups, facts["param_groups"])
@@ -311,7 +338,7 @@ class Engine:
 
     def _under_way(self, asked: str) -> Step:
         if self._step is None:
-            raise ConfigError(f"engine.{asked}(): there was no forward in training mode since the last step")
+            raise ConfigError(f"engine.{asked}(): no forward in training mode, engine.train(), since the last step")
         return self._step
 
     def _abandon(self) -> None:
@@ -322,6 +349,21 @@ class Engine:
 
     def _update(self) -> None:
         step = self._under_way("step")
+        try:
+            self._check(step)
+            self._state, self.metrics = step.finish()
+        except BaseException:
+            self._abandon()
+            raise
+        self._step, self._in_microbatch, self._scaled = None, False, False
+        self._applied = not self.metrics.skipped
+        if self.watched is not None:
+            self.watched.stepped(self.metrics)
+
+    def _check(self, step: Step) -> None:
+        """Refuse an update that would not be what the script means."""
+        if len(self.optimizer.param_groups) != self._groups:
+            raise ConfigError("the optimizer got another group; give all of them to zero.initialize, which shards them")
         if self._managed and step.microbatches != self.plan.accumulate and self._boundary is None:
             raise ConfigError(
                 f"optimizer.step() after {step.microbatches} microbatches; gradients are divided for "
@@ -332,14 +374,6 @@ class Engine:
                 "a backward in fp16 without the loss scale: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
-        try:
-            self._state, self.metrics = step.finish()
-        except BaseException:
-            self._abandon()
-            raise
-        self._step, self._in_microbatch, self._scaled = None, False, False
-        if self.watched is not None:
-            self.watched.stepped(self.metrics)
 
 
 def initialize(
@@ -435,7 +469,7 @@ def init_distributed(*args: Any, **how: Any) -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--deepspeed` and `--deepspeed_config`, and `--local_rank` as launchers pass it."""
+    """Add `--deepspeed` and `--deepspeed_config`."""
     group = parser.add_argument_group("zero")
     group.add_argument("--deepspeed", action="store_true", help="for old command lines; nothing depends on it")
     group.add_argument("--deepspeed_config", help="path of the ds_config.json")
@@ -444,6 +478,22 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 def _root(folder: str | PathLike[str], tag: str | None) -> Path:
     return Path(folder) if tag is None else Path(folder) / str(tag)
+
+
+def _newest(world: World, folder: Path, *, below: bool) -> tuple[checkpoint.Checkpoint | None, list[str]]:
+    """The newest valid checkpoint in `folder`, and `below` in the folders of its tags; why newer ones were rejected."""
+    if is_step(folder):
+        return checkpoint.open_checkpoint(world, folder), []
+    found, notes = checkpoint.open_latest(world, folder)
+    if found is not None or not below:
+        return found, notes
+
+    def tagged() -> dict[str, Any]:
+        tags = [one for one in folder.glob("*") if one.is_dir()] if world.rank == 0 else []
+        steps = [(step, str(tag / step_name(step))) for tag in tags for step in checkpoint.Root(tag).steps()]
+        return {"newest first": [path for _, path in sorted(steps, reverse=True)]}
+
+    return checkpoint.open_first(world, [Path(path) for path in told_by_all(world, tagged)[0]["newest first"]])
 
 
 def _one_config(args: Any, config: ConfigSource | None, old: ConfigSource | None) -> ConfigSource:
@@ -510,7 +560,8 @@ def _scheduler(asked: Any, optimizer: Optimizer, config: Config, told: Translati
         return scheduler
     if not told.has_scheduler:
         return None
-    return Scheduled(optimizer.param_groups, build_optimizer(config), config.optim.lr)
+    lr = None if told.peak_is_for_all else config.optim.lr
+    return Scheduled(optimizer.param_groups, build_optimizer(config), lr)
 
 
 @contextmanager
@@ -529,6 +580,8 @@ def _training_only(model: nn.Module, chosen: set[int]) -> Iterator[None]:
 def _rank_0(model: nn.Module, world: World) -> Weights:
     """Rank 0's values, one parameter at a time; None where the model has none yet."""
     held = dict(model.named_parameters())
+    if any(one.numel() > 1 and not any(one.stride()) and bool(one.isnan().all()) for one in held.values()):
+        raise ConfigError("the model's values were released by an earlier zero.initialize; build it again")
     if any(parameter.is_meta for parameter in held.values()):
         return None
 
@@ -545,14 +598,3 @@ def _release(model: nn.Module) -> None:
         if not parameter.is_meta:
             nothing = torch.full((1,), float("nan"), dtype=parameter.dtype, device=parameter.device)
             parameter.data = nothing.expand(parameter.shape)
-
-
-def _plain(value: Any) -> Any:
-    """As JSON holds it; what it cannot hold is refused by the checkpoint, with its name."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(one) for one in value]
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    return value

@@ -381,14 +381,9 @@ def random_state() -> dict[str, Any]:
     version, internal, following = random.getstate()
     return {
         "python": [version, list(internal), following],
-        "torch": _hex(torch.get_rng_state()),
-        "cuda": _hex(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None,
+        "torch": bytes(memory_of(torch.get_rng_state())).hex(),
+        "cuda": bytes(memory_of(torch.cuda.get_rng_state())).hex() if torch.cuda.is_initialized() else None,
     }
-
-
-def _hex(octets: Tensor) -> str:
-    """A name that holds the tensor while its memory is read."""
-    return bytes(memory_of(octets)).hex()
 
 
 def stored_kind(plan: Plan, kind: str) -> str | None:

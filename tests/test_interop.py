@@ -202,6 +202,23 @@ def test_after_an_exception_the_engine_goes_on_as_if_nothing_had_happened():
     alike(trained(zero.World.from_env(), config(), loop=stumbling), reference(3))
 
 
+@pytest.mark.parametrize("mistake", ["a bad batch", "an update too early"])
+def test_what_was_accumulated_before_an_exception_is_forgotten_and_counting_begins_anew(mistake: str):
+    world = zero.World.from_env()
+    engine, *_ = zero.initialize(model=net(), config=config(gradient_accumulation_steps=2), world=world)
+    part = rows(0, world)
+    engine.backward(engine(part) * 100)
+    engine.step()
+    with pytest.raises(RuntimeError if mistake == "a bad batch" else ConfigError):
+        _ = engine(part[:, :3]) if mistake == "a bad batch" else engine.optimizer.step()
+    for half in part.chunk(2):
+        engine.backward(engine(half))
+        engine.step()
+    assert engine.global_steps == 1
+    alike(([engine.metrics.loss], zero.full_state_dict(engine.state)), reference(1))
+    engine.destroy()
+
+
 def test_evaluation_between_steps_changes_nothing():
     def looking(engine, part):
         engine.eval()
@@ -304,16 +321,16 @@ def test_what_the_engine_tells():
     assert engine.get_lr() == [1e-2]
     assert len(loader) == 5
     assert engine.get_global_grad_norm() is None
-    boundaries = []
+    boundaries, applied = [], []
     for _ in range(2):
         for batch in loader:
             boundaries.append(engine.is_gradient_accumulation_boundary())
             engine.backward(engine(batch))
             engine.step()
-    assert boundaries == [False, False, False, True] * 2 + [False, False]
+            applied.append(engine.was_step_applied())
+    assert boundaries == applied == [False, False, False, True] * 2 + [False, False]
     assert (engine.micro_steps, engine.global_steps, engine.skipped_steps) == (10, 2, 0)
     assert engine.get_global_grad_norm() > 0
-    assert engine.was_step_applied()
     assert engine.blocks is engine.module.blocks  # what it has not is the model's
     engine.destroy()
 
@@ -323,7 +340,8 @@ def test_no_sync_adds_up_and_refuses_to_step():
     engine, *_ = zero.initialize(model=net(), config=config(gradient_accumulation_steps=1), world=world)
     part = rows(0, world)
     with engine.no_sync():
-        engine.backward(engine(part) / 2)
+        with engine.no_sync():
+            engine.backward(engine(part) / 2)
         with pytest.raises(ConfigError, match="no_sync"):
             engine.step()
     engine.backward(engine(part) / 2)
@@ -382,6 +400,64 @@ def test_a_torch_scheduler_writes_the_learning_rate(where: str):
         return {"optimizer": optimizer, "lr_scheduler": scheduler(optimizer) if "given" in where else scheduler}
 
     alike(trained(zero.World.from_env(), config(), 4, prepare), reference(4, TORCH["AdamW"], scheduler=scheduler))
+
+
+def test_a_peak_in_the_json_is_every_groups_and_without_one_each_keeps_its_own():
+    def rates(**params):
+        schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 1, "warmup_type": "linear", **params}}
+        model = net()
+        engine, *_ = zero.initialize(
+            model=model, optimizer=TORCH["AdamW"](model), config=config(scheduler=schedule), world=zero.World.from_env()
+        )
+        for step in range(2):
+            engine.backward(engine(rows(step, zero.World.from_env())))
+            engine.step()
+        engine.destroy()
+        return engine.get_lr()
+
+    assert rates(warmup_max_lr=0.02) == [0.02, 0.02]
+    assert rates() == [1e-2, 3e-3]
+
+
+def test_what_a_scheduler_wants_to_be_told_is_passed_on():
+    def plateau(optimizer):
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+
+    world = zero.World.from_env()
+    engine, *_ = zero.initialize(model=net(), config=config(), world=world, lr_scheduler=plateau)
+    for loss in (1.0, 2.0):
+        engine.backward(engine(rows(0, world)))
+        engine.step(lr_kwargs={"metrics": loss})
+    assert engine.get_lr() == [5e-3]
+    engine.destroy()
+
+
+@pytest.mark.parametrize("how", ["returned", "given"])
+def test_a_group_that_comes_too_late_is_refused(how: str):
+    world, model = zero.World.from_env(), net()
+    given = TORCH["AdamW"](model)
+    engine, returned, _, _ = zero.initialize(model=model, optimizer=given, config=config(), world=world)
+    engine.backward(engine(rows(0, world)))
+    late = {"params": [nn.Parameter(torch.ones(1))]}
+    if how == "returned":
+        with pytest.raises(ConfigError, match="give every group"):
+            returned.add_param_group(late)
+    else:
+        given.add_param_group(late)
+        with pytest.raises(ConfigError, match="got another group"):
+            engine.step()
+    engine.destroy()
+
+
+def test_what_was_frozen_from_the_start_cannot_thaw():
+    world, model = zero.World.from_env(), net()
+    model.first.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=config(), world=world)
+    model.first.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"first.weight was frozen in zero.initialize"):
+        engine(rows(0, world))
+    engine.destroy()
 
 
 def test_a_group_freezes_in_the_middle_of_training():
@@ -469,6 +545,73 @@ def test_an_empty_folder_has_no_checkpoint(tmp_path: Path):
     engine.destroy()
 
 
+SCHEDULERS = {
+    "MultiStepLR": lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4]),
+    "ReduceLROnPlateau": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+    "SequentialLR": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.ConstantLR(optimizer, 0.1, 2),
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+        ],
+        [2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_torch_scheduler_goes_on_from_a_checkpoint_whatever_it_remembers(name: str, tmp_path: Path):
+    world = zero.World.from_env()
+    told = {"metrics": 1.0} if name == "ReduceLROnPlateau" else {}
+
+    def run(first, last, load=False):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        how = {"optimizer": optimizer, "lr_scheduler": SCHEDULERS[name](optimizer)}
+        engine, *_ = zero.initialize(model=model, config=config(), world=world, **how)
+        if load:
+            engine.load_checkpoint(tmp_path)
+        rates = []
+        for step in range(first, last):
+            engine.backward(engine(rows(step, world)))
+            engine.step(lr_kwargs=told)
+            rates += engine.get_lr()
+        engine.save_checkpoint(tmp_path)
+        engine.destroy()
+        return rates
+
+    assert [*run(0, 3), *run(3, 6, load=True)] == run(0, 6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_a_checkpoint_from_the_middle_of_an_accumulation_goes_on_in_any_other(accumulate: int, tmp_path: Path):
+    world = zero.World.from_env()
+    for count, load in ((2, False), (accumulate, True)):
+        settings = config(train_batch_size=count * 2, gradient_accumulation_steps=count)
+        engine, *_ = zero.initialize(model=net(), config=settings, world=world)
+        if load:
+            engine.load_checkpoint(tmp_path)
+        for _ in range(3):
+            engine.backward(engine(rows(0, world)))
+            engine.step()
+        engine.save_checkpoint(tmp_path)
+        engine.destroy()
+    assert engine.global_steps == 1 + 3 // accumulate
+
+
+def test_without_a_tag_the_newest_of_all_tags_is_loaded_and_a_checkpoint_by_its_own_path(tmp_path: Path):
+    world = zero.World.from_env()
+    engine, *_ = zero.initialize(model=net(), config=config(), world=world)
+    saved = []
+    for tag in ("b", "a"):
+        engine.backward(engine(rows(0, world)))
+        engine.step()
+        saved.append(engine.save_checkpoint(tmp_path, tag, {tag: {7: float("inf")}}))
+    assert engine.load_checkpoint(tmp_path) == (saved[1], {"a": {7: float("inf")}})
+    assert engine.load_checkpoint(saved[0]) == (saved[0], {"b": {7: float("inf")}})
+    engine.destroy()
+
+
 # What is left behind
 
 
@@ -511,6 +654,14 @@ def test_a_run_leaves_the_files_that_a_report_is_made_from(tmp_path: Path):
 def test_wrong_arguments_are_one_line(how, says: str):
     with pytest.raises(ConfigError, match=re.escape(says)):
         zero.initialize(**{"model": net(), "config": config(), "world": zero.World.from_env(), **how})
+
+
+def test_a_model_whose_values_are_gone_is_refused():
+    model, world = net(), zero.World.from_env()
+    engine, *_ = zero.initialize(model=model, config=config(), world=world)
+    with pytest.raises(ConfigError, match="released by an earlier"):
+        zero.initialize(model=model, config=config(), world=world)
+    engine.destroy()
 
 
 def test_a_loop_in_the_wrong_order_is_told():

@@ -39,6 +39,7 @@ class Translation:
         managed: whether the engine counts microbatches, or the caller says when to step.
         drop_last: whether a loader leaves out the last, smaller batch.
         has_optimizer, has_scheduler: whether the configuration names one.
+        peak_is_for_all: the schedule has a highest learning rate of its own, which is every group's.
     """
 
     settings: Mapping[str, Any]
@@ -47,6 +48,7 @@ class Translation:
     drop_last: bool
     has_optimizer: bool
     has_scheduler: bool
+    peak_is_for_all: bool
 
 
 def translate(raw: Mapping[str, Any] | str | os.PathLike[str], *, world_size: int | None = None) -> Translation:
@@ -74,6 +76,7 @@ def translate(raw: Mapping[str, Any] | str | os.PathLike[str], *, world_size: in
         drop_last=given.get("dataloader_drop_last", False),
         has_optimizer=given.optimizer is not None,
         has_scheduler=given.scheduler is not None,
+        peak_is_for_all=_peak(given) is not None,
     )
 
 
@@ -207,6 +210,20 @@ def _optim(given: Given, notes: list[str]) -> dict[str, Any]:
     return found | {f"optim.{name}": value for name, value in params.items() if name in own}
 
 
+_PEAKS = {"one_cycle": "cycle_max_lr", "lr_range": "lr_range_test_min_lr"}
+
+
+def _peak(given: Given) -> float | None:
+    """The highest learning rate that the schedule itself names."""
+    if given.scheduler is None:
+        return None
+    key = _PEAKS.get(given.scheduler.name, "warmup_max_lr")
+    if f"scheduler.params.{key}" in given.autos:
+        return None
+    peak: float | None = {**given.scheduler.defaults, **given.below("scheduler.params")}.get(key)
+    return peak
+
+
 def _schedule(given: Given, notes: list[str]) -> dict[str, Any]:
     """The schedule, and the peak learning rate, which DeepSpeed's schedules set themselves."""
     if given.scheduler is None:
@@ -215,11 +232,9 @@ def _schedule(given: Given, notes: list[str]) -> dict[str, Any]:
     params = {**given.scheduler.defaults, **given.below(section)}
     lr = _lr(given)
     name, found = given.scheduler.name, dict[str, Any]()
-    peak_key = {"one_cycle": "cycle_max_lr", "lr_range": "lr_range_test_min_lr"}.get(name, "warmup_max_lr")
-    if f"{section}.{peak_key}" in given.autos:
-        params.pop(peak_key, None)
-    peak = params.get(peak_key, lr)
-    if peak_key in params:
+    peak_key, own = _PEAKS.get(name, "warmup_max_lr"), _peak(given)
+    peak = lr if own is None else own
+    if own is not None:
         found["optim.lr"] = peak
         if peak_key not in given.below(section) or ("optimizer.params.lr" in given.values and lr != peak):
             notes.append(f"{section}.{peak_key} is {peak:g}, and wins over optimizer.params.lr, as it does there")

@@ -10,7 +10,7 @@ The names and the order are DeepSpeed's, so a script changes by two words. Behin
 as everywhere here; nothing in this family shards, gathers or updates anything.
 
 `engine` is the loop's face, `optimizers` what a torch optimizer means here, `schedulers` who writes the learning rate,
-`loader` the loader that is made from a dataset, `watched` what a run leaves behind.
+`loader` the loader that is made from a dataset, `plain` what a checkpoint can say, `watched` what a run leaves behind.
 """
 
 from zero.interop.engine import Engine, add_config_arguments, init_distributed, initialize

@@ -10,6 +10,8 @@ from torch.utils.data.distributed import DistributedSampler
 class Loader:
     """Microbatches of this rank; every `iter` is an epoch, shuffled by (seed, epoch) alike on all ranks.
 
+    An IterableDataset is read as it is: which rows are this rank's, and in what order, it has to say itself.
+
     Attributes:
         epoch: the one that the next `iter` runs through; set it to go on from somewhere.
     """

@@ -55,9 +55,9 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: Iterable[Any], defaults: Mapping[str, Any], kind: str) -> None:
+        self.update: Callable[[], None] | None = None
         super().__init__(groups, dict(defaults))
         self.kind = kind
-        self.update: Callable[[], None] | None = None
         self.forget: Callable[[], None] | None = None
 
     @classmethod
@@ -94,6 +94,12 @@ class Optimizer(torch.optim.Optimizer):
             raise ConfigError("this optimizer belongs to no engine; zero.initialize returns the one that does")
         self.update()
 
+    def add_param_group(self, param_group: Settings) -> None:
+        """Only before training: what is sharded is decided once."""
+        if self.update is not None:
+            raise ConfigError("add_param_group: give every group to zero.initialize, which shards them; it has begun")
+        super().add_param_group(param_group)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the step under way; after a step there are none."""
         if self.forget is not None:
@@ -129,7 +135,8 @@ def transform(optimizer: Optimizer, names: Mapping[int, str], clip: float | None
                     "weight_decay and betas"
                 )
         held = _named(number, group, names)
-        groups.append(optim.Group(frozenset(held), live=group, trains=partial(_trains, held)))
+        frozen = {names[id(one)]: one for one in group["params"] if not one.requires_grad}
+        groups.append(optim.Group(frozenset(held), live=group, trains=partial(_trains, held, frozen)))
     shared = {key: first[key] for key in kind.keys}
     return kind.make(lambda step: float(first["lr"]), clip=clip, groups=groups, **shared)
 
@@ -146,10 +153,15 @@ def settings_of(groups: Sequence[Settings]) -> list[Settings]:
 
 def restore(groups: Sequence[Settings], saved: Sequence[Mapping[str, Any]]) -> None:
     """Put saved numbers back into groups."""
-    if len(groups) != len(saved):
-        raise ConfigError(f"the checkpoint has {len(saved)} optimizer groups, this optimizer has {len(groups)}")
+    same_groups(groups, saved)
     for group, told in zip(groups, saved, strict=True):
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in told.items()})
+
+
+def same_groups(groups: Sequence[Settings], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse saved groups that are not as many."""
+    if len(groups) != len(saved):
+        raise ConfigError(f"the checkpoint has {len(saved)} optimizer groups, this optimizer has {len(groups)}")
 
 
 def _named(number: int, group: Settings, names: Mapping[int, str]) -> dict[str, Tensor]:
@@ -163,8 +175,14 @@ def _named(number: int, group: Settings, names: Mapping[int, str]) -> dict[str, 
     return {names[id(one)]: one for one in group["params"] if one.requires_grad}
 
 
-def _trains(held: Mapping[str, Tensor], step: int) -> bool:
+def _trains(held: Mapping[str, Tensor], frozen: Mapping[str, Tensor], step: int) -> bool:
     """A group rests while none of its parameters requires a gradient."""
+    thawed = next((name for name, parameter in frozen.items() if parameter.requires_grad), None)
+    if thawed is not None:
+        raise ConfigError(
+            f"{thawed} was frozen in zero.initialize and has no optimizer state; to thaw it later, let it require a "
+            "gradient there, and freeze it, in a group of its own, before the first step"
+        )
     moving = [name for name, parameter in held.items() if parameter.requires_grad]
     if moving and len(moving) < len(held):
         resting = next(name for name in held if name not in moving)

@@ -13,7 +13,7 @@ from zero.optim import Transform
 class Scheduler(Protocol):
     """What an engine needs of a scheduler; torch's have it."""
 
-    def step(self) -> None: ...
+    def step(self, *args: Any, **how: Any) -> None: ...
 
     def get_last_lr(self) -> Sequence[float]: ...
 
@@ -28,9 +28,10 @@ class Scheduled:
     Args:
         told: says the learning rate and betas of each step, 1 for the first.
         lr: the config's peak, to which a group's own learning rate is compared: a group with half of it keeps half.
+            None: every group gets what is told, as in DeepSpeed where the schedule itself names its peak.
     """
 
-    def __init__(self, groups: Sequence[Settings], told: Transform, lr: float) -> None:
+    def __init__(self, groups: Sequence[Settings], told: Transform, lr: float | None) -> None:
         self._groups, self._told = groups, told
         self._shares = [group["lr"] / lr if lr else 1.0 for group in groups]
         self.made = 0

@@ -5,6 +5,7 @@ A line every few steps; with a folder also what a run of train.py leaves (config
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -23,7 +24,6 @@ class Watched:
     Args:
         folder: made if it is missing, written by rank 0; None for lines on the console only.
         tokens_per_row: what a row of the batch counts as. 1 counts rows where the files say tokens.
-        steps, skipped: what the run had behind it.
     """
 
     def __init__(
@@ -34,20 +34,11 @@ class Watched:
         folder: Path | None,
         *,
         tokens_per_row: int = 1,
-        steps: int = 0,
-        skipped: int = 0,
     ) -> None:
         self._every, self._folder = config.tracker.every, folder if plan.world.rank == 0 else None
-        tokens = config.batch.numbers()[0] * tokens_per_row
-        self.meter = Meter(
-            plan.world,
-            plan,
-            tokens_per_step=tokens,
-            traffic=lambda: store.traffic,
-            steps=steps,
-            tokens=steps * tokens,
-            skipped=skipped,
-        )
+        self._tokens = config.batch.numbers()[0] * tokens_per_row
+        self._meter = partial(Meter, plan.world, plan, tokens_per_step=self._tokens, traffic=lambda: store.traffic)
+        self.resumed(0, 0)
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / "config.yaml").write_text(yaml.safe_dump(config.plain(), sort_keys=False))
@@ -56,6 +47,10 @@ class Watched:
             self.tracker = Tracker([Lines(None, sys.stdout)])
         facts = {"plan_bytes": plan.bytes, "ranks": plan.world.size, "parameters_numel": plan.numel}
         self.tracker.begin(config, facts)
+
+    def resumed(self, steps: int, skipped: int) -> None:
+        """The run goes on from one that had these steps behind it."""
+        self.meter = self._meter(steps=steps, tokens=steps * self._tokens, skipped=skipped)
 
     def stepped(self, metrics: Metrics) -> None:
         """One more step was made."""

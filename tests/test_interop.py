@@ -353,6 +353,7 @@ def test_no_sync_adds_up_and_refuses_to_step():
 
 def test_the_users_model_keeps_its_shapes_and_its_values_read_as_nan():
     model = net()
+    model.scalar, model.nothing = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(0, 3))
     shapes = {name: p.shape for name, p in model.named_parameters()}
     engine, *_ = zero.initialize(model=model, config=config(), world=zero.World.from_env())
     assert {name: p.shape for name, p in model.named_parameters()} == shapes

@@ -596,5 +596,5 @@ def _release(model: nn.Module) -> None:
     """Free the values of the user's model. What is left of them reads as NaN, so that nobody computes with them."""
     for parameter in model.parameters():
         if not parameter.is_meta:
-            nothing = torch.full((1,), float("nan"), dtype=parameter.dtype, device=parameter.device)
+            nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
             parameter.data = nothing.expand(parameter.shape)

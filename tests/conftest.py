@@ -4,12 +4,17 @@ import os
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
 pytest.register_assert_rewrite("zero.testing")
 
 SEED = int(os.environ.get("ZERO_TEST_SEED", "0"))
+"""0, the usual one, fixes hypothesis' examples too; with any other it looks for new ones."""
+
+hypothesis.settings.register_profile("zero", derandomize=SEED == 0)
+hypothesis.settings.load_profile("zero")
 
 
 def pytest_configure() -> None:

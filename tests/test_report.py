@@ -76,7 +76,7 @@ def test_a_linear_scale_holds_every_number_and_its_ticks_are_told_apart(values, 
     if not binary:
         assert len({name for _, name in axis.ticks}) == len(ticks)
     known = [value for value in map(scale.finite, values) if value is not None]
-    edge = 1e-9 * max(map(abs, known), default=0)
+    edge = 1e-9 * max(map(abs, known), default=0) + 1e-9 * (axis.high - axis.low)
     assert all(axis.low - edge <= value <= axis.high + edge for value in known)
 
 

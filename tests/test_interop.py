@@ -657,6 +657,23 @@ def test_wrong_arguments_are_one_line(how, says: str):
         zero.initialize(**{"model": net(), "config": config(), "world": zero.World.from_env(), **how})
 
 
+def test_an_engine_is_destroyed_once_and_says_so(tmp_path: Path):
+    engine, *_ = zero.initialize(model=net(), config=config(), world=zero.World.from_env(), folder=tmp_path / "run")
+    engine.destroy()
+    engine.destroy()
+    part = rows(0, engine.plan.world)
+    uses = (
+        lambda: engine(part),
+        engine.module_state_dict,
+        lambda: engine.save_checkpoint(tmp_path),
+        lambda: engine.state,
+    )
+    for use in (*uses, lambda: engine.load_checkpoint(tmp_path)):
+        with pytest.raises(ConfigError, match="was destroyed"):
+            use()
+    assert engine.global_steps == 0
+
+
 def test_a_model_whose_values_are_gone_is_refused():
     model, world = net(), zero.World.from_env()
     engine, *_ = zero.initialize(model=model, config=config(), world=world)

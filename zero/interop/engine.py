@@ -63,6 +63,7 @@ class Engine:
         self._step: Step | None = None
         self._in_microbatch = self._scaled = self._synchronised = self._applied = False
         self._boundary: bool | None = None
+        self._destroyed = False
         self.lr_scheduler: Scheduler | None = None
         self.given: torch.optim.Optimizer | None = None  # the torch optimizer whose groups these are
         self.metrics: Metrics | None = None
@@ -75,6 +76,7 @@ class Engine:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; floating-point tensors are cast to the dtype that it computes in."""
+        self._living()
         if torch.is_grad_enabled() and self.module.training:
             self._begin_microbatch()
         elif self._step is None:
@@ -161,7 +163,7 @@ class Engine:
 
     @property
     def state(self) -> State:
-        return self._state
+        return self._living()
 
     @property
     def module(self) -> nn.Module:
@@ -236,7 +238,7 @@ class Engine:
         """Every parameter in fp32 and every buffer, whole, on every rank. Collective."""
         from zero.full import full_state_dict
 
-        return {**full_state_dict(self._state), **{name: one.cpu() for name, one in buffers_of(self.module).items()}}
+        return {**full_state_dict(self._living()), **{name: one.cpu() for name, one in buffers_of(self.module).items()}}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -272,7 +274,7 @@ class Engine:
             "param_groups": settings_of(self.optimizer.param_groups),
             "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
         }
-        path = checkpoint.save(self._state, root, {"engine": plain(facts)})
+        path = checkpoint.save(self._living(), root, {"engine": plain(facts)})
         if self.watched is not None:
             self.watched.saved(path)
         return path
@@ -298,6 +300,7 @@ class Engine:
         """
         if not load_module_strict:
             raise ConfigError("load_module_strict=False: zero.load(state, checkpoint, partial=) names what may differ")
+        self._living()
         folder = _root(load_dir, tag)
         self._abandon()
         found, notes = _newest(self.plan.world, folder, below=tag is None)
@@ -321,7 +324,10 @@ class Engine:
         return found.folder, dict(facts.get("client_state", {}))
 
     def destroy(self) -> None:
-        """Give back files and memory; the engine cannot be used after it."""
+        """Give back files and memory; the engine cannot be used after it. Once more does nothing."""
+        if self._destroyed:
+            return
+        self._destroyed = True
         self._abandon()
         if self.watched is not None:
             self.watched.close()
@@ -335,6 +341,11 @@ class Engine:
         if not self._in_microbatch:
             self._step.microbatch()
             self._in_microbatch = True
+
+    def _living(self) -> State:
+        if self._destroyed:
+            raise ConfigError("this engine was destroyed; make another one with zero.initialize")
+        return self._state
 
     def _under_way(self, asked: str) -> Step:
         if self._step is None:

@@ -14,7 +14,7 @@ from torch import nn
 
 import zero
 from zero.checkpoint import open_checkpoint
-from zero.errors import ConfigError
+from zero.errors import CheckpointError, ConfigError
 from zero.report import run as report
 from zero.testing import run_ranks
 
@@ -538,6 +538,20 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_never_stopped(tag, tmp_path: Pa
     never_stopped = run_ranks(2, lambda world: run(world, 0, 5))[0]
     run_ranks(2, lambda world: run(world, 0, 3, save=tmp_path))
     assert run_ranks(2, lambda world: run(world, 3, 5, load=tmp_path))[0] == never_stopped
+
+
+def test_a_folder_that_cannot_be_made_is_one_line_on_every_rank(tmp_path: Path):
+    (tmp_path / "file").touch()
+
+    def run(world):
+        with world.exclusive():
+            model = net()
+        engine, *_ = zero.initialize(model=model, config=config(), world=world)
+        with pytest.raises(CheckpointError, match="making it"):
+            engine.save_checkpoint(tmp_path / "file", tag="best")
+        engine.destroy()
+
+    run_ranks(2, run)
 
 
 def test_an_empty_folder_has_no_checkpoint(tmp_path: Path):

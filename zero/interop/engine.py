@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from zero import checkpoint
 from zero.build import build_optimizer, build_plan
+from zero.checkpoint.disk import naming
 from zero.checkpoint.load import is_step
 from zero.checkpoint.manifest import step_name
 from zero.checkpoint.save import told as told_by_all
@@ -265,9 +266,13 @@ class Engine:
         if exclude_frozen_parameters:
             raise ConfigError("exclude_frozen_parameters=True: a checkpoint holds all of the model; leave it out")
         root = _root(save_dir, tag)
-        if self.global_rank == 0:
-            root.mkdir(parents=True, exist_ok=True)
-        self.plan.world.barrier("the folder of checkpoints")
+
+        def make() -> dict[str, Any]:
+            with naming(root, "making it"):
+                root.mkdir(parents=True, exist_ok=True)
+            return {}
+
+        told_by_all(self.plan.world, make)
         facts = {
             "client_state": dict(client_state or {}),
             "micro_steps": self.micro_steps,

@@ -70,7 +70,7 @@ class Engine:
         self.metrics: Metrics | None = None
         self.micro_steps = 0
         self.watched: Watched | None = None
-        self._groups = len(optimizer.param_groups)
+        self._groups = list(optimizer.param_groups)  # the dicts themselves: every update reads these
         optimizer.update, optimizer.forget = self._update, self.zero_grad
 
     # -- the loop ------------------------------------------------------------------------------------------------------
@@ -378,8 +378,12 @@ class Engine:
 
     def _check(self, step: Step) -> None:
         """Refuse an update that would not be what the script means."""
-        if len(self.optimizer.param_groups) != self._groups:
-            raise ConfigError("the optimizer got another group; give all of them to zero.initialize, which shards them")
+        for one in (self.optimizer, self.given):
+            if one is not None and [id(group) for group in one.param_groups] != [id(group) for group in self._groups]:
+                raise ConfigError(
+                    "the optimizer got other groups than zero.initialize was given (add_param_group, load_state_dict): "
+                    "edit those that are there, give all of them to zero.initialize, and load with load_checkpoint"
+                )
         if self._managed and step.microbatches != self.plan.accumulate and self._boundary is None:
             raise ConfigError(
                 f"optimizer.step() after {step.microbatches} microbatches; gradients are divided for "

@@ -64,10 +64,10 @@ def train(config: Config, folder: Path) -> "Summary":
         open_tracker(config, folder if world.rank == 0 else None) as tracker,
         contextlib.ExitStack() as closing,
     ):
-        data = open_data(config.data.source(), config.model.seq, config.seed)
+        task = build_task(config)  # refuses data that does not fit before it is made
+        data = open_data(config.source(), config.model.seq, config.seed, world, tracker.progress)
         world.agree({**flat(config), "digest of the data": data.digest})
 
-        task = build_task(config)
         model = task.model
         activations = planning.Activations(config, model)  # traced once, for what is settled and for the plan
         config = planning.settle(config, model, world, tracker.note, activations, tracker.progress)
@@ -196,7 +196,8 @@ def settle(raw: Mapping[str, Any]) -> Config:
     if config.mode in ANSWERS:  # nothing is run, and a doctor is asked because something may be wrong
         return config
     config.on(launch.count_ranks(config.launch.ranks))
-    check_data(config.data.source(), config.model.seq)
+    check_data(config.source(), config.model.seq)
+    config.check_vocab()
     if isinstance(config.model, HF):
         config.model.hf().check()
     _check_path(config.offload.asked())

@@ -16,7 +16,11 @@ from zero.models import GPT, GPTConfig
 from zero.placement import PRESETS, Offload
 
 OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml"))
-NEEDS = {"model=hf": ["model.path=gpt2"], "data=tokens": ["data.path=tokens.bin", "model.vocab=50304"]}
+NEEDS = {
+    "model=hf": ["model.path=gpt2"],
+    "data=tokens": ["data.path=tokens.bin", "model.vocab=50304"],
+    "data=hf": ["data.path=texts", "data.tokenizer=tokenizer.json"],
+}
 
 
 @cache

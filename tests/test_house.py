@@ -20,7 +20,8 @@ LAYERS = [
     ("edges", "checkpoint.contents checkpoint.save checkpoint.load checkpoint"),
     ("edges", "exchange.stream exchange.hf exchange.pickled exchange.dcp exchange.deepspeed"),
     ("edges", "exchange.export exchange.adopt exchange.shown exchange"),
-    ("edges", "data.order data.source data.windows data.text data.tokens data.synthetic data"),
+    ("edges", "data.order data.tokenizer data.source data.windows data.text data.tokens data.synthetic data.hf"),
+    ("edges", "data"),
     ("edges", "models.gpt_config models.gpt models.hf_config models.hf models"),
     ("edges", "config.values config.sections config build task evaluate"),
     ("edges", "ds_config.keys ds_config.source ds_config"),
@@ -28,7 +29,10 @@ LAYERS = [
     ("edges", "planning.measured planning.choices planning.exhausted planning.settle planning.table planning"),
     ("edges", "tracker.view tracker.behind tracker.jsonl tracker.console tracker.wandb tracker"),
     ("edges", "explain meter doctor watch launch saver training"),
-    ("edges", "interop.optimizers interop.schedulers interop.loader interop.plain interop.watched interop.engine interop"),
+    (
+        "edges",
+        "interop.optimizers interop.schedulers interop.loader interop.plain interop.watched interop.engine interop",
+    ),
     ("edges", "report.scale report.chart report.page report.folder report.run report.sweep report"),
     ("edges", "testing.threads testing.processes testing.contract testing.faults testing.crash testing.damage testing"),
 ]

@@ -25,6 +25,7 @@ from zero.config.sections import (
     Debug,
     Decay,
     Explain,
+    HFText,
     Jsonl,
     Launch,
     LinearWarmup,
@@ -51,6 +52,7 @@ from zero.config.sections import (
     Zero,
 )
 from zero.config.values import UNIT_CLASSES, Natural, Place, Section, Whole, key
+from zero.data.source import DataConfig
 from zero.errors import ConfigError
 from zero.secret import refuse_secrets
 from zero.stage import Stage
@@ -70,6 +72,7 @@ __all__ = [
     "Debug",
     "Decay",
     "Explain",
+    "HFText",
     "Jsonl",
     "Launch",
     "LinearWarmup",
@@ -161,6 +164,8 @@ class Config(Section):
         if eager and self.precision.compute == "fp16":
             raise ConfigError("zero.update=eager cannot undo an overflow of fp16; set zero.update=lazy")
         self._schedule_agrees()
+        if isinstance(self.data, HFText) and self.data.tokenizer is None and not isinstance(self.model, HF):
+            raise ConfigError("data=hf needs data.tokenizer=PATH, a tokenizer.json or a folder with one, or model=hf")
         stop_at = self.debug.stop_at
         if stop_at is not None and stop_at > self.steps:
             raise ConfigError(f"debug.stop_at={stop_at} lies beyond steps={self.steps}, and would never stop anything")
@@ -194,16 +199,32 @@ class Config(Section):
         norm, absent = ("RMSNorm", "LayerNorm") if model.norm == "rms" else ("LayerNorm", "RMSNorm")
         if absent in self.zero.units:
             raise ConfigError(f"zero.units: a model with model.norm={model.norm} has no {absent}; write {norm}")
-        if self.vocab > model.vocab:
+        if not isinstance(self.data, HFText):
+            self.check_vocab()
+
+    def check_vocab(self) -> None:
+        """Refuse more tokens than the model knows; a tokenizer's are read from its file, those of model=hf are not.
+
+        Raises:
+            ConfigError: in one line.
+        """
+        if isinstance(self.model, GPT) and self.vocab > self.model.vocab:
             raise ConfigError(
-                f"model.vocab={model.vocab} is smaller than the {self.vocab} tokens of data={self.data.name}; "
+                f"model.vocab={self.model.vocab} is smaller than the {self.vocab} tokens of data={self.data.name}; "
                 f"set model.vocab={self.vocab}"
             )
+
+    def source(self) -> DataConfig:
+        """The data as `zero.data` reads it, with the model's own tokenizer where no other is named."""
+        data = self.data
+        if isinstance(data, HFText) and data.tokenizer is None and isinstance(self.model, HF):
+            data = data.model_copy(update={"tokenizer": self.model.path})
+        return data.source()
 
     @property
     def vocab(self) -> int:
         """Different tokens of the data."""
-        return 256 if isinstance(self.data, Text) else self.data.vocab
+        return self.source().vocab
 
     @property
     def warmup(self) -> int:

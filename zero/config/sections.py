@@ -44,7 +44,7 @@ from zero.config.values import (
     key,
     share,
 )
-from zero.data.source import DataConfig, SyntheticConfig, TextConfig, TokensConfig
+from zero.data.source import DataConfig, HFTextConfig, SyntheticConfig, TextConfig, TokensConfig
 from zero.errors import ConfigError
 from zero.models.gpt_config import GPTConfig
 from zero.models.hf_config import HFConfig
@@ -282,6 +282,52 @@ class Tokens(Section):
         return TokensConfig(**self.model_dump())
 
 
+class HFText(Section):
+    """Texts through a tokenizer of Hugging Face, tokenised once and kept."""
+
+    name: Literal["hf"] = key("hf", "kind of data")
+    path: Place | None = key(
+        None,
+        "a folder of text and JSONL files, one such file, or a folder that datasets.save_to_disk made; required",
+        example="texts data.tokenizer=path/to/llama",
+    )
+    column: Word = key(
+        "text",
+        "where the text is in a line of JSONL or a row of datasets",
+        example="body data.path=texts data.tokenizer=path/to/llama",
+    )
+    tokenizer: Place | None = key(
+        None,
+        "a tokenizer.json or a folder with one; null: that of model.path, with model=hf",
+        example="path/to/llama data.path=texts",
+    )
+    end: Word | None = key(
+        None,
+        "the token after each document; null: the end of text of the tokenizer's settings",
+        example="'</s>' data.path=texts data.tokenizer=path/to/llama",
+    )
+    holdout: Holdout = key(
+        0.05,
+        "share of whole documents kept for validation",
+        example="0.1 data.path=texts data.tokenizer=path/to/llama",
+    )
+    cache: Place | None = key(
+        None,
+        "folder where the tokens are kept, on a disk that all ranks share; null: functional-zero in the user's cache",
+        example="tokens data.path=texts data.tokenizer=path/to/llama",
+    )
+
+    @model_validator(mode="after")
+    def _has_a_path(self) -> Self:
+        if self.path is None:
+            raise ConfigError("data=hf needs data.path=FOLDER, a folder of text or JSONL files")
+        return self
+
+    def source(self) -> DataConfig:
+        """The same as `zero.data` reads it."""
+        return HFTextConfig(**self.model_dump())
+
+
 class Synthetic(Section):
     """A made-up language: same tokens on every machine, nothing on disk."""
 
@@ -293,7 +339,7 @@ class Synthetic(Section):
         return SyntheticConfig(**self.model_dump())
 
 
-Data = Annotated[Text | Tokens | Synthetic, Field(discriminator="name")]
+Data = Annotated[Text | Tokens | HFText | Synthetic, Field(discriminator="name")]
 
 
 class _Optim(Section):

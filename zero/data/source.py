@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from zero.data.tokenizer import Tokenizer
 from zero.errors import ConfigError
 
 HEAD_BYTES = 8000  # how much of a file decides whether it is text; git looks at as much
@@ -46,6 +47,10 @@ class TextConfig:
     def root(self) -> Path:
         return Path(sysconfig.get_path("stdlib") if self.folder is None else self.folder).expanduser()
 
+    @property
+    def vocab(self) -> int:
+        return 256
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokensConfig:
@@ -71,6 +76,13 @@ class TokensConfig:
     def item_bytes(self) -> int:
         return 2 if self.dtype == "uint16" else 4
 
+    def lengths(self) -> tuple[int, int]:
+        """Tokens for training and for validation."""
+        paths = (self.path, *([] if self.validation_path is None else [self.validation_path]))
+        train, *held = (Path(path).expanduser().stat().st_size // self.item_bytes for path in paths)
+        end = round(train * self.holdout)
+        return (train, held[0]) if held else (train - end, end)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticConfig:
@@ -83,7 +95,53 @@ class SyntheticConfig:
         _check_vocab(self.vocab)
 
 
-DataConfig = TextConfig | TokensConfig | SyntheticConfig
+@dataclass(frozen=True, kw_only=True)
+class HFTextConfig:
+    """Texts for a tokenizer of Hugging Face; its tokens are made once and kept."""
+
+    name: Literal["hf"] = "hf"
+    path: str
+    """A folder of text and JSONL files, one such file, or a folder that `datasets.save_to_disk` made."""
+    column: str = "text"
+    """Of a JSONL file and of `datasets`: where the text is."""
+    tokenizer: str
+    """A tokenizer.json, or a folder with one."""
+    end: str | None = None
+    """The token after each document; None: as the tokenizer's settings say."""
+    holdout: float = 0.05
+    """Share of the documents kept for validation."""
+    cache: str | None = None
+    """Folder of the tokens; None: in the user's own cache."""
+
+    def __post_init__(self) -> None:
+        _check_holdout(self.holdout)
+
+    @property
+    def root(self) -> Path:
+        return Path(self.path).expanduser()
+
+    @property
+    def cached(self) -> Path:
+        if self.cache is not None:
+            return Path(self.cache).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "functional-zero" / "tokens"
+
+    @property
+    def vocab(self) -> int:
+        """Read from the tokenizer's file.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        return Tokenizer(self.tokenizer, self.end).vocab
+
+
+DataConfig = TextConfig | TokensConfig | SyntheticConfig | HFTextConfig
+
+
+def drawn(octets: bytes) -> float:
+    """A number in [0, 1) that depends on nothing else."""
+    return int.from_bytes(hashlib.sha256(octets).digest()[:6], "big") / 2**48
 
 
 class TextFile(NamedTuple):
@@ -97,7 +155,7 @@ class TextFile(NamedTuple):
     @property
     def draw(self) -> float:
         """A number in [0, 1) that depends on the key alone: adding files moves no other file."""
-        return int.from_bytes(hashlib.sha256(os.fsencode(self.key)).digest()[:6], "big") / 2**48
+        return drawn(os.fsencode(self.key))
 
 
 class Split(NamedTuple):
@@ -140,22 +198,8 @@ def split_files(files: list[TextFile], holdout: float) -> Split:
     return Split([file for file in files if file.draw >= below], [file for file in files if file.draw < below])
 
 
-def check_data(config: DataConfig, seq: int) -> None:
-    """Refuse data that cannot give one row of seq + 1 tokens for training and one for validation.
-
-    Raises:
-        ConfigError: in one line, naming the key as the user types it.
-    """
-    try:
-        if isinstance(config, TextConfig):
-            _check_text(config, seq + 1)
-        elif isinstance(config, TokensConfig):
-            _check_tokens(config, seq + 1)
-    except OSError as error:
-        raise ConfigError(f"data.{config.name}: {error.filename}: {error.strerror}") from error
-
-
-def _check_text(config: TextConfig, row: int) -> None:
+def check_text(config: TextConfig, row: int) -> None:
+    """Refuse a folder that cannot give one row for training and one for validation."""
     root = config.root
     if not root.exists():
         raise ConfigError(f"data.folder={root} does not exist; give a folder with text files")
@@ -174,11 +218,11 @@ def _check_text(config: TextConfig, row: int) -> None:
         raise ConfigError(f"data.folder={root} holds no text file (not looking into {', '.join(config.skip)})")
     split = split_files(files, config.holdout)
     train = sum(file.size for file in split.train) - split.tail
-    _check_length(f"data.folder={root}", train, sum(file.size for file in split.held) + split.tail, row)
+    check_length(f"data.folder={root}", train, sum(file.size for file in split.held) + split.tail, row)
 
 
-def _check_tokens(config: TokensConfig, row: int) -> None:
-    lengths = []
+def check_tokens(config: TokensConfig, row: int) -> None:
+    """Refuse files that hold something else, or too little."""
     for key, path in (("path", config.path), ("validation_path", config.validation_path)):
         if path is None:
             continue
@@ -190,14 +234,11 @@ def _check_tokens(config: TokensConfig, row: int) -> None:
                 f"data.{key}={path} has {file.stat().st_size} bytes, "
                 f"not a multiple of {config.item_bytes}: it does not hold {config.dtype}"
             )
-        lengths.append(file.stat().st_size // config.item_bytes)
-    if len(lengths) == 1:
-        held = round(lengths[0] * config.holdout)
-        lengths = [lengths[0] - held, held]
-    _check_length(f"data.path={config.path}", lengths[0], lengths[1], row)
+    check_length(f"data.path={config.path}", *config.lengths(), row)
 
 
-def _check_length(what: str, train: int, held: int, row: int) -> None:
+def check_length(what: str, train: int, held: int, row: int) -> None:
+    """Refuse fewer tokens than one row, for training or for validation."""
     for share, length in (("training", train), ("validation", held)):
         if length < row:
             raise ConfigError(

@@ -1,6 +1,7 @@
 """Tokens made elsewhere: a file of uint16 or uint32, mapped into memory, of which only the rows used are read."""
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ def decode_numbers(tokens: Tensor) -> str:
     return " ".join(str(token) for token in tokens.tolist())
 
 
-def open_tokens(config: TokensConfig, seq: int, seed: int) -> Windows:
+def open_tokens(config: TokensConfig, seq: int, seed: int, decode: Callable[[Tensor], str] = decode_numbers) -> Windows:
     """Map the file or files. The digest is `file_digest` of each."""
     train = _map(config.path, config)
     digests = [file_digest(Path(config.path).expanduser())]
@@ -55,5 +56,5 @@ def open_tokens(config: TokensConfig, seq: int, seed: int) -> Windows:
         seed=seed,
         vocab_size=config.vocab,
         digest=hashlib.sha256(" ".join(digests).encode()).hexdigest(),
-        decode=decode_numbers,
+        decode=decode,
     )

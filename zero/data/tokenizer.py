@@ -1,0 +1,105 @@
+"""A tokenizer of Hugging Face as it lies in a file: texts to numbers and back. No torch, and nothing is fetched."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zero.errors import ConfigError
+
+FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+"""What usual tokenizers call the end of a text, for those whose settings do not say."""
+
+
+class Tokenizer:
+    """Texts are encoded as they are: nothing is put around them, cut off or filled up, whatever the file says.
+
+    Args:
+        path: a tokenizer.json, or a folder with one.
+        end: the token that ends a text; None: as the tokenizer's settings say.
+
+    Attributes:
+        file: where it was read.
+        vocab: its numbers are below this.
+        end: number of the token that ends a text.
+
+    Raises:
+        ConfigError: one line that begins with data.tokenizer.
+    """
+
+    def __init__(self, path: str, end: str | None = None) -> None:
+        self.file = _find(path)
+        self._inner = _load(self.file)
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        numbers = self._inner.get_vocab(with_added_tokens=True)
+        if not numbers:
+            raise ConfigError(f"data.tokenizer={path} has no tokens; train it first")
+        self.vocab = max(numbers.values()) + 1  # there may be gaps
+        self.end = _end(path, self.file, end, numbers)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The numbers of each text, by all cores."""
+        return [one.ids for one in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        """Special tokens are shown; numbers that a model has and this has not are left out."""
+        text: str = self._inner.decode(list(numbers), skip_special_tokens=False)
+        return text
+
+
+def missing(name: str) -> ConfigError:
+    """The sentence for a package of Hugging Face that is missing."""
+    return ConfigError(f"data=hf needs {name}, which is not installed; pip install -e '.[hf]'")
+
+
+def in_short(error: BaseException) -> str:
+    """An error of a library, on a line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _find(path: str) -> Path:
+    given = Path(path).expanduser()
+    file = given / FILE if given.is_dir() else given
+    if file.is_file():
+        return file
+    if given.is_dir():
+        raise ConfigError(f"data.tokenizer={path} holds no {FILE}; save_pretrained of a fast tokenizer writes one")
+    raise ConfigError(
+        f"data.tokenizer={path} does not exist; give a {FILE} or a folder with one: nothing is fetched from the hub"
+    )
+
+
+def _load(file: Path) -> Any:
+    try:
+        import tokenizers
+    except ModuleNotFoundError as error:
+        raise missing("tokenizers") from error
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library has no class of its own
+        raise ConfigError(f"data.tokenizer={file} is no tokenizer: {in_short(error)}") from error
+
+
+def _end(path: str, file: Path, end: str | None, numbers: dict[str, int]) -> int:
+    if end is not None:
+        if end not in numbers:
+            raise ConfigError(f"data.end={end} is no token of data.tokenizer={path}; give the one that ends a text")
+        return numbers[end]
+    for name in (_told(file.with_name(SETTINGS)), *ENDS):
+        if name in numbers:
+            return numbers[name]
+    raise ConfigError(f"data.tokenizer={path} does not say which token ends a text; set data.end=TOKEN")
+
+
+def _told(settings: Path) -> str:
+    """The end of a text as the file beside the tokenizer calls it; nothing where there is none."""
+    if not settings.is_file():
+        return ""
+    try:
+        told = json.loads(settings.read_bytes()).get("eos_token") or ""
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"data.tokenizer: {settings} cannot be read: {in_short(error)}") from error
+    return str(told.get("content", "") if isinstance(told, dict) else told)

@@ -335,6 +335,50 @@ def test_what_the_engine_tells():
     engine.destroy()
 
 
+def test_the_users_model_says_which_modules_train():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
+    engine, *_ = zero.initialize(model=model, config=config(), world=zero.World.from_env())
+    part, dropout = rows(0, engine.plan.world), model[1]
+    with torch.no_grad():
+        assert not torch.equal(engine(part), engine(part))
+        model.eval()
+        assert torch.equal(engine(part), engine(part))
+        dropout.train()
+        assert not torch.equal(engine(part), engine(part))
+        engine.eval()
+        assert torch.equal(engine(part), engine(part))
+    assert not dropout.training
+    engine.destroy()
+
+
+def test_a_habit_of_zero_grad_drops_nothing_that_was_added_up(caplog):
+    def habit(engine, part):
+        engine.optimizer.zero_grad()
+        loss = engine(part)
+        engine.optimizer.zero_grad()
+        engine.backward(loss)
+
+    settings = config(gradient_accumulation_steps=4)
+    alike(trained(zero.World.from_env(), settings, loop=habit, accumulate=4), reference(3))
+    assert sum("optimizer.zero_grad() does nothing" in record.message for record in caplog.records) == 1
+
+
+def test_a_model_is_saved_in_sixteen_bits(tmp_path: Path):
+    def run(world):
+        with world.exclusive():
+            model = net()
+        engine, *_ = zero.initialize(model=model, config=config(bf16={"enabled": True}), world=world)
+        path = engine.save_16bit_model(tmp_path / "made")
+        engine.destroy()
+        return path, (engine.zero_optimization_stage(), engine.gradient_clipping(), engine.bfloat16_enabled())
+
+    [(path, told), _] = run_ranks(2, run)
+    assert told == (3, 0.0, True)
+    found = torch.load(path, weights_only=True)
+    for name, value in net().named_parameters():
+        assert torch.equal(found[name], value.detach().bfloat16()), name
+
+
 def test_no_sync_adds_up_and_refuses_to_step():
     world = zero.World.from_env()
     engine, *_ = zero.initialize(model=net(), config=config(gradient_accumulation_steps=1), world=world)

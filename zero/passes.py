@@ -104,6 +104,11 @@ class Step:
         scale = self.state.scale.scale
         return loss if scale == 1.0 else loss * scale
 
+    @property
+    def has_loss(self) -> bool:
+        """Somebody has told a loss of this step."""
+        return any(self._losses)
+
     def count(self, loss: Tensor, aux: Mapping[str, Any] | None = None) -> None:
         """Take a loss into the step's mean without a backward: somebody else has called it."""
         self._losses[-1].append(loss.detach().double())

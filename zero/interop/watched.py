@@ -52,11 +52,11 @@ class Watched:
         """The run goes on from one that had these steps behind it."""
         self.meter = self._meter(steps=steps, tokens=steps * self._tokens, skipped=skipped)
 
-    def stepped(self, metrics: Metrics) -> None:
-        """One more step was made."""
+    def stepped(self, metrics: Metrics, *, has_loss: bool) -> None:
+        """One more step was made; without a loss if nobody has told it one."""
         self.meter.count(metrics)
         if self.meter.steps % self._every == 0:
-            row = self.meter.row(validated=False)
+            row = self.meter.row(validated=False) | ({} if has_loss else {"train/loss": None})
             self._summarise(RUNNING)
             self.tracker.log(row)
 

@@ -1,0 +1,211 @@
+"""From a model, a config and whatever else a DeepSpeed script passes to a running engine."""
+
+import argparse
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from zero.build import build_optimizer, build_plan
+from zero.config import Config, Wandb, read
+from zero.copied import buffers_of
+from zero.ds_config import Translation, translate
+from zero.errors import ConfigError
+from zero.initialise import Weights
+from zero.interop.engine import Engine
+from zero.interop.loader import Loader
+from zero.interop.optimizers import KINDS, Optimizer, names_of, trained, transform
+from zero.interop.original import Modes, rank_0, release, training_only
+from zero.interop.schedulers import Scheduled, Scheduler
+from zero.interop.watched import Watched
+from zero.step import init, open_store
+from zero.world import World
+
+log = logging.getLogger("zero")
+
+ConfigSource = Mapping[str, Any] | str | PathLike[str]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Scheduler | Callable[[torch.optim.Optimizer], Scheduler] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: ConfigSource | None = None,
+    config_params: ConfigSource | None = None,
+    *,
+    world: World | None = None,
+    weights: Weights = None,
+    seed: int = 0,
+    folder: str | PathLike[str] | None = None,
+    tokens_per_row: int = 1,
+    **others: Any,
+) -> tuple[Engine, Optimizer, Loader | None, Scheduler | None]:
+    """An engine for `model`, the optimizer whose groups it reads, a loader and a scheduler. Collective.
+
+    The model's values are rank 0's. They are taken over and then released: `model` keeps its shapes and its
+    `requires_grad`, and NaN for values. Read and write them with `zero.gathered`, `zero.get_full`, `zero.set_full`.
+
+    Args:
+        args: where `args.deepspeed_config` names the config, for scripts with `add_config_arguments`.
+        model: on any device; parameters on meta (`zero.empty()`) get their values from `weights` or
+            `reset_parameters`.
+        optimizer: of torch, or a function that makes one; wins over the config's. Its groups stay live.
+        model_parameters: what the config's optimizer trains, plain or in groups; None: everything that requires grad.
+        training_data: a dataset, for the returned loader of microbatches of this rank.
+        lr_scheduler: of torch, or a function that makes one from the returned optimizer; wins over the config's. The
+            engine steps it.
+        config: a `ds_config.json`: its path, its text, or what is in it.
+        world: the ranks; None: those of the environment.
+        weights, seed: see `zero.init`.
+        folder: where the run leaves its rows and settings, and W&B its own; None: nowhere, or `runs/zero` if the config
+            asks for W&B. Every rank must give the same.
+        tokens_per_row: what a row of the batch counts as in speeds; 1 counts rows.
+
+    Raises:
+        ConfigError: one line that names the key, the value and what to do.
+    """
+    if model is None:
+        raise ConfigError("zero.initialize needs model=")
+    for key, value in others.items():
+        _refuse_argument(key, value)
+    world = world or World.from_env()
+    told = translate(_one_config(args, config, config_params), world_size=world.size)
+    for line in told.notes if world.rank == 0 else ():
+        log.warning("%s", line)
+    settled = _settled(told, world)
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(_listed(model_parameters, model))
+    if optimizer is None and not told.has_optimizer:
+        raise ConfigError('there is no optimizer: pass optimizer=, or put an "optimizer" into the config')
+    made = Optimizer.of(optimizer) if optimizer is not None else _from_config(settled, _listed(model_parameters, model))
+    with training_only(model, trained(made)):
+        plan = build_plan(settled, model, world, optimizer=transform(made, names_of(model), settled.optim.clip))
+        store = open_store(plan)
+        try:
+            state = init(plan, store, seed=seed, weights=rank_0(model, world) if weights is None else weights)
+        except BaseException:
+            store.close()
+            raise
+    for name, buffer in buffers_of(state.model).items():
+        world.broadcast(buffer, what=f"buffer {name}").wait()
+    release(model)
+    watched = None
+    folder = Path("runs/zero") if folder is None and isinstance(settled.tracker, Wandb) else folder
+    if folder is not None or "every" in told.settings.get("tracker", {}):
+        where = None if folder is None else Path(folder)
+        watched = Watched(settled, plan, store, where, tokens_per_row=tokens_per_row)
+    engine = Engine(
+        settled,
+        plan,
+        store,
+        state,
+        made,
+        given=optimizer,
+        lr_scheduler=_scheduler(lr_scheduler, made, settled, told),
+        modes=Modes(model, state.model),
+        managed=told.managed,
+        watched=watched,
+    )
+    loader = None
+    if isinstance(training_data, IterableDataset) and world.size > 1 and world.rank == 0:
+        log.warning("training_data is an IterableDataset: it has to give each rank its own rows; nobody does it for it")
+    if training_data is not None:
+        loader = Loader(
+            training_data,
+            rows=engine.train_micro_batch_size_per_gpu(),
+            rank=world.rank,
+            ranks=world.size,
+            seed=seed,
+            collate=collate_fn,
+            drop_last=told.drop_last,
+        )
+    return engine, made, loader, engine.lr_scheduler
+
+
+def init_distributed(*args: Any, **how: Any) -> None:
+    """For scripts that call it first: `initialize` finds the ranks in the environment by itself."""
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--deepspeed` and `--deepspeed_config`."""
+    group = parser.add_argument_group("zero")
+    group.add_argument("--deepspeed", action="store_true", help="for old command lines; nothing depends on it")
+    group.add_argument("--deepspeed_config", help="path of the ds_config.json")
+    return parser
+
+
+def _one_config(args: Any, config: ConfigSource | None, old: ConfigSource | None) -> ConfigSource:
+    given = {
+        "config=": config,
+        "config_params=": old,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    named = [(name, value) for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        what = "; ".join(name for name, _ in named) or "none"
+        raise ConfigError(f"zero.initialize takes one config, and was given {what}; pass config='ds_config.json'")
+    return named[0][1]
+
+
+def _settled(told: Translation, world: World) -> Config:
+    """The config in our words, with nothing left open: for a model of the user's there is nothing to settle it by."""
+    settings = told.settings
+    if settings.get("zero", {}).get("stage") == "auto":
+        raise ConfigError("zero_optimization.stage=auto: write the number; python train.py mode=plan compares them")
+    rows = settings.get("batch", {})
+    if not isinstance(rows.get("global"), int) and not isinstance(rows.get("micro"), int):
+        raise ConfigError("train_batch_size=auto: write the rows of a step, or train_micro_batch_size_per_gpu")
+    return read(settings).on(world.size)
+
+
+def _refuse_argument(key: str, value: Any) -> None:
+    harmless = ("dist_init_required", "distributed_port")
+    if key not in (*harmless, "mpu", "mesh_param"):
+        raise ConfigError(f"zero.initialize has no argument {key}")
+    if value is not None and key not in harmless:
+        raise ConfigError(f"zero.initialize: {key} is for model parallelism, which is not here; leave it out")
+
+
+def _listed(parameters: Iterable[Any] | None, model: nn.Module) -> list[Any]:
+    if parameters is None:
+        return [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return list(parameters)
+
+
+def _from_config(config: Config, parameters: list[Any]) -> Optimizer:
+    """The config's optimizer in torch's shape."""
+    chosen = config.optim
+    told = build_optimizer(config).groups[0](1)
+    defaults: dict[str, Any] = {"lr": chosen.lr, "weight_decay": chosen.weight_decay}
+    if chosen.name == "sgd":
+        defaults |= {"momentum": chosen.momentum, "nesterov": chosen.nesterov}
+    elif chosen.name == "adagrad":
+        defaults |= {"eps": chosen.eps, "lr_decay": 0.0}
+    else:
+        defaults["betas"] = told.betas
+        if chosen.name != "lion":
+            defaults["eps"] = chosen.eps
+    assert chosen.name in KINDS
+    return Optimizer(parameters, defaults, chosen.name)
+
+
+def _scheduler(asked: Any, optimizer: Optimizer, config: Config, told: Translation) -> Scheduler | None:
+    if callable(asked) and not isinstance(asked, torch.optim.lr_scheduler.LRScheduler):
+        made: Scheduler = asked(optimizer)
+        return made
+    if asked is not None:
+        scheduler: Scheduler = asked
+        return scheduler
+    if not told.has_scheduler:
+        return None
+    lr = None if told.peak_is_for_all else config.optim.lr
+    return Scheduled(optimizer.param_groups, build_optimizer(config), lr)

@@ -310,11 +310,12 @@ def test_the_recorded_step_follows_another_one(val, save, recorded):
 
 
 def test_endless_skips_end_a_run_with_a_row_that_shows_them(here, monkeypatch, capsys):
+    import zero.task as task
     import zero.training as training
 
     monkeypatch.setattr(training, "MOST_SKIPPED", 3)
-    loss = training.loss
-    monkeypatch.setattr(training, "loss", lambda model, batch: float("nan") * loss(model, batch))
+    loss_of = task.loss_of
+    monkeypatch.setattr(task, "loss_of", lambda config: lambda *batch: float("nan") * loss_of(config)(*batch))
     quiet = ["tracker.every=100", "val.every=0", "tracker.console=none"]
     assert train.main([*TINY, *quiet, "steps=9", "hydra.run.dir=run"]) == NumericsError.exit_code
     (row,) = rows(here / "run")

@@ -159,9 +159,12 @@ def test_a_value_is_refused_where_it_would_do_harm_later(raw, said):
 
 def base(key: Key) -> dict:
     """A run in which the key exists and is right."""
-    raw = (
-        {"data": {"name": "tokens", "path": "x"}, "model": {"vocab": 50304}} if key.section.__name__ == "Tokens" else {}
-    )
+    needed = {
+        "Tokens": {"data": {"name": "tokens", "path": "x"}, "model": {"vocab": 50304}},
+        "HF": {"model": {"name": "hf", "path": "x"}},
+        "HFText": {"data": {"name": "hf", "path": "x", "tokenizer": "y"}},
+    }
+    raw = copy.deepcopy(needed.get(key.section.__name__, {}))
     if "name" in key.section.model_fields:
         raw.setdefault(key.name.split(".")[0], {})["name"] = key.section.model_fields["name"].default
     read(raw)

@@ -17,13 +17,6 @@ hypothesis.settings.register_profile("zero", derandomize=SEED == 0)
 hypothesis.settings.load_profile("zero")
 
 
-def pytest_configure() -> None:
-    """A worker of pytest-xdist keeps to one core: its thread ranks take turns anyway, and hand over faster there."""
-    worker, cores = os.environ.get("PYTEST_XDIST_WORKER"), sorted(os.sched_getaffinity(0))
-    if worker:
-        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
-
-
 def pytest_report_header() -> str:
     return f"ZERO_TEST_SEED={SEED}, one thread of torch per rank"
 

@@ -459,3 +459,43 @@ def test_the_example_trains_a_llama_from_folder_to_folder(tmp_path, capsys):
     assert "in 6 files" in told
     assert "peak of resident memory" in told
     assert "32,768 logits are the same to the last bit" in told
+
+
+def test_text_is_generated_between_steps_by_an_engine():
+    """With transformers' own loop and its cache of keys and values, on ranks that hold shards."""
+    tokens = torch.arange(8).view(1, 8)
+
+    def llama():
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LM))
+
+    def generated(model):
+        with torch.no_grad():
+            return model.generate(tokens, max_new_tokens=6, do_sample=False)
+
+    def run(world):
+        with world.exclusive():
+            model = llama()
+        optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}
+        settings = {"train_batch_size": RANKS, "gradient_clipping": 0, "optimizer": optimizer}
+        settings["zero_optimization"] = {"stage": 3}
+        engine, *_ = zero.initialize(model=model, config=settings, world=world)
+        told = []
+        for _ in range(2):
+            model.eval()
+            told.append(generated(engine))
+            model.train()
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+        engine.destroy()
+        return told
+
+    model, wanted = llama(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        wanted.append(generated(model.eval()))
+        model.train()(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for told in run_ranks(RANKS, run):
+        assert all(torch.equal(one, other) for one, other in zip(told, wanted, strict=True))

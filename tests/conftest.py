@@ -17,6 +17,18 @@ hypothesis.settings.register_profile("zero", derandomize=SEED == 0)
 hypothesis.settings.load_profile("zero")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--alone", choices=("only", "not"), help="tests that measure time: only those, or all others")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    asked = config.getoption("--alone")
+    if asked is not None:
+        others = [item for item in items if (item.get_closest_marker("alone") is None) is (asked == "only")]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
+
+
 def pytest_report_header() -> str:
     return f"ZERO_TEST_SEED={SEED}, one thread of torch per rank"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 
 import zero
@@ -368,13 +369,15 @@ def test_a_model_is_saved_in_sixteen_bits(tmp_path: Path):
         with world.exclusive():
             model = net()
         engine, *_ = zero.initialize(model=model, config=config(bf16={"enabled": True}), world=world)
+        with pytest.raises(ConfigError, match="safetensors"):
+            engine.save_16bit_model(tmp_path / "made", "pytorch_model.bin")
         path = engine.save_16bit_model(tmp_path / "made")
         engine.destroy()
         return path, (engine.zero_optimization_stage(), engine.gradient_clipping(), engine.bfloat16_enabled())
 
     [(path, told), _] = run_ranks(2, run)
     assert told == (3, 0.0, True)
-    found = torch.load(path, weights_only=True)
+    found = load_file(path)
     for name, value in net().named_parameters():
         assert torch.equal(found[name], value.detach().bfloat16()), name
 
@@ -554,6 +557,33 @@ def test_a_schedule_of_the_config_is_deepspeeds_formula():
     assert rates[-1] == 0.02
 
 
+def test_a_schedule_of_the_config_leaves_the_groups_momenta_alone():
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 2, "warmup_type": "linear"}}
+    settings = {key: value for key, value in config(scheduler=schedule).items() if key != "optimizer"}
+    for name, wanted in (("AdamW", (0.8, 0.9)), ("SGD", 0.9)):
+        engine, *_ = zero.initialize(
+            model=(model := net()), optimizer=TORCH[name](model), config=settings, world=zero.World.from_env()
+        )
+        engine.backward(engine(rows(0, engine.plan.world)))
+        engine.step()
+        assert engine.get_mom() == [wanted] * 2
+        engine.destroy()
+
+
+def test_moments_of_torch_are_not_taken_for_settings():
+    engine, optimizer, *_ = zero.initialize(model=net(), config=config(), world=zero.World.from_env())
+    model = net()
+    other = torch.optim.AdamW(model.parameters())
+    model(rows(0, engine.plan.world)).backward()
+    other.step()
+    with pytest.raises(ConfigError, match="moments are sharded"):
+        optimizer.load_state_dict(other.state_dict())
+    optimizer.load_state_dict({"param_groups": [{"lr": 0.5, "params": [0]}]})
+    assert engine.get_lr() == [0.5]
+    assert all(isinstance(one, nn.Parameter) for one in optimizer.param_groups[0]["params"])
+    engine.destroy()
+
+
 # Checkpoints
 
 
@@ -669,6 +699,81 @@ def test_without_a_tag_the_newest_of_all_tags_is_loaded_and_a_checkpoint_by_its_
     assert engine.load_checkpoint(tmp_path) == (saved[1], {"a": {7: float("inf")}})
     assert engine.load_checkpoint(saved[0]) == (saved[0], {"b": {7: float("inf")}})
     engine.destroy()
+
+
+def test_a_client_may_use_any_word(tmp_path: Path):
+    world, said = zero.World.from_env(), {"number": 3, "zero: a number": "text", "list": [1.5, None]}
+    engine, *_ = zero.initialize(model=net(), config=config(), world=world)
+    engine.save_checkpoint(tmp_path, client_state=said)
+    assert engine.load_checkpoint(tmp_path)[1] == said
+    engine.destroy()
+
+
+def test_without_moments_training_begins_with_step_1(tmp_path: Path):
+    """Its corrections for zero moments would be those of a late step otherwise."""
+    world = zero.World.from_env()
+    engine, *_ = zero.initialize(model=net(), config=config(), world=world)
+    for step in range(4):
+        engine.backward(engine(rows(step, world)))
+        engine.step()
+    engine.save_checkpoint(tmp_path)
+    values = zero.full_state_dict(engine.state)
+    engine.load_checkpoint(tmp_path, load_module_only=True)
+    engine.backward(engine(rows(9, world)))
+    engine.step()
+    model = net()
+    model.load_state_dict(values)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    model(rows(9, world)).backward()
+    optimizer.step()
+    for name, value in zero.full_state_dict(engine.state).items():
+        torch.testing.assert_close(value, model.get_parameter(name).detach(), rtol=1e-5, atol=1e-5)
+    engine.destroy()
+
+
+class Tied(nn.Module):
+    """A root with a parameter of its own, a tie, and a buffer that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.first.weight
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("table", torch.ones(3, 2).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.last(self.first(x * self.scale))).square().mean()
+
+
+def test_a_root_with_parameters_of_its_own_follows_and_is_saved_under_every_name():
+    model = Tied().eval()
+    engine, *_ = zero.initialize(model=model, config=config(), world=zero.World.from_env())
+    part = rows(0, engine.plan.world)
+    engine.train()
+    engine.backward(engine(part))
+    engine.step()
+    engine.eval()
+    assert torch.equal(engine(part), engine(part))
+    with pytest.raises(ConfigError, match="no forward in training mode"):
+        engine.step()
+    Tied().load_state_dict(engine.module_state_dict(), strict=True)
+    engine.destroy()
+
+
+def test_a_backward_outside_a_step_and_what_was_dropped_count_in_none():
+    def stray(engine, part):
+        engine.eval()
+        (engine(part) * 1e3).backward()
+        engine.train()
+        engine.backward(engine(part) * 1e3)
+        engine.zero_grad()
+        engine.backward(engine(part))
+
+    for stage in (0, 2, 3):
+        for one in run_ranks(2, lambda world, stage=stage: trained(world, config(stage=stage), loop=stray)):
+            alike(one, reference(3))
 
 
 # What is left behind

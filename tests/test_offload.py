@@ -467,19 +467,22 @@ def step_s(update: str, traffic_s: float) -> float:
     return run_ranks(1, rank_main)[0]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("traffic_s", [0.125, 0.5])
 def test_a_lazy_update_hides_behind_the_next_forward(traffic_s):
     """Time is max(C_forward, O) + C_backward, with clipping on; serial is the sum. Compute and disk are clocks here, so
-    that the machine's load counts little."""
-    lazy, serial = step_s("lazy", traffic_s), step_s("serial", traffic_s)
-    bound = max(C_FORWARD_S, traffic_s) + C_BACKWARD_S
-    print(f"lazy {lazy:.3f} s, serial {serial:.3f} s, bound {bound:.3f} s")
+    that the machine's load counts little; what Python itself takes beside them is in a step without traffic, too."""
+    lazy, free, serial = step_s("lazy", traffic_s), step_s("lazy", 0.005), step_s("serial", traffic_s)
+    python_s = max(0.0, free - C_FORWARD_S - C_BACKWARD_S)
+    bound = max(C_FORWARD_S, traffic_s) + C_BACKWARD_S + python_s
+    print(f"lazy {lazy:.3f} s, without traffic {free:.3f} s, serial {serial:.3f} s, bound {bound:.3f} s")
     assert lazy <= 1.15 * bound
     assert serial >= 0.95 * (C_FORWARD_S + C_BACKWARD_S + traffic_s)
     if traffic_s > 0.8 * C_FORWARD_S:
-        assert lazy <= 0.8 * serial
+        assert lazy - python_s <= 0.8 * (serial - python_s)
 
 
+@pytest.mark.alone
 def test_an_eager_update_hides_behind_the_whole_step():
     traffic_s = 0.625
     eager = step_s("eager", traffic_s)

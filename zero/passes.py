@@ -117,20 +117,28 @@ class Step:
 
     def forget(self) -> None:
         """Drop the gradients that have arrived in this step; forwards under way may still go backward."""
+        self._spend_if_updated()
         self._parts.reducer.reset()
         self._parts.updater.sums.clear()
+        self._losses, self._aux = [[] for _ in self._losses], {}
         _clear(self._parts)
 
     def abandon(self) -> None:
         """After an exception: forget everything that this step did."""
         self._parts.gatherer.reset()
         self._parts.reducer.reset()
+        self._spend_if_updated()
+        self._parts.updater.sums.clear()
+
+    def _spend_if_updated(self) -> None:
+        """Eager updates cannot be taken back."""
         if self._parts.updater.at_once is not None and self._parts.updater.sums and not self.state.spent_:
             self.state.spend()
-        self._parts.updater.sums.clear()
 
     def finish(self, word: float = 0.0) -> tuple[State, Metrics]:
         """End the step: every unit waits for its update, or the step is skipped. Collective.
+
+        Gradients are divided by `plan.accumulate`, however many microbatches there were.
 
         Args:
             word: a number that every rank gets to know.
@@ -178,6 +186,8 @@ class Step:
 def _clear(parts: Machinery) -> None:
     """Forget the last step's sums and gradients; a waiting update has its own claim on the latter."""
     parts.log.clear()
+    if parts.reducer.is_busy:  # a backward that belonged to no step
+        parts.reducer.reset()
     parts.reducer.clear()
     for unit in parts.units:
         unit.filled = False

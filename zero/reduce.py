@@ -107,6 +107,11 @@ class Reducer:
         """Of the pooled flats, between steps."""
         return sum(flat.flat_P.nbytes for flats in self._free.values() for flat in flats)
 
+    @property
+    def is_busy(self) -> bool:
+        """Gradients have arrived, or are on their way, that nobody has asked for."""
+        return bool(self._filling or self._under_way or self._gathers)
+
     def clear(self) -> None:
         """A step starts."""
         self._closed.clear()

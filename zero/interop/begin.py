@@ -1,8 +1,10 @@
 """From a model, a config and whatever else a DeepSpeed script passes to a running engine."""
 
 import argparse
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,14 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from zero.build import build_optimizer, build_plan
-from zero.config import Config, Wandb, read
-from zero.copied import buffers_of
+from zero.config import Config, OneCycle, Wandb, read
 from zero.ds_config import Translation, translate
 from zero.errors import ConfigError
 from zero.initialise import Weights
 from zero.interop.engine import Engine
 from zero.interop.loader import Loader
 from zero.interop.optimizers import KINDS, Optimizer, names_of, trained, transform
-from zero.interop.original import Modes, rank_0, release, training_only
+from zero.interop.original import Modes, rank_0, release, share_buffers, training_only
 from zero.interop.schedulers import Scheduled, Scheduler
 from zero.interop.watched import Watched
 from zero.step import init, open_store
@@ -66,8 +67,8 @@ def initialize(
         config: a `ds_config.json`: its path, its text, or what is in it.
         world: the ranks; None: those of the environment.
         weights, seed: see `zero.init`.
-        folder: where the run leaves its rows and settings, and W&B its own; None: nowhere, or `runs/zero` if the config
-            asks for W&B. Every rank must give the same.
+        folder: where the run leaves its rows and settings, and W&B its own; None: nowhere, or `runs/DATE/TIME` if the
+            config asks for W&B. Rank 0 writes it.
         tokens_per_row: what a row of the batch counts as in speeds; 1 counts rows.
 
     Raises:
@@ -87,22 +88,21 @@ def initialize(
     if optimizer is None and not told.has_optimizer:
         raise ConfigError('there is no optimizer: pass optimizer=, or put an "optimizer" into the config')
     made = Optimizer.of(optimizer) if optimizer is not None else _from_config(settled, _listed(model_parameters, model))
-    with training_only(model, trained(made)):
-        plan = build_plan(settled, model, world, optimizer=transform(made, names_of(model), settled.optim.clip))
-        store = open_store(plan)
-        try:
+    scheduler = _scheduler(lr_scheduler, made, settled, told)
+    with contextlib.ExitStack() as undo:  # what a refusal half-way must not leave open
+        with training_only(model, trained(made)):
+            plan = build_plan(settled, model, world, optimizer=transform(made, names_of(model), settled.optim.clip))
+            store = open_store(plan)
+            undo.callback(store.close)
             state = init(plan, store, seed=seed, weights=rank_0(model, world) if weights is None else weights)
-        except BaseException:
-            store.close()
-            raise
-    for name, buffer in buffers_of(state.model).items():
-        world.broadcast(buffer, what=f"buffer {name}").wait()
-    release(model)
-    watched = None
-    folder = Path("runs/zero") if folder is None and isinstance(settled.tracker, Wandb) else folder
-    if folder is not None or "every" in told.settings.get("tracker", {}):
-        where = None if folder is None else Path(folder)
-        watched = Watched(settled, plan, store, where, tokens_per_row=tokens_per_row)
+        share_buffers(state.model, world)
+        watched = None
+        if folder is None and isinstance(settled.tracker, Wandb):
+            folder = Path("runs") / f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}"
+        if folder is not None or "every" in told.settings.get("tracker", {}):
+            where = None if folder is None else Path(folder)
+            watched = Watched(settled, plan, store, where, tokens_per_row=tokens_per_row)
+        undo.pop_all()
     engine = Engine(
         settled,
         plan,
@@ -110,11 +110,12 @@ def initialize(
         state,
         made,
         given=optimizer,
-        lr_scheduler=_scheduler(lr_scheduler, made, settled, told),
+        lr_scheduler=scheduler,
         modes=Modes(model, state.model),
         managed=told.managed,
         watched=watched,
     )
+    release(model)
     loader = None
     if isinstance(training_data, IterableDataset) and world.size > 1 and world.rank == 0:
         log.warning("training_data is an IterableDataset: it has to give each rank its own rows; nobody does it for it")
@@ -208,4 +209,5 @@ def _scheduler(asked: Any, optimizer: Optimizer, config: Config, told: Translati
     if not told.has_scheduler:
         return None
     lr = None if told.peak_is_for_all else config.optim.lr
-    return Scheduled(optimizer.param_groups, build_optimizer(config), lr)
+    momenta = isinstance(config.schedule, OneCycle) and bool(config.schedule.momentum)
+    return Scheduled(optimizer.param_groups, build_optimizer(config), lr, momenta=momenta)

@@ -13,30 +13,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from zero import checkpoint
 from zero.checkpoint.disk import naming
+from zero.checkpoint.save import tied_names
 from zero.checkpoint.save import told as told_by_all
 from zero.config import Config
 from zero.copied import buffers_of
 from zero.errors import ConfigError
-from zero.full import full_state_dict, full_values
+from zero.full import full_state_dict, full_values, set_full
 from zero.interop.kept import newest, root_of
 from zero.interop.optimizers import Optimizer, restore, same_groups, settings_of
 from zero.interop.original import Modes
 from zero.interop.plain import plain, read_back
 from zero.interop.schedulers import Scheduler
 from zero.interop.watched import Watched
+from zero.nested import replaced, tensors_in
 from zero.passes import Metrics, Step
 from zero.plan import Plan
 from zero.state import State
 from zero.store import PrefetchStore
 
 log = logging.getLogger("zero")
-
-ConfigSource = Mapping[str, Any] | str | PathLike[str]
 
 
 class Engine:
@@ -87,8 +87,7 @@ class Engine:
             self._begin_microbatch()
         elif self._step is None:
             self.state.machinery.gatherer.begin()
-        dtype = self.plan.precision.compute
-        args, kwargs = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+        args, kwargs = self._cast((args, kwargs))
         try:
             return self.module(*args, **kwargs)
         except BaseException:
@@ -152,9 +151,7 @@ class Engine:
     def _zero_grad(self) -> None:
         """The optimizer's, a habit before every backward: what earlier microbatches have added up stays."""
         if self._step is not None and (self._step.microbatches > 1 or not self._in_microbatch):
-            self._say_once(
-                "optimizer.zero_grad() does nothing while microbatches add up; engine.zero_grad() drops all"
-            )
+            self._say_once("optimizer.zero_grad() does nothing while microbatches add up; engine.zero_grad() drops all")
         else:
             self.zero_grad()
 
@@ -264,15 +261,19 @@ class Engine:
 
     def module_state_dict(self) -> dict[str, Tensor]:
         """Every parameter in fp32 and every buffer, whole, on every rank. Collective."""
-        return {**full_state_dict(self._living()), **{name: one.cpu() for name, one in buffers_of(self.module).items()}}
+        return self._whole(full_state_dict(self._living()))
 
-    def save_16bit_model(self, save_dir: str | PathLike[str], save_filename: str = "pytorch_model.bin") -> Path:
-        """Parameters in the dtype that the model computes in, and buffers, in one file of `torch.save`. Collective.
+    def save_16bit_model(self, save_dir: str | PathLike[str], save_filename: str = "model.safetensors") -> Path:
+        """Parameters in the dtype that the model computes in, and buffers, in one file. Collective.
 
         Rank 0 holds all of it for a moment; `scripts/export` writes a checkpoint as files, piece by piece.
+
+        Raises:
+            ConfigError: another kind of file: DeepSpeed's `pytorch_model.bin` is a pickle, and none is written here.
         """
-        path, dtype = Path(save_dir) / save_filename, self.plan.precision.compute
-        whole = {}
+        path, dtype, whole = Path(save_dir) / save_filename, self.plan.precision.compute, {}
+        if path.suffix != ".safetensors":
+            raise ConfigError(f"save_16bit_model(save_filename={save_filename!r}): it must end with .safetensors")
         for name, value in full_values(self._living(), "compute"):  # on every rank, because it is collective
             if self.global_rank == 0:
                 whole[name] = value.to(dtype)
@@ -281,7 +282,7 @@ class Engine:
             if self.global_rank == 0:
                 with naming(path, "writing it"):
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    torch.save({**whole, **{name: one.cpu() for name, one in buffers_of(self.module).items()}}, path)
+                    save_file({name: one.clone() for name, one in self._whole(whole).items()}, path)
             return {}
 
         told_by_all(self.plan.world, write)
@@ -363,7 +364,12 @@ class Engine:
         facts = read_back(found.facts.get("engine", {}))
         if moments and "param_groups" in facts:
             same_groups(self.optimizer.param_groups, facts["param_groups"])
+        has_trained = self._state.step > 0
         self._state = checkpoint.load(self._state, found, moments=moments)
+        if not moments:  # a new optimizer: corrections of its first moments count from the beginning
+            self._state = self._state.restored(step=0, scale=self.plan.precision.scale.start())
+            if has_trained:
+                self._forget_moments()
         if self._watched is not None:
             self._watched.resumed(self.global_steps, self.skipped_steps)
         self.micro_steps = int(facts.get("micro_steps", 0))
@@ -385,6 +391,23 @@ class Engine:
         self._store.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _whole(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """With buffers, and under every name that a tied parameter has."""
+        found = {**parameters, **{name: one.cpu() for name, one in buffers_of(self.module).items()}}
+        ties = tied_names(self.plan.model)
+        return found | {name: found[first] for name, first in ties.items() if first in found}
+
+    def _forget_moments(self) -> None:
+        transform = self.plan.optimizer
+        for slot in (slot for unit in self.plan.units for slot in unit.trainable.slots):
+            for kind in (kind for kind in transform.moments if kind not in transform.copies):
+                set_full(self, slot.name, torch.zeros(slot.shape), kind)
+
+    def _cast(self, given: Any) -> Any:
+        dtype = self.plan.precision.compute
+        floats = [one for one in tensors_in(given) if one.is_floating_point() and one.dtype != dtype]
+        return replaced(given, {id(one): one.to(dtype) for one in floats}) if floats else given
 
     def _begin_microbatch(self) -> None:
         if self._step is None:

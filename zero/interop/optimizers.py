@@ -74,10 +74,7 @@ class Optimizer(torch.optim.Optimizer):
             known = ", ".join(sorted(f"torch.optim.{known.__name__}" for known in TORCH))
             raise ConfigError(f"optimizer={name} has no counterpart here; known are {known}, and Lion in the config")
         if any(float(state.get("step", 1)) for state in given.state.values()):  # Adagrad's is there from the start
-            raise ConfigError(
-                f"optimizer={name} has made steps already, and its moments would be lost; pass a new one, and bring "
-                "the moments in with zero.set_full after zero.initialize"
-            )
+            raise ConfigError(f"optimizer={name} has made steps already, and its moments would be lost; pass a new one")
         kind = TORCH[type(given)]
         if kind == "adam" and all(group.get("decoupled_weight_decay") for group in given.param_groups):
             kind = "adamw"
@@ -110,6 +107,13 @@ class Optimizer(torch.optim.Optimizer):
         return {"param_groups": settings_of(self.param_groups)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Settings of the groups, as `state_dict` gave them.
+
+        Raises:
+            ConfigError: there are moments in it, as in a torch optimizer's.
+        """
+        if state_dict.get("state"):
+            raise ConfigError("optimizer.load_state_dict: moments are sharded; engine.load_checkpoint brings them back")
         restore(self.param_groups, state_dict["param_groups"])
 
 
@@ -155,7 +159,8 @@ def restore(groups: Sequence[Settings], saved: Sequence[Mapping[str, Any]]) -> N
     """Put saved numbers back into groups."""
     same_groups(groups, saved)
     for group, told in zip(groups, saved, strict=True):
-        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in told.items()})
+        numbers = {key: value for key, value in told.items() if key != "params"}
+        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in numbers.items()})
 
 
 def same_groups(groups: Sequence[Settings], saved: Sequence[Mapping[str, Any]]) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from zero.copied import Unit
+from zero.copied import Unit, buffers_of
 from zero.errors import ConfigError
 from zero.initialise import Weights
 from zero.world import World
@@ -20,8 +20,10 @@ class Modes:
     """Has a copy follow its original's `training` flags: `model.eval()` means the model that computes."""
 
     def __init__(self, original: nn.Module, copied: nn.Module) -> None:
-        ours = dict(_named(copied))
-        self._pairs = [(one, ours[name]) for name, one in original.named_modules() if name in ours]
+        ours: dict[str, list[nn.Module]] = {}
+        for name, one in _named(copied):
+            ours.setdefault(name, []).append(one)
+        self._pairs = [(one, copy) for name, one in original.named_modules() for copy in ours.get(name, ())]
         self._seen = [one.training for one, _ in self._pairs]
 
     def follow(self) -> None:
@@ -40,11 +42,11 @@ class Modes:
 
 
 def _named(copied: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a copy by the names that they have in the original; a unit's place is its module's."""
+    """The modules of a copy by the names that they have in the original: a `Unit` has its module's, beside it."""
+    yield path, copied
     if isinstance(copied, Unit):
         yield from _named(copied.module, path)
         return
-    yield path, copied
     for name, child in copied.named_children():
         yield from _named(child, f"{path}.{name}" if path else name)
 
@@ -75,6 +77,15 @@ def rank_0(model: nn.Module, world: World) -> Weights:
         world.broadcast(tensor, what=f"first values of {name}").wait()
 
     return fill
+
+
+def share_buffers(copied: nn.Module, world: World) -> None:
+    """Give every rank rank 0's buffers."""
+    for name, buffer in buffers_of(copied).items():
+        whole = buffer.contiguous()
+        world.broadcast(whole, what=f"buffer {name}").wait()
+        if not torch.equal(whole, buffer):
+            buffer.copy_(whole)
 
 
 def release(model: nn.Module) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-ITEMS, NUMBER = "items of a mapping", "number"
+ITEMS, NUMBER = "zero: items of a mapping", "zero: a number"
 
 
 def plain(value: Any) -> Any:
     """As JSON holds it."""
     if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value):
+        if all(isinstance(key, str) for key in value) and not {ITEMS, NUMBER} & value.keys():
             return {key: plain(one) for key, one in value.items()}
         return {ITEMS: [[plain(key), plain(one)] for key, one in value.items()]}
     if isinstance(value, list | tuple):

@@ -29,10 +29,11 @@ class Scheduled:
         told: says the learning rate and betas of each step, 1 for the first.
         lr: the config's peak, to which a group's own learning rate is compared: a group with half of it keeps half.
             None: every group gets what is told, as in DeepSpeed where the schedule itself names its peak.
+        momenta: the schedule moves these, too; else they are the groups' own.
     """
 
-    def __init__(self, groups: Sequence[Settings], told: Transform, lr: float | None) -> None:
-        self._groups, self._told = groups, told
+    def __init__(self, groups: Sequence[Settings], told: Transform, lr: float | None, *, momenta: bool) -> None:
+        self._groups, self._told, self._momenta = groups, told, momenta
         self._shares = [group["lr"] / lr if lr else 1.0 for group in groups]
         self.made = 0
         self._write()
@@ -56,7 +57,7 @@ class Scheduled:
         told = self._told.groups[0](self.made + 1)
         for group, share in zip(self._groups, self._shares, strict=True):
             group["lr"] = told.lr * share
-            if "betas" in group:
-                group["betas"] = told.betas
-            elif "momentum" in group:
-                (group["momentum"],) = told.betas
+            if self._momenta and "betas" in group:
+                group["betas"] = (told.betas[0], group["betas"][1])
+            elif self._momenta and "momentum" in group:
+                group["momentum"] = told.betas[0]

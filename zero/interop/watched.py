@@ -7,9 +7,12 @@ A line every few steps; with a folder also what a run of train.py leaves (config
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from zero.checkpoint.disk import naming
+from zero.checkpoint.save import told as told_by_all
 from zero.config import Config
 from zero.meter import Meter
 from zero.passes import Metrics
@@ -39,9 +42,15 @@ class Watched:
         self._tokens = config.batch.numbers()[0] * tokens_per_row
         self._meter = partial(Meter, plan.world, plan, tokens_per_step=self._tokens, traffic=lambda: store.traffic)
         self.resumed(0, 0)
-        if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / "config.yaml").write_text(yaml.safe_dump(config.plain(), sort_keys=False))
+
+        def begin() -> dict[str, Any]:
+            if self._folder is not None:
+                with naming(self._folder, "making it"):
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    (self._folder / "config.yaml").write_text(yaml.safe_dump(config.plain(), sort_keys=False))
+            return {}
+
+        told_by_all(plan.world, begin)
         self.tracker = open_tracker(config, self._folder, endless=True)
         if folder is None and plan.world.rank == 0:
             self.tracker = Tracker([Lines(None, sys.stdout)])

@@ -166,6 +166,9 @@ class _Translated(Mapping[str, Tensor]):
             self._last = first, self._translated(first)
         return self._last[1][name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._first  # by default it would read the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._first)
 

@@ -570,6 +570,18 @@ def test_a_schedule_of_the_config_leaves_the_groups_momenta_alone():
         engine.destroy()
 
 
+def test_the_optimizer_that_was_passed_cannot_be_stepped_in_vain():
+    model = net()
+    given = torch.optim.AdamW(model.parameters())
+    engine, *_ = zero.initialize(model=model, optimizer=given, config=config(), world=zero.World.from_env())
+    engine.backward(engine(rows(0, engine.plan.world)))
+    with pytest.raises(ConfigError, match=r"call engine\.step\(\)"):
+        given.step()
+    engine.step()
+    assert engine.global_steps == 1
+    engine.destroy()
+
+
 def test_moments_of_torch_are_not_taken_for_settings():
     engine, optimizer, *_ = zero.initialize(model=net(), config=config(), world=zero.World.from_env())
     model = net()

@@ -76,6 +76,9 @@ class Engine:
         self._said: set[str] = set()
         self._groups = list(optimizer.param_groups)  # the dicts themselves: every update reads these
         optimizer.update, optimizer.forget = self._update, self._zero_grad
+        self._stepping = False
+        if given is not None:
+            given.register_step_pre_hook(self._only_from_here)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -138,8 +141,10 @@ class Engine:
         if not ends:
             return
         self.optimizer.step()
-        if self._given is not None:
-            self._given.step()  # no parameter has a gradient there: torch's schedulers look for the call
+        if self._given is not None:  # no parameter has a gradient there: torch's schedulers look for the call
+            self._stepping = True
+            self._given.step()
+            self._stepping = False
         if self.lr_scheduler is not None and self.was_step_applied():
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
@@ -262,6 +267,8 @@ class Engine:
     def module_state_dict(self) -> dict[str, Tensor]:
         """Every parameter in fp32 and every buffer, whole, on every rank. Collective."""
         return self._whole(full_state_dict(self._living()))
+
+    state_dict = module_state_dict
 
     def save_16bit_model(self, save_dir: str | PathLike[str], save_filename: str = "model.safetensors") -> Path:
         """Parameters in the dtype that the model computes in, and buffers, in one file. Collective.
@@ -391,6 +398,11 @@ class Engine:
         self._store.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _only_from_here(self, *_: Any) -> None:
+        """The optimizer that was passed has nothing to update any more: who steps it would train nothing."""
+        if not (self._stepping or self._destroyed):
+            raise ConfigError("this optimizer was taken over by zero.initialize: call engine.step() in its place")
 
     def _whole(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """With buffers, and under every name that a tied parameter has."""

@@ -479,7 +479,8 @@ def test_a_lazy_update_hides_behind_the_next_forward(traffic_s):
     assert lazy <= 1.15 * bound
     assert serial >= 0.95 * (C_FORWARD_S + C_BACKWARD_S + traffic_s)
     if traffic_s > 0.8 * C_FORWARD_S:
-        assert lazy - python_s <= 0.8 * (serial - python_s)
+        # what could hide, hides for the larger part: serial overlaps some of its own traffic, so it is not all of it
+        assert serial - lazy >= 0.5 * min(traffic_s, C_FORWARD_S)
 
 
 @pytest.mark.alone

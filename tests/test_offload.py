@@ -1,6 +1,7 @@
 """Where state sleeps is not arithmetic: every tier gives the same bits, and hides what it does."""
 
 import errno
+import os
 import random
 import tempfile
 import threading
@@ -467,26 +468,42 @@ def step_s(update: str, traffic_s: float) -> float:
     return run_ranks(1, rank_main)[0]
 
 
+@pytest.fixture
+def one_core():
+    """All threads on one: they mostly sleep, and waking up on another core is what differs between machines."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(before)})
+    yield
+    os.sched_setaffinity(0, before)
+
+
 @pytest.mark.alone
 @pytest.mark.parametrize("traffic_s", [0.125, 0.5])
-def test_a_lazy_update_hides_behind_the_next_forward(traffic_s):
+def test_a_lazy_update_hides_behind_the_next_forward(traffic_s, one_core):
     """Time is max(C_forward, O) + C_backward, with clipping on; serial is the sum. Compute and disk are clocks here, so
-    that the machine's load counts little; what Python itself takes beside them is in a step without traffic, too."""
-    lazy, free, serial = step_s("lazy", traffic_s), step_s("lazy", 0.005), step_s("serial", traffic_s)
-    python_s = max(0.0, free - C_FORWARD_S - C_BACKWARD_S)
-    bound = max(C_FORWARD_S, traffic_s) + C_BACKWARD_S + python_s
-    print(f"lazy {lazy:.3f} s, without traffic {free:.3f} s, serial {serial:.3f} s, bound {bound:.3f} s")
-    assert lazy <= 1.15 * bound
-    assert serial >= 0.95 * (C_FORWARD_S + C_BACKWARD_S + traffic_s)
-    if traffic_s > 0.8 * C_FORWARD_S:
+    that load counts little; what Python itself takes beside them is in a step without traffic, too. One of
+    three tries has to be quiet enough to show it."""
+
+    def shows() -> bool:
+        lazy, free, serial = step_s("lazy", traffic_s), step_s("lazy", 0.005), step_s("serial", traffic_s)
+        python_s = max(0.0, free - C_FORWARD_S - C_BACKWARD_S)
+        bound = max(C_FORWARD_S, traffic_s) + C_BACKWARD_S + python_s
+        print(f"lazy {lazy:.3f} s, without traffic {free:.3f} s, serial {serial:.3f} s, bound {bound:.3f} s")
         # what could hide, hides for the larger part: serial overlaps some of its own traffic, so it is not all of it
-        assert serial - lazy >= 0.5 * min(traffic_s, C_FORWARD_S)
+        hides = traffic_s <= 0.8 * C_FORWARD_S or serial - lazy >= 0.5 * min(traffic_s, C_FORWARD_S)
+        return lazy <= 1.15 * bound and serial >= 0.95 * (C_FORWARD_S + C_BACKWARD_S + traffic_s) and hides
+
+    assert any(shows() for _ in range(3))
 
 
 @pytest.mark.alone
-def test_an_eager_update_hides_behind_the_whole_step():
+def test_an_eager_update_hides_behind_the_whole_step(one_core):
     traffic_s = 0.625
-    eager = step_s("eager", traffic_s)
     bound = max(C_FORWARD_S + C_BACKWARD_S, traffic_s)
-    print(f"eager {eager:.3f} s, bound {bound:.3f} s")
-    assert eager <= 1.3 * bound
+
+    def shows() -> bool:
+        eager = step_s("eager", traffic_s)
+        print(f"eager {eager:.3f} s, bound {bound:.3f} s")
+        return eager <= 1.3 * bound
+
+    assert any(shows() for _ in range(3))

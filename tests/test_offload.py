@@ -1,7 +1,6 @@
 """Where state sleeps is not arithmetic: every tier gives the same bits, and hides what it does."""
 
 import errno
-import os
 import random
 import tempfile
 import threading
@@ -468,18 +467,9 @@ def step_s(update: str, traffic_s: float) -> float:
     return run_ranks(1, rank_main)[0]
 
 
-@pytest.fixture
-def one_core():
-    """All threads on one: they mostly sleep, and waking up on another core is what differs between machines."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(before)})
-    yield
-    os.sched_setaffinity(0, before)
-
-
 @pytest.mark.alone
 @pytest.mark.parametrize("traffic_s", [0.125, 0.5])
-def test_a_lazy_update_hides_behind_the_next_forward(traffic_s, one_core):
+def test_a_lazy_update_hides_behind_the_next_forward(traffic_s):
     """Time is max(C_forward, O) + C_backward, with clipping on; serial is the sum. Compute and disk are clocks here, so
     that load counts little; what Python itself takes beside them is in a step without traffic, too. One of
     three tries has to be quiet enough to show it."""
@@ -497,7 +487,7 @@ def test_a_lazy_update_hides_behind_the_next_forward(traffic_s, one_core):
 
 
 @pytest.mark.alone
-def test_an_eager_update_hides_behind_the_whole_step(one_core):
+def test_an_eager_update_hides_behind_the_whole_step():
     traffic_s = 0.625
     bound = max(C_FORWARD_S + C_BACKWARD_S, traffic_s)
 

@@ -1,6 +1,7 @@
 """Where state sleeps is not arithmetic: every tier gives the same bits, and hides what it does."""
 
 import errno
+import math
 import random
 import tempfile
 import threading
@@ -434,12 +435,14 @@ class SlowStack(nn.Module):
         return x
 
 
-BLOCKS, BLOCK_WIDTH, BLOCK_S = 10, 128, 0.025  # long enough for a busy machine's own work to be little beside it
+BLOCKS, BLOCK_WIDTH, BLOCK_S = 10, 128, 0.1  # what Python takes beside compute and disk (0.1 s a step) is little of it
 C_FORWARD_S, C_BACKWARD_S = BLOCKS * BLOCK_S, 2 * BLOCKS * BLOCK_S
+MOST_STEPS = 20
 
 
-def step_s(update: str, traffic_s: float) -> float:
-    """The shortest of several steps on a disk on which a step's traffic takes `traffic_s`."""
+def step_s(update: str, traffic_s: float, ideal_s: float) -> float:
+    """The shortest of several steps on a disk on which a step's traffic takes `traffic_s`. Whatever else the machine
+    does can only lengthen a step, so a busy one is given more of them, until one comes close to `ideal_s`."""
 
     def rank_main(world):
         with zero.empty():
@@ -455,45 +458,38 @@ def step_s(update: str, traffic_s: float) -> float:
         moved = 2 * sum(spec.nbytes for spec in plan.store_pages().values())
         store = zero.open_store(plan, disk=ThrottledStore(MemoryStore(CPU), moved / traffic_s))
         state, step = zero.init(plan, store), zero.make_step(plan, lambda model, x: model(x).square().mean())
-        x, times = torch.ones(4, BLOCK_WIDTH), []
-        for _ in range(6):
+        x, shortest_s = torch.ones(4, BLOCK_WIDTH), math.inf
+        state, _ = step(state, [x])  # the first has no update before it
+        for _ in range(MOST_STEPS):
             begin = time.perf_counter()
             state, _ = step(state, [x])
-            times.append(time.perf_counter() - begin)
+            shortest_s = min(shortest_s, time.perf_counter() - begin)
+            if shortest_s <= 1.05 * ideal_s:
+                break
         store.settle()
         store.close()
-        return min(times[1:])
+        return shortest_s
 
     return run_ranks(1, rank_main)[0]
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("traffic_s", [0.125, 0.5])
+@pytest.mark.parametrize("traffic_s", [0.5, 1.25])
 def test_a_lazy_update_hides_behind_the_next_forward(traffic_s):
     """Time is max(C_forward, O) + C_backward, with clipping on; serial is the sum. Compute and disk are clocks here, so
-    that load counts little; what Python itself takes beside them is in a step without traffic, too. One of
-    three tries has to be quiet enough to show it."""
-
-    def shows() -> bool:
-        lazy, free, serial = step_s("lazy", traffic_s), step_s("lazy", 0.005), step_s("serial", traffic_s)
-        python_s = max(0.0, free - C_FORWARD_S - C_BACKWARD_S)
-        bound = max(C_FORWARD_S, traffic_s) + C_BACKWARD_S + python_s
-        print(f"lazy {lazy:.3f} s, without traffic {free:.3f} s, serial {serial:.3f} s, bound {bound:.3f} s")
-        # what could hide, hides for the larger part: serial overlaps some of its own traffic, so it is not all of it
-        hides = traffic_s <= 0.8 * C_FORWARD_S or serial - lazy >= 0.5 * min(traffic_s, C_FORWARD_S)
-        return lazy <= 1.15 * bound and serial >= 0.95 * (C_FORWARD_S + C_BACKWARD_S + traffic_s) and hides
-
-    assert any(shows() for _ in range(3))
+    that the machine's load counts little."""
+    bound, total = max(C_FORWARD_S, traffic_s) + C_BACKWARD_S, C_FORWARD_S + C_BACKWARD_S + traffic_s
+    lazy, serial = step_s("lazy", traffic_s, bound), step_s("serial", traffic_s, total)
+    print(f"lazy {lazy:.3f} s, serial {serial:.3f} s, bound {bound:.3f} s")
+    assert lazy <= 1.15 * bound
+    assert serial >= 0.95 * total
+    assert lazy / serial <= bound / total / 0.9375  # where traffic is as long as the forward: 0.8
 
 
 @pytest.mark.alone
 def test_an_eager_update_hides_behind_the_whole_step():
-    traffic_s = 0.625
+    traffic_s = 2.5
     bound = max(C_FORWARD_S + C_BACKWARD_S, traffic_s)
-
-    def shows() -> bool:
-        eager = step_s("eager", traffic_s)
-        print(f"eager {eager:.3f} s, bound {bound:.3f} s")
-        return eager <= 1.3 * bound
-
-    assert any(shows() for _ in range(3))
+    eager = step_s("eager", traffic_s, bound)
+    print(f"eager {eager:.3f} s, bound {bound:.3f} s")
+    assert eager <= 1.3 * bound

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -181,6 +183,22 @@ def test_what_fails_halfway_leaves_nothing_that_could_be_believed(config, tmp_pa
     with pytest.raises(ConfigError, match=r"data\.column=text is no column of .*zz\.jsonl, line 1; it has id, txt"):
         open_data(config, SEQ, seed=0)
     assert list(config.cached.iterdir()) == []
+
+
+def test_of_runs_that_tokenise_at_once_the_slower_takes_what_the_faster_made(config, monkeypatch):
+    """Both have made all of it when one renames, and neither looks again before it does."""
+    both, make = threading.Barrier(2), hf._make
+
+    def together(*args):
+        make(*args)
+        both.wait(30)
+
+    monkeypatch.setattr(hf, "_make", together)
+    monkeypatch.setattr(Path, "is_dir", lambda path, seen=Path.is_dir: path.parent != config.cached and seen(path))
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda seed: open_data(config, SEQ, seed), (0, 0))
+    assert first.digest == second.digest
+    assert (token_folder(config) / "train.bin").is_file(), "and nothing is left beside it"
 
 
 def opened(world, config):

@@ -13,7 +13,7 @@
     ├── CheckpointError          4  a checkpoint that is damaged, does not fit, or cannot be written
     ├── Preempted                75 the run was asked to stop, and has saved
     └── WorldError               5  ranks that cannot go on together
-        ├── HandshakeError       2  ranks were started with different settings
+        ├── HandshakeError       2  ranks that should say the same do not
         ├── DeadlineError        5  a wait ran out; names rank and operation
         └── RankFailedError      5  another rank died; names it and its cause
 
@@ -89,7 +89,7 @@ class WorldError(ZeroError):
 
 
 class HandshakeError(WorldError):
-    """The ranks were started with different settings."""
+    """The ranks have different settings, first values or arguments; the message names the first that differs."""
 
     exit_code = 2
 
@@ -100,3 +100,8 @@ class DeadlineError(WorldError):
 
 class RankFailedError(WorldError):
     """Another rank failed first; the message names it and its cause."""
+
+
+def in_short(error: BaseException) -> str:
+    """What a library says of an error, on a line that is no longer than a reader wants."""
+    return " ".join(str(error).split())[:200] or type(error).__name__

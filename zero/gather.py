@@ -63,9 +63,6 @@ class Packed(NamedTuple):
     stride: tuple[int, ...]
 
 
-Slot = tuple[int, bool, int]
-"""Unit, trainable or frozen, number: what a binding names."""
-
 AT_ONCE = 2**62
 """Autograd runs what it can in the order of sequence numbers, largest first. Counted numbers do not come this far."""
 
@@ -153,7 +150,8 @@ class Gatherer:
         self.activations, self._compiler = activations, compiler
         self._whole = {unit.resident.address for unit in units if unit.resident is not None}
         self._anchor = torch.zeros(0, requires_grad=True)
-        self._places: dict[Slot, list[tuple[dict[str, Any], str]]] = {}  # where in the model each parameter stands
+        # by unit, trainable or frozen, and number: where in the model each parameter stands
+        self._places: dict[tuple[int, bool, int], list[tuple[dict[str, Any], str]]] = {}
         self._held: dict[int, Buffer] = {}  # pinned by the backward pass under way
         self._open: set[int] = set()  # units that gradients were delivered to and that have not settled
         self._passes: set[int] = set()  # backward passes under way, by autograd's id; more than one when nested

@@ -115,9 +115,9 @@ def init(
     units, checks = [], {}
     for spec in plan.units:
         units.append(empty_unit(plan, spec))
-        checks[f"first values of {spec.name}"] = fill(plan, store, units[-1], values)
+        checks[spec.name] = fill(plan, store, units[-1], values)
         progress("first values", len(units), len(plan.units))
-    plan.world.agree(checks)
+    plan.world.agree(checks, "first values")
     del values
     give_back_memory()  # first values were fp32, and the largest tensors that a run ever has on the host
     machinery = _wire(plan, store, tuple(units), copied)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zero.device import aligned_zeros, memory_of
-from zero.errors import CheckpointError, PlanError
+from zero.errors import CheckpointError, PlanError, in_short
 
 INDEX = "model.safetensors.index.json"
 
@@ -147,8 +147,8 @@ def _pieces_of(file: _File) -> dict[str, _Piece]:
         header = json.loads(_bytes(file, 8, length))
         return {name: _piece(file, 8 + length, name, told) for name, told in header.items() if name != "__metadata__"}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        what = " ".join(str(error).split())[:100]
-        raise CheckpointError(f"{file.path}: is no whole safetensors file ({type(error).__name__}: {what})") from error
+        what = f"{type(error).__name__}: {in_short(error)}"
+        raise CheckpointError(f"{file.path}: is no whole safetensors file ({what})") from error
 
 
 def _bytes(file: _File, start: int, nbytes: int) -> bytes:

@@ -241,7 +241,7 @@ class World(ABC):
         self._gather(digest_S, digests.view(-1), _label("agree", what)).wait()
         if not torch.equal(digests, digest_S.expand_as(digests)):
             different = field_difference([json.loads(own) for own in self.gather_texts(text, what)])
-            raise HandshakeError(f"the ranks were started with different {what}: {different}")
+            raise HandshakeError(f"the ranks have different {what}: {different}")
 
     def share(self, text: str, source: int = 0) -> str:
         """The `text` of rank `source`, on every rank."""

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zero.data.source import HFTextConfig, TextConfig, TextFile, TokensConfig, check_length, drawn, text_files
-from zero.data.tokenizer import Tokenizer, in_short, missing
-from zero.errors import ConfigError, MachineError
+from zero.data.tokenizer import Tokenizer, missing
+from zero.errors import ConfigError, MachineError, in_short
 from zero.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _found_or_made(config: HFTextConfig, tokenizer: Tokenizer, tell: Progress) -
 
 
 def _publish(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, tell: Progress) -> None:
-    """Make the tokens under another name; another run that was faster has made the same."""
+    """Make the tokens under another name, and rename; where another run was faster, its tokens are the same."""
     unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     try:
         unfinished.mkdir(parents=True)
@@ -153,8 +153,11 @@ def _publish(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, tell: Pro
         ) from error
     try:
         _make(config, tokenizer, unfinished, tell)
-        if not folder.is_dir():
+        try:
             unfinished.rename(folder)
+        except OSError:  # as over a folder that is not empty
+            if not (folder / TRAIN).is_file():
+                raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

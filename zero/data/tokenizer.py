@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zero.errors import ConfigError
+from zero.errors import ConfigError, in_short
 
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
@@ -53,11 +53,6 @@ class Tokenizer:
 def missing(name: str) -> ConfigError:
     """The sentence for a package of Hugging Face that is missing."""
     return ConfigError(f"data=hf needs {name}, which is not installed; pip install -e '.[hf]'")
-
-
-def in_short(error: BaseException) -> str:
-    """An error of a library, on a line."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _find(path: str) -> Path:

@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 
 from zero.checkpoint.manifest import ITEM_BYTES
-from zero.errors import CheckpointError
+from zero.errors import CheckpointError, in_short
 from zero.exchange.pickled import TRUST, check_records
-from zero.exchange.stream import Source, Stream, in_short, refused_by_the_system
+from zero.exchange.stream import Source, Stream, refused_by_the_system
 
 METADATA = ".metadata"
 

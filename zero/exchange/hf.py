@@ -18,7 +18,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from zero.checkpoint.shard import NAMES
-from zero.errors import CheckpointError
+from zero.errors import CheckpointError, in_short
 from zero.exchange.stream import Source, Stream, new_file, put, refused_by_the_system
 
 INDEX = "model.safetensors.index.json"
@@ -132,5 +132,5 @@ def _in_file(path: Path) -> dict[str, Stream]:
                 raise CheckpointError(f"{path}: {name!r} is {told.get_dtype()}, which a checkpoint does not hold")
             found[name] = Stream.of(dtype, tuple(told.get_shape()), partial(file.get_tensor, name))
     except SafetensorError as error:
-        raise CheckpointError(f"{path}: is no whole safetensors file ({' '.join(str(error).split())[:200]})") from error
+        raise CheckpointError(f"{path}: is no whole safetensors file ({in_short(error)})") from error
     return found

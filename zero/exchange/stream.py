@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from zero.device import memory_of
-from zero.errors import CheckpointError
-from zero.failure import first_line
+from zero.errors import CheckpointError, in_short
 from zero.progress import Progress
 from zero.store.files import named
 
@@ -141,11 +140,6 @@ def shape_of(sizes: Any, what: str) -> tuple[int, ...]:
     if any(length < 0 for length in shape):
         raise CheckpointError(f"{what}: its shape is {shape}")
     return shape
-
-
-def in_short(error: BaseException) -> str:
-    """On one line, and no longer than a reader wants."""
-    return first_line(error)[:200] or type(error).__name__
 
 
 def put(file: BinaryIO, stream: Stream, what: str) -> None:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zero.copied import empty
-from zero.errors import ConfigError
+from zero.errors import ConfigError, in_short
 from zero.weights import StoredWeights
 
 BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -53,7 +53,7 @@ def build(path: str | PathLike[str]) -> nn.Module:
         with empty():
             model: nn.Module = made_by(config)
     except (ValueError, KeyError) as error:  # no causal language model, sizes that do not divide
-        raise ConfigError(f"{path}: {_first(error)}") from error
+        raise ConfigError(f"{path}: {in_short(error)}") from error
     return model
 
 
@@ -75,7 +75,7 @@ def settings(path: str | PathLike[str]) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(str(folder if folder.is_dir() else path))
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{path}: no model of transformers: {_first(error)}") from error
+        raise ConfigError(f"{path}: no model of transformers: {in_short(error)}") from error
 
 
 def weights(model: nn.Module, path: str | PathLike[str]) -> Mapping[str, Tensor]:
@@ -191,7 +191,3 @@ def _transformers() -> Any:
             "models of Hugging Face need transformers, which is not installed; pip install 'functional-zero[hf]'"
         ) from error
     return transformers
-
-
-def _first(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "zero"
 LAYERS = [
     ("arithmetic", "errors nested progress secret peak refusal schedule stage layout precision optim placement order"),
     ("doors", "failure timeline world device store.base store.memory store.files store.nvme store.paging"),
-    ("doors", "store.prefetch store.tiers store"),
+    ("doors", "store.traffic store.crew store.prefetch store.tiers store"),
     ("engine", "activation compiled unit copied pool unit_state plan transfer gradient reduce update fetch residency"),
     ("engine", "recompute gather state weights initialise passes step full"),
     ("edges", "checkpoint.hashes checkpoint.manifest checkpoint.disk checkpoint.shard checkpoint.publish"),

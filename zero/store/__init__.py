@@ -5,8 +5,9 @@ from zero.store.files import REQUEST_BYTES
 from zero.store.memory import MemoryStore
 from zero.store.nvme import NvmeStore, probe
 from zero.store.paging import Group
-from zero.store.prefetch import PrefetchStore, Traffic
+from zero.store.prefetch import PrefetchStore
 from zero.store.tiers import Tiers
+from zero.store.traffic import Traffic
 
 __all__ = [
     "REQUEST_BYTES",

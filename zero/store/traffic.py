@@ -1,0 +1,75 @@
+"""How much moves between a store and memory, and for how long something was under way."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What moved between the inner store and memory since the store was opened; lent pages do not move."""
+
+    read_bytes: int = 0
+    write_bytes: int = 0
+    read_s: float = 0.0
+    """Wall time in which at least one read was under way."""
+    write_s: float = 0.0
+    """The same for writes."""
+    busy_s: float = 0.0
+    """The same for reads or writes."""
+    wait_s: float = 0.0
+    """Time that callers were blocked, added up."""
+
+
+class Meter:
+    """Bytes, and the wall time in which something was under way. Safe to use from many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since_s = time.monotonic()
+        self._reads = self._writes = 0  # under way
+        self._read_bytes = self._write_bytes = 0
+        self._read_s = self._write_s = self._busy_s = self._wait_s = 0.0
+
+    @contextmanager
+    def moving(self, nbytes: int, writes: bool) -> Iterator[None]:
+        """Around one read or write; its bytes count when it has ended well."""
+        self._change(writes, +1, 0)
+        moved = 0
+        try:
+            yield
+            moved = nbytes
+        finally:
+            self._change(writes, -1, moved)
+
+    def waited(self, seconds: float) -> None:
+        with self._lock:
+            self._wait_s += seconds
+
+    def read_off(self) -> Traffic:
+        with self._lock:
+            self._tick()
+            return Traffic(self._read_bytes, self._write_bytes, self._read_s, self._write_s, self._busy_s, self._wait_s)
+
+    def _change(self, writes: bool, by: int, nbytes: int) -> None:
+        with self._lock:
+            self._tick()
+            if writes:
+                self._writes += by
+                self._write_bytes += nbytes
+            else:
+                self._reads += by
+                self._read_bytes += nbytes
+
+    def _tick(self) -> None:
+        """Add the time since the last change to what was under way since then."""
+        now_s = time.monotonic()
+        passed_s, self._since_s = now_s - self._since_s, now_s
+        if self._reads:
+            self._read_s += passed_s
+        if self._writes:
+            self._write_s += passed_s
+        if self._reads or self._writes:
+            self._busy_s += passed_s

@@ -576,7 +576,7 @@ def test_what_is_not_finite_or_not_of_this_run_is_said_in_a_line(tmp_path: Path)
     saver_with(config.model_copy(update={"seed": 5}), "xyz", began)
     assert said == [
         "warning: the digest of the data is xyz, and was abc in the run that saved the checkpoint",
-        "warning: seed is 5, and was 0 in the run that saved the checkpoint",
+        "settings that differ from those of the run that saved the checkpoint: seed=5 (was 0)",
     ]
 
 

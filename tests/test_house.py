@@ -28,7 +28,7 @@ LAYERS = [
     ("edges", "planning.papers planning.machine planning.shapes planning.activations planning.cost planning.rates"),
     ("edges", "planning.measured planning.choices planning.exhausted planning.settle planning.table planning"),
     ("edges", "tracker.view tracker.behind tracker.jsonl tracker.console tracker.wandb tracker"),
-    ("edges", "explain meter doctor watch launch saver training"),
+    ("edges", "explain meter doctor watch launch resumed saver training"),
     ("edges", "interop.optimizers interop.schedulers interop.loader interop.plain interop.kept interop.original"),
     ("edges", "interop.watched interop.engine interop.begin interop"),
     ("edges", "report.scale report.chart report.page report.folder report.run report.sweep report"),

@@ -29,6 +29,7 @@ from zero.device import free_host_bytes
 from zero.errors import CheckpointError
 from zero.plan import Plan
 from zero.progress import Progress, silent
+from zero.resumed import differences
 from zero.state import State
 from zero.world import World
 
@@ -84,7 +85,8 @@ class Saver:
         if config.checkpoint.every > 0:
             check(plan, buffers_of(plan.model))
         if began_from is not None:
-            _note_differences(began_from.facts, self._facts(), note)
+            for line in differences(began_from.facts, self._facts(), began_from.step):
+                note(line)
         if config.mode == "train":
             told(self._world, lambda: record_start(folder, began_from) if self._world.rank == 0 else {})
 
@@ -347,23 +349,5 @@ def _suspects(lines: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
     return {Path(one): "two starts from it have failed" for one, count in failed.items() if count > 1}
 
 
-# -- whether it is the same run ----------------------------------------------------------------------------------------
-
-
 def _digest(config: Config) -> str:
     return hashlib.sha256(json.dumps(config.plain(), sort_keys=True).encode()).hexdigest()
-
-
-def _note_differences(there: Mapping[str, Any], here: Mapping[str, Any], note: Callable[[str], None]) -> None:
-    """A run with other data or another order of them goes on all the same, but not as if it had never stopped."""
-    for name, was, now in (
-        ("the digest of the data", there.get("data"), here.get("data")),
-        ("seed", _seed(there), _seed(here)),
-    ):
-        if was is not None and was != now:
-            note(f"warning: {name} is {now}, and was {was} in the run that saved the checkpoint")
-
-
-def _seed(facts: Mapping[str, Any]) -> Any:
-    config = facts.get("config")
-    return config.get("seed") if isinstance(config, dict) else None

@@ -11,12 +11,13 @@ import torch
 from zero.checkpoint import Checkpoint, load
 from zero.config import Config
 from zero.data.windows import Data
-from zero.errors import CheckpointError, NumericsError
+from zero.errors import NumericsError
 from zero.evaluate import sample_text, validation_loss
 from zero.meter import Meter, Summary
 from zero.passes import Metrics
 from zero.plan import Plan
 from zero.planning import against_measured, measured
+from zero.resumed import refuse_other_model, refuse_other_moments
 from zero.saver import ASKED_TO_STOP, Saver
 from zero.step import init, make_forward, make_step, record
 from zero.store import PrefetchStore
@@ -62,6 +63,8 @@ class Training:
         self._state = init(plan, store, seed=config.seed, weights=task.weights, progress=tracker.progress)
         if checkpoint is not None:
             refuse_other_model(config, checkpoint)
+            if config.mode == "train":
+                refuse_other_moments(config, plan.optimizer, checkpoint)
             keys, show = config.checkpoint, tracker.progress
             self._state = load(
                 self._state,
@@ -231,25 +234,6 @@ def step_to_record(first: int, last: int, is_followed: Callable[[int], bool]) ->
             of four in a row.
     """
     return next((number for number in range(first, min(first + 3, last) + 1) if not is_followed(number - 1)), first)
-
-
-def refuse_other_model(config: Config, checkpoint: Checkpoint) -> None:
-    """Say which settings of the model differ, rather than which tensors do not fit.
-
-    Raises:
-        CheckpointError: some do, and `checkpoint.partial` does not say that it is meant.
-    """
-    saved = checkpoint.facts.get("config")
-    theirs = saved.get("model") if isinstance(saved, Mapping) else None
-    ours = config.plain()["model"]
-    if not isinstance(theirs, Mapping) or config.checkpoint.partial:
-        return
-    other = [f"model.{key}={theirs[key]}" for key in ours if key in theirs and theirs[key] != ours[key]]
-    if other:
-        raise CheckpointError(
-            f"{checkpoint.folder} is of another model; add {' '.join(other)}, or name in checkpoint.partial what is to "
-            "start afresh"
-        )
 
 
 def _hopeless(step: int, metrics: Metrics) -> NumericsError:

@@ -220,7 +220,9 @@ def load(
     step, saved, dynamic, rested, randoms = _numbers(checkpoint.folder, checkpoint.manifest)
     if partial:
         named = [_words(key) for key in wanted if _named(key, partial)]
-        note(f"checkpoint.partial: {len(named)} of {len(wanted)} tensors keep the values they have: {some(named)}")
+        note(f"checkpoint.partial: {len(named)} of {len(wanted)} tensors keep the values they have" + _listed(named))
+        if left := [_words(key) for key in there if key not in wanted and _named(key, partial)]:
+            note(f"checkpoint.partial: {len(left)} tensors of the checkpoint are left behind" + _listed(left))
     force_all(state)
     stays = _current(state, kept - _untouched(plan, kept))
     following = state.restored(step=step, scale=plan.precision.scale.resumed(saved, dynamic=dynamic))
@@ -359,6 +361,10 @@ def _may_become(kind: str, saved: str, dtype: torch.dtype) -> bool:
 def _named(key: Key, patterns: Sequence[str]) -> bool:
     name, kind = key
     return any(fnmatchcase(name, pattern) or fnmatchcase(f"{kind}/{name}", pattern) for pattern in patterns)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f": {some(names)}" if names else ""
 
 
 def _words(key: Key) -> str:

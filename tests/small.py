@@ -42,6 +42,7 @@ class Block(nn.Module):
         self.gain = nn.Parameter(torch.empty(()))
         self.unused = nn.Parameter(torch.empty(5))
         self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.gain)

@@ -236,7 +236,7 @@ def edit_under_a_graph(world, stage):
     step.microbatch()
     loss, _ = small_loss(state.model, batch_for(world, 1)[0])
     zero.set_full(state, "embed.weight", torch.ones(11, 13))
-    with pytest.raises(RuntimeError if state.plan.resident else StaleStateError, match=r"changed between|modified"):
+    with pytest.raises(StaleStateError, match="changed between"):
         step.backward(loss)
     step.abandon()
     _, metrics = passed(state, batch_for(world, 1)[0]).finish()

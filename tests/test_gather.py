@@ -755,7 +755,8 @@ def test_ranks_that_visit_different_units_are_refused_by_name(ways, stage):
         sharded(Parting(ways), stage=stage)
 
 
-def test_a_graph_from_before_the_update_is_refused_by_name():
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 3), (2, 1), (1, 0), (1, 3)])
+def test_a_graph_from_before_the_update_is_refused_by_name(ranks, stage):
     kept: dict[int, Tensor] = {}
 
     def first_loss_is_kept_alive(model: nn.Module, batch: Batch) -> Tensor:
@@ -765,7 +766,27 @@ def test_a_graph_from_before_the_update_is_refused_by_name():
         return mean_square(model, batch) + kept[batch.rank]
 
     with pytest.raises(StaleStateError, match=r"the parameters of layers\.\d changed .* call backward before"):
-        sharded(Chain(), first_loss_is_kept_alive)
+        sharded(Chain(), first_loss_is_kept_alive, ranks=ranks, stage=stage)
+
+
+@pytest.mark.parametrize("wanted", ["inputs", "parameters"])
+def test_one_rank_refuses_such_a_graph_whatever_is_asked_of_it(wanted: str):
+    """A sum keeps no parameter, and torch would notice nothing."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    plan = zero.Plan(model, optimizer=zero.sgd(LR), world=zero.World.from_env())
+    state = zero.init(plan, zero.open_store(plan))
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    step = zero.Step(state)
+    step.microbatch()
+    loss = state.model(x).sum()
+    step.backward(loss, retain_graph=True)
+    state, _ = step.finish()
+    for _ in range(2):  # the update waits, and is made
+        with pytest.raises(StaleStateError, match="call backward before the next step"):
+            _ = torch.autograd.grad(loss, x, retain_graph=True) if wanted == "inputs" else loss.backward()
+        with torch.no_grad():
+            state.model(x)
+    state.machinery.store.close()
 
 
 class SpoilsAnActivation(nn.Module):

@@ -5,6 +5,7 @@ The oracle, and most odd models, are in test_gather.py.
 
 import copy
 import dataclasses
+import re
 from collections import OrderedDict, UserDict
 from collections.abc import Callable
 from types import MappingProxyType
@@ -29,6 +30,7 @@ from test_gather import (
     Nested,
     Recurrent,
     RootOwns,
+    SpoilsAnActivation,
     Tied,
     UnderCheckpoint,
     assert_same,
@@ -519,12 +521,17 @@ def test_what_is_kept_twice_goes_once_and_views_come_back_as_they_were():
     assert store.allocated_bytes == 4096
     small = store.keep(torch.ones(3))
     expected = [one.clone() for one in given]
-    wide.zero_()  # what was sent is as it was then
-    changed = store.keep(wide)
     for _ in range(2):
         for one, before in zip(reversed(packed), reversed(expected), strict=True):
             assert torch.equal(store.find(one), before)
-            assert store.find(changed).count_nonzero() == 0
+    wide.zero_()  # its copy may have been under way
+    changed = store.keep(wide)
+    for _ in range(2):
+        assert store.find(changed).count_nonzero() == 0
+        for one, before in zip(packed, given, strict=True):
+            shape = re.escape(str(tuple(before.shape)))
+            with pytest.raises(RuntimeError, match=f"modified by an inplace operation.*{shape} is at version 1"):
+                store.find(one)
     assert torch.equal(store.find(small), torch.ones(3))
     small.tensor.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -532,6 +539,11 @@ def test_what_is_kept_twice_goes_once_and_views_come_back_as_they_were():
     store.settle()
     del packed, changed, one
     assert not store._homes
+
+
+def test_an_activation_that_was_overwritten_on_its_way_is_refused_as_torch_does(on_host):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        sharded(Chain(SpoilsAnActivation), activations="offload")
 
 
 def test_on_a_cpu_offloaded_activations_are_kept_where_they_are():

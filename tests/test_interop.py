@@ -183,8 +183,13 @@ def test_a_backward_without_the_scale_is_refused_in_fp16_and_with_it_trains():
     def forgetful(engine, part):
         engine(part).backward()
 
-    with pytest.raises(ConfigError, match="loss scale"):
-        trained(zero.World.from_env(), settings, loop=forgetful)
+    def half(engine, part):
+        engine.scale(engine(part)).backward()
+        engine(part).backward()
+
+    for loop in (forgetful, half, lambda engine, part: half(engine, part) or engine.backward(engine(part))):
+        with pytest.raises(ConfigError, match="backward in fp16 without the loss scale"):
+            trained(zero.World.from_env(), settings, loop=loop)
     losses, _ = trained(
         zero.World.from_env(), settings, loop=lambda engine, part: engine.scale(engine(part)).backward()
     )
@@ -855,6 +860,31 @@ def test_a_model_whose_values_are_gone_is_refused():
     with pytest.raises(ConfigError, match="released by an earlier"):
         zero.initialize(model=model, config=config(), world=world)
     engine.destroy()
+
+
+def test_a_step_without_a_backward_is_refused_unless_the_gradient_was_dropped_on_purpose():
+    """On any rank: one that skips its own bad batch has a zero gradient, and the others go on."""
+
+    def run(world):
+        with world.exclusive():
+            model = net()
+        engine, *_ = zero.initialize(model=model, config=config(), world=world)
+        engine(rows(0, world))
+        with pytest.raises(ConfigError, match="no gradient has arrived since the last update, on any rank"):
+            engine.step()
+        loss = engine(rows(0, world))
+        if world.rank == 0:
+            engine.backward(loss)
+        else:
+            (loss * 0).backward()
+        engine.step()
+        engine.backward(engine(rows(1, world)))
+        engine.zero_grad()
+        engine.step()
+        engine.destroy()
+        return engine.global_steps, engine.get_global_grad_norm()
+
+    assert run_ranks(2, run) == [(2, 0.0)] * 2
 
 
 def test_a_loop_in_the_wrong_order_is_told():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import zero
 from zero.errors import ConfigError
 from zero.optim import Settings, Transform, adagrad, adam, adamw, decay_matrices, lion, sgd, with_ema
 
@@ -194,3 +195,12 @@ def test_the_learning_rate_may_be_a_function_of_the_step():
 def test_a_setting_out_of_range_is_refused_by_its_key(key, make):
     with pytest.raises(ConfigError, match=rf"optim\.{key}="):
         make()
+
+
+def test_a_momentum_that_begins_later_is_refused_by_name():
+    live = {"momentum": 0.0}
+    transform = zero.sgd(0.1, groups=[zero.Group(["*"], live=live)])
+    transform.hyper_at(1, 1.0)
+    live["momentum"] = 0.9
+    with pytest.raises(ConfigError, match=r"optim\.momentum=0\.9 at step 2, and 0 at the beginning"):
+        transform.hyper_at(2, 1.0)

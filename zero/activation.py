@@ -34,13 +34,16 @@ class Kept(NamedTuple):
 
     def unchanged(self) -> Tensor:
         """The tensor; refused, as torch does without hooks, if it was written to since."""
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor of shape {tuple(self.tensor.shape)} is at version {self.tensor._version}, expected "
-                f"{self.version}"
-            )
+        _same_version(self.tensor, self.version, self.tensor.shape)
         return self.tensor
+
+
+def _same_version(tensor: Tensor, version: int, shape: torch.Size) -> None:
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(shape)} is at version {tensor._version}, expected {version}"
+        )
 
 
 class InPlace:
@@ -83,9 +86,15 @@ class _Home:
 
 
 class Sent(NamedTuple):
-    """A saved tensor as a view of a storage that went to the host."""
+    """A saved tensor as a view of a storage that went to the host.
+
+    `witness` shares the tensor's version, and none of its memory: the copy may still be under way when the tensor is
+    written to.
+    """
 
     home: _Home
+    witness: Tensor
+    version: int
     dtype: torch.dtype
     offset: int
     size: torch.Size
@@ -124,12 +133,16 @@ class OnHost(InPlace):
         if home is None:
             home = self._homes[key] = self._send(storage)
         home.kept += 1
-        return Sent(home, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        witness = tensor.detach()
+        witness.data = witness.new_empty(0)
+        where = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        return Sent(home, witness, tensor._version, tensor.dtype, *where)
 
     @torch.no_grad()
     def find(self, kept: Any) -> Tensor:
         if isinstance(kept, Kept):
             return super().find(kept)
+        _same_version(kept.witness, kept.version, kept.size)
         home = kept.home
         back = self._fetch(home)
         home.ready.wait()

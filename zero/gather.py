@@ -91,12 +91,13 @@ class Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, gatherer: "Gatherer", unit: UnitState, slot: int) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.gatherer, ctx.unit, ctx.slot = gatherer, unit, slot
+        ctx.gatherer, ctx.unit, ctx.slot, ctx.version = gatherer, unit, slot, unit.version
         return parameter.view_as(parameter)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if grads[0] is not None:
+            _same_parameters([(ctx.unit, ctx.version)])
             ctx.gatherer.deliver(ctx.unit, ctx.slot, grads[0])
         return None, None, None, None
 
@@ -130,6 +131,10 @@ class Gatherer:
         deliver: takes the gradient of one trainable slot of a unit, from one call.
         settle: every gradient of the unit's calls in this microbatch has been delivered.
         tape: told of what computes.
+
+    Attributes:
+        arrived: a gradient has, in this step.
+        unscaled: one has from a backward without the loss scale.
     """
 
     def __init__(
@@ -155,6 +160,8 @@ class Gatherer:
         self._held: dict[int, Buffer] = {}  # pinned by the backward pass under way
         self._open: set[int] = set()  # units that gradients were delivered to and that have not settled
         self._passes: set[int] = set()  # backward passes under way, by autograd's id; more than one when nested
+        self._scaled: set[int] = set()  # those of them that began with the loss scale
+        self.arrived = self.unscaled = False
         self._lock = threading.RLock()  # on a GPU backward runs on autograd's own threads
 
     # -- one microbatch ------------------------------------------------------------------------------------------------
@@ -163,8 +170,13 @@ class Gatherer:
         """A microbatch, or a forward without gradients, starts."""
         if torch.is_grad_enabled():  # an evaluation may lie between a microbatch's forward and its backward
             self._forget_calls()  # of forwards outside of a step, which nobody ended
+            self._scaled.clear()
         self.activations.settle()
         self.residency.begin()
+
+    def clear(self) -> None:
+        """Nothing has arrived yet."""
+        self.arrived = self.unscaled = False
 
     def end(self) -> None:
         """The microbatch is over: units whose calls reached no gradient settle with zeros, in unit order."""
@@ -179,6 +191,7 @@ class Gatherer:
         self._held.clear()
         self._open.clear()
         self._passes.clear()
+        self._scaled.clear()
         self._forget_calls()
         self.activations.settle()
         self.residency.reset()
@@ -223,7 +236,12 @@ class Gatherer:
             before = _nodes((args, kwargs))  # taken now: the call may change its inputs in place
             with self._read_only(site), self._packing():
                 outputs = self._call(module, names, values, args, kwargs)
-            return self._own(_reaching(outputs, values, before))
+            outputs = _reaching(outputs, values, set(before))
+            if torch.is_grad_enabled() and not recomputing:
+                made_with = [(unit, unit.version) for unit in (self._units[index] for index in site.units)]
+                for node in _nodes(outputs) - before:
+                    node.register_prehook(partial(_same_parameters, made_with))
+            return self._own(outputs)
         finally:
             for buffer in pinned:
                 self.residency.unpin(buffer)
@@ -318,11 +336,7 @@ class Gatherer:
         if not isinstance(packed, Packed):
             return packed.unchanged() if isinstance(packed, Kept) else self.activations.find(packed)
         unit = self._units[packed.unit]
-        if unit.version != packed.version or unit.waiting is not None:
-            raise StaleStateError(
-                f"the parameters of {unit.spec.name} changed between this graph's forward and its backward; "
-                "call backward before the next step"
-            )
+        _same_parameters([(unit, packed.version)])
         with self._lock:
             buffer = self._hold(unit)
         offset = int(buffer.flat.storage_offset()) + packed.offset
@@ -367,6 +381,13 @@ class Gatherer:
             self._watch_pass()
             self._deliver(unit, slot, grad)
             self._open.add(unit.index)
+            self.arrived, self.unscaled = True, self.unscaled or not self._scaled
+
+    def scaled(self, *_: Any) -> None:
+        """The backward pass under way began with the loss scale."""
+        with self._lock:
+            self._watch_pass()
+            self._scaled.add(torch._C._current_graph_task_id())
 
     def returned(self, unit: UnitState, *, counted: bool) -> None:
         """All gradients of one call have arrived, or `counted=False` those of a part of it that was recomputed."""
@@ -398,6 +419,7 @@ class Gatherer:
 
     def _pass_ended(self, task: int) -> None:
         self._passes.discard(task)
+        self._scaled.discard(task)
         if self._passes:
             return  # a pass inside another one, as a reentrant checkpoint makes
         for index in sorted(self._open):
@@ -409,7 +431,17 @@ class Gatherer:
 
 
 def _nodes(values: Any) -> set[Any]:
-    return {t.grad_fn for t in tensors_in(values)}
+    return {t.grad_fn for t in tensors_in(values) if t.grad_fn is not None}
+
+
+def _same_parameters(made_with: Iterable[tuple[UnitState, int]], *_: Any) -> None:
+    """Refuse a graph that was made with other parameters than there are now: (unit, version) of each."""
+    for unit, version in made_with:
+        if unit.version != version or unit.waiting is not None:
+            raise StaleStateError(
+                f"the parameters of {unit.spec.name} changed between this graph's forward and its backward; "
+                "call backward before the next step"
+            )
 
 
 def _reaching(outputs: Any, parameters: Sequence[Tensor], known: set[Any]) -> Any:

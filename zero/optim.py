@@ -221,7 +221,8 @@ def sgd(
     if nesterov and not remembers:
         raise ConfigError("optim.nesterov=true looks ahead along the momentum, which is 0; set optim.momentum")
     moments, update, betas = ("mu",) if remembers else (), partial(_sgd, nesterov), {"momentum": momentum}
-    return _transform("sgd", moments, update, lr, betas, weight_decay, clip, decay, groups)
+    made = _transform("sgd", moments, update, lr, betas, weight_decay, clip, decay, groups)
+    return made if remembers else replace(made, groups=tuple(partial(_without_momentum, one) for one in made.groups))
 
 
 def lion(
@@ -322,6 +323,17 @@ def _settings(group: Group, default: Group, betas: tuple[str, ...], decays: bool
         bool(trains),
         step,
     )
+
+
+def _without_momentum(settings: Callable[[int], Settings], step: int) -> Settings:
+    """Refuse a momentum that begins later: nothing was set aside for it to be kept in."""
+    now = settings(step)
+    if any(now.betas):
+        raise ConfigError(
+            f"optim.momentum={now.betas[0]} at step {step}, and 0 at the beginning, so there is no moment to keep it "
+            "in; begin with any momentum above 0, which may be changed before the first step"
+        )
+    return now
 
 
 def _adam(

@@ -20,6 +20,9 @@ from zero.errors import ConfigError, NonFiniteGradientError, PlanError, WorldErr
 from zero.optim import Hyper
 from zero.state import Machinery, State
 
+NOTHING, SOMETHING, UNSCALED = range(3)
+"""What a rank has heard of gradients in a step; the last: some of them from a backward without the loss scale."""
+
 
 class Metrics(NamedTuple):
     """What one step did, the same on every rank."""
@@ -64,7 +67,7 @@ class Step:
         if not self._plan.trains:
             raise PlanError("the model has no trainable parameter, so there is no step; run it with zero.make_forward")
         self.microbatches = 0
-        self._in_microbatch = False
+        self._in_microbatch = self._dropped = False
         self._losses: list[list[Tensor]] = []
         self._aux: dict[str, list[Tensor]] = {}
         _clear(self._parts)
@@ -102,7 +105,12 @@ class Step:
     def scaled(self, loss: Tensor) -> Tensor:
         """What to call `backward` on instead of `loss`: fp16's loss scale is in it."""
         scale = self.state.scale.scale
-        return loss if scale == 1.0 else loss * scale
+        if scale == 1.0:
+            return loss
+        scaled = loss * scale
+        if scaled.requires_grad:
+            scaled.register_hook(self._parts.gatherer.scaled)
+        return scaled
 
     @property
     def has_loss(self) -> bool:
@@ -117,6 +125,7 @@ class Step:
 
     def forget(self) -> None:
         """Drop the gradients that have arrived in this step; forwards under way may still go backward."""
+        self._dropped = True
         self._spend_if_updated()
         self._parts.reducer.reset()
         self._parts.updater.sums.clear()
@@ -144,6 +153,7 @@ class Step:
             word: a number that every rank gets to know.
 
         Raises:
+            ConfigError: no gradient has arrived on any rank, or in fp16 one without the loss scale.
             WorldError: the ranks visited different units.
             NonFiniteGradientError: `zero.update=eager` and a gradient that is not finite.
         """
@@ -153,8 +163,9 @@ class Step:
         parts.log.note(repr(hyper))
         self._at("norm")
         parts.reducer.finish()
-        told = _tell(parts, [torch.stack(one).sum() for one in self._losses if one], self._aux, word)
+        told = _tell(parts, [torch.stack(one).sum() for one in self._losses if one], self._aux, word, self._heard())
         parts.tape.passed("norm")
+        _refuse_what_was_heard(told.heard)
         norm = told.norm(hyper.divisor)
         finite = math.isfinite(norm)
         metrics = Metrics(told.loss, norm, hyper.lr, state.scale.scale, not finite, told.blame, told.aux, told.words)
@@ -175,6 +186,12 @@ class Step:
             if self._plan.params_away:
                 give_back_memory()
 
+    def _heard(self) -> int:
+        gatherer = self._parts.gatherer
+        if gatherer.unscaled and self.state.scale.scale != 1.0:
+            return UNSCALED
+        return SOMETHING if gatherer.arrived or self._dropped else NOTHING
+
     def _hyper(self) -> Hyper:
         state, plan = self.state, self._plan
         return plan.optimizer.hyper_at(state.step + 1, plan.world.size * plan.accumulate * state.scale.scale)
@@ -186,6 +203,7 @@ class Step:
 def _clear(parts: Machinery) -> None:
     """Forget the last step's sums and gradients; a waiting update has its own claim on the latter."""
     parts.log.clear()
+    parts.gatherer.clear()
     if parts.reducer.is_busy:  # a backward that belonged to no step
         parts.reducer.reset()
     parts.reducer.clear()
@@ -201,6 +219,7 @@ class _Told(NamedTuple):
     aux: dict[str, float]
     blame: str | None
     words: tuple[float, ...]
+    heard: set[int]
 
     def norm(self, divisor: float) -> float:
         """The global norm of the mean gradient, added in unit order and rounded once to fp32."""
@@ -209,19 +228,17 @@ class _Told(NamedTuple):
         return float(torch.tensor(root / divisor, dtype=torch.float32))
 
 
-def _tell(parts: Machinery, losses: list[Tensor], aux: dict[str, list[Tensor]], word: float) -> _Told:
+def _tell(parts: Machinery, losses: list[Tensor], aux: dict[str, list[Tensor]], word: float, heard: int) -> _Told:
     world, count = parts.plan.world, len(parts.units)
     names = sorted(aux)
     nothing = torch.zeros((), dtype=torch.float64, device=world.device)
-    mine = torch.stack(
-        [
-            *(parts.updater.sums.get(unit.index, nothing) for unit in parts.units),
-            (torch.stack(losses).mean() if losses else nothing / 0).to(world.device),
-            *(torch.stack(aux[name]).mean().to(world.device) for name in names),
-            torch.tensor(word, dtype=torch.float64, device=world.device),
-            torch.tensor(float(parts.log.fingerprint), dtype=torch.float64, device=world.device),
-        ]
-    )
+    measured = [
+        *(parts.updater.sums.get(unit.index, nothing) for unit in parts.units),
+        (torch.stack(losses).mean() if losses else nothing / 0).to(world.device),
+        *(torch.stack(aux[name]).mean().to(world.device) for name in names),
+    ]
+    counted = torch.tensor([heard, word, parts.log.fingerprint], dtype=torch.float64, device=world.device)
+    mine = torch.cat([torch.stack(measured), counted])
     everyone = torch.zeros(world.size * mine.numel(), dtype=torch.float64, device=world.device)
     what = "norms and losses"
     [told] = parts.tape.under_way("reduce", what, lambda: [world.gather(mine, everyone, what=what)])
@@ -229,10 +246,21 @@ def _tell(parts: Machinery, losses: list[Tensor], aux: dict[str, list[Tensor]], 
     ranks = everyone.view(world.size, -1).tolist()
     _same_visits(parts, [int(rank[-1]) for rank in ranks])
     sums = [sum(rank[number] for rank in ranks) for number in range(count)]
-    means = [sum(rank[number] for rank in ranks) / world.size for number in range(count, len(ranks[0]) - 2)]
+    means = [sum(rank[number] for rank in ranks) / world.size for number in range(count, len(ranks[0]) - 3)]
     blame = next((u.spec.name for u, total in zip(parts.units, sums, strict=True) if not math.isfinite(total)), None)
-    words = tuple(float(rank[-2]) for rank in ranks)
-    return _Told(sums, means[0], dict(zip(names, means[1:], strict=True)), blame, words)
+    words, heard_by_all = tuple(float(rank[-2]) for rank in ranks), {int(rank[-3]) for rank in ranks}
+    return _Told(sums, means[0], dict(zip(names, means[1:], strict=True)), blame, words, heard_by_all)
+
+
+def _refuse_what_was_heard(heard: set[int]) -> None:
+    """Of the gradients of one step, on all ranks."""
+    if UNSCALED in heard:
+        raise ConfigError(
+            "a backward in fp16 without the loss scale: call engine.backward(loss), or engine.scale(loss).backward(); "
+            "of a zero.Step they are step.backward(loss) and step.scaled(loss).backward()"
+        )
+    if heard == {NOTHING}:
+        raise ConfigError("no gradient has arrived since the last update, on any rank: call backward before the step")
 
 
 def _same_visits(parts: Machinery, fingerprints: list[int]) -> None:

@@ -266,9 +266,7 @@ def _rise(given: Given, name: str, params: Mapping[str, Any], peak: float) -> di
     log, cosine = params["warmup_type"] == "log", name == "warmup_cosine"
     start = params["warmup_min_ratio"] if cosine else params["warmup_min_lr"] / peak
     if start and not cosine and _peak(given) is None and given.optimizer is None:
-        raise ConfigError(
-            "scheduler.params.warmup_min_lr needs warmup_max_lr: there is no optimizer.params.lr"
-        )
+        raise ConfigError("scheduler.params.warmup_min_lr needs warmup_max_lr: there is no optimizer.params.lr")
     if start > 1:
         raise ConfigError(f"scheduler.params: the warm-up begins at {start * peak:g}, above its peak of {peak:g}")
     found: dict[str, Any] = {"schedule.start": start, "schedule.curve": params["warmup_type"]}

@@ -1,5 +1,6 @@
 """Formulas, machines on paper, what fits, activations, choices; and that a plan is what is really allocated."""
 
+import contextlib
 import gc
 import itertools
 import os
@@ -34,6 +35,7 @@ from zero.planning.rates import _rate as rate_of
 from zero.planning.rates import assumed
 from zero.planning.shapes import result_of
 from zero.stage import Stage, paper_bytes
+from zero.task import build_task
 from zero.testing import run_ranks
 from zero.unit import split
 
@@ -384,6 +386,34 @@ def test_a_validation_can_need_more_than_a_step():
     evaluated = trace(model, split(model, world_size=1), loss, chunk, compute=torch.float32, backward=False)
     assert Activations(settings, model).of(1).peak_bytes == evaluated.peak_bytes
     assert Activations(settings, model).of(64).peak_bytes > evaluated.peak_bytes
+
+
+def test_what_is_only_evaluated_needs_parameters_and_the_activations_of_a_validation():
+    """Counted, held, and with slots for its pages where a GPU would read them from a file."""
+    settings = config(mode="eval", resume="latest", model={**TINY, "vocab": 20_000}, precision={"compute": "bf16"})
+    offloaded = settings.model_copy(update={"offload": config(offload={"param": "nvme", "page": 4096}).offload})
+    model, machine, counted = build_task(settings).model, gpu(2), Activations(settings, build_task(settings).model)
+    chunk = torch.zeros(32, 65, dtype=torch.int64, device="meta")
+    told = trace(model, split(model, world_size=1), loss, chunk, compute=torch.bfloat16, backward=False)
+    assert counted.of(1) == counted.of(64, remat=True) == told
+    plan = build_plan(offloaded.on(2), model, machine.world, room=machine.room)
+    assert set(plan.bytes["device"]) == {"gathered units", "buffers"}
+    assert set(plan.bytes["nvme"]) == {"parameters"}
+    assert plan.arena_slots > 0
+    for stage in (0, 3):
+        kinds, held = zip(*run_ranks(2, held_for_evaluation, settings, stage), strict=True)
+        assert {*kinds[0]} <= {"parameters", "gathered units", "buffers"}
+        assert [sum(one.values()) for one in held] == [sum(one.values()) for one in kinds]
+
+
+def held_for_evaluation(world: zero.World, settings: Config, stage: int) -> tuple[dict[str, int], dict[str, int]]:
+    with world.exclusive():
+        model = build_task(settings).model
+    plan = build_plan(with_setting(settings, Stage(stage), "none").on(2), model, world)
+    with contextlib.closing(zero.open_store(plan)) as store:
+        state = zero.init(plan, store)
+        zero.make_forward(plan, loss)(state, torch.zeros(1, 9, dtype=torch.int64))
+        return plan.bytes["device"], measured(state)
 
 
 # Cost

@@ -91,6 +91,11 @@ def test_mode_eval_gives_the_loss_that_training_gave(here):
     trained, evaluated = (json.loads((folder / "summary.json").read_text()) for folder in folders(here))
     assert evaluated["val_loss"] == trained["val_loss"]
     assert evaluated["exit_reason"] == "evaluated"
+    planned = {kind: nbytes for kinds in evaluated["plan_bytes"].values() for kind, nbytes in kinds.items()}
+    activation_bytes = planned.pop("activations")
+    assert activation_bytes > 0
+    assert set(planned) <= {"parameters", "gathered units", "buffers"}, "no master, no moment, no gradient"
+    assert sum(planned.values()) == sum(evaluated["measured_bytes"].values())
     assert train.main([*TINY, "mode=eval", "resume=latest", "optim=lion"]) == 0  # whatever the optimizer
     assert json.loads((folders(here)[2] / "summary.json").read_text())["val_loss"] == trained["val_loss"]
 

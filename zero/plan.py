@@ -38,7 +38,8 @@ KINDS = (
     *("master", "moments", "buffers", "activations", "arena"),
 )
 SOMETIMES = ("gradient buffers", "activations", "arena")
-"""What the table has rows for; the last ones only where something is offloaded, or activations were estimated."""
+"""What the table has rows for; the last ones only where something is offloaded, or activations were estimated. Where
+nothing is trained it has what there is."""
 
 
 class PageSpec(NamedTuple):
@@ -171,7 +172,7 @@ class Plan:
     @property
     def trains(self) -> bool:
         """There is something to train."""
-        return any(unit.trainable.slots for unit in self.units)
+        return self.splitting.trains
 
     def grad_numel(self, unit: UnitSpec) -> int:
         """Elements of the gradient that a rank keeps for the update."""
@@ -302,7 +303,7 @@ class Plan:
         threads = self.offload.threads or THREADS
         ahead = READ_AHEAD if self.offload.read_ahead is None else self.offload.read_ahead
         streams = any(self._is_away(tier) for tier in asked.values())
-        most = min(threads + ahead, len(groups)) if streams else 0
+        most = min(threads + ahead, max(len(groups), self._copied_pages(asked["param"]))) if streams else 0
         fewest = min(threads, most) if self.offload.read_ahead is None else most
         room = self._room()
         for slots in (most, fewest):
@@ -312,6 +313,12 @@ class Plan:
                 if slots == fewest:
                     raise
         raise AssertionError
+
+    def _copied_pages(self, tier: Tier) -> int:
+        """Pages of frozen parameters that pass through slots of the arena, on their way from a file to a GPU."""
+        if tier != "nvme" or self._device_is_host:
+            return 0
+        return sum(len(self._cut(unit.frozen.S)) for unit in self.units)
 
     def _place(self, slots: int, groups: Sequence[tuple[int, int, int]], room: Room) -> Placement:
         held = self._device_bytes()
@@ -404,8 +411,9 @@ class Plan:
                 kind, tier = "master" if page.kind == "master" else "moments", self.tier(page)
                 told[tier][kind] += self._sleeping_bytes(spec, tier)
         told["host"]["arena"] = self.arena_bytes
+        always = [kind for kind in KINDS if kind not in SOMETIMES] if self.trains else []
         return {
-            tier: {kind: kinds[kind] for kind in KINDS if kinds[kind] or (tier == "device" and kind not in SOMETIMES)}
+            tier: {kind: kinds[kind] for kind in KINDS if kinds[kind] or (tier == "device" and kind in always)}
             for tier, kinds in told.items()
             if tier == "device" or any(kinds.values())
         }
@@ -435,7 +443,8 @@ class Plan:
     def __str__(self) -> str:
         lines = [
             f"stage {self.stage.level}, {self.world.size} rank{'s' * (self.world.size > 1)}, "
-            f"{str(self.precision.compute).removeprefix('torch.')} compute, update {self.update}, "
+            f"{str(self.precision.compute).removeprefix('torch.')} compute, "
+            f"{f'update {self.update}' if self.trains else 'nothing to train'}, "
             f"{self.numel:,} parameters in {len(self.units)} units",
             f"{'per rank':<16} " + " ".join(f"{tier:>12}" for tier in self.bytes),
         ]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from zero.config import HF, Config
 from zero.copied import empty
 from zero.errors import ConfigError
+from zero.models.gpt_config import GPTConfig
 from zero.models.hf_config import HFConfig
 
 
@@ -31,19 +32,16 @@ class Task(NamedTuple):
 
 
 def build_task(config: Config) -> Task:
-    """The model of a run.
+    """The model of a run; for an evaluation frozen, so that a plan holds neither masters, moments nor gradients of it.
 
     Raises:
         ConfigError: transformers cannot build it, or it does not fit the data.
     """
-    if isinstance(config.model, HF):
-        return _of_transformers(config, config.model.hf())
-    from zero.models import GPT
-
-    sizes = config.model.gpt()
-    with empty():
-        model = GPT(sizes)
-    return Task(model, loss_of(config), lambda model, tokens: model(tokens), None, sizes.flops_per_token)
+    chosen = config.model
+    task = _of_transformers(config, chosen.hf()) if isinstance(chosen, HF) else _gpt(config, chosen.gpt())
+    if config.mode == "eval":
+        task.model.requires_grad_(False)
+    return task
 
 
 def loss_of(config: Config) -> Callable[[Any, Tensor], Tensor]:
@@ -51,6 +49,14 @@ def loss_of(config: Config) -> Callable[[Any, Tensor], Tensor]:
     from zero.models import hf, loss
 
     return hf.loss if isinstance(config.model, HF) else loss
+
+
+def _gpt(config: Config, sizes: GPTConfig) -> Task:
+    from zero.models import GPT
+
+    with empty():
+        model = GPT(sizes)
+    return Task(model, loss_of(config), lambda model, tokens: model(tokens), None, sizes.flops_per_token)
 
 
 def _of_transformers(config: Config, chosen: HFConfig) -> Task:

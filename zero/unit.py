@@ -81,6 +81,11 @@ class Splitting:
     owners: tuple[Owner, ...]
     depth: int
 
+    @property
+    def trains(self) -> bool:
+        """There is something to train."""
+        return any(unit.trainable.slots for unit in self.units)
+
 
 @dataclass
 class _Found:

@@ -369,7 +369,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _words(key: Key) -> str:
     name, kind = key
-    return name if kind == PARAMETER else f"{kind}/{name}"
+    return name if kind in (PARAMETER, FROZEN) else f"{kind}/{name}"
 
 
 # -- what goes where ---------------------------------------------------------------------------------------------------

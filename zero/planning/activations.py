@@ -73,17 +73,14 @@ class Activations:
     def of(self, rows: int, *, remat: bool | None = None) -> Traced:
         """A microbatch of `rows` rows; a run validates as well, which counts if that takes more.
 
+        Of a model without a trainable parameter only the validation is counted: it is not trained.
+
         Args:
             remat: whether activations are computed again; None: as the run has it.
         """
-        remat = self._config.zero.activations == "remat" if remat is None else remat
+        remat = self._is_remat(remat)
         if (rows, remat) not in self._traced:
-            traced = self._trace(rows, self._config.model.seq, remat=remat)
-            chunk = max(1, CHUNK_TOKENS // self._config.model.seq)
-            if rows < chunk:
-                validation = self._trace(chunk, self._config.model.seq, backward=False)
-                traced = traced._replace(peak_bytes=max(traced.peak_bytes, validation.peak_bytes))
-            self._traced[rows, remat] = traced
+            self._traced[rows, remat] = self._training(rows, remat) if self._splitting.trains else self._validation()
         return self._traced[rows, remat]
 
     def bytes(self, rows: int, device: str, *, remat: bool | None = None) -> int:
@@ -91,19 +88,38 @@ class Activations:
 
         Recomputing wastes more of less, but takes no more in all than keeping does.
         """
-        remat = self._config.zero.activations == "remat" if remat is None else remat
+        remat = self._is_remat(remat)
         taken_bytes = self.of(rows, remat=remat).peak_bytes
         if device != "cpu" or self._config.launch.malloc == "lean":
             return taken_bytes
         kept_bytes = int(self.of(rows, remat=False).peak_bytes * HEAP["keep"])
         return min(kept_bytes, int(taken_bytes * HEAP["remat"])) if remat else kept_bytes
 
-    def _trace(self, rows: int, seq: int, *, remat: bool = False, backward: bool = True) -> Traced:
+    def _is_remat(self, asked: bool | None) -> bool:
+        """Whether anything is computed again; without backward nothing is."""
+        wanted = self._config.zero.activations == "remat" if asked is None else asked
+        return wanted and self._splitting.trains
+
+    def _training(self, rows: int, remat: bool) -> Traced:
+        traced = self._trace(rows, remat=remat)
+        if rows >= self._chunk:
+            return traced
+        return traced._replace(peak_bytes=max(traced.peak_bytes, self._validation().peak_bytes))
+
+    def _validation(self) -> Traced:
+        return self._trace(self._chunk, backward=False)
+
+    @property
+    def _chunk(self) -> int:
+        """Rows that a rank evaluates at a time."""
+        return max(1, CHUNK_TOKENS // self._config.model.seq)
+
+    def _trace(self, rows: int, *, remat: bool = False, backward: bool = True) -> Traced:
         return trace(
             self._model,
             self._splitting,
             loss_of(self._config),
-            torch.empty(rows, seq + 1, dtype=torch.int64, device=META),
+            torch.empty(rows, self._config.model.seq + 1, dtype=torch.int64, device=META),
             compute=self._compute,
             remat=remat,
             backward=backward,

@@ -197,9 +197,9 @@ def settle(raw: Mapping[str, Any]) -> Config:
         return config
     config.on(launch.count_ranks(config.launch.ranks))
     check_data(config.source(), config.model.seq)
-    config.check_vocab()
     if isinstance(config.model, HF):
         config.model.hf().check()
+    config.check_tokens()
     _check_path(config.offload.asked())
     _check_checkpoints(config)
     return config

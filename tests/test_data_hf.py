@@ -381,6 +381,7 @@ def test_train_py_takes_texts_through_the_models_own_tokenizer(llama, config, he
     """A run that goes on reads what the first one made; what it writes at its end is words."""
     assert run(llama, config, "steps=2", "checkpoint.every=1", "hydra.run.dir=first") == 0
     said = capsys.readouterr().out
+    assert f"weights: fresh ones, {llama} holds no safetensors" in said
     assert "document" in said.split("sample:")[1], "the beginning of a validation row"
     monkeypatch.setattr(hf, "_make", None)
     assert run(llama, config, "steps=4", "resume=first", "hydra.run.dir=second") == 0
@@ -399,3 +400,11 @@ def test_more_tokens_than_a_model_of_transformers_knows_are_refused_before_they_
     assert run(llama, config, "steps=2") == 2
     assert "knows 300 tokens, fewer than the 320 of data=hf" in capsys.readouterr().err
     assert not config.cached.exists()
+
+
+def test_a_model_with_a_tokenizer_is_not_fed_bytes(llama, here, capsys):
+    """Not by default either; a model type without files may be."""
+    for words, told in (([], "TEXTS"), (["data=text", "data.folder=/"], "/")):
+        assert train.main(["model=hf", f"model.path={llama}", *words]) == 2
+        assert f"which has a tokenizer of its own; set data=hf data.path={told}\n" in capsys.readouterr().err
+    train.settle({"model": {"name": "hf", "path": "gpt2"}, "data": {"name": "text"}})

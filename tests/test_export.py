@@ -662,6 +662,27 @@ def test_the_scripts_say_what_they_did_and_what_was_missing(one, tmp_path: Path,
     same(now, {name: value for name, value in values.items() if name not in TIE})
 
 
+def with_mean(*args, **how):
+    return zero.with_ema(zero.adamw(*args, **how), 0.5)
+
+
+def test_the_mean_of_the_parameters_is_exported_and_loaded_in_their_place(one, tmp_path: Path, monkeypatch, capsys):
+    """What is frozen, and buffers, are as they are."""
+    world, setting = zero.World.from_env(), Setting(optimizer=with_mean, precision="bf16")
+    with opened(world, setting) as (state, step):
+        for number in range(3):
+            state, _ = step(state, slice_of(small_batch(number, 24), world, 1))
+        path, wanted = save(state, tmp_path / "kept"), values_of(state) | full_state_dict(state, "ema")
+    assert script("export", monkeypatch, path, "--to", "hf", "--out", tmp_path / "out", "--weights", "ema") == 0
+    found = {name: whole(it) for name, it in read_source("hf", tmp_path / "out").tensors.items() if name not in TIE}
+    same(found, wanted)
+    with opened(world, Setting(precision="bf16", seed=7)) as (state, _):  # an optimizer without a mean
+        same(values_of(load(state, open_checkpoint(world, path), moments=False, weights="ema")), wanted)
+    capsys.readouterr()
+    assert script("export", monkeypatch, one[1].folder, "--to", "hf", "--out", tmp_path / "no", "--weights", "ema") == 4
+    assert "has no ema; set optim.ema=0.999 where it is trained" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("given_as", [".", "checkpoints", "checkpoints/step-0000000002"])
 def test_an_export_goes_beside_the_checkpoints_unless_it_is_told_otherwise(
     given_as: str, one, tmp_path: Path, monkeypatch, capsys

@@ -5,6 +5,7 @@ make of that 1e-7 of a loss and up to 5e-5 in a parameter, where a gradient is s
 and the step is a whole one. Asked: 1e-5 of a loss, and 2e-4 in a parameter, a fiftieth of one step.
 """
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import json
@@ -221,6 +222,78 @@ def test_half_precision_trains(family, saved):
     assert losses[-1] < losses[0] * 1.1
 
 
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+def with_adapters(model, family):
+    """Of peft, as a user has them, but for values that are not zero."""
+    peft = pytest.importorskip("peft")
+    gpt2 = family == "gpt2"
+    keys = {"target_modules": ["c_attn"] if gpt2 else ["q_proj", "v_proj"], "fan_in_fan_out": gpt2}
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **keys))
+
+
+def train_adapters(world, family, folder, began, stage, offload):
+    """The base goes from its files into shards, though peft has renamed it; losses, and what peft takes for a file."""
+    from peft import get_peft_model_state_dict
+
+    with world.exclusive():
+        base = hf.build(folder)
+        stored, model = hf.weights(base, folder), with_adapters(base, family)
+
+    def fill(name, tensor):
+        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        tensor.copy_(stored[plain] if plain in stored else began[name])
+
+    where = zero.Offload(offload, path=str(folder), page_bytes=4096, threads=2)
+    optimizer = zero.adamw(1e-2, clip=CLIP, weight_decay=0.1)
+    plan = zero.Plan(model, optimizer=optimizer, world=world, stage=stage, offload=where)
+    with contextlib.closing(zero.open_store(plan)) as store:
+        state, step, losses = zero.init(plan, store, weights=fill), zero.make_step(plan, loss_of), []
+        for number in range(STEPS):
+            state, metrics = step(state, [part_of(batch_of(family, number), world.rank, world.size)])
+            losses.append(metrics.loss)
+        with zero.gathered(state, ["*lora_*"]) as full:
+            return losses, get_peft_model_state_dict(model, state_dict=full)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_adapters_of_peft_train_as_they_do_in_plain_torch(family, saved, tmp_path):
+    folder = saved(family)
+    reference = with_adapters(new_model(family).from_pretrained(folder).train(), family)
+    began = {name: value.detach().clone() for name, value in reference.named_parameters() if value.requires_grad}
+    losses, wanted = train_torch(reference, family)
+    for stage, offload in SETTINGS:
+        told, adapter = run_ranks(RANKS, train_adapters, family, folder, began, stage, offload)[0]
+        assert told == pytest.approx(losses, rel=1e-5), (stage, offload)
+        assert len(adapter) == len(began) > 0
+        for name, value in began.items():
+            found = adapter[name.replace(".default", "")]
+            torch.testing.assert_close(found, wanted[name], rtol=1e-5, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
+            assert not torch.equal(found, value)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+def test_an_engine_trains_adapters_and_peft_saves_and_loads_them(saved, tmp_path):
+    folder, tokens = saved("llama"), torch.arange(8).view(1, 8)
+    model = with_adapters(new_model("llama").from_pretrained(folder), "llama")
+    settings = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+    engine, *_ = zero.initialize(model=model, config=settings)
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    model.save_pretrained(tmp_path, state_dict=zero.full_state_dict(engine))
+    with torch.no_grad():
+        wanted = engine(input_ids=tokens).logits
+    engine.destroy()
+    from peft import PeftModel
+
+    again = PeftModel.from_pretrained(new_model("llama").from_pretrained(folder), tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=tokens).logits, wanted)
+
+
 # -- building ----------------------------------------------------------------------------------------------------------
 
 
@@ -371,6 +444,8 @@ def test_what_is_wrong_with_files_is_said_by_name(tmp_path):
     without = {name: value for name, value in values.items() if name != "norm.weight"}
     with pytest.raises(PlanError, match=r"weights hold nothing named norm.weight; did you mean"):
         first_values(in_files(tmp_path / "without", without))
+    with pytest.raises(PlanError, match=r"weights hold nothing named embed.weight, norm.weight, norm.bias$"):
+        first_values({})
     with pytest.raises(PlanError, match=r"weights hold norm.running_mean as \(3,\), the model has \(4,\)"):
         first_values(in_files(tmp_path / "other", values | {"norm.running_mean": torch.zeros(3)}))
     folder = in_files(tmp_path / "cut", values)
@@ -398,6 +473,21 @@ def test_an_export_and_a_file_of_transformers_are_the_same_weights(saved):
     assert len(found) == len(whole)
     assert all(torch.equal(found[name], value) for name, value in whole.items())
     assert "nothing" not in found
+    assert not found.unused
+
+
+def test_weights_say_what_they_are_and_what_the_model_has_no_use_for(saved, tmp_path):
+    """Not what transformers passes over as well, as masks that GPT-2's old files have."""
+    folder = shutil.copytree(saved("gpt2"), tmp_path / "gpt2")
+    values = load_file(folder / "model.safetensors")
+    more = {"transformer.h.0.attn.bias": torch.zeros(1), "transformer.h.7.ln_1.weight": torch.zeros(16)}
+    save_file(values | more, folder / "model.safetensors", {"format": "pt"})
+    found = hf.weights(hf.build(folder), folder)
+    assert found.unused == ("transformer.h.7.ln_1.weight",)
+    nbytes = sum(value.nbytes for value in values.values())
+    assert str(found) == f"weights of {folder}: {len(values)} tensors, {nbytes:,} bytes"
+    _, report = new_model("gpt2").from_pretrained(folder, output_loading_info=True)
+    assert list(report["unexpected_keys"]) == list(found.unused)
 
 
 # -- train.py ----------------------------------------------------------------------------------------------------------
@@ -411,7 +501,10 @@ def test_train_py_takes_a_folder_and_scripts_export_gives_one_back(saved, here, 
     folder = saved("qwen3_moe")
     words = ["steps=2", "val.rows=2", "sample.tokens=0", "checkpoint.every=2", "offload=infinity", "hydra.run.dir=run"]
     assert run(f"model.path={folder}", *words) == 0
-    assert "model=hf" not in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "model=hf" not in told.err
+    assert f"weights of {folder}: " in told.out
+    assert "warning: optim.lr=0.003 is for fresh weights and would undo these; a hundredth is usual" in told.out
     export_script = loaded("export")
     monkeypatch.setattr("sys.argv", ["export", "run", "--to", "hf"])
     assert export_script.main() == 0

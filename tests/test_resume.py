@@ -86,7 +86,7 @@ def test_only_damaged_ones_are_an_error_that_names_the_file(here, capfd):
 
 
 def test_mode_eval_gives_the_loss_that_training_gave(here):
-    assert train.main([*TINY, "checkpoint.every=4", "val.every=4"]) == 0
+    assert train.main([*TINY, "checkpoint.every=4", "val.every=4", "optim.ema=0"]) == 0
     assert train.main([*TINY, "mode=eval", "resume=latest", "offload=nvme"]) == 0
     trained, evaluated = (json.loads((folder / "summary.json").read_text()) for folder in folders(here))
     assert evaluated["val_loss"] == trained["val_loss"]
@@ -96,7 +96,8 @@ def test_mode_eval_gives_the_loss_that_training_gave(here):
     assert activation_bytes > 0
     assert set(planned) <= {"parameters", "gathered units", "buffers"}, "no master, no moment, no gradient"
     assert sum(planned.values()) == sum(evaluated["measured_bytes"].values())
-    assert train.main([*TINY, "mode=eval", "resume=latest", "optim=lion"]) == 0  # whatever the optimizer
+    mean = "val.weights=ema"  # without memory: what the parameters are
+    assert train.main([*TINY, "mode=eval", "resume=latest", mean, "optim=lion"]) == 0  # whatever the optimizer
     assert json.loads((folders(here)[2] / "summary.json").read_text())["val_loss"] == trained["val_loss"]
 
 

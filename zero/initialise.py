@@ -12,7 +12,7 @@ than one owner ever exists.
 
 import hashlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -28,6 +28,7 @@ from zero.errors import PlanError
 from zero.layout import Layout, pages
 from zero.plan import Plan
 from zero.pool import Buffer
+from zero.refusal import some
 from zero.store import Page, Store
 from zero.unit import Owner, Splitting, UnitSpec
 from zero.unit_state import UnitState
@@ -53,8 +54,9 @@ def values_of(
         copied: the copied model, whose parameters are absent; its owners lend their `reset_parameters`. Persistent
             buffers that `weights` has by name are filled at once.
 
-    Raises (the function that is returned too):
-        PlanError: an owner without `reset_parameters`; a weight that is missing or has another shape.
+    Raises:
+        PlanError: weights that are missing, all of them named; and from the function that is returned, an owner without
+            `reset_parameters`, or a weight of another shape.
     """
     shapes = {
         slot.name: slot.shape for unit in splitting.units for one in (unit.trainable, unit.frozen) for slot in one.slots
@@ -65,8 +67,9 @@ def values_of(
     if callable(weights):
         return lambda name: _filled(weights, name, shapes[name])
     found = weights if isinstance(weights, Mapping) else StoredWeights(Path(weights).expanduser())
-    _fill_buffers(copied, found)
     aliases = _aliases(splitting)
+    _refuse_missing(found, aliases.values())
+    _fill_buffers(copied, found)
     return lambda name: _named(found, aliases[name], shapes[name])
 
 
@@ -313,10 +316,15 @@ def _aliases(splitting: Splitting) -> dict[str, tuple[str, ...]]:
 
 
 def _named(weights: Mapping[str, Tensor], names: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:
-    known = next((name for name in names if name in weights), None)
-    if known is None:
-        raise PlanError(f"weights hold nothing named {names[0]}{nearest(names[0], weights)}")
+    known = next(name for name in names if name in weights)
     return _checked(known, weights[known], shape).detach()
+
+
+def _refuse_missing(weights: Mapping[str, Tensor], wanted: Iterable[tuple[str, ...]]) -> None:
+    missing = [names[0] for names in wanted if not any(name in weights for name in names)]
+    if missing:
+        hint = nearest(missing[0], weights) if len(missing) == 1 else ""
+        raise PlanError(f"weights hold nothing named {some(missing)}{hint}")
 
 
 def _checked(name: str, found: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:

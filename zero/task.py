@@ -3,10 +3,10 @@
 Everything else in a run takes these five and does not know which of the two it is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -15,6 +15,10 @@ from zero.copied import empty
 from zero.errors import ConfigError
 from zero.models.gpt_config import GPTConfig
 from zero.models.hf_config import HFConfig
+from zero.refusal import some
+
+if TYPE_CHECKING:
+    from zero.models.hf import HFWeights
 
 
 class Task(NamedTuple):
@@ -29,6 +33,8 @@ class Task(NamedTuple):
     """First values for `zero.init`; None: the model's own."""
     flops_per_token: float
     """Of forward and backward."""
+    notes: tuple[str, ...] = ()
+    """What a fresh run is to say of its first values."""
 
 
 def build_task(config: Config) -> Task:
@@ -87,4 +93,21 @@ def _of_transformers(config: Config, chosen: HFConfig) -> Task:
     matrices = sum(one.numel() for one in model.parameters() if id(one) not in tables)
     attention = 12 * text.num_hidden_layers * text.hidden_size * chosen.seq
     router = float(getattr(text, "router_aux_loss_coef", None) or 0.0)
-    return Task(model, partial(hf.loss, router=router), hf.logits, weights, 6.0 * matrices + attention)
+    notes = tuple(_notes_on(config, weights, folder))
+    return Task(model, partial(hf.loss, router=router), hf.logits, weights, 6.0 * matrices + attention, notes)
+
+
+def _notes_on(config: Config, weights: "HFWeights | None", folder: Path) -> Iterator[str]:
+    """Where first values come from, which of them are not used, and a learning rate that is too much for them."""
+    if weights is None:
+        yield f"weights: fresh ones, {folder} holds no safetensors" if folder.is_dir() else "weights: fresh ones"
+        return
+    yield str(weights)
+    if weights.unused:
+        yield f"warning: this model has no use for {some(weights.unused)}"
+    usual = type(config.optim)().lr  # as long as nobody sets it
+    if config.optim.lr >= usual:
+        yield (
+            f"warning: optim.lr={config.optim.lr:g} is for fresh weights and would undo these; a hundredth is usual: "
+            f"optim.lr={usual / 100:g}"
+        )

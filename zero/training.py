@@ -60,6 +60,8 @@ class Training:
         self._world = plan.world
         self._rows, self._micro, self._accumulate = config.batch.numbers()
         self._last = min(config.steps, config.debug.stop_at or config.steps)
+        for line in task.notes if checkpoint is None else ():
+            tracker.note(line)
         self._state = init(plan, store, seed=config.seed, weights=task.weights, progress=tracker.progress)
         if checkpoint is not None:
             refuse_other_model(config, checkpoint)
@@ -72,6 +74,7 @@ class Training:
                 partial=keys.partial,
                 convert=keys.convert,
                 moments=config.mode == "train",
+                weights=config.val.weights if config.mode == "eval" else "parameter",
                 note=tracker.note,
                 progress=show,
             )
@@ -117,7 +120,8 @@ class Training:
         """Do what `config.mode` says; returns how it ended."""
         if self._config.mode == "eval":
             self._validate()
-            self._tracker.note(f"step {self._meter.steps}  validation loss {self._meter.val_loss:.4f}")
+            of = "" if self._config.val.weights == "parameter" else f" of {self._config.val.weights}"
+            self._tracker.note(f"step {self._meter.steps}  validation loss{of} {self._meter.val_loss:.4f}")
             return EVALUATED
         if self._meter.steps >= self._last:
             self._tracker.note(

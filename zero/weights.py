@@ -79,6 +79,11 @@ class StoredWeights(Mapping[str, Tensor]):
     def __contains__(self, name: object) -> bool:
         return name in self._pieces
 
+    def nbytes(self, name: str) -> int:
+        """Of a tensor as it is stored; nothing is read."""
+        piece = self._pieces[name]
+        return math.prod(piece.shape) * piece.dtype.itemsize
+
 
 def nearest(name: str, names: Mapping[str, Any]) -> str:
     """What to say beside "nothing named `name`"."""

@@ -4,7 +4,7 @@
 `save` and `load` know what of a state it holds.
 """
 
-from zero.checkpoint.load import Checkpoint, Tensors, load, open_at, open_checkpoint, open_first, open_latest
+from zero.checkpoint.load import Checkpoint, Tensors, load, means, open_at, open_checkpoint, open_first, open_latest
 from zero.checkpoint.publish import Root
 from zero.checkpoint.save import Saving, begin, save, snapshot_bytes
 
@@ -15,6 +15,7 @@ __all__ = [
     "Tensors",
     "begin",
     "load",
+    "means",
     "open_at",
     "open_checkpoint",
     "open_first",

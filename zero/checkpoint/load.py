@@ -179,6 +179,7 @@ def load(
     partial: Iterable[str] = (),
     convert: Iterable[str] = (),
     moments: bool = True,
+    weights: str = PARAMETER,
     note: Callable[[str], None] = lambda text: None,
     progress: Progress = silent,
 ) -> State:
@@ -189,13 +190,14 @@ def load(
             missing on either side, or differ in shape. With its kind in front, such as `nu/*`, of that kind only.
         convert: names or patterns of tensors whose dtype may change: masters and moments are fp32.
         moments: False leaves the optimizer's as they are, whatever the checkpoint has: for a state that is not trained.
+        weights: "ema" gives the parameters the running mean of what they were.
         note: told which tensors keep their values because of `partial`.
         progress: told the units that are filled.
 
     Raises:
-        CheckpointError: names, shapes or dtypes that do not match, or a pattern of `partial` that names nothing, and
-            nothing was changed; or damage that came after
-            the checkpoint was opened: then the state is spent.
+        CheckpointError: names, shapes or dtypes that do not match, a pattern of `partial` that names nothing, or no
+            such `weights`, and nothing was changed; or damage that came after the checkpoint was opened: then the state
+            is spent.
     """
     machinery, plan = state.machinery, state.plan
     partial, convert = tuple(partial), tuple(convert)
@@ -205,7 +207,8 @@ def load(
     begun = _begun(plan, wanted, there) if moments else {}
     if begun:
         note(f"{checkpoint.folder} has no {', '.join(plan.optimizer.copies)}: it begins as the parameters")
-    there = {**there, **begun}
+    there, mean = {**there, **begun}, means(checkpoint, weights)
+    there |= {key: mean[key[0]] for key in there if key[1] in (PARAMETER, FROZEN) and key[0] in mean}
 
     def stays_out(key: Key) -> bool:
         return _named(key, partial) or not (moments or key[1] in (PARAMETER, FROZEN, BUFFER))
@@ -308,6 +311,18 @@ def _entries(checkpoint: Checkpoint, wanted: Iterable[Key]) -> dict[Key, Entry]:
         other = (name, {PARAMETER: FROZEN, FROZEN: PARAMETER}.get(kind, kind))
         if (name, kind) not in found and other in found:
             found[name, kind] = found.pop(other)
+    return found
+
+
+def means(checkpoint: Checkpoint, weights: str) -> dict[str, Entry]:
+    """By name, what stands for the parameters: those that were trained, or a mean of them.
+
+    Raises:
+        CheckpointError: it was trained without.
+    """
+    found = {entry.name: entry for entry in checkpoint.manifest.entries if entry.kind == weights}
+    if not found and weights != PARAMETER:
+        raise CheckpointError(f"{checkpoint.folder} has no {weights}; set optim.ema=0.999 where it is trained")
     return found
 
 

@@ -154,6 +154,8 @@ class Config(Section):
             raise ConfigError(f"explain.key={self.explain.key} does nothing in mode={self.mode}; add mode=explain")
         if self.mode == "eval" and self.resume == "none":
             raise ConfigError("mode=eval needs a checkpoint: set resume=latest, or resume=PATH of a step or a run")
+        if self.val.weights == "ema" and self.mode not in ("eval", "explain"):
+            raise ConfigError(f"val.weights=ema does nothing in mode={self.mode}; add mode=eval resume=PATH")
         self.offload.asked().at(parameters_sharded=self.zero.stage == "auto" or Stage(self.zero.stage).parameters)
         eager = self.zero.update == "eager"
         if eager and self.optim.clip is not None:
@@ -200,14 +202,21 @@ class Config(Section):
         if absent in self.zero.units:
             raise ConfigError(f"zero.units: a model with model.norm={model.norm} has no {absent}; write {norm}")
         if not isinstance(self.data, HFText):
-            self.check_vocab()
+            self.check_tokens()
 
-    def check_vocab(self) -> None:
-        """Refuse more tokens than the model knows; a tokenizer's are read from its file, those of model=hf are not.
+    def check_tokens(self) -> None:
+        """Refuse more tokens than the model knows, and bytes as tokens where it has a tokenizer.
+
+        The numbers of a tokenizer are read from its file, those of model=hf are not.
 
         Raises:
             ConfigError: in one line.
         """
+        if isinstance(self.model, HF) and isinstance(self.data, Text) and self.model.hf().has_tokenizer:
+            raise ConfigError(
+                f"data=text feeds bytes to model.path={self.model.path}, which has a tokenizer of its own; set data=hf "
+                f"data.path={self.data.folder or 'TEXTS'}"
+            )
         if isinstance(self.model, GPT) and self.vocab > self.model.vocab:
             raise ConfigError(
                 f"model.vocab={self.model.vocab} is smaller than the {self.vocab} tokens of data={self.data.name}; "

@@ -709,6 +709,11 @@ class Val(Section):
         trades="time against noise in val/loss",
         example="256",
     )
+    weights: Literal["parameter", "ema"] = key(
+        "parameter",
+        "what mode=eval gives the model: the parameters of the checkpoint, or ema, their running mean",
+        example="ema mode=eval resume=latest",
+    )
 
 
 class Sample(Section):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero.checkpoint import Checkpoint, Tensors, open_at
+from zero.checkpoint import Checkpoint, Tensors, means, open_at
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER
 from zero.checkpoint.manifest import Entry
 from zero.errors import CheckpointError, ConfigError
@@ -52,6 +52,7 @@ def export(
     out: Path,
     *,
     dtype: torch.dtype = torch.float32,
+    weights: str = PARAMETER,
     shard_bytes: int = 5 * 10**9,
     progress: Progress = silent,
 ) -> Exported:
@@ -61,11 +62,13 @@ def export(
         to: "hf" and "dcp" make a folder, "torch" a file.
         out: does not exist; its parent does.
         dtype: of the parameters, frozen ones too; buffers keep their own.
+        weights: "ema" for the running mean of the parameters in their place; frozen ones are as they are.
         shard_bytes: of values in one file of "hf".
         progress: told the bytes of values that are read; a tie is read once for each of its names, but not for "torch".
 
     Raises:
-        CheckpointError: damage, values that `dtype` has no room for, or what the system refuses; nothing is left.
+        CheckpointError: damage, no such `weights`, values that `dtype` has no room for, or what the system refuses;
+            nothing is left.
         ConfigError: an unknown format, or `out` exists.
     """
     if to not in FORMATS:
@@ -73,7 +76,7 @@ def export(
     if os.path.lexists(out):
         raise ConfigError(f"--out {out}: exists; give a name that does not")
     with Tensors(checkpoint) as files, _appearing(out, folder=to != "torch") as unfinished:
-        tensors, ties = _streams(checkpoint, files, dtype)
+        tensors, ties = _streams(checkpoint, files, dtype, means(checkpoint, weights))
         written = [name for name in tensors if to != "torch" or name not in ties]  # torch's format has ties itself
         watched = counted([tensors[name] for name in written], "exporting", progress)
         tensors |= dict(zip(written, watched, strict=True))
@@ -88,11 +91,14 @@ def export(
     return Exported(len(tensors), sum(stream.nbytes for stream in tensors.values()), ties)
 
 
-def _streams(checkpoint: Checkpoint, files: Tensors, dtype: torch.dtype) -> tuple[dict[str, Stream], dict[str, str]]:
+def _streams(
+    checkpoint: Checkpoint, files: Tensors, dtype: torch.dtype, trained: Mapping[str, Entry]
+) -> tuple[dict[str, Stream], dict[str, str]]:
     """Every name of the model, and which of them are further names of others."""
     found = {}
-    for entry in checkpoint.manifest.entries:
-        if entry.kind in (PARAMETER, FROZEN, BUFFER):
+    for one in checkpoint.manifest.entries:
+        if one.kind in (PARAMETER, FROZEN, BUFFER):
+            entry = trained.get(one.name, one) if one.kind == PARAMETER else one
             stream = Stream(getattr(torch, entry.dtype), entry.shape, partial(_blocks, files, entry))
             found[entry.name] = stream if entry.kind == BUFFER else stream.to(dtype, entry.name)
     told = checkpoint.manifest.facts.get("ties", {})

@@ -12,6 +12,7 @@ Source: `transformers.core_model_loading`, which does this for a model that is w
 """
 
 import copy
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -78,13 +79,13 @@ def settings(path: str | PathLike[str]) -> Any:
         raise ConfigError(f"{path}: no model of transformers: {in_short(error)}") from error
 
 
-def weights(model: nn.Module, path: str | PathLike[str]) -> Mapping[str, Tensor]:
-    """The weights of a folder or file by the names that `model` has, for `zero.init(weights=...)`.
+def weights(model: nn.Module, path: str | PathLike[str]) -> "HFWeights":
+    """The weights of a folder or file by the names that `model` has, for `zero.init(weights=...)`; it can be printed.
 
     Raises:
         PlanError, CheckpointError: as `StoredWeights`.
     """
-    return _Translated(model, StoredWeights(Path(path).expanduser()))
+    return HFWeights(model, StoredWeights(Path(path).expanduser()))
 
 
 def logits(model: Callable[..., Any], tokens: Tensor) -> Tensor:
@@ -122,8 +123,12 @@ def write_settings(path: str | PathLike[str], out: Path) -> None:
                 shutil.copyfile(file, out / file.name)
 
 
-class _Translated(Mapping[str, Tensor]):
-    """Stored tensors under the model's names; what one translation makes beside is kept until another is asked for."""
+class HFWeights(Mapping[str, Tensor]):
+    """Stored tensors under the model's names; what one translation makes beside is kept until another is asked for.
+
+    Attributes:
+        unused: names in the files that mean nothing to the model, but for those that its class says it can do without.
+    """
 
     def __init__(self, model: nn.Module, stored: StoredWeights) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -144,11 +149,14 @@ class _Translated(Mapping[str, Tensor]):
         self._converters: dict[str, Any] = {}
         self._first: dict[str, str] = {}
         self._last: tuple[str, dict[str, Tensor]] | None = None
+        ignored = [re.compile(one) for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+        unused = []
         for key in sorted(stored, key=dot_natural_key):  # the experts in their order
             name, pattern = rename_source_key(key, renamings, converters, prefix, known)
             if name not in known and key in known:
                 name, pattern = key, None
             if name not in known:
+                unused += [] if any(one.search(name) for one in ignored) else [key]
                 continue
             self._sources.setdefault(name, []).append((pattern or key, key))
             for target in by_pattern[pattern].target_patterns if pattern else (name,):
@@ -156,6 +164,7 @@ class _Translated(Mapping[str, Tensor]):
                 self._first.setdefault(name.replace(first, target), name)
             if pattern:
                 self._converters[name] = by_pattern[pattern]
+        self.unused = tuple(unused)
 
     def __getitem__(self, name: str) -> Tensor:
         first = self._first[name]
@@ -174,6 +183,11 @@ class _Translated(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._first)
+
+    def __str__(self) -> str:
+        keys = [key for sources in self._sources.values() for _, key in sources]
+        nbytes = sum(map(self._stored.nbytes, keys))
+        return f"weights of {self._stored.path}: {len(keys)} tensors, {nbytes:,} bytes"
 
     def _translated(self, first: str) -> dict[str, Tensor]:
         converter = copy.deepcopy(self._converters[first])

@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero.data.tokenizer import FILE, SETTINGS
 from zero.errors import ConfigError
 
 
@@ -19,6 +20,11 @@ class HFConfig:
     """A folder, or a model type such as llama, which is built with all its defaults and fresh weights."""
     seq: int = 256
     """Tokens of a training row."""
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """The folder says how texts become tokens."""
+        return any((Path(self.path).expanduser() / name).is_file() for name in (FILE, SETTINGS))
 
     def check(self) -> None:
         """Refuse what has no settings."""

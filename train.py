@@ -18,17 +18,19 @@ import itertools
 import json
 import math
 import os
+import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from zero import launch, refusal
-from zero.config import HF, Config, flat, keys, read, unknown_key
+from zero.config import HF, Config, flat, keys, keys_of, read, unknown_key
 from zero.data import check_data, open_data
-from zero.errors import CheckpointError, ConfigError, MachineError, Preempted, RankFailedError
+from zero.errors import CheckpointError, ConfigError, MachineError, Preempted, RankFailedError, SettingError
 from zero.explain import explain, overview
 from zero.placement import Offload
 from zero.secret import refuse_secret_words
@@ -239,7 +241,7 @@ def compose(overrides: Sequence[str], config_name: str = "config") -> Any:
     """Hydra's composed configuration, with its own part under `hydra`.
 
     Raises:
-        ConfigError: one line about the first override that names something that does not exist.
+        SettingError: one line about the first override that names something that does not exist.
     """
     import hydra
     from hydra.core.global_hydra import GlobalHydra
@@ -251,7 +253,7 @@ def compose(overrides: Sequence[str], config_name: str = "config") -> Any:
         with hydra.initialize_config_dir(str(CONF), job_name="train", **_version_base()):
             return hydra.compose(config_name, list(overrides), return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(_explain(overrides, error)) from None
+        raise SettingError(_explain(overrides, error)) from None
 
 
 def settings_in(composed: Any) -> dict[str, Any]:
@@ -263,20 +265,43 @@ def settings_in(composed: Any) -> dict[str, Any]:
     try:
         container = OmegaConf.to_container(ours, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(_one_line(error)) from None
+        raise SettingError(_one_line(error)) from None
     assert isinstance(container, dict)
     settings = {str(key): value for key, value in container.items()}
-    return settings_in(_on_ds_config(composed)) if settings.pop("ds_config") else settings
+    if settings.pop("ds_config"):
+        return settings_in(_on_ds_config(composed))
+    return _of_their_kinds(settings, _hydra_of(composed))
+
+
+def _hydra_of(composed: Any) -> Any:
+    """Hydra's own part, which a job gets without it."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return composed.hydra if "hydra" in composed else HydraConfig.get()
+
+
+def _of_their_kinds(settings: dict[str, Any], hydra: Any) -> dict[str, Any]:
+    """Without what an experiment or debug=tiny says of kinds that were not chosen: model=hf has no width."""
+    import yaml
+
+    typed = {_key_of(one) for one in hydra.overrides.task}
+    for group in ("experiment", "debug"):
+        option = CONF / group / f"{hydra.runtime.choices.get(group)}.yaml"
+        said = yaml.safe_load(option.read_text()) if option.exists() else {}
+        for section, names in said.items():
+            known = keys_of(section, settings[section]) if isinstance(names, dict) and section in settings else set()
+            for name in names if known else ():
+                key = f"{section}.{name}"
+                if name not in known and key in keys() and key not in typed:
+                    settings[section].pop(name, None)
+    return settings
 
 
 def _on_ds_config(composed: Any) -> Any:
     """The same command line with the settings of its ds_config before its own words; a section's option replaces it."""
-    from hydra.core.hydra_config import HydraConfig
-
     from zero.ds_config import overrides, translate
 
-    hydra = composed.hydra if "hydra" in composed else HydraConfig.get()  # a job gets its own part without it
-    typed = [one for one in hydra.overrides.task if _key_of(one) != "ds_config"]
+    typed = [one for one in _hydra_of(composed).overrides.task if _key_of(one) != "ds_config"]
     replaced = {_key_of(one) for one in typed if (CONF / _key_of(one)).is_dir()}
     base = overrides(translate(composed.ds_config).settings)
     kept = [one for one in base if _key_of(one).split(".")[0] not in replaced]
@@ -318,10 +343,11 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
                 return f"{key}={value} does not exist; {refusal.nearest(str(value), options)}"
         elif key not in keys() and not any(known.startswith(f"{key}.") for known in keys()):
             return unknown_key(key)
-    return _one_line(error)
+    found = re.match(r"Could not override '([^']+)'", str(error))
+    return unknown_key(found[1]) if found else _one_line(error)
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: object) -> str:
     return " ".join(str(error).split())
 
 
@@ -335,11 +361,27 @@ def _version_base() -> dict[str, str]:
 # Modes that print an answer and run nothing
 
 
+@contextlib.contextmanager
+def _for_a_reader() -> Iterator[None]:
+    """What the body prints may be more than is read: `| head` then ends this process without a word, as it does cat."""
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+
+
+def _print(answer: str) -> None:
+    with _for_a_reader():
+        print(answer)
+
+
 def _plan(config: Config, overrides: Sequence[str]) -> int:
     from zero.planning import plan_text
 
     text, fits = plan_text(config, overrides)
-    print(text)
+    _print(text)
     return 0 if fits else ConfigError.exit_code
 
 
@@ -347,12 +389,12 @@ def _doctor(config: Config, overrides: Sequence[str]) -> int:
     from zero import doctor
 
     found = list(doctor.checks(config))
-    print(doctor.report(found))
+    _print(doctor.report(found))
     return doctor.exit_code(found)
 
 
 def _explain_key(config: Config, overrides: Sequence[str]) -> int:
-    print(explain(config.explain.key, CONF))
+    _print(explain(config.explain.key, CONF))
     return 0
 
 
@@ -366,15 +408,16 @@ ANSWERS: Mapping[str, Callable[[Config, Sequence[str]], int]] = MappingProxyType
 
 def main(arguments: Sequence[str]) -> int:
     """One line on stderr and an exit code for everything that can go wrong."""
+    say = _say_as_one_rank if launch.under_torchrun() else _say
     try:
         refuse_secret_words(arguments)
         if launch.under_torchrun():
             return _as_one_rank(arguments)
         return _with_hydra(arguments)
     except KeyboardInterrupt as stopped:
-        return _say(launch.describe(stopped), 130)
+        return say(launch.describe(stopped), 130)
     except (Exception, launch.Interrupted) as error:
-        return _say(launch.describe(error), getattr(error, "exit_code", 1))
+        return say(launch.describe(error), getattr(error, "exit_code", 1))
 
 
 def _warn(notes: Iterable[str]) -> None:
@@ -387,15 +430,22 @@ def _say(text: str, exit_code: int) -> int:
     return exit_code
 
 
+def _say_as_one_rank(text: str, exit_code: int) -> int:
+    """Once for each machine: torchrun ends with what every rank told it."""
+    if not launch.tell_torchrun(text) or os.environ["LOCAL_RANK"] == "0":
+        _say(text, exit_code)
+    return exit_code
+
+
 def _with_hydra(arguments: Sequence[str]) -> int:
     """Check every run that the command line asks for, then let Hydra make the folders and call us once per run."""
     import hydra
 
     asked = _options(arguments)
     if asked.help:
-        print(overview(CONF))
+        _print(overview(CONF))
         return 0
-    sweep_folder = None
+    sweep_folder, shows = None, bool(asked.hydra_help or asked.cfg or asked.info)
     if not (asked.hydra_help or asked.shell_completion):
         answers, sweep_folder = _checked(asked)
         if answers:
@@ -405,13 +455,16 @@ def _with_hydra(arguments: Sequence[str]) -> int:
     def job(composed: Any) -> float | None:
         return _run_job(composed, codes)
 
-    sys.argv = [sys.argv[0], *arguments]
+    words = list(asked.overrides)
+    options = [one for one in arguments if one not in words]
     if sweep_folder is not None:
         # the time in its name is read once, so that we know where the jobs are, whoever runs them
-        sys.argv.append(f"hydra.sweep.dir={_quoted(str(sweep_folder))}")
+        words.append(f"hydra.sweep.dir={_quoted(str(sweep_folder))}")
         # a launcher's processes find `train` by its name
         os.environ["PYTHONPATH"] = os.pathsep.join([str(CONF.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    hydra.main(config_path=str(CONF), config_name="config", **_version_base())(job)()
+    sys.argv = [sys.argv[0], *words, *options]  # between options Hydra finds no settings
+    with _for_a_reader() if shows else contextlib.nullcontext():
+        hydra.main(config_path=str(CONF), config_name="config", **_version_base())(job)()
     if sweep_folder is not None and sweep_folder.is_dir():
         codes += _tell_sweep(sweep_folder, told=bool(codes))
     return max(codes, default=0)
@@ -424,17 +477,22 @@ def _quoted(text: str) -> str:
 
 
 def _options(arguments: Sequence[str]) -> Any:
-    """What Hydra understands of the command line.
+    """What Hydra understands of the command line, wherever in it an option stands.
 
     Raises:
-        ConfigError: an option that it does not have.
+        ConfigError: an option that it does not have, or with a value that it does not take.
     """
     from hydra._internal.utils import get_args_parser
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"{_one_line(message)}; --help shows how to start, --hydra-help all options")
 
     for argument in arguments:
         if argument.startswith("--") and argument[2:].split("=")[0] in keys():
             raise ConfigError(f"{argument}: settings are written without dashes: {argument[2:]}")
-    asked, unknown = get_args_parser().parse_known_args(list(arguments))
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    asked, unknown = parser.parse_known_intermixed_args(list(arguments))
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]}; settings are written key=value, and --help lists them")
     return asked
@@ -443,23 +501,34 @@ def _options(arguments: Sequence[str]) -> Any:
 def _checked(asked: Any) -> tuple[list[int], Path | None]:
     """Exit codes of the modes that only answer, and where the jobs of a sweep will be.
 
+    Of a sweep, jobs whose settings do not go together are told here and get a row of the table, as long as there are
+    others. A word that is wrong in every job is a slip, and nothing is run.
+
     Raises:
         ConfigError: about the first run that cannot be.
     """
-    found, notes, sweep_folder = [], dict[str, None](), None
+    found: list[tuple[Config, Sequence[str]]] = []
+    refused: list[ConfigError] = []
+    notes, sweep_folder = dict[str, None](), None
     for overrides in _runs_in(asked.overrides) if asked.multirun else [asked.overrides]:
+        own = " ".join(one for one in overrides if one not in asked.overrides)
         try:
             composed = compose(overrides)
-            found.append((settle(settings_in(composed)), overrides))
+            sweep_folder = sweep_folder or (Path(composed.hydra.sweep.dir) if asked.multirun else None)
             notes |= dict.fromkeys(_ds_notes(composed))
+            found.append((settle(settings_in(composed)), overrides))
+        except SettingError:
+            raise  # whatever else is in the run
         except ConfigError as error:
-            own = " ".join(one for one in overrides if one not in asked.overrides)
-            raise ConfigError(f"{error} (in the run {own})" if own else str(error)) from None
-        sweep_folder = sweep_folder or (Path(composed.hydra.sweep.dir) if asked.multirun else None)
+            refused.append(ConfigError(f"{error} (in the run {own})" if own else str(error)))
     asking = [(config, overrides) for config, overrides in found if config.mode in ANSWERS]
+    if refused and (asking or not found):
+        raise refused[0]
     if asking and len(asking) < len(found):
         raise ConfigError(f"mode={asking[0][0].mode} runs nothing, so it is no run of a sweep; ask it by itself")
     _warn(notes)
+    if refused:
+        _warn([f"{len(refused)} of {len(refused) + len(found)} runs cannot be, and the others go on: {refused[0]}"])
     if asked.cfg or asked.info:
         asking = []
     return [ANSWERS[config.mode](config, overrides) for config, overrides in asking], sweep_folder
@@ -479,7 +548,7 @@ def _run_job(composed: Any, codes: list[int]) -> float | None:
     try:
         if sweep:
             print(f"\nrun {HydraConfig.get().job.num}: {' '.join(HydraConfig.get().overrides.task)}", flush=True)
-        loss = run(settle(settings_in(composed)), folder, apart=sweep).val_loss
+        loss = run(_settled_job(composed, folder), folder, apart=sweep).val_loss
         return loss if math.isfinite(loss) else math.inf  # what diverged is the worst, not a failure
     except Exception as error:
         says_where = isinstance(error, ConfigError | Preempted | RankFailedError)
@@ -492,6 +561,15 @@ def _run_job(composed: Any, codes: list[int]) -> float | None:
 
             with contextlib.suppress(Exception):  # what is wrong with its page is said when the sweep ends
                 write_sweep(Path(HydraConfig.get().runtime.cwd) / HydraConfig.get().sweep.dir)
+
+
+def _settled_job(composed: Any, folder: Path) -> Config:
+    """A job whose settings do not go together is a row of its sweep like any that fails."""
+    try:
+        return settle(settings_in(composed))
+    except ConfigError as error:
+        _leave_failure(folder, error, final=True)
+        raise
 
 
 def _tell_sweep(folder: Path, *, told: bool) -> list[int]:

@@ -65,6 +65,11 @@ REFUSALS = [
     (["++ofload=cpu"], "unknown key ofload; did you mean offload?"),
     (["zero=3"], "zero=3: zero is a section of keys; did you mean zero.stage=3?"),
     (["--zero.stage=3"], "--zero.stage=3: settings are written without dashes: zero.stage=3"),
+    (["zero.stage=3", "-x", "steps=5"], "unknown option -x; settings are written key=value"),
+    (["zero.stage=3", "-c", "jobs", "steps=5"], "argument --cfg/-c: invalid choice: 'jobs'"),
+    (["zero.stage=3", "--cfg"], "argument --cfg/-c: expected one argument; --help shows how to start"),
+    (["optim=sgd", "optim.beta1=0.8"], "optim.beta1 is not a key of the option chosen for optim; see mode=explain"),
+    (["debug=tiny", "model=hf", "model.path=x", "model.width=8"], "model.width is not a key of the option chosen"),
     (["--bogus"], "unknown option --bogus; settings are written key=value, and --help lists them"),
     (["zero.stage"], "zero.stage cannot be read; write key=value"),
     (["zero.stage=["], "zero.stage=[ cannot be read; write key=value"),
@@ -100,9 +105,10 @@ REFUSALS = [
         "offload.param=none",
     ),
     (
-        ["-m", "offload=cpu,infinity", "zero.stage=3,0", "steps=5"],
-        "use zero.stage=3, or offload=nvme (in the run offload=infinity zero.stage=0)",
+        ["-m", "offload=infinity", "zero.stage=0,1", "steps=5"],
+        "use zero.stage=3, or offload=nvme (in the run zero.stage=0)",
     ),
+    (["-m", "zero.stage=3,0,9", "offload=infinity"], "zero.stage=9: must be 0, 1, 2 or 3, or auto"),
     (["-m", "mode=train,plan"], "mode=plan runs nothing, so it is no run of a sweep; ask it by itself"),
     (["resume=nowhere"], "resume=nowhere does not exist; give latest, or the folder of a step, a run or several"),
     (["resume=lastest"], "resume=lastest does not exist; did you mean latest?"),
@@ -162,6 +168,31 @@ def test_help_speaks_of_both_commands(here):
     assert done.returncode == 0
     assert "zero.stage=3 launch.ranks=2" in done.stdout
     assert "-m zero.stage=0,1,2,3" in done.stdout
+
+
+def test_options_may_stand_anywhere(here, monkeypatch, capsys):
+    began = []
+    monkeypatch.setattr(
+        train, "run", lambda config, folder, apart: began.append((config.zero.stage, config.steps)) or 1 / 0
+    )
+    assert train.main([*TINY, "zero.stage=0,3", "-m", "steps=2"]) == 1
+    assert began == [(0, 2), (3, 2)]
+    capsys.readouterr()
+    assert train.main(["zero.stage=2", "-c", "job", "data=synthetic"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert (shown["zero"]["stage"], shown["data"]["name"]) == (2, "synthetic")
+
+
+@pytest.mark.parametrize("command", [["train.py", "mode=explain"], ["scripts/config_reference"]], ids=" ".join)
+def test_whoever_stops_reading_ends_what_is_printed_without_a_word(here, command):
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run(
+        [sys.executable, ROOT / command[0], *command[1:]],
+        cwd=here, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
 # Runs
@@ -385,7 +416,27 @@ def test_a_mistake_under_torchrun_is_one_line_exit_code_2_and_no_folder(here):
     assert done.returncode == 1  # torchrun's own; it tells that of the rank
     assert said_by_us(done.stderr) == ["zero.stage=7: must be 0, 1, 2 or 3, or auto"]
     assert "exitcode  : 2" in done.stderr
+    assert "traceback : zero.stage=7: must be 0, 1, 2 or 3, or auto" in done.stderr.splitlines()[-2]
+    assert done.stderr.count("zero.stage=7") == 2, "ours first, torchrun's last"
     assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize(("rank", "file", "prints"), [("0", True, True), ("1", True, False), ("1", False, True)])
+def test_ranks_tell_torchrun_and_the_first_of_a_machine_tells_the_user(
+    tmp_path, monkeypatch, capsys, rank, file, prints
+):
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    path = tmp_path / "error.json"
+    variables = {"LOCAL_RANK": rank, "RANK": rank, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
+    for name, value in (variables | {"TORCHELASTIC_ERROR_FILE": str(path)} if file else variables).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(train, "_as_one_rank", lambda arguments: train.compose(["zero.stge=1"]))
+    assert train.main(["zero.stge=1"]) == 2
+    line = "unknown key zero.stge; did you mean zero.stage?"
+    assert capsys.readouterr().err == (f"{line}\n" if prints else "")
+    if file:
+        assert ProcessFailure(0, 1, 2, str(path)).message["message"] == line
 
 
 @pytest.mark.process

@@ -148,6 +148,13 @@ def test_a_choice_on_the_command_line_wins_over_an_experiment():
     assert settled("debug=tiny", "experiment=cpu_smoke").model.width == 32
 
 
+def test_an_experiment_says_nothing_of_a_kind_that_was_not_chosen():
+    """A toy's width means nothing to model=hf, nor gpt_1b's beta2 to SGD; what is left of them holds."""
+    tiny = settled("debug=tiny", "model=hf", "model.path=gpt2")
+    assert (tiny.steps, tiny.model) == (4, schema.HF(path="gpt2", seq=32))
+    assert settled("experiment=gpt_1b", "optim=sgd").optim == schema.SGD(lr=2e-4)
+
+
 def test_conf_has_no_machine_in_it():
     for path in CONF.rglob("*.yaml"):
         assert "/home" not in path.read_text(), path

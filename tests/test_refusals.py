@@ -58,6 +58,7 @@ HYDRA = [
     (["tracker=wandb", "tracker.run=1e3"], "tracker.run=1000.0: must be text"),
     (["offload=off"], "offload=off does not exist; there are auto, cpu, infinity, none, nvme"),
     (["offload.host_budget=80"], "offload.host_budget=80: is 80 bytes; write a unit, such as 80GiB"),
+    (["offload.host_budget=1KiB"], "offload.host_budget=1KiB: must be at least 1MiB; what a run takes is in the table"),
     (["zero=3"], "zero=3: zero is a section of keys; did you mean zero.stage=3?"),
     (["--zero.stage=3"], "--zero.stage=3: settings are written without dashes: zero.stage=3"),
     (["tracker=wandb", "tracker.run=a b=c"], "tracker.run=a b=c cannot be read; write key=value, and quote"),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from itertools import zip_longest
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -276,6 +277,27 @@ def test_a_sweep_of_two_by_two_is_a_table_after_every_job(here, monkeypatch, cap
         assert statistics.median(speeds) == float(rows[number]["tokens_per_s"])
     assert rows[0]["val_loss"] == rows[2]["val_loss"], "a stage has changed the result"
     assert "4 jobs: 2 finished, 2 failed" in page(here / "sweep")
+
+
+def test_a_job_that_cannot_be_is_a_row_with_its_cause_and_the_others_run(here, monkeypatch, capsys):
+    def run(config, folder, apart):
+        (folder / "summary.json").write_text(json.dumps(finished()))
+        return SimpleNamespace(val_loss=4.0)
+
+    monkeypatch.setattr(train, "run", run)
+    assert train.main(["-m", "zero.stage=0,3", "offload=infinity,none", *QUICK, "hydra.sweep.dir=sweep"]) == 2
+    said = "offload=infinity keeps parameters on disk, which only zero.stage=3 can"
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"warning: 1 of 4 runs cannot be, and the others go on: {said}")
+    assert "(in the run zero.stage=0 offload=infinity)" in first
+    assert last.startswith(said)
+    rows = table(here / "sweep")
+    assert [(row["zero.stage"], row["offload"], row["status"]) for row in rows] == [
+        ("0", "infinity", "failed"), ("0", "none", "finished"), ("3", "infinity", "finished"), ("3", "none", "finished")
+    ]  # fmt: skip
+    assert [said in row["cause"] for row in rows] == [True, False, False, False]
+    assert said in page(here / "sweep")
+    assert any(said in row[-1] for row in markdown(here / "sweep"))
 
 
 @pytest.mark.process

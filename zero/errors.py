@@ -2,6 +2,7 @@
 
     ZeroError                    exit code 1; the message is one line: what, seen, do
     ├── ConfigError              2  a setting is wrong; nothing was allocated yet
+    │   ├── SettingError            a key or a value that no run could have, whatever else is set
     │   ├── LayoutError             sizes that do not describe a flat parameter
     │   └── PlanError               a model that cannot be split as asked
     ├── OutsideUnitError         1  a parameter was read where it is not gathered
@@ -32,6 +33,10 @@ class ConfigError(ZeroError):
     """A setting is wrong. Raised before any tensor, process group or folder exists."""
 
     exit_code = 2
+
+
+class SettingError(ConfigError):
+    """A key or a value that no run could have, whatever else is set."""
 
 
 class LayoutError(ConfigError):

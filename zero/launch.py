@@ -115,6 +115,18 @@ def under_torchrun() -> bool:
     return "LOCAL_RANK" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def tell_torchrun(text: str) -> bool:
+    """Leave `text` where torchrun looks for what this rank died of: its last lines show that in place of a link.
+
+    Returns whether it has said where it looks.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        told = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        Path(path).write_text(json.dumps(told))
+    return bool(path)
+
+
 def environment(
     ranks: int, threads: int | Literal["auto"], malloc: Malloc, deterministic: bool = False
 ) -> dict[str, str]:

@@ -105,7 +105,8 @@ def unknown_key(model: type[BaseModel], key: str) -> str:
     """The sentence for a key that does not exist, or not with the options that were chosen."""
     known = keys(model)
     if key in known:
-        return f"{key} is not a key of the option chosen for {key.split('.')[0]}"
+        section = key.split(".")[0]
+        return f"{key} is not a key of the option chosen for {section}; see mode=explain explain.key={key}"
     return unknown(key, known)
 
 

@@ -11,7 +11,7 @@ from zero import refusal
 from zero.build import build_schedule
 from zero.checkpoint import Checkpoint
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER
-from zero.config import Config, Decay, read
+from zero.config import Config, Decay, kinds, read
 from zero.errors import CheckpointError, ConfigError
 from zero.optim import Transform
 
@@ -130,8 +130,7 @@ def _as_saved(section: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) 
     if kind == ours["name"]:
         chosen, expected = [], ours
     else:
-        kinds = refusal.models_in(Config.model_fields[section].annotation)
-        fields = next((one.model_fields for one in kinds if one.model_fields["name"].default == kind), {})
+        fields = kinds(section)[kind].model_fields if kind in kinds(section) else {}
         chosen, expected = [f"{section}={AS_DECLARED.get(kind, kind)}"], {name: fields[name].default for name in fields}
     return chosen + [
         f"{section}.{name}={refusal.shown(theirs[name])}"

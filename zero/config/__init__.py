@@ -8,7 +8,7 @@ what was seen, what to write. Knows nothing of ranks, Hydra or torch, so a mista
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self
 
-from pydantic import ValidationError, model_validator
+from pydantic import BaseModel, ValidationError, model_validator
 
 from zero import refusal
 from zero.config.sections import (
@@ -53,7 +53,7 @@ from zero.config.sections import (
 )
 from zero.config.values import UNIT_CLASSES, Natural, Place, Section, Whole, key
 from zero.data.source import DataConfig
-from zero.errors import ConfigError
+from zero.errors import ConfigError, SettingError
 from zero.secret import refuse_secrets
 from zero.stage import Stage
 
@@ -97,6 +97,8 @@ __all__ = [
     "Zero",
     "flat",
     "keys",
+    "keys_of",
+    "kinds",
     "read",
     "unknown_key",
 ]
@@ -127,8 +129,8 @@ class Config(Section):
     )
     profile: bool = key(
         False,
-        "record a few steps with torch.profiler, for Perfetto",
-        trades="slower steps while it records",
+        "record one step with torch.profiler, for Perfetto",
+        trades="a slower step while it records",
         example="true",
     )
     zero: Zero = Zero()
@@ -265,18 +267,31 @@ def read(raw: Mapping[str, Any]) -> Config:
     """The settings in `raw`, defaults for what it leaves out.
 
     Raises:
-        ConfigError: one line about the first mistake, unknown keys before wrong values.
+        SettingError: one line about the first key or value that no run could have, unknown keys first.
+        ConfigError: settings that do not go together.
     """
     refuse_secrets(raw)
     try:
         return Config.model_validate(dict(raw))
     except ValidationError as refused:
-        raise ConfigError(refusal.sentence(Config, refused, raw)) from None
+        raise SettingError(refusal.sentence(Config, refused, raw)) from None
 
 
 def keys() -> tuple[str, ...]:
     """Every dotted key that some choice of options has, in reading order."""
     return refusal.keys(Config)
+
+
+def kinds(section: str) -> dict[str, type[BaseModel]]:
+    """What may be chosen for a section, by name; empty where there is one kind only, which has no name."""
+    models = list(refusal.models_in(Config.model_fields[section].annotation)) if section in Config.model_fields else []
+    return {str(model.model_fields["name"].default): model for model in models if "name" in model.model_fields}
+
+
+def keys_of(section: str, chosen: Mapping[str, Any]) -> set[str]:
+    """The keys of the kind that is `chosen` for a section; empty where there is no such kind."""
+    kind = kinds(section).get(str(chosen.get("name")))
+    return set() if kind is None else {field.alias or name for name, field in kind.model_fields.items()}
 
 
 def flat(config: Config) -> dict[str, str]:

@@ -163,24 +163,27 @@ def _budget(value: object) -> int | str:
     """Bytes as an int, a share as it was typed."""
     if value == "auto" or (isinstance(value, str) and share(value) is not None):
         return str(value)
-    return _bytes(value) and _no_slip(_bytes(value))
+    return _bytes(value) and _no_slip(value)
 
 
 def _memory(value: object) -> int | str:
     if value == "auto":
         return "auto"
-    return _no_slip(_bytes(value))
+    return _no_slip(value)
 
 
 def _disk(value: object) -> int | str:
-    return "auto" if value == "auto" else _bytes(value) and _no_slip(_bytes(value))
+    return "auto" if value == "auto" else _bytes(value) and _no_slip(value)
 
 
-def _no_slip(nbytes: int) -> int:
+def _no_slip(value: object) -> int:
     """80 is a slip of whoever means 80GiB."""
-    if nbytes < 2**20:
+    nbytes = _bytes(value)
+    if nbytes >= 2**20:
+        return nbytes
+    if str(value).isdigit():
         raise ValueError(f"is {nbytes} bytes; write a unit, such as 80GiB")
-    return nbytes
+    raise ValueError("must be at least 1MiB; what a run takes is in the table of mode=plan")
 
 
 def share(text: str) -> float | None:

@@ -310,7 +310,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "flops_profiler",
-        "profile=true records a few steps",
+        "profile=true records one step",
         "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
     ),
     Feature("comms_logger", "report.html has every collective of one step", "enabled prof_all prof_ops verbose debug"),

@@ -482,6 +482,15 @@ def test_the_best_choice_is_the_fastest_that_fits_and_of_those_alike_what_moves_
     assert best([replace(one, refusal="no") for one in found]) is None
 
 
+@pytest.mark.parametrize(("ranks", "level"), [(1, 0), (4, 1)])
+def test_where_everything_is_as_fast_the_star_is_where_the_concepts_page_says(ranks, level):
+    settings = config(precision={"compute": "bf16"}, batch={"global": 32})
+    unbound = replace(ROUND, copy_bytes=1e18, disk_bytes=1e18, link_bytes=1e18)
+    winner = best(choices(settings, gpu(ranks), model_of(settings), unbound))
+    assert winner is not None
+    assert (winner.plan.stage.level, winner.preset) == (level, "none")
+
+
 def test_batches_try_every_divisor_the_largest_first():
     asked = config(batch={"global": 24})
     assert [batch.numbers() for batch in batches(asked, 2)] == [
@@ -764,6 +773,23 @@ def test_what_is_wrong_with_every_setting_is_said_once():
     assert not fits
     assert sum(line.endswith("  no") for line in text.splitlines()) == 13
     assert text.count("offload.device_budget=1.0 GiB") == 1
+
+
+@pytest.mark.parametrize("width", [8, 4096])
+def test_columns_of_small_and_large_models_stay_apart(width):
+    """A model of a few thousand parameters, whose steps last microseconds; one of billions on thousands of ranks."""
+    large = {"width": width, "layers": 1 if width == 8 else 32, "heads": 1}
+    machine = {"ranks": 2 if width == 8 else 4096, "device_memory": "80GiB", "host_memory": "64TiB", "disk": "9PB"}
+    text, _ = planning.plan_text(
+        config(model={**TINY, **large}, plan=machine, batch={"global": 2 if width == 8 else 4096})
+    )
+    lines = text.splitlines()
+    assert max(len(line.split("no, lacks")[0]) for line in lines[:-1]) <= 80
+    cell = r"(?: +[\d.]+ (?:B|[KMGT]iB)| {11})"
+    rows = [line for line in lines if line.endswith("  yes")]
+    assert rows
+    for row in rows:
+        assert re.fullmatch(rf"[* ] [0-3]     \w+ *{cell}{{2,3}} +\d+ +[\d.,e+]+ (?:s|ms|us)  yes", row), row
 
 
 def test_fewer_rows_than_ranks_are_planned_with_a_row_each():

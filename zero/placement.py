@@ -314,7 +314,7 @@ def _one_of(key: str, value: object, known: tuple[str, ...]) -> None:
 
 def size_text(count: int) -> str:
     """A number of bytes as people say it."""
-    for unit, name in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+    for unit, name in ((1024 * GiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
         if count >= unit:
             return f"{count / unit:.1f} {name}"
     return f"{count} B"

@@ -43,7 +43,7 @@ class Choice:
         refusal: why it does not fit, in one line; None if it does.
         short: the memories that are too small.
         seconds: predicted for one step.
-        moved_bytes: between tiers, in one step.
+        moved_bytes: between ranks and between tiers, by one rank in one step.
     """
 
     config: Config
@@ -107,7 +107,10 @@ def choices(
 
 
 def best(found: Sequence[Choice]) -> Choice | None:
-    """The fastest that fits; of those alike what moves least between tiers, then takes least memory."""
+    """The fastest that fits; of those alike what moves least, between ranks and tiers, then what takes least memory.
+
+    Of equals the lowest stage.
+    """
     fitting = [one for one in found if one.fits]
     if not fitting:
         return None
@@ -156,8 +159,8 @@ def choice(
         plan = _unlimited(solved, machine, model, taken(solved.batch))
         short = _short(plan, solved, machine)
     seconds = step_seconds(plan, rates, forward_flops=traced.forward_flops, backward_flops=traced.backward_flops)
-    moved = traffic(plan).bytes_per_step
-    return Choice(solved, preset, plan, refusal, short, seconds, moved.disk + moved.copy)
+    moved_bytes = sum(traffic(plan).of_step(plan.accumulate))
+    return Choice(solved, preset, plan, refusal, short, seconds, moved_bytes)
 
 
 def batches(config: Config, ranks: int) -> Iterator[Batch]:

@@ -17,6 +17,14 @@ from zero.placement import Tier
 from zero.plan import Plan
 
 
+def seconds_text(seconds: float) -> str:
+    """A time as people say it, three digits of it."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}" if seconds < 1000 else f"{seconds:,.0f} s"
+    return f"{seconds * 1e6:.3g} us"
+
+
 @dataclass(frozen=True)
 class Rates:
     """What one rank moves and computes per second.
@@ -74,10 +82,9 @@ class Traffic(NamedTuple):
     away_numel: int
     """Parameters that the store's threads update."""
 
-    @property
-    def bytes_per_step(self) -> Load:
-        """With one microbatch."""
-        return self.update + self.forward + self.backward + self.first + self.last
+    def of_step(self, microbatches: int) -> Load:
+        """All of it."""
+        return self.update + (self.forward + self.backward).times(microbatches) + self.first + self.last
 
 
 def traffic(plan: Plan) -> Traffic:

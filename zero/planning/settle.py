@@ -14,6 +14,7 @@ from zero.errors import ConfigError
 from zero.placement import PRESETS, budget_bytes, size_text
 from zero.planning.activations import Activations
 from zero.planning.choices import STAGES, Choice, best, choices, nearest
+from zero.planning.cost import seconds_text
 from zero.planning.machine import Machine
 from zero.planning.rates import assumed, measured, with_disk_or_without
 from zero.progress import Progress, silent
@@ -103,10 +104,12 @@ def _why_stage(winner: Choice, found: Sequence[Choice], source: str) -> list[str
     told = f"{len(others) + 1} of {len(found)} settings fit"
     if others:
         near = others[0]
-        told += f"; next: {' '.join(near.keys)} at {near.seconds:.3g} s a step and {size_text(near.memory_bytes)}"
-    keys = " ".join(winner.keys)
+        told += (
+            f"; next: {' '.join(near.keys)} at {seconds_text(near.seconds)} a step and {size_text(near.memory_bytes)}"
+        )
+    keys, takes = " ".join(winner.keys), size_text(winner.memory_bytes)
     return [
-        f"auto: {keys}: {winner.seconds:.3g} s a step predicted, {size_text(winner.memory_bytes)} per rank; {told}",
+        f"auto: {keys}: {seconds_text(winner.seconds)} a step predicted, {takes} per rank; {told}",
         f"auto: rates {source}",
     ]
 

@@ -8,12 +8,15 @@ from zero.placement import TIERS, size_text
 from zero.plan import KINDS, Plan
 from zero.planning.activations import Activations
 from zero.planning.choices import Choice, best, choices, nearest
+from zero.planning.cost import seconds_text
 from zero.planning.machine import Machine
 from zero.planning.papers import EXPLANATION, OURS, PAPERS, TUTORIAL, TUTORIAL_GB, TUTORIAL_NUMEL, is_tutorial
 from zero.planning.rates import assumed, with_disk_or_without
 from zero.task import build_task
 
 GB = 1e9
+UNITS = ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB"), (0, "B"))
+"""Of model states: powers of ten, as the papers count them."""
 
 COLUMNS = 80
 """Of sentences, and of tables but for what is lacking; what is to be copied stays on a line."""
@@ -121,7 +124,7 @@ def _summary(found: Sequence[Choice], machine: Machine) -> Iterator[str]:
     tiers = [tier for tier in TIERS if tier != "device" or machine.device == "cuda"]
     winner = best(found)
     heads = "".join(f"{tier:>11}" for tier in tiers)
-    yield f"  {'stage':<6}{'offload':<9}{heads}{'micro':>7}{'step':>10}  fits"
+    yield f"  {'stage':<6}{'offload':<9}{heads}{'micro':>7}{'step':>11}  fits"
     room = dict(zip(("device", "host", "nvme"), machine.room, strict=True))
     yield f"  {'room of a rank':<15}" + "".join(f"{size_text(room[tier] or 0):>11}" for tier in tiers)
     for one in found:
@@ -133,8 +136,8 @@ def _summary(found: Sequence[Choice], machine: Machine) -> Iterator[str]:
         lacks = ", ".join(f"{short.tier} {size_text(short.need_bytes - short.room_bytes)}" for short in one.short)
         verdict = "yes" if one.fits else f"no, lacks {lacks}" if lacks else "no"
         mark = "*" if one is winner else " "
-        step = f"{one.seconds:.3g} s"
-        yield f"{mark} {one.plan.stage.level:<6}{one.preset:<9}{sizes}{micro:>7}{step:>10}  {verdict}"
+        step = seconds_text(one.seconds)
+        yield f"{mark} {one.plan.stage.level:<6}{one.preset:<9}{sizes}{micro:>7}{step:>11}  {verdict}"
     said = None if winner else nearest(found).refusal  # in the proposal
     for refusal in dict.fromkeys(one.refusal for one in found if one.refusal and not one.short):
         if refusal != said:
@@ -150,7 +153,8 @@ def _proposal(found: Sequence[Choice], machine: Machine, overrides: Sequence[str
         least = nearest(found)
         yield from _sentence(f"nothing fits; nearest is {' '.join(least.keys)}: {least.refusal}")
         return
-    yield f"* fastest that fits, of those alike what moves and takes least: {winner.seconds:.3g} s a step"
+    told = "* the fastest that fits; of those alike what moves least, then what takes least"
+    yield from _sentence(f"{told}: {seconds_text(winner.seconds)} a step")
     repeated = [one for one in overrides if one.split("=")[0].lstrip("+") not in NOT_REPEATED]
     repeated = [one for one in repeated if not one.startswith(("plan.", "hydra", "-"))]
     rows = winner.config.batch.numbers()[0]
@@ -165,11 +169,13 @@ def _proposal(found: Sequence[Choice], machine: Machine, overrides: Sequence[str
 def _formulas(found: Sequence[Choice], numel: int, ranks: int) -> Iterator[str]:
     """Model states by the papers' formula, by ours, and as planned; and the tutorial's table where it is about this."""
     planned = [_states_bytes(one.plan) for one in found if one.preset == "none"]
-    yield f"model states per rank in GB (1e9 bytes), P = {numel / 1e9:.3g} billion parameters, W = {ranks}"
-    yield f"  {'':<8}{'papers':<24}{'ours (fp32 gradients)':<28}as planned"
+    power, name = next((power, name) for power, name in UNITS if OURS[0].of(numel, ranks) >= 10**power)
+    unit = 10**power
+    yield f"model states per rank in {name} (1e{power} bytes), P = {numel:,} parameters, W = {ranks:,}"
+    yield f"  {'':<8}{'papers':<25}{'ours (fp32 gradients)':<28}as planned"
     for stage, (paper, ours, plan_bytes) in enumerate(zip(PAPERS, OURS, planned, strict=True)):
-        left, right = (f"{f!s:<10} = {f.of(numel, ranks) / GB:>7.3g}" for f in (paper, ours))
-        yield f"  stage {stage:<2}{left:<24}{right:<28}{plan_bytes / GB:>7.3g}"
+        left, right = (f"{f!s:<10} = {f.of(numel, ranks) / unit:>8.3g}" for f in (paper, ours))
+        yield f"  stage {stage:<2}{left:<25}{right:<28}{plan_bytes / unit:>8.3g}"
     if is_tutorial(numel, ranks):
         yield "  7B on 4 GPUs, in GB:     " + "".join(f"{f'stage {stage}':>10}" for stage in range(4))
         for name, values in (

@@ -48,7 +48,9 @@ def test_every_option_composes_and_builds(option):
     config = settled(option, *NEEDS.get(option, [])).on(1)
     precision, optimizer = build_precision(config), build_optimizer(config)
     if option != "schedule=lr_range":
-        assert all(0 <= optimizer.lr_at(step) <= config.optim.lr for step in (1, 2, config.warmup + 1, config.steps))
+        assert all(
+            0 <= optimizer.groups[0](step).lr <= config.optim.lr for step in (1, 2, config.warmup + 1, config.steps)
+        )
     with zero.empty():
         model = GPT(GPTConfig(width=8, layers=1, heads=2, seq=4))
     plan = build_plan(config, model, zero.World.from_env())

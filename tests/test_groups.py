@@ -1,6 +1,7 @@
 """Groups of parameters: torch's `param_groups` are the oracle, and what does not train does not move by a bit."""
 
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +48,7 @@ def test_the_first_group_that_takes_a_parameter_has_it():
     assert settings_at(transform, "blocks.7.bias", (2,))[:2] == (2.0, 0.5), "a decay of its own is for all it takes"
     assert not settings_at(transform, "head", (2, 2)).trains
     assert settings_at(transform, "other", (2,)) == (3.0, 0.0, (0.9, 0.999), True, 1)
-    assert transform.hyper_at(7, 2.0).lr == transform.lr_at(7) == 3.0, "the default group's"
+    assert transform.hyper_at(7, 2.0).lr == transform.groups[0](7).lr == 3.0, "the default group's"
 
 
 def test_a_group_follows_the_step_and_a_dict():
@@ -367,6 +368,24 @@ def test_the_configuration_asks_for_a_mean():
     assert build_optimizer(read({"optim": {"name": "sgd", "ema": 0.99}})).moments == ("mu", "ema")
     with pytest.raises(ConfigError, match=r"optim\.ema=1\.0; it must be at least 0 and less than 1"):
         zero.with_ema(sgd(LR), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("takes", "said"),
+    [
+        (["head.bias", "embd.weight"], "takes 'embd.weight', and no parameter is named so; did you mean embed.weight?"),
+        ("blokcs.*", "takes 'blokcs.*', and no parameter is named so"),
+        (lambda name, shape: len(shape) == 7, "takes none of the model's 25 parameters"),
+    ],
+)
+def test_a_group_for_parameters_that_the_model_has_not_is_refused(takes, said):
+    def strange(*args: Any, **how: Any) -> zero.optim.Transform:
+        return adamw(*args, groups=[Group(["embed.weight"]), Group(takes)], **how)
+
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'optim.groups[1] {said}')}"):
+        Setting(optimizer=strange).plan(zero.World.from_env())
+    nothing = Group(frozenset())  # as that of an optimizer of torch whose parameters are all frozen
+    Setting(optimizer=lambda *args, **how: adamw(*args, groups=[nothing], **how)).plan(zero.World.from_env())
 
 
 def test_no_groups_have_the_bits_of_a_group_that_says_nothing():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import zero
 from zero.errors import ConfigError
-from zero.optim import Settings, Transform, adagrad, adam, adamw, decay_matrices, lion, sgd, with_ema
+from zero.optim import Group, Settings, Transform, adagrad, adam, adamw, decay_matrices, lion, sgd, with_ema
 
 LR, DECAY = 3e-3, 0.1
 SETTINGS = {
@@ -171,10 +171,10 @@ def test_only_matrices_decay_by_default():
 
 
 def test_the_learning_rate_may_be_a_function_of_the_step():
-    assert adamw(0.5).lr_at(7) == 0.5
-    assert adamw(lambda step: step / 10).lr_at(7) == 0.7
+    assert adamw(0.5).groups[0](7).lr == 0.5
+    assert adamw(lambda step: step / 10).groups[0](7).lr == 0.7
     with pytest.raises(ConfigError, match="lr at step 3=nan"):
-        adamw(lambda step: nan).lr_at(3)
+        adamw(lambda step: nan).groups[0](3)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +190,12 @@ def test_the_learning_rate_may_be_a_function_of_the_step():
         ("weight_decay", lambda: adamw(LR, weight_decay=inf)),
         ("momentum", lambda: sgd(LR, momentum=-0.9)),
         ("nesterov", lambda: sgd(LR, nesterov=True)),
+        ("lr", lambda: adamw("1e-3")),
+        ("lr at step 1", lambda: adamw(lambda step: "1e-3").groups[0](1)),
+        ("beta2", lambda: adam(LR, beta2=None)),
+        ("clip", lambda: sgd(LR, clip="1")),
+        ("eps", lambda: adagrad(LR, eps="small")),
+        (r"groups\[0\].lr at step 1", lambda: lion(LR, groups=[Group(["w"], lr="1e-3")]).groups[2](1)),
     ],
 )
 def test_a_setting_out_of_range_is_refused_by_its_key(key, make):

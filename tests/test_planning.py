@@ -66,6 +66,39 @@ def tier_bytes(plan: zero.Plan, *tiers: str) -> int:
     return sum(sum(plan.bytes.get(tier, {}).values()) for tier in tiers)
 
 
+# What a plan is made of
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"optimizer": torch.optim.AdamW}, "optimizer is the class AdamW; make one with zero.adamw"),
+        ({"optimizer": None}, "optimizer is of NoneType; make one with zero.adamw"),
+        ({"model": None}, "model is of NoneType; pass a torch.nn.Module"),
+        ({"world": 2}, "world is of int; make one with zero.World.from_env()"),
+        ({"offload": "disk"}, "offload=disk: must be one of none, cpu, nvme"),
+        ({"stage": "3"}, "zero.stage='3': a stage is 0, 1, 2 or 3"),
+        ({"prefetch": "1"}, "zero.prefetch='1': it is a number of units"),
+        ({"accumulate": 2.0}, "batch.accumulate=2.0: it is a number of microbatches"),
+        ({"units": torch.nn.Linear}, "zero.units=Linear is one class; pass a list: [Linear]"),
+    ],
+)
+def test_what_is_no_part_of_a_plan_is_refused_with_what_to_write(given, said):
+    parts = {"model": torch.nn.Linear(4, 4), "optimizer": zero.adamw(1e-3), "world": gpu(2).world} | given
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+        zero.Plan(parts.pop("model"), **parts)
+
+
+def test_a_presets_name_is_an_offload():
+    plans = [
+        zero.Plan(torch.nn.Linear(4, 4), optimizer=zero.adamw(1e-3), world=gpu(2).world, room=NO_LIMIT, offload=offload)
+        for offload in ("nvme", zero.Offload("nvme"), None, zero.Offload())
+    ]
+    assert plans[0].fields() == plans[1].fields()
+    assert plans[2].fields() == plans[3].fields()
+    assert plans[0].bytes != plans[2].bytes
+
+
 # Formulas
 
 

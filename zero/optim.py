@@ -20,12 +20,13 @@ Methods for Online Learning and Stochastic Optimization".
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -101,6 +102,17 @@ class Group:
             return bool(self.takes(name, shape))
         return name in self._names or any(fnmatchcase(name, pattern) for pattern in self._patterns)
 
+    def stranger(self, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+        """What of it fits none of these parameters, in words."""
+        if callable(self.takes):
+            taken = any(self.takes(name, shape) for name, shape in shapes.items())
+            return None if taken else f"takes none of the model's {len(shapes)} parameters"
+        for one in sorted(self._names):
+            if one not in shapes and not any(fnmatchcase(name, one) for name in shapes):
+                near = difflib.get_close_matches(one, shapes, 1)
+                return f"takes {one!r}, and no parameter is named so" + (f"; did you mean {near[0]}?" if near else "")
+        return None
+
     @property
     def masked(self) -> bool:
         """Whether the optimizer's mask says what of it decays."""
@@ -144,18 +156,26 @@ class Transform:
     clip: float | None = None
     """The largest global gradient norm, None for no clipping."""
     copies: tuple[str, ...] = ()
+    asked: tuple[Group, ...] = ()
+    """The groups as they were given."""
 
     def __post_init__(self) -> None:
         if self.clip is not None:
-            _require("clip", self.clip, 0 < self.clip < inf, "more than 0, or none")
+            _require("clip", self.clip, lambda clip: 0 < clip < inf, "more than 0, or none")
 
-    def lr_at(self, step: int) -> float:
-        """The learning rate of update `step` in the default group.
+    def check_groups(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse a group whose function takes no parameter, or one of whose names or patterns fits none.
+
+        Args:
+            shapes: of all parameters, by name.
 
         Raises:
-            ConfigError: the schedule gave a negative or non-finite number.
+            ConfigError: there is one; what is meant, where that can be guessed.
         """
-        return self.groups[0](step).lr
+        for number, group in enumerate(self.asked):
+            stranger = group.stranger(shapes)
+            if stranger:
+                raise ConfigError(f"optim.groups[{number}] {stranger}")
 
     def hyper_at(self, step: int, divisor: float) -> Hyper:
         """What update `step` is made with, as far as that can be known before the norm.
@@ -217,7 +237,7 @@ def sgd(
     groups: Sequence[Group] = (),
 ) -> Transform:
     """Stochastic gradient descent with L2 weight decay, as `torch.optim.SGD`: without momentum there are no moments."""
-    remembers = bool(momentum) or any(any(group.given()["betas"] or ()) for group in groups)
+    remembers = bool(momentum) or any(any(group.given()["betas"] or ()) for group in _listed(groups))
     if nesterov and not remembers:
         raise ConfigError("optim.nesterov=true looks ahead along the momentum, which is 0; set optim.momentum")
     moments, update, betas = ("mu",) if remembers else (), partial(_sgd, nesterov), {"momentum": momentum}
@@ -254,7 +274,7 @@ def adagrad(
     Args:
         lr_decay: the rate of step t is lr / (1 + (t - 1) x lr_decay).
     """
-    _require("lr_decay", lr_decay, 0 <= lr_decay < inf, "0 or more")
+    _require("lr_decay", lr_decay, _is_finite, "0 or more")
     update = partial(_adagrad, lr_decay, _eps(eps))
     return _transform("adagrad", ("nu",), update, lr, {}, weight_decay, clip, decay, groups)
 
@@ -264,7 +284,7 @@ def with_ema(transform: Transform, decay: float = 0.999) -> Transform:
 
     It is a moment, "ema": it sleeps where the others sleep, and is read with `full_state_dict(state, "ema")`.
     """
-    _require("ema", decay, 0 <= decay < 1, "at least 0 and less than 1")
+    _require("ema", decay, _is_share, "at least 0 and less than 1")
     return replace(
         transform,
         moments=(*transform.moments, "ema"),
@@ -285,7 +305,7 @@ def _transform(
     groups: Sequence[Group],
 ) -> Transform:
     """Each group twice, what does not decay and what does: number 2 i and 2 i + 1 of group i, the default one first."""
-    default = Group((), lr, weight_decay, tuple(betas.values()))
+    groups, default = _listed(groups), Group((), lr, weight_decay, tuple(betas.values()))
     for key, value in {"lr": lr, "weight_decay": weight_decay, **betas}.items():
         if not callable(value):
             _in_range(key, value)
@@ -294,7 +314,7 @@ def _transform(
         for i, group in enumerate((default, *groups))
         for decays in (False, True)
     )
-    return Transform(name, moments, update, settings, partial(_number, tuple(groups), decay), clip)
+    return Transform(name, moments, update, settings, partial(_number, groups, decay), clip, asked=groups)
 
 
 def _number(groups: tuple[Group, ...], decay: Mask, name: str, shape: tuple[int, ...]) -> int:
@@ -309,8 +329,7 @@ def _settings(group: Group, default: Group, betas: tuple[str, ...], decays: bool
     told = default.given() | said
 
     def at(key: str, value: Any) -> float:
-        number = float(value(step) if callable(value) else value)
-        return _in_range(f"{where}{key} at step {step}", number, key)
+        return float(_in_range(f"{where}{key} at step {step}", value(step) if callable(value) else value, key))
 
     if len(told["betas"]) != len(betas):
         wanted = f"({', '.join(betas)})" if betas else "none"
@@ -448,18 +467,34 @@ def _numbers(update: Any) -> list[Any]:
     ]
 
 
+def _listed(groups: Sequence[Group]) -> tuple[Group, ...]:
+    if isinstance(groups, Group):
+        raise ConfigError("optim.groups is one Group; pass a list: groups=[zero.Group(...)]")
+    return tuple(groups)
+
+
 def _in_range(key: str, value: float, kind: str | None = None) -> float:
     if (kind or key) in ("lr", "weight_decay"):
-        return _require(key, value, 0 <= value < inf, "0 or more and finite: check the schedule")
-    return _require(key, value, 0 <= value < 1, "at least 0 and less than 1")
+        return _require(key, value, _is_finite, "0 or more and finite: check the schedule")
+    return _require(key, value, _is_share, "at least 0 and less than 1")
 
 
 def _eps(value: float) -> float:
-    return _require("eps", value, 0 <= value < inf, "0 or more")
+    return _require("eps", value, _is_finite, "0 or more")
 
 
-def _require(key: str, value: float, holds: bool, wanted: str) -> float:
-    """`holds` is false for NaN too, because every comparison with NaN is."""
-    if not holds:
+def _is_finite(value: float) -> bool:
+    return 0 <= value < inf
+
+
+def _is_share(value: float) -> bool:
+    return 0 <= value < 1
+
+
+def _require(key: str, value: float, holds: Callable[[float], bool], wanted: str) -> float:
+    """`holds` is to be false for NaN too, as every comparison with NaN is."""
+    if not isinstance(value, SupportsFloat):
+        raise ConfigError(f"optim.{key}={value!r} is a {type(value).__name__}; it must be a number")
+    if not holds(value):
         raise ConfigError(f"optim.{key}={value}; it must be {wanted}")
     return value

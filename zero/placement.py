@@ -96,8 +96,8 @@ class Offload:
             _one_of(f"offload.{key}", getattr(self, key), known)
         if self.path is not None and not isinstance(self.path, str):
             raise ConfigError(f"offload.path={self.path!r}: a folder's name, as str, or None for the current folder")
-        if self.page_bytes < BLOCK_BYTES or self.page_bytes % BLOCK_BYTES:
-            raise ConfigError(f"offload.page={self.page_bytes}: must be a positive multiple of 4KiB")
+        if type(self.page_bytes) is not int or self.page_bytes < BLOCK_BYTES or self.page_bytes % BLOCK_BYTES:
+            raise ConfigError(f"offload.page={self.page_bytes!r}: must be a positive multiple of 4KiB, in bytes")
         for key, count, least in (("threads", self.threads, 1), ("read_ahead", self.read_ahead, 0)):
             if count is not None and (type(count) is not int or count < least):
                 raise ConfigError(f"offload.{key}={count}: must be a whole number from {least}, or None")

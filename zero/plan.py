@@ -67,7 +67,7 @@ class Plan:
         update: "lazy" hides each unit's update before its next gather, "serial" does all right after backward (same
             bits), "eager" during backward, without clipping or loss scaling only.
         accumulate: microbatches per step.
-        offload: what sleeps off the device, and where; None: nothing.
+        offload: what sleeps off the device, and where, or the name of a preset such as "nvme"; None: nothing.
         room: what this rank may take; None: what is free here and now.
         activation_bytes: what forward and backward need beside everything else, at most; counted, not allocated.
         remat_bytes: the same with activations="remat"; asked only where a plan that does not fit may advise it.
@@ -85,7 +85,7 @@ class Plan:
         world: World,
         stage: Stage | int = 3,
         precision: Precision | str = "fp32",
-        offload: Offload | None = None,
+        offload: Offload | str | None = None,
         units: Sequence[str | type[nn.Module]] | None = None,
         prefetch: int = 1,
         activations: Activations = "keep",
@@ -96,17 +96,19 @@ class Plan:
         activation_bytes: int = 0,
         remat_bytes: Callable[[], int] | None = None,
     ) -> None:
-        if prefetch < 0:
-            raise PlanError(f"zero.prefetch={prefetch}: it is a number of units, 0 or more")
-        if accumulate < 1:
-            raise PlanError(f"batch.accumulate={accumulate}: it is a number of microbatches, 1 or more")
+        _refuse_strangers(model, optimizer, world)
+        if type(prefetch) is not int or prefetch < 0:
+            raise PlanError(f"zero.prefetch={prefetch!r}: it is a number of units, 0 or more")
+        if type(accumulate) is not int or accumulate < 1:
+            raise PlanError(f"batch.accumulate={accumulate!r}: it is a number of microbatches, 1 or more")
         for key, value, known in (("activations", activations, Activations), ("update", update, Update)):
             if value not in get_args(known):
                 raise PlanError(f"zero.{key}={value}: it is one of {', '.join(get_args(known))}")
         self.model, self.optimizer, self.world = model, optimizer, world
         self.stage = stage if isinstance(stage, Stage) else Stage(stage)
         self.precision = precision if isinstance(precision, Precision) else Precision(precision)
-        self.offload = (offload or Offload()).at(parameters_sharded=self.stage.parameters)
+        asked = offload if isinstance(offload, Offload) else Offload(offload or "none")
+        self.offload = asked.at(parameters_sharded=self.stage.parameters)
         self.prefetch, self.activations, self.update, self.accumulate = prefetch, activations, update, accumulate
         self.compile = compile
         self.room, self.activation_bytes, self._remat_bytes = room, activation_bytes, remat_bytes
@@ -124,6 +126,8 @@ class Plan:
             class_names=_names(units),
             group=optimizer.group,
         )
+        slots = (slot for unit in self.units for one in (unit.trainable, unit.frozen) for slot in one.slots)
+        optimizer.check_groups({slot.name: slot.shape for slot in slots})
         self._pages: dict[tuple[bool, bool], dict[Page, PageSpec]] = {}  # tens of thousands, asked for many times
         self.arena_slots, self.placement = self._placed()
 
@@ -457,9 +461,23 @@ class Plan:
         return "\n".join([*lines, f"{'total':<16} {totals}"])
 
 
+def _refuse_strangers(model: object, optimizer: object, world: object) -> None:
+    """What a plan is made of, each with where it comes from."""
+    for key, value, kind, instead in (
+        ("model", model, nn.Module, "pass a torch.nn.Module"),
+        ("optimizer", optimizer, Transform, "make one with zero.adamw(lr); torch's own is for zero.initialize"),
+        ("world", world, World, "make one with zero.World.from_env()"),
+    ):
+        if not isinstance(value, kind):
+            seen = f"the class {value.__qualname__}" if isinstance(value, type) else f"of {type(value).__qualname__}"
+            raise PlanError(f"{key} is {seen}; {instead}")
+
+
 def _names(units: Sequence[str | type[nn.Module]] | None) -> list[str] | None:
     if isinstance(units, str):
         raise PlanError(f"zero.units={units!r} is one string; pass a list: [{units!r}]")
+    if isinstance(units, type):
+        raise PlanError(f"zero.units={units.__name__} is one class; pass a list: [{units.__name__}]")
     return None if units is None else [unit if isinstance(unit, str) else unit.__name__ for unit in units]
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import cos, inf, log, pi
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, SupportsFloat
 
 from zero.errors import ConfigError
 
@@ -53,8 +53,7 @@ def warmup_linear(
     Raises:
         ConfigError: a negative or non-finite rate, or no step between the peak and `total`.
     """
-    rise = _rise(lr, warmup, start, curve)
-    return partial(_warmup_linear, rise, *_span(warmup, hold, total), _rate("final", final))
+    return partial(_decayed, _straight, _rise(lr, warmup, start, curve), _fall(warmup, hold, total, final))
 
 
 def warmup_cosine(
@@ -72,8 +71,7 @@ def warmup_cosine(
     Raises:
         ConfigError: a negative or non-finite rate, or no step between the peak and `total`.
     """
-    rise = _rise(lr, warmup, start, curve)
-    return partial(_warmup_cosine, rise, *_span(warmup, hold, total), _rate("final", final))
+    return partial(_decayed, _half_cosine, _rise(lr, warmup, start, curve), _fall(warmup, hold, total, final))
 
 
 def lr_range(lr: float, every: int, *, rate: float = 1.0, stairs: bool = False) -> Schedule:
@@ -121,6 +119,14 @@ class _Rise(NamedTuple):
     curve: Curve
 
 
+class _Fall(NamedTuple):
+    """A decay, checked: from the peak at one step to `final` at another."""
+
+    peak: int
+    total: int
+    final: float
+
+
 def _constant(lr: float, step: int) -> float:
     return lr
 
@@ -138,22 +144,20 @@ def _warmup(rise: _Rise, step: int) -> float:
     return (start or 0.0) + (lr - (start or 0.0)) * done
 
 
-def _warmup_linear(rise: _Rise, peak: int, total: int, final: float, step: int) -> float:
+def _decayed(left: Callable[[float], float], rise: _Rise, fall: _Fall, step: int) -> float:
+    """`left` is what is left of the way down, by how much of it is done."""
+    peak, total, final = fall
     if step < peak:
         return _warmup(rise, step)
-    left = 1 - _progress(peak, total, step)
-    return final + (rise.lr - final) * left
+    return final + (rise.lr - final) * left(min(1.0, (step - peak) / (total - peak)))
 
 
-def _warmup_cosine(rise: _Rise, peak: int, total: int, final: float, step: int) -> float:
-    if step < peak:
-        return _warmup(rise, step)
-    left = (1 + cos(pi * _progress(peak, total, step))) / 2
-    return final + (rise.lr - final) * left
+def _straight(done: float) -> float:
+    return 1 - done
 
 
-def _progress(peak: int, total: int, step: int) -> float:
-    return min(1.0, (step - peak) / (total - peak))
+def _half_cosine(done: float) -> float:
+    return (1 + cos(pi * done)) / 2
 
 
 def _lr_range(lr: float, rate: float, every: int, stairs: bool, step: int) -> float:
@@ -186,8 +190,8 @@ def _decays(cycle: Cycle, step: int) -> float:
 
 
 def _rate(key: str, value: float) -> float:
-    if not 0 <= value < inf:
-        raise ConfigError(f"schedule.{key}={value}; it must be 0 or more and finite")
+    if not isinstance(value, SupportsFloat) or not 0 <= value < inf:
+        raise ConfigError(f"schedule.{key}={value!r}; it must be a number, 0 or more and finite")
     return value
 
 
@@ -198,19 +202,19 @@ def _rise(lr: float, warmup: int, start: float | None, curve: Curve) -> _Rise:
 
 
 def _steps(key: str, value: int, least: int = 0) -> int:
-    if value < least:
-        raise ConfigError(f"schedule.{key}={value}; it must be {least} or more steps")
+    if not isinstance(value, SupportsFloat) or value < least:
+        raise ConfigError(f"schedule.{key}={value!r}; it must be {least} or more steps")
     return value
 
 
-def _span(warmup: int, hold: int, total: int) -> tuple[int, int]:
+def _fall(warmup: int, hold: int, total: int, final: float) -> _Fall:
     peak = warmup + _steps("hold", hold)
-    if total <= peak:
+    if _steps("total", total) <= peak:
         raise ConfigError(
             f"schedule.total={total} is not after the peak at step {peak} (schedule.warmup={warmup}, hold={hold}); "
             "a decay needs steps of its own"
         )
-    return peak, total
+    return _Fall(peak, total, _rate("final", final))
 
 
 def _checked(cycle: Cycle) -> Cycle:

@@ -476,6 +476,7 @@ def test_the_script_refuses_in_one_line(script, capsys, monkeypatch):
 def test_the_table_in_the_docs_is_the_table_that_is_read(script):
     text = (ROOT / "docs/coming-from-deepspeed.md").read_text()
     assert "\n".join(script.tables()) in text, "paste what scripts/from_deepspeed --keys prints"
+    assert "\n".join(script.names()) in text, "paste what scripts/from_deepspeed --names prints"
 
 
 def test_every_test_that_the_docs_name_exists():

@@ -29,8 +29,8 @@ LAYERS = [
     ("edges", "planning.measured planning.choices planning.exhausted planning.settle planning.table planning"),
     ("edges", "tracker.view tracker.behind tracker.jsonl tracker.console tracker.wandb tracker"),
     ("edges", "explain meter doctor watch launch resumed saver training"),
-    ("edges", "interop.optimizers interop.schedulers interop.loader interop.plain interop.kept interop.original"),
-    ("edges", "interop.watched interop.engine interop.begin interop"),
+    ("edges", "elsewhere interop.optimizers interop.schedulers interop.loader interop.plain interop.checkpoints"),
+    ("edges", "interop.original interop.watched interop.whole interop.answers interop.engine interop.begin interop"),
     ("edges", "report.scale report.chart report.page report.folder report.run report.sweep report"),
     ("edges", "testing.threads testing.processes testing.contract testing.faults testing.crash testing.damage testing"),
 ]

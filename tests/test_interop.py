@@ -1,11 +1,15 @@
 """A DeepSpeed user's loop: the same losses and weights as plain torch, whatever the stage and tier."""
 
+import gc
 import json
+import os
 import re
 import runpy
 import textwrap
+import threading
 import tokenize
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +18,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zero
+from zero import elsewhere
 from zero.checkpoint import open_checkpoint
 from zero.errors import CheckpointError, ConfigError
+from zero.interop.engine import MANY_FORWARDS
+from zero.interop.optimizers import Optimizer
 from zero.report import run as report
 from zero.testing import run_ranks
+from zero.tracker import RUNNING
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS, WIDTH = 8, 12
@@ -645,9 +653,15 @@ def test_a_folder_that_cannot_be_made_is_one_line_on_every_rank(tmp_path: Path):
     run_ranks(2, run)
 
 
-def test_an_empty_folder_has_no_checkpoint(tmp_path: Path):
+def test_an_empty_folder_has_no_checkpoint_and_one_line_says_where_none_was_found(tmp_path: Path, caplog):
     engine, *_ = zero.initialize(model=net(), config=config(), world=zero.World.from_env())
+    caplog.clear()
     assert engine.load_checkpoint(tmp_path / "none") == (None, {})
+    assert engine.load_checkpoint(tmp_path, tag="best") == (None, {})
+    wheres = [f"{tmp_path / 'none'} and its tags", str(tmp_path / "best")]
+    assert [line.partition(";")[0] for line in caplog.messages] == [
+        f"load_checkpoint: there is no checkpoint in {where}" for where in wheres
+    ]
     engine.destroy()
 
 
@@ -815,7 +829,142 @@ def test_a_run_leaves_the_files_that_a_report_is_made_from(tmp_path: Path):
     assert "<svg" in (tmp_path / "run" / "report.html").read_text()
 
 
+def test_rows_follow_those_of_the_run_that_goes_on_and_never_those_of_another(tmp_path: Path, caplog):
+    world, folder = zero.World.from_env(), tmp_path / "run"
+
+    def run(steps: int, load: bool = False, **how):
+        settings = config(steps_per_print=1)
+        engine, *_ = zero.initialize(model=net(), config=settings, world=world, folder=folder)
+        if load:
+            assert engine.load_checkpoint(tmp_path / "kept", **how)[0]
+        for step in range(steps):
+            engine.backward(engine(rows(step, world)))
+            engine.step()
+        engine.save_checkpoint(tmp_path / "kept")
+        engine.destroy()
+
+    def told(place: Path) -> list[int]:
+        return [json.loads(line)["step"] for line in (place / "metrics.jsonl").read_text().splitlines()]
+
+    def said() -> list[str]:
+        return [line for line in caplog.messages if "rows of another run" in line]
+
+    run(2)
+    run(1, load=True)
+    assert told(folder) == [1, 2, 3]
+    assert not said()
+    run(1)
+    run(1, load=True, load_module_only=True)  # begins anew
+    assert (told(folder), told(folder / "run-2"), told(folder / "run-3")) == ([1, 2, 3], [1], [1])
+    assert [line.rpartition("go to ")[2] for line in said()] == [f"{folder}/run-2", f"{folder}/run-3"]
+    assert all((place / "config.yaml").exists() for place in (folder, folder / "run-2", folder / "run-3"))
+
+
+def test_wandb_knows_a_run_that_goes_on_in_another_folder(tmp_path: Path, monkeypatch):
+    opened: list[str] = []
+    shown = SimpleNamespace(log=lambda row: None, saved=lambda *_: None, close=lambda *_: None)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr("zero.tracker.wandb.WandbRun", lambda *_, run_id, say: opened.append(run_id) or shown)
+    world, settings = zero.World.from_env(), config(wandb={"enabled": True})
+    for number, load in enumerate([None, {}, {"load_module_only": True}]):
+        engine, *_ = zero.initialize(model=net(), config=settings, world=world, folder=tmp_path / f"{number}")
+        if load is not None:
+            engine.load_checkpoint(tmp_path / "kept", **load)
+        engine.backward(engine(rows(0, world)))
+        engine.step()
+        if load is None:
+            engine.save_checkpoint(tmp_path / "kept")
+        engine.destroy()
+    first, goes_on, another = opened
+    assert first == goes_on != another
+
+
+def test_an_engine_that_is_dropped_gives_back_its_threads_and_its_files(tmp_path: Path):
+    world, model = zero.World.from_env(), net()
+    given = TORCH["AdamW"](model)
+    before = set(threading.enumerate())
+    files = len(os.listdir("/proc/self/fd"))
+    engine, *_ = zero.initialize(
+        model=model, optimizer=given, config=config(tmp_path, steps_per_print=1), world=world, folder=tmp_path / "run"
+    )
+    engine.backward(engine(rows(0, world)))
+    engine.step()
+    workers = set(threading.enumerate()) - before
+    assert workers
+    assert len(os.listdir("/proc/self/fd")) > files
+    del engine, _
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "closing":
+            thread.join()
+    assert not any(thread.is_alive() for thread in workers)
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit_reason"] == RUNNING
+    assert given.param_groups, "it may outlive the engine"
+
+
+# What is asked for
+
+
+def test_a_name_that_is_not_here_says_what_to_use_instead():
+    engine, *_ = zero.initialize(model=net(), config=config(), world=zero.World.from_env())
+    for owner, holder, table in (
+        ("zero", zero, elsewhere.OF_THE_MODULE),
+        ("engine", engine, elsewhere.OF_THE_ENGINE),
+    ):
+        for name, instead in table.items():
+            with pytest.raises(AttributeError) as refused:
+                getattr(holder, name)
+            assert str(refused.value) == f"{owner} has no {name}, as DeepSpeed's has; in its place: {instead}"
+            for word in re.findall(r"\b(zero|engine)\.([a-z]\w+)", instead):
+                assert getattr({"zero": zero, "engine": engine}[word[0]], word[1]) is not None
+    engine.module.monitor = "the model's own"
+    assert engine.monitor == "the model's own"
+    engine.destroy()
+
+
+def test_an_optimizer_tells_the_loss_scale_and_whether_it_overflowed():
+    world, settings = zero.World.from_env(), config(fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
+    engine, optimizer, *_ = zero.initialize(model=net(), config=settings, world=world)
+    assert engine.get_batch_info() == (ROWS, ROWS, 1)
+    assert (optimizer.loss_scale, optimizer.cur_scale, optimizer.overflow) == (16.0, 16.0, False)
+    engine.backward(engine(rows(0, world)) * float("inf"))
+    engine.step()
+    assert (optimizer.loss_scale, optimizer.overflow, engine.was_step_applied()) == (8.0, True, False)
+    engine.destroy()
+    with pytest.raises(ConfigError, match="belongs to no engine"):
+        _ = Optimizer.of(TORCH["AdamW"](net())).loss_scale
+
+
+def test_init_distributed_opens_the_group_that_scripts_ask_for_their_rank():
+    for _ in range(2):
+        zero.init_distributed("nccl", dist_init_required=True)
+    try:
+        assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (0, 1)
+        trained(zero.World.from_env(), config(), steps=1)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 # Mistakes
+
+
+def test_a_forgotten_step_is_said_once(caplog):
+    world = zero.World.from_env()
+    engine, *_ = zero.initialize(model=net(), config=config(), world=world)
+    part = rows(0, world)[:1]
+    with engine.no_sync():
+        for _ in range(MANY_FORWARDS):
+            engine(part)
+    engine.backward(engine(part))
+    engine.step()
+    assert not [line for line in caplog.messages if "engine.step()" in line]
+    for _ in range(2 * MANY_FORWARDS):
+        engine.backward(engine(part))
+    engine.destroy()
+    told = [line for line in caplog.messages if "engine.step()" in line]
+    assert ["forwards since the last" in line for line in told] == [True, False]
+    assert told[1] == "engine.destroy(): gradients have arrived that no engine.step() has taken"
 
 
 @pytest.mark.parametrize(

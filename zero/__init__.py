@@ -8,6 +8,8 @@ does not wait for torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from zero import elsewhere
+
 if TYPE_CHECKING:
     from zero.checkpoint import load, open_checkpoint, open_latest, save
     from zero.copied import empty
@@ -105,6 +107,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in elsewhere.OF_THE_MODULE:
+        raise elsewhere.missing("zero", name)
     if name not in _HOME:
         raise AttributeError(f"module 'zero' has no attribute {name!r}")
     return getattr(import_module(f"zero.{_HOME[name]}"), name)

@@ -460,6 +460,16 @@ class ProcessWorld(World):
             raise self._failure from error
 
 
+def open_default_group() -> None:
+    """Have torch's default process group open, in a world of one too: for scripts that ask torch for their rank."""
+    if dist.is_initialized():
+        return
+    world = World.from_env()
+    if world.size == 1:
+        backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
 def _open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
     """The store at MASTER_ADDR:MASTER_PORT, once every rank is there.
 

@@ -22,7 +22,7 @@ AUTO = "auto"
 """What Hugging Face's trainer fills in. Here nobody does: it is our own auto, or the default."""
 
 
-class Source(NamedTuple):
+class Written(NamedTuple):
     """A configuration as it was written, and what to call it in messages."""
 
     name: str
@@ -52,14 +52,14 @@ class Given:
 # From what was passed to a mapping
 
 
-def read_source(raw: Mapping[str, Any] | str | os.PathLike[str]) -> Source:
+def read_source(raw: Mapping[str, Any] | str | os.PathLike[str]) -> Written:
     """The configuration behind `raw`.
 
     Raises:
         ConfigError: no file, no JSON, no object, or a key that stands there twice.
     """
     if isinstance(raw, Mapping):
-        return Source("ds_config", raw)
+        return Written("ds_config", raw)
     if isinstance(raw, str) and raw.lstrip().startswith("{"):
         return _parsed("ds_config", raw)
     path = Path(raw).expanduser()
@@ -77,7 +77,7 @@ def read_source(raw: Mapping[str, Any] | str | os.PathLike[str]) -> Source:
     return _parsed("ds_config", text)
 
 
-def _parsed(name: str, text: str) -> Source:
+def _parsed(name: str, text: str) -> Written:
     try:
         found = json.loads(text, object_pairs_hook=_without_twins)
     except json.JSONDecodeError as error:
@@ -90,7 +90,7 @@ def _parsed(name: str, text: str) -> Source:
         raise ConfigError(f"{name}: the key {refusal.shown(twin)} stands twice in one section; remove one") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{name}: holds {refusal.shown(found)}; it must be an object of keys, {{...}}")
-    return Source(name, found)
+    return Written(name, found)
 
 
 class _TwinKeyError(Exception):

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
 
 from zero.build import build_optimizer, build_plan
 from zero.config import Config, OneCycle, Wandb, read
@@ -20,25 +19,29 @@ from zero.errors import ConfigError
 from zero.initialise import Weights
 from zero.interop.engine import Engine
 from zero.interop.loader import Loader
-from zero.interop.optimizers import KINDS, Optimizer, names_of, trained, transform
+from zero.interop.optimizers import KINDS, Optimizer, Taken, names_of, trained, transform
 from zero.interop.original import Modes, rank_0, release, share_buffers, training_only
 from zero.interop.schedulers import Scheduled, Scheduler
 from zero.interop.watched import Watched
+from zero.plan import Plan
 from zero.step import init, open_store
-from zero.world import World
+from zero.store import PrefetchStore
+from zero.world import World, open_default_group
 
 log = logging.getLogger("zero")
 
 ConfigSource = Mapping[str, Any] | str | PathLike[str]
+AnyOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
+AnyScheduler = Scheduler | Callable[[torch.optim.Optimizer], Scheduler] | None
 
 
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    optimizer: AnyOptimizer = None,
     model_parameters: Iterable[Any] | None = None,
     training_data: Any = None,
-    lr_scheduler: Scheduler | Callable[[torch.optim.Optimizer], Scheduler] | None = None,
+    lr_scheduler: AnyScheduler = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: ConfigSource | None = None,
     config_params: ConfigSource | None = None,
@@ -83,11 +86,7 @@ def initialize(
     for line in told.notes if world.rank == 0 else ():
         log.warning("%s", line)
     settled = _settled(told, world)
-    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer(_listed(model_parameters, model))
-    if optimizer is None and not told.has_optimizer:
-        raise ConfigError('there is no optimizer: pass optimizer=, or put an "optimizer" into the config')
-    made = Optimizer.of(optimizer) if optimizer is not None else _from_config(settled, _listed(model_parameters, model))
+    given, made = _optimizer(optimizer, model_parameters, model, settled, told)
     scheduler = _scheduler(lr_scheduler, made, settled, told)
     with contextlib.ExitStack() as undo:  # what a refusal half-way must not leave open
         with training_only(model, trained(made)):
@@ -96,12 +95,7 @@ def initialize(
             undo.callback(store.close)
             state = init(plan, store, seed=seed, weights=rank_0(model, world) if weights is None else weights)
         share_buffers(state.model, world)
-        watched = None
-        if folder is None and isinstance(settled.tracker, Wandb):
-            folder = Path("runs") / f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}"
-        if folder is not None or "every" in told.settings.get("tracker", {}):
-            where = None if folder is None else Path(folder)
-            watched = Watched(settled, plan, store, where, tokens_per_row=tokens_per_row)
+        watched = _watched(settled, told, plan, store, folder, tokens_per_row)
         undo.pop_all()
     engine = Engine(
         settled,
@@ -109,31 +103,23 @@ def initialize(
         store,
         state,
         made,
-        given=optimizer,
+        taken=None if given is None else Taken(given),
         lr_scheduler=scheduler,
         modes=Modes(model, state.model),
         managed=told.managed,
         watched=watched,
     )
     release(model)
-    loader = None
-    if isinstance(training_data, IterableDataset) and world.size > 1 and world.rank == 0:
-        log.warning("training_data is an IterableDataset: it has to give each rank its own rows; nobody does it for it")
-    if training_data is not None:
-        loader = Loader(
-            training_data,
-            rows=engine.train_micro_batch_size_per_gpu(),
-            rank=world.rank,
-            ranks=world.size,
-            seed=seed,
-            collate=collate_fn,
-            drop_last=told.drop_last,
-        )
-    return engine, made, loader, engine.lr_scheduler
+    if training_data is None:
+        return engine, made, None, scheduler
+    rows = engine.train_micro_batch_size_per_gpu()
+    loader = Loader(training_data, world, rows=rows, seed=seed, collate=collate_fn, drop_last=told.drop_last)
+    return engine, made, loader, scheduler
 
 
 def init_distributed(*args: Any, **how: Any) -> None:
-    """For scripts that call it first: `initialize` finds the ranks in the environment by itself."""
+    """Open torch's default process group, for scripts that use it before `initialize`, which needs no such call."""
+    open_default_group()
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -182,6 +168,19 @@ def _listed(parameters: Iterable[Any] | None, model: nn.Module) -> list[Any]:
     return list(parameters)
 
 
+def _optimizer(
+    asked: AnyOptimizer, parameters: Iterable[Any] | None, model: nn.Module, config: Config, told: Translation
+) -> tuple[torch.optim.Optimizer | None, Optimizer]:
+    """The optimizer of torch that was passed, if one was, and ours with the same groups or with the config's."""
+    if callable(asked) and not isinstance(asked, torch.optim.Optimizer):
+        asked = asked(_listed(parameters, model))
+    if asked is not None:
+        return asked, Optimizer.of(asked)
+    if not told.has_optimizer:
+        raise ConfigError('there is no optimizer: pass optimizer=, or put an "optimizer" into the config')
+    return None, _from_config(config, _listed(parameters, model))
+
+
 def _from_config(config: Config, parameters: list[Any]) -> Optimizer:
     """The config's optimizer in torch's shape."""
     chosen = config.optim
@@ -199,7 +198,7 @@ def _from_config(config: Config, parameters: list[Any]) -> Optimizer:
     return Optimizer(parameters, defaults, chosen.name)
 
 
-def _scheduler(asked: Any, optimizer: Optimizer, config: Config, told: Translation) -> Scheduler | None:
+def _scheduler(asked: AnyScheduler, optimizer: Optimizer, config: Config, told: Translation) -> Scheduler | None:
     if callable(asked) and not isinstance(asked, torch.optim.lr_scheduler.LRScheduler):
         made: Scheduler = asked(optimizer)
         return made
@@ -211,3 +210,19 @@ def _scheduler(asked: Any, optimizer: Optimizer, config: Config, told: Translati
     lr = None if told.peak_is_for_all else config.optim.lr
     momenta = isinstance(config.schedule, OneCycle) and bool(config.schedule.momentum)
     return Scheduled(optimizer.param_groups, build_optimizer(config), lr, momenta=momenta)
+
+
+def _watched(
+    config: Config,
+    told: Translation,
+    plan: Plan,
+    store: PrefetchStore,
+    folder: str | PathLike[str] | None,
+    tokens_per_row: int,
+) -> Watched | None:
+    """What the run leaves behind; None where nobody asked for anything."""
+    if folder is None and isinstance(config.tracker, Wandb):
+        folder = Path("runs") / f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}"
+    if folder is None and "every" not in told.settings.get("tracker", {}):
+        return None
+    return Watched(config, plan, store, None if folder is None else Path(folder), tokens_per_row=tokens_per_row)

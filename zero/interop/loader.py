@@ -1,10 +1,15 @@
 """The loader that `zero.initialize` makes of a dataset: each rank sees its own rows, another order every epoch."""
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
+
+from zero.world import World
+
+log = logging.getLogger("zero")
 
 
 class Loader:
@@ -19,10 +24,9 @@ class Loader:
     def __init__(
         self,
         data: Dataset[Any],
+        world: World,
         *,
         rows: int,
-        rank: int,
-        ranks: int,
         seed: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
         drop_last: bool = False,
@@ -30,7 +34,12 @@ class Loader:
         self.epoch = 0
         self._sampler: DistributedSampler[Any] | None = None
         if not isinstance(data, IterableDataset):
-            self._sampler = DistributedSampler(data, ranks, rank, shuffle=True, seed=seed, drop_last=drop_last)
+            order: dict[str, Any] = {"shuffle": True, "seed": seed, "drop_last": drop_last}
+            self._sampler = DistributedSampler(data, world.size, world.rank, **order)
+        elif world.size > 1 and world.rank == 0:
+            log.warning(
+                "training_data is an IterableDataset: it has to give each rank its own rows; nobody does it for it"
+            )
         self.batches: DataLoader[Any] = DataLoader(
             data, batch_size=rows, sampler=self._sampler, collate_fn=collate, drop_last=drop_last
         )

@@ -7,7 +7,7 @@ for both.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from zero import optim
 from zero.errors import ConfigError
 from zero.optim import Transform
 
-Settings = dict[str, Any]
+ParamGroup = dict[str, Any]
 """One of `param_groups`."""
 
 
@@ -45,20 +45,36 @@ KINDS = {
 TORCH = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd", torch.optim.Adagrad: "adagrad"}
 
 
+class Updating(Protocol):
+    """What an engine does for its optimizer, and tells it."""
+
+    @property
+    def loss_scale(self) -> float: ...
+
+    @property
+    def overflow(self) -> bool: ...
+
+    def update(self) -> None: ...
+
+    def forget(self) -> None: ...
+
+
 class Optimizer(torch.optim.Optimizer):
-    """The groups of a run, in torch's shape; `step` is bound to the engine's.
+    """The groups of a run, in torch's shape; `step` is the engine's update.
 
     Args:
         groups: parameters, or dicts as torch's optimizers take them.
         defaults: of what a group does not say.
         kind: a name in `KINDS`.
+
+    Attributes:
+        engine: that it belongs to; None before.
     """
 
     def __init__(self, groups: Iterable[Any], defaults: Mapping[str, Any], kind: str) -> None:
-        self.update: Callable[[], None] | None = None
+        self.engine: Updating | None = None
         super().__init__(groups, dict(defaults))
         self.kind = kind
-        self.forget: Callable[[], None] | None = None
 
     @classmethod
     def of(cls, given: torch.optim.Optimizer) -> "Optimizer":
@@ -87,20 +103,30 @@ class Optimizer(torch.optim.Optimizer):
         """The update of all parameters, as `engine.step` makes it at the end of an accumulation."""
         if closure is not None:
             raise ConfigError("optimizer.step(closure): no optimizer here calls a closure; call engine.backward before")
-        if self.update is None:
-            raise ConfigError("this optimizer belongs to no engine; zero.initialize returns the one that does")
-        self.update()
+        self._of().update()
 
-    def add_param_group(self, param_group: Settings) -> None:
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by; 1 but in fp16."""
+        return self._of().loss_scale
+
+    cur_scale = loss_scale
+
+    @property
+    def overflow(self) -> bool:
+        """The last update was skipped, because a gradient was not finite."""
+        return self._of().overflow
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Only before training: what is sharded is decided once."""
-        if self.update is not None:
+        if self.engine is not None:
             raise ConfigError("add_param_group: give every group to zero.initialize, which shards them; it has begun")
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the step under way; after a step there are none."""
-        if self.forget is not None:
-            self.forget()
+        if self.engine is not None:
+            self.engine.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Settings of the groups; the moments are in the engine's checkpoints."""
@@ -115,6 +141,36 @@ class Optimizer(torch.optim.Optimizer):
         if state_dict.get("state"):
             raise ConfigError("optimizer.load_state_dict: moments are sharded; engine.load_checkpoint brings them back")
         restore(self.param_groups, state_dict["param_groups"])
+
+    def _of(self) -> Updating:
+        if self.engine is None:
+            raise ConfigError("this optimizer belongs to no engine; zero.initialize returns the one that does")
+        return self.engine
+
+
+class Taken:
+    """The optimizer of torch that was passed: its groups are in use, and it has nothing to update any more.
+
+    Who steps it would train nothing, and is told so. It knows no engine, so that it keeps none alive.
+    """
+
+    def __init__(self, given: torch.optim.Optimizer) -> None:
+        self.given, self._is_ours = given, False
+        self._hook = given.register_step_pre_hook(self._refuse)
+
+    def step(self) -> None:
+        """No parameter has a gradient there: torch's schedulers look for the call."""
+        self._is_ours = True
+        self.given.step()
+        self._is_ours = False
+
+    def release(self) -> None:
+        """It may do as it likes."""
+        self._hook.remove()
+
+    def _refuse(self, *_: Any) -> None:
+        if not self._is_ours:
+            raise ConfigError("this optimizer was taken over by zero.initialize: call engine.step() in its place")
 
 
 def transform(optimizer: Optimizer, names: Mapping[int, str], clip: float | None) -> Transform:
@@ -150,12 +206,12 @@ def trained(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def settings_of(groups: Sequence[Settings]) -> list[Settings]:
+def settings_of(groups: Sequence[ParamGroup]) -> list[ParamGroup]:
     """The numbers of the groups, without their parameters."""
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
-def restore(groups: Sequence[Settings], saved: Sequence[Mapping[str, Any]]) -> None:
+def restore(groups: Sequence[ParamGroup], saved: Sequence[Mapping[str, Any]]) -> None:
     """Put saved numbers back into groups."""
     same_groups(groups, saved)
     for group, told in zip(groups, saved, strict=True):
@@ -163,13 +219,13 @@ def restore(groups: Sequence[Settings], saved: Sequence[Mapping[str, Any]]) -> N
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in numbers.items()})
 
 
-def same_groups(groups: Sequence[Settings], saved: Sequence[Mapping[str, Any]]) -> None:
+def same_groups(groups: Sequence[ParamGroup], saved: Sequence[Mapping[str, Any]]) -> None:
     """Refuse saved groups that are not as many."""
     if len(groups) != len(saved):
         raise ConfigError(f"the checkpoint has {len(saved)} optimizer groups, this optimizer has {len(groups)}")
 
 
-def _named(number: int, group: Settings, names: Mapping[int, str]) -> dict[str, Tensor]:
+def _named(number: int, group: ParamGroup, names: Mapping[int, str]) -> dict[str, Tensor]:
     """A group's parameters by name, without those that are frozen from the start."""
     for position, parameter in enumerate(group["params"]):
         if id(parameter) not in names:

@@ -6,7 +6,7 @@ Either writes into the optimizer's groups after each step that was really made, 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from zero.interop.optimizers import Settings
+from zero.interop.optimizers import ParamGroup
 from zero.optim import Transform
 
 
@@ -32,7 +32,7 @@ class Scheduled:
         momenta: the schedule moves these, too; else they are the groups' own.
     """
 
-    def __init__(self, groups: Sequence[Settings], told: Transform, lr: float | None, *, momenta: bool) -> None:
+    def __init__(self, groups: Sequence[ParamGroup], told: Transform, lr: float | None, *, momenta: bool) -> None:
         self._groups, self._told, self._momenta = groups, told, momenta
         self._shares = [group["lr"] / lr if lr else 1.0 for group in groups]
         self.made = 0

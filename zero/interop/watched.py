@@ -4,7 +4,9 @@ A line every few steps; with a folder also what a run of train.py leaves (config
 `scripts/report FOLDER` makes the same page of it, and W&B shows the same rows.
 """
 
+import logging
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,16 @@ from zero.plan import Plan
 from zero.store import PrefetchStore
 from zero.tracker import RUNNING, Lines, Tracker, open_tracker, write_summary
 
+log = logging.getLogger("zero")
+
+ROWS = "metrics.jsonl"
+
 
 class Watched:
-    """The rows of one run. Making one and `stepped` are collective.
+    """The rows of one run. Making one, `stepped` and `saved` are collective.
+
+    Rows begin with the first step or checkpoint, when it is known whether a loaded checkpoint goes on: only then do
+    they follow those of an earlier start. Else a folder that has rows is left as it is, and a new one below it taken.
 
     Args:
         folder: made if it is missing, written by rank 0; None for lines on the console only.
@@ -38,47 +47,90 @@ class Watched:
         *,
         tokens_per_row: int = 1,
     ) -> None:
-        self._every, self._folder = config.tracker.every, folder if plan.world.rank == 0 else None
+        self._config, self._plan, self._writes = config, plan, plan.world.rank == 0
+        self._folder = folder if self._writes else None
         self._tokens = config.batch.numbers()[0] * tokens_per_row
         self._meter = partial(Meter, plan.world, plan, tokens_per_step=self._tokens, traffic=lambda: store.traffic)
+        self._run_id: str | None = None
+        self._has_begun = self._goes_on = False
         self.resumed(0, 0)
+        self._told(lambda folder: None)
+        self.tracker = Tracker()
 
-        def begin() -> dict[str, Any]:
-            if self._folder is not None:
-                with naming(self._folder, "making it"):
-                    self._folder.mkdir(parents=True, exist_ok=True)
-                    (self._folder / "config.yaml").write_text(yaml.safe_dump(config.plain(), sort_keys=False))
-            return {}
-
-        told_by_all(plan.world, begin)
-        self.tracker = open_tracker(config, self._folder, endless=True)
-        if folder is None and plan.world.rank == 0:
-            self.tracker = Tracker([Lines(None, sys.stdout)])
-        facts = {"plan_bytes": plan.bytes, "ranks": plan.world.size, "parameters_numel": plan.numel}
-        self.tracker.begin(config, facts)
+    @property
+    def run_id(self) -> str | None:
+        """W&B's, for a checkpoint to remember."""
+        self._begin()
+        return self.tracker.run_id
 
     def resumed(self, steps: int, skipped: int) -> None:
-        """The run goes on from one that had these steps behind it."""
+        """Steps are counted from here on."""
         self.meter = self._meter(steps=steps, tokens=steps * self._tokens, skipped=skipped)
+
+    def goes_on(self, run_id: str | None) -> None:
+        """It is the run of the checkpoint that was loaded, and W&B knows it as `run_id`."""
+        self._goes_on, self._run_id = True, run_id
 
     def stepped(self, metrics: Metrics, *, has_loss: bool) -> None:
         """One more step was made; without a loss if nobody has told it one."""
+        self._begin()
         self.meter.count(metrics)
-        if self.meter.steps % self._every == 0:
+        if self.meter.steps % self._config.tracker.every == 0:
             row = self.meter.row(validated=False) | ({} if has_loss else {"train/loss": None})
             self._summarise(RUNNING)
             self.tracker.log(row)
 
     def saved(self, path: Path) -> None:
         """A checkpoint was published."""
+        self._begin()
         self.tracker.saved(path, self.meter.steps)
 
-    def close(self) -> None:
-        """The loop is over."""
-        self._summarise("finished")
+    def close(self, how: str | None) -> None:
+        """The loop is over; None: nobody knows how it ended."""
+        if how is not None and self._has_begun:
+            self._summarise(how)
         with self.tracker:
-            self.tracker.finish(self.meter.summary("", "finished")._asdict())
+            self.tracker.finish(self.meter.summary("", how or RUNNING)._asdict())
+
+    def _begin(self) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
+        if self._folder is not None and not self._goes_on:
+            self._folder = _without_rows(self._folder)
+
+        def settings(folder: Path) -> None:
+            (folder / "config.yaml").write_text(yaml.safe_dump(self._config.plain(), sort_keys=False))
+
+        self._told(settings)
+        self.tracker = open_tracker(self._config, self._folder, endless=True)
+        if self._folder is None and self._writes:
+            self.tracker = Tracker([Lines(None, sys.stdout)])
+        world = self._plan.world
+        facts = {"plan_bytes": self._plan.bytes, "ranks": world.size, "parameters_numel": self._plan.numel}
+        self.tracker.begin(self._config, facts, self._run_id)
+
+    def _told(self, write: Callable[[Path], None]) -> None:
+        """Have rank 0 write something into the folder, which it makes. Collective."""
+
+        def made() -> dict[str, Any]:
+            if self._folder is not None:
+                with naming(self._folder, "making it"):
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    write(self._folder)
+            return {}
+
+        told_by_all(self._plan.world, made)
 
     def _summarise(self, how: str) -> None:
         if self._folder is not None:
             write_summary(self._folder, self.meter.summary("", how)._asdict())
+
+
+def _without_rows(folder: Path) -> Path:
+    """The folder, or where it has rows of another run the first below it that has none."""
+    places = (folder, *(folder / f"run-{number}" for number in range(2, 1000)))
+    place = next(one for one in places if not (one / ROWS).exists() or (one / ROWS).stat().st_size == 0)
+    if place != folder:
+        log.warning("%s has the rows of another run, and no checkpoint goes on with it: these go to %s", folder, place)
+    return place

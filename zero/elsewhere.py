@@ -1,0 +1,52 @@
+"""What DeepSpeed's scripts ask for by names that are not here, and what does it instead.
+
+`zero.NAME` and `engine.NAME` answer with these lines; docs/coming-from-deepspeed.md shows them.
+"""
+
+from collections.abc import Mapping
+
+OF_THE_MODULE: Mapping[str, str] = {
+    "Init": "`with zero.empty():` builds a model whose parameters take no memory",
+    "GatheredParameters": "`with zero.gathered(engine, names, modify=rank)`",
+    "zero": "Init is zero.empty, GatheredParameters is zero.gathered",
+    "comm": "torch.distributed, after zero.init_distributed(); and engine.global_rank, engine.world_size",
+    "accelerator": "torch.accelerator; and engine.device",
+    "get_accelerator": "torch.accelerator; and engine.device",
+    "ops": "torch.optim.AdamW for FusedAdam and DeepSpeedCPUAdam: the config says where it runs",
+    "checkpointing": "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or the config's "
+    "activation_checkpointing",
+    "utils": "zero.get_full and zero.set_full for safe_get_full_... and safe_set_full_...; logging.getLogger('zero')",
+    "monitor": "zero.initialize(folder=...): metrics.jsonl, and W&B if the config has it",
+    "runtime": "what a script needs of it is in the module itself: see docs/coming-from-deepspeed.md",
+    "init_inference": "engine.eval() and torch.no_grad(); the same state trains and generates",
+    "DeepSpeedEngine": "zero.Engine",
+    "DeepSpeedConfig": "zero.initialize takes the JSON as it is",
+    "pipe": "there is no pipeline parallelism",
+    "PipelineModule": "there is no pipeline parallelism",
+    "moe": "experts are modules like others: a block is gathered whole",
+    "tp_model_init": "there is no tensor parallelism",
+}
+
+OF_THE_ENGINE: Mapping[str, str] = {
+    "set_train_batch_size": "the plan fixes it: save, and initialize again with another config",
+    "set_train_micro_batch_size": "the plan fixes it: save, and initialize again with another config",
+    "allreduce_gradients": "backward reduces them",
+    "coalesce_grad_reduction": "a unit's gradients are reduced together, once per microbatch or step",
+    "offload_states": "offload_optimizer and offload_param in the config; or save_checkpoint and destroy",
+    "reload_states": "offload_optimizer and offload_param in the config; or save_checkpoint and destroy",
+    "empty_partition_cache": "no gathered parameter outlives its use",
+    "deepspeed_io": "zero.initialize(training_data=...) returns the loader",
+    "monitor": "zero.initialize(folder=...): metrics.jsonl, and W&B if the config has it",
+    "train_batch": "there is no pipeline parallelism: engine(batch), engine.backward(loss), engine.step()",
+    "eval_batch": "there is no pipeline parallelism: engine.eval() and engine(batch)",
+    "save_fp16_model": "engine.save_16bit_model",
+    "optimizer_name": "engine.config.optim.name",
+    "scheduler_name": "engine.config.schedule.name",
+    "dump_state": "engine.config, engine.plan",
+}
+
+
+def missing(owner: str, name: str) -> AttributeError:
+    """What to raise where `owner`, "zero" or "engine", is asked for `name`."""
+    instead = (OF_THE_MODULE if owner == "zero" else OF_THE_ENGINE)[name]
+    return AttributeError(f"{owner} has no {name}, as DeepSpeed's has; in its place: {instead}")

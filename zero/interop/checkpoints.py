@@ -1,0 +1,68 @@
+"""An engine's checkpoints: in a folder or in that of a tag, and what they hold of a loop beside the state."""
+
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zero import checkpoint
+from zero.checkpoint.disk import naming
+from zero.checkpoint.load import is_step
+from zero.checkpoint.manifest import step_name
+from zero.checkpoint.save import told as told_by_all
+from zero.interop.plain import plain, read_back
+from zero.world import World
+
+
+class Remembered(NamedTuple):
+    """What an engine says beside its state; None and nothing where a checkpoint was not made by one."""
+
+    client_state: dict[str, Any]
+    micro_steps: int
+    param_groups: list[dict[str, Any]] | None
+    lr_scheduler: dict[str, Any] | None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For `checkpoint.save`."""
+        return {"engine": plain(self._asdict())}
+
+    @classmethod
+    def of(cls, found: checkpoint.Checkpoint) -> "Remembered":
+        known = {"client_state": {}, "micro_steps": 0, "param_groups": None, "lr_scheduler": None}
+        said = read_back(found.facts.get("engine", {}))
+        return cls(**{name: said.get(name, value) for name, value in known.items()})
+
+
+def root_of(folder: str | PathLike[str], tag: str | None) -> Path:
+    return Path(folder) if tag is None else Path(folder) / str(tag)
+
+
+def make_root(world: World, root: Path) -> None:
+    """Have the folder there. Collective.
+
+    Raises:
+        CheckpointError: it cannot be made; on every rank.
+    """
+
+    def make() -> dict[str, Any]:
+        with naming(root, "making it"):
+            root.mkdir(parents=True, exist_ok=True)
+        return {}
+
+    told_by_all(world, make)
+
+
+def newest(world: World, folder: Path, *, below: bool) -> tuple[checkpoint.Checkpoint | None, list[str]]:
+    """The newest valid checkpoint in `folder`, and `below` in the folders of its tags; why newer ones were rejected."""
+    if is_step(folder):
+        return checkpoint.open_checkpoint(world, folder), []
+    found, notes = checkpoint.open_latest(world, folder)
+    if found is not None or not below:
+        return found, notes
+
+    def tagged() -> dict[str, Any]:
+        tags = [one for one in folder.glob("*") if one.is_dir()] if world.rank == 0 else []
+        steps = [(step, str(tag / step_name(step))) for tag in tags for step in checkpoint.Root(tag).steps()]
+        return {"newest first": [path for _, path in sorted(steps, reverse=True)]}
+
+    return checkpoint.open_first(world, [Path(path) for path in told_by_all(world, tagged)[0]["newest first"]])

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -159,7 +160,9 @@ class Gatherer:
         self._places: dict[tuple[int, bool, int], list[tuple[dict[str, Any], str]]] = {}
         self._held: dict[int, Buffer] = {}  # pinned by the backward pass under way
         self._open: set[int] = set()  # units that gradients were delivered to and that have not settled
-        self._passes: set[int] = set()  # backward passes under way, by autograd's id; more than one when nested
+        self._passes: WeakValueDictionary[int, Callable[[], None]] = WeakValueDictionary()
+        """Backward passes under way, by autograd's id: more than one when nested. What it is to call at the end is its
+        own, and gone with a pass that an exception broke off."""
         self._scaled: set[int] = set()  # those of them that began with the loss scale
         self.arrived = self.unscaled = False
         self._lock = threading.RLock()  # on a GPU backward runs on autograd's own threads
@@ -381,7 +384,7 @@ class Gatherer:
             self._watch_pass()
             self._deliver(unit, slot, grad)
             self._open.add(unit.index)
-            self.arrived, self.unscaled = True, self.unscaled or not self._scaled
+            self.arrived, self.unscaled = True, self.unscaled or self._scaled.isdisjoint(self._passes)
 
     def scaled(self, *_: Any) -> None:
         """The backward pass under way began with the loss scale."""
@@ -414,11 +417,11 @@ class Gatherer:
         """Have autograd tell us when the backward pass under way ends, whoever started it."""
         task = torch._C._current_graph_task_id()
         if task != -1 and task not in self._passes:
-            self._passes.add(task)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._pass_ended(task))
+            self._passes[task] = ended = partial(self._pass_ended, task)
+            torch.autograd.Variable._execution_engine.queue_callback(ended)
 
     def _pass_ended(self, task: int) -> None:
-        self._passes.discard(task)
+        self._passes.pop(task, None)
         self._scaled.discard(task)
         if self._passes:
             return  # a pass inside another one, as a reentrant checkpoint makes

@@ -37,7 +37,6 @@ from test_gather import (
     batch_of,
     by_input_too,
     by_input_twice,
-    live_tensors,
     mean_square,
     pins,
     plain,
@@ -425,48 +424,6 @@ def test_a_frozen_model_has_nothing_to_train():
     state = state_of(Chain().requires_grad_(False), SoloWorld())
     with pytest.raises(PlanError, match="no trainable parameter"):
         zero.make_step(state.plan, mean_square)(state, [batch_of(0, 0)])
-
-
-# -- sizes -------------------------------------------------------------------------------------------------------------
-
-
-class Many(nn.Module):
-    """Hundreds of parameters of one to three elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ParameterList(torch.randn(1 + number % 3) for number in range(300))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.stack([part.square().sum() for part in self.parts]).mean()
-
-
-class Uneven(nn.Module):
-    """One huge parameter, hundreds of small ones in one unit, and a single element for many ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.huge, self.many, self.one = nn.Linear(WIDTH, 40_000, bias=False), Many(), nn.Linear(1, 1, bias=False)
-
-    def forward(self, batch: Batch) -> Tensor:
-        return self.one(self.many(self.huge(batch.x).square().mean(1, keepdim=True)))
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_one_huge_parameter_hundreds_of_small_ones_and_ranks_that_own_nothing(stage):
-    model = Uneven()
-    told = sharded(model, ranks=4, stage=stage, steps=2)
-    assert_same(told, *plain(model, mean_square, 4, 2))
-
-
-def test_a_state_that_is_dropped_gives_its_memory_back():
-    before = live_tensors()
-    for _ in range(2):
-        state = state_of(RootOwns(), SoloWorld(), accumulate=1)
-        state, _ = zero.make_step(state.plan, mean_square)(state, [batch_of(0, 0)])
-        state.machinery.store.close()
-        del state
-    assert live_tensors() == before
 
 
 # -- activations in host memory ----------------------------------------------------------------------------------------

@@ -293,35 +293,6 @@ def test_the_caller_may_say_when_to_step(stage: int, offload: bool, tmp_path: Pa
         assert norm == pytest.approx(float(norms[-1]), rel=1e-5)
 
 
-def test_one_loss_may_train_two_models():
-    def run(world):
-        with world.exclusive():
-            models = net(), net(1)
-        first, second = (zero.initialize(model=model, config=config(), world=world)[0] for model in models)
-        for step in range(2):
-            part = rows(step, world)
-            (first(part) + second(part)).backward()
-            first.step()
-            second.step()
-        told = [zero.full_state_dict(engine.state) for engine in (first, second)]
-        first.destroy()
-        second.destroy()
-        return told
-
-    models = net(), net(1)
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1) for model in models]
-    for step in range(2):
-        whole = rows(step, zero.World.from_env())
-        (models[0](whole) + models[1](whole)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for both in run_ranks(2, run):
-        for values, model in zip(both, models, strict=True):
-            for name, value in model.named_parameters():
-                torch.testing.assert_close(values[name], value.detach(), rtol=2e-5, atol=2e-5)
-
-
 def test_what_the_engine_tells():
     world = zero.World.from_env()
     settings = config(gradient_accumulation_steps=4, gradient_clipping=0.5)

@@ -771,10 +771,22 @@ def test_a_sample_is_the_text_and_nothing_else(run: Path, monkeypatch, capsys):
     assert script("sample", monkeypatch, run, "to be", "--tokens", 5, "--temperature", 0) == 0
     out, err = capsys.readouterr()
     assert out.startswith("to be")
-    assert "resuming" not in out
+    assert "resuming" not in out + err, "it reads"
     assert "step-0000000004" in err
     assert script("sample", monkeypatch, run, "to be", "--tokens", 0) == 0
     assert capsys.readouterr().out == "to be\n"
+
+
+def test_an_export_of_our_own_model_has_its_sizes_beside_the_weights(run: Path, tmp_path: Path, monkeypatch, capsys):
+    assert script("export", monkeypatch, run, "--to", "hf", "--out", tmp_path / "out") == 0
+    assert "transformers has no class for this model" in capsys.readouterr().out
+    told = json.loads((tmp_path / "out" / "config.json").read_text())
+    sizes = {name: told[name] for name in told if name not in ("architectures", "model_type")}
+    model = zero.models.GPT(zero.models.GPTConfig(**sizes))
+    stored = read_source("hf", tmp_path / "out").tensors
+    assert {name: tuple(one.shape) for name, one in model.state_dict().items()} == {
+        name: tuple(one.shape) for name, one in stored.items()
+    }
 
 
 @pytest.mark.parametrize(

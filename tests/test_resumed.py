@@ -58,6 +58,17 @@ def test_what_to_add_for_another_model_makes_it_the_same(theirs):
         refuse_other_model(settled(*ours, "checkpoint.partial=[head.*]"), saved_by(saved))
 
 
+def test_what_to_add_for_an_evaluation_has_the_data_too():
+    saved = settled("debug=tiny", "data=tokens", "data.path=t.bin", "data.vocab=256")
+    with pytest.raises(CheckpointError) as refused:
+        refuse_other_model(settled("mode=eval", "resume=latest"), saved_by(saved))
+    assert settled("debug=tiny", *advice(refused)).data == saved.data
+    folders = settled("debug=tiny", "data.folder=x", "data.skip=[a,b]")
+    with pytest.raises(CheckpointError) as refused:
+        refuse_other_model(settled("mode=eval", "resume=latest", "data=synthetic"), saved_by(folders))
+    assert settled(*advice(refused)).data == folders.data
+
+
 OPTIMIZERS = [
     ["optim=adamw", "optim.lr=0.01"],
     ["optim=lion", "optim.beta1=0.8"],

@@ -94,6 +94,7 @@ def test_a_full_line_fits_120_columns():
         "gpu 12 host 34 nvme 100 GiB 2:36:40 left\n"
     )
     assert len(stream.getvalue()) < 120
+    assert "lr 0" in [word.text for word in words(FULL | {"train/lr": 0.0})], "a warm-up may begin at nothing"
 
 
 def test_where_there_is_less_room_the_least_important_words_go_first():

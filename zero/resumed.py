@@ -36,6 +36,9 @@ def refuse_other_model(config: Config, checkpoint: Checkpoint) -> None:
     if not isinstance(theirs, Mapping) or config.checkpoint.partial:
         return
     if other := _as_saved("model", ours, theirs):
+        data = _saved(checkpoint.facts).get("data")
+        if config.mode == "eval" and isinstance(data, Mapping):  # whoever asks for a loss means the run's own
+            other += _as_saved("data", config.plain()["data"], data)
         raise CheckpointError(
             f"{checkpoint.folder} is of another model; add {' '.join(other)}, or name in checkpoint.partial what is to "
             "start afresh"
@@ -131,9 +134,18 @@ def _as_saved(section: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) 
         chosen, expected = [], ours
     else:
         fields = kinds(section)[kind].model_fields if kind in kinds(section) else {}
-        chosen, expected = [f"{section}={AS_DECLARED.get(kind, kind)}"], {name: fields[name].default for name in fields}
+        chosen = [f"{section}={AS_DECLARED.get(kind, kind)}"]
+        expected = {name: _plain(field.default) for name, field in fields.items()}
     return chosen + [
-        f"{section}.{name}={refusal.shown(theirs[name])}"
+        f"{section}.{name}={_typed(theirs[name])}"
         for name in expected
         if name != "name" and name in theirs and theirs[name] != expected[name]
     ]
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _typed(value: Any) -> str:
+    return f"[{','.join(map(_typed, value))}]" if isinstance(value, list) else refusal.shown(value)

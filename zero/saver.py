@@ -211,7 +211,7 @@ def find(
     if trains and not lines:
         told(world, lambda: _refuse_newer(own, found, rejected) if world.rank == 0 else {})
     if found is not None:
-        return _chosen(found, rejected, note)
+        return _chosen(found, rejected, note, "resuming from" if trains else "evaluating")
     if config.mode == "eval":
         raise CheckpointError("mode=eval resume=latest: there is no checkpoint; give resume=PATH of a step or a run")
     if config.resume == "latest":
@@ -221,13 +221,13 @@ def find(
 
 def open_named(path: Path, world: World, note: Callable[[str], None], progress: Progress = silent) -> Checkpoint:
     """As `open_at`; what there is to say of it, `note` hears."""
-    return _chosen(*open_at(world, path, progress), note)
+    return _chosen(*open_at(world, path, progress), note, "reading")
 
 
-def _chosen(found: Checkpoint, rejected: Sequence[str], note: Callable[[str], None]) -> Checkpoint:
+def _chosen(found: Checkpoint, rejected: Sequence[str], note: Callable[[str], None], verb: str) -> Checkpoint:
     for line in rejected:
         note(f"rejected {line}")
-    note(f"resuming from {found.folder}")
+    note(f"{verb} {found.folder}")
     if not found.manifest.finite:
         note(f"warning: {found.folder} holds values that are NaN or infinite")
     return found

@@ -247,7 +247,9 @@ def _number(value: float | None) -> str:
 
 
 def _exponent(value: float) -> str:
-    """3.0e-4: three columns less than usual."""
+    """3.0e-4: three columns less than usual; nothing is 0."""
+    if value == 0:
+        return "0"
     mantissa, _, exponent = f"{value:.1e}".partition("e")
     return f"{mantissa}e{int(exponent)}"
 

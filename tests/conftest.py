@@ -17,6 +17,9 @@ hypothesis.settings.register_profile("zero", derandomize=SEED == 0)
 hypothesis.settings.load_profile("zero")
 
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the programs that tests start; many would spin for the same cores
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--alone", choices=("only", "not"), help="tests that measure time: only those, or all others")
 

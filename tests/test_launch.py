@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from conftest import SEED
 import zero
 from zero import errors, launch
 from zero.errors import ConfigError, DeadlineError, NonFiniteGradientError, NumericsError, RankFailedError
+from zero.testing import forked_ranks
 from zero.watch import Reading
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
@@ -151,6 +152,13 @@ def launched(entry: Callable[..., Any], folder: Path, send: Callable[[list[int]]
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "ranks"
+
+
+@pytest.fixture
+def _forked() -> Iterator[None]:
+    """For what happens to ranks once they run. How they are started is for the other tests."""
+    with forked_ranks():
+        yield
 
 
 def test_rank_0_answers_and_every_rank_has_a_log(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -291,6 +299,7 @@ def test_a_signal_to_the_parent_leaves_no_orphan(tmp_path: Path, signum: int, ex
             os.kill(pid, 0)
 
 
+@pytest.mark.usefixtures("_forked")
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("where", ["rank", "parent"])
 def test_a_sigterm_at_any_time_lets_all_ranks_return_from_the_same_step(tmp_path: Path, where: str, seed: int) -> None:
@@ -312,6 +321,7 @@ def test_a_sigterm_at_any_time_lets_all_ranks_return_from_the_same_step(tmp_path
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_rank_that_is_late_is_ended_inside_its_collective_and_says_where_it_was(folder: Path) -> None:
     with pytest.raises(launch.Interrupted) as caught:
         launched(wait_in_a_collective, folder, lambda pids: os.kill(pids[0], signal.SIGTERM), grace_s=1.5)
@@ -321,6 +331,7 @@ def test_a_rank_that_is_late_is_ended_inside_its_collective_and_says_where_it_wa
     assert "in wait_in_a_collective" in (folder / "0.log").read_text()
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_second_sigterm_to_one_rank_ends_it(folder: Path) -> None:
     def send(pids: list[int]) -> None:
         os.kill(pids[0], signal.SIGTERM)
@@ -343,6 +354,7 @@ def test_killed_ranks_start_again_and_the_cause_is_told(folder: Path, capfd: pyt
     assert attempts[-1] == "2 of 2"
 
 
+@pytest.mark.usefixtures("_forked")
 @pytest.mark.parametrize(("error", "starts"), [(ConfigError("no"), 1), (ValueError("perhaps"), 2)])
 def test_what_another_start_would_meet_again_is_not_restarted(folder: Path, error: Exception, starts: int) -> None:
     folder.mkdir()
@@ -358,6 +370,7 @@ def test_only_what_may_pass_is_restarted() -> None:
     assert not {errors.ZeroError.exit_code, DeadlineError.exit_code, RankFailedError.exit_code} & set(launch.FINAL)
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_run_that_was_asked_to_stop_is_not_restarted(folder: Path) -> None:
     """A rank that fails while it saves ends the run; the one that takes no notice does not hold it up."""
     began_s = time.monotonic()
@@ -367,6 +380,7 @@ def test_a_run_that_was_asked_to_stop_is_not_restarted(folder: Path) -> None:
     assert time.monotonic() - began_s < launch.GRACE_S / 2
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_missed_deadline_shows_where_every_rank_was(folder: Path) -> None:
     with pytest.raises(RankFailedError) as caught:
         launch.launch(turn_in_a_circle, ranks=2, folder=folder)

@@ -21,6 +21,7 @@ import ctypes
 import faulthandler
 import json
 import logging
+import multiprocessing
 import os
 import select
 import signal
@@ -422,7 +423,6 @@ class _Job:
     board: _Board
     grace_s: float
     max_restarts: int
-    parent: int
 
 
 def launch(
@@ -463,7 +463,7 @@ def launch(
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         board = _Board(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zero-ranks-"))))
-        job = _Job(entry, args, ranks, folder, board, grace_s, max_restarts, os.getpid())
+        job = _Job(entry, args, ranks, folder, board, grace_s, max_restarts)
         variables = environment(ranks, threads, malloc, deterministic) | {PLACES: str(board.path)}
         stack.enter_context(_environ(variables))
         # What the agent knows: end the children by this signal, which no rank handles, and pass the error on
@@ -524,7 +524,8 @@ def _rank(job: _Job, attempt: int) -> Any:
     # Interrupted, the agent ends its children with SIGINT, and the kernel sends it when the agent dies: it ends us at
     # once, even inside a collective, where a Python handler would not run
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if os.getppid() != job.parent:  # it died while we were being started
+    parent = multiprocessing.parent_process()
+    if parent is None or not parent.is_alive():  # it died while we were being started
         os._exit(128 + signal.SIGINT)
     _redirect(job.folder / f"{rank}.log", stdout=rank > 0, further=attempt > 0)
     faulthandler.enable()

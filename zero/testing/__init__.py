@@ -2,7 +2,15 @@
 
 from zero.testing.contract import StoreContract
 from zero.testing.faults import FaultyFiles, ThrottledStore
-from zero.testing.processes import run_processes
+from zero.testing.processes import forked_ranks, run_processes
 from zero.testing.threads import ThreadWorld, run_ranks
 
-__all__ = ["FaultyFiles", "StoreContract", "ThreadWorld", "ThrottledStore", "run_processes", "run_ranks"]
+__all__ = [
+    "FaultyFiles",
+    "StoreContract",
+    "ThreadWorld",
+    "ThrottledStore",
+    "forked_ranks",
+    "run_processes",
+    "run_ranks",
+]

@@ -1,22 +1,28 @@
 """Ranks that are processes of their own, over gloo, with a hard limit and a dump of every stack when it runs out."""
 
+import contextlib
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 
 from zero.errors import DeadlineError, RankFailedError, WorldError
 from zero.failure import GRACE_S, some_ranks
@@ -25,7 +31,11 @@ from zero.world import World
 START_S = 90.0
 """How long processes may take to import what they need, on a busy machine."""
 
+PRELOADED = ("zero.training", "zero.planning", "zero.report.run", "rich.console", "omegaconf", "pytest", "hypothesis")
+"""What most ranks need, as far as it is installed."""
+
 _STARTED = b"started"
+_STREAMS = (1, 2)  # standard output and standard error
 
 
 def run_processes(size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
@@ -34,6 +44,10 @@ def run_processes(size: int, fn: Callable[..., Any], *args: Any, timeout_s: floa
     `fn` must be importable by name, its arguments and results must pickle. The parent hosts the store on a free port
     of its own, so calls do not meet and any rank may die. The parent's warning filters hold in the ranks too.
 
+    A rank is forked from a server that has imported torch and never used it, so that only the first call waits for the
+    imports. What libraries read from the environment as they are imported is that of the first call; else ranks
+    have the environment, the folder and the output of now.
+
     Raises:
         Exception: what the first failing rank raised, with its rank and traceback as a note.
         RankFailedError: a rank was killed, or left without a result.
@@ -41,7 +55,7 @@ def run_processes(size: int, fn: Callable[..., Any], *args: Any, timeout_s: floa
             that were.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
+    context = _forking()
     job = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory() as folder:
         ranks = [_RankProcess(context, rank, size, store.port, folder, job, timeout_s) for rank in range(size)]
@@ -50,6 +64,62 @@ def run_processes(size: int, fn: Callable[..., Any], *args: Any, timeout_s: floa
         finally:
             for rank in ranks:
                 rank.kill()
+
+
+@contextlib.contextmanager
+def forked_ranks() -> Iterator[None]:
+    """Ranks that `zero.launch` starts in here are forked as those of `run_processes` are, and start at once.
+
+    Not for what malloc is told as a process begins, nor for a parent that dies: only one that lives ends such ranks
+    whatever they are in.
+    """
+    real = torch.multiprocessing.start_processes
+
+    def start_processes(fn: Callable[..., Any], args: tuple[Any, ...], **how: Any) -> Any:
+        with _surroundings(os.environ) as around:
+            return real(_in_surroundings, (around, fn, args), **{**how, "start_method": _forking().get_start_method()})
+
+    with patch.object(torch.multiprocessing, "start_processes", start_processes):
+        yield
+
+
+def _in_surroundings(rank: int, around: "_Surroundings", fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    around.enter()
+    fn(rank, *args)
+
+
+def _forking() -> Any:
+    """The context whose server runs and finds modules where this process does."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *PRELOADED])
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1"):
+        forkserver.ensure_running()
+    return context
+
+
+class _Surroundings(NamedTuple):
+    """What a new process would have of its parent, and a forked one has of the server: those of the first call."""
+
+    environ: dict[str, str]
+    streams: list[Connection]
+    """Standard output and error. A connection is what a descriptor can travel as."""
+
+    def enter(self) -> None:
+        threading.Thread(target=_leave_with_parent, daemon=True).start()
+        os.environ.clear()
+        os.environ.update(self.environ)
+        for stream, descriptor in zip(self.streams, _STREAMS, strict=True):
+            os.dup2(stream.fileno(), descriptor)
+            stream.close()
+
+
+@contextlib.contextmanager
+def _surroundings(environ: Mapping[str, str]) -> Iterator[_Surroundings]:
+    with contextlib.ExitStack() as stack:
+        streams = [Connection(os.dup(descriptor), readable=False) for descriptor in _STREAMS]
+        for stream in streams:
+            stack.enter_context(stream)
+        yield _Surroundings(dict(environ), streams)
 
 
 class _Outcome(NamedTuple):
@@ -75,6 +145,7 @@ class _RankProcess:
         self.stacks = Path(folder, f"stacks-{rank}")
         self.outcome, child_end = context.Pipe(duplex=False)
         env = {
+            **os.environ,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(size),
@@ -83,9 +154,10 @@ class _RankProcess:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         }
-        arguments = (env, job, child_end, str(self.stacks), timeout_s, list(warnings.filters))
-        self.process = context.Process(target=_rank_main, args=arguments, name=f"rank {rank}", daemon=False)
-        self.process.start()
+        with _surroundings(env) as around:
+            arguments = (around, job, child_end, str(self.stacks), timeout_s, list(warnings.filters))
+            self.process = context.Process(target=_rank_main, args=arguments, name=f"rank {rank}", daemon=False)
+            self.process.start()
         child_end.close()
 
     def receive(self) -> "_Outcome | None":
@@ -161,10 +233,9 @@ def _how(exitcode: int | None) -> str:
 
 
 def _rank_main(
-    env: dict[str, str], job: bytes, outcome: Any, stacks: str, timeout_s: float, filters: list[Any]
+    around: _Surroundings, job: bytes, outcome: Any, stacks: str, timeout_s: float, filters: list[Any]
 ) -> None:
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-    os.environ.update(env)
+    around.enter()
     torch.set_num_threads(1)
     # In place: the interpreter's own warning code holds on to this very list.
     cast(list[Any], warnings.filters)[:] = filters

@@ -76,8 +76,9 @@ def train(config: Config, folder: Path) -> "Summary":
         if world.rank == 0:
             _write_config(config, folder)
         _, micro, _ = config.batch.numbers()
-        count = partial(activations.bytes, micro, world.device.type)
-        plan = build_plan(config, model, world, activation_bytes=count(), remat_bytes=partial(count, remat=True))
+        taken_bytes = activations.bytes(micro, world.device.type)
+        lighter = partial(activations.lighter, micro, world.device.type)
+        plan = build_plan(config, model, world, activation_bytes=taken_bytes, lighter=lighter)
         tracker.note(f"{plan}\ndata {data.digest}\nfolder {folder}")
         restarts = launch.restart_count()
         checkpoint = find(config, world, folder, tracker.note, tracker.progress, restarts=restarts)

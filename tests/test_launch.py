@@ -226,7 +226,7 @@ def test_memory_is_blamed_where_little_was_free(folder: Path) -> None:
     scarce = Reading(most_bytes=3 << 30, all_bytes=6 << 30, free_bytes=1 << 30)
     said = str(launch._first_failure(1, -signal.SIGKILL, [], folder, scarce))
     assert "most likely because host memory ran out; shortly before, the ranks held 6.0 GiB" in said
-    assert "lower batch.micro" in said
+    assert "mode=plan" in said
 
 
 def test_the_earliest_note_is_the_cause(folder: Path) -> None:

@@ -260,15 +260,56 @@ def test_what_is_needed_fits_and_one_byte_less_does_not(preset, tier, tmp_path):
 
 
 def test_activations_count_and_a_refusal_says_how_much_and_what_to_do():
-    settings = config(offload={"host_budget": "6MiB"}).on(1)
-    model = model_of(settings)
-    plan = build_plan(settings, model, zero.World.from_env(device="cpu"))
+    settings = config(offload={"host_budget": "6MiB"}, batch={"global": 64}).on(1)
+    model, world = model_of(settings), zero.World.from_env(device="cpu")
+    counted = Activations(settings, model)
+    plan = build_plan(settings, model, world)
     nbytes = planning.activation_bytes(settings, model, "cpu")
-    assert nbytes == int(1.5 * Activations(settings, model).of(8).peak_bytes)
+    assert nbytes == int(1.5 * counted.of(64).peak_bytes)
     assert tier_bytes(plan, "device") + nbytes > 6 * 2**20 > tier_bytes(plan, "device")
-    with pytest.raises(ConfigError, match=r"12\.2 MiB of activations.*batch\.micro") as refused:
-        build_plan(settings, model, zero.World.from_env(device="cpu"), activation_bytes=nbytes)
+    match = rf"{re.escape(size_text(nbytes))} of activations.*batch\.micro"
+    with pytest.raises(ConfigError, match=match) as refused:
+        build_plan(settings, model, world, activation_bytes=nbytes, lighter=lambda: counted.lighter(64, "cpu"))
     assert "offload.host_budget=6.0 MiB" in str(refused.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_what_is_advised_can_be_done_and_takes_less(mode, ranks, stage):
+    """One row, one token, activations made again already: nothing of them is left to make smaller."""
+    settings = config(
+        mode=mode,
+        resume="latest" if mode == "eval" else "none",
+        model={**TINY, "seq": 1},
+        zero_={"stage": stage, "activations": "remat"},
+        batch={"global": ranks, "micro": 1},
+    )
+    model = build_task(settings).model
+    nbytes = Activations(settings, model).bytes(1, "cuda")
+    resorts = {3: ["use more ranks"], 0: ["set zero.stage=3"], 1: ["set zero.stage=3", "use more ranks"]}[stage]
+    resorts = ["use more ranks with zero.stage=3"] if ranks == 1 and stage < 3 else resorts
+    leaves = {"train": "set offload.optimizer=cpu", "eval": "set offload.param=cpu"}[mode]
+    moves = [leaves] if mode == "train" or stage == 3 else []
+    for device_bytes, expected in ((nbytes + 4 * KiB, [*moves, *resorts]), (KiB, ["use a machine with more memory"])):
+        machine = gpu(ranks, device_bytes)
+        rates = assumed(settings, machine)
+        (refused,) = choices(settings, machine, model, rates, stages=[Stage(stage)], presets=["asked"])
+        assert refused.refusal.split("; ")[-1].split(", or ") == expected
+
+
+def test_a_budget_is_raised_where_it_is_the_limit():
+    model, offload = {**TINY, "width": 512}, {"device_budget": "1MiB"}
+    settings = config(mode="eval", resume="latest", model=model, offload=offload)
+    model = build_task(settings).model
+    for stage, free, advised in (
+        (3, GiB, "raise offload.device_budget, or set offload.param=cpu, or use more ranks"),
+        (0, GiB, "raise offload.device_budget, or set zero.stage=3"),
+        (3, 512 * KiB, "set offload.param=cpu, or use more ranks"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            build_plan(with_setting(settings, Stage(stage), "asked").on(4), model, gpu(4).world, room=gpu(4, free).room)
+        assert str(refused.value).split("; ")[-1] == advised
 
 
 @pytest.mark.parametrize(("rows", "device", "helps"), [(8, "cpu", False), (8, "cuda", True), (64, "cpu", True)])
@@ -284,7 +325,10 @@ def test_remat_is_advised_where_it_is_not_set_and_would_take_less(activations, r
     machine = gpu(1, device=KiB) if device == "cuda" else Machine(1, 1, "cpu", 0, KiB, KiB, paper=True)
     (refused,) = choices(settings, machine, model, assumed(settings, machine), stages=[Stage(3)], presets=["none"])
     assert ("zero.activations=remat" in refused.refusal) == (helps and activations == "keep")
-    assert "a smaller batch.micro" in refused.refusal
+    fewer, shorter = (counted.bytes(*least, seq=seq) for least, seq in (((1, device), None), ((rows, device), 32)))
+    now = recomputed if activations == "remat" else kept
+    assert ("a smaller batch.micro" in refused.refusal) == (fewer < now)
+    assert ("a smaller model.seq" in refused.refusal) == (shorter < now)
 
 
 # Activations

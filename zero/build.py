@@ -1,6 +1,6 @@
 """From settings to the objects of the engine: one function each, nothing but names on both sides."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -24,13 +24,13 @@ def build_plan(
     optimizer: Transform | None = None,
     room: Room | None = None,
     activation_bytes: int = 0,
-    remat_bytes: Callable[[], int] | None = None,
+    lighter: Callable[[], Mapping[str, int]] = dict,
 ) -> Plan:
     """The plan of a run whose batch is solved for this world.
 
     Args:
         optimizer: in place of the config's.
-        room, activation_bytes, remat_bytes: see `Plan`.
+        room, activation_bytes, lighter: see `Plan`.
 
     Raises:
         ConfigError: what only the model can tell, such as a class of `zero.units` that it does not have; or an auto
@@ -54,7 +54,7 @@ def build_plan(
         accumulate=accumulate,
         room=room,
         activation_bytes=activation_bytes,
-        remat_bytes=remat_bytes,
+        lighter=lighter,
     )
 
 

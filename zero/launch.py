@@ -43,7 +43,7 @@ from zero.failure import PLACES
 if TYPE_CHECKING:
     from zero.watch import Reading
 
-MEMORY_ADVICE = "lower batch.micro or model.seq, set zero.activations=remat, or raise zero.stage or launch.ranks"
+MEMORY_ADVICE = "mode=plan with the same settings shows which ones take less"
 
 Malloc = Literal["raised", "lean", "default"]
 

@@ -171,7 +171,9 @@ def place(
     host_bytes: int,
     device_is_host: bool,
     activation_bytes: int = 0,
-    remat_bytes: Callable[[], int] | None = None,
+    lighter: Callable[[], Mapping[str, int]] = dict,
+    resorts: Sequence[str] = ("use more ranks",),
+    parameters_sharded: bool = True,
     disk_bytes: int | None = None,
 ) -> Placement:
     """Decide where everything sleeps.
@@ -186,7 +188,9 @@ def place(
         param_bytes, grad_bytes: what this rank keeps of each between two uses.
         device_fixed_bytes, host_fixed_bytes: buffers that are there in any case.
         activation_bytes: what forward and backward need on the device.
-        remat_bytes: what they would need if activations were computed again; None if that is not known.
+        lighter: what would make that less, in words, and what it would be then; asked only before a refusal.
+        resorts: what helps beside that, in words: one at least.
+        parameters_sharded: as the stage says: others keep their parameters on the device.
         device_bytes, host_bytes: the budgets as numbers, see `budget_bytes`.
         device_is_host: the CPU computes. Then there is one memory: all of it counts against `host_bytes`, and `auto`
             calls it "host".
@@ -207,7 +211,9 @@ def place(
         buffers={"device": device_fixed_bytes, "host": host_fixed_bytes},
         budgets={"device": device_bytes, "host": host_bytes},
         activation_bytes=activation_bytes,
-        remat_bytes=remat_bytes or (lambda: activation_bytes),
+        lighter=lighter,
+        resorts=resorts,
+        parameters_sharded=parameters_sharded,
         device_is_host=device_is_host,
     )
 
@@ -230,7 +236,8 @@ def place(
     if disk_bytes is not None and used["nvme"] > disk_bytes:
         raise ConfigError(
             f"the disk of offload.path has {size_text(disk_bytes)} free for a rank, which needs "
-            f"{size_text(used['nvme'])} there; give an offload.path with more space, use more ranks, or offload less"
+            f"{size_text(used['nvme'])} there; {', or '.join(['give an offload.path with more space', *resorts])}, "
+            "or offload less"
         )
     return Placement(param, grad, optimizer, {tier: used[tier] for tier in TIERS})
 
@@ -250,7 +257,9 @@ def _refuse_what_cannot_fit(
     buffers: Mapping[Tier, int],
     budgets: Mapping[Tier, int],
     activation_bytes: int,
-    remat_bytes: Callable[[], int],
+    lighter: Callable[[], Mapping[str, int]],
+    resorts: Sequence[str],
+    parameters_sharded: bool,
     device_is_host: bool,
 ) -> None:
     if device_is_host and offload.device_budget is not None:
@@ -270,20 +279,27 @@ def _refuse_what_cannot_fit(
         active_bytes = activation_bytes if "device" in tiers else 0
         parts += [f"{size_text(active_bytes)} of activations"] * bool(active_bytes)
         out = "cpu" if tiers == ("device",) else "nvme"
-        moves = [f"offload.{key}={out}" for key in ("optimizer", "grad", "param") if key in inside]
+        leaving = ("optimizer", "grad", "param") if parameters_sharded else ("optimizer", "grad")
+        moves = [f"set offload.{key}={out}" for key in leaving if key in inside]
         if active_bytes > budgets[tiers[0]]:  # whatever else left, it would not be enough
             moves = []
-        smaller = ["use a smaller batch.micro or model.seq"] if 2 * active_bytes > needs_bytes else []
-        if smaller and remat_bytes() < active_bytes:
-            smaller.insert(0, "set zero.activations=remat")
-        raises = [f"raise offload.{tiers[0]}_budget"] if getattr(offload, f"{tiers[0]}_budget") is not None else []
-        if tiers == ("host",) and not inside:  # what pages pass through is all there is
-            moves = ["offload.page smaller"]
-        ways = [*raises, *smaller, *(f"set {move}" for move in moves[:1]), "use more ranks"]
+        elif tiers == ("host",) and not inside:  # what pages pass through is all there is
+            moves = ["set offload.page smaller"] * (offload.page_bytes > BLOCK_BYTES)
+        found = lighter() if 2 * active_bytes > needs_bytes else {}
+        smaller = [way for way, nbytes in found.items() if nbytes < active_bytes]
+        raises = [f"raise offload.{tiers[0]}_budget"] * _is_the_limit(offload, tiers[0], budgets[tiers[0]])
+        ways = [*raises, *smaller, *moves[:1], *(resorts if active_bytes <= budgets[tiers[0]] else ())]
+        ways = ways or ["use a machine with more memory"]
         raise ConfigError(
             f"{_limit(offload, tiers[0], budgets[tiers[0]])}: a rank needs at least {size_text(needs_bytes)} there: "
             f"{' + '.join(parts)}; {', or '.join(ways)}"
         )
+
+
+def _is_the_limit(offload: Offload, tier: Tier, limit_bytes: int) -> bool:
+    """A memory's limit is the budget that was given, and not what is free."""
+    given = offload.device_budget if tier == "device" else offload.host_budget
+    return given == limit_bytes if isinstance(given, int) else given is not None and given < 1
 
 
 def _limit(offload: Offload, tier: Tier, limit_bytes: int) -> str:

@@ -7,7 +7,7 @@ true by construction.
 import hashlib
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -70,7 +70,7 @@ class Plan:
         offload: what sleeps off the device, and where, or the name of a preset such as "nvme"; None: nothing.
         room: what this rank may take; None: what is free here and now.
         activation_bytes: what forward and backward need beside everything else, at most; counted, not allocated.
-        remat_bytes: the same with activations="remat"; asked only where a plan that does not fit may advise it.
+        lighter: what would make that less, in words, and what it would be then; asked only where a plan does not fit.
 
     Raises:
         PlanError: a setting that does not exist or does not go together with another.
@@ -94,7 +94,7 @@ class Plan:
         accumulate: int = 1,
         room: Room | None = None,
         activation_bytes: int = 0,
-        remat_bytes: Callable[[], int] | None = None,
+        lighter: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         _refuse_strangers(model, optimizer, world)
         if type(prefetch) is not int or prefetch < 0:
@@ -111,7 +111,7 @@ class Plan:
         self.offload = asked.at(parameters_sharded=self.stage.parameters)
         self.prefetch, self.activations, self.update, self.accumulate = prefetch, activations, update, accumulate
         self.compile = compile
-        self.room, self.activation_bytes, self._remat_bytes = room, activation_bytes, remat_bytes
+        self.room, self.activation_bytes, self._lighter = room, activation_bytes, lighter
         self.page_numel = self.offload.page_bytes // 4
         pages(0, self.page_numel)  # refuses a page that is not whole blocks
         if update == "eager" and (optimizer.clip is not None or self.precision.scale.static != 1.0):
@@ -333,7 +333,9 @@ class Plan:
             param_bytes=held.pop("parameters"),
             grad_bytes=self._most_grads_bytes() if self.grads_away else self._grads_bytes,
             activation_bytes=held.pop("activations"),
-            remat_bytes=self._remat_bytes,
+            lighter=self._lighter,
+            resorts=self._resorts,
+            parameters_sharded=self.stage.parameters,
             device_fixed_bytes=sum(held.values()),
             host_fixed_bytes=slots and slots * self.slot_bytes,
             device_bytes=budget_bytes(self.offload.device_budget, room.device),
@@ -341,6 +343,15 @@ class Plan:
             disk_bytes=room.disk,
             device_is_host=self._device_is_host,
         )
+
+    @property
+    def _resorts(self) -> tuple[str, ...]:
+        """What leaves less on a rank, whatever it is that takes most."""
+        if self.stage.parameters:
+            return ("use more ranks",)
+        if self.world.size == 1:
+            return ("use more ranks with zero.stage=3",)
+        return ("set zero.stage=3", "use more ranks") if self.stage.moments else ("set zero.stage=3",)
 
     def _room(self) -> Room:
         """What this rank may take. Where it decides about tiers, all ranks go by rank 0's readings."""

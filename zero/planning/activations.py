@@ -68,31 +68,43 @@ class Activations:
         names = None if config.zero.units == "auto" else config.zero.units
         self._splitting = split(model, world_size=1, class_names=names)
         self._compute = build_precision(config).compute
-        self._traced: dict[tuple[int, bool], Traced] = {}
+        self._traced: dict[tuple[int, int, bool], Traced] = {}
 
-    def of(self, rows: int, *, remat: bool | None = None) -> Traced:
+    def lighter(self, rows: int, device: str) -> dict[str, int]:
+        """What can be set to take less than a microbatch of `rows` rows does, and what is to be planned with then."""
+        settings, found = self._config.zero, {}
+        if settings.activations != "remat":
+            found["set zero.activations=remat"] = self.bytes(rows, device, remat=True)
+        if rows > 1:
+            found["use a smaller batch.micro"] = self.bytes(1, device)
+        if self._config.model.seq > 1:
+            found["use a smaller model.seq"] = self.bytes(rows, device, seq=self._config.model.seq // 2)
+        return found
+
+    def of(self, rows: int, *, remat: bool | None = None, seq: int | None = None) -> Traced:
         """A microbatch of `rows` rows; a run validates as well, which counts if that takes more.
 
         Of a model without a trainable parameter only the validation is counted: it is not trained.
 
         Args:
             remat: whether activations are computed again; None: as the run has it.
+            seq: tokens of a row; None: as the run has it.
         """
-        remat = self._is_remat(remat)
-        if (rows, remat) not in self._traced:
-            self._traced[rows, remat] = self._training(rows, remat) if self._splitting.trains else self._validation()
-        return self._traced[rows, remat]
+        key = rows, seq or self._config.model.seq, self._is_remat(remat)
+        if key not in self._traced:
+            self._traced[key] = self._training(*key) if self._splitting.trains else self._validation(key[1])
+        return self._traced[key]
 
-    def bytes(self, rows: int, device: str, *, remat: bool | None = None) -> int:
+    def bytes(self, rows: int, device: str, *, remat: bool | None = None, seq: int | None = None) -> int:
         """What to plan with for a microbatch of `rows` rows on a device type: on a CPU also what the heap wastes.
 
         Recomputing wastes more of less, but takes no more in all than keeping does.
         """
         remat = self._is_remat(remat)
-        taken_bytes = self.of(rows, remat=remat).peak_bytes
+        taken_bytes = self.of(rows, remat=remat, seq=seq).peak_bytes
         if device != "cpu" or self._config.launch.malloc == "lean":
             return taken_bytes
-        kept_bytes = int(self.of(rows, remat=False).peak_bytes * HEAP["keep"])
+        kept_bytes = int(self.of(rows, remat=False, seq=seq).peak_bytes * HEAP["keep"])
         return min(kept_bytes, int(taken_bytes * HEAP["remat"])) if remat else kept_bytes
 
     def _is_remat(self, asked: bool | None) -> bool:
@@ -100,30 +112,30 @@ class Activations:
         wanted = self._config.zero.activations == "remat" if asked is None else asked
         return wanted and self._splitting.trains
 
-    def _training(self, rows: int, remat: bool) -> Traced:
-        traced = self._trace(rows, remat=remat)
-        if rows >= self._chunk:
+    def _training(self, rows: int, seq: int, remat: bool) -> Traced:
+        traced = self._trace(rows, seq, remat=remat)
+        if rows >= _chunk(seq):
             return traced
-        return traced._replace(peak_bytes=max(traced.peak_bytes, self._validation().peak_bytes))
+        return traced._replace(peak_bytes=max(traced.peak_bytes, self._validation(seq).peak_bytes))
 
-    def _validation(self) -> Traced:
-        return self._trace(self._chunk, backward=False)
+    def _validation(self, seq: int) -> Traced:
+        return self._trace(_chunk(seq), seq, backward=False)
 
-    @property
-    def _chunk(self) -> int:
-        """Rows that a rank evaluates at a time."""
-        return max(1, CHUNK_TOKENS // self._config.model.seq)
-
-    def _trace(self, rows: int, *, remat: bool = False, backward: bool = True) -> Traced:
+    def _trace(self, rows: int, seq: int, *, remat: bool = False, backward: bool = True) -> Traced:
         return trace(
             self._model,
             self._splitting,
             loss_of(self._config),
-            torch.empty(rows, self._config.model.seq + 1, dtype=torch.int64, device=META),
+            torch.empty(rows, seq + 1, dtype=torch.int64, device=META),
             compute=self._compute,
             remat=remat,
             backward=backward,
         )
+
+
+def _chunk(seq: int) -> int:
+    """Rows that a rank evaluates at a time."""
+    return max(1, CHUNK_TOKENS // seq)
 
 
 def trace(

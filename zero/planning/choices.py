@@ -129,15 +129,15 @@ def choice(
 ) -> Choice:
     """One setting with the largest microbatch that fits, or with the smallest if none does."""
 
-    def taken(batch: Batch, remat: bool | None = None) -> int:
-        return activations.bytes(batch.numbers()[1], machine.device, remat=remat)
+    def taken(batch: Batch) -> int:
+        return activations.bytes(batch.numbers()[1], machine.device)
 
     def attempt(batch: Batch) -> tuple[Config, Plan | ConfigError]:
         solved = config.model_copy(update={"batch": batch})
-        recomputed, room = partial(taken, batch, remat=True), machine.room
+        lighter = partial(activations.lighter, batch.numbers()[1], machine.device)
         try:
             return solved, build_plan(
-                solved, model, machine.world, room=room, activation_bytes=taken(batch), remat_bytes=recomputed
+                solved, model, machine.world, room=machine.room, activation_bytes=taken(batch), lighter=lighter
             )
         except ConfigError as refused:
             return solved, refused

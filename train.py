@@ -83,7 +83,7 @@ def train(config: Config, folder: Path) -> "Summary":
         restarts = launch.restart_count()
         checkpoint = find(config, world, folder, tracker.note, tracker.progress, restarts=restarts)
         closing.enter_context(_explained(config, plan, model))
-        store = closing.enter_context(contextlib.closing(zero.open_store(plan)))
+        store = closing.enter_context(contextlib.closing(zero.open_store(plan, progress=tracker.progress)))
         training = Training(
             config, plan, store, data, tracker, folder, task, checkpoint=checkpoint, asked_to_stop=launch.preempted
         )

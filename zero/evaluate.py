@@ -32,12 +32,13 @@ def validation_loss(
     chunks = whole.split(max(1, CHUNK_TOKENS // (whole.shape[1] - 1)))
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
     for first in range(0, len(chunks), world.size):
+        progress("validation", first, len(chunks))
         number = first + world.rank
         chunk = chunks[number % len(chunks)].to(world.device)
         mean = loss(chunk).double()
         if number < len(chunks):
             total += torch.stack((mean * len(chunk), mean.new_tensor(len(chunk))))
-        progress("validation", min(first + world.size, len(chunks)), len(chunks))
+    progress("validation", len(chunks), len(chunks))
     world.all_reduce(total, what="validation loss").wait()
     return float(total[0] / total[1])
 

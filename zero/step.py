@@ -36,12 +36,13 @@ PROBED_BYTES = 1 << 30
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
 
 
-def open_store(plan: Plan, *, disk: Store | None = None) -> PrefetchStore:
+def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = silent) -> PrefetchStore:
     """The store of this rank, with every page allocated and zero.
 
     Args:
         disk: what to use for the nvme tier instead of a file in `offload.path`: anything that passes
             `zero.testing.StoreContract`.
+        progress: told how far the measurement of a disk is, which a large file is worth.
 
     Raises:
         StoreError: `offload.path` cannot be used, or has too little space; nothing was taken yet.
@@ -53,7 +54,7 @@ def open_store(plan: Plan, *, disk: Store | None = None) -> PrefetchStore:
         on_disk_bytes = sum(round_up(one.nbytes, ALIGNMENT) for page, one in specs.items() if plan.tier(page) == "nvme")
         threads = plan.offload.threads or THREADS
         if on_disk_bytes and disk is None:
-            disk, threads = _open_disk(plan, on_disk_bytes)
+            disk, threads = _open_disk(plan, on_disk_bytes, progress)
         if disk is not None:
             stores["nvme"] = disk
             undo.callback(disk.close)
@@ -80,12 +81,12 @@ def open_store(plan: Plan, *, disk: Store | None = None) -> PrefetchStore:
     return store
 
 
-def _open_disk(plan: Plan, nbytes: int) -> tuple[Store, int]:
+def _open_disk(plan: Plan, nbytes: int, progress: Progress) -> tuple[Store, int]:
     """The file of this rank, and how many threads suit its disk."""
     folder, threads, request_bytes = Path(plan.offload.path or "."), plan.offload.threads, REQUEST_BYTES
     if threads is None and nbytes >= PROBED_BYTES:
         NvmeStore(folder, capacity_bytes=nbytes).close()  # too little space is refused before anything is measured
-        speed = probe(folder, size_bytes=nbytes)
+        speed = probe(folder, size_bytes=nbytes, progress=progress)
         request_bytes, threads = speed.request_bytes, min(speed.threads, THREADS)  # the arena has slots for so many
     disk = NvmeStore(folder, capacity_bytes=nbytes, verify=plan.offload.verify, request_bytes=request_bytes)
     return disk, threads or THREADS
@@ -114,9 +115,10 @@ def init(
     values = values_of(plan.splitting, plan.model, copied, seed, weights, plan.world)
     units, checks = [], {}
     for spec in plan.units:
+        progress("first values", len(units), len(plan.units))
         units.append(empty_unit(plan, spec))
         checks[spec.name] = fill(plan, store, units[-1], values)
-        progress("first values", len(units), len(plan.units))
+    progress("first values", len(plan.units), len(plan.units))
     plan.world.agree(checks, "first values")
     del values
     give_back_memory()  # first values were fp32, and the largest tensors that a run ever has on the host

@@ -416,6 +416,7 @@ def _fill(
             return stays[key].view(-1)[start:stop] if key in stays else files.read(entries[key], start, stop)
 
         for unit in state.machinery.units:
+            progress("loading", unit.spec.index, len(state.machinery.units))
             for kind in (PARAMETER, *plan.optimizer.moments, FROZEN):
                 layout = unit.spec.frozen if kind == FROZEN else unit.spec.trainable
                 if any((slot.name, kind) in untouched for slot in layout.slots):
@@ -429,7 +430,7 @@ def _fill(
                         page_K[place : place + b - a].copy_(values(slot, kind, a, b))
                     for sink in sinks:
                         sink.take(page_K)
-            progress("loading", unit.spec.index + 1, len(state.machinery.units))
+        progress("loading", len(state.machinery.units), len(state.machinery.units))
         for name, buffer in buffers.items():
             if (name, BUFFER) not in kept:
                 buffer.copy_(files.read(entries[name, BUFFER], 0, buffer.numel()).view(buffer.shape))

@@ -30,7 +30,8 @@ LAYERS = [
     ("edges", "tracker.view tracker.behind tracker.jsonl tracker.console tracker.wandb tracker"),
     ("edges", "explain meter doctor watch launch resumed saver training"),
     ("edges", "elsewhere interop.optimizers interop.schedulers interop.loader interop.plain interop.checkpoints"),
-    ("edges", "interop.original interop.watched interop.whole interop.answers interop.engine interop.begin interop"),
+    ("edges", "interop.original interop.watched interop.whole interop.answers interop.saved interop.engine"),
+    ("edges", "interop.begin interop"),
     ("edges", "report.scale report.chart report.page report.folder report.run report.sweep report"),
     ("edges", "testing.threads testing.processes testing.contract testing.faults testing.crash testing.damage testing"),
 ]

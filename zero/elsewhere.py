@@ -17,7 +17,7 @@ OF_THE_MODULE: Mapping[str, str] = {
     "activation_checkpointing",
     "utils": "zero.get_full and zero.set_full for safe_get_full_... and safe_set_full_...; logging.getLogger('zero')",
     "monitor": "zero.initialize(folder=...): metrics.jsonl, and W&B if the config has it",
-    "runtime": "what a script needs of it is in the module itself: see docs/coming-from-deepspeed.md",
+    "runtime": "the config for its schedules and optimizers, or those of torch; zero.Engine for its engine",
     "init_inference": "engine.eval() and torch.no_grad(); the same state trains and generates",
     "DeepSpeedEngine": "zero.Engine",
     "DeepSpeedConfig": "zero.initialize takes the JSON as it is",
@@ -27,7 +27,13 @@ OF_THE_MODULE: Mapping[str, str] = {
     "tp_model_init": "there is no tensor parallelism",
 }
 
+_PLACED = "zero.initialize has placed the model; the config's bf16 or fp16 says what it computes in"
+
 OF_THE_ENGINE: Mapping[str, str] = {
+    **dict.fromkeys(("to", "cuda", "cpu", "half", "bfloat16", "float", "double"), _PLACED),
+    "compile": "zero.compile=true of train.py compiles what a unit computes; the config has no key for it",
+    "requires_grad_": "the model that was passed: its flags are followed",
+    "load_state_dict": "engine.load_checkpoint; or zero.set_full, value by value",
     "set_train_batch_size": "the plan fixes it: save, and initialize again with another config",
     "set_train_micro_batch_size": "the plan fixes it: save, and initialize again with another config",
     "allreduce_gradients": "backward reduces them",

@@ -10,23 +10,19 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zero import checkpoint, elsewhere
+from zero import elsewhere
 from zero.config import Config
 from zero.errors import ConfigError
-from zero.interop.answers import Answers
-from zero.interop.checkpoints import Remembered, make_root, newest, root_of
-from zero.interop.optimizers import Optimizer, Taken, restore, same_groups, settings_of
+from zero.interop.optimizers import Optimizer, Taken
 from zero.interop.original import Modes
+from zero.interop.saved import Saved
 from zero.interop.schedulers import Scheduler
 from zero.interop.watched import Watched
-from zero.interop.whole import forget_moments, save_16bit, whole_model
 from zero.nested import replaced, tensors_in
 from zero.passes import Metrics, Step
 from zero.plan import Plan
@@ -39,7 +35,7 @@ MANY_FORWARDS = 64
 """Of one microbatch. So many are rarely meant, and often a forgotten `step()`."""
 
 
-class Engine(Answers):
+class Engine(Saved):
     """A model in training. Made by `initialize`; what it does not have is looked for in the model.
 
     Attributes:
@@ -182,10 +178,13 @@ class Engine(Answers):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
+        known = name in elsewhere.OF_THE_ENGINE
+        if known and name in vars(nn.Module):  # every module has it, and this one must not use it
+            raise elsewhere.missing("engine", name)
         try:
             return getattr(self.module, name)
         except AttributeError:
-            if name in elsewhere.OF_THE_ENGINE:
+            if known:
                 raise elsewhere.missing("engine", name) from None
             raise
 
@@ -209,95 +208,7 @@ class Engine(Answers):
         else:
             self.zero_grad()
 
-    # -- whole models and checkpoints ----------------------------------------------------------------------------------
-
-    def module_state_dict(self) -> dict[str, Tensor]:
-        """Every parameter in fp32 and every buffer, whole, on every rank. Collective."""
-        return whole_model(self._living())
-
-    state_dict = module_state_dict
-
-    def save_16bit_model(self, save_dir: str | PathLike[str], save_filename: str = "model.safetensors") -> Path:
-        """Parameters in the dtype that the model computes in, and buffers, in one file. Collective.
-
-        Rank 0 holds all of it for a moment; `scripts/export` writes a checkpoint as files, piece by piece.
-
-        Raises:
-            ConfigError: another kind of file: DeepSpeed's `pytorch_model.bin` is a pickle, and none is written here.
-        """
-        path = Path(save_dir) / save_filename
-        save_16bit(self._living(), path)
-        return path
-
-    def save_checkpoint(
-        self,
-        save_dir: str | PathLike[str],
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> Path:
-        """Publish a checkpoint in `save_dir`, or in the folder `tag` of it. Collective; see docs/checkpoints.md.
-
-        Args:
-            client_state: JSON values that `load_checkpoint` gives back.
-            save_latest: for old calls; the newest is found by its number of steps.
-            exclude_frozen_parameters: not here; a checkpoint is whole.
-        """
-        if exclude_frozen_parameters:
-            raise ConfigError("exclude_frozen_parameters=True: a checkpoint holds all of the model; leave it out")
-        root = root_of(save_dir, tag)
-        make_root(self.plan.world, root)
-        schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
-        groups = settings_of(self.optimizer.param_groups)
-        facts = Remembered(dict(client_state or {}), self.micro_steps, groups, schedule).facts
-        if self._watched is None:
-            return checkpoint.save(self._living(), root, facts)
-        path = checkpoint.save(self._living(), root, facts | {"wandb": self._watched.run_id})
-        self._watched.saved(path)
-        return path
-
-    def load_checkpoint(
-        self,
-        load_dir: str | PathLike[str],
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-    ) -> tuple[Path | None, dict[str, Any]]:
-        """Go on from the newest valid checkpoint there, or from `load_dir` itself if it is one. Collective.
-
-        Without a tag, and with none in `load_dir` itself, the newest of all its tags is taken.
-
-        Returns:
-            Its folder and the client state; (None, {}) if there is none, with one line that says so.
-
-        Raises:
-            CheckpointError: there are checkpoints, and none is valid or of this model.
-        """
-        if not load_module_strict:
-            raise ConfigError("load_module_strict=False: zero.load(state, checkpoint, partial=) names what may differ")
-        self._living()
-        folder = root_of(load_dir, tag)
-        self._abandon()
-        found, notes = newest(self.plan.world, folder, below=tag is None)
-        for line in notes:
-            log.warning("%s", line)
-        if found is None:
-            where = f"{folder} and its tags" if tag is None else str(folder)
-            self._say_once(f"load_checkpoint: there is no checkpoint in {where}; training goes on with what is here")
-            return None, {}
-        moments, told = load_optimizer_states and not load_module_only, Remembered.of(found)
-        if moments and told.param_groups is not None:
-            same_groups(self.optimizer.param_groups, told.param_groups)
-        self._take(found, moments=moments)
-        self.micro_steps = told.micro_steps
-        if moments and told.param_groups is not None:
-            restore(self.optimizer.param_groups, told.param_groups)
-        if self.lr_scheduler is not None and told.lr_scheduler and load_lr_scheduler_states and not load_module_only:
-            self.lr_scheduler.load_state_dict(told.lr_scheduler)
-        return found.folder, told.client_state
+    # -- the end -------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
         """Give back files and memory; the engine cannot be used after it. Once more does nothing.
@@ -318,19 +229,6 @@ class Engine(Answers):
         store.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------
-
-    def _take(self, found: checkpoint.Checkpoint, *, moments: bool) -> None:
-        """The state of a checkpoint in place of this one."""
-        has_trained = self._state.step > 0
-        self._state = checkpoint.load(self._state, found, moments=moments)
-        if not moments:  # a new optimizer: corrections of its first moments count from the beginning
-            self._state = self._state.restored(step=0, scale=self.plan.precision.scale.start())
-            if has_trained:
-                forget_moments(self._state)
-        if self._watched is not None:
-            self._watched.resumed(self.global_steps, self.skipped_steps)
-            if moments:
-                self._watched.goes_on(found.facts.get("wandb"))
 
     def _cast(self, given: Any) -> Any:
         dtype = self.plan.precision.compute

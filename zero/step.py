@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def _open_disk(plan: Plan, nbytes: int, progress: Progress) -> tuple[Store, int]
     folder, threads, request_bytes = Path(plan.offload.path or "."), plan.offload.threads, REQUEST_BYTES
     if threads is None and nbytes >= PROBED_BYTES:
         NvmeStore(folder, capacity_bytes=nbytes).close()  # too little space is refused before anything is measured
-        speed = probe(folder, size_bytes=nbytes, progress=progress)
+        speed = probe(folder, size_bytes=nbytes, tell=partial(progress, "measuring the disk"))
         request_bytes, threads = speed.request_bytes, min(speed.threads, THREADS)  # the arena has slots for so many
     disk = NvmeStore(folder, capacity_bytes=nbytes, verify=plan.offload.verify, request_bytes=request_bytes)
     return disk, threads or THREADS
@@ -113,7 +114,8 @@ def init(
     plan.world.agree(plan.fields() | {"seed": str(seed)})
     copied = detached_copy(plan.model, plan.splitting, plan.precision.compute, plan.world.device)
     values = values_of(plan.splitting, plan.model, copied, seed, weights, plan.world)
-    units, checks = [], {}
+    units: list[UnitState] = []
+    checks = {}
     for spec in plan.units:
         progress("first values", len(units), len(plan.units))
         units.append(empty_unit(plan, spec))

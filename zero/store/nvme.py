@@ -25,7 +25,6 @@ from torch import Tensor
 from zlib_ng.zlib_ng import crc32  # zlib's own takes five times as long, a core and a half on a fast disk
 
 from zero.errors import StoreError
-from zero.progress import Progress, silent
 from zero.store.base import Done, Page, Store, Ticket
 from zero.store.files import REQUEST_BYTES, Files, ScratchFile, memory_of, named, round_up
 
@@ -183,6 +182,9 @@ class Speed(NamedTuple):
     request_bytes: int = REQUEST_BYTES
 
 
+Tell = Callable[[int, int], None]
+
+
 def probe(
     folder: str | Path,
     *,
@@ -190,7 +192,7 @@ def probe(
     limit_s: float = 3.0,
     files: Files | None = None,
     clock: Callable[[], float] = time.monotonic,
-    progress: Progress = silent,
+    tell: Tell = lambda done, total: None,
 ) -> Speed:
     """Try 2, 4 and 8 threads with requests of 1 and 4 MiB, on a file of its own.
 
@@ -198,7 +200,7 @@ def probe(
         size_bytes: what will be stored; a small store is not worth a long measurement.
         limit_s: an answer is there after this time even if the disk hangs.
         files, clock: the doors to the file system and to time, in seconds.
-        progress: told the turns that are done.
+        tell: told how many turns are done, of how many.
 
     Returns:
         The fastest way; of ways within 5 % the one with the fewest threads. The default way, and rates of 0, if the
@@ -211,15 +213,12 @@ def probe(
     file = ScratchFile(Path(folder), files or Files())
     try:
         file.reserve(max(2 * REQUEST_BYTES, min(size_bytes, _PROBE_BYTES)) // REQUEST_BYTES * REQUEST_BYTES)
-        race = _Race(file, clock, start_s + limit_s, progress)
+        race = _Race(file, clock, start_s + limit_s, tell)
         return _best(race.run(start_s + limit_s / 3))
     except OSError as error:
         raise StoreError(f"offload.path={folder}: {named(error)} while measuring its speed") from error
     finally:
         file.close()
-
-
-_WORK = "measuring the disk"
 
 
 class _Moved(NamedTuple):
@@ -233,11 +232,11 @@ _Move = Callable[[int, memoryview], None]
 class _Race:
     """Threads that move numbered requests until all are moved or their time is up."""
 
-    def __init__(self, file: ScratchFile, clock: Callable[[], float], end_s: float, progress: Progress) -> None:
+    def __init__(self, file: ScratchFile, clock: Callable[[], float], end_s: float, tell: Tell) -> None:
         self._file = file
         self._clock = clock
         self._end_s = end_s
-        self._progress = progress
+        self._tell = tell
         self._noise = os.urandom(REQUEST_BYTES)  # a disk may be quick with zeros
 
     def run(self, filled_by_s: float) -> list[Speed]:
@@ -247,11 +246,11 @@ class _Race:
         requests = self._file.reserved_bytes // REQUEST_BYTES
         ways = [(threads, request_bytes) for threads in (2, 4, 8) for request_bytes in (2**20, REQUEST_BYTES)]
         total = 3 * len(ways)  # two turns each, and writing first takes a third of the time
-        self._progress(_WORK, 0, total)
+        self._tell(0, total)
         half_bytes = self._go(4, REQUEST_BYTES, requests, self._fill, filled_by_s).requests // 2 * REQUEST_BYTES
         turns: dict[tuple[int, int], list[_Moved]] = {way: [] for way in ways}
         for done, (threads, request_bytes) in enumerate(ways * 2):
-            self._progress(_WORK, len(ways) + done, total)
+            self._tell(len(ways) + done, total)
             now_s = self._clock()
             stop_s = now_s + (self._end_s - now_s) / (2 * len(ways) - done + 1)
             count = 2 * half_bytes // request_bytes
@@ -259,7 +258,7 @@ class _Race:
             if not moved.requests:
                 break
             turns[threads, request_bytes].append(moved)
-        self._progress(_WORK, total, total)
+        self._tell(total, total)
         return [_speed(*way, moves) for way, moves in turns.items() if moves]
 
     def _fill(self, number: int, memory: memoryview) -> None:

@@ -851,8 +851,15 @@ def test_wandb_knows_a_run_that_goes_on_in_another_folder(tmp_path: Path, monkey
 
 
 def test_an_engine_that_is_dropped_gives_back_its_threads_and_its_files(tmp_path: Path):
+    def collect() -> None:
+        gc.collect()
+        for thread in threading.enumerate():
+            if thread.name == "closing":
+                thread.join()
+
     world, model = zero.World.from_env(), net()
     given = TORCH["AdamW"](model)
+    collect()  # what other tests have left
     before = set(threading.enumerate())
     files = len(os.listdir("/proc/self/fd"))
     engine, *_ = zero.initialize(
@@ -864,10 +871,7 @@ def test_an_engine_that_is_dropped_gives_back_its_threads_and_its_files(tmp_path
     assert workers
     assert len(os.listdir("/proc/self/fd")) > files
     del engine, _
-    gc.collect()
-    for thread in threading.enumerate():
-        if thread.name == "closing":
-            thread.join()
+    collect()
     assert not any(thread.is_alive() for thread in workers)
     assert len(os.listdir("/proc/self/fd")) == files
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit_reason"] == RUNNING

@@ -70,8 +70,9 @@ def initialize(
         config: a `ds_config.json`: its path, its text, or what is in it.
         world: the ranks; None: those of the environment.
         weights, seed: see `zero.init`.
-        folder: where the run leaves its rows and settings, and W&B its own; None: nowhere, or `runs/DATE/TIME` if the
-            config asks for W&B. Rank 0 writes it.
+        folder: where the run leaves its rows and settings, and W&B its own; `run-2` and so on below it where another
+            run has left some that no loaded checkpoint goes on with. None: nowhere, or `runs/DATE/TIME` if the config
+            asks for W&B. Rank 0 writes it.
         tokens_per_row: what a row of the batch counts as in speeds; 1 counts rows.
 
     Raises:

@@ -509,7 +509,7 @@ def _checked(asked: Any) -> tuple[list[int], Path | None]:
         ConfigError: about the first run that cannot be.
     """
     found: list[tuple[Config, Sequence[str]]] = []
-    refused: list[ConfigError] = []
+    refused: dict[str, str] = {}
     notes, sweep_folder = dict[str, None](), None
     for overrides in _runs_in(asked.overrides) if asked.multirun else [asked.overrides]:
         own = " ".join(one for one in overrides if one not in asked.overrides)
@@ -521,15 +521,17 @@ def _checked(asked: Any) -> tuple[list[int], Path | None]:
         except SettingError:
             raise  # whatever else is in the run
         except ConfigError as error:
-            refused.append(ConfigError(f"{error} (in the run {own})" if own else str(error)))
+            refused[own] = str(error)
     asking = [(config, overrides) for config, overrides in found if config.mode in ANSWERS]
+    own, why = next(iter(refused.items()), ("", ""))
+    first = f"{why} (in the run {own})" if found or len(set(refused.values())) > 1 else why
     if refused and (asking or not found):
-        raise refused[0]
+        raise ConfigError(first)
     if asking and len(asking) < len(found):
         raise ConfigError(f"mode={asking[0][0].mode} runs nothing, so it is no run of a sweep; ask it by itself")
     _warn(notes)
     if refused:
-        _warn([f"{len(refused)} of {len(refused) + len(found)} runs cannot be, and the others go on: {refused[0]}"])
+        _warn([f"{len(refused)} of {len(refused) + len(found)} runs cannot be, and the others go on: {first}"])
     if asked.cfg or asked.info:
         asking = []
     return [ANSWERS[config.mode](config, overrides) for config, overrides in asking], sweep_folder

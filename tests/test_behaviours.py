@@ -773,7 +773,8 @@ def test_memory_returns_when_an_engine_is_destroyed(stage, tier):
         return *live_tensors(), len(os.listdir("/proc/self/fd"))
 
     held()  # what torch keeps for itself is there from now on
-    assert held() == held()
+    before, after = held(), held()
+    assert all(now <= then for then, now in zip(before, after, strict=True)), "less, if an earlier test's is gone"
 
 
 class Broken(Exception):

@@ -470,10 +470,11 @@ def step_s(update: str, traffic_s: float, ideal_s: float) -> float:
         store.close()
         return shortest_s
 
-    return run_ranks(1, rank_main)[0]
+    return run_ranks(1, rank_main, timeout_s=150.0)[0]
 
 
 @pytest.mark.alone
+@pytest.mark.timeout(360)
 @pytest.mark.parametrize("traffic_s", [0.5, 1.25])
 def test_a_lazy_update_hides_behind_the_next_forward(traffic_s):
     """Time is max(C_forward, O) + C_backward, with clipping on; serial is the sum. Compute and disk are clocks here, so
@@ -487,6 +488,7 @@ def test_a_lazy_update_hides_behind_the_next_forward(traffic_s):
 
 
 @pytest.mark.alone
+@pytest.mark.timeout(360)
 def test_an_eager_update_hides_behind_the_whole_step():
     traffic_s = 2.5
     bound = max(C_FORWARD_S + C_BACKWARD_S, traffic_s)

@@ -16,7 +16,6 @@ import zero
 from zero import launch
 from zero.config import read
 from zero.errors import RankFailedError
-from zero.testing import forked_ranks
 
 pytestmark = pytest.mark.process
 
@@ -142,9 +141,9 @@ def test_a_run_that_hangs_in_each_phase_goes_on_each_time(
 
     monkeypatch.setattr(launch, "_attempt", timed)
     ranks, config = tmp_path / "ranks", config_of(tmp_path / "offload")
-    how = {"ranks": 2, "folder": ranks, "threads": 1, "grace_s": GRACE_S, "max_restarts": len(HANGS)}
-    with forked_ranks():
-        launch.launch(train_and_hang, config, tmp_path, **how)
+    launch.launch(
+        train_and_hang, config, tmp_path, ranks=2, folder=ranks, threads=1, grace_s=GRACE_S, max_restarts=len(HANGS)
+    )
     said, complaints = capfd.readouterr()
     logs = [attempts((ranks / f"{rank}.log").read_text()) for rank in range(2)]
 

@@ -70,8 +70,8 @@ def run_processes(size: int, fn: Callable[..., Any], *args: Any, timeout_s: floa
 def forked_ranks() -> Iterator[None]:
     """Ranks that `zero.launch` starts in here are forked as those of `run_processes` are, and start at once.
 
-    Not for what malloc is told as a process begins, nor for a parent that dies: only one that lives ends such ranks
-    whatever they are in.
+    Not for what malloc is told as a process begins, nor for ranks that are stopped (SIGSTOP), nor for a parent that
+    dies: only one that lives ends such ranks whatever they are in.
     """
     real = torch.multiprocessing.start_processes
 

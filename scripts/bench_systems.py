@@ -172,7 +172,7 @@ def _deepspeed(job: Job, stage: int, communication: str | None) -> Step:
     return step
 
 
-def _zero(job: Job, stage: int) -> Step:
+def _zero(job: Job, stage: int, *, compiled: bool = False) -> Step:
     """Our own stage with its defaults: lazy update, prefetch 1."""
     import zero
 
@@ -184,6 +184,7 @@ def _zero(job: Job, stage: int) -> Step:
         optimizer=zero.adamw(LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY, clip=CLIP),
         stage=zero.Stage(stage),
         precision=zero.Precision(job.dtype),
+        compile=compiled,
         world=world,
     )
     store = zero.open_store(plan)
@@ -230,6 +231,9 @@ for _stage in (0, 1, 2, 3):
     SYSTEMS[f"zero{_stage}"] = System(
         lambda job, stage=_stage: _zero(job, stage), f"zero.stage={_stage}, update=lazy, prefetch=1, reduce fp32"
     )
+SYSTEMS["zero3-compiled"] = System(
+    lambda job: _zero(job, 3, compiled=True), "the same with zero.compile=true; its first step compiles"
+)
 
 
 def forget_peak() -> None:
@@ -242,8 +246,10 @@ def measure(job: Job, warmup: int, steps: int) -> dict[str, Any]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     data = open_data(TextConfig(), job.seq, SEED)
     step = SYSTEMS[job.system].build(job)
+    if not dist.is_initialized():  # one rank needs none
+        _gloo()
     gc.collect()
-    times, losses = [], []
+    times, busy, losses = [], [], []
     built = host_peak_bytes()
     for number in range(warmup + steps):
         if number == warmup:
@@ -251,10 +257,11 @@ def measure(job: Job, warmup: int, steps: int) -> dict[str, Any]:
             forget_peak()
         batch = data.batch(number, rank * job.rows, (rank + 1) * job.rows, size * job.rows)
         dist.barrier()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         losses.append(step(batch))
         dist.barrier()
         times.append(time.perf_counter() - start)
+        busy.append(time.process_time() - cpu_start)
     peaks, mean = torch.tensor([built, host_peak_bytes()], dtype=torch.int64), torch.tensor(losses) / size
     dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
     dist.all_reduce(mean)
@@ -262,6 +269,7 @@ def measure(job: Job, warmup: int, steps: int) -> dict[str, Any]:
         "system": job.system,
         "dtype": job.dtype,
         "step_s": times[warmup:],
+        "cpu_s": busy[warmup:],
         "warmup_s": times[:warmup],
         "loss": mean.tolist(),
         "build_peak_bytes": int(peaks[0]),

@@ -130,7 +130,7 @@ def test_a_run_that_hangs_in_each_phase_goes_on_each_time(
 ) -> None:
     """Its checkpoints are whole; after two failed starts from one it steps back, and says so."""
     (tmp_path / "offload").mkdir()
-    waits_s, attempt = [], launch._attempt
+    waits_s, attempt = [], launch.ranks._attempt
 
     def timed(*args: Any) -> Any:
         try:
@@ -139,7 +139,7 @@ def test_a_run_that_hangs_in_each_phase_goes_on_each_time(
             waits_s.append(time.monotonic() - float((tmp_path / "hung").read_text()))
             raise
 
-    monkeypatch.setattr(launch, "_attempt", timed)
+    monkeypatch.setattr(launch.ranks, "_attempt", timed)
     ranks, config = tmp_path / "ranks", config_of(tmp_path / "offload")
     launch.launch(
         train_and_hang, config, tmp_path, ranks=2, folder=ranks, threads=1, grace_s=GRACE_S, max_restarts=len(HANGS)

@@ -1,0 +1,102 @@
+"""The process that a rank is: threads, malloc, variables, and where it prints."""
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+Malloc = Literal["raised", "lean", "default"]
+
+THRESHOLDS: Mapping[Malloc, tuple[int, int]] = {"raised": (4 << 30, 16 << 30), "lean": (2 << 20, 16 << 20)}
+"""Of glibc's malloc: bytes from which a tensor gets a mapping of its own, which goes back to the system when it is
+freed; and free bytes at the heap's end from which they go back."""
+
+MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+CUBLAS_WORKSPACE = ":4096:8"
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
+
+
+def environment(
+    ranks: int, threads: int | Literal["auto"], malloc: Malloc, deterministic: bool = False
+) -> dict[str, str]:
+    """Variables that child ranks are started with; what the user has set already stays.
+
+    Page faults of freshly mapped tensors can cost more than an optimizer step. With both thresholds raised glibc keeps
+    freed memory for the next tensor instead of giving it back, in pieces that do not always fit: several hundred MB
+    may lie idle. Lean is the opposite: every large tensor goes back at once. Deterministic runs need cuBLAS's workspace
+    fixed before its first product, or torch refuses it.
+    """
+    share = max(1, _cores() // ranks) if threads == "auto" else threads
+    wanted = {"OMP_NUM_THREADS": str(share), "MKL_NUM_THREADS": str(share)}
+    wanted |= dict(zip(MALLOC_VARIABLES, map(str, THRESHOLDS.get(malloc, ())), strict=False))
+    if deterministic:
+        wanted["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
+    own = {} if threads == "auto" else {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
+    return {name: value for name, value in wanted.items() if name in own or name not in os.environ}
+
+
+@contextmanager
+def set_up(threads: int | Literal["auto"], malloc: Malloc, deterministic: bool) -> Iterator[None]:
+    """What `environment` does for children, for a process that already runs."""
+    _set_thresholds(THRESHOLDS.get(malloc, ()))
+    if threads != "auto":
+        import torch
+
+        torch.set_num_threads(threads)
+    fixed = deterministic and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    with environ({"CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE} if fixed else {}):
+        yield
+
+
+def redirect(path: Path, *, stdout: bool, further: bool = False) -> None:
+    """Send file descriptor 2, and 1 if asked, to `path`, or to its end: what native code prints goes there too."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if further else os.O_TRUNC), 0o644)
+    for descriptor in (1, 2) if stdout else (2,):
+        os.dup2(log, descriptor)
+    os.close(log)
+
+
+@contextmanager
+def redirected(path: Path, *, stdout: bool) -> Iterator[None]:
+    """`redirect` for the time of the body."""
+    kept = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
+    redirect(path, stdout=stdout)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for descriptor, copy in kept.items():
+            os.dup2(copy, descriptor)
+            os.close(copy)
+
+
+@contextmanager
+def environ(changes: Mapping[str, str]) -> Iterator[None]:
+    """Children read these when their interpreter starts, so they have to be in this process first."""
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _set_thresholds(wanted: Sequence[int]) -> None:
+    """Nothing where malloc is not glibc's, or the user has set them."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or set(MALLOC_VARIABLES) & os.environ.keys():
+        return
+    for parameter, nbytes in zip((M_MMAP_THRESHOLD, M_TRIM_THRESHOLD), wanted, strict=False):
+        mallopt(parameter, min(nbytes, 2**31 - 1))  # it takes an int

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import zero
 from zero.errors import ConfigError, HandshakeError, StaleStateError
 from zero.full import digest, full_state_dict
+from zero.gather import Gatherer
 from zero.testing import run_ranks
 
 WIDTH = 8
@@ -157,6 +158,14 @@ def test_an_interrupted_update_is_never_taken_for_a_state(monkeypatch):
         step(state, [batch_of(1, 0, 0)])
     with pytest.raises(StaleStateError, match="interrupted"):
         full_state_dict(state)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_that_arrives_and_is_never_settled_is_not_left_out(monkeypatch, stage):
+    state, step = start(zero.World.from_env(), stage=stage)
+    monkeypatch.setattr(Gatherer, "_close", lambda self, unit: unit.calls.clear())
+    with pytest.raises(AssertionError, match="have arrived and were never settled"):
+        step(state, [batch_of(0, 0, 0)])
 
 
 def test_evaluation_leaves_every_module_in_its_mode():

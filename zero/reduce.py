@@ -147,6 +147,9 @@ class Reducer:
 
     def finish(self) -> None:
         """Return when every unit's `grad` is final, on the compute stream; what still comes reopens it."""
+        if self._unwritten:  # no pass has ended for them: a gradient would be missing in silence
+            names = ", ".join(self._units[index].spec.name for index in self._unwritten)
+            raise AssertionError(f"gradients of {names} have arrived and were never settled")
         for unit in self._units:  # visited in earlier microbatches only: nothing has closed them yet
             if self._adds_up(unit) and unit.filled and unit.index not in self._closed:
                 self._close(unit)

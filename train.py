@@ -460,7 +460,7 @@ def _with_hydra(arguments: Sequence[str]) -> int:
     options = [one for one in arguments if one not in words]
     if sweep_folder is not None:
         # the time in its name is read once, so that we know where the jobs are, whoever runs them
-        words.append(f"hydra.sweep.dir={_quoted(str(sweep_folder))}")
+        words.append(f"hydra.sweep.dir={refusal.word(str(sweep_folder))}")
         # a launcher's processes find `train` by its name
         os.environ["PYTHONPATH"] = os.pathsep.join([str(CONF.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     sys.argv = [sys.argv[0], *words, *options]  # between options Hydra finds no settings
@@ -469,12 +469,6 @@ def _with_hydra(arguments: Sequence[str]) -> int:
     if sweep_folder is not None and sweep_folder.is_dir():
         codes += _tell_sweep(sweep_folder, told=bool(codes))
     return max(codes, default=0)
-
-
-def _quoted(text: str) -> str:
-    """As Hydra's grammar reads it back."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
 
 
 def _options(arguments: Sequence[str]) -> Any:

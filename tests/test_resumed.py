@@ -1,6 +1,7 @@
 """What differs from the run that saved a checkpoint is said in words that can be typed, and they do what is said."""
 
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,6 +68,20 @@ def test_what_to_add_for_an_evaluation_has_the_data_too():
     with pytest.raises(CheckpointError) as refused:
         refuse_other_model(settled("mode=eval", "resume=latest", "data=synthetic"), saved_by(folders))
     assert settled(*advice(refused)).data == folders.data
+
+
+PATHS = ["a b", "a,b", "it's", 'a "b"', "back\\slash", "a\\'b", 'a\\"b', "end\\", "é", "~/x", "1e3"]
+PATHS += ["a=b", "[a]", "x" * 90, "null"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_to_add_is_the_whole_path_as_a_shell_and_hydra_read_it(path):
+    saved = settled("model=hf", "model.path=x")
+    saved = saved.model_copy(update={"model": saved.model.model_copy(update={"path": path})})
+    with pytest.raises(CheckpointError) as refused:
+        refuse_other_model(settled("model=hf", "model.path=y"), saved_by(saved))
+    words = shlex.split(re.search(r"; add (.*), or name in", str(refused.value))[1])
+    assert settled("model=hf", *words).model.path == path
 
 
 OPTIMIZERS = [

@@ -4,6 +4,7 @@ Pydantic answers with a list of records over several lines; a person at a comman
 """
 
 import difflib
+import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +14,9 @@ from pydantic.fields import FieldInfo
 
 SHOWN = 5
 """Names that a sentence lists before it only counts."""
+
+_PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*")
+_NO_TEXT = ("true", "false", "null", "inf", "nan")
 
 
 class Key(NamedTuple):
@@ -147,6 +151,19 @@ def shown(value: object) -> str:
     # one line, whatever was typed, and nothing that a terminal would obey
     text = "".join(letter if letter.isprintable() else "?" for letter in " ".join(str(value).split()))
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def word(value: object) -> str:
+    """A value to be typed: as Hydra's grammar reads it back."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(word, value))}]"
+    text = str(value)
+    if not isinstance(value, str) or (_PLAIN.fullmatch(text) and text.lower() not in _NO_TEXT):
+        return text
+    escaped = re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + (found[2] and '\\"'), text)
+    return f'"{escaped}"'  # where a backslash means itself, unless a quote follows
 
 
 def _choose(value: object, options: list[str]) -> str:

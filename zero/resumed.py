@@ -4,6 +4,7 @@ Another model or other moments cannot be, and are refused with what to add. What
 line. Only rank 0 has somebody to tell, and every rank finds the same.
 """
 
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -137,7 +138,7 @@ def _as_saved(section: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) 
         chosen = [f"{section}={AS_DECLARED.get(kind, kind)}"]
         expected = {name: _plain(field.default) for name, field in fields.items()}
     return chosen + [
-        f"{section}.{name}={_typed(theirs[name])}"
+        _typed(f"{section}.{name}={refusal.word(theirs[name])}")
         for name in expected
         if name != "name" and name in theirs and theirs[name] != expected[name]
     ]
@@ -147,5 +148,6 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _typed(value: Any) -> str:
-    return f"[{','.join(map(_typed, value))}]" if isinstance(value, list) else refusal.shown(value)
+def _typed(word: str) -> str:
+    """A shell takes away the quotes that Hydra's grammar wants, unless there are others around them."""
+    return shlex.quote(word) if '"' in word else word

@@ -10,11 +10,11 @@ parameters, a schedule rises with the logarithm.
 
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zero import refusal
 from zero.config import Config, read
 from zero.config import keys as keys_here
 from zero.ds_config.keys import KEYS, Key
@@ -316,7 +316,7 @@ def overrides(settings: Mapping[str, Any]) -> list[str]:
     """The same settings as words of a command line: options first, because a key belongs to one."""
     flat = dict(_flat(settings))
     options = [f"{key.removesuffix('.name')}={value}" for key, value in flat.items() if key.endswith(".name")]
-    return options + [f"{key}={_word(value)}" for key, value in flat.items() if not key.endswith(".name")]
+    return options + [f"{key}={refusal.word(value)}" for key, value in flat.items() if not key.endswith(".name")]
 
 
 def differing(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -344,17 +344,3 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
             node = node.setdefault(section, {})
         node[last] = value
     return found
-
-
-_NO_TEXT = ("true", "false", "null", "inf", "nan")
-
-
-def _word(value: Any) -> str:
-    """A value as Hydra's grammar reads it back."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    text = str(value)
-    if not isinstance(value, str) or (re.fullmatch(r"[A-Za-z_./][\w./-]*", text) and text.lower() not in _NO_TEXT):
-        return text
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"

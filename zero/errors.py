@@ -1,7 +1,7 @@
 """Every error that zero raises on purpose, as one tree.
 
     ZeroError                    exit code 1; the message is one line: what, seen, do
-    ├── ConfigError              2  a setting is wrong; nothing was allocated yet
+    ├── ConfigError              2  a setting or a call is wrong; a run is refused before anything is allocated
     │   ├── SettingError            a key or a value that no run could have, whatever else is set
     │   ├── LayoutError             sizes that do not describe a flat parameter
     │   └── PlanError               a model that cannot be split as asked
@@ -30,7 +30,10 @@ class ZeroError(Exception):
 
 
 class ConfigError(ZeroError):
-    """A setting is wrong. Raised before any tensor, process group or folder exists."""
+    """A setting or a call is wrong, and can be mended in the config or the script.
+
+    A run is refused before anything is allocated.
+    """
 
     exit_code = 2
 

@@ -1,6 +1,6 @@
 """What a run trains: the GPT here or a model of transformers, with its loss, its logits and its first values.
 
-Everything else in a run takes these five and does not know which of the two it is.
+Everything else in a run takes these and does not know which of the two it is.
 """
 
 from collections.abc import Callable, Iterator

@@ -74,7 +74,7 @@ class Training:
                 partial=keys.partial,
                 convert=keys.convert,
                 moments=config.mode == "train",
-                weights=config.val.weights if config.mode == "eval" else "parameter",
+                weights=config.val.weights,
                 note=tracker.note,
                 progress=show,
             )

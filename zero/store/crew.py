@@ -17,7 +17,7 @@ import torch
 from zero.errors import StoreError
 from zero.store.base import Ticket, Watch, nobody
 from zero.store.paging import Action, Asked, Copy, Due, Event, Finished, Move, Read, Work, Write, advance, start
-from zero.store.traffic import Meter
+from zero.store.traffic import Counter
 
 IDLE_S = 1.0
 """How often a worker without work looks up: what it costs at most if an interrupt swallows a wake-up."""
@@ -69,7 +69,7 @@ class Crew:
         timeout_s: float,
         prepare: Callable[[], None],
         carry_out: Callable[[Action, Callable[..., None]], None],
-        meter: Meter,
+        meter: Counter,
     ) -> None:
         self._state = start(slots=slots, workers=threads, read_ahead=read_ahead)
         self._timeout_s, self._prepare, self._carry_out, self._meter = timeout_s, prepare, carry_out, meter

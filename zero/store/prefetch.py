@@ -20,7 +20,7 @@ from zero.errors import StoreError
 from zero.store.base import Done, Page, Store, Ticket, Watch, nobody
 from zero.store.crew import Crew
 from zero.store.paging import Action, Asked, Copy, Due, Expect, Group, Move, Read, Work, Write
-from zero.store.traffic import Meter, Traffic
+from zero.store.traffic import Counter, Traffic
 
 ALIGNMENT_BYTES = 4096
 """Where slots, and the pages in them, begin: direct I/O asks for it."""
@@ -59,7 +59,7 @@ class PrefetchStore(Store):
         self._sizes: dict[Page, tuple[int, torch.dtype]] = {}
         self._shapes: dict[Group, _Shape] = {}
         self._opened: list[tuple[Tensor, ...]] = [()] * len(slots)  # what lies in each slot
-        self._meter = Meter()
+        self._meter = Counter()
         self._watch: Watch = nobody
         self._claimed = False
         self._crew = Crew(len(slots), threads, read_ahead, timeout_s, prepare, self._carry_out, self._meter)

@@ -23,7 +23,7 @@ class Traffic:
     """Time that callers were blocked, added up."""
 
 
-class Meter:
+class Counter:
     """Bytes, and the wall time in which something was under way. Safe to use from many threads."""
 
     def __init__(self) -> None:

@@ -64,7 +64,7 @@ class Engine(Saved):
         self._state, self._modes, self._managed = state, modes, managed
         self._taken, self._watched = taken, watched
         self._step: Step | None = None
-        self._in_microbatch = self._synchronised = self._applied = False
+        self._in_microbatch = self._in_no_sync = self._applied = False
         self._forwards = 0  # in this microbatch
         self._boundary: bool | None = None
         self.metrics: Metrics | None = None
@@ -79,12 +79,12 @@ class Engine(Saved):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; floating-point tensors are cast to the dtype that it computes in."""
-        self._living()
+        state = self._living()
         self._modes.follow()
         if torch.is_grad_enabled() and self.module.training:
             self._begin_microbatch()
         elif self._step is None:
-            self.state.machinery.gatherer.begin()
+            state.machinery.gatherer.begin()
         args, kwargs = self._cast((args, kwargs))
         with self._abandoning():
             return self.module(*args, **kwargs)
@@ -122,7 +122,7 @@ class Engine(Saved):
         """
         if not self._in_microbatch:
             raise ConfigError("engine.step(): no forward in training mode, engine.train(), since the last one")
-        if self._synchronised:
+        if self._in_no_sync:
             raise ConfigError("engine.step() inside engine.no_sync(): it would synchronise; leave the block first")
         ends = self.is_gradient_accumulation_boundary()
         self._in_microbatch = self._applied = False
@@ -143,11 +143,11 @@ class Engine(Saved):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Microbatches that do not end a step. Gradients are added up in any case, so nothing else changes here."""
-        before, self._synchronised = self._synchronised, True
+        before, self._in_no_sync = self._in_no_sync, True
         try:
             yield
         finally:
-            self._synchronised = before
+            self._in_no_sync = before
 
     def train(self, mode: bool = True) -> "Engine":
         self._modes.set(mode)
@@ -224,9 +224,7 @@ class Engine(Saved):
         if self._taken is not None:
             self._taken.release()
         _, _, (store, watched), _ = closing
-        if watched is not None:
-            watched.close("finished")
-        store.close()
+        _close("finished", store, watched)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -242,7 +240,7 @@ class Engine(Saved):
             self._step.microbatch()
             self._in_microbatch, self._forwards = True, 0
         self._forwards += 1
-        if self._forwards == MANY_FORWARDS and self._managed and not self._synchronised:
+        if self._forwards == MANY_FORWARDS and self._managed and not self._in_no_sync:
             self._say_once(
                 f"{MANY_FORWARDS} forwards since the last engine.step(): nothing is updated before it is called, after "
                 "each microbatch"
@@ -281,7 +279,7 @@ class Engine(Saved):
     def _check(self, step: Step) -> None:
         """Refuse an update that would not be what the script means."""
         wanted = [id(group) for group in self._groups]
-        for one in (self.optimizer, self._taken.given if self._taken is not None else self.optimizer):
+        for one in (self.optimizer, *([self._taken.given] if self._taken is not None else [])):
             if [id(group) for group in one.param_groups] != wanted:
                 raise ConfigError(
                     "the optimizer got other groups than zero.initialize was given (add_param_group, load_state_dict): "
@@ -294,15 +292,18 @@ class Engine(Saved):
             )
 
 
+def _close(how: str | None, store: PrefetchStore, watched: Watched | None) -> None:
+    """End the rows, and give back files and memory even if that fails."""
+    try:
+        if watched is not None:
+            watched.close(how)
+    finally:
+        store.close()
+
+
 def _close_aside(store: PrefetchStore, watched: Watched | None) -> None:
     """What becomes of an engine that nobody has destroyed.
 
     In a thread of its own: Python may come to it anywhere, in the store's threads and under its lock too.
     """
-
-    def close() -> None:
-        if watched is not None:
-            watched.close(None)
-        store.close()
-
-    threading.Thread(target=close, name="closing", daemon=True).start()
+    threading.Thread(target=_close, args=(None, store, watched), name="closing", daemon=True).start()

@@ -22,7 +22,7 @@ from zero.checkpoint.contents import check
 from zero.checkpoint.disk import naming
 from zero.checkpoint.load import FOLDER, is_step
 from zero.checkpoint.manifest import step_name, step_of
-from zero.checkpoint.save import by_rank_0, told
+from zero.checkpoint.save import by_rank_0
 from zero.config import Config
 from zero.copied import buffers_of
 from zero.device import free_host_bytes
@@ -88,7 +88,7 @@ class Saver:
             for line in differences(began_from.facts, self._facts(), began_from.step):
                 note(line)
         if config.mode == "train":
-            told(self._world, lambda: record_start(folder, began_from) if self._world.rank == 0 else {})
+            by_rank_0(self._world, lambda: record_start(folder, began_from))
 
     def word(self) -> float:
         """What this rank says with a step: sums of the bits above."""
@@ -132,16 +132,16 @@ class Saver:
             self._valid.add(path.absolute())
             self._note(f"saved {path}")
             self._saved(path, step_of(path.name) or 0)
-            told(self._world, lambda: self._keep(path) if self._world.rank == 0 else {})
+            by_rank_0(self._world, lambda: self._keep(path))
 
     def abandon(self) -> None:
         """The run has failed: what was not published never will be."""
         if self._under_way is not None:
             self._under_way.abandon()
 
-    def _keep(self, published: Path) -> dict[str, Any]:
+    def _keep(self, published: Path) -> None:
         self.root.retain(self._keys.keep, self._keys.keep_every, lambda one: one.absolute() in self._valid)
-        return _record(self._folder, {"saved": str(published.absolute())})
+        _record(self._folder, {"saved": str(published.absolute())})
 
     def _fits_beside(self, state: State) -> bool:
         """Whether a copy has room on every rank's machine."""
@@ -199,7 +199,7 @@ def find(
     """
     own = root_of(config, folder).absolute()
     trains = config.mode == "train"
-    lines = json.loads(by_rank_0(world, lambda: json.dumps(_put_in_order(own, folder, restarts)))) if trains else []
+    lines = by_rank_0(world, lambda: _put_in_order(own, folder, restarts)) if trains else []
     if lines:
         found, rejected = _again(config, world, own, lines, progress)
     elif config.resume == "none":
@@ -209,7 +209,7 @@ def find(
     else:
         found, rejected = open_at(world, Path(config.resume), progress)
     if trains and not lines:
-        told(world, lambda: _refuse_newer(own, found, rejected) if world.rank == 0 else {})
+        by_rank_0(world, lambda: _refuse_newer(own, found, rejected))
     if found is not None:
         return _chosen(found, rejected, note, "resuming from" if trains else "evaluating")
     if config.mode == "eval":
@@ -234,7 +234,7 @@ def _chosen(found: Checkpoint, rejected: Sequence[str], note: Callable[[str], No
 
 
 def _newest(config: Config, world: World, folder: Path, progress: Progress) -> tuple[Checkpoint | None, list[str]]:
-    for root in json.loads(by_rank_0(world, lambda: json.dumps([str(one) for one in _newest_roots(config, folder)]))):
+    for root in by_rank_0(world, lambda: [str(one) for one in _newest_roots(config, folder)]):
         found, rejected = open_latest(world, root, progress=progress)
         if found is not None:
             return found, rejected
@@ -271,7 +271,7 @@ def _last_save_s(root: Path) -> float:
     return last_s
 
 
-def _refuse_newer(own: Path, found: Checkpoint | None, rejected: Sequence[str]) -> dict[str, Any]:
+def _refuse_newer(own: Path, found: Checkpoint | None, rejected: Sequence[str]) -> None:
     """Those that were found damaged on the way to `found` are no rivals."""
     step = -1 if found is None else found.step
     walked_here = bool(rejected) and found is not None and found.folder.parent.absolute() == own
@@ -282,23 +282,20 @@ def _refuse_newer(own: Path, found: Checkpoint | None, rejected: Sequence[str]) 
             f"{own / step_name(newer[-1])}: is there already, this run {begins}, and resume=latest would prefer it to "
             "what this run saves; set another checkpoint.dir, or resume=latest"
         )
-    return {}
 
 
 # -- what a run remembers of itself ------------------------------------------------------------------------------------
 
 
-def record_start(folder: Path, checkpoint: Checkpoint | None) -> dict[str, Any]:
+def record_start(folder: Path, checkpoint: Checkpoint | None) -> None:
     """Remember that the run in `folder` starts from there; None: from nothing."""
-    if checkpoint is None:
-        return _record(folder, {"from": None, "step": None})
-    return _record(folder, {"from": str(checkpoint.folder.absolute()), "step": checkpoint.step})
+    began = (None, None) if checkpoint is None else (str(checkpoint.folder.absolute()), checkpoint.step)
+    _record(folder, dict(zip(("from", "step"), began, strict=True)))
 
 
-def _record(folder: Path, line: Mapping[str, Any]) -> dict[str, Any]:
+def _record(folder: Path, line: Mapping[str, Any]) -> None:
     with naming(folder / STARTS, "writing it"), (folder / STARTS).open("a") as file:
         file.write(json.dumps(line) + "\n")
-    return {}
 
 
 def _put_in_order(root: Path, folder: Path, restarts: int) -> list[dict[str, Any]]:
@@ -334,8 +331,8 @@ def _again(
             found += [Path(began), *(beside / step_name(one) for one in older)]
         return [str(one) for one in found]
 
-    folders = [Path(one) for one in json.loads(by_rank_0(world, lambda: json.dumps(candidates())))]
-    return open_first(world, folders, suspect=suspects, progress=progress)
+    folders = by_rank_0(world, candidates)
+    return open_first(world, [Path(one) for one in folders], suspect=suspects, progress=progress)
 
 
 def _suspects(lines: Sequence[Mapping[str, Any]]) -> dict[Path, str]:

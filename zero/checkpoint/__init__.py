@@ -4,7 +4,16 @@
 `save` and `load` know what of a state it holds.
 """
 
-from zero.checkpoint.load import Checkpoint, Tensors, load, means, open_at, open_checkpoint, open_first, open_latest
+from zero.checkpoint.load import (
+    Checkpoint,
+    Tensors,
+    load,
+    open_at,
+    open_checkpoint,
+    open_first,
+    open_latest,
+    weights_of,
+)
 from zero.checkpoint.publish import Root
 from zero.checkpoint.save import Saving, begin, save, snapshot_bytes
 
@@ -15,11 +24,11 @@ __all__ = [
     "Tensors",
     "begin",
     "load",
-    "means",
     "open_at",
     "open_checkpoint",
     "open_first",
     "open_latest",
     "save",
     "snapshot_bytes",
+    "weights_of",
 ]

@@ -26,7 +26,7 @@ from zero.checkpoint.disk import Disk
 from zero.checkpoint.hashes import BLOCK_BYTES
 from zero.checkpoint.manifest import Entry, Manifest, Piece, file_name, step_name, step_of
 from zero.checkpoint.publish import MANIFEST_NAME, Root
-from zero.checkpoint.save import force_all, join, told
+from zero.checkpoint.save import by_rank_0, force_all, join, told_by_all
 from zero.checkpoint.shard import THREADS, ShardReader, compare
 from zero.copied import buffers_of
 from zero.device import memory_of
@@ -95,7 +95,7 @@ def open_checkpoint(
         _numbers(folder, found[0])
         return {"files": [file.sha256 for file in found[0].files]}
 
-    reports = told(world, read)
+    reports = told_by_all(world, read)
     if any(report != reports[0] for report in reports):
         raise CheckpointError(f"{folder}: the ranks see different files under this name; give a folder that all share")
     checkpoint = Checkpoint(folder, found[0], disk)
@@ -112,7 +112,7 @@ def open_latest(
         CheckpointError: there are checkpoints, and none is valid.
     """
     root = Root(Path(path), disk)
-    steps = told(world, lambda: {"steps": root.steps() if world.rank == 0 else []})[0]["steps"]
+    steps = by_rank_0(world, root.steps)
     return open_first(world, [root.path / step_name(step) for step in reversed(steps)], root.disk, progress=progress)
 
 
@@ -207,7 +207,7 @@ def load(
     begun = _begun(plan, wanted, there) if moments else {}
     if begun:
         note(f"{checkpoint.folder} has no {', '.join(plan.optimizer.copies)}: it begins as the parameters")
-    there, mean = {**there, **begun}, means(checkpoint, weights)
+    there, mean = {**there, **begun}, weights_of(checkpoint, weights)
     there |= {key: mean[key[0]] for key in there if key[1] in (PARAMETER, FROZEN) and key[0] in mean}
 
     def stays_out(key: Key) -> bool:
@@ -229,7 +229,7 @@ def load(
     force_all(state)
     stays = _current(state, kept - _untouched(plan, kept))
     following = state.restored(step=step, scale=plan.precision.scale.resumed(saved, dynamic=dynamic))
-    told(plan.world, lambda: _fill(following, checkpoint, there, stays, buffers, kept, progress))
+    told_by_all(plan.world, lambda: _fill(following, checkpoint, there, stays, buffers, kept, progress))
     machinery.updater.resume(rested)
     for unit in machinery.units:
         unit.version += 1
@@ -269,7 +269,7 @@ def _verify(world: World, checkpoint: Checkpoint, progress: Progress) -> None:
                 raise reader.error
         return {"digests": [readers[place % THREADS].digests[place // THREADS] for place in range(len(mine))]}
 
-    digests = iter([bytes.fromhex(digest) for report in told(world, found) for digest in report["digests"]])
+    digests = iter([bytes.fromhex(digest) for report in told_by_all(world, found) for digest in report["digests"]])
     for rank, file in enumerate(files):
         name = file_name(rank, checkpoint.manifest.world)
         compare(checkpoint.folder / name, file, itertools.islice(digests, -(-file.size // BLOCK_BYTES)))
@@ -314,7 +314,7 @@ def _entries(checkpoint: Checkpoint, wanted: Iterable[Key]) -> dict[Key, Entry]:
     return found
 
 
-def means(checkpoint: Checkpoint, weights: str) -> dict[str, Entry]:
+def weights_of(checkpoint: Checkpoint, weights: str) -> dict[str, Entry]:
     """By name, what stands for the parameters: those that were trained, or a mean of them.
 
     Raises:

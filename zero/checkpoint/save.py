@@ -208,7 +208,7 @@ class Saving:
         """
         try:
             join(self._world, self._threads)
-            reports = told(self._world, lambda: self._report)
+            reports = told_by_all(self._world, lambda: self._report)
             return Path(by_rank_0(self._world, lambda: str(self._publish(reports))))
         except BaseException:
             self.abandon()
@@ -271,7 +271,7 @@ def force_all(state: State) -> None:
 # -- together ----------------------------------------------------------------------------------------------------------
 
 
-def told(world: World, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+def told_by_all(world: World, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
     """What every rank's `work` returned, on every rank.
 
     Raises:
@@ -306,9 +306,13 @@ def join(world: World, threads: Sequence[threading.Thread], meanwhile: Callable[
         at_work = "1" in words
 
 
-def by_rank_0(world: World, work: Callable[[], str]) -> str:
-    """What `work` returned on rank 0, where alone it runs, on every rank."""
-    return str(told(world, lambda: {"text": work()} if world.rank == 0 else {})[0]["text"])
+def by_rank_0(world: World, work: Callable[[], Any]) -> Any:
+    """What `work` returned on rank 0, where alone it runs, on every rank: a JSON value.
+
+    Raises:
+        CheckpointError: it failed; on every rank.
+    """
+    return told_by_all(world, lambda: {"value": work()} if world.rank == 0 else {})[0]["value"]
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------

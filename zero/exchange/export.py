@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero.checkpoint import Checkpoint, Tensors, means, open_at
+from zero.checkpoint import Checkpoint, Tensors, open_at, weights_of
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER
 from zero.checkpoint.manifest import Entry
 from zero.errors import CheckpointError, ConfigError
@@ -76,7 +76,7 @@ def export(
     if os.path.lexists(out):
         raise ConfigError(f"--out {out}: exists; give a name that does not")
     with Tensors(checkpoint) as files, _appearing(out, folder=to != "torch") as unfinished:
-        tensors, ties = _streams(checkpoint, files, dtype, means(checkpoint, weights))
+        tensors, ties = _streams(checkpoint, files, dtype, weights_of(checkpoint, weights))
         written = [name for name in tensors if to != "torch" or name not in ties]  # torch's format has ties itself
         watched = counted([tensors[name] for name in written], "exporting", progress)
         tensors |= dict(zip(written, watched, strict=True))

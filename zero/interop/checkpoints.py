@@ -8,7 +8,7 @@ from zero import checkpoint
 from zero.checkpoint.disk import naming
 from zero.checkpoint.load import is_step
 from zero.checkpoint.manifest import step_name
-from zero.checkpoint.save import told as told_by_all
+from zero.checkpoint.save import by_rank_0
 from zero.interop.plain import plain, read_back
 from zero.world import World
 
@@ -44,12 +44,11 @@ def make_root(world: World, root: Path) -> None:
         CheckpointError: it cannot be made; on every rank.
     """
 
-    def make() -> dict[str, Any]:
+    def make() -> None:
         with naming(root, "making it"):
             root.mkdir(parents=True, exist_ok=True)
-        return {}
 
-    told_by_all(world, make)
+    by_rank_0(world, make)
 
 
 def newest(world: World, folder: Path, *, below: bool) -> tuple[checkpoint.Checkpoint | None, list[str]]:
@@ -60,9 +59,9 @@ def newest(world: World, folder: Path, *, below: bool) -> tuple[checkpoint.Check
     if found is not None or not below:
         return found, notes
 
-    def tagged() -> dict[str, Any]:
-        tags = [one for one in folder.glob("*") if one.is_dir()] if world.rank == 0 else []
+    def newest_first() -> list[str]:
+        tags = [one for one in folder.glob("*") if one.is_dir()]
         steps = [(step, str(tag / step_name(step))) for tag in tags for step in checkpoint.Root(tag).steps()]
-        return {"newest first": [path for _, path in sorted(steps, reverse=True)]}
+        return [path for _, path in sorted(steps, reverse=True)]
 
-    return checkpoint.open_first(world, [Path(path) for path in told_by_all(world, tagged)[0]["newest first"]])
+    return checkpoint.open_first(world, [Path(path) for path in by_rank_0(world, newest_first)])

@@ -1,28 +1,30 @@
 """An engine as it is written and read: whole models and checkpoints, in DeepSpeed's words."""
 
 import logging
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zero import checkpoint
 from zero.errors import ConfigError
+from zero.full import set_full
 from zero.interop.answers import Answers
 from zero.interop.checkpoints import Remembered, make_root, newest, root_of
 from zero.interop.optimizers import restore, same_groups, settings_of
 from zero.interop.schedulers import Scheduler
 from zero.interop.watched import Watched
-from zero.interop.whole import forget_moments, save_16bit, whole_model
+from zero.interop.whole import save_16bit, whole_model
 from zero.state import State
 
 log = logging.getLogger("zero")
 
 
-class Saved(Answers):
+class Saved(Answers, ABC):
     """An engine, as far as it goes to disk and comes from there."""
 
     lr_scheduler: Scheduler | None
@@ -64,15 +66,16 @@ class Saved(Answers):
         """
         if exclude_frozen_parameters:
             raise ConfigError("exclude_frozen_parameters=True: a checkpoint holds all of the model; leave it out")
-        root = root_of(save_dir, tag)
+        state, root = self._living(), root_of(save_dir, tag)
         make_root(self.plan.world, root)
         schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
         groups = settings_of(self.optimizer.param_groups)
         facts = Remembered(dict(client_state or {}), self.micro_steps, groups, schedule).facts
-        if self._watched is None:
-            return checkpoint.save(self._living(), root, facts)
-        path = checkpoint.save(self._living(), root, facts | {"wandb": self._watched.run_id})
-        self._watched.saved(path)
+        if self._watched is not None:
+            facts["wandb"] = self._watched.run_id
+        path = checkpoint.save(state, root, facts)
+        if self._watched is not None:
+            self._watched.saved(path)
         return path
 
     def load_checkpoint(
@@ -107,12 +110,13 @@ class Saved(Answers):
             self._say_once(f"load_checkpoint: there is no checkpoint in {where}; training goes on with what is here")
             return None, {}
         moments, told = load_optimizer_states and not load_module_only, Remembered.of(found)
-        if moments and told.param_groups is not None:
-            same_groups(self.optimizer.param_groups, told.param_groups)
+        groups = told.param_groups if moments else None
+        if groups is not None:  # before anything is changed
+            same_groups(self.optimizer.param_groups, groups)
         self._take(found, moments=moments)
         self.micro_steps = told.micro_steps
-        if moments and told.param_groups is not None:
-            restore(self.optimizer.param_groups, told.param_groups)
+        if groups is not None:
+            restore(self.optimizer.param_groups, groups)
         if self.lr_scheduler is not None and told.lr_scheduler and load_lr_scheduler_states and not load_module_only:
             self.lr_scheduler.load_state_dict(told.lr_scheduler)
         return found.folder, told.client_state
@@ -126,7 +130,7 @@ class Saved(Answers):
         if not moments:  # a new optimizer: corrections of its first moments count from the beginning
             self._state = self._state.restored(step=0, scale=self.plan.precision.scale.start())
             if has_trained:
-                forget_moments(self._state)
+                _forget_moments(self._state)
         if self._watched is not None:
             self._watched.resumed(self.global_steps, self.skipped_steps)
             if moments:
@@ -143,3 +147,10 @@ class Saved(Answers):
     @abstractmethod
     def _say_once(self, line: str) -> None:
         """Tell a person."""
+
+
+def _forget_moments(state: State) -> None:
+    """Zeros, as before the first update."""
+    for slot in (slot for unit in state.plan.units for slot in unit.trainable.slots):
+        for kind in state.plan.optimizer.moments:
+            set_full(state, slot.name, torch.zeros(slot.shape), kind)

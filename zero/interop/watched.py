@@ -6,15 +6,14 @@ A line every few steps; with a folder also what a run of train.py leaves (config
 
 import logging
 import sys
-from collections.abc import Callable
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from zero.checkpoint.disk import naming
-from zero.checkpoint.save import told as told_by_all
+from zero.checkpoint.save import by_rank_0
 from zero.config import Config
 from zero.meter import Meter
 from zero.passes import Metrics
@@ -47,14 +46,14 @@ class Watched:
         *,
         tokens_per_row: int = 1,
     ) -> None:
-        self._config, self._plan, self._writes = config, plan, plan.world.rank == 0
-        self._folder = folder if self._writes else None
+        self._config, self._plan = config, plan
+        self._folder = folder if plan.world.rank == 0 else None
         self._tokens = config.batch.numbers()[0] * tokens_per_row
         self._meter = partial(Meter, plan.world, plan, tokens_per_step=self._tokens, traffic=lambda: store.traffic)
         self._run_id: str | None = None
         self._has_begun = self._goes_on = False
         self.resumed(0, 0)
-        self._told(lambda folder: None)
+        by_rank_0(plan.world, self._make_folder)
         self.tracker = Tracker()
 
     @property
@@ -96,31 +95,29 @@ class Watched:
         if self._has_begun:
             return
         self._has_begun = True
-        if self._folder is not None and not self._goes_on:
-            self._folder = _without_rows(self._folder)
-
-        def settings(folder: Path) -> None:
-            (folder / "config.yaml").write_text(yaml.safe_dump(self._config.plain(), sort_keys=False))
-
-        self._told(settings)
-        self.tracker = open_tracker(self._config, self._folder, endless=True)
-        if self._folder is None and self._writes:
-            self.tracker = Tracker([Lines(None, sys.stdout)])
         world = self._plan.world
+        by_rank_0(world, self._write_settings)
+        self.tracker = open_tracker(self._config, self._folder, endless=True)
+        if self._folder is None and world.rank == 0:
+            self.tracker = Tracker([Lines(None, sys.stdout)])
         facts = {"plan_bytes": self._plan.bytes, "ranks": world.size, "parameters_numel": self._plan.numel}
         self.tracker.begin(self._config, facts, self._run_id)
 
-    def _told(self, write: Callable[[Path], None]) -> None:
-        """Have rank 0 write something into the folder, which it makes. Collective."""
+    def _make_folder(self) -> None:
+        if self._folder is not None:
+            with naming(self._folder, "making it"):
+                self._folder.mkdir(parents=True, exist_ok=True)
 
-        def made() -> dict[str, Any]:
-            if self._folder is not None:
-                with naming(self._folder, "making it"):
-                    self._folder.mkdir(parents=True, exist_ok=True)
-                    write(self._folder)
-            return {}
-
-        told_by_all(self._plan.world, made)
+    def _write_settings(self) -> None:
+        if self._folder is None:
+            return
+        if not self._goes_on:
+            with naming(self._folder, "looking for rows in it"):
+                self._folder = _without_rows(self._folder)
+        self._make_folder()
+        path = self._folder / "config.yaml"
+        with naming(path, "writing it"):
+            path.write_text(yaml.safe_dump(self._config.plain(), sort_keys=False))
 
     def _summarise(self, how: str) -> None:
         if self._folder is not None:
@@ -129,7 +126,7 @@ class Watched:
 
 def _without_rows(folder: Path) -> Path:
     """The folder, or where it has rows of another run the first below it that has none."""
-    places = (folder, *(folder / f"run-{number}" for number in range(2, 1000)))
+    places = chain([folder], (folder / f"run-{number}" for number in count(2)))
     place = next(one for one in places if not (one / ROWS).exists() or (one / ROWS).stat().st_size == 0)
     if place != folder:
         log.warning("%s has the rows of another run, and no checkpoint goes on with it: these go to %s", folder, place)

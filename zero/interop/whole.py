@@ -1,22 +1,19 @@
-"""A whole model out of an engine's state: every name, tied ones too, and buffers; and moments that begin anew.
+"""A whole model out of an engine's state: every name, tied ones too, and buffers.
 
 Everything here is collective.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from zero.checkpoint.disk import naming
-from zero.checkpoint.save import tied_names
-from zero.checkpoint.save import told as told_by_all
+from zero.checkpoint.save import by_rank_0, tied_names
 from zero.copied import buffers_of
 from zero.errors import ConfigError
-from zero.full import full_state_dict, full_values, set_full
+from zero.full import full_state_dict, full_values
 from zero.state import State
 
 
@@ -38,22 +35,12 @@ def save_16bit(state: State, path: Path) -> None:
         if writes:
             whole[name] = value.to(dtype)
 
-    def write() -> dict[str, Any]:
-        if writes:
-            with naming(path, "writing it"):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                save_file({name: one.clone() for name, one in _with_the_rest(state, whole).items()}, path)
-        return {}
+    def write() -> None:
+        with naming(path, "writing it"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file({name: one.clone() for name, one in _with_the_rest(state, whole).items()}, path)
 
-    told_by_all(state.plan.world, write)
-
-
-def forget_moments(state: State) -> None:
-    """Zeros, as before the first update."""
-    transform = state.plan.optimizer
-    for slot in (slot for unit in state.plan.units for slot in unit.trainable.slots):
-        for kind in (kind for kind in transform.moments if kind not in transform.copies):
-            set_full(state, slot.name, torch.zeros(slot.shape), kind)
+    by_rank_0(state.plan.world, write)
 
 
 def _with_the_rest(state: State, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from zero.models.gpt_config import GPTConfig
 from zero.placement import NO_LIMIT, size_text
 from zero.planning import Activations, Machine, PaperWorld, against_measured, choices, measured, settle, trace
 from zero.planning.choices import batches, best, with_setting
-from zero.planning.cost import Rates, step_seconds, traffic
+from zero.planning.cost import Rates, seconds_text, step_seconds, traffic
 from zero.planning.exhausted import alternatives, device_bytes_of
 from zero.planning.papers import OURS, PAPERS, TUTORIAL_GB, is_tutorial
 from zero.planning.rates import _rate as rate_of
@@ -566,6 +566,17 @@ def test_where_everything_is_as_fast_the_star_is_where_the_concepts_page_says(ra
     winner = best(choices(settings, gpu(ranks), model_of(settings), unbound))
     assert winner is not None
     assert (winner.plan.stage.level, winner.preset) == (level, "none")
+
+
+def test_a_time_is_said_in_three_digits_and_never_as_a_power():
+    for tenth in range(-60, 61):
+        for nudge in (0.9994, 0.9996, 0.99996, 1, 1.2346):
+            seconds = 10 ** (tenth / 10) * nudge
+            said, unit = seconds_text(seconds).split(" ")
+            assert re.fullmatch(r"\d{1,3}(,\d{3})*|\d{1,2}\.\d{1,2}|0\.\d+", said), said
+            told = float(said.replace(",", "")) * {"s": 1, "ms": 1e-3, "us": 1e-6}[unit]
+            assert told == pytest.approx(seconds, rel=0.5e-2)
+    assert [seconds_text(seconds) for seconds in (0.9996, 999.6, 1.5, 2e-3)] == ["1,000 ms", "1,000 s", "1.5 s", "2 ms"]
 
 
 def test_batches_try_every_divisor_the_largest_first():

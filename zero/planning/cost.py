@@ -16,13 +16,14 @@ from typing import NamedTuple
 from zero.placement import Tier
 from zero.plan import Plan
 
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+
 
 def seconds_text(seconds: float) -> str:
-    """A time as people say it, three digits of it."""
-    for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= unit:
-            return f"{seconds / unit:.3g} {name}" if seconds < 1000 else f"{seconds:,.0f} s"
-    return f"{seconds * 1e6:.3g} us"
+    """A time as people say it, three digits of it, or all those before the point."""
+    unit, name = next(((unit, name) for unit, name in _UNITS if seconds >= unit), _UNITS[-1])
+    value = seconds / unit
+    return f"{f'{value:.3g}' if value < 100 else f'{value:,.0f}'} {name}"
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,8 @@ def choice(
 
     def attempt(batch: Batch) -> tuple[Config, Plan | ConfigError]:
         solved = config.model_copy(update={"batch": batch})
-        lighter = partial(activations.lighter, batch.numbers()[1], machine.device)
+        # what would be lighter takes traces to say, and no other refusal is shown
+        lighter = partial(activations.lighter, batch.numbers()[1], machine.device) if batch is smallest else dict
         try:
             return solved, build_plan(
                 solved, model, machine.world, room=machine.room, activation_bytes=taken(batch), lighter=lighter

@@ -110,6 +110,11 @@ class RankFailedError(WorldError):
     """Another rank failed first; the message names it and its cause."""
 
 
+def one_line(error: object) -> str:
+    """What an error says, with a blank for every break; nothing if it says nothing."""
+    return " ".join(str(error).split())
+
+
 def in_short(error: BaseException) -> str:
     """What a library says of an error, on a line that is no longer than a reader wants."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    return one_line(error)[:200] or type(error).__name__

@@ -1,6 +1,6 @@
 """Ranks as processes: started, asked to stop, started again, and heard when they fail."""
 
-from zero.launch.board import Interrupted, describe
+from zero.launch.ending import Interrupted, describe
 from zero.launch.process import MALLOC_VARIABLES, THRESHOLDS, Malloc, environment
 from zero.launch.ranks import (
     FINAL,

@@ -1,4 +1,4 @@
-"""The folder through which the parent and its ranks tell each other that they live, and why they died."""
+"""What the parent and its ranks tell each other, as small files: each is written whole or not at all."""
 
 import json
 import os
@@ -10,30 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero.errors import DeadlineError, RankFailedError, ZeroError
-
-MEMORY_ADVICE = "mode=plan with the same settings shows which ones take less"
-
-
-class Interrupted(BaseException):
-    """A signal stopped the run at once. Like KeyboardInterrupt no Exception: nobody should go on after it."""
-
-    def __init__(self, signum: int, why: str = "") -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name}" + (f": {why}" if why else ""))
-        self.exit_code = 128 + signum
-        self.why = why
-
-
-def describe(error: BaseException) -> str:
-    """One line: the class unless it is one of ours, the message, and advice where memory ran out."""
-    if isinstance(error, KeyboardInterrupt):
-        error = Interrupted(signal.SIGINT)
-    text = " ".join(str(error).split()) or "no message"
-    if not isinstance(error, ZeroError | Interrupted):
-        text = f"{type(error).__name__}: {text}"
-    if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
-        text = f"{text}; {MEMORY_ADVICE}"
-    return text
+from zero.errors import DeadlineError, RankFailedError
+from zero.launch.ending import describe
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from zero.errors import DeadlineError, RankFailedError
 from zero.failure import PLACES
-from zero.launch.board import MEMORY_ADVICE, Board, Interrupted
+from zero.launch.board import Board
+from zero.launch.ending import MEMORY_ADVICE, Interrupted
 from zero.launch.process import Malloc, environ, environment, redirect, redirected, set_up
 from zero.launch.request import ASKING, RankRequest, Request, stacks_on_request
 

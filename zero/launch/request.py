@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from zero.launch.board import Board, Interrupted
+from zero.launch.board import Board
+from zero.launch.ending import Interrupted
 
 ASKING = (signal.SIGTERM, signal.SIGUSR1)
 SECOND = "a second one came before the run had ended"

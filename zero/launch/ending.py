@@ -1,0 +1,28 @@
+"""Why a run ended, in one line."""
+
+import signal
+
+from zero.errors import ZeroError, one_line
+
+MEMORY_ADVICE = "mode=plan with the same settings shows which ones take less"
+
+
+class Interrupted(BaseException):
+    """A signal stopped the run at once. Like KeyboardInterrupt no Exception: nobody should go on after it."""
+
+    def __init__(self, signum: int, why: str = "") -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}" + (f": {why}" if why else ""))
+        self.exit_code = 128 + signum
+        self.why = why
+
+
+def describe(error: BaseException) -> str:
+    """One line: the class unless it is one of ours, the message, and advice where memory ran out."""
+    if isinstance(error, KeyboardInterrupt):
+        error = Interrupted(signal.SIGINT)
+    text = one_line(error) or "no message"
+    if not isinstance(error, ZeroError | Interrupted):
+        text = f"{type(error).__name__}: {text}"
+    if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
+        text = f"{text}; {MEMORY_ADVICE}"
+    return text

@@ -13,7 +13,6 @@ Settings are in conf/, their meaning in zero/config. A run leaves runs/<date>/<t
 """
 
 import contextlib
-import difflib
 import itertools
 import json
 import math
@@ -30,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from zero import launch, refusal
 from zero.config import HF, Config, flat, keys, keys_of, read, unknown_key
 from zero.data import check_data, open_data
-from zero.errors import CheckpointError, ConfigError, MachineError, Preempted, RankFailedError, SettingError
+from zero.errors import CheckpointError, ConfigError, MachineError, Preempted, RankFailedError, SettingError, one_line
 from zero.explain import explain, overview
 from zero.placement import Offload
 from zero.secret import refuse_secret_words
@@ -224,9 +223,9 @@ def _check_path(offload: Offload) -> None:
 def _check_checkpoints(config: Config) -> None:
     """Whether there is something to go on from, and whether a checkpoint can be made where it is wanted."""
     if config.resume not in ("none", "latest") and not Path(config.resume).exists():
-        words = difflib.get_close_matches(config.resume, ("latest", "none"), n=1, cutoff=0.6)
-        instead = f"did you mean {words[0]}?" if words else "give latest, or the folder of a step, a run or several"
-        raise ConfigError(f"resume={config.resume} does not exist; {instead}")
+        instead = refusal.meant(config.resume, ("latest", "none"))
+        instead = instead or "; give latest, or the folder of a step, a run or several"
+        raise ConfigError(f"resume={config.resume} does not exist{instead}")
     if config.checkpoint.dir is None:
         return
     folder = Path(config.checkpoint.dir)
@@ -266,7 +265,7 @@ def settings_in(composed: Any) -> dict[str, Any]:
     try:
         container = OmegaConf.to_container(ours, resolve=True)
     except OmegaConfBaseException as error:
-        raise SettingError(_one_line(error)) from None
+        raise SettingError(one_line(error)) from None
     assert isinstance(container, dict)
     settings = {str(key): value for key, value in container.items()}
     if settings.pop("ds_config"):
@@ -345,11 +344,7 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
         elif key not in keys() and not any(known.startswith(f"{key}.") for known in keys()):
             return unknown_key(key)
     found = re.match(r"Could not override '([^']+)'", str(error))
-    return unknown_key(found[1]) if found else _one_line(error)
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())
+    return unknown_key(found[1]) if found else one_line(error)
 
 
 def _version_base() -> dict[str, str]:
@@ -480,7 +475,7 @@ def _options(arguments: Sequence[str]) -> Any:
     from hydra._internal.utils import get_args_parser
 
     def refuse(message: str) -> NoReturn:
-        raise ConfigError(f"{_one_line(message)}; --help shows how to start, --hydra-help all options")
+        raise ConfigError(f"{one_line(message)}; --help shows how to start, --hydra-help all options")
 
     for argument in arguments:
         if argument.startswith("--") and argument[2:].split("=")[0] in keys():

@@ -10,7 +10,6 @@ A gradient is the mean over the global batch, not clipped yet. It is there betwe
 afterwards it belongs to the update.
 """
 
-import difflib
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from zero.device import Device, memory_of
 from zero.errors import ConfigError, StaleStateError, WorldError
 from zero.initialise import sinks_of
 from zero.layout import Layout, Slot, pages
-from zero.refusal import some
+from zero.refusal import meant, some
 from zero.state import State
 from zero.store import Page
 from zero.transfer import load
@@ -294,8 +293,7 @@ def _unknown(state: State, name: str, kind: str, held: list[str]) -> str:
         for own, full_name in owner.slots:
             if name == f"{owner.path}.{own}".lstrip("."):
                 return f"{name} is tied to {full_name}; use that name"
-    near = difflib.get_close_matches(name, held, 1)
-    return f"no parameter is named {name}; " + (f"did you mean {near[0]}?" if near else f"there are {some(held)}")
+    return f"no parameter is named {name}{meant(name, held) or f'; there are {some(held)}'}"
 
 
 def _layouts(unit: UnitSpec, kind: str) -> tuple[Layout, ...]:

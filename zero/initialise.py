@@ -28,11 +28,11 @@ from zero.errors import PlanError
 from zero.layout import Layout, pages
 from zero.plan import Plan
 from zero.pool import Buffer
-from zero.refusal import some
+from zero.refusal import meant, some
 from zero.store import Page, Store
 from zero.unit import Owner, Splitting, UnitSpec
 from zero.unit_state import UnitState
-from zero.weights import StoredWeights, nearest
+from zero.weights import StoredWeights
 from zero.world import World
 
 ZEROS = torch.zeros(64)
@@ -323,7 +323,7 @@ def _named(weights: Mapping[str, Tensor], names: tuple[str, ...], shape: tuple[i
 def _refuse_missing(weights: Mapping[str, Tensor], wanted: Iterable[tuple[str, ...]]) -> None:
     missing = [names[0] for names in wanted if not any(name in weights for name in names)]
     if missing:
-        hint = nearest(missing[0], weights) if len(missing) == 1 else ""
+        hint = meant(missing[0], weights) if len(missing) == 1 else ""
         raise PlanError(f"weights hold nothing named {some(missing)}{hint}")
 
 

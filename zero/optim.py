@@ -20,7 +20,6 @@ Methods for Online Learning and Stochastic Optimization".
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -32,6 +31,7 @@ import torch
 from torch import Tensor
 
 from zero.errors import ConfigError
+from zero.refusal import meant
 from zero.schedule import Schedule
 
 
@@ -109,8 +109,7 @@ class Group:
             return None if taken else f"takes none of the model's {len(shapes)} parameters"
         for one in sorted(self._names):
             if one not in shapes and not any(fnmatchcase(name, one) for name in shapes):
-                near = difflib.get_close_matches(one, shapes, 1)
-                return f"takes {one!r}, and no parameter is named so" + (f"; did you mean {near[0]}?" if near else "")
+                return f"takes {one!r}, and no parameter is named so{meant(one, shapes)}"
         return None
 
     @property

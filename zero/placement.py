@@ -272,6 +272,7 @@ def _refuse_what_cannot_fit(
         needs_bytes = sum(used[tier] for tier in tiers)
         if needs_bytes <= budgets[tiers[0]]:
             continue
+        given = offload.device_budget if tiers[0] == "device" else offload.host_budget
         inside = {key: size for key, (tier, size) in fixed.items() if tier in tiers and size}
         words = {"optimizer": "master and moments", "param": "parameters", "grad": "gradients"}
         parts = [f"{size_text(sum(buffers[tier] for tier in tiers))} of buffers (their smallest number)"]
@@ -287,24 +288,22 @@ def _refuse_what_cannot_fit(
             moves = ["set offload.page smaller"] * (offload.page_bytes > BLOCK_BYTES)
         found = lighter() if 2 * active_bytes > needs_bytes else {}
         smaller = [way for way, nbytes in found.items() if nbytes < active_bytes]
-        raises = [f"raise offload.{tiers[0]}_budget"] * _is_the_limit(offload, tiers[0], budgets[tiers[0]])
+        raises = [f"raise offload.{tiers[0]}_budget"] * _is_the_limit(given, budgets[tiers[0]])
         ways = [*raises, *smaller, *moves[:1], *(resorts if active_bytes <= budgets[tiers[0]] else ())]
         ways = ways or ["use a machine with more memory"]
         raise ConfigError(
-            f"{_limit(offload, tiers[0], budgets[tiers[0]])}: a rank needs at least {size_text(needs_bytes)} there: "
+            f"{_limit(tiers[0], given, budgets[tiers[0]])}: a rank needs at least {size_text(needs_bytes)} there: "
             f"{' + '.join(parts)}; {', or '.join(ways)}"
         )
 
 
-def _is_the_limit(offload: Offload, tier: Tier, limit_bytes: int) -> bool:
+def _is_the_limit(given: int | float | None, limit_bytes: int) -> bool:
     """A memory's limit is the budget that was given, and not what is free."""
-    given = offload.device_budget if tier == "device" else offload.host_budget
     return given == limit_bytes if isinstance(given, int) else given is not None and given < 1
 
 
-def _limit(offload: Offload, tier: Tier, limit_bytes: int) -> str:
+def _limit(tier: Tier, given: int | float | None, limit_bytes: int) -> str:
     """How a memory's limit came about."""
-    given = offload.device_budget if tier == "device" else offload.host_budget
     if given is None or (isinstance(given, int) and limit_bytes < given):
         wish = "" if given is None else f", less than offload.{tier}_budget={budget_text(given)}"
         return f"{tier} memory has {size_text(limit_bytes)} free{wish}"

@@ -11,7 +11,6 @@ Megatron-LM's dynamic scalers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from math import inf
 from types import MappingProxyType
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from zero.errors import ConfigError
+from zero.refusal import meant
 
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 
@@ -129,7 +129,6 @@ class Precision:
 
 def _dtype(key: str, name: str) -> torch.dtype:
     if name not in DTYPES:
-        near = get_close_matches(str(name), DTYPES, n=1, cutoff=0.3)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(DTYPES)}"
-        raise ConfigError(f"precision.{key}={name}; {hint}")
+        hint = meant(str(name), DTYPES, cutoff=0.3) or f"; known: {', '.join(DTYPES)}"
+        raise ConfigError(f"precision.{key}={name}{hint}")
     return DTYPES[name]

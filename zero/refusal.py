@@ -99,6 +99,12 @@ def nearest(word: str, options: Iterable[str]) -> str:
     return "there are " + ", ".join(options)
 
 
+def meant(word: str, options: Iterable[str], cutoff: float = 0.6) -> str:
+    """The end of a sentence about a word that is unknown: what looks most like it, or nothing where nothing does."""
+    close = difflib.get_close_matches(word, options, n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 def some(names: Sequence[str]) -> str:
     """At most `SHOWN` of them, and how many more there are; on one line, whatever they hold."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
@@ -126,9 +132,8 @@ def unknown(key: str, known: Sequence[str]) -> str:
     if elsewhere:
         return f"unknown key {key}; did you mean {elsewhere[0]}?"
     for options in ([] if section else tops, known, tops):
-        close = difflib.get_close_matches(key, options, n=1, cutoff=0.7)
-        if close:
-            return f"unknown key {key}; did you mean {close[0]}?"
+        if end := meant(key, options, cutoff=0.7):
+            return f"unknown key {key}{end}"
     return f"unknown key {key}; there are " + ", ".join(siblings if section else tops)
 
 

@@ -13,7 +13,6 @@ class.
 Nothing here touches the user's model: `Splitting` is names and sizes.
 """
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from torch import nn
 
 from zero.errors import PlanError
 from zero.layout import Layout
+from zero.refusal import meant
 
 
 @dataclass(frozen=True)
@@ -213,9 +213,7 @@ def _by_class(model: nn.Module, class_names: Sequence[str]) -> set[int]:
     present = {type(module).__name__ for module in model.modules()}
     for name in class_names:
         if name not in present:
-            near = difflib.get_close_matches(name, present, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise PlanError(f"zero.units: no module of class {name} in the model{hint}")
+            raise PlanError(f"zero.units: no module of class {name} in the model{meant(name, present)}")
     return {id(module) for module in model.modules() if type(module).__name__ in set(class_names)}
 
 

@@ -4,7 +4,6 @@ A folder is read by its index, or without one by the headers of all its files. E
 read from its own bytes: a mapped file would stay in memory as far as it has been read, which for a model is all of it.
 """
 
-import difflib
 import json
 import math
 import os
@@ -83,12 +82,6 @@ class StoredWeights(Mapping[str, Tensor]):
         """Of a tensor as it is stored; nothing is read."""
         piece = self._pieces[name]
         return math.prod(piece.shape) * piece.dtype.itemsize
-
-
-def nearest(name: str, names: Mapping[str, Any]) -> str:
-    """What to say beside "nothing named `name`"."""
-    close = difflib.get_close_matches(name, names, 1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 class _File:

@@ -163,7 +163,7 @@ def _budget(value: object) -> int | str:
     """Bytes as an int, a share as it was typed."""
     if value == "auto" or (isinstance(value, str) and share(value) is not None):
         return str(value)
-    return _bytes(value) and _no_slip(value)
+    return _disk(value)
 
 
 def _memory(value: object) -> int | str:

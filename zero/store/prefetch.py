@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zero.errors import StoreError
-from zero.store.base import Done, Page, Store, Ticket, Watch, nobody
+from zero.store.base import Done, Page, Store, Ticket, Watch
 from zero.store.crew import Crew
 from zero.store.paging import Action, Asked, Copy, Due, Expect, Group, Move, Read, Work, Write
 from zero.store.traffic import Counter, Traffic
@@ -60,9 +60,16 @@ class PrefetchStore(Store):
         self._shapes: dict[Group, _Shape] = {}
         self._opened: list[tuple[Tensor, ...]] = [()] * len(slots)  # what lies in each slot
         self._meter = Counter()
-        self._watch: Watch = nobody
         self._claimed = False
-        self._crew = Crew(len(slots), threads, read_ahead, timeout_s, prepare, self._carry_out, self._meter)
+        self._crew = Crew(
+            slots=len(slots),
+            threads=threads,
+            read_ahead=read_ahead,
+            timeout_s=timeout_s,
+            prepare=prepare,
+            carry_out=self._carry_out,
+            meter=self._meter,
+        )
 
     # -- a store like any other --
 
@@ -110,7 +117,7 @@ class PrefetchStore(Store):
 
     def observe(self, watch: Watch) -> None:
         """Tell `watch` of everything from here on: reads, writes and work in the threads, and callers that wait."""
-        self._watch = self._crew.watch = watch
+        self._crew.watch = watch
 
     # -- groups --
 
@@ -215,7 +222,7 @@ class PrefetchStore(Store):
                 self._move_all(shape, shape.reads, opened, writes=False)
             case Work():
                 self._move_all(shape, shape.beside, opened, writes=False)
-                with self._watch(_kind_of(action.group), action.group.unit, action.group.number):
+                with self._crew.watch(_kind_of(action.group), action.group.unit, action.group.number):
                     job(opened)
             case Write():
                 self._move_all(shape, shape.writes, opened, writes=True)
@@ -225,7 +232,7 @@ class PrefetchStore(Store):
             self._move(shape.places[number].page, opened[number], writes)
 
     def _move(self, page: Page, tensor: Tensor, writes: bool, slot_K: Tensor | None = None) -> None:
-        with self._watch("write" if writes else "read", *page):
+        with self._crew.watch("write" if writes else "read", *page):
             if slot_K is not None:  # a page that is being written: it is in memory still
                 tensor.copy_(slot_K)
                 return
@@ -236,7 +243,7 @@ class PrefetchStore(Store):
         (self._inner.write if writes else self._inner.read)(page, tensor).wait()
 
     def _copy_here(self, page: Page, tensor: Tensor, writes: bool) -> None:
-        with self._watch("wait"), self._watch("write" if writes else "read", *page):
+        with self._crew.watch("wait"), self._crew.watch("write" if writes else "read", *page):
             self._copy(page, tensor, writes)
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from zero import launch, refusal
 from zero.config import HF, Config, flat, keys, keys_of, read, unknown_key
@@ -289,7 +289,9 @@ def _of_their_kinds(settings: dict[str, Any], hydra: Any) -> dict[str, Any]:
         option = CONF / group / f"{hydra.runtime.choices.get(group)}.yaml"
         said = yaml.safe_load(option.read_text()) if option.exists() else {}
         for section, names in said.items():
-            known = keys_of(section, settings[section]) if isinstance(names, dict) and section in settings else set()
+            if not isinstance(names, dict) or section not in settings:
+                continue
+            known = keys_of(section, settings[section])
             for name in names if known else ():
                 key = f"{section}.{name}"
                 if name not in known and key in keys() and key not in typed:
@@ -443,9 +445,11 @@ def _with_hydra(arguments: Sequence[str]) -> int:
         return 0
     sweep_folder, shows = None, bool(asked.hydra_help or asked.cfg or asked.info)
     if not (asked.hydra_help or asked.shell_completion):
-        answers, sweep_folder = _checked(asked)
-        if answers:
-            return max(answers)
+        settled = _settled_runs(asked)
+        _refuse_or_warn(settled)
+        if settled.asking and not shows:
+            return max(ANSWERS[config.mode](config, overrides) for config, overrides in settled.asking)
+        sweep_folder = settled.sweep_folder
     codes: list[int] = []
 
     def job(composed: Any) -> float | None:
@@ -488,42 +492,66 @@ def _options(arguments: Sequence[str]) -> Any:
     return asked
 
 
-def _checked(asked: Any) -> tuple[list[int], Path | None]:
-    """Exit codes of the modes that only answer, and where the jobs of a sweep will be.
+class _Settled(NamedTuple):
+    """The runs that a command line asks for.
 
-    Of a sweep, jobs whose settings do not go together are told here and get a row of the table, as long as there are
-    others. A word that is wrong in every job is a slip, and nothing is run.
+    Attributes:
+        found: settings that go together, with the words of each run.
+        refused: why those of the others do not, by the words that only that run has.
+        notes: of their ds_config.
+        sweep_folder: where the jobs of a sweep will be; None for one run.
+    """
+
+    found: Sequence[tuple[Config, Sequence[str]]]
+    refused: Mapping[str, str]
+    notes: Sequence[str]
+    sweep_folder: Path | None
+
+    @property
+    def asking(self) -> Sequence[tuple[Config, Sequence[str]]]:
+        """Those in a mode that only answers."""
+        return [(config, overrides) for config, overrides in self.found if config.mode in ANSWERS]
+
+
+def _settled_runs(asked: Any) -> _Settled:
+    """Compose and settle each run.
 
     Raises:
-        ConfigError: about the first run that cannot be.
+        SettingError: a word that is wrong whatever else is in the run.
     """
+    runs = list(_runs_in(asked.overrides)) if asked.multirun else [asked.overrides]
     found: list[tuple[Config, Sequence[str]]] = []
     refused: dict[str, str] = {}
-    notes, sweep_folder = dict[str, None](), None
-    for overrides in _runs_in(asked.overrides) if asked.multirun else [asked.overrides]:
-        own = " ".join(one for one in overrides if one not in asked.overrides)
+    notes, folders = dict[str, None](), list[Path]()
+    for overrides in runs:
         try:
             composed = compose(overrides)
-            sweep_folder = sweep_folder or (Path(composed.hydra.sweep.dir) if asked.multirun else None)
+            folders.append(Path(composed.hydra.sweep.dir))
             notes |= dict.fromkeys(_ds_notes(composed))
             found.append((settle(settings_in(composed)), overrides))
         except SettingError:
-            raise  # whatever else is in the run
+            raise
         except ConfigError as error:
-            refused[own] = str(error)
-    asking = [(config, overrides) for config, overrides in found if config.mode in ANSWERS]
-    own, why = next(iter(refused.items()), ("", ""))
-    first = f"{why} (in the run {own})" if found or len(set(refused.values())) > 1 else why
+            refused[" ".join(one for one in overrides if one not in asked.overrides)] = str(error)
+    return _Settled(found, refused, tuple(notes), folders[0] if asked.multirun and folders else None)
+
+
+def _refuse_or_warn(settled: _Settled) -> None:
+    """Jobs of a sweep that cannot be are told here and get a row of its table, as long as there are others.
+
+    Raises:
+        ConfigError: about the first run that cannot be, where nothing is to be run.
+    """
+    found, refused, asking = settled.found, settled.refused, settled.asking
+    run, why = next(iter(refused.items()), ("", ""))
+    first = f"{why} (in the run {run})" if found or len(set(refused.values())) > 1 else why
     if refused and (asking or not found):
         raise ConfigError(first)
     if asking and len(asking) < len(found):
         raise ConfigError(f"mode={asking[0][0].mode} runs nothing, so it is no run of a sweep; ask it by itself")
-    _warn(notes)
+    _warn(settled.notes)
     if refused:
         _warn([f"{len(refused)} of {len(refused) + len(found)} runs cannot be, and the others go on: {first}"])
-    if asked.cfg or asked.info:
-        asking = []
-    return [ANSWERS[config.mode](config, overrides) for config, overrides in asking], sweep_folder
 
 
 def _run_job(composed: Any, codes: list[int]) -> float | None:
@@ -534,12 +562,13 @@ def _run_job(composed: Any, codes: list[int]) -> float | None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    folder, sweep = Path(HydraConfig.get().runtime.output_dir), HydraConfig.get().mode == RunMode.MULTIRUN
+    hydra = HydraConfig.get()
+    folder, sweep = Path(hydra.runtime.output_dir), hydra.mode == RunMode.MULTIRUN
     if Preempted.exit_code in codes:
         return None  # the sweep was asked to stop, not one job
     try:
         if sweep:
-            print(f"\nrun {HydraConfig.get().job.num}: {' '.join(HydraConfig.get().overrides.task)}", flush=True)
+            print(f"\nrun {hydra.job.num}: {' '.join(hydra.overrides.task)}", flush=True)
         loss = run(_settled_job(composed, folder), folder, apart=sweep).val_loss
         return loss if math.isfinite(loss) else math.inf  # what diverged is the worst, not a failure
     except Exception as error:
@@ -552,7 +581,7 @@ def _run_job(composed: Any, codes: list[int]) -> float | None:
             from zero.report.sweep import write as write_sweep  # and torch with it
 
             with contextlib.suppress(Exception):  # what is wrong with its page is said when the sweep ends
-                write_sweep(Path(HydraConfig.get().runtime.cwd) / HydraConfig.get().sweep.dir)
+                write_sweep(Path(hydra.runtime.cwd) / hydra.sweep.dir)
 
 
 def _settled_job(composed: Any, folder: Path) -> Config:

@@ -619,6 +619,22 @@ def test_settle_finds_the_largest_microbatch_as_brute_force_does(share, size):
     assert all("batch.micro" in note and "MiB" in note for note in notes)
 
 
+def test_what_would_be_lighter_is_asked_of_the_smallest_batch_only(monkeypatch):
+    """A refusal of a larger one is never shown, and each question takes traces."""
+    wide = config(batch={"global": 8})
+    asked, lighter = [], Activations.lighter
+    monkeypatch.setattr(
+        Activations, "lighter", lambda self, rows, kind: asked.append(rows) or lighter(self, rows, kind)
+    )
+    model = model_of(wide)
+    whole = build_plan(wide, model, zero.World.from_env(device="cpu"), activation_bytes=0)
+    for share in (0.1, 0.3, 0.6, 1.1):
+        room_bytes = tier_bytes(whole, "device") + int(share * Activations(wide, model).bytes(8, "cpu"))
+        machine = Machine(1, 1, "cpu", 0, room_bytes, TiB, paper=True)
+        assert choices(wide, machine, model, assumed(wide, machine))
+    assert set(asked) == {1}
+
+
 def test_settle_changes_nothing_where_nothing_is_auto():
     """It does not even look at the model."""
     for batch in (

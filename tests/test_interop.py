@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from safetensors.torch import load_file
 from torch import nn
 
@@ -797,7 +798,26 @@ def test_a_run_leaves_the_files_that_a_report_is_made_from(tmp_path: Path):
     assert [(row["step"], row["tokens"]) for row in told] == [(2, 2 * ROWS), (4, 4 * ROWS)]
     assert [row["train/loss"] for row in told] == pytest.approx(reference(4)[0][1::2], rel=1e-5)
     report.write(tmp_path / "run")
-    assert "<svg" in (tmp_path / "run" / "report.html").read_text()
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "<svg" in page
+    assert "of 200" not in page, "the default of a loop that is not the user's"
+
+
+def test_what_is_left_behind_says_the_optimizer_that_was_passed_and_nothing_of_our_model(tmp_path: Path):
+    model, world = net(), zero.World.from_env()
+    engine, *_ = zero.initialize(
+        model=model, optimizer=TORCH["SGD"](model), config=config(), world=world, folder=tmp_path / "run"
+    )
+    lr = engine.get_lr()[0]
+    engine.save_checkpoint(tmp_path / "kept")
+    engine.destroy()
+    told = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert told.keys() == {"mode", "zero", "offload", "batch", "precision", "tracker", "optimizer"}
+    assert (told["optimizer"]["kind"], told["optimizer"]["groups"]["0"]["lr"]) == ("sgd", lr)
+    report.write(tmp_path / "run")
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "optimizer.kind" in page
+    assert "model." not in page.partition("Settings that differ")[2]
 
 
 def test_rows_follow_those_of_the_run_that_goes_on_and_never_those_of_another(tmp_path: Path, caplog):
@@ -882,15 +902,16 @@ def test_an_engine_that_is_dropped_gives_back_its_threads_and_its_files(tmp_path
 
 
 def test_a_name_that_is_not_here_says_what_to_use_instead():
-    engine, *_ = zero.initialize(model=net(), config=config(), world=zero.World.from_env())
-    for owner, holder, table in (
-        ("zero", zero, elsewhere.OF_THE_MODULE),
-        ("engine", engine, elsewhere.OF_THE_ENGINE),
+    settings = config(scheduler={"type": "WarmupLR", "params": {}})
+    engine, *_ = zero.initialize(model=net(), config=settings, world=zero.World.from_env())
+    for owner, holder, table, theirs in (
+        ("zero", zero, elsewhere.OF_THE_MODULE, "deepspeed"),
+        ("engine", engine, elsewhere.OF_THE_ENGINE, "DeepSpeed's"),
     ):
         for name, instead in table.items():
             with pytest.raises(AttributeError) as refused:
                 getattr(holder, name)
-            assert str(refused.value) == f"{owner} has no {name}, as DeepSpeed's has; in its place: {instead}"
+            assert str(refused.value) == f"{owner} has no {name}, as {theirs} has; in its place: {instead}"
             for word in re.findall(r"\b(zero|engine)\.([a-z]\w+)\b(?!=)", instead):
                 assert getattr({"zero": zero, "engine": engine}[word[0]], word[1]) is not None
     engine.module.monitor = "the model's own"

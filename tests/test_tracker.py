@@ -224,7 +224,7 @@ def test_a_view_that_cannot_be_opened_is_told_of_once_and_ends_nothing(tmp_path)
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
     lines = Lines(40, io.StringIO())
     with Tracker([lines], fails) as tracker:
-        tracker.begin(settings(), {})
+        tracker.begin(settings().plain(), {})
         tracker.log(FIRST)
     first, second = lines._stream.getvalue().splitlines()
     assert first == "W&B is left out from here on: no such link; metrics.jsonl has every row"
@@ -239,7 +239,7 @@ def test_rows_that_cannot_be_kept_end_a_run(tmp_path):
 
 def test_the_other_ranks_say_nothing(capsys):
     with open_tracker(settings("lines"), None) as tracker:
-        tracker.begin(settings(), {})
+        tracker.begin(settings().plain(), {})
         tracker.log(FIRST)
         tracker.progress("saving", 1, 2)
         tracker.note("hello")

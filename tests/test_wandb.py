@@ -67,7 +67,7 @@ def finished(tmp_path_factory):
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("weights of great value")
     with open_tracker(settings(artifacts=True), folder, stream) as tracker:
-        tracker.begin(SETTLED, FACTS)
+        tracker.begin(SETTLED.plain(), FACTS)
         tracker.log(row(1, **{NEVER: 0, ONCE: 7}))
         scaled = {"train/skipped": 1, "train/loss_scale": 65536.0}
         tracker.log(row(2, **scaled, **{"val/loss": 2.5, NEVER: 0, ONCE: 0}))
@@ -168,24 +168,28 @@ def test_a_job_of_a_sweep_is_named_after_its_overrides_in_the_group_of_its_sweep
     shutil.copytree(job, deep)
     assert name_and_group(settings().tracker, deep) == ("offload=nvme zero.units=[Block]", "12-00-00")
     assert name_and_group(settings(run="mine", group="ours").tracker, job) == ("mine", "ours")
-    assert run_id_of(settings(), job, "theirs00") != "theirs00", "jobs that begin at one checkpoint are several runs"
+    assert run_id_of(settings().plain(), job, "theirs00") != "theirs00", (
+        "jobs that begin at one checkpoint are several runs"
+    )
 
 
 def test_a_resumed_run_keeps_its_id_and_an_evaluation_has_its_own(tmp_path):
-    assert run_id_of(settings(), tmp_path, "before00") == "before00"
-    assert run_id_of(settings(), tmp_path, None) != run_id_of(settings(), tmp_path, None)
+    assert run_id_of(settings().plain(), tmp_path, "before00") == "before00"
+    assert run_id_of(settings().plain(), tmp_path, None) != run_id_of(settings().plain(), tmp_path, None)
     evaluation = read({"mode": "eval", "resume": "latest", "tracker": {"name": "wandb"}})
-    assert run_id_of(evaluation, tmp_path, "before00") != "before00"
+    assert run_id_of(evaluation.plain(), tmp_path, "before00") != "before00"
 
 
 def test_a_run_that_goes_on_is_the_same_one_in_wandb_at_whatever_step(finished, tmp_path):
     with open_tracker(settings(console="none"), tmp_path) as tracker:
-        tracker.begin(settings(), {}, finished.run_id)
+        tracker.begin(settings().plain(), {}, finished.run_id)
         tracker.log(row(2))
     written = wandb_file.read(tmp_path)
     assert written.run.run_id == tracker.run_id == finished.run_id
     assert written.rows == [{"step": 2, "tokens": 200, "train/loss": 1.5, "train/skipped": 0}]
-    assert run_id_of(settings(), tmp_path, None) == finished.run_id, "another start in this folder without a checkpoint"
+    assert run_id_of(settings().plain(), tmp_path, None) == finished.run_id, (
+        "another start in this folder without a checkpoint"
+    )
 
 
 # How a run ends
@@ -204,7 +208,7 @@ def rank_of_a_run(folder: Path, how: str) -> None:
         zero.World.from_env(60.0) as world,
         open_tracker(settings(console="none"), folder if world.rank == 0 else None) as tracker,
     ):
-        tracker.begin(settings(), FACTS)
+        tracker.begin(settings().plain(), FACTS)
         for step in (1, 2, 3):
             tracker.log(row(step))
         if world.rank == 0:
@@ -278,7 +282,7 @@ def run_with(broken, folder, monkeypatch, **tracker):
     monkeypatch.setitem(sys.modules, "wandb", broken)
     stream = io.StringIO()
     with open_tracker(settings(**tracker), folder, stream) as tracker:
-        tracker.begin(settings(), {})
+        tracker.begin(settings().plain(), {})
         for step in (1, 2, 3):
             tracker.log(row(step))
     assert [one["step"] for one in jsonl(folder)] == [1, 2, 3]
@@ -370,7 +374,8 @@ from zero.tracker.wandb import WandbRun, abandon
 
 config, folder = read({"tracker": {"name": "wandb", "mode": "offline"}}), Path(sys.argv[1])
 say = lambda text: None
-behind = Behind(partial(WandbRun, config, config.tracker, folder, {}, run_id="x", say=say), abandon, patience_s=0.3)
+opened = partial(WandbRun, config.plain(), config.tracker, folder, {}, run_id="x", say=say)
+behind = Behind(opened, abandon, patience_s=0.3)
 behind.log({"step": 1})
 while not (cores := [one for one in psutil.Process().children() if one.name() == "wandb-core"]):
     time.sleep(0.01)
@@ -406,7 +411,7 @@ def test_disabled_means_no_file_no_process_and_no_thread(tmp_path, monkeypatch):
         monkeypatch.setenv("WANDB_MODE", variable)
         stream = io.StringIO()
         with open_tracker(settings(mode=mode), tmp_path, stream) as tracker:
-            tracker.begin(settings(), FACTS)
+            tracker.begin(settings().plain(), FACTS)
             tracker.log(row(1))
             assert threading.active_count() == threads
         assert "W&B" not in stream.getvalue()
@@ -445,7 +450,7 @@ def test_no_byte_of_a_secret_is_written(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("HF_TOKEN", f"hf_{CANARY}")
     monkeypatch.setattr(sys, "argv", ["train.py", f"token={CANARY}"])
     with open_tracker(settings(), tmp_path) as tracker:
-        tracker.begin(settings(), FACTS)
+        tracker.begin(settings().plain(), FACTS)
         tracker.log(row(1))
         tracker.finish({"steps": 1})
     said = capfd.readouterr()

@@ -89,7 +89,7 @@ class Training:
             flops_per_token=task.flops_per_token,
         )
         tracker.begin(
-            config,
+            config.plain(),
             {
                 "plan_bytes": plan.bytes,
                 "ranks": plan.world.size,

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
@@ -19,8 +20,9 @@ from zero.errors import ConfigError
 from zero.initialise import Weights
 from zero.interop.engine import Engine
 from zero.interop.loader import Loader
-from zero.interop.optimizers import KINDS, Optimizer, Taken, names_of, trained, transform
+from zero.interop.optimizers import KINDS, Optimizer, Taken, names_of, settings_of, trained, transform
 from zero.interop.original import Modes, rank_0, release, share_buffers, training_only
+from zero.interop.plain import plain
 from zero.interop.schedulers import Scheduled, Scheduler
 from zero.interop.watched import Watched
 from zero.plan import Plan
@@ -29,6 +31,9 @@ from zero.store import PrefetchStore
 from zero.world import World, open_default_group
 
 log = logging.getLogger("zero")
+
+TRUE_OF_ANY_LOOP = ("mode", "zero", "offload", "batch", "precision", "tracker")
+"""Sections of a config that say the same of a model and a loop of the user's own."""
 
 ConfigSource = Mapping[str, Any] | str | PathLike[str]
 AnyOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
@@ -88,6 +93,7 @@ def initialize(
         log.warning("%s", line)
     settled = _settled(told, world)
     given, made = _optimizer(optimizer, model_parameters, model, settled, told)
+    settings = _settings(settled, made)  # before a scheduler writes into the groups
     scheduler = _scheduler(lr_scheduler, made, settled, told)
     with contextlib.ExitStack() as undo:  # what a refusal half-way must not leave open
         with training_only(model, trained(made)):
@@ -96,7 +102,7 @@ def initialize(
             undo.callback(store.close)
             state = init(plan, store, seed=seed, weights=rank_0(model, world) if weights is None else weights)
         share_buffers(state.model, world)
-        watched = _watched(settled, told, plan, store, folder, tokens_per_row)
+        watched = _watched(settled, settings, told, plan, store, folder, tokens_per_row)
         undo.pop_all()
     engine = Engine(
         settled,
@@ -213,8 +219,17 @@ def _scheduler(asked: AnyScheduler, optimizer: Optimizer, config: Config, told: 
     return Scheduled(optimizer.param_groups, build_optimizer(config), lr, momenta=momenta)
 
 
+def _settings(config: Config, optimizer: Optimizer) -> dict[str, Any]:
+    """What was set, as JSON holds it: of the config what is true here, without our model, data, schedule and steps."""
+    groups = {str(number): group for number, group in enumerate(settings_of(optimizer.param_groups))}
+    own = {"kind": optimizer.kind, "clip": config.optim.clip, "groups": groups}
+    ours = {key: value for key, value in config.plain().items() if key in TRUE_OF_ANY_LOOP}
+    return {**ours, "optimizer": json.loads(json.dumps(plain(own), default=str))}
+
+
 def _watched(
     config: Config,
+    settings: Mapping[str, Any],
     told: Translation,
     plan: Plan,
     store: PrefetchStore,
@@ -226,4 +241,5 @@ def _watched(
         folder = Path("runs") / f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}"
     if folder is None and "every" not in told.settings.get("tracker", {}):
         return None
-    return Watched(config, plan, store, None if folder is None else Path(folder), tokens_per_row=tokens_per_row)
+    place = None if folder is None else Path(folder)
+    return Watched(config, settings, plan, store, place, tokens_per_row=tokens_per_row)

@@ -6,9 +6,11 @@ A line every few steps; with a folder also what a run of train.py leaves (config
 
 import logging
 import sys
+from collections.abc import Mapping
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -33,6 +35,7 @@ class Watched:
     they follow those of an earlier start. Else a folder that has rows is left as it is, and a new one below it taken.
 
     Args:
+        settings: plain values for config.yaml and W&B: those of the config that are true of this loop, and its own.
         folder: made if it is missing, written by rank 0; None for lines on the console only.
         tokens_per_row: what a row of the batch counts as. 1 counts rows where the files say tokens.
     """
@@ -40,13 +43,14 @@ class Watched:
     def __init__(
         self,
         config: Config,
+        settings: Mapping[str, Any],
         plan: Plan,
         store: PrefetchStore,
         folder: Path | None,
         *,
         tokens_per_row: int = 1,
     ) -> None:
-        self._config, self._plan = config, plan
+        self._config, self._settings, self._plan = config, settings, plan
         self._folder = folder if plan.world.rank == 0 else None
         self._tokens = config.batch.numbers()[0] * tokens_per_row
         self._meter = partial(Meter, plan.world, plan, tokens_per_step=self._tokens, traffic=lambda: store.traffic)
@@ -101,7 +105,7 @@ class Watched:
         if self._folder is None and world.rank == 0:
             self.tracker = Tracker([Lines(None, sys.stdout)])
         facts = {"plan_bytes": self._plan.bytes, "ranks": world.size, "parameters_numel": self._plan.numel}
-        self.tracker.begin(self._config, facts, self._run_id)
+        self.tracker.begin(self._settings, facts, self._run_id)
 
     def _make_folder(self) -> None:
         if self._folder is not None:
@@ -117,7 +121,7 @@ class Watched:
         self._make_folder()
         path = self._folder / "config.yaml"
         with naming(path, "writing it"):
-            path.write_text(yaml.safe_dump(self._config.plain(), sort_keys=False))
+            path.write_text(yaml.safe_dump(dict(self._settings), sort_keys=False))
 
     def _summarise(self, how: str) -> None:
         if self._folder is not None:

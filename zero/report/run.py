@@ -143,9 +143,10 @@ def differences(config: Mapping[str, Any], default: Mapping[str, Any]) -> list[t
 def _settings(run: Run) -> Html:
     if not run.config:
         return Html()
+    known = {key: value for key, value in Config().plain().items() if key in run.config}  # others do not apply
     rows = [
         (code(key), code(_value(value)), code(_value(default)))
-        for key, value, default in differences(run.config, Config().plain())
+        for key, value, default in differences(run.config, known)
     ]
     if not rows:
         return section("Settings", said("all settings are the defaults"))

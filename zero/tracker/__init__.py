@@ -26,7 +26,7 @@ __all__ = [
     "write_summary",
 ]  # fmt: skip
 
-Open = Callable[[Config, Mapping[str, Any], str | None], tuple[View, str]]
+Open = Callable[[Mapping[str, Any], Mapping[str, Any], str | None], tuple[View, str]]
 """From what `Tracker.begin` is given to a view, and the id of what it shows."""
 
 
@@ -51,11 +51,11 @@ class Tracker:
         self._exit_code = 0
         self.run_id: str | None = None
 
-    def begin(self, config: Config, facts: Mapping[str, Any], run_id: str | None = None) -> None:
+    def begin(self, config: Mapping[str, Any], facts: Mapping[str, Any], run_id: str | None = None) -> None:
         """Training is about to begin.
 
         Args:
-            config: with every auto settled.
+            config: plain settings as config.yaml has them, with every auto settled; `mode` is one.
             facts: plain values that are known of the run beside its settings; `plan_bytes` is tier to kind to bytes.
             run_id: what the checkpoint remembers that the run goes on from.
         """
@@ -168,7 +168,7 @@ def _later(settings: TrackerSettings, folder: Path, say: Callable[[str], None]) 
     if not isinstance(settings, Wandb) or wandb.mode_of(settings) == "disabled":
         return None
 
-    def open_wandb(config: Config, facts: Mapping[str, Any], stored: str | None) -> tuple[View, str]:
+    def open_wandb(config: Mapping[str, Any], facts: Mapping[str, Any], stored: str | None) -> tuple[View, str]:
         run_id = wandb.run_id_of(config, folder, stored)
         opened = partial(wandb.WandbRun, config, settings, folder, facts, run_id=run_id, say=say)
         return Behind(opened, wandb.abandon), run_id

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from zero.config import Config, Wandb
+from zero.config import Wandb
 from zero.secret import hidden
 from zero.tracker.view import Row
 
@@ -47,7 +47,7 @@ class WandbRun:
 
     def __init__(
         self,
-        config: Config,
+        config: Mapping[str, Any],
         settings: Wandb,
         folder: Path,
         facts: Mapping[str, Any],
@@ -72,9 +72,9 @@ class WandbRun:
             project=settings.project,
             name=name,
             group=group,
-            job_type=config.mode,
+            job_type=config["mode"],
             dir=str(folder),
-            config={**config.plain(), "run": {**facts, "versions": versions}},
+            config={**config, "run": {**facts, "versions": versions}},
             settings=_settings(wandb),
         )
         self._run.define_metric("tokens", step_metric="step")
@@ -179,7 +179,7 @@ def has_key() -> bool:
         return False
 
 
-def run_id_of(config: Config, folder: Path, stored: str | None) -> str:
+def run_id_of(config: Mapping[str, Any], folder: Path, stored: str | None) -> str:
     """The id of the W&B run for the run in `folder`.
 
     That of an earlier start in this folder, or `stored`, the one of the run that this one goes on from; else a new one.
@@ -188,7 +188,7 @@ def run_id_of(config: Config, folder: Path, stored: str | None) -> str:
     latest = folder / "wandb" / "latest-run"  # a link to run-<time>-<id>
     if latest.is_symlink():
         return latest.readlink().name.rpartition("-")[2]
-    goes_on = config.mode == "train" and not _is_in_sweep(folder)
+    goes_on = config["mode"] == "train" and not _is_in_sweep(folder)
     return stored if stored and goes_on else uuid.uuid4().hex[:8]
 
 

@@ -1,5 +1,6 @@
 """A DeepSpeed user's loop: the same losses and weights as plain torch, whatever the stage and tier."""
 
+import copy
 import gc
 import json
 import os
@@ -504,6 +505,90 @@ def test_a_group_freezes_in_the_middle_of_training():
     _, after = trained(zero.World.from_env(), config(), 3, lambda m: {"optimizer": TORCH["AdamW"](m)}, halfway)
     for name, value in after.items():
         assert torch.equal(value, halfway.before[name]) == name.endswith("bias"), name
+
+
+class Two(nn.Sequential):
+    """(b, WIDTH) to the same: two units."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_model_that_is_frozen_in_a_forward_gets_no_gradient_of_it(stage: int, remat: bool):
+    """As a discriminator while the generator is trained through it: the flags at the forward decide, as in torch."""
+
+    def losses(generator, discriminator, its, x, real):
+        its.requires_grad_(False)
+        yield -discriminator(generator(x)).mean()
+        its.requires_grad_(True)
+        yield (discriminator(generator(x).detach()) - discriminator(real)).square().mean()
+
+    torch.manual_seed(0)
+    pair = Two(), Two()
+    plain = copy.deepcopy(pair)
+    checkpointing = {"activation_checkpointing": {"partition_activations": True}} if remat else {}
+    settings = config(stage=stage, optimizer={"type": "SGD", "params": {"lr": 0.1}}, **checkpointing)
+    engines = [zero.initialize(model=model, config=settings)[0] for model in pair]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in plain]
+    for number in range(3):
+        x, real = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+        for engine, loss in zip(engines, losses(*engines, pair[1], x, real), strict=True):
+            engine.backward(loss)
+            engine.step()
+        for optimizer, loss in zip(optimizers, losses(*plain, plain[1], x, real), strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for engine, model in zip(engines, plain, strict=True):
+        torch.testing.assert_close(zero.full_state_dict(engine), dict(model.named_parameters()), rtol=0, atol=1e-6)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("frozen_in", [0, 1])
+def test_a_group_that_is_frozen_in_one_microbatch_has_the_others_gradient(stage: int, frozen_in: int):
+    def groups(model):
+        return torch.optim.SGD([{"params": [*part.parameters()]} for part in model], lr=0.1)
+
+    torch.manual_seed(0)
+    model = Two()
+    plain = copy.deepcopy(model)
+    settings = config(stage=stage, gradient_accumulation_steps=2, train_batch_size=2 * ROWS)
+    engine, *_ = zero.initialize(model=model, optimizer=groups(model), config=settings)
+    for number in range(2):
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+        for one in (model, plain):
+            one[1].requires_grad_(number != frozen_in)
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        (plain(x).square().mean() / 2).backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), torch.inf)
+    groups(plain).step()
+    torch.testing.assert_close(zero.full_state_dict(engine), dict(plain.named_parameters()), rtol=0, atol=1e-6)
+    assert engine.get_global_grad_norm() == pytest.approx(float(norm), rel=1e-5)
+    engine.destroy()
+
+
+def test_a_backward_whose_gradient_has_the_scale_already_is_said_to():
+    """A head on its own, as where a loss is computed in pieces."""
+    model, head = Two(), nn.Linear(WIDTH, 1)
+    plain = copy.deepcopy(model)
+    settings = config(
+        fp16={"enabled": True, "initial_scale_power": 8}, optimizer={"type": "SGD", "params": {"lr": 0.1}}
+    )
+    engine, *_ = zero.initialize(model=model, config=settings)
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+    hidden = engine(x)
+    cut = hidden.detach().float().requires_grad_()
+    engine.scale(head(cut).mean()).backward()
+    engine.scale(hidden, already=True).backward(cut.grad.half())
+    engine.step()
+    head(plain(x)).mean().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    torch.testing.assert_close(zero.full_state_dict(engine), dict(plain.named_parameters()), rtol=0, atol=1e-4)
+    engine.destroy()
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -136,6 +136,7 @@ class Gatherer:
     Attributes:
         arrived: a gradient has, in this step.
         unscaled: one has from a backward without the loss scale.
+        resting: numbers of the groups whose parameters want no gradient in the forwards that come.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class Gatherer:
         own, and gone with a pass that an exception broke off."""
         self._scaled: set[int] = set()  # those of them that began with the loss scale
         self.arrived = self.unscaled = False
+        self.resting: frozenset[int] = frozenset()
         self._lock = threading.RLock()  # on a GPU backward runs on autograd's own threads
 
     # -- one microbatch ------------------------------------------------------------------------------------------------
@@ -276,9 +278,13 @@ class Gatherer:
         return next((one for one in standing if not isinstance(one, Absent)), ours)
 
     def _arriving(self, unit: UnitState, made: Sequence[Tensor]) -> list[Tensor]:
-        arriving = [Arrive.apply(parameter, self, unit, slot) for slot, parameter in enumerate(made)]
-        for parameter in arriving:
-            parameter.grad_fn._set_sequence_nr(AT_ONCE)
+        return [self._arrives(unit, slot, parameter) for slot, parameter in enumerate(made)]
+
+    def _arrives(self, unit: UnitState, slot: int, parameter: Tensor) -> Tensor:
+        if unit.spec.trainable.slots[slot].group in self.resting:
+            return parameter.detach()
+        arriving = cast(Tensor, Arrive.apply(parameter, self, unit, slot))
+        arriving.grad_fn._set_sequence_nr(AT_ONCE)  # type: ignore[union-attr]
         return arriving
 
     def _call(

@@ -81,7 +81,14 @@ class Step:
         self._losses.append([])
         self._parts.gatherer.begin()
         self._parts.reducer.begin(last=self.microbatches == self._plan.accumulate)
+        self.follow()
         self._at("forward")
+
+    def follow(self) -> None:
+        """Groups train or rest, in the forwards from here on, as their settings say now."""
+        groups = self._hyper().groups
+        self._parts.updater.train(groups)
+        self._parts.gatherer.resting = frozenset(number for number, one in enumerate(groups) if not one.trains)
 
     def backward(self, loss: Tensor, aux: Mapping[str, Any] | None = None, **how: Any) -> None:
         """Backward from a scalar, the mean over its rows; several losses of a microbatch add up.
@@ -102,12 +109,16 @@ class Step:
         self._parts.tape.passed("backward")
         self.count(loss, aux)
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """What to call `backward` on instead of `loss`: fp16's loss scale is in it."""
+    def scaled(self, loss: Tensor, *, already: bool = False) -> Tensor:
+        """What to call `backward` on instead of `loss`: fp16's loss scale is in it.
+
+        Args:
+            already: it is in `loss`, or in the gradient that its backward will be given.
+        """
         scale = self.state.scale.scale
         if scale == 1.0:
             return loss
-        scaled = loss * scale
+        scaled = loss.view_as(loss) if already else loss * scale
         if scaled.requires_grad:
             scaled.register_hook(self._parts.gatherer.scaled)
         return scaled
@@ -125,7 +136,7 @@ class Step:
 
     def forget(self) -> None:
         """Drop the gradients that have arrived in this step; forwards under way may still go backward."""
-        self._dropped = True
+        self._dropped = self._dropped or self._parts.gatherer.arrived
         self._spend_if_updated()
         self._parts.reducer.reset()
         self._parts.updater.sums.clear()
@@ -256,8 +267,9 @@ def _refuse_what_was_heard(heard: set[int]) -> None:
     """Of the gradients of one step, on all ranks."""
     if UNSCALED in heard:
         raise ConfigError(
-            "a backward in fp16 without the loss scale: call engine.backward(loss), or engine.scale(loss).backward(); "
-            "of a zero.Step they are step.backward(loss) and step.scaled(loss).backward()"
+            "a backward in fp16 without the loss scale: call engine.backward(loss), or engine.scale(loss).backward(), "
+            "or engine.scale(y, already=True).backward(grad) where the scale is in it; of a zero.Step they are "
+            "step.backward and step.scaled"
         )
     if heard == {NOTHING}:
         raise ConfigError("no gradient has arrived since the last update, on any rank: call backward before the step")

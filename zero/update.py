@@ -25,7 +25,7 @@ from zero.device import Device, Event
 from zero.errors import StaleStateError
 from zero.gradient import Gradients
 from zero.layout import pages
-from zero.optim import Hyper
+from zero.optim import Hyper, Settings
 from zero.plan import Plan
 from zero.store import Group, Page, PrefetchStore, Ticket
 from zero.timeline import Tape
@@ -83,16 +83,20 @@ class Updater:
     # -- what a step decides -------------------------------------------------------------------------------------------
 
     def begin(self, hyper: Hyper, *, at_once: bool) -> None:
-        """A step starts, and with it is settled which groups train. `at_once`: update with `hyper`, without the norm.
+        """A step starts. `at_once`: update with `hyper`, without the norm.
 
         Units will be forced in the order of the last step, as far as that is known.
         """
         self.sums.clear()
-        self._trains = [settings.trains for settings in hyper.groups]
+        self._trains = [False] * len(hyper.groups)
         self.at_once = hyper if at_once else None
         self._order = list(dict.fromkeys([*self._forced, *self._order]))
         self._forced.clear()
         self._expect()
+
+    def train(self, groups: Sequence[Settings]) -> None:
+        """A forward comes: what trains in one of a step's forwards has a gradient, and is updated."""
+        self._trains = [before or now.trains for before, now in zip(self._trains, groups, strict=True)]
 
     def final(self, unit: UnitState) -> None:
         """The unit's gradient is final: take its sum of squares, and let the update begin if that was asked for.
@@ -122,7 +126,7 @@ class Updater:
         ]
 
     def _told(self, hyper: Hyper) -> Hyper:
-        """With what this step began with: the groups that train, each with its own count of updates."""
+        """With the groups that train in this step, each with its own count of updates."""
         if hyper.step != self._counted:
             self._counted = hyper.step
             self._rested = [n + (not trains) for n, trains in zip(self._rested, self._trains, strict=True)]

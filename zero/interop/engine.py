@@ -103,12 +103,16 @@ class Engine(Saved):
             self._under_way("backward").backward(whole, retain_graph=retain_graph)
         return whole.detach() / count
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """What to call `backward` on by hand: it has fp16's loss scale in it."""
+    def scale(self, loss: Tensor, *, already: bool = False) -> Tensor:
+        """What to call `backward` on by hand: it has fp16's loss scale in it.
+
+        Args:
+            already: the scale is in `loss`, or in the gradient that its backward will be given.
+        """
         under_way = self._under_way("scale")
-        if loss.numel() == 1:
+        if loss.numel() == 1 and not already:
             under_way.count(loss)
-        return under_way.scaled(loss)
+        return under_way.scaled(loss, already=already)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a microbatch; at the end of an accumulation update the parameters, and the learning rate after them.
@@ -236,7 +240,9 @@ class Engine(Saved):
     def _begin_microbatch(self) -> None:
         if self._step is None:
             self._step = Step(self._state)
-        if not self._in_microbatch:
+        if self._in_microbatch:
+            self._step.follow()
+        else:
             self._step.microbatch()
             self._in_microbatch, self._forwards = True, 0
         self._forwards += 1

@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from zero.errors import (
     ConfigError,
@@ -453,6 +454,38 @@ def test_a_rank_that_never_starts_is_named(bare):
         bare.setenv(name, value)
     with pytest.raises(DeadlineError, match="rank 0 of 3 waited 1 s for ranks 1, 2 to start"):
         World.from_env(timeout_s=SHORT_S, device="cpu")
+
+
+def one_of_two(bare, connect) -> tuple[dist.TCPStore, str]:
+    """Rank 0 of a world of two whose rank 1 is a store; `connect` is what connecting does."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    for name, value in {**environment, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        bare.setenv(name, value)
+    bare.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    bare.setattr(dist, "init_process_group", connect)
+    store.set("zero/0/1/here/1", "")
+    return store, "zero/0/1/connected/1"
+
+
+def test_nobody_enters_a_world_before_all_are_connected(bare):
+    """Who enters may leave, and would tear the connections that others still make."""
+    store, connected = one_of_two(bare, lambda *_, **__: None)
+    with pytest.raises(DeadlineError, match="rank 0 of 2 waited 1 s for rank 1 to connect"):
+        World.from_env(timeout_s=SHORT_S, device="cpu")
+    store.delete_key("zero/opened/0/0")
+    store.set(connected, "rank 1 of 2 could not connect to the others: no route")
+    with pytest.raises(RankFailedError, match="rank 1 of 2 could not connect to the others: no route"):
+        World.from_env(timeout_s=60.0, device="cpu")
+
+
+def test_a_connection_that_is_torn_is_no_deadline(bare):
+    def torn(*_, **__):
+        raise RuntimeError("Connection closed by peer")
+
+    _store, _ = one_of_two(bare, torn)
+    with pytest.raises(RankFailedError, match="rank 0 of 2 could not connect to the others: Connection closed by peer"):
+        World.from_env(timeout_s=60.0, device="cpu")
 
 
 # Processes that cannot go on. A process group is there already, so each case opens a world beside it.

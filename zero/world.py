@@ -35,7 +35,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero.errors import ConfigError, DeadlineError, HandshakeError, LayoutError, MachineError, WorldError
+from zero.errors import (
+    ConfigError,
+    DeadlineError,
+    HandshakeError,
+    LayoutError,
+    MachineError,
+    RankFailedError,
+    WorldError,
+)
 from zero.failure import Note, Notes, Places, explain, field_difference, first_line, some_ranks
 
 SUM_NUMEL = 65_536
@@ -347,24 +355,35 @@ class ProcessWorld(World):
         self._failure: WorldError | None = None
 
     def _open_group(self) -> dist.ProcessGroup | None:
+        """Returns when all are connected: a rank that left earlier would tear connections that others still make."""
+        begin_s = time.monotonic()
+        try:
+            group = self._connect()
+        except RuntimeError as error:
+            ran_out = time.monotonic() - begin_s >= self.timeout_s
+            refusal, within = (DeadlineError, f" within {self.timeout_s:g} s") if ran_out else (RankFailedError, "")
+            said = f"rank {self.rank} of {self.size} could not connect to the others{within}: {first_line(error)}"
+            with contextlib.suppress(RuntimeError):  # the store may be gone with its host
+                self._store.set(f"connected/{self.rank}", said)
+            raise refusal(said) from error
+        self._store.set(f"connected/{self.rank}", "")
+        _await_all(self._store, "connected", self.rank, self.size, self.timeout_s, "connect")
+        for r in self._others():
+            if said := self._store.get(f"connected/{r}").decode():
+                raise RankFailedError(said)
+        self._store.set(f"joined/{self.rank}", "")
+        if self.rank == 0:  # it may be the store's host, and stays until the others have read
+            _await_all(self._store, "joined", self.rank, self.size, self.timeout_s, "join")
+        return group
+
+    def _connect(self) -> dist.ProcessGroup | None:
         timeout = timedelta(seconds=self.timeout_s)
         backend, device_id = ("cpu:gloo,cuda:nccl", self.device) if self.device.type == "cuda" else ("gloo", None)
-        try:
-            if not self._owns_default:
-                return dist.new_group(backend=backend, timeout=timeout)
-            dist.init_process_group(
-                backend,
-                store=self._store,
-                rank=self.rank,
-                world_size=self.size,
-                timeout=timeout,
-                device_id=device_id,
-            )
-        except RuntimeError as error:
-            raise DeadlineError(
-                f"rank {self.rank} of {self.size} could not connect to the others within {self.timeout_s:g} s: "
-                f"{first_line(error)}"
-            ) from error
+        if not self._owns_default:
+            return dist.new_group(backend=backend, timeout=timeout)
+        dist.init_process_group(
+            backend, store=self._store, rank=self.rank, world_size=self.size, timeout=timeout, device_id=device_id
+        )
         return dist.group.WORLD
 
     def at(self, place: str) -> None:
@@ -489,14 +508,22 @@ def _open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
         raise refusal(
             f"rank {rank} of {size} found no store at {host}:{port} within {timeout_s:g} s: {first_line(error)}"
         ) from error
-    try:
-        store.wait([f"here/{r}" for r in range(size)], timeout)
-    except RuntimeError as error:
-        absent = [r for r in range(size) if not store.check([f"here/{r}"])]
-        raise DeadlineError(
-            f"rank {rank} of {size} waited {timeout_s:g} s for {some_ranks(absent)} to start"
-        ) from error
+    _await_all(store, "here", rank, size, timeout_s, "start")
     return store
+
+
+def _await_all(store: dist.Store, key: str, rank: int, size: int, timeout_s: float, to: str) -> None:
+    """Wait until every rank has set its `key`, as it does once it came `to` that point."""
+    begin_s = time.monotonic()
+    try:
+        store.wait([f"{key}/{r}" for r in range(size)], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        if time.monotonic() - begin_s < timeout_s:
+            raise WorldError(
+                f"rank {rank} of {size} lost the store as it waited for the others to {to}: {first_line(error)}"
+            ) from error
+        absent = [r for r in range(size) if not store.check([f"{key}/{r}"])]
+        raise DeadlineError(f"rank {rank} of {size} waited {timeout_s:g} s for {some_ranks(absent)} to {to}") from error
 
 
 @torch.no_grad()

@@ -596,6 +596,24 @@ def test_a_killed_process_is_named_by_the_others_and_by_the_parent():
         run_processes(2, is_killed, timeout_s=30)
 
 
+def is_wrong(world: World) -> None:
+    raise ValueError("bad batch")
+
+
+@pytest.mark.process
+def test_processes_that_raised_leave_no_descriptor_to_the_collector():
+    left = []
+    gc.disable()
+    try:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="bad batch"):
+                run_processes(1, is_wrong)
+            left.append(len(os.listdir("/proc/self/fd")))
+    finally:
+        gc.enable()
+    assert left[0] == left[1]
+
+
 def stands_still(world: World) -> None:
     threading.Event().wait(600)
 

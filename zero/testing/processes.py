@@ -182,6 +182,8 @@ class _RankProcess:
     def kill(self) -> None:
         self.process.kill()
         self.process.join(GRACE_S)
+        if self.process.exitcode is not None:
+            self.process.close()
         self.outcome.close()
 
 
@@ -207,8 +209,11 @@ def _collect(ranks: list[_RankProcess], timeout_s: float) -> list[Any]:
                 # The ranks that only noticed may speak first, the cause gets a moment to follow.
                 end_s = min(end_s, time.monotonic() + 4 * GRACE_S)
     if errors:
-        causes = [error for error in errors if not isinstance(error, RankFailedError)]
-        raise (causes or errors)[0]
+        errors.sort(key=lambda error: isinstance(error, RankFailedError))
+        try:
+            raise errors[0]
+        finally:
+            del errors, outcome  # they hold the error, which holds this frame, and so every descriptor
     if waiting:
         raise DeadlineError(_late(list(waiting.values()), len(ranks), timeout_s))
     return [results[rank.rank] for rank in ranks]

@@ -32,7 +32,8 @@ class Watched:
     """The rows of one run. Making one, `stepped` and `saved` are collective.
 
     Rows begin with the first step or checkpoint, when it is known whether a loaded checkpoint goes on: only then do
-    they follow those of an earlier start. Else a folder that has rows is left as it is, and a new one below it taken.
+    they follow those of an earlier start. Else a folder of another run, over or not, is left as it is, and a new one
+    below it taken.
 
     Args:
         settings: plain values for config.yaml and W&B: those of the config that are true of this loop, and its own.
@@ -117,7 +118,7 @@ class Watched:
             return
         if not self._goes_on:
             with naming(self._folder, "looking for rows in it"):
-                self._folder = _without_rows(self._folder)
+                self._folder = _claimed(self._folder)
         self._make_folder()
         path = self._folder / "config.yaml"
         with naming(path, "writing it"):
@@ -128,10 +129,21 @@ class Watched:
             write_summary(self._folder, self.meter.summary("", how)._asdict())
 
 
-def _without_rows(folder: Path) -> Path:
-    """The folder, or where it has rows of another run the first below it that has none."""
-    places = chain([folder], (folder / f"run-{number}" for number in count(2)))
-    place = next(one for one in places if not (one / ROWS).exists() or (one / ROWS).stat().st_size == 0)
+def _claimed(folder: Path) -> Path:
+    """The folder, or where another run writes or wrote its rows the first below it where none does."""
+    place = next(filter(_claim, chain([folder], (folder / f"run-{number}" for number in count(2)))))
     if place != folder:
-        log.warning("%s has the rows of another run, and no checkpoint goes on with it: these go to %s", folder, place)
+        log.warning(
+            "%s is for the rows of another run, and no checkpoint goes on with it: these go to %s", folder, place
+        )
     return place
+
+
+def _claim(place: Path) -> bool:
+    """Make the file of its rows; False where one is. Of two loops that begin at once only one makes it."""
+    place.mkdir(parents=True, exist_ok=True)
+    try:
+        (place / ROWS).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True

@@ -844,7 +844,7 @@ def test_a_root_with_parameters_of_its_own_follows_and_is_saved_under_every_name
     engine.step()
     engine.eval()
     assert torch.equal(engine(part), engine(part))
-    with pytest.raises(ConfigError, match="no forward in training mode"):
+    with pytest.raises(ConfigError, match=r"no forward in training mode.* engine\.module\.blocks\.eval\(\)"):
         engine.step()
     Tied().load_state_dict(engine.module_state_dict(), strict=True)
     engine.destroy()
@@ -934,6 +934,23 @@ def test_rows_follow_those_of_the_run_that_goes_on_and_never_those_of_another(tm
     assert (told(folder), told(folder / "run-2"), told(folder / "run-3")) == ([1, 2, 3], [1], [1])
     assert [line.rpartition("go to ")[2] for line in said()] == [f"{folder}/run-2", f"{folder}/run-3"]
     assert all((place / "config.yaml").exists() for place in (folder, folder / "run-2", folder / "run-3"))
+
+
+def test_two_engines_at_once_leave_their_rows_in_folders_of_their_own(tmp_path: Path, caplog):
+    world = zero.World.from_env()
+    made = [
+        zero.initialize(model=net(), config=config(steps_per_print=2), world=world, folder=tmp_path)[0] for _ in "gd"
+    ]
+    for step in range(4):
+        for engine in made:
+            engine.backward(engine(rows(step, world)))
+            engine.step()
+    for engine in made:
+        engine.destroy()
+    for place in (tmp_path, tmp_path / "run-2"):
+        assert [json.loads(line)["step"] for line in (place / "metrics.jsonl").read_text().splitlines()] == [2, 4]
+        assert (place / "config.yaml").exists()
+    assert f"these go to {tmp_path}/run-2" in caplog.text
 
 
 def test_wandb_knows_a_run_that_goes_on_in_another_folder(tmp_path: Path, monkeypatch):

@@ -34,6 +34,11 @@ log = logging.getLogger("zero")
 MANY_FORWARDS = 64
 """Of one microbatch. So many are rarely meant, and often a forgotten `step()`."""
 
+_NO_FORWARD = "no forward in training mode, engine.train(),"
+_WITHOUT_DROPOUT = (
+    "to train without dropout keep engine.train() and put the parts into eval mode: engine.module.blocks.eval()"
+)
+
 
 class Engine(Saved):
     """A model in training. Made by `initialize`; what it does not have is looked for in the model.
@@ -125,7 +130,7 @@ class Engine(Saved):
                 `scale` in fp16.
         """
         if not self._in_microbatch:
-            raise ConfigError("engine.step(): no forward in training mode, engine.train(), since the last one")
+            raise ConfigError(f"engine.step(): {_NO_FORWARD} since the last one; {_WITHOUT_DROPOUT}")
         if self._in_no_sync:
             raise ConfigError("engine.step() inside engine.no_sync(): it would synchronise; leave the block first")
         ends = self.is_gradient_accumulation_boundary()
@@ -259,7 +264,7 @@ class Engine(Saved):
 
     def _under_way(self, asked: str) -> Step:
         if self._step is None:
-            raise ConfigError(f"engine.{asked}(): no forward in training mode, engine.train(), since the last step")
+            raise ConfigError(f"engine.{asked}(): {_NO_FORWARD} since the last step; {_WITHOUT_DROPOUT}")
         return self._step
 
     @contextmanager

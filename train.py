@@ -198,9 +198,9 @@ def settle(raw: Mapping[str, Any]) -> Config:
     if config.mode in ANSWERS:  # nothing is run, and a doctor is asked because something may be wrong
         return config
     config.on(launch.count_ranks(config.launch.ranks))
-    check_data(config.source(), config.model.seq)
     if isinstance(config.model, HF):
-        config.model.hf().check()
+        config.model.hf().check()  # before the data, whose tokenizer may be the model's
+    check_data(config.source(), config.model.seq)
     config.check_tokens()
     _check_path(config.offload.asked())
     _check_checkpoints(config)
@@ -223,7 +223,7 @@ def _check_path(offload: Offload) -> None:
 def _check_checkpoints(config: Config) -> None:
     """Whether there is something to go on from, and whether a checkpoint can be made where it is wanted."""
     if config.resume not in ("none", "latest") and not Path(config.resume).exists():
-        instead = refusal.meant(config.resume, ("latest", "none"))
+        instead = "" if "/" in config.resume else refusal.meant(config.resume, ("latest", "none"))
         instead = instead or "; give latest, or the folder of a step, a run or several"
         raise ConfigError(f"resume={config.resume} does not exist{instead}")
     if config.checkpoint.dir is None:
@@ -321,6 +321,10 @@ def _ds_notes(composed: Any) -> tuple[str, ...]:
     return translate(composed.ds_config).notes if composed.ds_config else ()
 
 
+_NAME = re.compile(r"\w+")
+"""What may be the name of an option."""
+
+
 def _explain(overrides: Sequence[str], error: Exception) -> str:
     """Hydra's message takes several lines and advises `+key`; say instead which word is wrong."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -344,6 +348,11 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
             if value is not None and value not in options:
                 return f"{key}={value} does not exist; {refusal.nearest(str(value), options)}"
         elif key not in keys() and not any(known.startswith(f"{key}.") for known in keys()):
+            named = CONF.glob(f"*/{value}.yaml") if _NAME.fullmatch(str(value)) else ()
+            if group := refusal.meant(
+                key, [path.parent.name for path in named]
+            ):  # the value tells more than the letters
+                return f"unknown key {key}{group.removesuffix('?')}={value}?"
             return unknown_key(key)
     found = re.match(r"Could not override '([^']+)'", str(error))
     return unknown_key(found[1]) if found else one_line(error)
@@ -481,9 +490,11 @@ def _options(arguments: Sequence[str]) -> Any:
     def refuse(message: str) -> NoReturn:
         raise ConfigError(f"{one_line(message)}; --help shows how to start, --hydra-help all options")
 
-    for argument in arguments:
+    for argument, after in itertools.zip_longest(arguments, arguments[1:], fillvalue="-"):
         if argument.startswith("--") and argument[2:].split("=")[0] in keys():
-            raise ConfigError(f"{argument}: settings are written without dashes: {argument[2:]}")
+            separate = "=" not in argument and not after.startswith("-") and "=" not in after
+            word = f"{argument[2:]}={after}" if separate else argument[2:]
+            raise ConfigError(f"{argument}: settings are written without dashes: {word}")
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
     asked, unknown = parser.parse_known_intermixed_args(list(arguments))

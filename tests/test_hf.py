@@ -311,6 +311,10 @@ def test_what_transformers_cannot_build_is_one_line(tmp_path):
         with pytest.raises(ConfigError, match=re_path(tmp_path)) as refused:
             hf.build(tmp_path)
         assert "\n" not in str(refused.value)
+    with pytest.raises(
+        ConfigError, match=r"^/no/llama does not exist; give a folder with config.json, or a model type$"
+    ):
+        hf.build("/no/llama")
 
 
 def re_path(path):
@@ -521,7 +525,7 @@ def test_train_py_takes_a_folder_and_scripts_export_gives_one_back(saved, here, 
         (None, ["model.path=no/such"], "model.path=no/such does not exist"),
         (None, [], "model=hf needs model.path=FOLDER"),
         ("llama", ["data.vocab=64"], "knows 32 tokens, fewer than the 64 of data=synthetic"),
-        ("llama", ["model.seq=64"], "model.seq=64 is more than the 32 tokens of"),
+        ("llama", ["model.seq=64"], "model.seq=64 is more than the 32 tokens of model.path={path}; set model.seq=32"),
         ("t5", [], "is a T5ForConditionalGeneration; train.py trains causal language models"),
         ("bert", [], "is a BertForMaskedLM; train.py trains causal language models"),
         ("vit", [], "is a ViTForImageClassification; train.py trains causal language models"),
@@ -530,7 +534,7 @@ def test_train_py_takes_a_folder_and_scripts_export_gives_one_back(saved, here, 
 def test_what_train_py_cannot_train_is_one_line(family, words, told, saved, here, capsys):
     path = [f"model.path={saved(family)}"] if family else []
     assert run(*path, *words) == 2
-    assert told in capsys.readouterr().err
+    assert told.format(path=path and saved(family)) in capsys.readouterr().err
 
 
 # -- the example -------------------------------------------------------------------------------------------------------

@@ -133,6 +133,8 @@ def test_what_changes_the_result_is_one_line():
     for words in ("seed=3 (was 0)", "batch.global=8 (was 16)", "optim=lion (was adamw)", "data=synthetic (was text)"):
         assert words in line
     assert "\n" not in line
+    (line,) = said(settled(), settled("mode=eval", "resume=x", "val.rows=8", "val.every=3"))
+    assert line.endswith(": val.rows=8 (was 64)")
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,8 @@ def sentence(model: type[BaseModel], refused: ValidationError, raw: Mapping[str,
     }
     if kind in bounds:
         return f"{seen}: must be {bounds[kind]} {next(iter(limits.values())):g}"
-    return f"{seen}: {texts.get(kind, error['msg'])}"
+    optional = any(type(None) in typing.get_args(one.field.annotation) for one in walk(model) if one.name == key)
+    return f"{seen}: {texts.get(kind, error['msg'])}{', or null' if optional else ''}"
 
 
 def nearest(word: str, options: Iterable[str]) -> str:
@@ -129,8 +130,10 @@ def unknown(key: str, known: Sequence[str]) -> str:
     if beside:  # compared without their section, which would make any two of them alike
         return f"unknown key {key}; did you mean {'.'.join([*filter(None, [section]), beside[0]])}?"
     elsewhere = [name for name in known if name.rpartition(".")[2] == own]
+    if len(elsewhere) == 1 or (elsewhere and not siblings):  # of several none is meant where the section is right
+        return f"unknown key {key}{meant(key, elsewhere, cutoff=0)}"
     if elsewhere:
-        return f"unknown key {key}; did you mean {elsewhere[0]}?"
+        return f"unknown key {key}; there are {', '.join(siblings)}"
     for options in ([] if section else tops, known, tops):
         if end := meant(key, options, cutoff=0.7):
             return f"unknown key {key}{end}"

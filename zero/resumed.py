@@ -19,7 +19,7 @@ from zero.optim import Transform
 MATTERS = ("seed", "steps", "batch.global", "model.", "data.", "optim.", "schedule.", "precision.", "debug.overfit")
 """Settings and sections that change what is computed; of the rest only when, where and on how many ranks it is."""
 
-MATTERS_TO_A_LOSS = ("seed", "data.", "precision.")
+MATTERS_TO_A_LOSS = ("seed", "data.", "precision.", "val.rows", "val.weights")
 """The same for mode=eval."""
 
 AS_DECLARED = {"gpt": "gpt_nano"}

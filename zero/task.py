@@ -83,7 +83,10 @@ def _of_transformers(config: Config, chosen: HFConfig) -> Task:
         )
     longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and chosen.seq > longest:
-        raise ConfigError(f"model.seq={chosen.seq} is more than the {longest} tokens of model.path={chosen.path}")
+        raise ConfigError(
+            f"model.seq={chosen.seq} is more than the {longest} tokens of model.path={chosen.path}; "
+            f"set model.seq={longest}"
+        )
     folder = Path(chosen.path).expanduser()
     weights = hf.weights(model, folder) if any(folder.glob("*.safetensors")) else None
     if weights is None and any(folder.glob("*.bin")):

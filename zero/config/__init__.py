@@ -226,9 +226,18 @@ class Config(Section):
             )
 
     def source(self) -> DataConfig:
-        """The data as `zero.data` reads it, with the model's own tokenizer where no other is named."""
+        """The data as `zero.data` reads it, with the model's own tokenizer where no other is named.
+
+        Raises:
+            ConfigError: the model has none.
+        """
         data = self.data
         if isinstance(data, HFText) and data.tokenizer is None and isinstance(self.model, HF):
+            if not self.model.hf().has_tokenizer:
+                raise ConfigError(
+                    f"model.path={self.model.path} has no tokenizer; set data.tokenizer=PATH, a tokenizer.json or a "
+                    "folder with one"
+                )
             data = data.model_copy(update={"tokenizer": self.model.path})
         return data.source()
 

@@ -73,6 +73,8 @@ def settings(path: str | PathLike[str]) -> Any:
     folder = Path(path).expanduser()
     if not folder.is_dir() and str(path) in transformers.CONFIG_MAPPING:
         return transformers.AutoConfig.for_model(str(path))
+    if not folder.is_dir() and (str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1):  # no name of a hub
+        raise ConfigError(f"{path} does not exist; give a folder with config.json, or a model type")
     try:
         return transformers.AutoConfig.from_pretrained(str(folder if folder.is_dir() else path))
     except (OSError, ValueError, KeyError) as error:

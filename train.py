@@ -349,9 +349,8 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
                 return f"{key}={value} does not exist; {refusal.nearest(str(value), options)}"
         elif key not in keys() and not any(known.startswith(f"{key}.") for known in keys()):
             named = CONF.glob(f"*/{value}.yaml") if _NAME.fullmatch(str(value)) else ()
-            if group := refusal.meant(
-                key, [path.parent.name for path in named]
-            ):  # the value tells more than the letters
+            groups = [path.parent.name for path in named]
+            if group := refusal.meant(key, groups):  # the value tells more than the letters
                 return f"unknown key {key}{group.removesuffix('?')}={value}?"
             return unknown_key(key)
     found = re.match(r"Could not override '([^']+)'", str(error))

@@ -314,11 +314,22 @@ def _key_of(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
 
 
-def _ds_notes(composed: Any) -> tuple[str, ...]:
-    """What its ds_config says without meaning here."""
+def _notes(composed: Any) -> Iterator[str]:
+    """What is not as it was typed: words of a ds_config without meaning here, a model that debug=tiny makes small."""
+    import yaml
+
     from zero.ds_config import translate
 
-    return translate(composed.ds_config).notes if composed.ds_config else ()
+    yield from translate(composed.ds_config).notes if composed.ds_config else ()
+    hydra = _hydra_of(composed)
+    typed, choices = {_key_of(one) for one in hydra.overrides.task}, hydra.runtime.choices
+    if "model" in typed:
+        own = yaml.safe_load((CONF / "model" / f"{choices.model}.yaml").read_text())
+        others = {f"model.{name}": value for name in own if (value := composed.model.get(name)) != own[name]}
+        if changed := [f"{key}={refusal.shown(value)}" for key, value in others.items() if key not in typed]:
+            presets = ("experiment", "debug")
+            by = " ".join(f"{one}={choices[one]}" for one in presets if choices.get(one) not in (None, "none"))
+            yield f"{by} sets {' '.join(changed)} in place of what model={choices.model} says"
 
 
 _NAME = re.compile(r"\w+")
@@ -537,8 +548,9 @@ def _settled_runs(asked: Any) -> _Settled:
         try:
             composed = compose(overrides)
             folders.append(Path(composed.hydra.sweep.dir))
-            notes |= dict.fromkeys(_ds_notes(composed))
-            found.append((settle(settings_in(composed)), overrides))
+            settings = settings_in(composed)
+            notes |= dict.fromkeys(_notes(composed))
+            found.append((settle(settings), overrides))
         except SettingError:
             raise
         except ConfigError as error:
@@ -643,7 +655,7 @@ def _as_one_rank(arguments: Sequence[str]) -> int:
         config = settle(settings_in(composed))
         if config.mode in ANSWERS:
             raise ConfigError(f"mode={config.mode} asks one process: python train.py mode={config.mode}")
-        _warn(_ds_notes(composed))
+        _warn(_notes(composed))
         letter = json.dumps({"config": config.plain(), "folder": str(_make_folder(composed, arguments).absolute())})
         timeout_s = config.launch.timeout
     else:

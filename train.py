@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 CONF = Path(__file__).resolve().parent / "conf"
 
+PRESETS = ("experiment", "debug")
+"""Groups whose options set keys of other sections."""
+
 
 def train(config: Config, folder: Path) -> "Summary":
     """Train as one rank of the world that the environment describes. Rank 0 writes metrics.jsonl and summary.json.
@@ -284,8 +287,8 @@ def _of_their_kinds(settings: dict[str, Any], hydra: Any) -> dict[str, Any]:
     """Without what an experiment or debug=tiny says of kinds that were not chosen: model=hf has no width."""
     import yaml
 
-    typed = {_key_of(one) for one in hydra.overrides.task}
-    for group in ("experiment", "debug"):
+    typed = _typed_keys(hydra)
+    for group in PRESETS:
         option = CONF / group / f"{hydra.runtime.choices.get(group)}.yaml"
         said = yaml.safe_load(option.read_text()) if option.exists() else {}
         for section, names in said.items():
@@ -314,21 +317,25 @@ def _key_of(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
 
 
+def _typed_keys(hydra: Any) -> set[str]:
+    return {_key_of(one) for one in hydra.overrides.task}
+
+
 def _notes(composed: Any) -> Iterator[str]:
     """What is not as it was typed: words of a ds_config without meaning here, a model that debug=tiny makes small."""
-    import yaml
+    if composed.ds_config:
+        from zero.ds_config import translate
 
-    from zero.ds_config import translate
-
-    yield from translate(composed.ds_config).notes if composed.ds_config else ()
+        yield from translate(composed.ds_config).notes
     hydra = _hydra_of(composed)
-    typed, choices = {_key_of(one) for one in hydra.overrides.task}, hydra.runtime.choices
+    typed, choices = _typed_keys(hydra), hydra.runtime.choices
     if "model" in typed:
+        import yaml
+
         own = yaml.safe_load((CONF / "model" / f"{choices.model}.yaml").read_text())
         others = {f"model.{name}": value for name in own if (value := composed.model.get(name)) != own[name]}
         if changed := [f"{key}={refusal.shown(value)}" for key, value in others.items() if key not in typed]:
-            presets = ("experiment", "debug")
-            by = " ".join(f"{one}={choices[one]}" for one in presets if choices.get(one) not in (None, "none"))
+            by = " ".join(f"{one}={choices[one]}" for one in PRESETS if choices.get(one) not in (None, "none"))
             yield f"{by} sets {' '.join(changed)} in place of what model={choices.model} says"
 
 
@@ -519,7 +526,7 @@ class _Settled(NamedTuple):
     Attributes:
         found: settings that go together, with the words of each run.
         refused: why those of the others do not, by the words that only that run has.
-        notes: of their ds_config.
+        notes: what is not as it was typed.
         sweep_folder: where the jobs of a sweep will be; None for one run.
     """
 

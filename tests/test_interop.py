@@ -571,6 +571,29 @@ def test_a_group_that_is_frozen_in_one_microbatch_has_the_others_gradient(stage:
     engine.destroy()
 
 
+def test_a_microbatch_that_is_refused_has_not_begun():
+    """Mended flags, and the step goes on: it ends after as many microbatches as ever."""
+    torch.manual_seed(0)
+    model = Two()
+    plain = copy.deepcopy(model)
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    settings = config(optimizer=sgd, gradient_accumulation_steps=2, train_batch_size=2 * ROWS)
+    engine, *_ = zero.initialize(model=model, config=settings)
+    for number in range(2):
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+        model[0].bias.requires_grad_(False)
+        with pytest.raises(ConfigError, match="was frozen during training"):
+            engine(x)
+        model[0].bias.requires_grad_(True)
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        (plain(x).square().mean() / 2).backward()
+    assert engine.global_steps == 1
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    torch.testing.assert_close(zero.full_state_dict(engine), dict(plain.named_parameters()), rtol=0, atol=1e-6)
+    engine.destroy()
+
+
 def test_a_backward_whose_gradient_has_the_scale_already_is_said_to():
     """A head on its own, as where a loss is computed in pieces."""
     model, head = Two(), nn.Linear(WIDTH, 1)

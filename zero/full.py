@@ -289,10 +289,9 @@ def _name(state: State, name: str, kind: str) -> str:
 def _unknown(state: State, name: str, kind: str, held: list[str]) -> str:
     if name in (frozen for unit in state.plan.units for frozen in _in(unit.frozen)):
         return f"{name} is frozen: it has no {kind}"
-    for owner in state.plan.splitting.owners:
-        for own, full_name in owner.slots:
-            if name == f"{owner.path}.{own}".lstrip("."):
-                return f"{name} is tied to {full_name}; use that name"
+    for full_name, names in state.plan.splitting.aliases().items():
+        if name in names:
+            return f"{name} is tied to {full_name}; use that name"
     return f"no parameter is named {name}{meant(name, held) or f'; there are {some(held)}'}"
 
 

@@ -67,7 +67,7 @@ def values_of(
     if callable(weights):
         return lambda name: _filled(weights, name, shapes[name])
     found = weights if isinstance(weights, Mapping) else StoredWeights(Path(weights).expanduser())
-    aliases = _aliases(splitting)
+    aliases = splitting.aliases()  # a file may know any of them
     _refuse_missing(found, aliases.values())
     _fill_buffers(copied, found)
     return lambda name: _named(found, aliases[name], shapes[name])
@@ -304,15 +304,6 @@ class _OthersUntouched(TorchFunctionMode):
 def _value(parameter: Tensor | None) -> Tensor:
     assert parameter is not None
     return parameter.detach()
-
-
-def _aliases(splitting: Splitting) -> dict[str, tuple[str, ...]]:
-    """A parameter's full name to every name that it has in the model, its own first: a file may know any of them."""
-    found: dict[str, dict[str, None]] = {}
-    for owner in splitting.owners:
-        for own, name in owner.slots:
-            found.setdefault(name, {name: None})[f"{owner.path}.{own}" if owner.path else own] = None
-    return {name: tuple(names) for name, names in found.items()}
 
 
 def _named(weights: Mapping[str, Tensor], names: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:

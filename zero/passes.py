@@ -75,13 +75,13 @@ class Step:
 
     def microbatch(self) -> None:
         """The next microbatch begins; `plan.accumulate` of them make a step."""
+        self.follow()  # first: what it refuses has not begun
         self._end_microbatch()
         self.microbatches += 1
         self._in_microbatch = True
         self._losses.append([])
         self._parts.gatherer.begin()
         self._parts.reducer.begin(last=self.microbatches == self._plan.accumulate)
-        self.follow()
         self._at("forward")
 
     def follow(self) -> None:

@@ -86,6 +86,14 @@ class Splitting:
         """There is something to train."""
         return any(unit.trainable.slots for unit in self.units)
 
+    def aliases(self) -> dict[str, tuple[str, ...]]:
+        """A parameter's full name to every name that it has in the model, its own first: ties have several."""
+        found: dict[str, dict[str, None]] = {}
+        for owner in self.owners:
+            for own, name in owner.slots:
+                found.setdefault(name, {name: None})[f"{owner.path}.{own}" if owner.path else own] = None
+        return {name: tuple(names) for name, names in found.items()}
+
 
 @dataclass
 class _Found:

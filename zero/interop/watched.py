@@ -119,7 +119,6 @@ class Watched:
         if not self._goes_on:
             with naming(self._folder, "looking for rows in it"):
                 self._folder = _claimed(self._folder)
-        self._make_folder()
         path = self._folder / "config.yaml"
         with naming(path, "writing it"):
             path.write_text(yaml.safe_dump(dict(self._settings), sort_keys=False))

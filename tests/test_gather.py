@@ -23,6 +23,7 @@ from zero.models.gpt_config import GPTConfig
 from zero.pool import Pool
 from zero.recompute import UNCOUNTED_NUMEL
 from zero.testing import run_ranks
+from zero.world import SoloWorld
 
 WIDTH, ROWS, STEPS, LR = 7, 3, 3, 0.3
 
@@ -129,6 +130,47 @@ class CheckpointInside(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(x + self.up.bias[:WIDTH])
         return x + checkpoint(self.part, x, use_reentrant=self.reentrant)
+
+
+class PartWithoutGradients(CheckpointInside):
+    """A part of what is recomputed wants no gradient."""
+
+    def part(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.up(x).abs().mean()
+        return super().part(x) / (1 + scale)
+
+
+class CheckpointInCheckpoint(CheckpointInside):
+    """A reentrant checkpoint inside one that drops and recomputes it: it runs three times."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__(reentrant=reentrant)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+
+    def part(self, x: Tensor) -> Tensor:
+        return super().part(checkpoint(lambda y: self.middle(y) + self.up(y)[..., :WIDTH], x, use_reentrant=True))
+
+
+class TwoNames(nn.Module):
+    """A layer under a name of its own and in a list beside it, which itself has it twice; and a second name for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.steps = nn.ModuleList([self.first, nn.Tanh(), nn.Linear(WIDTH, WIDTH), self.first])
+        self.again = self.steps[2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            x = step(x)
+        return x + self.again(self.first(x))
+
+
+class TwoNamesOfFrozen(TwoNames):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.requires_grad_(False)
 
 
 class ReturnsItsParameter(nn.Module):
@@ -497,6 +539,12 @@ CASES = [
     Case("checkpoint around the shared", lambda: UnderCheckpoint(reentrant=False, make=Lora)),
     Case("checkpoint inside", lambda: Chain(lambda: CheckpointInside(reentrant=False))),
     Case("reentrant checkpoint inside", lambda: Chain(lambda: CheckpointInside(reentrant=True))),
+    Case("no gradients in a checkpoint inside", lambda: Chain(lambda: PartWithoutGradients(reentrant=False))),
+    Case("no gradients in a reentrant checkpoint inside", lambda: Chain(lambda: PartWithoutGradients(reentrant=True))),
+    Case("checkpoints inside", lambda: Chain(lambda: CheckpointInCheckpoint(reentrant=False))),
+    Case("reentrant checkpoints inside", lambda: Chain(lambda: CheckpointInCheckpoint(reentrant=True))),
+    Case("two names", lambda: Chain(TwoNames)),
+    Case("two names of a frozen layer", lambda: Chain(TwoNamesOfFrozen)),
     Case("returned view", UsesAReturnedView),
     Case("stored views", UsesStoredViews, remat=False),  # recomputation would store again
     Case("lent parameter", Lends),
@@ -835,6 +883,25 @@ def test_writing_to_a_parameter_is_refused_by_name(stage):
         sharded(Chain(WritesItsParameter), stage=stage)
 
 
+class ReplacesItsParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.linear.weight = nn.Parameter(self.linear.weight.detach() * 0.9)
+        return y
+
+
+@pytest.mark.parametrize("activations", ["keep", "remat"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_replacing_a_parameter_is_refused_by_name(stage, activations):
+    """torch would compute with the new one, and train the old one."""
+    with pytest.raises(StaleStateError, match=r"ReplacesItsParameter: the parameter linear\.weight was replaced"):
+        sharded(Chain(ReplacesItsParameter), stage=stage, activations=activations)
+
+
 class BackwardParts(Chain):
     """All ranks go the same way forward, but the loss of one needs only the first unit."""
 
@@ -957,15 +1024,20 @@ def test_a_step_that_raised_on_every_rank_leaves_the_state_as_it_was(build, stag
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
-def test_evaluation_between_steps_sees_the_update_and_disturbs_nothing(guard, stage):
+@pytest.mark.parametrize("build", [RootOwns, lambda: Chain(TwoNames), lambda: Chain(TwoNamesOfFrozen)])
+def test_evaluation_between_steps_sees_the_update_and_disturbs_nothing(build, guard, stage):
     """Under inference mode too, whose tensors may not be kept for a later backward."""
-    model = RootOwns()
+    model = build()
     copies = [copy.deepcopy(model) for _ in range(2)]
     values = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def rank_main(world: zero.World, evaluate: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
         plan = zero.Plan(
-            copies[world.rank], optimizer=zero.sgd(LR), world=world, stage=zero.Stage(stage), units=["Nested", "Layer"]
+            copies[world.rank],
+            optimizer=zero.sgd(LR),
+            world=world,
+            stage=zero.Stage(stage),
+            units=["Nested", "Layer"] if isinstance(model, RootOwns) else None,
         )
         state = zero.init(plan, zero.open_store(plan), weights=values)
         step, forward = zero.make_step(plan, mean_square), zero.make_forward(plan, mean_square)
@@ -981,5 +1053,18 @@ def test_evaluation_between_steps_sees_the_update_and_disturbs_nothing(guard, st
     assert all(torch.equal(with_it[0][1][name], value) for name, value in without[0][1].items())
     for count, seen in enumerate(with_it[0][0], 1):
         trained = copy.deepcopy(model)
-        trained.load_state_dict(plain(model, mean_square, 2, count)[1])
+        trained.load_state_dict(plain(model, mean_square, 2, count)[1], strict=False)  # a second name of one it has
         torch.testing.assert_close(seen, mean_square(trained, batch_of(7, 0)).detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_edit_of_what_has_two_names_is_seen_after_an_evaluation(stage):
+    model = Chain(TwoNamesOfFrozen)
+    plan = zero.Plan(copy.deepcopy(model), optimizer=zero.sgd(LR), world=SoloWorld(), stage=zero.Stage(stage))
+    state = zero.init(plan, zero.open_store(plan))
+    forward = zero.make_forward(plan, mean_square)
+    for factor in (1.0, 0.5):
+        with zero.gathered(state, "layers.0.first.weight", modify=True) as full, torch.no_grad():
+            full["layers.0.first.weight"].mul_(factor)
+            model.layers[0].first.weight.mul_(factor)
+        torch.testing.assert_close(forward(state, batch_of(0, 0)), mean_square(model, batch_of(0, 0)).detach())

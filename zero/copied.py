@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from zero.device import aligned_zeros
-from zero.errors import OutsideUnitError
+from zero.errors import OutsideUnitError, StaleStateError
 from zero.unit import Site, Splitting
 
 MAPPED_BYTES = 1 << 20
@@ -78,6 +79,30 @@ def _present(value: Any) -> Any:
         f"parameter {value.full_name} was read outside the modules of its unit, where it is not gathered; "
         "read it inside their forward, or name a class that holds the reader in zero.units"
     )
+
+
+def call_with(
+    parameters: Mapping[str, Tensor],
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    *,
+    buffers: Mapping[str, Tensor] | None = None,
+) -> Any:
+    """Run `module` with `parameters`, and perhaps `buffers`, in place of its own.
+
+    Raises:
+        StaleStateError: it put another tensor in a parameter's place, which would be gone after the call.
+    """
+    held = dict(parameters) | dict(buffers or {})
+    outputs = functional_call(module, held, args, kwargs, tie_weights=False)
+    for name, given in parameters.items():
+        if held[name] is not given:
+            raise StaleStateError(
+                f"{type(module).__name__}: the parameter {name} was replaced by its own forward; only the optimizer "
+                "changes parameters, so keep such a tensor in a buffer"
+            )
+    return outputs
 
 
 def in_backward() -> bool:

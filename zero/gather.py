@@ -38,11 +38,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.func import functional_call
 
 from zero.activation import InPlace, Kept
 from zero.compiled import Compiler
-from zero.copied import Absent, in_backward
+from zero.copied import Absent, call_with, in_backward
 from zero.errors import StaleStateError
 from zero.layout import Layout
 from zero.nested import replaced, tensors_in
@@ -157,8 +156,9 @@ class Gatherer:
         self.activations, self._compiler = activations, compiler
         self._whole = {unit.resident.address for unit in units if unit.resident is not None}
         self._anchor = torch.zeros(0, requires_grad=True)
-        # by unit, trainable or frozen, and number: where in the model each parameter stands
+        # where in the model parameters stand: each one by unit, trainable or frozen, and number; and those of a site
         self._places: dict[tuple[int, bool, int], list[tuple[dict[str, Any], str]]] = {}
+        self._places_of: dict[str, list[tuple[dict[str, Any], str]]] = {}
         self._held: dict[int, Buffer] = {}  # pinned by the backward pass under way
         self._open: set[int] = set()  # units that gradients were delivered to and that have not settled
         self._passes: WeakValueDictionary[int, Callable[[], None]] = WeakValueDictionary()
@@ -211,9 +211,10 @@ class Gatherer:
         run = partial(self.run, site)
         return run if self._compiler is None else self._compiler.outside(run)
 
-    def place(self, bound: Binding, parameters: dict[str, Any], name: str) -> None:
+    def place(self, site: Site, bound: Binding, parameters: dict[str, Any], name: str) -> None:
         """One of the places where a parameter stands in the model."""
         self._places.setdefault((bound.unit, bound.trainable, bound.slot), []).append((parameters, name))
+        self._places_of.setdefault(site.path, []).append((parameters, name))
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -225,6 +226,7 @@ class Gatherer:
 
     def _run(self, site: Site, module: nn.Module, args: Any, kwargs: Any, recomputing: bool) -> Any:
         pinned: list[Buffer] = []
+        standing = [(own, name, own[name]) for own, name in self._places_of[site.path]]
         try:
             with _beneath_transforms() as transformed:
                 for index in site.units:
@@ -237,7 +239,7 @@ class Gatherer:
             if transformed:
                 with self._read_only(site):
                     held = dict(zip(names, values, strict=True))
-                    return self._own(functional_call(module, held, args, kwargs, tie_weights=False))
+                    return self._own(call_with(held, module, args, kwargs))
             before = _nodes((args, kwargs))  # taken now: the call may change its inputs in place
             with self._read_only(site), self._packing():
                 outputs = self._call(module, names, values, args, kwargs)
@@ -248,6 +250,12 @@ class Gatherer:
                     node.register_prehook(partial(_same_parameters, made_with))
             return self._own(outputs)
         finally:
+            for (
+                own,
+                name,
+                found,
+            ) in standing:  # whatever happened inside: what stays behind would be taken for the user's
+                own[name] = found
             for buffer in pinned:
                 self.residency.unpin(buffer)
 
@@ -294,7 +302,7 @@ class Gatherer:
             names, module = [f"module.{name}" for name in names], self._compiler.compiled(module)
         if self._remat and torch.is_grad_enabled():
             return recomputed_call(module, names, values, args, kwargs)
-        return functional_call(module, dict(zip(names, values, strict=True)), args, kwargs, tie_weights=False)
+        return call_with(dict(zip(names, values, strict=True)), module, args, kwargs)
 
     @contextmanager
     def _read_only(self, site: Site) -> Iterator[None]:
@@ -361,6 +369,8 @@ class Gatherer:
                 flat = self._hold(unit).flat
             if not bound.trainable:
                 return views(unit.spec.frozen, flat, unit.spec.trainable.P)[bound.slot]
+            if not torch.is_grad_enabled():  # a part without gradients, or a checkpoint in what another recomputes
+                return views(unit.spec.trainable, flat)[bound.slot]
             # a reentrant checkpoint goes backward from here, and its gradients must arrive
             return self._arriving(unit, Gather.apply(self._anchor, self, unit, flat, False))[bound.slot]
 
@@ -507,4 +517,4 @@ def bind_absent(copied: nn.Module, sites: Iterable[Site], gatherer: Gatherer) ->
             absent = module.get_submodule(owner)._parameters[name]
             assert isinstance(absent, Absent)
             absent.regather = gatherer.regather(site, number)
-            gatherer.place(bound, module.get_submodule(owner)._parameters, name)
+            gatherer.place(site, bound, module.get_submodule(owner)._parameters, name)

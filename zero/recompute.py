@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
+
+from zero.copied import call_with
 
 UNCOUNTED_NUMEL = 65_536
 """torch's batch norm changes running statistics without counting it in their version. They have one element per
@@ -21,7 +22,7 @@ channel, so a buffer of at most this many elements is taken as changed without a
 def recomputed_call(
     module: nn.Module, names: Sequence[str], values: Sequence[Tensor], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    """`functional_call` of `module` with parameters `values` called `names`, its activations not kept."""
+    """`call_with` parameters `values` called `names`, whose activations are not kept."""
     tensors, rebuild = _apart(args, kwargs)
     # What forward changes (running statistics) is put back for the recomputation, which must neither see the change
     # nor repeat it: it works on copies of what forward saw.
@@ -29,8 +30,8 @@ def recomputed_call(
     replaced: dict[str, Tensor] | None = None
 
     def compute(*given: Tensor) -> Any:
-        held = dict(zip(names, given, strict=False)) | (replaced or {})
-        return functional_call(module, held, *rebuild(given[len(names) :]), tie_weights=False)
+        parameters = dict(zip(names, given, strict=False))
+        return call_with(parameters, module, *rebuild(given[len(names) :]), buffers=replaced)
 
     # The parameters go in as arguments: a checkpoint keeps its arguments through our hooks, and so not at all.
     outputs = checkpoint(compute, *values, *tensors, use_reentrant=False)

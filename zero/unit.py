@@ -179,27 +179,27 @@ def _walk(
     found: dict[int, _Found] = {}
     needs: dict[str, dict[str, int]] = {}
     owners: list[tuple[str, list[tuple[str, int]]]] = []
-    seen: set[tuple[int, str]] = set()
+    sites: dict[int, str] = {}  # by module: one at two places is one site
+    bound: set[tuple[str, int]] = set()  # (site, module): under two names of one site it has one binding
 
     def visit(module: nn.Module, path: str, site: str, local: str) -> None:
         if id(module) in roots and path != site:
-            if (id(module), "") in seen:  # one module at two places is one site
-                return
-            site, local = path, ""
-            seen.add((id(module), ""))
+            site, local = sites.setdefault(id(module), path), ""
         own = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
         for name, parameter in own:
             if not parameter.is_floating_point():
                 raise PlanError(f"parameter {path}.{name} is {parameter.dtype}: register it as a buffer")
             found.setdefault(id(parameter), _Found(f"{path}.{name}" if path else name, parameter, site))
-            needs.setdefault(site, {})[local + name] = id(parameter)
+            if (site, id(module)) not in bound:
+                needs.setdefault(site, {})[local + name] = id(parameter)
+        bound.add((site, id(module)))
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 raise PlanError(
                     f"buffer {path}.{name} is on meta and has no values; build the model under zero.empty(), which "
                     "sends only parameters to meta, and do not compute buffers from parameters there"
                 )
-        if own and all(path != known for known, _ in owners):
+        if own:
             owners.append((path, [(name, id(parameter)) for name, parameter in own]))
         for name, child in module._modules.items():
             if child is not None:

@@ -48,7 +48,7 @@ def test_torchs_batch_norm_trains_in_every_stage(precision, activations):
         for number in range(3):
             x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(number + 10 * world.rank))
             state, _ = step(state, [x.to(dtype)])
-        (mean,) = [b for name, b in state.model.named_buffers() if name.endswith("1.module.1.running_mean")]
+        (mean,) = [b for name, b in state.model.named_buffers() if name.endswith("1.1.running_mean")]
         return digest(state), mean
 
     kept = run_ranks(2, rank_main, 0, "keep")

@@ -153,7 +153,7 @@ class CheckpointInCheckpoint(CheckpointInside):
 
 
 class TwoNames(nn.Module):
-    """A layer under a name of its own and in a list beside it, which itself has it twice; and a second name for that."""
+    """A layer under a name of its own and twice in a list beside it, another one in that list and under a name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -879,8 +879,46 @@ class WritesItsParameter(nn.Module):
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_writing_to_a_parameter_is_refused_by_name(stage):
     """At stage 3 the write would reach a gathered copy and be lost, below it ranks would part."""
-    with pytest.raises(StaleStateError, match=r"layers\.0 was written to in place"):
+    with pytest.raises(StaleStateError, match=r"a parameter of layers\.0 was written to in place"):
         sharded(Chain(WritesItsParameter), stage=stage)
+
+
+def kept_small(parameter: Tensor) -> None:
+    parameter.data.clamp_(-1e-3, 1e-3)
+
+
+class WritesPastTheCount(WritesItsParameter):
+    """As for a bound on weights; a helper does it, and torch counts no write."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept_small(self.linear.weight)
+        return self.linear(x) * self.scale
+
+
+class WritesSometimes(WritesItsParameter):
+    """A hook does it, and not the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.linear.register_forward_pre_hook(lambda module, args: self.sometimes(module))
+
+    def sometimes(self, module: nn.Module) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            module.weight.data.mul_(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize("activations", ["keep", "remat"])
+@pytest.mark.parametrize("build", [WritesPastTheCount, WritesSometimes])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_writing_to_a_parameter_past_the_count_of_versions_is_refused_too(stage, build, activations):
+    """Below stage 3 it would be an edit, at stage 3 be lost."""
+    with pytest.raises(StaleStateError, match=r"linear\.weight of layers\.\d was written to in place.*modify=True"):
+        sharded(Chain(build), stage=stage, activations=activations)
 
 
 class ReplacesItsParameter(nn.Module):
@@ -898,7 +936,7 @@ class ReplacesItsParameter(nn.Module):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_replacing_a_parameter_is_refused_by_name(stage, activations):
     """torch would compute with the new one, and train the old one."""
-    with pytest.raises(StaleStateError, match=r"ReplacesItsParameter: the parameter linear\.weight was replaced"):
+    with pytest.raises(StaleStateError, match=r"linear\.weight of layers\.\d was replaced by its own"):
         sharded(Chain(ReplacesItsParameter), stage=stage, activations=activations)
 
 

@@ -61,8 +61,8 @@ def events_of(steps: int, **settings) -> list[str]:
         events: list[str] = []
         watch(world, events)
         for number, unit in enumerate(state.model.layers):
-            unit.module.register_forward_pre_hook(lambda *_, n=number: events.append(f"forward {n}"))
-            unit.module.register_full_backward_hook(lambda *_, n=number: events.append(f"backward {n}"))
+            unit.register_forward_pre_hook(lambda *_, n=number: events.append(f"forward {n}"))
+            unit.register_full_backward_hook(lambda *_, n=number: events.append(f"backward {n}"))
         force = state.machinery.updater.force
         forced = lambda unit: (events.append(f"update {unit.spec.name}"), force(unit))  # noqa: E731
         state.machinery.gatherer.residency._force = forced

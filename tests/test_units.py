@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from zero.copied import Absent, Unit, attach, detached_copy
+from zero.copied import Absent, attach, detached_copy
 from zero.errors import OutsideUnitError, PlanError
 from zero.models.gpt import GPT
 from zero.models.gpt_config import GPTConfig
@@ -238,7 +238,8 @@ class Looks(nn.Module):
 def copied(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Splitting]:
     splitting = split(model, world_size=1)
     inside = detached_copy(model, splitting, dtype, torch.device("cpu"))
-    return attach(inside, splitting, lambda site: lambda module, args, kwargs: (site.path, args, kwargs)), splitting
+    attach(inside, splitting, lambda site: lambda body, args, kwargs: (site.path, args, kwargs))
+    return inside, splitting
 
 
 def test_the_users_model_is_untouched():
@@ -322,31 +323,14 @@ def test_reading_a_parameter_outside_its_unit_is_refused_by_name(read):
         read(model)
 
 
-def test_a_unit_answers_for_its_module():
+def test_a_site_is_what_it_was_but_for_its_call():
     model, _ = copied(Looks())
-    unit = model.blocks[0]
-    assert isinstance(unit, Unit)
-    assert unit.in_features == WIDTH
-    assert unit(1, key=2) == ("blocks.0", (1,), {"key": 2})
-    unit.scale = 3
-    assert unit.module.scale == 3
-    unit.scale += 1
-    assert unit.module.scale == unit.scale == 4
-    unit.table = nn.Parameter(torch.zeros(2))
-    assert unit.module.table is unit.table
-    model.eval()
-    assert not unit.training
-    assert not unit.module.training
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        _ = unit.nothing
-
-
-def test_a_unit_takes_hooks_as_any_module_does():
-    model, _ = copied(Looks())
-    seen = []
-    model.blocks[0].register_forward_hook(lambda *told: seen.append(told[1]))
-    model.blocks[0](5)
-    assert seen == [(5,)]
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in Looks().named_modules()]
+    site = model.blocks[0]
+    assert isinstance(site, nn.Linear)
+    assert repr(site) == repr(Looks().blocks[0])
+    assert site(1, key=2) == ("blocks.0", (1,), {"key": 2})
+    assert [site][0](3) == ("blocks.0", (3,), {})
 
 
 def test_one_module_at_two_places_is_one_unit():
@@ -360,7 +344,7 @@ def test_one_module_at_two_places_is_one_unit():
     model, splitting = copied(Places())
     assert [unit.name for unit in splitting.units] == ["blocks.0", "blocks.1"]
     assert model.blocks[0] is model.blocks[2] is model.last
-    assert isinstance(model.last, Unit)
+    assert model.last(1) == ("blocks.0", (1,), {})
 
 
 # -- first values ------------------------------------------------------------------------------------------------------

@@ -42,9 +42,8 @@ class Compiler:
         self._backend: Any = "inductor" if backend is True else backend
         self._functions: dict[type[nn.Module], Callable[..., Any]] = {}
 
-    def compiled(self, module: nn.Module) -> Compiled:
-        """What to call instead of `module`, which is its submodule `module`."""
-        kind = type(module)
+    def compiled(self, module: nn.Module, kind: type[nn.Module]) -> Compiled:
+        """What to call instead of `module`, which is its submodule `module` and computes as one of class `kind`."""
         if kind not in self._functions:
             # torch counts how often it compiled by code object, so every class gets one of its own
             code = _forward.__code__.replace(co_name=f"forward_of_{kind.__name__}")

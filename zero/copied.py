@@ -1,23 +1,27 @@
 """The copy of a user's model that runs on gathered units: what stands where a parameter or a site was.
 
-A parameter's place is taken by an `Absent`, which knows its sizes and refuses its values by name. A site's place is
-taken by a `Unit`, which gathers, runs the module it replaced, and releases. `empty` is for building a model that is
-never whole in the first place.
+A parameter's place is taken by an `Absent`, which knows its sizes and refuses its values by name. A site gathers when
+it is called, runs as it would have, and releases. `empty` is for building a model that is never whole to begin with.
 """
 
 import copy
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
+from zero.copyable import made_by_hooks, naming_what_cannot, refuse_own_copies, refuse_shared_memory
 from zero.device import aligned_zeros
-from zero.errors import OutsideUnitError, StaleStateError
+from zero.errors import OutsideUnitError, PlanError, StaleStateError
+from zero.functions import Closures, Held
 from zero.unit import Site, Splitting
 
 MAPPED_BYTES = 1 << 20
@@ -45,11 +49,19 @@ class Absent(nn.Parameter):
     full_name: str
     home: torch.device
     regather: Callable[[], Tensor] | None
+    hooks: "OrderedDict[int, Callable[[Tensor], Tensor | None]]"
+    """What its gradient goes through, in order, before it leaves this rank."""
 
     def __new__(cls, name: str, like: Tensor, dtype: torch.dtype, home: torch.device) -> "Absent":
         absent = Tensor._make_subclass(cls, torch.empty(like.shape, dtype=dtype, device="meta"), like.requires_grad)
-        absent.full_name, absent.home, absent.regather = name, home, None
+        absent.full_name, absent.home, absent.regather, absent.hooks = name, home, None, OrderedDict()
         return absent
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+        """As of any tensor: `hook` sees this rank's gradient, the sum over uses in a backward, and may replace it."""
+        handle = RemovableHandle(self.hooks)
+        self.hooks[handle.id] = hook
+        return handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Absent":
         return self
@@ -88,21 +100,49 @@ def call_with(
     kwargs: Any,
     *,
     buffers: Mapping[str, Tensor] | None = None,
+    path: str = "",
+    doubted: bool = False,
 ) -> Any:
     """Run `module` with `parameters`, and perhaps `buffers`, in place of its own.
 
+    Args:
+        path: where in the model it is, for messages.
+        doubted: its code may write into parameters without being counted by torch, so their values are compared.
+
     Raises:
-        StaleStateError: it put another tensor in a parameter's place, which would be gone after the call.
+        StaleStateError: it wrote into a parameter, or put another tensor in its place: that would change a copy, and
+            one rank's at that.
     """
     held = dict(parameters) | dict(buffers or {})
-    outputs = functional_call(module, held, args, kwargs, tie_weights=False)
-    for name, given in parameters.items():
-        if held[name] is not given:
-            raise StaleStateError(
-                f"{type(module).__name__}: the parameter {name} was replaced by its own forward; only the optimizer "
-                "changes parameters, so keep such a tensor in a buffer"
-            )
-    return outputs
+    before = {name: (_version(one), one.detach().clone() if doubted else None) for name, one in parameters.items()}
+    try:
+        return functional_call(module, held, args, kwargs, tie_weights=False)
+    finally:
+        for name, given in parameters.items():
+            own, (version, values) = name.rpartition("module.")[2], before[name]
+            if values is not None and not _same_bits(given.detach(), values):
+                given.data.copy_(values)
+                _refuse_change(f"{own} of {path or 'the model'} was written to in place")
+            if _version(given) != version:
+                _refuse_change(f"a parameter of {path or 'the model'} was written to in place")
+            if held[name] is not given:
+                _refuse_change(f"{own} of {path or 'the model'} was replaced")
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was written to; those of inference mode, which only a user can put in place, do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def _refuse_change(what: str) -> None:
+    raise StaleStateError(
+        f"{what} by its own forward; only the optimizer changes parameters, so keep such a tensor in a buffer, and "
+        "write into parameters between steps: with zero.gathered(state, names, modify=True)"
+    )
 
 
 def in_backward() -> bool:
@@ -110,74 +150,100 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-class Unit(nn.Module):
-    """Stands at a site in the copied model: runs the module it replaced, and answers for it otherwise.
+class Body(nn.Module):
+    """A site's module as it is called while its parameters are in place; they are below `module`."""
 
-    The module's forward hooks fire, inside, with the full parameters in place. What the model reads from it or sets on
-    it is read from and set on the module.
-    """
-
-    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, kind: type[nn.Module]) -> None:
         super().__init__()
-        super().__setattr__("module", module)
-        self.__dict__["_run"] = run
-        self.__dict__["training"] = module.training
+        self.module, self.kind = module, kind
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self.module, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__ or name in nn.Module.__dict__:
-            super().__setattr__(name, value)
-        elif name in self.module._parameters:  # `functional_call` puts plain tensors in places of parameters
-            self.module._parameters[name] = value
-        else:
-            setattr(self.module, name, value)
+        return self.kind.__call__(self.module, *args, **kwargs)
 
 
 def detached_copy(model: nn.Module, splitting: Splitting, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """A copy of `model` with real buffers, on `device`, and an `Absent` in place of every parameter.
 
     Buffers keep their dtype, except torch's batch norm's, whose kernel takes statistics and weights of one dtype only.
+    Functions among its attributes and hooks reach the copy where they reached the model; hooks of parameters go along.
 
     Args:
         dtype: that parameters are gathered in.
+
+    Raises:
+        PlanError: what cannot be copied, or would not be a copy: see `functions` and `copyable`.
     """
+    refuse_shared_memory(model)
     memo: dict[int, Any] = {}
+    absent: dict[str, Absent] = {}
+    hooks: list[Held] = []
     for owner in splitting.owners:
         module = model.get_submodule(owner.path)
         for own, name in owner.slots:
             parameter = module._parameters[own]
             assert parameter is not None
-            memo.setdefault(id(parameter), Absent(name, parameter, dtype, device))
-    copied = copy.deepcopy(model, memo)
-    moved: dict[int, Tensor] = {}  # a buffer of two modules stays one
-    for module in copied.modules():
+            if name not in absent:
+                absent[name] = memo[id(parameter)] = Absent(name, parameter, dtype, device)
+                hooks += _hooks_of(name, parameter)
+    closures = Closures(model, hooks)
+    closures.begin(memo)
+    for module in model.modules():
+        memo |= {id(made): made.detach().clone() for made in made_by_hooks(module).values()}
         cast = dtype if type(module).forward is BATCH_NORM else None
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                to = cast if buffer.is_floating_point() else None
-                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device, to))
+        for buffer in module._buffers.values():
+            if buffer is not None and id(buffer) not in memo:  # one of two modules stays one
+                with naming_what_cannot(model, memo):
+                    copied_buffer = copy.deepcopy(buffer, memo)
+                memo[id(buffer)] = copied_buffer.to(device, cast if buffer.is_floating_point() else None)
+    with naming_what_cannot(model, memo):
+        copied = copy.deepcopy(model, memo)
+        closures.end(copied, memo)
+        for held in hooks:
+            own = copy.deepcopy(held.value, memo) if closures.reach(held.value) else held.value
+            absent[held.path].register_hook(own)
+    refuse_own_copies(model, copied, splitting, absent)
     return copied
 
 
-def attach(copied: nn.Module, splitting: Splitting, run: Callable[[Site], Callable[..., Any]]) -> nn.Module:
-    """Replace each site of a copied model by a `Unit`, wherever the module is registered; returns the new root."""
-    wrapped = {}
+def _hooks_of(name: str, parameter: nn.Parameter) -> Iterator[Held]:
+    if parameter._post_accumulate_grad_hooks:
+        raise PlanError(
+            f"{name} has a register_post_accumulate_grad_hook, and no gradient is accumulated here; register_hook sees "
+            "it before it leaves this rank"
+        )
+    for hook in (parameter._backward_hooks or {}).values():
+        yield Held(name, "a hook", hook)
+
+
+Run = Callable[[Body, Any, Any], Any]
+"""Takes a site's body and the arguments of its call."""
+
+
+def attach(copied: nn.Module, splitting: Splitting, run: Callable[[Site], Run]) -> None:
+    """Have each site of a copied model run through `run`, by whatever reference it is called.
+
+    Its class becomes one that is called otherwise and is the same in everything else. Hooks fire inside, with the full
+    parameters in place.
+    """
+    kinds: dict[type[nn.Module], type[nn.Module]] = {}
     for site in splitting.sites:
         module = copied.get_submodule(site.path)
-        wrapped[id(module)] = Unit(module, run(site))
-    for parent in list(copied.modules()):
-        for name, child in parent._modules.items():
-            if id(child) in wrapped:
-                parent._modules[name] = wrapped[id(child)]
-    return wrapped.get(id(copied), copied)
+        kind = type(module)
+        module.__dict__["_gathered_call"] = partial(run(site), Body(module, kind))
+        module.__class__ = kinds.setdefault(kind, _called_otherwise(kind))
+
+
+def _called_otherwise(kind: type[nn.Module]) -> type[nn.Module]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._gathered_call(args, kwargs)
+
+    names = {
+        "__call__": call,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
+    return type(kind.__name__, (kind,), names)
 
 
 @contextmanager
@@ -235,22 +301,10 @@ def _mapped_empty(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """The persistent buffers of a copied model, by the names that they have in the user's."""
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-
-    def walk(module: nn.Module, path: str) -> None:
-        if isinstance(module, Unit):
-            return walk(module.module, path)
-        if id(module) in seen:  # the same module in two places
-            return None
-        seen.add(id(module))
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[path + name] = buffer
-        for name, child in module.named_children():
-            walk(child, f"{path}{name}.")
-        return None
-
-    walk(model, "")
-    return found
+    """The persistent buffers of a model."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }

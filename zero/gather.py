@@ -29,7 +29,7 @@ Source: research prototypes of saved-tensor regather; Zhao et al. 2023, "PyTorch
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -41,8 +41,9 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zero.activation import InPlace, Kept
 from zero.compiled import Compiler
-from zero.copied import Absent, call_with, in_backward
+from zero.copied import Absent, Body, Run, call_with, in_backward
 from zero.errors import StaleStateError
+from zero.functions import may_write_uncounted
 from zero.layout import Layout
 from zero.nested import replaced, tensors_in
 from zero.pool import Buffer
@@ -135,6 +136,7 @@ class Gatherer:
     Attributes:
         arrived: a gradient has, in this step.
         unscaled: one has from a backward without the loss scale.
+        doubted: paths of sites whose code may write into parameters without being counted by torch.
         resting: numbers of the groups whose parameters want no gradient in the forwards that come.
     """
 
@@ -159,6 +161,9 @@ class Gatherer:
         # where in the model parameters stand: each one by unit, trainable or frozen, and number; and those of a site
         self._places: dict[tuple[int, bool, int], list[tuple[dict[str, Any], str]]] = {}
         self._places_of: dict[str, list[tuple[dict[str, Any], str]]] = {}
+        self.doubted: set[str] = set()
+        self._hooks: dict[tuple[int, int], Mapping[int, Callable[[Tensor], Tensor | None]]] = {}  # by unit and slot
+        self._hooked: dict[int, dict[int, Tensor]] = {}  # by unit and slot: gradients that their hooks have not seen
         self._held: dict[int, Buffer] = {}  # pinned by the backward pass under way
         self._open: set[int] = set()  # units that gradients were delivered to and that have not settled
         self._passes: WeakValueDictionary[int, Callable[[], None]] = WeakValueDictionary()
@@ -181,6 +186,7 @@ class Gatherer:
 
     def clear(self) -> None:
         """Nothing has arrived yet."""
+        self._hooked.clear()
         self.arrived = self.unscaled = False
 
     def end(self) -> None:
@@ -194,6 +200,7 @@ class Gatherer:
     def reset(self) -> None:
         """After an exception: forget calls and pins."""
         self._held.clear()
+        self._hooked.clear()
         self._open.clear()
         self._passes.clear()
         self._scaled.clear()
@@ -206,8 +213,8 @@ class Gatherer:
             unit.calls.clear()
             unit.returned = 0
 
-    def runner(self, site: Site) -> Callable[[nn.Module, Any, Any], Any]:
-        """What the `Unit` at `site` calls."""
+    def runner(self, site: Site) -> Run:
+        """What `site` runs through when it is called."""
         run = partial(self.run, site)
         return run if self._compiler is None else self._compiler.outside(run)
 
@@ -215,16 +222,18 @@ class Gatherer:
         """One of the places where a parameter stands in the model."""
         self._places.setdefault((bound.unit, bound.trainable, bound.slot), []).append((parameters, name))
         self._places_of.setdefault(site.path, []).append((parameters, name))
+        if bound.trainable:
+            self._hooks[bound.unit, bound.slot] = parameters[name].hooks
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def run(self, site: Site, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """What a `Unit` does instead of its module's forward."""
+    def run(self, site: Site, body: Body, args: Any, kwargs: Any) -> Any:
+        """Call a site's module on its gathered parameters."""
         recomputing = in_backward()
         with nullcontext() if recomputing else self._tape.forward(site.path, self._units[site.units[0]].spec.name):
-            return self._run(site, module, args, kwargs, recomputing)
+            return self._run(site, body, args, kwargs, recomputing)
 
-    def _run(self, site: Site, module: nn.Module, args: Any, kwargs: Any, recomputing: bool) -> Any:
+    def _run(self, site: Site, body: Body, args: Any, kwargs: Any, recomputing: bool) -> Any:
         pinned: list[Buffer] = []
         standing = [(own, name, own[name]) for own, name in self._places_of[site.path]]
         try:
@@ -237,12 +246,12 @@ class Gatherer:
                         pinned.append(self.residency.pin(self._units[index], training=torch.is_grad_enabled()))
                 names, values = self._parameters(site, recomputing)
             if transformed:
-                with self._read_only(site):
-                    held = dict(zip(names, values, strict=True))
-                    return self._own(call_with(held, module, args, kwargs))
+                held = dict(zip(names, values, strict=True))
+                return self._own(call_with(held, body, args, kwargs, path=site.path))
+            call = partial(call_with, path=site.path, doubted=site.path in self.doubted)
             before = _nodes((args, kwargs))  # taken now: the call may change its inputs in place
-            with self._read_only(site), self._packing():
-                outputs = self._call(module, names, values, args, kwargs)
+            with self._packing():
+                outputs = self._call(call, body, names, values, args, kwargs)
             outputs = _reaching(outputs, values, set(before))
             if torch.is_grad_enabled() and not recomputing:
                 made_with = [(unit, unit.version) for unit in (self._units[index] for index in site.units)]
@@ -250,17 +259,13 @@ class Gatherer:
                     node.register_prehook(partial(_same_parameters, made_with))
             return self._own(outputs)
         finally:
-            for (
-                own,
-                name,
-                found,
-            ) in standing:  # whatever happened inside: what stays behind would be taken for the user's
+            for own, name, found in standing:  # whatever happened: what stays would be taken for the user's
                 own[name] = found
             for buffer in pinned:
                 self.residency.unpin(buffer)
 
     def _parameters(self, site: Site, recomputing: bool) -> tuple[list[str], list[Tensor]]:
-        """The site's parameters by local name: views of the gathered buffers."""
+        """The site's parameters by their names in its body: views of the gathered buffers."""
         trainable: dict[int, Sequence[Tensor]] = {}
         frozen: dict[int, Sequence[Tensor]] = {}
         for index in site.units:
@@ -278,7 +283,7 @@ class Gatherer:
             self._given(bound, (trainable if bound.trainable else frozen)[bound.unit][bound.slot])
             for bound in site.bindings
         ]
-        return [bound.local for bound in site.bindings], values
+        return [f"module.{bound.local}" for bound in site.bindings], values
 
     def _given(self, bound: Binding, ours: Tensor) -> Tensor:
         """What the user put in a parameter's place, else `ours`."""
@@ -296,29 +301,20 @@ class Gatherer:
         return arriving
 
     def _call(
-        self, module: nn.Module, names: list[str], values: list[Tensor], args: Any, kwargs: dict[str, Any]
+        self,
+        call: Callable[..., Any],
+        body: Body,
+        names: list[str],
+        values: list[Tensor],
+        args: Any,
+        kwargs: dict[str, Any],
     ) -> Any:
+        module: nn.Module = body
         if self._compiler is not None and torch.is_grad_enabled():
-            names, module = [f"module.{name}" for name in names], self._compiler.compiled(module)
+            names, module = [f"module.{name}" for name in names], self._compiler.compiled(body, body.kind)
         if self._remat and torch.is_grad_enabled():
-            return recomputed_call(module, names, values, args, kwargs)
-        return call_with(dict(zip(names, values, strict=True)), module, args, kwargs)
-
-    @contextmanager
-    def _read_only(self, site: Site) -> Iterator[None]:
-        """Refuse user code that writes into a parameter: it would change a copy, and one rank's at that."""
-        flats = [
-            (index, flat, flat._version)
-            for index in site.units
-            for flat in [self.residency.buffer(self._units[index]).flat]
-        ]
-        yield
-        for index, flat, version in flats:
-            if flat._version != version:
-                raise StaleStateError(
-                    f"a parameter of {self._units[index].spec.name} was written to in place by its own forward; only "
-                    "the optimizer changes parameters, so keep such a tensor in a buffer"
-                )
+            return recomputed_call(module, names, values, args, kwargs, call)
+        return call(dict(zip(names, values, strict=True)), module, args, kwargs)
 
     def _packing(self) -> AbstractContextManager[Any]:
         released = self.pool is not None or self.activations.away
@@ -398,7 +394,11 @@ class Gatherer:
         """The gradient of one parameter of one call has arrived."""
         with self._lock:
             self._watch_pass()
-            self._deliver(unit, slot, grad)
+            if self._hooks[unit.index, slot]:  # which see the sum over the unit's calls, as those of any leaf
+                sums = self._hooked.setdefault(unit.index, {})
+                sums[slot] = grad if slot not in sums else sums[slot] + grad
+            else:
+                self._deliver(unit, slot, grad)
             self._open.add(unit.index)
             self.arrived, self.unscaled = True, self.unscaled or self._scaled.isdisjoint(self._passes)
 
@@ -426,6 +426,8 @@ class Gatherer:
         unit.calls.clear()
         unit.returned = 0
         self._open.discard(unit.index)
+        for slot, grad in sorted(self._hooked.pop(unit.index, {}).items()):
+            self._deliver(unit, slot, _through(self._hooks[unit.index, slot].values(), grad))
         self._settle(unit)
         self._let_go(unit.index)
 
@@ -447,6 +449,21 @@ class Gatherer:
                 self._close(unit)
         for index in list(self._held):
             self._let_go(index)
+
+
+def _through(hooks: Iterable[Callable[[Tensor], Tensor | None]], grad: Tensor) -> Tensor:
+    """What hooks of a parameter make of its gradient, as `torch.Tensor.register_hook` has it."""
+    for hook in list(hooks):
+        result = hook(grad)
+        if result is None:
+            continue
+        if result.shape != grad.shape or result.dtype != grad.dtype:
+            raise RuntimeError(
+                f"a hook of a parameter returned {tuple(result.shape)} of {result.dtype} for a gradient "
+                f"{tuple(grad.shape)} of {grad.dtype}"
+            )
+        grad = result
+    return grad
 
 
 def _nodes(values: Any) -> set[Any]:
@@ -509,9 +526,11 @@ def _untransformed(tensor: Tensor) -> Tensor:
 
 def bind_absent(copied: nn.Module, sites: Iterable[Site], gatherer: Gatherer) -> None:
     """Tell every site where its parameters stand, and every absent one how to be found while a checkpoint inside user
-    code recomputes."""
+    code recomputes; and whose code to watch."""
     for site in sites:
         module = copied.get_submodule(site.path)
+        if any(may_write_uncounted(one) for one in module.modules()):
+            gatherer.doubted.add(site.path)
         for number, bound in enumerate(site.bindings):
             owner, _, name = bound.local.rpartition(".")
             absent = module.get_submodule(owner)._parameters[name]

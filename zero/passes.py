@@ -20,8 +20,9 @@ from zero.errors import ConfigError, NonFiniteGradientError, PlanError, WorldErr
 from zero.optim import Hyper
 from zero.state import Machinery, State
 
-NOTHING, SOMETHING, UNSCALED = range(3)
-"""What a rank has heard of gradients in a step; the last: some of them from a backward without the loss scale."""
+NOTHING, SOMETHING, UNSCALED, ASTRAY = range(4)
+"""What a rank has heard of gradients in a step: some of them came from a backward without the loss scale, or arrived at
+the model that was given instead of its copy."""
 
 
 class Metrics(NamedTuple):
@@ -70,6 +71,7 @@ class Step:
         self._in_microbatch = self._dropped = False
         self._losses: list[list[Tensor]] = []
         self._aux: dict[str, list[Tensor]] = {}
+        self._originals = [(one, one.grad, _version(one.grad)) for one in self._parts.originals.values()]
         _clear(self._parts)
         self._parts.updater.begin(self._hyper(), at_once=self._plan.update == "eager")
 
@@ -164,7 +166,8 @@ class Step:
             word: a number that every rank gets to know.
 
         Raises:
-            ConfigError: no gradient has arrived on any rank, or in fp16 one without the loss scale.
+            ConfigError: no gradient has arrived on any rank, or in fp16 one without the loss scale; or one arrived at
+                the model that was given.
             WorldError: the ranks visited different units.
             NonFiniteGradientError: `zero.update=eager` and a gradient that is not finite.
         """
@@ -199,6 +202,8 @@ class Step:
 
     def _heard(self) -> int:
         gatherer = self._parts.gatherer
+        if any(one.grad is not grad or _version(one.grad) != version for one, grad, version in self._originals):
+            return ASTRAY
         if gatherer.unscaled and self.state.scale.scale != 1.0:
             return UNSCALED
         return SOMETHING if gatherer.arrived or self._dropped else NOTHING
@@ -209,6 +214,10 @@ class Step:
 
     def _at(self, phase: str) -> None:
         self._plan.world.at(f"step {self.state.tried + 1}, {phase}")
+
+
+def _version(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor._version
 
 
 def _clear(parts: Machinery) -> None:
@@ -265,6 +274,12 @@ def _tell(parts: Machinery, losses: list[Tensor], aux: dict[str, list[Tensor]], 
 
 def _refuse_what_was_heard(heard: set[int]) -> None:
     """Of the gradients of one step, on all ranks."""
+    if ASTRAY in heard:
+        raise ConfigError(
+            "a gradient arrived at the model that was given, and not at its copy that trains: the loss, a hook or a "
+            "closure computes with it; use the model that loss_fn is given, which is state.model, and torch.no_grad() "
+            "where the original is meant"
+        )
     if UNSCALED in heard:
         raise ConfigError(
             "a backward in fp16 without the loss scale: call engine.backward(loss), or engine.scale(loss).backward(), "

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.compiled import Backend
+from zero.copied import detached_copy
 from zero.device import ALIGNMENT, Device, free_host_bytes, round_up
 from zero.errors import ConfigError, PlanError
 from zero.layout import pages
@@ -126,6 +127,7 @@ class Plan:
             class_names=_names(units),
             group=optimizer.group,
         )
+        detached_copy(model, self.splitting, self.precision.compute, torch.device("meta"))  # refuses what cannot be
         slots = (slot for unit in self.units for one in (unit.trainable, unit.frozen) for slot in one.slots)
         optimizer.check_groups({slot.name: slot.shape for slot in slots})
         self._pages: dict[tuple[bool, bool], dict[Page, PageSpec]] = {}  # tens of thousands, asked for many times

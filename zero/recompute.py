@@ -20,9 +20,18 @@ channel, so a buffer of at most this many elements is taken as changed without a
 
 
 def recomputed_call(
-    module: nn.Module, names: Sequence[str], values: Sequence[Tensor], args: Any, kwargs: Mapping[str, Any]
+    module: nn.Module,
+    names: Sequence[str],
+    values: Sequence[Tensor],
+    args: Any,
+    kwargs: Mapping[str, Any],
+    call: Callable[..., Any] = call_with,
 ) -> Any:
-    """`call_with` parameters `values` called `names`, whose activations are not kept."""
+    """Run `module` with parameters `values` called `names`, its activations not kept.
+
+    Args:
+        call: `call_with`, told where the module is.
+    """
     tensors, rebuild = _apart(args, kwargs)
     # What forward changes (running statistics) is put back for the recomputation, which must neither see the change
     # nor repeat it: it works on copies of what forward saw.
@@ -31,7 +40,7 @@ def recomputed_call(
 
     def compute(*given: Tensor) -> Any:
         parameters = dict(zip(names, given, strict=False))
-        return call_with(parameters, module, *rebuild(given[len(names) :]), buffers=replaced)
+        return call(parameters, module, *rebuild(given[len(names) :]), buffers=replaced)
 
     # The parameters go in as arguments: a checkpoint keeps its arguments through our hooks, and so not at all.
     outputs = checkpoint(compute, *values, *tensors, use_reentrant=False)

@@ -7,6 +7,7 @@ showing numbers of a later step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -26,10 +27,15 @@ from zero.update import Updater
 
 @dataclass(frozen=True, eq=False)
 class Machinery:
-    """What every state of one run shares: the copied model and the parts that run it."""
+    """What every state of one run shares: the copied model and the parts that run it.
+
+    Attributes:
+        originals: parameters of the model that was given, by name, which a gradient could reach by mistake.
+    """
 
     plan: Plan
     model: nn.Module
+    originals: Mapping[str, nn.Parameter]
     store: PrefetchStore
     units: tuple[UnitState, ...]
     gatherer: Gatherer

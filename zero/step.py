@@ -174,8 +174,9 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
         tape=tape,
     )
     bind_absent(copied, plan.splitting.sites, gatherer)
-    model = attach(copied, plan.splitting, gatherer.runner)
-    return Machinery(plan, model, store, units, gatherer, gradients, reducer, updater, log, tape)
+    attach(copied, plan.splitting, gatherer.runner)
+    originals = {name: one for name, one in plan.model.named_parameters() if not one.is_meta}
+    return Machinery(plan, copied, originals, store, units, gatherer, gradients, reducer, updater, log, tape)
 
 
 def _goes_to_host(plan: Plan) -> bool:

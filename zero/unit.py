@@ -17,7 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from zero.errors import PlanError
 from zero.layout import Layout
@@ -120,6 +122,8 @@ def split(
     Raises:
         PlanError: a class name that no module has, a parameter that is not floating point, or a buffer without values.
     """
+    for path, module in model.named_modules():
+        _refuse_kind(module, path)
     roots = _by_class(model, class_names) if class_names else _by_default(model)
     found, needs, owners = _walk(model, roots)
     names = dict.fromkeys(one.unit for one in found.values())
@@ -207,6 +211,17 @@ def _walk(
 
     visit(model, "", "", "")
     return found, needs, owners
+
+
+def _refuse_kind(module: nn.Module, path: str) -> None:
+    """Modules whose parameters cannot be put in place from outside, or are not there yet."""
+    where = f"{path or 'the model'} is a {type(module).__name__}"
+    if isinstance(module, torch.jit.ScriptModule):
+        raise PlanError(f"{where}: compiled code that keeps its own parameters; give the module that it was made from")
+    if any(one is not None and is_lazy(one) for one in (*module._parameters.values(), *module._buffers.values())):
+        raise PlanError(
+            f"{where} whose sizes are not known yet; run one batch through the model before the plan is made"
+        )
 
 
 def _depth(sites: Sequence[Site]) -> int:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from zero.copied import Unit, buffers_of
+from zero.copied import buffers_of
 from zero.errors import ConfigError
 from zero.initialise import Weights
 from zero.world import World
@@ -20,10 +20,8 @@ class Modes:
     """Has a copy follow its original's `training` flags: `model.eval()` means the model that computes."""
 
     def __init__(self, original: nn.Module, copied: nn.Module) -> None:
-        ours: dict[str, list[nn.Module]] = {}
-        for name, one in _named(copied):
-            ours.setdefault(name, []).append(one)
-        self._pairs = [(one, copy) for name, one in original.named_modules() for copy in ours.get(name, ())]
+        ours = dict(copied.named_modules())
+        self._pairs = [(one, ours[name]) for name, one in original.named_modules()]
         self._seen = [one.training for one, _ in self._pairs]
 
     def follow(self) -> None:
@@ -39,16 +37,6 @@ class Modes:
         """Both, as `Module.train` does."""
         for number, (one, copy) in enumerate(self._pairs):
             one.training = copy.training = self._seen[number] = mode
-
-
-def _named(copied: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a copy by the names that they have in the original: a `Unit` has its module's, beside it."""
-    yield path, copied
-    if isinstance(copied, Unit):
-        yield from _named(copied.module, path)
-        return
-    for name, child in copied.named_children():
-        yield from _named(child, f"{path}.{name}" if path else name)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from zero.build import build_precision
 from zero.config import Config
-from zero.copied import attach, detached_copy
+from zero.copied import Body, attach, detached_copy
 from zero.evaluate import CHUNK_TOKENS
 from zero.planning.shapes import result_of
 from zero.recompute import recomputed_call
@@ -166,10 +166,10 @@ def trace(
         for trainable, layout in ((True, unit.trainable), (False, unit.frozen))
         for number, slot in enumerate(layout.slots)
     }
-    attached = attach(copied, splitting, lambda site: partial(_call, site, values, remat and backward))
+    attach(copied, splitting, lambda site: partial(_call, site, values, remat and backward))
     live = _Live([*values.values(), *copied.buffers(), *tree_leaves(microbatch)])
     with torch.set_grad_enabled(backward), live:
-        result = loss(attached, microbatch)
+        result = loss(copied, microbatch)
         forward_flops = live.flops
         if backward:
             (result[0] if isinstance(result, tuple) else result).backward()
@@ -177,14 +177,14 @@ def trace(
 
 
 def _call(
-    site: Site, values: Mapping[tuple[int, bool, int], Tensor], remat: bool, module: nn.Module, args: Any, kwargs: Any
+    site: Site, values: Mapping[tuple[int, bool, int], Tensor], remat: bool, body: Body, args: Any, kwargs: Any
 ) -> Any:
-    """What a `Unit` does: see `Gatherer.run`."""
-    names = [f"module.{bound.local}" for bound in site.bindings]
+    """What a site does when it is called: see `Gatherer.run`."""
+    names = [f"module.module.{bound.local}" for bound in site.bindings]
     held = [_arriving(values[bound.unit, bound.trainable, bound.slot]) for bound in site.bindings]
     if remat:
-        return recomputed_call(_Fusing(module), names, held, args, kwargs)
-    return functional_call(_Fusing(module), dict(zip(names, held, strict=True)), args, kwargs, tie_weights=False)
+        return recomputed_call(_Fusing(body), names, held, args, kwargs)
+    return functional_call(_Fusing(body), dict(zip(names, held, strict=True)), args, kwargs, tie_weights=False)
 
 
 def _arriving(parameter: Tensor) -> Tensor:

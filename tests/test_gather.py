@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -171,6 +172,36 @@ class TwoNamesOfFrozen(TwoNames):
     def __init__(self) -> None:
         super().__init__()
         self.first.requires_grad_(False)
+
+
+class ReadsOutside(Chain):
+    """Parameters of a unit are read before it, after it, in a method, and by a unit that has no part in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].linear.weight.requires_grad_(False)
+        first = self.layers[0].linear
+        self.layers[1].register_forward_hook(lambda module, args, output: output + first.weight.sum(0))
+
+    def head(self, x: Tensor) -> Tensor:
+        return F.linear(x, weight=self.layers[0].linear.weight.t(), bias=self.layers[2].linear.bias)
+
+    def forward(self, batch: Batch) -> Tensor:
+        before = (
+            self.layers[1].linear.weight.mean() + torch.cat([p.view(-1) for p in self.layers[2].parameters()]).std()
+        )
+        return self.head(super().forward(batch) * before)
+
+
+def penalised(model: nn.Module, batch: Batch) -> Tensor:
+    """Every parameter is read by the loss; some are only looked at."""
+    norms = torch.stack([parameter.detach().norm() for parameter in model.parameters()])
+    assert norms.max().item() > 0
+    return mean_square(model, batch) + 0.01 * sum(p.square().sum() for p in model.parameters() if p.requires_grad)
+
+
+def by_a_method(model: nn.Module, batch: Batch) -> Tensor:
+    return model.head(batch.x).square().mean()
 
 
 class ReturnsItsParameter(nn.Module):
@@ -545,6 +576,11 @@ CASES = [
     Case("reentrant checkpoints inside", lambda: Chain(lambda: CheckpointInCheckpoint(reentrant=True))),
     Case("two names", lambda: Chain(TwoNames)),
     Case("two names of a frozen layer", lambda: Chain(TwoNamesOfFrozen)),
+    Case("reads outside", ReadsOutside),
+    Case("reads outside, by a method alone", ReadsOutside, by_a_method),
+    Case("reads outside, by the loss", ReadsOutside, penalised),
+    Case("reads outside, nested", RootOwns, penalised, units=("RootOwns", "Nested", "Layer", "Linear")),
+    Case("reads outside, tied", Tied, penalised),
     Case("returned view", UsesAReturnedView),
     Case("stored views", UsesStoredViews, remat=False),  # recomputation would store again
     Case("lent parameter", Lends),

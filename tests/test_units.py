@@ -303,24 +303,52 @@ READS = [
     lambda model: torch.stack(tensors=[model.own]),
     lambda model: torch.zeros(WIDTH).add_(model.own),
     lambda model: model.blocks[0].weight[0],
-    lambda model: model.own.data,
-    lambda model: model.own.detach(),
+    lambda model: model.own.data + 1,
+    lambda model: model.own.detach().clone(),
     lambda model: model.own.tolist(),
-    lambda model: model.own.copy_(torch.zeros(WIDTH)),
     lambda model: nn.functional.linear(torch.zeros(WIDTH), model.blocks[0].weight),
-    lambda model: model.state_dict(),
+    lambda model: copy.deepcopy(model.state_dict()["own"]).add(1),
     lambda model: model.captured[0] * 2,
     lambda model: float(model.own[0]),
 ]
 
 
 @pytest.mark.parametrize("read", READS, ids=range(len(READS)))
-def test_reading_a_parameter_outside_its_unit_is_refused_by_name(read):
+def test_reading_a_parameter_that_has_no_values_is_refused_by_name(read):
     model, _ = copied(Looks())
-    with pytest.raises(
-        OutsideUnitError, match=r"parameter (own|blocks\.0\.weight) was read outside the modules of its"
-    ):
+    with pytest.raises(OutsideUnitError, match=r"parameter (own|blocks\.0\.weight) has no values yet"):
         read(model)
+
+
+def grown(parameter: Tensor) -> None:
+    parameter += 1
+
+
+def written(parameter: Tensor) -> None:
+    parameter[0] = 1
+
+
+def put(parameter: Tensor) -> None:
+    parameter.data = torch.zeros(WIDTH)
+
+
+WRITES = [
+    lambda own: own.copy_(torch.zeros(WIDTH)),
+    lambda own: own.data.clamp_(0, 1),
+    lambda own: nn.init.zeros_(own),
+    lambda own: nn.init.normal_(own),
+    lambda own: torch.add(torch.zeros(WIDTH), 1, out=own.detach()),
+    grown,
+    written,
+    put,
+]
+
+
+@pytest.mark.parametrize("write", WRITES, ids=range(len(WRITES)))
+def test_writing_to_a_parameter_outside_its_unit_is_refused_by_name(write):
+    model, _ = copied(Looks())
+    with torch.no_grad(), pytest.raises(OutsideUnitError, match=r"parameter own was written to by .*zero\.gathered"):
+        write(model.own)
 
 
 def test_a_site_is_what_it_was_but_for_its_call():

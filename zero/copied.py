@@ -1,7 +1,8 @@
 """The copy of a user's model that runs on gathered units: what stands where a parameter or a site was.
 
-A parameter's place is taken by an `Absent`, which knows its sizes and refuses its values by name. A site gathers when
-it is called, runs as it would have, and releases. `empty` is for building a model that is never whole to begin with.
+A parameter's place is taken by an `Absent`, which knows its sizes and gathers its values for whoever reads them. A site
+gathers when it is called, runs as it would have, and releases. `empty` is for building a model that is never whole to
+begin with.
 """
 
 import copy
@@ -22,6 +23,7 @@ from zero.copyable import made_by_hooks, naming_what_cannot, refuse_own_copies, 
 from zero.device import aligned_zeros
 from zero.errors import OutsideUnitError, PlanError, StaleStateError
 from zero.functions import Closures, Held
+from zero.nested import replaced, tensors_in
 from zero.unit import Site, Splitting
 
 MAPPED_BYTES = 1 << 20
@@ -32,29 +34,39 @@ BATCH_NORM = nn.BatchNorm1d.forward
 
 # What may be asked of a parameter that is not gathered: what is known without its values.
 _METADATA = frozenset(
-    {"shape", "dtype", "layout", "ndim", "names", "itemsize", "nbytes", "requires_grad", "grad", "grad_fn", "is_leaf"}
+    {"shape", "dtype", "layout", "ndim", "names", "itemsize", "nbytes", "requires_grad", "grad_fn", "is_leaf"}
     | {"retains_grad", "is_sparse", "is_quantized", "is_nested", "size", "dim", "ndimension", "numel", "nelement"}
     | {"stride", "is_contiguous", "data_ptr", "element_size", "is_floating_point", "is_complex", "__len__", "__hash__"}
-    | {"_version", "_base", "_backward_hooks"}
+    | {"_version", "_base", "_backward_hooks", "requires_grad_", "is_inference", "grad"}
 )
+
+_MEMORY = frozenset({"numpy", "__array__", "__dlpack__", "untyped_storage", "storage", "__reduce_ex__"})
+"""What gives a tensor's memory away in something that is no tensor."""
 
 
 class Absent(nn.Parameter):
-    """Stands where a parameter was: sizes, dtype and device of the gathered one can be read, values cannot.
+    """Stands where a parameter was: sizes, dtype and device of the gathered one can be read at any time.
 
-    Reading values raises `OutsideUnitError` with the parameter's name, except during a backward pass: then the reader
-    is a checkpoint inside user code that recomputes after its unit's forward has ended, and `regather` gives the view.
+    Who reads values gathers its unit: with gradients on they are a view whose gradient arrives as its unit's do, else
+    they are a copy. So every rank has to read them in the same order. They are not written: that raises
+    `OutsideUnitError` with the parameter's name, and so does reading before there are any.
+
+    Attributes:
+        regather: gives a view of the gathered parameter, one with a history if asked for; None: there is none yet.
+        rests: it is another one, detached.
+        hooks: what its gradient goes through, in order, before it leaves this rank.
     """
 
     full_name: str
     home: torch.device
-    regather: Callable[[], Tensor] | None
+    regather: Callable[[bool], Tensor] | None
+    rests: bool
     hooks: "OrderedDict[int, Callable[[Tensor], Tensor | None]]"
-    """What its gradient goes through, in order, before it leaves this rank."""
 
     def __new__(cls, name: str, like: Tensor, dtype: torch.dtype, home: torch.device) -> "Absent":
         absent = Tensor._make_subclass(cls, torch.empty(like.shape, dtype=dtype, device="meta"), like.requires_grad)
-        absent.full_name, absent.home, absent.regather, absent.hooks = name, home, None, OrderedDict()
+        absent.full_name, absent.home, absent.regather, absent.rests = name, home, None, False
+        absent.hooks = OrderedDict()
         return absent
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
@@ -63,6 +75,19 @@ class Absent(nn.Parameter):
         self.hooks[handle.id] = hook
         return handle
 
+    def at_rest(self) -> "Absent":
+        """The same parameter as a constant."""
+        made = Absent(self.full_name, self, self.dtype, self.home)
+        made.requires_grad_(False)
+        made.regather, made.rests = self.regather, True
+        return made
+
+    def value(self) -> Tensor:
+        """A view of the gathered parameter."""
+        if self.regather is None:
+            raise OutsideUnitError(f"parameter {self.full_name} has no values yet; zero.init makes them")
+        return self.regather(self.requires_grad and torch.is_grad_enabled())
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Absent":
         return self
 
@@ -70,27 +95,50 @@ class Absent(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        asked = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+        kwargs, is_attribute = kwargs or {}, func.__name__ in ("__get__", "__set__")
+        asked = func.__self__.__name__ if is_attribute else func.__name__
         if asked in ("device", "is_meta", "is_cuda", "is_cpu"):  # it is on meta itself, which is nobody's business
             home = args[0].home
             return home if asked == "device" else home.type == asked.removeprefix("is_")
         if asked in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        return func(*(_present(value) for value in args), **{k: _present(v) for k, v in (kwargs or {}).items()})
+                return func(*args, **kwargs)
+        first = next(iter((*args, *kwargs.values())), None)
+        for one in (kwargs.get("out"), first if func.__name__ == "__set__" or _writes(asked) else None):
+            if isinstance(one, Absent):
+                raise OutsideUnitError(
+                    f"parameter {one.full_name} was written to by {asked}, and it lies in shards; write into it with "
+                    "zero.gathered(state, names, modify=True) or zero.set_full"
+                )
+        if asked in ("detach", "data"):
+            return args[0].at_rest()
+        return _read(func, args, kwargs, clone=asked in _MEMORY)
 
 
-def _present(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(_present(one) for one in value)
-    if not isinstance(value, Absent):
-        return value
-    if value.regather is not None and in_backward():
-        return value.regather()
-    raise OutsideUnitError(
-        f"parameter {value.full_name} was read outside the modules of its unit, where it is not gathered; "
-        "read it inside their forward, or name a class that holds the reader in zero.units"
-    )
+def _writes(name: str) -> bool:
+    """By torch's names, a function that writes into its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
+    return name.endswith("_")
+
+
+def _read(func: Any, args: Any, kwargs: Any, *, clone: bool) -> Any:
+    """Call `func` on values in place of absent parameters; what would look at their memory and is no view in a graph is
+    a copy, because the memory is another unit's next."""
+    absent = {id(one): one for one in tensors_in((args, kwargs)) if isinstance(one, Absent)}
+    values = {key: one.value() for key, one in absent.items()}
+    memory = {value.untyped_storage().data_ptr() for value in values.values()}
+    given = {key: value.clone() for key, value in values.items()} if clone else values
+    args, kwargs = replaced((args, kwargs), given)
+    result = func(*args, **kwargs)
+    looking = [one for one in tensors_in(result) if not one.requires_grad and _lies_in(one, memory)]
+    return replaced(result, {id(one): one.clone() for one in looking})
+
+
+def _lies_in(tensor: Tensor, memory: set[int]) -> bool:
+    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    return tensor.untyped_storage().data_ptr() in memory
 
 
 def call_with(

@@ -5,7 +5,7 @@
     │   ├── SettingError            a key or a value that no run could have, whatever else is set
     │   ├── LayoutError             sizes that do not describe a flat parameter
     │   └── PlanError               a model that cannot be split as asked
-    ├── OutsideUnitError         1  a parameter was read where it is not gathered
+    ├── OutsideUnitError         1  a parameter was written to outside a step, or read before it had values
     ├── StaleStateError          1  a spent State, or parameters changed under a live graph
     ├── MachineError             3  this machine cannot do what was asked
     │   └── StoreError              a page that cannot be read or written
@@ -51,7 +51,7 @@ class PlanError(ConfigError):
 
 
 class OutsideUnitError(ZeroError):
-    """A parameter was read outside the modules that its unit is gathered for."""
+    """A parameter was written to outside of an update, or read before it had values."""
 
 
 class StaleStateError(ZeroError):

@@ -42,7 +42,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from zero.activation import InPlace, Kept
 from zero.compiled import Compiler
 from zero.copied import Absent, Body, Run, call_with, in_backward
-from zero.errors import StaleStateError
+from zero.errors import OutsideUnitError, StaleStateError
 from zero.functions import may_write_uncounted
 from zero.layout import Layout
 from zero.nested import replaced, tensors_in
@@ -288,7 +288,13 @@ class Gatherer:
     def _given(self, bound: Binding, ours: Tensor) -> Tensor:
         """What the user put in a parameter's place, else `ours`."""
         standing = (own[name] for own, name in self._places[bound.unit, bound.trainable, bound.slot])
-        return next((one for one in standing if not isinstance(one, Absent)), ours)
+        given = next((one for one in standing if not isinstance(one, Absent)), ours)
+        if given is not ours and isinstance(absent := _untransformed(given), Absent):
+            raise OutsideUnitError(
+                f"parameter {absent.full_name} is the model's own, which torch.func cannot differentiate by; put "
+                "tensors of your own in place with torch.func.functional_call"
+            )
+        return given
 
     def _arriving(self, unit: UnitState, made: Sequence[Tensor]) -> list[Tensor]:
         return [self._arrives(unit, slot, parameter) for slot, parameter in enumerate(made)]
@@ -355,20 +361,29 @@ class Gatherer:
         offset = int(buffer.flat.storage_offset()) + packed.offset
         return buffer.flat.as_strided(packed.size, packed.stride, offset)
 
-    def regather(self, site: Site, binding: int) -> Callable[[], Tensor]:
-        """How a checkpoint inside user code finds a parameter while it recomputes: see `Absent`."""
+    def regather(self, site: Site, binding: int) -> Callable[[bool], Tensor]:
+        """How a parameter is found outside of its sites' calls: see `Absent`."""
         bound = site.bindings[binding]
 
-        def view() -> Tensor:
-            with self._lock:
-                unit = self._units[bound.unit]
-                flat = self._hold(unit).flat
-            if not bound.trainable:
-                return views(unit.spec.frozen, flat, unit.spec.trainable.P)[bound.slot]
-            if not torch.is_grad_enabled():  # a part without gradients, or a checkpoint in what another recomputes
-                return views(unit.spec.trainable, flat)[bound.slot]
-            # a reentrant checkpoint goes backward from here, and its gradients must arrive
-            return self._arriving(unit, Gather.apply(self._anchor, self, unit, flat, False))[bound.slot]
+        def view(with_history: bool) -> Tensor:
+            unit = self._units[bound.unit]
+            recomputing = in_backward()
+            with self._lock, _beneath_transforms():
+                if recomputing:
+                    flat = self._hold(unit).flat
+                else:  # whoever looks at it keeps the memory: see `Pool.take`
+                    buffer = self.residency.pin(unit, training=torch.is_grad_enabled())
+                    flat = buffer.flat
+                    self.residency.unpin(buffer)
+                if not bound.trainable:
+                    return views(unit.spec.frozen, flat, unit.spec.trainable.P)[bound.slot]
+                if not with_history:
+                    return views(unit.spec.trainable, flat)[bound.slot]
+                # what is recomputed is the same call again, and a reentrant checkpoint goes backward from here
+                made = Gather.apply(self._anchor, self, unit, flat, not recomputing)
+                if not recomputing:
+                    unit.calls.append(made[0].grad_fn)
+                return self._arriving(unit, made)[bound.slot]
 
         return view
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from zero.copied import Absent, attach, detached_copy
+from zero.absent import Absent
+from zero.copied import attach, detached_copy
 from zero.errors import OutsideUnitError, PlanError
 from zero.models.gpt import GPT
 from zero.models.gpt_config import GPTConfig

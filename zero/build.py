@@ -22,6 +22,7 @@ def build_plan(
     world: World,
     *,
     optimizer: Transform | None = None,
+    in_place: bool = False,
     room: Room | None = None,
     activation_bytes: int = 0,
     lighter: Callable[[], Mapping[str, int]] = dict,
@@ -30,7 +31,7 @@ def build_plan(
 
     Args:
         optimizer: in place of the config's.
-        room, activation_bytes, lighter: see `Plan`.
+        in_place, room, activation_bytes, lighter: see `Plan`.
 
     Raises:
         ConfigError: what only the model can tell, such as a class of `zero.units` that it does not have; or an auto
@@ -52,6 +53,7 @@ def build_plan(
         compile=config.zero.compile,
         update=config.zero.update,
         accumulate=accumulate,
+        in_place=in_place,
         room=room,
         activation_bytes=activation_bytes,
         lighter=lighter,

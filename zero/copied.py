@@ -1,14 +1,12 @@
-"""The copy of a user's model that runs on gathered units: what stands where a parameter or a site was.
+"""A model that runs on gathered units: a copy of the user's, or the user's own, taken over.
 
-A parameter's place is taken by an `Absent`, which knows its sizes and gathers its values for whoever reads them. A site
-gathers when it is called, runs as it would have, and releases. `empty` is for building a model that is never whole to
-begin with.
+An `Absent` stands in each parameter's place. A site gathers when it is called, runs as it would have, and releases.
+`empty` is for building a model that is never whole to begin with.
 """
 
 import copy
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,13 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
+from zero.absent import Absent
 from zero.copyable import made_by_hooks, naming_what_cannot, refuse_own_copies, refuse_shared_memory
 from zero.device import aligned_zeros
-from zero.errors import OutsideUnitError, PlanError, StaleStateError
+from zero.errors import ConfigError, PlanError, StaleStateError
 from zero.functions import Closures, Held
-from zero.nested import replaced, tensors_in
 from zero.unit import Site, Splitting
 
 MAPPED_BYTES = 1 << 20
@@ -31,114 +28,6 @@ MAPPED_BYTES = 1 << 20
 
 BATCH_NORM = nn.BatchNorm1d.forward
 """All dimensions share it. A subclass with a forward of its own knows itself in what dtype it computes."""
-
-# What may be asked of a parameter that is not gathered: what is known without its values.
-_METADATA = frozenset(
-    {"shape", "dtype", "layout", "ndim", "names", "itemsize", "nbytes", "requires_grad", "grad_fn", "is_leaf"}
-    | {"retains_grad", "is_sparse", "is_quantized", "is_nested", "size", "dim", "ndimension", "numel", "nelement"}
-    | {"stride", "is_contiguous", "data_ptr", "element_size", "is_floating_point", "is_complex", "__len__", "__hash__"}
-    | {"_version", "_base", "_backward_hooks", "requires_grad_", "is_inference", "grad"}
-)
-
-_MEMORY = frozenset({"numpy", "__array__", "__dlpack__", "untyped_storage", "storage", "__reduce_ex__"})
-"""What gives a tensor's memory away in something that is no tensor."""
-
-
-class Absent(nn.Parameter):
-    """Stands where a parameter was: sizes, dtype and device of the gathered one can be read at any time.
-
-    Who reads values gathers its unit: with gradients on they are a view whose gradient arrives as its unit's do, else
-    they are a copy. So every rank has to read them in the same order. They are not written: that raises
-    `OutsideUnitError` with the parameter's name, and so does reading before there are any.
-
-    Attributes:
-        regather: gives a view of the gathered parameter, one with a history if asked for; None: there is none yet.
-        rests: it is another one, detached.
-        hooks: what its gradient goes through, in order, before it leaves this rank.
-    """
-
-    full_name: str
-    home: torch.device
-    regather: Callable[[bool], Tensor] | None
-    rests: bool
-    hooks: "OrderedDict[int, Callable[[Tensor], Tensor | None]]"
-
-    def __new__(cls, name: str, like: Tensor, dtype: torch.dtype, home: torch.device) -> "Absent":
-        absent = Tensor._make_subclass(cls, torch.empty(like.shape, dtype=dtype, device="meta"), like.requires_grad)
-        absent.full_name, absent.home, absent.regather, absent.rests = name, home, None, False
-        absent.hooks = OrderedDict()
-        return absent
-
-    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
-        """As of any tensor: `hook` sees this rank's gradient, the sum over uses in a backward, and may replace it."""
-        handle = RemovableHandle(self.hooks)
-        self.hooks[handle.id] = hook
-        return handle
-
-    def at_rest(self) -> "Absent":
-        """The same parameter as a constant."""
-        made = Absent(self.full_name, self, self.dtype, self.home)
-        made.requires_grad_(False)
-        made.regather, made.rests = self.regather, True
-        return made
-
-    def value(self) -> Tensor:
-        """A view of the gathered parameter."""
-        if self.regather is None:
-            raise OutsideUnitError(f"parameter {self.full_name} has no values yet; zero.init makes them")
-        return self.regather(self.requires_grad and torch.is_grad_enabled())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Absent":
-        return self
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs, is_attribute = kwargs or {}, func.__name__ in ("__get__", "__set__")
-        asked = func.__self__.__name__ if is_attribute else func.__name__
-        if asked in ("device", "is_meta", "is_cuda", "is_cpu"):  # it is on meta itself, which is nobody's business
-            home = args[0].home
-            return home if asked == "device" else home.type == asked.removeprefix("is_")
-        if asked in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        first = next(iter((*args, *kwargs.values())), None)
-        for one in (kwargs.get("out"), first if func.__name__ == "__set__" or _writes(asked) else None):
-            if isinstance(one, Absent):
-                raise OutsideUnitError(
-                    f"parameter {one.full_name} was written to by {asked}, and it lies in shards; write into it with "
-                    "zero.gathered(state, names, modify=True) or zero.set_full"
-                )
-        if asked in ("detach", "data"):
-            return args[0].at_rest()
-        return _read(func, args, kwargs, clone=asked in _MEMORY)
-
-
-def _writes(name: str) -> bool:
-    """By torch's names, a function that writes into its first argument."""
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
-    return name.endswith("_")
-
-
-def _read(func: Any, args: Any, kwargs: Any, *, clone: bool) -> Any:
-    """Call `func` on values in place of absent parameters; what would look at their memory and is no view in a graph is
-    a copy, because the memory is another unit's next."""
-    absent = {id(one): one for one in tensors_in((args, kwargs)) if isinstance(one, Absent)}
-    values = {key: one.value() for key, one in absent.items()}
-    memory = {value.untyped_storage().data_ptr() for value in values.values()}
-    given = {key: value.clone() for key, value in values.items()} if clone else values
-    args, kwargs = replaced((args, kwargs), given)
-    result = func(*args, **kwargs)
-    looking = [one for one in tensors_in(result) if not one.requires_grad and _lies_in(one, memory)]
-    return replaced(result, {id(one): one.clone() for one in looking})
-
-
-def _lies_in(tensor: Tensor, memory: set[int]) -> bool:
-    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return False
-    return tensor.untyped_storage().data_ptr() in memory
 
 
 def call_with(
@@ -191,11 +80,6 @@ def _refuse_change(what: str) -> None:
         f"{what} by its own forward; only the optimizer changes parameters, so keep such a tensor in a buffer, and "
         "write into parameters between steps: with zero.gathered(state, names, modify=True)"
     )
-
-
-def in_backward() -> bool:
-    """True while autograd runs a backward pass on this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class Body(nn.Module):
@@ -253,6 +137,36 @@ def detached_copy(model: nn.Module, splitting: Splitting, dtype: torch.dtype, de
     return copied
 
 
+def take_over(model: nn.Module, splitting: Splitting, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
+    """Make `model` itself what `detached_copy` makes a copy of; returns a function that undoes it.
+
+    Its parameters and buffers stay the objects that they are, where a buffer need not move. What the parameters held is
+    kept as long as that function.
+    """
+    refuse_shared_memory(model)
+    held: list[tuple[Absent, type[nn.Parameter], Tensor]] = []
+    for owner in splitting.owners:
+        module = model.get_submodule(owner.path)
+        for own, name in owner.slots:
+            parameter = module._parameters[own]
+            assert parameter is not None
+            if not isinstance(parameter, Absent):
+                list(_hooks_of(name, parameter))  # refuses what cannot be
+                kind, values = type(parameter), parameter.data
+                held.append((Absent.taken(parameter, name, dtype, device), kind, values))
+    for module in model.modules():
+        cast = dtype if type(module).forward is BATCH_NORM else None
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device, cast if buffer.is_floating_point() else None)
+
+    def undo() -> None:
+        for absent, kind, values in held:
+            absent.given_back(kind, values)
+
+    return undo
+
+
 def _hooks_of(name: str, parameter: nn.Parameter) -> Iterator[Held]:
     if parameter._post_accumulate_grad_hooks:
         raise PlanError(
@@ -267,31 +181,60 @@ Run = Callable[[Body, Any, Any], Any]
 """Takes a site's body and the arguments of its call."""
 
 
-def attach(copied: nn.Module, splitting: Splitting, run: Callable[[Site], Run]) -> None:
-    """Have each site of a copied model run through `run`, by whatever reference it is called.
+def attach(model: nn.Module, splitting: Splitting, run: Callable[[Site], Run]) -> None:
+    """Have each site of `model` run through `run`, by whatever reference it is called.
 
     Its class becomes one that is called otherwise and is the same in everything else. Hooks fire inside, with the full
     parameters in place.
     """
     kinds: dict[type[nn.Module], type[nn.Module]] = {}
     for site in splitting.sites:
-        module = copied.get_submodule(site.path)
+        module = model.get_submodule(site.path)
         kind = type(module)
-        module.__dict__["_gathered_call"] = partial(run(site), Body(module, kind))
-        module.__class__ = kinds.setdefault(kind, _called_otherwise(kind))
+        call_through(module, partial(run(site), Body(module, kind)), kinds)
+    for owner in splitting.owners:
+        model.get_submodule(owner.path).register_state_dict_post_hook(_whole_values)
 
 
-def _called_otherwise(kind: type[nn.Module]) -> type[nn.Module]:
+def call_through(
+    module: nn.Module,
+    run: Callable[[Any, Any], Any],
+    kinds: dict[type[nn.Module], type[nn.Module]] | None = None,
+    methods: Mapping[str, Callable[..., Any]] | None = None,
+) -> Callable[[Any, Any], Any]:
+    """Have calls of `module` go to `run(args, kwargs)`; returns what they went to before.
+
+    Args:
+        kinds: classes that were made for others already.
+        methods: to stand in place of its own.
+    """
+    kind = type(module)
+    before = vars(module).get("_called_through") or (lambda args, kwargs: kind.__call__(module, *args, **kwargs))
+    module.__dict__["_called_through"] = run
+    module.__class__ = ({} if kinds is None else kinds).setdefault(kind, _called_otherwise(kind, methods or {}))
+    return before
+
+
+def _called_otherwise(kind: type[nn.Module], methods: Mapping[str, Callable[..., Any]]) -> type[nn.Module]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._gathered_call(args, kwargs)
+        return self._called_through(args, kwargs)
 
-    names = {
-        "__call__": call,
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__doc__": kind.__doc__,
-    }
-    return type(kind.__name__, (kind,), names)
+    def refuse(self: Any, *_: Any) -> Any:
+        raise ConfigError(
+            f"a {kind.__name__} that trains in shards cannot be copied or pickled; take its values: model.state_dict() "
+            "on every rank, or zero.gathered"
+        )
+
+    names: dict[str, Any] = {"__call__": call, "__deepcopy__": refuse, "__reduce_ex__": refuse}
+    names |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), names | dict(methods))
+
+
+def _whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """Of a state dict: values on the CPU in the dtype of compute, in place of what was detached."""
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, Absent) and state_dict.get(prefix + name) is not parameter:
+            state_dict[prefix + name] = parameter.value().detach().to("cpu", copy=True)
 
 
 @contextmanager

@@ -38,11 +38,6 @@ def refuse_shared_memory(model: nn.Module) -> None:
                 continue
             seen.add(id(tensor))
             full_name = f"{path}.{name}".lstrip(".")
-            if kind == "__dict__" and tensor.grad_fn is not None:
-                raise PlanError(
-                    f"{full_name} is a tensor with a history, which cannot be copied: detach it, or delete the "
-                    "attribute before the plan is made"
-                )
             others = known.setdefault(tensor.untyped_storage()._cdata, [])
             for other_name, other in others:
                 if (kind == "_parameters" or isinstance(other, nn.Parameter)) and _overlap(tensor, other):
@@ -95,8 +90,8 @@ def naming_what_cannot(model: nn.Module, memo: Mapping[int, Any]) -> Iterator[No
                 except Exception as inner:
                     raise PlanError(
                         f"{f'{path}.{attribute}'.lstrip('.')}, {type(value).__qualname__}, cannot be copied, and "
-                        f"zero.Plan copies the model: {one_line(inner)}; set it on state.model after zero.init, or "
-                        "give its class a __deepcopy__"
+                        f"zero.Plan copies the model: {one_line(inner)}; set it on state.model after zero.init, "
+                        "give its class a __deepcopy__, or let zero.Plan(in_place=True) take the model over"
                     ) from inner
         raise PlanError(
             f"{type(model).__name__} cannot be copied: {type(error).__name__}: {one_line(error)}"

@@ -39,9 +39,10 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from zero.absent import Absent, in_backward
 from zero.activation import InPlace, Kept
 from zero.compiled import Compiler
-from zero.copied import Absent, Body, Run, call_with, in_backward
+from zero.copied import Body, Run, call_with
 from zero.errors import OutsideUnitError, StaleStateError
 from zero.functions import may_write_uncounted
 from zero.layout import Layout
@@ -136,6 +137,7 @@ class Gatherer:
     Attributes:
         arrived: a gradient has, in this step.
         unscaled: one has from a backward without the loss scale.
+        entering: called before a site runs, or a parameter is read with a history, outside of backward.
         doubted: paths of sites whose code may write into parameters without being counted by torch.
         resting: numbers of the groups whose parameters want no gradient in the forwards that come.
     """
@@ -162,6 +164,7 @@ class Gatherer:
         self._places: dict[tuple[int, bool, int], list[tuple[dict[str, Any], str]]] = {}
         self._places_of: dict[str, list[tuple[dict[str, Any], str]]] = {}
         self.doubted: set[str] = set()
+        self.entering: Callable[[], None] = _nothing
         self._hooks: dict[tuple[int, int], Mapping[int, Callable[[Tensor], Tensor | None]]] = {}  # by unit and slot
         self._hooked: dict[int, dict[int, Tensor]] = {}  # by unit and slot: gradients that their hooks have not seen
         self._held: dict[int, Buffer] = {}  # pinned by the backward pass under way
@@ -230,6 +233,8 @@ class Gatherer:
     def run(self, site: Site, body: Body, args: Any, kwargs: Any) -> Any:
         """Call a site's module on its gathered parameters."""
         recomputing = in_backward()
+        if not recomputing:
+            self.entering()
         with nullcontext() if recomputing else self._tape.forward(site.path, self._units[site.units[0]].spec.name):
             return self._run(site, body, args, kwargs, recomputing)
 
@@ -368,6 +373,8 @@ class Gatherer:
         def view(with_history: bool) -> Tensor:
             unit = self._units[bound.unit]
             recomputing = in_backward()
+            if with_history and not recomputing:
+                self.entering()
             with self._lock, _beneath_transforms():
                 if recomputing:
                     flat = self._hold(unit).flat
@@ -464,6 +471,10 @@ class Gatherer:
                 self._close(unit)
         for index in list(self._held):
             self._let_go(index)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _through(hooks: Iterable[Callable[[Tensor], Tensor | None]], grad: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from zero.copied import Absent, buffers_of
+from zero.absent import Absent
+from zero.copied import buffers_of
 from zero.device import aligned_zeros, memory_of
 from zero.errors import PlanError
 from zero.layout import Layout, pages
@@ -45,13 +46,13 @@ Values = Callable[[str], Tensor]
 
 
 def values_of(
-    splitting: Splitting, model: nn.Module, copied: nn.Module, seed: int, weights: Weights, world: World
+    splitting: Splitting, given: Mapping[str, Tensor], model: nn.Module, seed: int, weights: Weights, world: World
 ) -> Values:
     """First values, one parameter at a time: ask in the order of the layouts, and keep none.
 
     Args:
-        model: the user's; parameters of it that are not on meta are taken as they are, unless `weights` says otherwise.
-        copied: the copied model, whose parameters are absent; its owners lend their `reset_parameters`. Persistent
+        given: see `values_in`; taken as they are, unless `weights` says otherwise.
+        model: the one that will run, whose parameters are absent; its owners lend their `reset_parameters`. Persistent
             buffers that `weights` has by name are filled at once.
 
     Raises:
@@ -62,14 +63,14 @@ def values_of(
         slot.name: slot.shape for unit in splitting.units for one in (unit.trainable, unit.frozen) for slot in one.slots
     }
     if weights is None:
-        given, reset = _given(splitting, model), _Reset(splitting, copied, seed, world)
+        reset = _Reset(splitting, model, seed, world)
         return lambda name: given[name] if name in given else reset(name)
     if callable(weights):
         return lambda name: _filled(weights, name, shapes[name])
     found = weights if isinstance(weights, Mapping) else StoredWeights(Path(weights).expanduser())
     aliases = splitting.aliases()  # a file may know any of them
     _refuse_missing(found, aliases.values())
-    _fill_buffers(copied, found)
+    _fill_buffers(model, found)
     return lambda name: _named(found, aliases[name], shapes[name])
 
 
@@ -204,8 +205,8 @@ def _to_pages(store: Store, unit: int, kind: str, dtype: torch.dtype) -> Callabl
     return keep
 
 
-def _given(splitting: Splitting, model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that have values already, by full name."""
+def values_in(model: nn.Module, splitting: Splitting) -> dict[str, Tensor]:
+    """What the parameters hold that are not on meta, by full name."""
     given: dict[str, Tensor] = {}
     for owner in splitting.owners:
         held = model.get_submodule(owner.path)._parameters

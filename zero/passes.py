@@ -126,6 +126,11 @@ class Step:
         return scaled
 
     @property
+    def has_gradients(self) -> bool:
+        """A gradient has arrived in this step."""
+        return self._parts.gatherer.arrived
+
+    @property
     def has_loss(self) -> bool:
         """Somebody has told a loss of this step."""
         return any(self._losses)

@@ -58,8 +58,10 @@ class Plan:
     """What will be held where, and when it moves.
 
     Args:
-        model: on any device; best built under `zero.empty()`. It is copied, never changed. One without a trainable
-            parameter can be run and not trained, such as the teacher of another model.
+        model: on any device; best built under `zero.empty()`. It is copied, never changed, but with `in_place`. One
+            without a trainable parameter can be run and not trained, such as the teacher of another model.
+        in_place: `zero.init` takes the model over instead of copying it: it is the one that trains, and its parameters
+            are in shards. For models that cannot be copied, and scripts that go on using theirs.
         optimizer: from `zero.adamw` and its family.
         units: classes, or their names, whose instances are units; None for the default policy (see `unit.py`).
         prefetch: units gathered ahead, in both directions.
@@ -93,6 +95,7 @@ class Plan:
         compile: Backend = False,
         update: Update = "lazy",
         accumulate: int = 1,
+        in_place: bool = False,
         room: Room | None = None,
         activation_bytes: int = 0,
         lighter: Callable[[], Mapping[str, int]] = dict,
@@ -127,7 +130,9 @@ class Plan:
             class_names=_names(units),
             group=optimizer.group,
         )
-        detached_copy(model, self.splitting, self.precision.compute, torch.device("meta"))  # refuses what cannot be
+        self.in_place = in_place
+        if not in_place:
+            detached_copy(model, self.splitting, self.precision.compute, torch.device("meta"))  # refuses what cannot be
         slots = (slot for unit in self.units for one in (unit.trainable, unit.frozen) for slot in one.slots)
         optimizer.check_groups({slot.name: slot.shape for slot in slots})
         self._pages: dict[tuple[bool, bool], dict[Page, PageSpec]] = {}  # tens of thousands, asked for many times

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from zero.activation import InPlace, OnHost
 from zero.compiled import Compiler
-from zero.copied import attach, detached_copy
+from zero.copied import attach, detached_copy, take_over
 from zero.device import ALIGNMENT, Arena, Device, give_back_memory, round_up, work_alone
 from zero.errors import ConfigError
 from zero.fetch import gathering, reading
 from zero.gather import Gatherer, bind_absent
 from zero.gradient import Gradients, PagedGradients
-from zero.initialise import Weights, empty_unit, fill, values_of
+from zero.initialise import Values, Weights, empty_unit, fill, values_in, values_of
 from zero.order import CollectiveLog
 from zero.passes import Metrics, Step
 from zero.plan import THREADS, Plan
@@ -112,8 +112,42 @@ def init(
     """
     store.claim()
     plan.world.agree(plan.fields() | {"seed": str(seed)})
-    copied = detached_copy(plan.model, plan.splitting, plan.precision.compute, plan.world.device)
-    values = values_of(plan.splitting, plan.model, copied, seed, weights, plan.world)
+    given = values_in(plan.model, plan.splitting)  # before it is taken over
+    form = plan.splitting, plan.precision.compute, plan.world.device
+    model, undo = (
+        (plan.model, take_over(plan.model, *form)) if plan.in_place else (detached_copy(plan.model, *form), None)
+    )
+    try:
+        units = _filled(plan, store, values_of(plan.splitting, given, model, seed, weights, plan.world), progress)
+    except BaseException:
+        if undo is not None:
+            undo()
+        raise
+    del given, undo
+    give_back_memory()  # first values were fp32, and the largest tensors that a run ever has on the host
+    machinery = _wire(plan, store, units, model)
+    # Thread ranks share torch's generator, and a checkpoint's recomputation sets it: none trains while another draws.
+    plan.world.barrier("init")
+    return State(machinery, 0, plan.precision.scale.start())
+
+
+@contextmanager
+def _model_of(plan: Plan) -> Iterator[nn.Module]:
+    """The model that will run; if something in the block fails, the user's is what it was."""
+    form = plan.model, plan.splitting, plan.precision.compute, plan.world.device
+    if not plan.in_place:
+        yield detached_copy(*form)
+        return
+    undo = take_over(*form)
+    try:
+        yield plan.model
+    except BaseException:
+        undo()
+        raise
+
+
+def _filled(plan: Plan, store: PrefetchStore, values: Values, progress: Progress) -> tuple[UnitState, ...]:
+    """Every unit with its first values, the same on all ranks."""
     units: list[UnitState] = []
     checks = {}
     for spec in plan.units:
@@ -122,12 +156,7 @@ def init(
         checks[spec.name] = fill(plan, store, units[-1], values)
     progress("first values", len(plan.units), len(plan.units))
     plan.world.agree(checks, "first values")
-    del values
-    give_back_memory()  # first values were fp32, and the largest tensors that a run ever has on the host
-    machinery = _wire(plan, store, tuple(units), copied)
-    # Thread ranks share torch's generator, and a checkpoint's recomputation sets it: none trains while another draws.
-    plan.world.barrier("init")
-    return State(machinery, 0, plan.precision.scale.start())
+    return tuple(units)
 
 
 def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied: nn.Module) -> Machinery:
@@ -175,7 +204,7 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
     )
     bind_absent(copied, plan.splitting.sites, gatherer)
     attach(copied, plan.splitting, gatherer.runner)
-    originals = {name: one for name, one in plan.model.named_parameters() if not one.is_meta}
+    originals = {name: one for name, one in plan.model.named_parameters() if not (plan.in_place or one.is_meta)}
     return Machinery(plan, copied, originals, store, units, gatherer, gradients, reducer, updater, log, tape)
 
 

@@ -23,7 +23,7 @@ class Answers:
 
     @property
     def module(self) -> nn.Module:
-        """The copy of the model that runs on gathered parameters."""
+        """The model, which runs on gathered parameters."""
         return self._state.model
 
     @property

@@ -21,7 +21,7 @@ from zero.initialise import Weights
 from zero.interop.engine import Engine
 from zero.interop.loader import Loader
 from zero.interop.optimizers import KINDS, Optimizer, Taken, names_of, settings_of, trained, transform
-from zero.interop.original import Modes, rank_0, release, share_buffers, training_only
+from zero.interop.original import rank_0, share_buffers, training_only
 from zero.interop.plain import plain
 from zero.interop.schedulers import Scheduled, Scheduler
 from zero.interop.watched import Watched
@@ -60,8 +60,9 @@ def initialize(
 ) -> tuple[Engine, Optimizer, Loader | None, Scheduler | None]:
     """An engine for `model`, the optimizer whose groups it reads, a loader and a scheduler. Collective.
 
-    The model's values are rank 0's. They are taken over and then released: `model` keeps its shapes and its
-    `requires_grad`, and NaN for values. Read and write them with `zero.gathered`, `zero.get_full`, `zero.set_full`.
+    The model is taken over, with rank 0's values: `engine.module` is `model`, and it stays what it was for whoever
+    calls it, reads its parameters or its `state_dict()`, puts hooks on it or sets its modes. As its parameters are in
+    shards, every rank has to read them alike. They are written with `zero.gathered` and `zero.set_full`.
 
     Args:
         args: where `args.deepspeed_config` names the config, for scripts with `add_config_arguments`.
@@ -97,7 +98,8 @@ def initialize(
     scheduler = _scheduler(lr_scheduler, made, settled, told)
     with contextlib.ExitStack() as undo:  # what a refusal half-way must not leave open
         with training_only(model, trained(made)):
-            plan = build_plan(settled, model, world, optimizer=transform(made, names_of(model), settled.optim.clip))
+            chosen = transform(made, names_of(model), settled.optim.clip)
+            plan = build_plan(settled, model, world, optimizer=chosen, in_place=True)
             store = open_store(plan)
             undo.callback(store.close)
             state = init(plan, store, seed=seed, weights=rank_0(model, world) if weights is None else weights)
@@ -112,11 +114,9 @@ def initialize(
         made,
         taken=None if given is None else Taken(given),
         lr_scheduler=scheduler,
-        modes=Modes(model, state.model),
         managed=told.managed,
         watched=watched,
     )
-    release(model)
     if training_data is None:
         return engine, made, None, scheduler
     rows = engine.train_micro_batch_size_per_gpu()

@@ -8,7 +8,7 @@ number of forwards and backwards, by `engine.backward(loss)` or by `engine.scale
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from zero import elsewhere
 from zero.config import Config
 from zero.errors import ConfigError
+from zero.interop.grads import Grads
 from zero.interop.optimizers import Optimizer, Taken
-from zero.interop.original import Modes
+from zero.interop.original import hand_over
 from zero.interop.saved import Saved
 from zero.interop.schedulers import Scheduler
 from zero.interop.watched import Watched
@@ -44,7 +45,7 @@ class Engine(Saved):
     """A model in training. Made by `initialize`; what it does not have is looked for in the model.
 
     Attributes:
-        module: the copy of the model that runs on gathered parameters.
+        module: the model, which runs on gathered parameters.
         optimizer: whose `param_groups` every update reads.
         lr_scheduler: stepped with each update that was really made; None if there is none.
         metrics: what the last step did; None before the first.
@@ -61,12 +62,11 @@ class Engine(Saved):
         *,
         taken: Taken | None,
         lr_scheduler: Scheduler | None,
-        modes: Modes,
         managed: bool,
         watched: Watched | None,
     ) -> None:
         self.config, self.plan, self.optimizer, self.lr_scheduler = config, plan, optimizer, lr_scheduler
-        self._state, self._modes, self._managed = state, modes, managed
+        self._state, self._managed = state, managed
         self._taken, self._watched = taken, watched
         self._step: Step | None = None
         self._in_microbatch = self._in_no_sync = self._applied = False
@@ -77,6 +77,9 @@ class Engine(Saved):
         self._said: set[str] = set()
         self._groups = list(optimizer.param_groups)  # the dicts themselves: every update reads these
         optimizer.engine = self
+        self._call = hand_over(state.model, self)
+        state.machinery.gatherer.entering = _entering(weakref.ref(self))
+        self._grads = Grads(self)
         self._closing = weakref.finalize(self, _close_aside, store, watched)
         self._closing.atexit = False
 
@@ -85,14 +88,13 @@ class Engine(Saved):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; floating-point tensors are cast to the dtype that it computes in."""
         state = self._living()
-        self._modes.follow()
         if torch.is_grad_enabled() and self.module.training:
             self._begin_microbatch()
         elif self._step is None:
             state.machinery.gatherer.begin()
         args, kwargs = self._cast((args, kwargs))
         with self._abandoning():
-            return self.module(*args, **kwargs)
+            return self._call(args, kwargs)
 
     __call__ = forward
 
@@ -102,6 +104,7 @@ class Engine(Saved):
         Args:
             scale_wrt_gas: False if `loss` is that share already.
         """
+        self._grads.take_back()
         count = self.plan.accumulate
         whole = loss if scale_wrt_gas else loss * count
         with self._abandoning():
@@ -115,6 +118,7 @@ class Engine(Saved):
             already: the scale is in `loss`, or in the gradient that its backward will be given.
         """
         under_way = self._under_way("scale")
+        self._grads.take_back()
         if loss.numel() == 1 and not already:
             under_way.count(loss)
         return under_way.scaled(loss, already=already)
@@ -144,8 +148,9 @@ class Engine(Saved):
         if self.lr_scheduler is not None and self.was_step_applied():
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that have arrived since the last update."""
+        self._grads.drop()
         if self._step is not None:
             self._step.forget()
 
@@ -159,7 +164,7 @@ class Engine(Saved):
             self._in_no_sync = before
 
     def train(self, mode: bool = True) -> "Engine":
-        self._modes.set(mode)
+        self.module.train(mode)
         return self
 
     def eval(self) -> "Engine":
@@ -204,6 +209,7 @@ class Engine(Saved):
         step = self._under_way("step")
         with self._abandoning():
             self._check(step)
+            self._grads.take_back()
             self._state, self.metrics = step.finish()
         self._step, self._in_microbatch = None, False
         self._applied = not self.metrics.skipped
@@ -216,6 +222,11 @@ class Engine(Saved):
             self._say_once("optimizer.zero_grad() does nothing while microbatches add up; engine.zero_grad() drops all")
         else:
             self.zero_grad()
+
+    def gradient_of(self, name: str) -> Tensor | None:
+        """What `grad` of a parameter reads as: see `Grads`."""
+        arrived = self._step is not None and self._step.has_gradients
+        return self._grads.of(name) if arrived else None
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -279,6 +290,7 @@ class Engine(Saved):
     def _abandon(self) -> None:
         step, self._step = self._step, None
         self._in_microbatch = False
+        self._grads.drop()
         if step is not None:
             step.abandon()
 
@@ -301,6 +313,17 @@ class Engine(Saved):
                 f"optimizer.step() after {step.microbatches} microbatches; gradients are divided for "
                 f"gradient_accumulation_steps={self.plan.accumulate}: call engine.step() after each of them"
             )
+
+
+def _entering(held: "weakref.ref[Engine]") -> Callable[[], None]:
+    """A microbatch begins with whatever reads parameters in training first: a method of the model, or the loss."""
+
+    def entering() -> None:
+        engine = held()
+        if engine is not None and not engine._in_microbatch and torch.is_grad_enabled() and engine.module.training:
+            engine._begin_microbatch()
+
+    return entering
 
 
 def _close(how: str | None, store: PrefetchStore, watched: Watched | None) -> None:

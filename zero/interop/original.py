@@ -1,42 +1,23 @@
-"""What becomes of the model that the user passed.
+"""The model that the user passed: it is taken over, with rank 0's values, and stays the one that the user holds.
 
-Its values are rank 0's; they are taken over, and what is left of them reads as NaN. Which of its parameters require a
-gradient, and which of its modules train, stays in force: the engine's copy follows.
+Calls of it are the engine's, and what a module does to all its parameters goes to the engine too.
 """
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from zero.copied import buffers_of
+from zero.absent import Absent
+from zero.copied import buffers_of, call_through
 from zero.errors import ConfigError
 from zero.initialise import Weights
+from zero.plan import Plan
 from zero.world import World
-
-
-class Modes:
-    """Has a copy follow its original's `training` flags: `model.eval()` means the model that computes."""
-
-    def __init__(self, original: nn.Module, copied: nn.Module) -> None:
-        ours = dict(copied.named_modules())
-        self._pairs = [(one, ours[name]) for name, one in original.named_modules()]
-        self._seen = [one.training for one, _ in self._pairs]
-
-    def follow(self) -> None:
-        """Pass on what was changed on the original since the last time."""
-        now = [one.training for one, _ in self._pairs]
-        if now != self._seen:
-            for (_, copy), flag, before in zip(self._pairs, now, self._seen, strict=True):
-                if flag != before:
-                    copy.training = flag
-            self._seen = now
-
-    def set(self, mode: bool) -> None:
-        """Both, as `Module.train` does."""
-        for number, (one, copy) in enumerate(self._pairs):
-            one.training = copy.training = self._seen[number] = mode
 
 
 @contextmanager
@@ -55,13 +36,14 @@ def training_only(model: nn.Module, chosen: set[int]) -> Iterator[None]:
 def rank_0(model: nn.Module, world: World) -> Weights:
     """Rank 0's values, one parameter at a time; None where the model has none yet."""
     held = dict(model.named_parameters())
-    if any(one.numel() > 1 and not any(one.stride()) and bool(one.isnan().all()) for one in held.values()):
-        raise ConfigError("the model's values were released by an earlier zero.initialize; build it again")
+    if any(isinstance(one, Absent) for one in held.values()):
+        raise ConfigError("the model was taken over by an earlier zero.initialize; build it again")
     if any(parameter.is_meta for parameter in held.values()):
         return None
+    values = {name: parameter.detach() for name, parameter in held.items()}  # before it is taken over
 
     def fill(name: str, tensor: Tensor) -> None:
-        tensor.copy_(held[name].detach())
+        tensor.copy_(values[name])
         world.broadcast(tensor, what=f"first values of {name}").wait()
 
     return fill
@@ -76,9 +58,48 @@ def share_buffers(copied: nn.Module, world: World) -> None:
             buffer.copy_(whole)
 
 
-def release(model: nn.Module) -> None:
-    """Free the values of the user's model. What is left of them reads as NaN, so that nobody computes with them."""
-    for parameter in model.parameters():
-        if not parameter.is_meta:
-            nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
-            parameter.data = nothing.expand(parameter.shape)
+class Training(Protocol):
+    """What an engine does for the model that it has taken over."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any: ...
+
+    def gradient_of(self, name: str) -> Tensor | None: ...
+
+
+def hand_over(model: nn.Module, engine: Training) -> Callable[[Any, Any], Any]:
+    """Have calls of `model` go through `engine`, which is not kept alive by it; returns what they went to before."""
+    held = weakref.ref(engine)
+
+    def living() -> Training:
+        found = held()
+        if found is None:
+            raise ConfigError("the engine that had this model is gone; keep what zero.initialize returns")
+        return found
+
+    def moved(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        plan = living().plan
+        dtype, device = plan.precision.compute, plan.world.device
+        there = fn(torch.empty(0, dtype=dtype, device=device))
+        if (there.dtype, there.device) != (dtype, device):
+            raise ConfigError(
+                f"this model trains in {dtype} on {device}, as the config says, and cannot go to {there.dtype} on "
+                f"{there.device}; leave out .to(), .cuda(), .half() and their like after zero.initialize"
+            )
+        return self
+
+    methods: dict[str, Callable[..., Any]] = {
+        "zero_grad": lambda self, set_to_none=True: living().zero_grad(set_to_none),
+        "load_state_dict": lambda self, *args, **how: living().load_module_state_dict(*args, **how),
+        "_apply": moved,
+    }
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, Absent)
+        parameter.gradient = partial(lambda name: living().gradient_of(name), name)
+    return call_through(model, lambda args, kwargs: living().forward(*args, **kwargs), methods=methods)

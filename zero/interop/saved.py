@@ -18,7 +18,7 @@ from zero.interop.checkpoints import Remembered, make_root, newest, root_of
 from zero.interop.optimizers import restore, same_groups, settings_of
 from zero.interop.schedulers import Scheduler
 from zero.interop.watched import Watched
-from zero.interop.whole import save_16bit, whole_model
+from zero.interop.whole import Loaded, load_model, save_16bit, whole_model
 from zero.state import State
 
 log = logging.getLogger("zero")
@@ -36,6 +36,15 @@ class Saved(Answers, ABC):
         return whole_model(self._living())
 
     state_dict = module_state_dict
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Loaded:
+        """Values by name in place of the model's, the same ones on every rank. Collective.
+
+        Raises:
+            ConfigError: `strict`, and names are missing or unknown; nothing was changed then.
+        """
+        state = self._living()
+        return load_model(state, state_dict, strict=strict)
 
     def save_16bit_model(self, save_dir: str | PathLike[str], save_filename: str = "model.safetensors") -> Path:
         """Parameters in the dtype that the model computes in, and buffers, in one file. Collective.

@@ -5,6 +5,7 @@ Everything here is collective.
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -13,7 +14,8 @@ from zero.checkpoint.disk import naming
 from zero.checkpoint.save import by_rank_0, tied_names
 from zero.copied import buffers_of
 from zero.errors import ConfigError
-from zero.full import full_state_dict, full_values
+from zero.full import full_state_dict, full_values, gathered
+from zero.refusal import some
 from zero.state import State
 
 
@@ -41,6 +43,38 @@ def save_16bit(state: State, path: Path) -> None:
             save_file({name: one.clone() for name, one in _with_the_rest(state, whole).items()}, path)
 
     by_rank_0(state.plan.world, write)
+
+
+class Loaded(NamedTuple):
+    """What a state dict had and had not, in torch's words."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def load_model(state: State, values: Mapping[str, Any], *, strict: bool) -> Loaded:
+    """Put values by name, under any name of a tied parameter, in place of parameters and buffers.
+
+    Raises:
+        ConfigError: `strict`, and names are missing or unknown; nothing was changed then.
+    """
+    aliases, buffers = state.plan.splitting.aliases(), buffers_of(state.model)
+    known = {**aliases, **{name: (name,) for name in buffers}}
+    found = {name: next((one for one in names if one in values), None) for name, names in known.items()}
+    missing = [name for name, key in found.items() if key is None]
+    unexpected = sorted(set(values) - {one for names in known.values() for one in names})
+    if strict and (missing or unexpected):
+        raise ConfigError(f"load_state_dict: missing {some(missing)}; unknown {some(unexpected)}; or pass strict=False")
+    for unit in state.plan.units:
+        slots = [slot.name for layout in (unit.trainable, unit.frozen) for slot in layout.slots]
+        wanted = {name: key for name in slots if (key := found[name]) is not None}
+        if wanted:
+            with gathered(state, list(wanted), modify=True) as full:
+                full.update({name: values[key] for name, key in wanted.items()})
+    for name, buffer in buffers.items():
+        if (key := found[name]) is not None:
+            buffer.copy_(values[key])
+    return Loaded(missing, unexpected)
 
 
 def _with_the_rest(state: State, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,271 @@
+"""The model that was given to zero.initialize is the one that trains: what a script does with it means what it did."""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_interop import ROWS, WIDTH, Net, config, net, rows
+from torch import Tensor, nn
+
+import zero
+from zero.errors import ConfigError, OutsideUnitError
+from zero.full import Source
+from zero.testing import run_ranks
+
+STAGES = pytest.mark.parametrize("stage", range(4))
+RANKS = pytest.mark.parametrize("ranks", [1, 2])
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+
+
+def begin(world: zero.World, model: nn.Module, stage: int, **more):
+    engine, *_ = zero.initialize(model=model, config=config(stage=stage, optimizer=SGD, **more), world=world)
+    return engine
+
+
+def plain(steps: int = 2, model: nn.Module | None = None, change=lambda model: None) -> nn.Module:
+    """Plain torch on the whole batch; `change` is called between backward and step."""
+    model = net() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.cat([rows(step, world) for world in [_One()]])).backward()
+        change(model)
+        optimizer.step()
+    return model
+
+
+class _One:
+    rank, size = 0, 1
+
+
+def train(engine: zero.Engine, model: nn.Module, steps: int = 2, change=lambda model: None) -> None:
+    """By the model that was given, not by the engine."""
+    for step in range(steps):
+        engine.backward(model(rows(step, engine.plan.world)))
+        change(model)
+        engine.step()
+
+
+def whole(source: Source) -> dict[str, Tensor]:
+    return zero.full_state_dict(source)
+
+
+def close(found, wanted) -> None:
+    torch.testing.assert_close(dict(found), dict(wanted), rtol=1e-5, atol=1e-6)
+
+
+@STAGES
+@RANKS
+def test_the_given_model_is_the_one_that_trains(ranks, stage):
+    """Its identity, class, names, parameters and their sizes; called by itself it computes and evaluates."""
+    expected = plain()
+    evaluated = expected(torch.ones(2, WIDTH)).item()
+
+    def rank_main(world):
+        with world.exclusive():
+            model = net(world.rank)
+        names, held = [name for name, _ in model.named_modules()], dict(model.named_parameters())
+        engine = begin(world, model, stage)
+        assert engine.module is model
+        assert isinstance(model, Net)
+        assert type(model).__name__ == "Net"
+        assert [name for name, _ in model.named_modules()] == names
+        assert all(one is held[name] for name, one in model.named_parameters())
+        assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in net().parameters())
+        train(engine, model)
+        model.eval()
+        with torch.no_grad():
+            assert model(torch.ones(2, WIDTH)).item() == pytest.approx(evaluated, rel=1e-5)
+        assert not engine.module.training
+        return {name: one.detach().clone() for name, one in model.named_parameters()}, model.state_dict()
+
+    for values, state_dict in run_ranks(ranks, rank_main, timeout_s=30):
+        close(values, {name: one.detach() for name, one in expected.named_parameters()})
+        close(state_dict, expected.state_dict())
+        assert all(type(one) is Tensor and one.untyped_storage().nbytes() == one.nbytes for one in state_dict.values())
+
+
+@STAGES
+def test_a_saved_state_dict_is_loaded_by_plain_torch_and_back(stage, tmp_path: Path):
+    world, model = zero.World.from_env(), net()
+    engine = begin(world, model, stage)
+    train(engine, model)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    torch.save({"first": model.first.weight}, tmp_path / "one.pt")
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    bare = net(1)
+    bare.load_state_dict(saved)
+    close(bare.state_dict(), plain().state_dict())
+    assert torch.equal(torch.load(tmp_path / "one.pt", weights_only=True)["first"], saved["first.weight"])
+    train(engine, model)
+    other = net(7).state_dict()
+    assert model.load_state_dict(other).missing_keys == []
+    close(whole(engine), other)
+    with pytest.raises(ConfigError, match=r"missing first\.weight.*unknown more"):
+        model.load_state_dict({**{k: v for k, v in other.items() if k != "first.weight"}, "more": torch.ones(1)})
+    told = engine.load_module_state_dict({"last.bias": torch.full((1,), 5.0), "more": torch.ones(1)}, strict=False)
+    assert told.unexpected_keys == ["more"]
+    assert float(whole(engine)["last.bias"]) == 5.0
+    engine.destroy()
+
+
+@STAGES
+def test_hooks_and_flags_that_are_set_on_it_later_count(stage):
+    world, model, seen = zero.World.from_env(), net(), []
+    engine = begin(world, model, stage)
+    model.register_forward_hook(lambda module, args, output: seen.append("model"))
+    model.blocks[1].register_forward_hook(lambda module, args, output: seen.append("block"))
+    model.last.weight.register_hook(lambda grad: grad * 0)
+    train(engine, model, 1)
+    assert seen == ["block", "model"]
+    before = net().state_dict()
+    assert torch.equal(model.last.weight, before["last.weight"])
+    assert not torch.equal(model.last.bias, before["last.bias"])
+    engine.destroy()
+
+
+@STAGES
+@RANKS
+def test_grad_is_the_gradient_below_stage_2_and_a_named_answer_from_there(ranks, stage):
+    """The mean over the global batch; what is written into it counts."""
+
+    def bound(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad.clamp_(-0.01, 0.01)
+            parameter.grad.data.mul_(3)
+
+    expected = plain(change=bound)
+
+    def rank_main(world):
+        with world.exclusive():
+            model = net()
+        engine = begin(world, model, stage)
+        assert model.first.weight.grad is None
+        if stage >= 2:
+            engine.backward(model(rows(0, world)))
+            with pytest.raises(ConfigError, match=rf"first\.weight\.grad: stage {stage} shards gradients.*get_full"):
+                _ = model.first.weight.grad
+            engine.step()
+        else:
+            train(engine, model, change=bound)
+            close(whole(engine), {name: one.detach() for name, one in expected.named_parameters()})
+        assert model.first.weight.grad is None
+        return True
+
+    run_ranks(ranks, rank_main, timeout_s=30)
+
+
+@STAGES
+def test_zero_grad_of_the_model_drops_what_has_arrived(stage):
+    world, model = zero.World.from_env(), net()
+    engine = begin(world, model, stage, gradient_accumulation_steps=1)
+    engine.backward(model(rows(5, world)))
+    model.zero_grad()
+    assert model.first.weight.grad is None
+    engine.backward(model(rows(0, world)))
+    engine.step()
+    close(whole(engine), {name: one.detach() for name, one in plain(1).named_parameters()})
+    engine.destroy()
+
+
+class Encoder(Net):
+    def encode(self, batch: Tensor) -> Tensor:
+        return self.blocks[0](self.first(batch)).square().mean() + 0.1 * self.last.weight.square().sum()
+
+
+@STAGES
+def test_a_method_that_is_not_forward_trains(stage):
+    torch.manual_seed(0)
+    world, model = zero.World.from_env(), Encoder()
+    expected = copy.deepcopy(model)
+    engine = begin(world, model, stage)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        expected.encode(rows(step, world)).backward()
+        optimizer.step()
+        engine.backward(model.encode(rows(step, world)))
+        engine.step()
+    close(whole(engine), {name: one.detach() for name, one in expected.named_parameters()})
+    engine.destroy()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_to_where_it_is_is_nothing_and_anywhere_else_is_refused(bf16):
+    world, model = zero.World.from_env(), net()
+    engine = begin(world, model, 3, bf16={"enabled": bf16})
+    assert model.to("cpu") is model
+    assert (model.bfloat16() if bf16 else model.float()) is model
+    for move in (model.half, model.double, lambda: model.to("meta"), lambda: model.first.half()):
+        with pytest.raises((ConfigError, OutsideUnitError), match=r"leave out \.to\(\)|first\.weight was written to"):
+            move()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("use", [copy.deepcopy, pickle.dumps, lambda model: copy.deepcopy(model.blocks)])
+def test_a_copy_or_a_pickle_of_it_says_what_to_take_instead(use):
+    model = net()
+    engine = begin(zero.World.from_env(), model, 3)
+    with pytest.raises(ConfigError, match=r"trains in shards cannot be copied or pickled.*state_dict\(\)"):
+        use(model)
+    engine.destroy()
+
+
+def test_values_of_one_parameter_can_be_copied():
+    model = net()
+    engine = begin(zero.World.from_env(), model, 3)
+    copied = copy.deepcopy(model.first.weight)
+    assert isinstance(copied, nn.Parameter)
+    close([("w", copied.detach())], [("w", net().first.weight.detach())])
+    engine.destroy()
+
+
+def test_a_model_that_cannot_be_copied_is_taken_over():
+    """A lock, an open file, a lambda, a tensor with a history, an old weight_norm."""
+    torch.manual_seed(0)
+    model = net()
+    model.guard, model.sign = threading.Lock(), lambda x: -x
+    model.last_seen = model.first.weight.sum() * 2
+    with open(__file__) as model.source:
+        expected = plain(1)
+        engine = begin(zero.World.from_env(), model, 3)
+        train(engine, model, 1)
+        close(whole(engine), {name: one.detach() for name, one in expected.named_parameters()})
+        engine.destroy()
+
+
+def test_what_fails_before_it_trains_leaves_the_model_as_it_was():
+    model, held = net(), net().state_dict()
+    kinds = {name: type(one) for name, one in model.named_modules()}
+    with pytest.raises(zero.ZeroError, match="weights hold"):
+        zero.initialize(
+            model=model, config=config(), weights={**held, "last.bias": torch.ones(3)}, world=zero.World.from_env()
+        )
+    assert {name: type(one) for name, one in model.named_modules()} == kinds
+    assert all(type(one) is nn.Parameter for one in model.parameters())
+    close(model.state_dict(), held)
+    model(torch.ones(ROWS, WIDTH)).backward()
+
+
+def test_an_engine_that_is_dropped_is_not_kept_alive_by_the_model():
+    model = net()
+    engine = begin(zero.World.from_env(), model, 3)
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(ConfigError, match="the engine that had this model is gone"):
+        model(torch.ones(2, WIDTH))
+
+
+def test_a_file_of_safetensors_has_the_names_of_the_model(tmp_path: Path):
+    model = net()
+    engine = begin(zero.World.from_env(), model, 3)
+    assert set(load_file(engine.save_16bit_model(tmp_path))) == set(net().state_dict())
+    engine.destroy()

@@ -1,0 +1,159 @@
+"""What stands where a parameter was: it knows its sizes, and gathers its values for whoever reads them."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from zero.errors import OutsideUnitError
+from zero.nested import replaced, tensors_in
+
+# What may be asked of a parameter that is not gathered: what is known without its values.
+_METADATA = frozenset(
+    {"shape", "dtype", "layout", "ndim", "names", "itemsize", "nbytes", "requires_grad", "grad_fn", "is_leaf"}
+    | {"retains_grad", "is_sparse", "is_quantized", "is_nested", "size", "dim", "ndimension", "numel", "nelement"}
+    | {"stride", "is_contiguous", "data_ptr", "element_size", "is_floating_point", "is_complex", "__len__", "__hash__"}
+    | {"_version", "_base", "_backward_hooks", "requires_grad_", "is_inference", "grad"}
+)
+
+_MEMORY = frozenset({"numpy", "__array__", "__dlpack__", "untyped_storage", "storage"})
+"""What gives a tensor's memory away in something that is no tensor."""
+
+
+Hook = Callable[[Tensor], Tensor | None]
+"""Sees a gradient, and may return another one."""
+
+
+class Absent(nn.Parameter):
+    """Stands where a parameter was: sizes, dtype and device of the gathered one can be read at any time.
+
+    Who reads values gathers its unit: with gradients on they are a view whose gradient arrives as its unit's do, else
+    they are a copy. So every rank has to read them in the same order. They are not written: that raises
+    `OutsideUnitError` with the parameter's name, and so does reading before there are any.
+
+    Attributes:
+        home: where the gathered one is.
+        regather: gives a view of the gathered parameter, one with a history if asked for; None: there is none yet.
+        gradient: gives what `grad` is; None: nothing.
+        hooks: what its gradient goes through, in order, before it leaves this rank.
+    """
+
+    full_name: str
+    home: torch.device
+    regather: Callable[[bool], Tensor] | None
+    gradient: Callable[[], Tensor | None] | None
+    hooks: "OrderedDict[int, Hook]"
+
+    def __new__(cls, name: str, like: Tensor, dtype: torch.dtype, home: torch.device) -> "Absent":
+        absent = Tensor._make_subclass(cls, torch.empty(like.shape, dtype=dtype, device="meta"), like.requires_grad)
+        return absent._begin(name, home)
+
+    @classmethod
+    def taken(cls, parameter: nn.Parameter, name: str, dtype: torch.dtype, home: torch.device) -> "Absent":
+        """Make a parameter itself absent, wherever it is held. What it had for values is the caller's to keep."""
+        hooks = dict(parameter._backward_hooks or {})
+        parameter._backward_hooks = None
+        where = parameter.device if parameter.is_meta else home
+        parameter.grad = None
+        parameter.data = torch.full((), torch.nan, dtype=dtype, device=where).expand(parameter.shape)
+        parameter.__class__ = cls  # as torch does with parameters that get their size later
+        absent = cast(Absent, parameter)._begin(name, home)
+        absent.hooks.update(hooks)
+        return absent
+
+    def given_back(self, kind: type[nn.Parameter], values: Tensor) -> None:
+        """Make it the parameter again that it was."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.__class__ = kind  # type: ignore[assignment]
+            self.data = values
+
+    def _begin(self, name: str, home: torch.device) -> "Absent":
+        self.full_name, self.home, self.regather, self.gradient = name, home, None, None
+        self.hooks = OrderedDict()
+        return self
+
+    def register_hook(self, hook: Hook) -> RemovableHandle:
+        """As of any tensor: `hook` sees this rank's gradient, the sum over uses in a backward, and may replace it."""
+        handle = RemovableHandle(self.hooks)
+        self.hooks[handle.id] = hook
+        return handle
+
+    def at_rest(self) -> "Absent":
+        """The same parameter as a constant."""
+        made = Absent(self.full_name, self, self.dtype, self.home)
+        made.requires_grad_(False)
+        made.regather = self.regather
+        return made
+
+    def value(self) -> Tensor:
+        """A view of the gathered parameter."""
+        if self.regather is None:
+            raise OutsideUnitError(f"parameter {self.full_name} has no values yet; zero.init makes them")
+        return self.regather(self.requires_grad and torch.is_grad_enabled())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.value().detach().clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return nn.Parameter(self.value().detach().clone(), self.requires_grad)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs, is_attribute = kwargs or {}, func.__name__ in ("__get__", "__set__")
+        asked = func.__self__.__name__ if is_attribute else func.__name__
+        if asked in ("device", "is_meta", "is_cuda", "is_cpu"):  # it is on meta itself, which is nobody's business
+            home = args[0].home
+            return home if asked == "device" else home.type == asked.removeprefix("is_")
+        if asked == "grad" and func.__name__ == "__get__" and args[0].gradient is not None:
+            return args[0].gradient()
+        if asked == "stride" or asked == "is_contiguous":  # as the gathered one lies
+            args = (torch.empty(args[0].shape, device="meta"), *args[1:])
+        if asked in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = next(iter((*args, *kwargs.values())), None)
+        for one in (kwargs.get("out"), first if func.__name__ == "__set__" or _writes(asked) else None):
+            if isinstance(one, Absent):
+                raise OutsideUnitError(
+                    f"parameter {one.full_name} was written to by {asked}, and it lies in shards; write into it with "
+                    "zero.gathered(state, names, modify=True) or zero.set_full"
+                )
+        if asked in ("detach", "data"):
+            return args[0].at_rest()
+        return _read(func, args, kwargs, clone=asked in _MEMORY)
+
+
+def _writes(name: str) -> bool:
+    """By torch's names, a function that writes into its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
+    return name.endswith("_")
+
+
+def _read(func: Any, args: Any, kwargs: Any, *, clone: bool) -> Any:
+    """Call `func` on values in place of absent parameters; what would look at their memory and is no view in a graph is
+    a copy, because the memory is another unit's next."""
+    absent = {id(one): one for one in tensors_in((args, kwargs)) if isinstance(one, Absent)}
+    values = {key: one.value() for key, one in absent.items()}
+    memory = {value.untyped_storage().data_ptr() for value in values.values()}
+    given = {key: value.clone() for key, value in values.items()} if clone else values
+    args, kwargs = replaced((args, kwargs), given)
+    result = func(*args, **kwargs)
+    looking = [one for one in tensors_in(result) if not one.requires_grad and _lies_in(one, memory)]
+    return replaced(result, {id(one): one.clone() for one in looking})
+
+
+def _lies_in(tensor: Tensor, memory: set[int]) -> bool:
+    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    return tensor.untyped_storage().data_ptr() in memory
+
+
+def in_backward() -> bool:
+    """True while autograd runs a backward pass on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -34,11 +34,8 @@ LAYERS = [
     ("edges", "explain meter doctor watch launch.process launch.ending launch.board launch.request launch.ranks"),
     ("edges", "launch resumed saver training"),
     ("edges", "elsewhere interop.grads interop.optimizers interop.schedulers interop.loader interop.plain"),
-    (
-        "edges",
-        "interop.checkpoints interop.original interop.watched interop.whole interop.answers interop.saved interop.engine",
-    ),
-    ("edges", "interop.begin interop"),
+    ("edges", "interop.checkpoints interop.original interop.watched interop.whole interop.answers interop.saved"),
+    ("edges", "interop.engine interop.begin interop"),
     ("edges", "report.scale report.chart report.page report.folder report.run report.sweep report"),
     ("edges", "testing.threads testing.processes testing.contract testing.faults testing.crash testing.damage testing"),
 ]

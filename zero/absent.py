@@ -16,7 +16,7 @@ _METADATA = frozenset(
     {"shape", "dtype", "layout", "ndim", "names", "itemsize", "nbytes", "requires_grad", "grad_fn", "is_leaf"}
     | {"retains_grad", "is_sparse", "is_quantized", "is_nested", "size", "dim", "ndimension", "numel", "nelement"}
     | {"stride", "is_contiguous", "data_ptr", "element_size", "is_floating_point", "is_complex", "__len__", "__hash__"}
-    | {"_version", "_base", "_backward_hooks", "requires_grad_", "is_inference", "grad"}
+    | {"_version", "_base", "_backward_hooks", "requires_grad_", "is_inference"}
 )
 
 _MEMORY = frozenset({"numpy", "__array__", "__dlpack__", "untyped_storage", "storage"})
@@ -39,6 +39,7 @@ class Absent(nn.Parameter):
         regather: gives a view of the gathered parameter, one with a history if asked for; None: there is none yet.
         gradient: gives what `grad` is; None: nothing.
         hooks: what its gradient goes through, in order, before it leaves this rank.
+        afterwards: called after them, with `grad` in place.
     """
 
     full_name: str
@@ -46,6 +47,8 @@ class Absent(nn.Parameter):
     regather: Callable[[bool], Tensor] | None
     gradient: Callable[[], Tensor | None] | None
     hooks: "OrderedDict[int, Hook]"
+    afterwards: "OrderedDict[int, Callable[[Tensor], None]]"
+    _arrived: list[Tensor | None]
 
     def __new__(cls, name: str, like: Tensor, dtype: torch.dtype, home: torch.device) -> "Absent":
         absent = Tensor._make_subclass(cls, torch.empty(like.shape, dtype=dtype, device="meta"), like.requires_grad)
@@ -54,14 +57,15 @@ class Absent(nn.Parameter):
     @classmethod
     def taken(cls, parameter: nn.Parameter, name: str, dtype: torch.dtype, home: torch.device) -> "Absent":
         """Make a parameter itself absent, wherever it is held. What it had for values is the caller's to keep."""
-        hooks = dict(parameter._backward_hooks or {})
-        parameter._backward_hooks = None
+        hooks, afterwards = hooks_of(parameter)
+        parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         where = parameter.device if parameter.is_meta else home
         parameter.grad = None
         parameter.data = torch.full((), torch.nan, dtype=dtype, device=where).expand(parameter.shape)
         parameter.__class__ = cls  # as torch does with parameters that get their size later
         absent = cast(Absent, parameter)._begin(name, home)
         absent.hooks.update(hooks)
+        absent.afterwards.update(afterwards)
         return absent
 
     def given_back(self, kind: type[nn.Parameter], values: Tensor) -> None:
@@ -69,10 +73,14 @@ class Absent(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             self.__class__ = kind  # type: ignore[assignment]
             self.data = values
+        for hook in self.hooks.values():
+            self.register_hook(hook)
+        for call in self.afterwards.values():
+            self.register_post_accumulate_grad_hook(call)
 
     def _begin(self, name: str, home: torch.device) -> "Absent":
         self.full_name, self.home, self.regather, self.gradient = name, home, None, None
-        self.hooks = OrderedDict()
+        self.hooks, self.afterwards, self._arrived = OrderedDict(), OrderedDict(), []
         return self
 
     def register_hook(self, hook: Hook) -> RemovableHandle:
@@ -81,12 +89,54 @@ class Absent(nn.Parameter):
         self.hooks[handle.id] = hook
         return handle
 
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        """As of any leaf: `hook` is called with the parameter, and may change or take away its `grad`.
+
+        That is what the hooks of `register_hook` have left of one microbatch; what has been added up is elsewhere.
+        """
+        handle = RemovableHandle(self.afterwards)
+        self.afterwards[handle.id] = hook
+        return handle
+
+    def through_hooks(self, grad: Tensor) -> Tensor | None:
+        """What is left of a gradient that has arrived."""
+        for hook in list(self.hooks.values()):
+            result = hook(grad)
+            if result is not None and (result.shape != grad.shape or result.dtype != grad.dtype):
+                raise RuntimeError(
+                    f"a hook of {self.full_name} returned {tuple(result.shape)} of {result.dtype} for a gradient "
+                    f"{tuple(grad.shape)} of {grad.dtype}"
+                )
+            grad = grad if result is None else result
+        if not self.afterwards:
+            return grad
+        self._arrived.append(grad.clone())  # what they write into is theirs
+        try:
+            for call in list(self.afterwards.values()):
+                call(self)
+            return self._arrived[-1]
+        finally:
+            self._arrived.pop()
+
     def at_rest(self) -> "Absent":
         """The same parameter as a constant."""
         made = Absent(self.full_name, self, self.dtype, self.home)
         made.requires_grad_(False)
         made.regather = self.regather
         return made
+
+    def _asked_for_grad(self, *new: Tensor | None) -> Tensor | None:
+        """Get it, or set it to `new`."""
+        if self._arrived and new:
+            self._arrived[-1] = new[0]
+        elif new and (new[0] is not None or self._asked_for_grad() is not None):
+            raise OutsideUnitError(
+                f"{self.full_name}.grad is in shards and is not set; edit it in place below stage 2, or with "
+                "zero.set_full(engine, name, value, kind='grad'), or drop all of them with engine.zero_grad()"
+            )
+        if self._arrived:
+            return self._arrived[-1]
+        return None if new or self.gradient is None else self.gradient()
 
     def value(self) -> Tensor:
         """A view of the gathered parameter."""
@@ -109,8 +159,8 @@ class Absent(nn.Parameter):
         if asked in ("device", "is_meta", "is_cuda", "is_cpu"):  # it is on meta itself, which is nobody's business
             home = args[0].home
             return home if asked == "device" else home.type == asked.removeprefix("is_")
-        if asked == "grad" and func.__name__ == "__get__" and args[0].gradient is not None:
-            return args[0].gradient()
+        if asked == "grad":
+            return args[0]._asked_for_grad(*args[1:] if func.__name__ == "__set__" else ())
         if asked == "stride" or asked == "is_contiguous":  # as the gathered one lies
             args = (torch.empty(args[0].shape, device="meta"), *args[1:])
         if asked in _METADATA:
@@ -152,6 +202,16 @@ def _lies_in(tensor: Tensor, memory: set[int]) -> bool:
     if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
     return tensor.untyped_storage().data_ptr() in memory
+
+
+Hooks = tuple[dict[int, Hook], dict[int, Callable[[Tensor], None]]]
+
+
+def hooks_of(parameter: nn.Parameter) -> Hooks:
+    """Those of `register_hook`, and those of `register_post_accumulate_grad_hook`."""
+    if isinstance(parameter, Absent):
+        return parameter.hooks, parameter.afterwards
+    return parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
 
 
 def in_backward() -> bool:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from zero.absent import Absent
+from zero.absent import Absent, hooks_of
 from zero.copyable import made_by_hooks, naming_what_cannot, refuse_own_copies, refuse_shared_memory
 from zero.device import aligned_zeros
-from zero.errors import ConfigError, PlanError, StaleStateError
+from zero.errors import ConfigError, StaleStateError
 from zero.functions import Closures, Held
 from zero.unit import Site, Splitting
 
@@ -106,18 +106,16 @@ def detached_copy(model: nn.Module, splitting: Splitting, dtype: torch.dtype, de
         PlanError: what cannot be copied, or would not be a copy: see `functions` and `copyable`.
     """
     refuse_shared_memory(model)
-    memo: dict[int, Any] = {}
-    absent: dict[str, Absent] = {}
-    hooks: list[Held] = []
-    for owner in splitting.owners:
-        module = model.get_submodule(owner.path)
-        for own, name in owner.slots:
-            parameter = module._parameters[own]
-            assert parameter is not None
-            if name not in absent:
-                absent[name] = memo[id(parameter)] = Absent(name, parameter, dtype, device)
-                hooks += _hooks_of(name, parameter)
-    closures = Closures(model, hooks)
+    given = {name: model.get_parameter(name) for name in splitting.names}
+    absent = {name: Absent(name, parameter, dtype, device) for name, parameter in given.items()}
+    memo: dict[int, Any] = {id(parameter): absent[name] for name, parameter in given.items()}
+    held = [
+        Held(name, "a hook", hook)
+        for name, parameter in given.items()
+        for kind in hooks_of(parameter)
+        for hook in kind.values()
+    ]
+    closures = Closures(model, held)
     closures.begin(memo)
     for module in model.modules():
         memo |= {id(made): made.detach().clone() for made in made_by_hooks(module).values()}
@@ -130,9 +128,10 @@ def detached_copy(model: nn.Module, splitting: Splitting, dtype: torch.dtype, de
     with naming_what_cannot(model, memo):
         copied = copy.deepcopy(model, memo)
         closures.end(copied, memo)
-        for held in hooks:
-            own = copy.deepcopy(held.value, memo) if closures.reach(held.value) else held.value
-            absent[held.path].register_hook(own)
+        for name, parameter in given.items():
+            hooks, afterwards = hooks_of(parameter)
+            absent[name].hooks.update(closures.carried(hooks, memo))
+            absent[name].afterwards.update(closures.carried(afterwards, memo))
     refuse_own_copies(model, copied, splitting, absent)
     return copied
 
@@ -144,16 +143,11 @@ def take_over(model: nn.Module, splitting: Splitting, dtype: torch.dtype, device
     kept as long as that function.
     """
     refuse_shared_memory(model)
-    held: list[tuple[Absent, type[nn.Parameter], Tensor]] = []
-    for owner in splitting.owners:
-        module = model.get_submodule(owner.path)
-        for own, name in owner.slots:
-            parameter = module._parameters[own]
-            assert parameter is not None
-            if not isinstance(parameter, Absent):
-                list(_hooks_of(name, parameter))  # refuses what cannot be
-                kind, values = type(parameter), parameter.data
-                held.append((Absent.taken(parameter, name, dtype, device), kind, values))
+    held = []
+    for name in splitting.names:
+        parameter = model.get_parameter(name)
+        kind, values = type(parameter), parameter.data
+        held.append((Absent.taken(parameter, name, dtype, device), kind, values))
     for module in model.modules():
         cast = dtype if type(module).forward is BATCH_NORM else None
         for name, buffer in module._buffers.items():
@@ -165,16 +159,6 @@ def take_over(model: nn.Module, splitting: Splitting, dtype: torch.dtype, device
             absent.given_back(kind, values)
 
     return undo
-
-
-def _hooks_of(name: str, parameter: nn.Parameter) -> Iterator[Held]:
-    if parameter._post_accumulate_grad_hooks:
-        raise PlanError(
-            f"{name} has a register_post_accumulate_grad_hook, and no gradient is accumulated here; register_hook sees "
-            "it before it leaves this rank"
-        )
-    for hook in (parameter._backward_hooks or {}).values():
-        yield Held(name, "a hook", hook)
 
 
 Run = Callable[[Body, Any, Any], Any]

@@ -13,7 +13,7 @@ import dis
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -97,6 +97,10 @@ class Closures:
                 for name, value in place.items():
                     if isinstance(value, types.MethodType) and id(value.__func__) in self._new:
                         place[name] = types.MethodType(self._new[id(value.__func__)][1], value.__self__)
+
+    def carried(self, hooks: Mapping[int, Any], memo: dict[int, Any]) -> dict[int, Any]:
+        """Hooks for the copy: what does not reach the model stays the same one."""
+        return {n: copy.deepcopy(hook, memo) if self.reach(hook) else hook for n, hook in hooks.items()}
 
     def reach(self, value: Any) -> bool:
         """Whether `value` is or holds a part of the model, however deep."""

@@ -29,7 +29,7 @@ Source: research prototypes of saved-tensor regather; Zhao et al. 2023, "PyTorch
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -165,7 +165,7 @@ class Gatherer:
         self._places_of: dict[str, list[tuple[dict[str, Any], str]]] = {}
         self.doubted: set[str] = set()
         self.entering: Callable[[], None] = _nothing
-        self._hooks: dict[tuple[int, int], Mapping[int, Callable[[Tensor], Tensor | None]]] = {}  # by unit and slot
+        self._absent: dict[tuple[int, int], Absent] = {}  # by unit and slot, of those that train
         self._hooked: dict[int, dict[int, Tensor]] = {}  # by unit and slot: gradients that their hooks have not seen
         self._held: dict[int, Buffer] = {}  # pinned by the backward pass under way
         self._open: set[int] = set()  # units that gradients were delivered to and that have not settled
@@ -226,7 +226,7 @@ class Gatherer:
         self._places.setdefault((bound.unit, bound.trainable, bound.slot), []).append((parameters, name))
         self._places_of.setdefault(site.path, []).append((parameters, name))
         if bound.trainable:
-            self._hooks[bound.unit, bound.slot] = parameters[name].hooks
+            self._absent[bound.unit, bound.slot] = parameters[name]
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -416,7 +416,8 @@ class Gatherer:
         """The gradient of one parameter of one call has arrived."""
         with self._lock:
             self._watch_pass()
-            if self._hooks[unit.index, slot]:  # which see the sum over the unit's calls, as those of any leaf
+            absent = self._absent[unit.index, slot]
+            if absent.hooks or absent.afterwards:  # which see the sum over the unit's calls, as those of any leaf
                 sums = self._hooked.setdefault(unit.index, {})
                 sums[slot] = grad if slot not in sums else sums[slot] + grad
             else:
@@ -449,7 +450,9 @@ class Gatherer:
         unit.returned = 0
         self._open.discard(unit.index)
         for slot, grad in sorted(self._hooked.pop(unit.index, {}).items()):
-            self._deliver(unit, slot, _through(self._hooks[unit.index, slot].values(), grad))
+            left = self._absent[unit.index, slot].through_hooks(grad)
+            if left is not None:
+                self._deliver(unit, slot, left)
         self._settle(unit)
         self._let_go(unit.index)
 
@@ -475,21 +478,6 @@ class Gatherer:
 
 def _nothing() -> None:
     return None
-
-
-def _through(hooks: Iterable[Callable[[Tensor], Tensor | None]], grad: Tensor) -> Tensor:
-    """What hooks of a parameter make of its gradient, as `torch.Tensor.register_hook` has it."""
-    for hook in list(hooks):
-        result = hook(grad)
-        if result is None:
-            continue
-        if result.shape != grad.shape or result.dtype != grad.dtype:
-            raise RuntimeError(
-                f"a hook of a parameter returned {tuple(result.shape)} of {result.dtype} for a gradient "
-                f"{tuple(grad.shape)} of {grad.dtype}"
-            )
-        grad = result
-    return grad
 
 
 def _nodes(values: Any) -> set[Any]:

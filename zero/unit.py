@@ -88,6 +88,11 @@ class Splitting:
         """There is something to train."""
         return any(unit.trainable.slots for unit in self.units)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every parameter's full name."""
+        return tuple(slot.name for unit in self.units for one in (unit.trainable, unit.frozen) for slot in one.slots)
+
     def aliases(self) -> dict[str, tuple[str, ...]]:
         """A parameter's full name to every name that it has in the model, its own first: ties have several."""
         found: dict[str, dict[str, None]] = {}

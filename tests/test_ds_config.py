@@ -158,10 +158,15 @@ def test_a_warmup_and_its_linear_decay_have_the_rates_of_deepspeed(kind, log):
         assert rates(raw) == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_cosine_has_the_rates_of_deepspeed():
+@pytest.mark.parametrize("log", [True, False])
+def test_a_cosine_has_the_rates_of_deepspeed(log):
     how = {"warmup_num_steps": 10, "total_num_steps": 40, "warmup_min_ratio": 0.1, "cos_min_ratio": 0.05}
-    expected = there("WarmupCosineLR", low=0.05, high=0.5, warmup=10, total=40, final=0.025)
-    assert rates(scheduled("WarmupCosineLR", **how)) == pytest.approx(expected)
+    expected = there("WarmupCosineLR", low=0.05, high=0.5, warmup=10, total=40, log=log, final=0.025)
+    assert rates(scheduled("WarmupCosineLR", **how, warmup_type="log" if log else "linear")) == pytest.approx(expected)
+    four = {"warmup_num_steps": 4, "total_num_steps": 20, "warmup_min_ratio": 0.1, "warmup_type": "linear"}
+    observed = [0.3e-3, 0.975e-3, 1.65e-3, 2.325e-3]  # by DeepSpeed 0.19.8
+    given = {**scheduled("WarmupCosineLR", **four), "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}}
+    assert rates(given)[:4] == pytest.approx(observed)
 
 
 def test_a_range_test_has_the_rates_of_deepspeed():
@@ -181,6 +186,16 @@ def test_one_cycle_rises_falls_and_decays_and_takes_both_betas():
     settings = translate(raw).settings
     assert settings["optim"]["beta2"] == 0.99
     assert translate(scheduled("OneCycle", "SGD", **how)).settings["schedule"]["momentum"] is False
+    moved = read(translate(scheduled("OneCycle", **how, cycle_min_mom=0.85, cycle_max_mom=0.95)).settings)
+    momenta = [build_optimizer(moved).groups[0](step).betas[0] for step in (1, 2, 11, 21, 31)]
+    assert momenta == pytest.approx([0.85, 0.94, 0.85, 0.9, 0.95])  # the first is the lowest there
+
+
+def test_a_momentum_that_would_pass_1_is_refused_before_it_trains():
+    how = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "decay_step_size": 5, "decay_mom_rate": 0.1}
+    with pytest.raises(ConfigError, match=r"decay_mom_rate=0\.1: beta1 grows with every step of the decay, and past 1"):
+        translate(scheduled("OneCycle", **how))
+    translate(scheduled("OneCycle", **how, cycle_momentum=False))
 
 
 def test_a_schedule_without_a_peak_takes_the_one_that_deepspeed_takes():

@@ -186,10 +186,14 @@ def test_a_schedule_travels_to_another_process(schedule):
         ("total", lambda: warmup_cosine(LR, 4, 9, hold=5)),
         ("start", lambda: linear_warmup(LR, 4, start=-1.0)),
         ("curve", lambda: linear_warmup(LR, 4, curve="square")),
-        ("hold", lambda: warmup_linear(LR, 4, 9, hold=-1)),
+        ("hold", lambda: warmup_linear(LR, 4, 9, hold=-2)),
         ("every", lambda: lr_range(LR, 0)),
         ("rise", lambda: one_cycle(LR, 0.1, Cycle(0, 4))),
         ("fall_stairs", lambda: one_cycle(LR, 0.1, Cycle(3, 4, (0, -1)))),
+        (
+            "momentum_decay_rate",
+            lambda: cycled_momentum(0.8, 0.9, Cycle(3, 4, decay_every=1), decay_rate=0.05, steps=11),
+        ),
         ("momentum_max", lambda: cycled_momentum(0.8, nan, Cycle(3, 4))),
     ],
 )

@@ -105,7 +105,12 @@ def _cycled_momentum(config: Config) -> Schedule | None:
     if not isinstance(chosen, OneCycle) or not chosen.momentum:
         return None
     return schedule.cycled_momentum(
-        chosen.momentum_min, chosen.momentum_max, _cycle(config, chosen), decay_rate=chosen.momentum_decay_rate
+        chosen.momentum_min,
+        chosen.momentum_max,
+        _cycle(config, chosen),
+        decay_rate=chosen.momentum_decay_rate,
+        first=chosen.momentum_start,
+        steps=config.steps,
     )
 
 

@@ -3,8 +3,9 @@
 `step` counts updates from 1: the first update is made with `schedule(1)`. A warm-up rises from `start` at step 1 to lr
 at step `warmup`, in a straight line or with the logarithm of the step; without a `start` the line comes from 0 at the
 step before the first. A decay then leads from the peak, which may last `hold` more steps, to `final` at step `total`,
-and stays there. A cycle rises and falls once, and may decay after that; the momentum of `cycled_momentum` moves against
-it. Every schedule is `partial` of a function of this file, so it can be printed, pickled and sent to another process.
+and stays there; with a `hold` of -1 it is a step ahead, and the peak is passed. A cycle rises and falls once, and may
+decay after that; the momentum of `cycled_momentum` moves against it. Every schedule is `partial` of a function of
+this file, so it can be printed, pickled and sent to another process.
 
 Source: Goyal et al. 2017, section 2.2 (warm-up); Loshchilov and Hutter 2017, "SGDR", equation 5 (cosine); Smith 2018,
 "A disciplined approach to neural network hyper-parameters" (range test, one cycle).
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from math import cos, inf, log, pi
+from math import ceil, cos, inf, log, pi
 from typing import Literal, NamedTuple, SupportsFloat
 
 from zero.errors import ConfigError
@@ -100,14 +101,35 @@ def one_cycle(lr: float, start: float, cycle: Cycle, *, decay_rate: float = 0.0)
     return partial(_one_cycle, _rate("start", start), _rate("lr", lr), _checked(cycle), _rate("decay_rate", decay_rate))
 
 
-def cycled_momentum(low: float, high: float, cycle: Cycle, *, decay_rate: float = 0.0) -> Schedule:
+def cycled_momentum(
+    low: float,
+    high: float,
+    cycle: Cycle,
+    *,
+    decay_rate: float = 0.0,
+    first: float | None = None,
+    steps: int | None = None,
+) -> Schedule:
     """The momentum that goes with it: from `high` down to `low` and up again; then high x (1 + decay_rate x intervals).
 
+    Args:
+        first: momentum of the first step, in place of `high`.
+        steps: how many will be made; None: nobody knows.
+
     Raises:
-        ConfigError: as `one_cycle`.
+        ConfigError: as `one_cycle`; or the decay brings it to 1 within `steps`.
     """
     bounds = _rate("momentum_max", high), _rate("momentum_min", low)
-    return partial(_cycled_momentum, *bounds, _checked(cycle), _rate("momentum_decay_rate", decay_rate))
+    if steps and decay_rate and cycle.decay_every and high:
+        left = (1 / high - 1) / decay_rate * cycle.decay_every  # steps of the decay
+        reached = cycle.rise + cycle.fall + 1 + ceil(left)
+        if reached <= steps:
+            raise ConfigError(
+                f"schedule.momentum_decay_rate={decay_rate:g} brings the momentum from {high:g} to 1 at step {reached}"
+                "; leave it out, or set schedule.decay_every higher"
+            )
+    first = high if first is None else _rate("momentum_start", first)
+    return partial(_cycled_momentum, *bounds, _checked(cycle), _rate("momentum_decay_rate", decay_rate), first)
 
 
 class _Rise(NamedTuple):
@@ -147,7 +169,7 @@ def _warmup(rise: _Rise, step: int) -> float:
 def _decayed(left: Callable[[float], float], rise: _Rise, fall: _Fall, step: int) -> float:
     """`left` is what is left of the way down, by how much of it is done."""
     peak, total, final = fall
-    if step < peak:
+    if step < max(peak, rise.warmup):
         return _warmup(rise, step)
     return final + (rise.lr - final) * left(min(1.0, (step - peak) / (total - peak)))
 
@@ -169,7 +191,9 @@ def _one_cycle(start: float, lr: float, cycle: Cycle, decay_rate: float, step: i
     return _along(start, lr, cycle, step) / (1 + decay_rate * _decays(cycle, step))
 
 
-def _cycled_momentum(high: float, low: float, cycle: Cycle, decay_rate: float, step: int) -> float:
+def _cycled_momentum(high: float, low: float, cycle: Cycle, decay_rate: float, first: float, step: int) -> float:
+    if step == 1:
+        return first
     return _along(high, low, cycle, step) * (1 + decay_rate * _decays(cycle, step))
 
 
@@ -208,7 +232,7 @@ def _steps(key: str, value: int, least: int = 0) -> int:
 
 
 def _fall(warmup: int, hold: int, total: int, final: float) -> _Fall:
-    peak = warmup + _steps("hold", hold)
+    peak = warmup + _steps("hold", hold, least=-1)
     if _steps("total", total) <= peak:
         raise ConfigError(
             f"schedule.total={total} is not after the peak at step {peak} (schedule.warmup={warmup}, hold={hold}); "

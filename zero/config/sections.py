@@ -18,6 +18,7 @@ from zero.config.values import (
     Disk,
     Folders,
     Fraction,
+    Held,
     Holdout,
     Layers,
     LossScale,
@@ -446,7 +447,9 @@ class Warmup(Section):
 class Decay(Warmup):
     """What every schedule with a decay has."""
 
-    hold: Natural = key(0, "steps that the peak lasts before the decay", unit="steps", example="100")
+    hold: Held = key(
+        0, "steps that the peak lasts before the decay; -1: the decay is a step ahead", unit="steps", example="100"
+    )
     total: Whole | None = key(
         None, "step of the last learning rate, which may lie beyond the run; null: `steps`", unit="steps", example="400"
     )
@@ -495,6 +498,7 @@ class OneCycle(Section):
     )
     momentum_min: Fraction = key(0.8, "momentum at the peak of the learning rate", example="0.85")
     momentum_max: Fraction = key(0.9, "momentum at both ends of the cycle", example="0.95")
+    momentum_start: Fraction | None = key(None, "momentum of the first step; null: momentum_max", example="0.8")
     momentum_decay_rate: NonNegative = key(
         0.0,
         "after n intervals of the decay the momentum is momentum_max x (1 + momentum_decay_rate x n)",

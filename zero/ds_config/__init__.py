@@ -261,7 +261,8 @@ def _rise(given: Given, name: str, params: Mapping[str, Any], peak: float) -> di
     """A warm-up and its decay.
 
     DeepSpeed makes its first two updates at the first rate; here that is one, so everything is a step earlier. A
-    logarithm is then at its peak in step `warmup_num_steps`, a line one step later, where a linear decay begins.
+    logarithm is then at its peak in step `warmup_num_steps`, a line one step later, where a linear decay begins; a
+    cosine begins a step ahead of that.
     """
     log, cosine = params["warmup_type"] == "log", name == "warmup_cosine"
     start = params["warmup_min_ratio"] if cosine else params["warmup_min_lr"] / peak
@@ -273,12 +274,12 @@ def _rise(given: Given, name: str, params: Mapping[str, Any], peak: float) -> di
     if "scheduler.params.warmup_num_steps" in given.autos:
         found["schedule.warmup"] = "auto"
     else:
-        found["schedule.warmup"] = max(2, params["warmup_num_steps"]) + (0 if log or cosine else 1)
+        found["schedule.warmup"] = max(2, params["warmup_num_steps"]) + (not log)
     if name == "linear_warmup":
         return found
     total = params.get("total_num_steps")
     if cosine:
-        found["schedule.final"] = params["cos_min_ratio"]
+        found |= {"schedule.final": params["cos_min_ratio"], "schedule.hold": int(log) - 1}
     else:
         found |= {"schedule.final": start, "schedule.hold": int(log)}
         total = None if total is None else total + 1
@@ -291,7 +292,10 @@ def _rise(given: Given, name: str, params: Mapping[str, Any], peak: float) -> di
 
 
 def _cycle(given: Given, params: Mapping[str, Any], peak: float) -> dict[str, Any]:
-    """One cycle. DeepSpeed's sets both betas where there are any, the second to 0.99, and no other momentum."""
+    """One cycle. DeepSpeed's sets both betas where there are any, the second to 0.99, and no other momentum.
+
+    Its first update is made with the lowest momentum.
+    """
     start = params.get("cycle_min_lr", 0.0) / peak
     if start > 1:
         raise ConfigError(f"scheduler.params.cycle_min_lr={start * peak:g} is above cycle_max_lr={peak:g}")
@@ -299,7 +303,14 @@ def _cycle(given: Given, params: Mapping[str, Any], peak: float) -> dict[str, An
     has_betas = given.optimizer is None or any(key.name == "betas" for key in given.optimizer.keys)
     if not has_betas:
         return found | {"schedule.momentum": False}
-    return found | ({"optim.beta2": 0.99} if params.get("cycle_momentum", True) else {})
+    if not params.get("cycle_momentum", True):
+        return found
+    if params.get("decay_mom_rate") and params.get("decay_step_size"):
+        raise ConfigError(
+            f"scheduler.params.decay_mom_rate={params['decay_mom_rate']:g}: beta1 grows with every step of the decay, "
+            "and past 1; leave it out"
+        )
+    return found | {"optim.beta2": 0.99, "schedule.momentum_start": params.get("cycle_min_mom", 0.8)}
 
 
 def _tracker(given: Given) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero.beside import Beside
 from zero.checkpoint.contents import FROZEN, PARAMETER, Held, Stretch, entries, parts
 from zero.checkpoint.hashes import FileHash
 from zero.checkpoint.manifest import FORMAT, Entry, Manifest, file_name, to_text
@@ -190,7 +192,8 @@ class Saving:
         if behind:
             with self._reporting():
                 copies = [tensor.clone() for tensor in values]
-                self._threads = [threading.Thread(target=self._write_behind, args=(copies,), daemon=True)]
+                # No `stop`: the writer's pool takes no more blocks once the script is over.
+                self._threads = [Beside(partial(self._write_behind, copies), name="saving")]
                 self._threads[0].start()
         else:
             self._write(values, progress)

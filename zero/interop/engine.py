@@ -6,16 +6,17 @@ number of forwards and backwards, by `engine.backward(loss)` or by `engine.scale
 """
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero import elsewhere
+from zero.beside import Beside
 from zero.config import Config
 from zero.errors import ConfigError
 from zero.interop.grads import Grads
@@ -340,4 +341,4 @@ def _close_aside(store: PrefetchStore, watched: Watched | None) -> None:
 
     In a thread of its own: Python may come to it anywhere, in the store's threads and under its lock too.
     """
-    threading.Thread(target=_close, args=(None, store, watched), name="closing", daemon=True).start()
+    Beside(partial(_close, None, store, watched), name="closing").start()

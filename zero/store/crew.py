@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zero.beside import Beside
 from zero.errors import StoreError
 from zero.store.base import Ticket, Watch, nobody
 from zero.store.paging import Action, Asked, Copy, Due, Event, Finished, Move, Read, Work, Write, advance, start
@@ -146,6 +147,10 @@ class Crew:
                 raise StoreError(f"{thread.name} is still at work after {self._timeout_s:g} s; the store stays open")
         self._threads.clear()
 
+    def _stop(self) -> None:
+        """For the end of the interpreter: actions that are under way end, and who waits for others hears of it."""
+        self._fail(StoreError("the script is over; close the store, or destroy the engine, to end it in order"), None)
+
     # -- what workers do --
 
     def _run(self) -> None:
@@ -223,7 +228,7 @@ class Crew:
         """As many as asked for, or as many as there can be."""
         while len(self._threads) < self._size:
             name = f"store worker {len(self._threads)}"
-            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            thread = Beside(self._run, name=name, stop=self._stop)
             try:
                 thread.start()
             except RuntimeError as error:

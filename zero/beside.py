@@ -1,0 +1,53 @@
+"""Threads beside the one that trains, none of which may be inside torch when the interpreter ends.
+
+A daemon that asks for the interpreter's lock after that has its stack unwound; where C++ is on it, the process dies
+with SIGABRT. For a thread that is no daemon Python waits without end, and before anybody could ask it to stop. So these
+are daemons which are asked to stop, and waited for, just before: what is under way ends, and nothing new begins.
+"""
+
+import atexit
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+log = logging.getLogger("zero")
+
+LIMIT_S = 90.0
+"""How long the end waits in all: longer than W&B is waited for, and not for ever for a disk that hangs."""
+
+
+class Beside(threading.Thread):
+    """A daemon that the end of the interpreter waits for.
+
+    Args:
+        work: what it does.
+        stop: has `work` return soon; called by another thread, and returns at once.
+    """
+
+    def __init__(self, work: Callable[[], None], *, name: str, stop: Callable[[], None] = lambda: None) -> None:
+        super().__init__(target=work, name=name, daemon=True)
+        self.stop = stop
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self.stop = lambda: None  # as Python lets go of the work: whose thread this was may be gone
+
+
+def _end() -> None:
+    """A process that was forked has none of its parent's threads, and waits for none."""
+    end_s = time.monotonic() + LIMIT_S
+    while threads := [one for one in threading.enumerate() if isinstance(one, Beside) and one.is_alive()]:
+        for one in threads:
+            one.stop()
+        for one in threads:
+            one.join(max(0.0, end_s - time.monotonic()))
+        if time.monotonic() >= end_s:
+            names = ", ".join(one.name for one in threads if one.is_alive())
+            log.warning("still at work %g s after the end of the script: %s", LIMIT_S, names)
+            return
+
+
+atexit.register(_end)  # now: what a script registers later may still use the threads

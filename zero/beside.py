@@ -14,7 +14,7 @@ from collections.abc import Callable
 log = logging.getLogger("zero")
 
 LIMIT_S = 90.0
-"""How long the end waits in all: longer than W&B is waited for, and not for ever for a disk that hangs."""
+"""How long the end waits: longer than a view of the run is waited for as it closes, and not for ever for a disk."""
 
 
 class Beside(threading.Thread):
@@ -23,11 +23,19 @@ class Beside(threading.Thread):
     Args:
         work: what it does.
         stop: has `work` return soon; called by another thread, and returns at once.
+        limit_s: how long the end waits for it. Who has given it up sets 0.
     """
 
-    def __init__(self, work: Callable[[], None], *, name: str, stop: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        work: Callable[[], None],
+        *,
+        name: str,
+        stop: Callable[[], None] = lambda: None,
+        limit_s: float = LIMIT_S,
+    ) -> None:
         super().__init__(target=work, name=name, daemon=True)
-        self.stop = stop
+        self.stop, self.limit_s = stop, limit_s
 
     def run(self) -> None:
         try:
@@ -38,16 +46,19 @@ class Beside(threading.Thread):
 
 def _end() -> None:
     """A process that was forked has none of its parent's threads, and waits for none."""
-    end_s = time.monotonic() + LIMIT_S
-    while threads := [one for one in threading.enumerate() if isinstance(one, Beside) and one.is_alive()]:
+    begin_s, late = time.monotonic(), set[Beside]()
+    while threads := [one for one in _at_work() if one not in late]:  # one that ends may have begun another
         for one in threads:
             one.stop()
         for one in threads:
-            one.join(max(0.0, end_s - time.monotonic()))
-        if time.monotonic() >= end_s:
-            names = ", ".join(one.name for one in threads if one.is_alive())
-            log.warning("still at work %g s after the end of the script: %s", LIMIT_S, names)
-            return
+            one.join(max(0.0, begin_s + one.limit_s - time.monotonic()))
+        late |= {one for one in threads if one.is_alive()}
+    for one in late:
+        log.warning("the thread %r is still at work %g s after the end of the script", one.name, one.limit_s)
+
+
+def _at_work() -> list[Beside]:
+    return [one for one in threading.enumerate() if isinstance(one, Beside) and one.is_alive() and one.limit_s]
 
 
 atexit.register(_end)  # now: what a script registers later may still use the threads

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
 from typing import Any, Protocol
 
+from zero.beside import Beside
 from zero.tracker.view import Row, View
 
 MOST_WAITING = 1000
@@ -30,7 +30,8 @@ class Behind(View):
         opened: makes the view.
         abandon: called beside a call that does not return: nothing may wait for the view any more.
         patience_s: how long `close` waits until all calls are done.
-        hurried_s: the same after a failure, when somebody may be about to kill the process.
+        hurried_s: the same after a failure, when somebody may be about to kill the process, and at the end of a script
+            that has not called it: W&B does not always answer there.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Behind(View):
         self._patience_s, self._hurried_s = patience_s, hurried_s
         self._calls: SimpleQueue[Callable[[Remote], None] | None] = SimpleQueue()
         self._error: Exception | None = None
-        self._thread = Thread(target=self._work, name="view", daemon=True)
+        self._thread = Beside(self._work, name="view", stop=lambda: self._calls.put(None), limit_s=hurried_s)
         self._thread.start()
 
     def log(self, row: Row) -> None:
@@ -64,6 +65,7 @@ class Behind(View):
         patience_s = self._hurried_s if exit_code else self._patience_s
         self._thread.join(patience_s)
         if self._thread.is_alive():
+            self._thread.limit_s = 0.0
             self._abandon()
             raise TimeoutError(f"it was not done {patience_s:.0f} s after the run")
         self._raise()

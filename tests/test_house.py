@@ -130,6 +130,13 @@ def test_a_stage_is_three_booleans(path):
     assert not asked, f"{asked}: ask stage.moments, .gradients or .parameters; only stage.py knows the numbers"
 
 
+def test_threads_that_may_be_inside_torch_are_waited_for():
+    without_torch = {"beside", "failure", "watch", "device", "store.nvme", "checkpoint.load", "launch.request"}
+    users = {name_of(path) for path in FILES if re.search(r"\bThread[()]", path.read_text())}
+    own = {name for name in users - without_torch if not name.startswith("testing.")}
+    assert not own, f"{sorted(own)} starts a thread: a zero.beside.Beside does not abort the process when Python ends"
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_nothing_is_asked_by_hasattr(path):
     assert "hasattr(" not in path.read_text(), "decide once from data, then act"

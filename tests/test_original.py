@@ -269,3 +269,36 @@ def test_a_file_of_safetensors_has_the_names_of_the_model(tmp_path: Path):
     engine = begin(zero.World.from_env(), model, 3)
     assert set(load_file(engine.save_16bit_model(tmp_path))) == set(net().state_dict())
     engine.destroy()
+
+
+@pytest.mark.parametrize(
+    "placed", [{}, {"offload_optimizer": "cpu"}, {"offload_optimizer": "nvme"}, {"offload_param": "nvme"}]
+)
+@pytest.mark.parametrize("frozen", [False, True])
+@STAGES
+def test_an_engine_that_does_not_train_runs(stage, frozen, placed, tmp_path: Path):
+    """A reference model: no optimizer, or one whose parameters are all frozen. Its gradient goes to the input."""
+    if stage < 3 and "offload_param" in placed:
+        pytest.skip("parameters leave at stage 3 only")
+    how = {kind: {"device": device, "nvme_path": str(tmp_path)} for kind, device in placed.items()}
+    settings = {"train_batch_size": 2, "zero_optimization": {"stage": stage, **how}}
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    expected = net()(x)
+    (slope,) = torch.autograd.grad(expected, x)
+
+    def rank_main(world):
+        with world.exclusive():
+            model = net()
+        given = {"optimizer": torch.optim.AdamW(model.requires_grad_(False).parameters())} if frozen else {}
+        engine, optimizer, _, _ = zero.initialize(model=model, config=settings, world=world, **given)
+        assert (optimizer is not None) == frozen
+        mine = x.detach().clone().requires_grad_()
+        with torch.no_grad():
+            found = [engine(mine), model(mine)]
+        engine(mine).backward()
+        with pytest.raises(ConfigError, match=r"engine\.step\(\): nothing trains here"):
+            engine.step()
+        close(enumerate([*found, mine.grad]), enumerate([expected.detach(), expected.detach(), slope]))
+        engine.destroy()
+
+    run_ranks(2, rank_main, timeout_s=30)

@@ -305,7 +305,7 @@ class Gatherer:
         return [self._arrives(unit, slot, parameter) for slot, parameter in enumerate(made)]
 
     def _arrives(self, unit: UnitState, slot: int, parameter: Tensor) -> Tensor:
-        if unit.spec.trainable.slots[slot].group in self.resting:
+        if unit.spec.trainable.slots[slot].group in self.resting or not self._absent[unit.index, slot].requires_grad:
             return parameter.detach()
         arriving = cast(Tensor, Arrive.apply(parameter, self, unit, slot))
         arriving.grad_fn._set_sequence_nr(AT_ONCE)  # type: ignore[union-attr]

@@ -57,8 +57,10 @@ def initialize(
     folder: str | PathLike[str] | None = None,
     tokens_per_row: int = 1,
     **others: Any,
-) -> tuple[Engine, Optimizer, Loader | None, Scheduler | None]:
+) -> tuple[Engine, Optimizer | None, Loader | None, Scheduler | None]:
     """An engine for `model`, the optimizer whose groups it reads, a loader and a scheduler. Collective.
+
+    Without an optimizer nothing is trained: the parameters are in shards all the same, and run.
 
     The model is taken over, with rank 0's values: `engine.module` is `model`, and it stays what it was for whoever
     calls it, reads its parameters or its `state_dict()`, puts hooks on it or sets its modes. As its parameters are in
@@ -95,7 +97,7 @@ def initialize(
     settled = _settled(told, world)
     given, made = _optimizer(optimizer, model_parameters, model, settled, told)
     settings = _settings(settled, made)  # before a scheduler writes into the groups
-    scheduler = _scheduler(lr_scheduler, made, settled, told)
+    scheduler = _scheduler(lr_scheduler, made, settled, told) if trained(made) else None
     with contextlib.ExitStack() as undo:  # what a refusal half-way must not leave open
         with training_only(model, trained(made)):
             chosen = transform(made, names_of(model), settled.optim.clip)
@@ -117,11 +119,12 @@ def initialize(
         managed=told.managed,
         watched=watched,
     )
+    returned = made if trained(made) else None
     if training_data is None:
-        return engine, made, None, scheduler
+        return engine, returned, None, scheduler
     rows = engine.train_micro_batch_size_per_gpu()
     loader = Loader(training_data, world, rows=rows, seed=seed, collate=collate_fn, drop_last=told.drop_last)
-    return engine, made, loader, scheduler
+    return engine, returned, loader, scheduler
 
 
 def init_distributed(*args: Any, **how: Any) -> None:
@@ -184,7 +187,7 @@ def _optimizer(
     if asked is not None:
         return asked, Optimizer.of(asked)
     if not told.has_optimizer:
-        raise ConfigError('there is no optimizer: pass optimizer=, or put an "optimizer" into the config')
+        return None, Optimizer.of_nothing()
     return None, _from_config(config, _listed(parameters, model))
 
 

@@ -89,7 +89,7 @@ class Engine(Saved):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; floating-point tensors are cast to the dtype that it computes in."""
         state = self._living()
-        if torch.is_grad_enabled() and self.module.training:
+        if self.plan.trains and torch.is_grad_enabled() and self.module.training:
             self._begin_microbatch()
         elif self._step is None:
             state.machinery.gatherer.begin()
@@ -135,6 +135,7 @@ class Engine(Saved):
                 `scale` in fp16.
         """
         if not self._in_microbatch:
+            self._refuse_without_training("step")
             raise ConfigError(f"engine.step(): {_NO_FORWARD} since the last one; {_WITHOUT_DROPOUT}")
         if self._in_no_sync:
             raise ConfigError("engine.step() inside engine.no_sync(): it would synchronise; leave the block first")
@@ -276,8 +277,16 @@ class Engine(Saved):
 
     def _under_way(self, asked: str) -> Step:
         if self._step is None:
+            self._refuse_without_training(asked)
             raise ConfigError(f"engine.{asked}(): {_NO_FORWARD} since the last step; {_WITHOUT_DROPOUT}")
         return self._step
+
+    def _refuse_without_training(self, asked: str) -> None:
+        if not self.plan.trains:
+            raise ConfigError(
+                f"engine.{asked}(): nothing trains here: no optimizer holds a parameter that requires a gradient; "
+                "gradients of inputs come with loss.backward()"
+            )
 
     @contextmanager
     def _abandoning(self) -> Iterator[None]:
@@ -321,7 +330,9 @@ def _entering(held: "weakref.ref[Engine]") -> Callable[[], None]:
 
     def entering() -> None:
         engine = held()
-        if engine is not None and not engine._in_microbatch and torch.is_grad_enabled() and engine.module.training:
+        if engine is None or engine._in_microbatch or not engine.plan.trains:
+            return
+        if torch.is_grad_enabled() and engine.module.training:
             engine._begin_microbatch()
 
     return entering

@@ -5,8 +5,9 @@ reads what they wrote. Given a torch optimizer it shares that one's groups, so a
 for both.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from zero import optim
 from zero.errors import ConfigError
 from zero.optim import Transform
+
+log = logging.getLogger("zero")
 
 ParamGroup = dict[str, Any]
 """One of `param_groups`."""
@@ -97,6 +100,11 @@ class Optimizer(torch.optim.Optimizer):
         made = cls(given.param_groups, given.defaults, kind)
         made.param_groups = given.param_groups
         return made
+
+    @classmethod
+    def of_nothing(cls) -> "Optimizer":
+        """Of an engine that does not train."""
+        return cls([{"params": []}], {"lr": 0.0, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}, "sgd")
 
     @torch._dynamo.disable
     def step(self, closure: None = None) -> None:
@@ -237,7 +245,7 @@ def _named(number: int, group: ParamGroup, names: Mapping[int, str]) -> dict[str
 
 
 def _trains(held: Mapping[str, Tensor], frozen: Mapping[str, Tensor], step: int) -> bool:
-    """A group rests while none of its parameters requires a gradient."""
+    """A group rests while none of its parameters requires a gradient; one that is frozen alone has a zero for it."""
     thawed = next((name for name, parameter in frozen.items() if parameter.requires_grad), None)
     if thawed is not None:
         raise ConfigError(
@@ -245,13 +253,19 @@ def _trains(held: Mapping[str, Tensor], frozen: Mapping[str, Tensor], step: int)
             "gradient there, and freeze it, in a group of its own, before the first step"
         )
     moving = [name for name, parameter in held.items() if parameter.requires_grad]
-    if moving and len(moving) < len(held):
-        resting = next(name for name in held if name not in moving)
-        raise ConfigError(
-            f"{resting} was frozen during training, and {moving[0]} of the same optimizer group was not; what freezes "
-            "on its own needs a group of its own"
-        )
+    if moving:
+        for name in held.keys() - set(moving):
+            _say_frozen(name)
     return bool(moving)
+
+
+@cache
+def _say_frozen(name: str) -> None:
+    log.warning(
+        "%s was frozen, and others of its optimizer group were not: its gradient is zero, weight decay and momentum "
+        "go on, as in DeepSpeed; what is to rest needs a group of its own",
+        name,
+    )
 
 
 def names_of(model: nn.Module) -> dict[int, str]:

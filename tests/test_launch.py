@@ -5,12 +5,15 @@ Asked to stop by a signal, wherever it arrives, all ranks return from the same s
 
 import ctypes
 import itertools
+import multiprocessing.util
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -105,6 +108,16 @@ def die_when_asked(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def end_once_told(folder: Path, error: Exception | None) -> str:
+    """Rank 1 by the error, if there is one."""
+    rank = tell_pid(folder)
+    (folder / f"{rank}.fifo").read_text()
+    if error is None:
+        return "finished"
+    raise_on(1, error)
+    raise AssertionError("endless")
+
+
 def die_in_turn(kills: int) -> tuple[int, str]:
     """In start i rank i % 2 is killed, in the first `kills` starts; returns what the last start knows of itself."""
     if launch.restart_count() < kills:
@@ -135,7 +148,17 @@ def turn_in_a_circle() -> None:
         world.barrier("the end")
 
 
-def launched(entry: Callable[..., Any], folder: Path, send: Callable[[list[int]], None], **options: Any) -> Any:
+def remove_temporary_folders(folder: Path) -> None:
+    """As a cleaner does that takes a long run for a dead one."""
+    found = list(folder.glob("zero-ranks-*"))
+    assert found
+    for each in found:
+        shutil.rmtree(each)
+
+
+def launched(
+    entry: Callable[..., Any], folder: Path, send: Callable[[list[int]], None], *args: Any, **options: Any
+) -> Any:
     """What `launch` says of two ranks, while a thread calls `send` with their pids once they run."""
     folder.mkdir(parents=True)
     fifos = [folder / f"{rank}.fifo" for rank in range(2)]
@@ -144,7 +167,7 @@ def launched(entry: Callable[..., Any], folder: Path, send: Callable[[list[int]]
     sender = threading.Thread(target=lambda: send([int(fifo.read_text()) for fifo in fifos]), daemon=True)
     sender.start()
     try:
-        return launch.launch(entry, folder, ranks=2, folder=folder, **options)
+        return launch.launch(entry, folder, *args, ranks=2, folder=folder, **options)
     finally:
         sender.join(10)
 
@@ -159,6 +182,12 @@ def _forked() -> Iterator[None]:
     """For what happens to ranks once they run. How they are started is for the other tests."""
     with forked_ranks():
         yield
+
+
+@pytest.fixture
+def _temporary(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiprocessing.util.get_temp_dir()  # fixed before: a path as long as ours is none for a socket
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
 
 
 def test_rank_0_answers_and_every_rank_has_a_log(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -240,9 +269,8 @@ def test_the_earliest_note_is_the_cause(folder: Path) -> None:
     assert "SIGSEGV" in str(launch.ranks._first_failure(1, -signal.SIGSEGV, notes[1:], folder))
 
 
-def test_what_followed_from_a_failure_is_not_the_cause(folder: Path) -> None:
-    folder.mkdir()
-    board = launch.board.Board(folder)
+def test_what_followed_from_a_failure_is_not_the_cause() -> None:
+    board = launch.board.Board(2)
     board.leave_note(1, RankFailedError("rank 0 failed first"))
     board.leave_note(0, NumericsError("the loss is not finite"))
     assert [note["rank"] for note in board.notes()] == [0, 1]
@@ -319,6 +347,33 @@ def test_a_sigterm_at_any_time_lets_all_ranks_return_from_the_same_step(tmp_path
         steps = launched(step_until_asked, folder, send)
         assert [(folder / f"{each}.stopped").read_text() for each in range(2)] == [str(steps)] * 2
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("_forked", "_temporary")
+@pytest.mark.parametrize("error", [None, ValueError("bad batch")])
+def test_what_is_left_under_tmpdir_may_vanish_while_ranks_run(folder: Path, error: Exception | None) -> None:
+    """They still end as they would have, and why they failed is still told."""
+
+    def send(_: list[int]) -> None:
+        remove_temporary_folders(folder)
+        for rank in range(2):
+            (folder / f"{rank}.fifo").write_text("go")
+
+    if error is None:
+        assert launched(end_once_told, folder, send, error) == "finished"
+        return
+    with pytest.raises(RankFailedError, match=r"^rank 1 failed: ValueError: bad batch"):
+        launched(end_once_told, folder, send, error)
+
+
+@pytest.mark.usefixtures("_forked", "_temporary")
+def test_what_is_left_under_tmpdir_may_vanish_before_the_run_is_asked_to_stop(folder: Path) -> None:
+    def send(_: list[int]) -> None:
+        remove_temporary_folders(folder)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    steps = launched(step_until_asked, folder, send)
+    assert [(folder / f"{each}.stopped").read_text() for each in range(2)] == [str(steps)] * 2
 
 
 @pytest.mark.usefixtures("_forked")

@@ -6,30 +6,24 @@ then knows the cause: a rank that raised, ranks that ran different operations, a
 gone without a word.
 
 Nothing here communicates but through the store that it is given, and only ever after a failure. One thing is said
-before: a rank that hangs answers nobody, so each keeps its place ("step 3, backward") in a file for the others.
+before: a rank that hangs answers nobody, so each keeps its place ("step 3, backward") where the others can read it.
 """
 
 import contextlib
 import json
-import os
 import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from zero.errors import DeadlineError, RankFailedError, WorldError
-
-PLACES = "ZERO_PLACES"
-"""The environment variable with the folder in which the ranks of a machine write down their places."""
 
 GRACE_S = 1.0
 """How long a failing rank listens for the others."""
 
 _PAUSE_S = 0.01
-_PLACE_BYTES = 64
 _NETWORK_PREFIX = re.compile(r"^\[[^]]*\] *")
 
 
@@ -125,29 +119,31 @@ class Notes:
             pause.wait(_PAUSE_S)
 
 
+class PlaceBoard(Protocol):
+    """Where the ranks of a machine write down their places."""
+
+    def tell_place(self, rank: int, place: str, /) -> None: ...
+    def place_of(self, rank: int, /) -> str: ...
+
+
 class Places:
-    """What each rank is at, in a file each. Ranks that `launch` did not start have no folder for it: see `PLACES`."""
+    """What each rank is at. Only ranks that `launch` started have a `board` for it."""
+
+    board: ClassVar[PlaceBoard | None] = None
 
     def __init__(self, rank: int) -> None:
         self.own = ""
-        self._folder = Path(os.environ[PLACES]) if PLACES in os.environ else None
-        self._file = None if self._folder is None else (self._folder / f"{rank}.place").open("wb", buffering=0)
+        self._rank = rank
 
     def tell(self, place: str) -> None:
-        """Costs a write of 64 bytes, which stay in memory."""
+        """Costs a write to memory."""
         self.own = place
-        if self._file is not None:
-            os.pwrite(self._file.fileno(), place.encode().ljust(_PLACE_BYTES)[:_PLACE_BYTES], 0)
+        if self.board is not None:
+            self.board.tell_place(self._rank, place)
 
     def of(self, rank: int) -> str:
         """What any rank told last; "" if nothing is known."""
-        path = None if self._folder is None else self._folder / f"{rank}.place"
-        return path.read_text().rstrip() if path is not None and path.exists() else ""
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = None
+        return "" if self.board is None else self.board.place_of(rank)
 
 
 def explain(

@@ -395,7 +395,6 @@ class ProcessWorld(World):
     def close(self) -> None:
         if self._group is not None:
             self._notes.post(Note.of_leaving())
-            self._places.close()
             dist.destroy_process_group(None if self._owns_default else self._group)
             self._group = None
 

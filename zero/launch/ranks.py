@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from zero.errors import DeadlineError, RankFailedError
-from zero.failure import PLACES
+from zero.failure import Places
 from zero.launch.board import Board
 from zero.launch.ending import MEMORY_ADVICE, Interrupted
 from zero.launch.process import Malloc, environ, environment, redirect, redirected, set_up
@@ -164,6 +164,7 @@ class _Job:
     args: tuple[Any, ...]
     ranks: int
     folder: Path
+    agent_folder: Path
     board: Board
     grace_s: float
     max_restarts: int
@@ -206,10 +207,10 @@ def launch(
 
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        board = Board(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zero-ranks-"))))
-        job = _Job(entry, args, ranks, folder, board, grace_s, max_restarts)
-        variables = environment(ranks, threads, malloc, deterministic) | {PLACES: str(board.path)}
-        stack.enter_context(environ(variables))
+        agent_folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zero-ranks-")))
+        board = Board(ranks)
+        job = _Job(entry, args, ranks, folder, agent_folder, board, grace_s, max_restarts)
+        stack.enter_context(environ(environment(ranks, threads, malloc, deterministic)))
         # What the agent knows: end the children by this signal, which no rank handles, and pass the error on
         request = Request(grace_s + _LATE_S, board.ask, lambda stopped: SignalException(str(stopped), signal.SIGINT))
         stack.enter_context(request.heard_at(*ASKING))
@@ -243,7 +244,7 @@ def _attempt(job: _Job, attempt: int, request: Request) -> Any:
         local_addr="localhost",
         start_method="spawn",
         monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=str(job.board.path)),
+        logs_specs=DefaultLogsSpecs(log_dir=str(job.agent_folder)),
         signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # the others are ours
     )
     try:
@@ -273,6 +274,7 @@ def _rank(job: _Job, attempt: int) -> Any:
         os._exit(128 + signal.SIGINT)
     redirect(job.folder / f"{rank}.log", stdout=rank > 0, further=attempt > 0)
     faulthandler.enable()
+    Places.board = job.board
     request = RankRequest(job.board, rank, job.grace_s)
     again = f", restart {attempt} of {job.max_restarts}" if attempt else ""
     print(f"rank {rank} of {os.environ['WORLD_SIZE']}, process {os.getpid()}{again}", file=sys.stderr, flush=True)

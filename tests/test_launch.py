@@ -148,6 +148,13 @@ def turn_in_a_circle() -> None:
         world.barrier("the end")
 
 
+def await_text(path: Path, text: str) -> None:
+    end_s = time.monotonic() + 20
+    while text not in path.read_text():
+        assert time.monotonic() < end_s, f"{path} never came to hold {text!r}"
+        time.sleep(0.01)
+
+
 def remove_temporary_folders(folder: Path) -> None:
     """As a cleaner does that takes a long run for a dead one."""
     found = list(folder.glob("zero-ranks-*"))
@@ -377,6 +384,42 @@ def test_what_is_left_under_tmpdir_may_vanish_before_the_run_is_asked_to_stop(fo
 
 
 @pytest.mark.usefixtures("_forked")
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM, signal.SIGXCPU])
+def test_a_signal_that_ends_the_run_is_told_by_its_name(folder: Path, signum: signal.Signals) -> None:
+    with pytest.raises(launch.Interrupted) as caught:
+        launched(wait_in_a_collective, folder, lambda _: os.kill(os.getpid(), signum))
+    assert str(caught.value) == f"stopped by {signum.name}"
+    assert caught.value.exit_code == 128 + signum
+
+
+@pytest.mark.usefixtures("_forked")
+def test_what_nohup_keeps_away_ends_no_run(folder: Path) -> None:
+    def send(_: list[int]) -> None:
+        for signum in (signal.SIGHUP, signal.SIGTERM):
+            os.kill(os.getpid(), signum)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert launched(step_until_asked, folder, send) >= 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("_forked")
+def test_sigusr2_to_the_parent_shows_where_every_rank_is_and_the_run_goes_on(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def send(_: list[int]) -> None:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        for rank in range(2):
+            await_text(folder / f"{rank}.log", "in step_until_asked")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert launched(step_until_asked, folder, send) >= 0
+    assert capfd.readouterr().err == f"SIGUSR2: each rank writes where it is into {folder}/<rank>.log\n"
+
+
+@pytest.mark.usefixtures("_forked")
 def test_a_rank_that_is_late_is_ended_inside_its_collective_and_says_where_it_was(folder: Path) -> None:
     with pytest.raises(launch.Interrupted) as caught:
         launched(wait_in_a_collective, folder, lambda pids: os.kill(pids[0], signal.SIGTERM), grace_s=1.5)
@@ -474,6 +517,12 @@ def test_a_rank_in_this_process_is_asked_too(
         start(ask_oneself, signum, signal.SIGTERM, signal.SIGTERM, folder=folder)
     assert [signal.getsignal(each) for each in kept] == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM, signal.SIGXCPU])
+def test_a_signal_that_ends_a_rank_in_this_process_is_told_by_its_name(folder: Path, signum: signal.Signals) -> None:
+    with pytest.raises(launch.Interrupted, match=f"^stopped by {signum.name}$"):
+        launch.inside(ask_oneself, signum, folder=folder)
 
 
 @pytest.mark.parametrize("start", [launch.inside, launch.joined])

@@ -58,8 +58,10 @@ class Board:
         self._slots[rank].pid = 0
 
     def ask_for_stacks(self) -> None:
-        """A rank that somebody has stopped is woken: it could neither answer nor end, other than by SIGKILL."""
         self._send(signal.SIGUSR2)
+
+    def wake(self) -> None:
+        """Ranks that somebody has stopped: they can neither answer nor end, other than by SIGKILL."""
         self._send(signal.SIGCONT)
 
     def tell_place(self, rank: int, place: str) -> None:

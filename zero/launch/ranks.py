@@ -32,7 +32,7 @@ from zero.failure import Places
 from zero.launch.board import Board
 from zero.launch.ending import MEMORY_ADVICE, Interrupted
 from zero.launch.process import Malloc, environ, environment, redirect, redirected, set_up
-from zero.launch.request import ASKING, RankRequest, Request, stacks_on_request
+from zero.launch.request import ASKING, ENDING, RankRequest, Request, stacks_of_ranks, stacks_on_request
 
 if TYPE_CHECKING:
     from zero.watch import Reading
@@ -101,14 +101,14 @@ def inside(
         grace_s: how long `entry` has to return after a first SIGTERM or SIGUSR1.
 
     Raises:
-        Interrupted: it did not, or a second SIGTERM came.
+        Interrupted: it did not, or a second SIGTERM came, or another signal that ends a run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.enter_context(set_up(threads, malloc, deterministic))
         log = stack.enter_context((folder / "0.log").open("w"))
         if threading.current_thread() is threading.main_thread():  # no other may set handlers
-            stack.enter_context(Request(grace_s).heard_at(*ASKING))
+            stack.enter_context(Request(grace_s).heard_at(*ASKING, *ENDING))
             stack.enter_context(stacks_on_request(log))
         print(f"rank 0 of 1, process {os.getpid()}", file=log, flush=True)
         try:
@@ -187,7 +187,8 @@ def launch(
 
     SIGTERM or SIGUSR1 here, or at a rank, asks to stop. The agent never hears of it: the handler is ours, it passes the
     request on to all ranks, and they end by returning. A rank that is signalled alone tells the others by `entry`'s own
-    means, see `preempted`. A rank that is still being started has no handler, and dies.
+    means, see `preempted`. A rank that is still being started has no handler, and dies. SIGUSR2 here makes every rank
+    write where it is into its log.
 
     Every attempt has an agent of its own that restarts nothing, since one that does would swallow the cause and try
     again whatever it was. So each failure comes here first: it is printed and all ranks start again, unless its exit
@@ -201,7 +202,8 @@ def launch(
 
     Raises:
         RankFailedError: names the first rank that failed last and why; its `exit_code` is that of the cause.
-        Interrupted: SIGINT or a second SIGTERM arrived, or `entry` did not return in time.
+        Interrupted: a second SIGTERM, SIGINT or another signal that ends a run arrived, or `entry` did not return in
+            time.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -213,20 +215,29 @@ def launch(
         stack.enter_context(environ(environment(ranks, threads, malloc, deterministic)))
         # What the agent knows: end the children by this signal, which no rank handles, and pass the error on
         request = Request(grace_s + _LATE_S, board.ask, lambda stopped: SignalException(str(stopped), signal.SIGINT))
-        stack.enter_context(request.heard_at(*ASKING))
-        for attempt in range(max_restarts + 1):
-            try:
-                return _attempt(job, attempt, request)
-            except RankFailedError as failed:
-                if attempt == max_restarts or failed.exit_code in FINAL or request.is_made:
-                    raise
-                print(f"restart {attempt + 1} of {max_restarts}: {failed}", file=sys.stderr, flush=True)
-            board.clear()
+        stack.enter_context(request.heard_at(*ASKING, *ENDING, signal.SIGINT))
+        stack.enter_context(stacks_of_ranks(board, folder))
+        try:
+            return _until_done(job, request)
+        except SignalException:
+            assert request.interrupted is not None
+            raise request.interrupted from None
+
+
+def _until_done(job: _Job, request: Request) -> Any:
+    for attempt in range(job.max_restarts + 1):
+        try:
+            return _attempt(job, attempt, request)
+        except RankFailedError as failed:
+            if attempt == job.max_restarts or failed.exit_code in FINAL or request.is_made:
+                raise
+            print(f"restart {attempt + 1} of {job.max_restarts}: {failed}", file=sys.stderr, flush=True)
+        job.board.clear()
     raise AssertionError("the last attempt returns or raises")
 
 
 def _attempt(job: _Job, attempt: int, request: Request) -> Any:
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -245,13 +256,11 @@ def _attempt(job: _Job, attempt: int, request: Request) -> Any:
         start_method="spawn",
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=str(job.agent_folder)),
-        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # the others are ours
+        signals_to_handle="",  # all are ours
     )
     try:
         with memory, _quiet("torch.distributed", "torch.multiprocessing"):  # its loggers exist once it is imported
             return elastic_launch(config, _rank)(job, attempt)[0]
-    except SignalException as stopped:
-        raise request.interrupted or Interrupted(stopped.sigval) from None
     except ChildFailedError as failed:
         rank, failure = min(failed.failures.items())
         if request.is_made and -failure.exitcode in ASKING:
@@ -285,6 +294,7 @@ def _rank(job: _Job, attempt: int) -> Any:
         sys.stderr.flush()
         if isinstance(error, DeadlineError):
             job.board.ask_for_stacks()
+            job.board.wake()
         exit_code = job.board.leave_note(rank, error)
         time.sleep(_NOTE_S)
         raise SystemExit(exit_code) from None

@@ -4,9 +4,11 @@ SIGTERM and SIGUSR1 ask a run to stop: `preempted` says so to the rank, and `ent
 elastic agent ends its children with SIGTERM too, once one has failed. A rank tells the two apart by what the others
 have left on the board.
 
+What else ends a run does so at once, and is told by its own name.
+
 SIGUSR2 makes a rank write where it is into its log: at once the stack of one thread, the main one as a rule, and those
 of all as soon as a thread holds the interpreter's lock. Without the lock faulthandler reads stacks that are changing
-under it, and a rank that was only asked where it is would die of that.
+under it, and a rank that was only asked where it is would die of that. The parent passes it on to all ranks.
 """
 
 import faulthandler
@@ -17,12 +19,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TextIO
 
 from zero.launch.board import Board
 from zero.launch.ending import Interrupted
 
 ASKING = (signal.SIGTERM, signal.SIGUSR1)
+ENDING = (signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU)
+"""A terminal that is closed, its Ctrl-\\, and a limit on CPU time. SIGINT is Python's own where nobody asks for it."""
+
 SECOND = "a second one came before the run had ended"
 
 TOGETHER_S = 1.0
@@ -83,7 +89,8 @@ class Request:
         """For the time of the body, these signals come here."""
         with _signal_handlers_kept():
             for signum in (*signals, signal.SIGALRM):
-                signal.signal(signum, self)
+                if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # as nohup wants it
+                    signal.signal(signum, self)
             try:
                 yield
             finally:
@@ -98,11 +105,11 @@ class Request:
                     self._pass_on()
                 return
             self.interrupted = Interrupted(signal.SIGTERM, SECOND)
-        elif signum == signal.SIGALRM:
+        elif signum == signal.SIGALRM and self.is_late:
             self.interrupted = Interrupted(signal.SIGTERM, self._late("the run"))
         else:
             self.interrupted = Interrupted(signum)
-        for further in (*ASKING, signal.SIGINT, signal.SIGALRM):
+        for further in (*ASKING, *ENDING, signal.SIGINT, signal.SIGALRM):
             signal.signal(further, signal.SIG_IGN)  # a terminal and torchrun both send one
         raise self._wrap(self.interrupted)
 
@@ -175,9 +182,21 @@ def stacks_on_request(log: TextIO | int) -> Iterator[None]:
 
 
 @contextmanager
+def stacks_of_ranks(board: Board, folder: Path) -> Iterator[None]:
+    """The same in their parent: SIGUSR2 reaches all of them, and the run goes on."""
+
+    def pass_on(*_: object) -> None:
+        board.ask_for_stacks()
+        os.write(2, f"SIGUSR2: each rank writes where it is into {folder}/<rank>.log\n".encode())
+
+    with _signal_handlers_kept():
+        signal.signal(signal.SIGUSR2, pass_on)
+        yield
+
+
+@contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """The agent installs handlers and leaves them behind."""
-    caught = (*ASKING, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM)
+    caught = (*ASKING, *ENDING, signal.SIGINT, signal.SIGALRM, signal.SIGUSR2)
     before = {signum: signal.getsignal(signum) for signum in caught}
     try:
         yield

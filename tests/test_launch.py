@@ -97,6 +97,11 @@ def wait_in_a_collective(folder: Path) -> None:
         wait_elsewhere()
 
 
+def wait_for_nothing(folder: Path) -> None:
+    tell_pid(folder)
+    wait_elsewhere()
+
+
 def die_when_asked(folder: Path) -> None:
     """Rank 1 does; rank 0 takes no notice."""
     with (folder / "starts").open("a") as starts:
@@ -438,6 +443,49 @@ def test_a_second_sigterm_to_one_rank_ends_it(folder: Path) -> None:
 
     with pytest.raises(launch.Interrupted, match=r"^stopped by SIGTERM: a second one came .*\(log: .*/0\.log\)$"):
         launched(wait_in_a_collective, folder, send)
+
+
+def ask_for_the_end(_: int) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def ask_twice(_: int) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(1.1 * launch.request.TOGETHER_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def interrupt(_: int) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (ask_for_the_end, "stopped by SIGTERM: rank 0 had not ended 1 s after"),
+        (ask_twice, "stopped by SIGTERM: a second one"),
+        (interrupt, "stopped by SIGINT"),
+        (kill, "rank 0 was killed"),
+    ],
+)
+def test_a_rank_that_somebody_has_stopped_does_not_hold_up_the_end(
+    folder: Path, end: Callable[[int], None], said: str
+) -> None:
+    """torch's agent would wait 30 s for it."""
+    ends_s = []
+
+    def send(pids: list[int]) -> None:
+        os.kill(pids[1], signal.SIGSTOP)
+        ends_s.append(time.monotonic())
+        end(pids[0])
+
+    with pytest.raises((launch.Interrupted, RankFailedError), match=f"^{said}"):
+        launched(wait_for_nothing, folder, send, grace_s=30.0 if end is ask_twice else 1.0)
+    assert time.monotonic() - ends_s[0] < 10
 
 
 def test_killed_ranks_start_again_and_the_cause_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -45,6 +45,7 @@ GRACE_S = 30.0
 
 _NOTE_S = 0.5  # for the death of another to be seen
 _LATE_S = 2.0  # that the parent waits longer than a rank, which has more to say
+_WAKE_S = 0.1
 
 
 def restart_count() -> int:
@@ -259,7 +260,11 @@ def _attempt(job: _Job, attempt: int, request: Request) -> Any:
         signals_to_handle="",  # all are ours
     )
     try:
-        with memory, _quiet("torch.distributed", "torch.multiprocessing"):  # its loggers exist once it is imported
+        with (
+            memory,
+            _woken_to_end(job.board, request),
+            _quiet("torch.distributed", "torch.multiprocessing"),
+        ):  # its loggers exist once it is imported
             return elastic_launch(config, _rank)(job, attempt)[0]
     except ChildFailedError as failed:
         rank, failure = min(failed.failures.items())
@@ -325,6 +330,25 @@ def _first_failure(
     else:
         why = f"ended with exit code {code} and no message"
     return RankFailedError(f"rank {dead} {why} (log: {folder}/{dead}.log)")
+
+
+@contextmanager
+def _woken_to_end(board: Board, request: Request) -> Iterator[None]:
+    """The agent's signal reaches no rank that somebody has stopped, and it waits 30 s for one before it kills it."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_WAKE_S):
+            if request.interrupted is not None or board.has_trouble():
+                board.wake()
+
+    thread = threading.Thread(target=watch, name="waking", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @contextmanager

@@ -5,6 +5,7 @@
 
 import contextlib
 import json
+import os
 import pickle
 import resource
 import shutil
@@ -184,6 +185,49 @@ def test_a_tensor_in_pieces_is_put_together(tmp_path: Path):
 
     change_metadata(folder, cut_up)
     assert torch.equal(imported("dcp", folder, tmp_path / "root")["a (parameter)"], values()["a"])
+
+
+class Call:
+    """Unpickled, it is what a function returns."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (Call(os.system, "true"), "its pickle asks for posix.system"),
+        (Call(eval, "1"), "its pickle asks for eval"),
+        (torch.nn.Linear(2, 2), "its pickle asks for torch.nn.modules.linear.Linear"),
+        (Call(torch.Size, 1, 2), "TypeError: tuple expected at most 1 argument, got 2"),
+    ],
+)
+def test_what_a_refused_pickle_asks_for_is_named_in_a_line(tmp_path: Path, value: object, said: str) -> None:
+    """torch has a paragraph for it, and how to switch its restriction off."""
+    path = tmp_path / "model.pt"
+    torch.save({"a": value}, path)
+    with pytest.raises(CheckpointError) as caught:
+        read_source("torch", path)
+    trust = "only tensors are read from such a file, and only from one that you trust"
+    assert str(caught.value) == f"{path}: refused: {said}; {trust}"
+
+
+def test_so_is_what_a_piece_of_dcp_asks_for(tmp_path: Path) -> None:
+    folder = written("dcp", tmp_path / "dcp")
+    torch.save(Call(os.system, "true"), folder / "crafted")
+
+    def put_elsewhere(found: Any) -> None:
+        one = next(index for index in found.storage_data if index.fqn == "a")
+        home = type(found.storage_data[one])
+        found.storage_data[one] = home("crafted", 0, (folder / "crafted").stat().st_size)
+
+    change_metadata(folder, put_elsewhere)
+    with pytest.raises(CheckpointError, match=r"refused: its pickle asks for posix\.system; only tensors"):
+        imported("dcp", folder, tmp_path / "root")
 
 
 def test_a_number_in_a_pickle_does_not_say_how_much_memory_it_takes(tmp_path: Path):

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from zero.checkpoint.manifest import ITEM_BYTES
 from zero.errors import CheckpointError, in_short
-from zero.exchange.pickled import TRUST, check_records
+from zero.exchange.pickled import TRUST, check_records, unpicklers_own
 from zero.exchange.stream import Source, Stream, refused_by_the_system
 
 METADATA = ".metadata"
@@ -239,4 +239,4 @@ def _first(folder: Path, error: Any) -> CheckpointError:
 
 
 def _refused(what: str, error: BaseException) -> CheckpointError:
-    return CheckpointError(f"{what}: refused: {in_short(error)}; {TRUST}")
+    return CheckpointError(f"{what}: refused: {in_short(unpicklers_own(error))}; {TRUST}")

@@ -196,15 +196,19 @@ def stream_of(value: Any, what: str) -> Stream:
     return Stream.of(value.dtype, tuple(value.shape), lambda: value)
 
 
+def unpicklers_own(error: BaseException) -> BaseException:
+    """torch explains itself on many lines, and how to switch the restriction off; its unpickler had said it in one."""
+    said = error.__context__ if isinstance(error, pickle.UnpicklingError) and error.__context__ else error
+    asked = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)|class (\S+) was not", str(said))
+    return pickle.UnpicklingError(f"its pickle asks for {(asked[1] or asked[2])[:100]}") if asked else said
+
+
 def _reason(error: Exception) -> str:
-    """torch explains itself on many lines, and how to switch the restriction off; one line of it is news."""
-    text = str(error)
-    asked = re.search(r"GLOBAL (\S+) was not an allowed global", text) or re.search(r"class (\S+) was not", text)
-    if asked:
-        return f"its pickle asks for {asked[1][:100]}"
-    told = re.search(r"WeightsUnpickler error: ([^\n]*)", text)
-    line = told[1] if told else text.strip().split("\n")[0]
-    return f"{type(error).__name__}: {line.strip()[:200]}" if line.strip() else type(error).__name__
+    own = unpicklers_own(error)
+    line = str(own).strip().split("\n")[0].strip()[:200]
+    if isinstance(own, pickle.UnpicklingError) and line:
+        return line
+    return f"{type(own).__name__}: {line}" if line else type(own).__name__
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:

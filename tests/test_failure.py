@@ -15,6 +15,7 @@ def lost(peer: int) -> Note:
 
 RAISED = Note.of_raise(ValueError("bad batch"))
 LEFT = Note.of_leaving()
+ENDED = Note.of_leaving("its process came to its end")
 ELSEWHERE = Note("waited", "barrier", "Timed out", {4: "barrier"})
 
 TABLE = {
@@ -24,6 +25,12 @@ TABLE = {
     "heard of through another": (lost(1), {1: lost(2)}, RankFailedError, "rank 0 lost rank 2 in gather of h.1"),
     "one raised": (lost(1), {1: lost(2), 2: RAISED}, RankFailedError, "rank 2 failed first: ValueError: bad batch"),
     "one left": (lost(1), {1: LEFT}, WorldError, "rank 1 left the world; rank 0 was in gather of h.1"),
+    "one ended": (
+        lost(1),
+        {1: ENDED},
+        WorldError,
+        "rank 1 left the world (its process came to its end); rank 0 was in",
+    ),
     "another had left before": (lost(2), {1: LEFT}, RankFailedError, "rank 0 lost rank 2"),
     "one is elsewhere": (WAITED, {1: ELSEWHERE}, WorldError, "gather of h.1 on rank 0; barrier on rank 1"),
     "cut off by one that waited": (lost(1), {1: WAITED, 2: WAITED}, DeadlineError, "others had waited 1 s"),

@@ -102,6 +102,15 @@ def wait_for_nothing(folder: Path) -> None:
     wait_elsewhere()
 
 
+def raise_without_closing() -> None:
+    """Rank 1 does, in a world that rank 0 then waits in."""
+    world = zero.World.from_env(20.0)
+    world.barrier("start")
+    if world.rank == 1:
+        raise ValueError("bad batch")
+    world.barrier("the end")
+
+
 def die_when_asked(folder: Path) -> None:
     """Rank 1 does; rank 0 takes no notice."""
     with (folder / "starts").open("a") as starts:
@@ -268,6 +277,13 @@ def test_memory_is_blamed_where_little_was_free(folder: Path) -> None:
     said = str(launch.ranks._first_failure(1, -signal.SIGKILL, [], folder, scarce))
     assert "most likely because host memory ran out; shortly before, the ranks held 6.0 GiB" in said
     assert "mode=plan" in said
+
+
+@pytest.mark.usefixtures("_forked")
+def test_a_rank_that_raises_without_closing_its_world_is_named_by_the_others_too(folder: Path) -> None:
+    with pytest.raises(RankFailedError, match=r"^rank 1 failed: ValueError: bad batch"):
+        launch.launch(raise_without_closing, ranks=2, folder=folder)
+    assert "RankFailedError: rank 1 failed first: ValueError: bad batch; rank 0" in (folder / "0.log").read_text()
 
 
 def test_the_earliest_note_is_the_cause(folder: Path) -> None:

@@ -4,9 +4,12 @@ import gc
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -562,6 +565,60 @@ def test_processes_name_the_rank_that_left(told):
     assert "leaves" not in told[1]
     for r in (0, 2):
         assert told[r]["leaves"] == f"WorldError: rank 1 left the world; rank {r} was in barrier of the end"
+
+
+UNCLOSED = """
+import sys
+import zero
+
+world = zero.World.from_env(20.0, "cpu")
+world.barrier("start")
+if world.rank == 1:
+    exec(sys.argv[1])
+else:
+    try:
+        world.barrier("the end")
+    except zero.errors.WorldError as error:
+        print(type(error).__name__, error)
+"""
+
+
+def scripts(*arguments: str) -> list[subprocess.Popen[str]]:
+    """A process for each rank of two; rank 0 hosts the store."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return [
+        subprocess.Popen([sys.executable, "-c", *arguments], env={**shared, "RANK": str(rank)}, **pipes)
+        for rank in range(2)
+    ]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("raise ValueError('bad batch')", "RankFailedError rank 1 failed first: ValueError: bad batch"),
+        ("sys.exit(3)", "WorldError rank 1 left the world (its process came to its end)"),
+    ],
+)
+def test_a_script_that_ends_without_closing_its_world_says_why(end, said):
+    ranks = scripts(UNCLOSED, end)
+    answers = [rank.communicate(timeout=60) for rank in ranks]
+    assert answers[0] == (f"{said}; rank 0 was in barrier of the end\n", "")
+    assert ("ValueError: bad batch" in answers[1][1]) == ("bad batch" in said)  # its traceback is its own
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("opened", ["world = zero.World.from_env(20.0, 'cpu')", "with zero.World.from_env() as world:"])
+def test_a_script_that_ends_when_the_stores_host_is_gone_has_nothing_to_say(opened):
+    """torch would print a stack of its C++."""
+    indent = "    " if opened.endswith(":") else ""
+    ranks = scripts(f"import zero\n{opened}\n{indent}world.barrier('start')\n{indent}world.rank and input()\n")
+    assert ranks[0].communicate(timeout=60) == ("", "")
+    assert ranks[1].communicate("go on\n", timeout=60) == ("", "")
 
 
 @pytest.mark.process

@@ -12,10 +12,12 @@ before: a rank that hangs answers nobody, so each keeps its place ("step 3, back
 import contextlib
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.util import Finalize
 from typing import ClassVar, Literal, Protocol
 
 from zero.errors import DeadlineError, RankFailedError, WorldError
@@ -34,7 +36,7 @@ class Note:
     Attributes:
         kind: its wait ran out, its connection broke, its own code raised, or it was done and closed its world.
         op: the operation that it was in; "" where there was none.
-        text: the cause in its words.
+        text: the cause in its words; why it left, unless it closed its world.
         started: its latest operations by number, so that the first difference can be found.
         peer: the rank at the other end of a broken connection, where known.
     """
@@ -55,8 +57,16 @@ class Note:
         return cls("raised", "", f"{type(error).__name__}: {first_line(error)}", {})
 
     @classmethod
-    def of_leaving(cls) -> "Note":
-        return cls("left", "", "", {})
+    def of_leaving(cls, why: str = "") -> "Note":
+        return cls("left", "", why, {})
+
+    @classmethod
+    def of_ending(cls) -> "Note":
+        """Why this process ends, asked as it does: an error that nobody caught, or nothing else to do."""
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # of a child, of a script
+        if isinstance(error, SystemExit):
+            error = error.__context__ if error.code else None
+        return cls.of_leaving("its process came to its end") if error is None else cls.of_raise(error)
 
 
 class NoteStore(Protocol):
@@ -72,25 +82,31 @@ class Notes:
     """The notes of all ranks, in a store.
 
     The store may be gone, or its host stopped. So every visit is made by a thread that is left behind when it is late.
+
+    Args:
+        is_there: whether the store's host is. To write to one that is gone makes torch complain for pages.
     """
 
-    def __init__(self, store: NoteStore, rank: int, size: int) -> None:
+    def __init__(self, store: NoteStore, rank: int, size: int, is_there: Callable[[], bool] = lambda: True) -> None:
         self._store = store
+        self._is_there = is_there
         self._rank = rank
         self._size = size
         self._posted = False
 
     def post(self, note: Note) -> None:
         """Leave this rank's note. Only the first one counts: what follows is a consequence."""
+        _within(GRACE_S, lambda: self.write(note))
+
+    def write(self, note: Note) -> None:
+        """The same, however long it takes."""
         if self._posted:
             return
         self._posted = True
-
-        def write() -> None:
-            order = self._store.add("notes", 1)
-            self._store.set(f"note/{self._rank}", json.dumps({"order": order, **asdict(note)}))
-
-        _within(GRACE_S, write)
+        if not self._is_there():
+            return
+        order = self._store.add("notes", 1)
+        self._store.set(f"note/{self._rank}", json.dumps({"order": order, **asdict(note)}))
 
     def read(self) -> dict[int, Note]:
         """The notes so far by rank, oldest first, after waiting up to `GRACE_S` for the missing ones."""
@@ -103,10 +119,10 @@ class Notes:
                     fields = json.loads(self._store.get(f"note/{r}"))
                     started = {int(number): signature for number, signature in fields.pop("started").items()}
                     found.append((fields.pop("order"), r, Note(**fields, started=started)))
-            # Rank 0 may be the store's host: it stays until those who left a note have read the others'.
+            # Rank 0 may be the store's host: it stays until those who wait for the others' notes have read them.
             self._store.set(f"read/{self._rank}", "")
             if self._rank == 0:
-                self._await([f"read/{r}" for _, r, _ in found])
+                self._await([f"read/{r}" for _, r, note in found if note.kind in ("waited", "lost")])
 
         _within(3 * GRACE_S, fetch)
         return {r: note for _, r, note in sorted(found, key=lambda entry: entry[0])}
@@ -117,6 +133,37 @@ class Notes:
         pause = threading.Event()
         while not self._store.check(keys) and time.monotonic() < end_s:
             pause.wait(_PAUSE_S)
+
+
+class LastWord:
+    """The note of a rank whose process ends before its world was closed.
+
+    A process that ends starts no thread any more (Python 3.12), and the store may be stopped: so one waits from the
+    beginning.
+    """
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+        self._note: Note | None = None
+        self._due, self._written = threading.Event(), threading.Event()
+        self._at_end = Finalize(None, self._speak, exitpriority=0)  # unlike atexit's, heard in a child too
+        threading.Thread(target=self._write, name="last word", daemon=True).start()
+
+    def cancel(self) -> None:
+        self._at_end.cancel()
+        self._due.set()
+
+    def _speak(self) -> None:
+        self._note = Note.of_ending()
+        self._due.set()
+        self._written.wait(GRACE_S)
+
+    def _write(self) -> None:
+        self._due.wait()
+        if self._note is not None:
+            with contextlib.suppress(RuntimeError):
+                self._notes.write(self._note)
+        self._written.set()
 
 
 class PlaceBoard(Protocol):
@@ -169,7 +216,8 @@ def explain(
     missed = {note.peer for note in (mine, *others.values()) if note.kind == "lost"}
     left = sorted(r for r, note in others.items() if note.kind == "left" and r in missed)
     if left:
-        return WorldError(f"{some_ranks(left)} left the world; rank {rank} was in {mine.op}")
+        why = "".join(sorted({f" ({others[r].text})" for r in left if others[r].text}))
+        return WorldError(f"{some_ranks(left)} left the world{why}; rank {rank} was in {mine.op}")
     silent = [r for r in range(size) if r != rank and r not in others]
     if mine.kind == "lost" and silent:
         return RankFailedError(

@@ -22,12 +22,14 @@ import ctypes
 import hashlib
 import json
 import os
+import socket
 import time
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -44,7 +46,7 @@ from zero.errors import (
     RankFailedError,
     WorldError,
 )
-from zero.failure import Note, Notes, Places, explain, field_difference, first_line, some_ranks
+from zero.failure import GRACE_S, LastWord, Note, Notes, Places, explain, field_difference, first_line, some_ranks
 
 SUM_NUMEL = 65_536
 """Elements that a local sum adds at a time on the host: the chunks stay in cache, the scratch stays small."""
@@ -346,13 +348,15 @@ class ProcessWorld(World):
         super().__init__(_env_int("RANK"), _env_int("WORLD_SIZE"), device=_claim_device(device), timeout_s=timeout_s)
         self.local_size = _env_int("LOCAL_WORLD_SIZE", str(self.size))
         self._store = _open_store(self.rank, self.size, timeout_s)
-        self._notes = Notes(self._store, self.rank, self.size)
+        address = os.environ["MASTER_ADDR"], _env_int("MASTER_PORT")
+        self._notes = Notes(self._store, self.rank, self.size, partial(_listens, address))
         self._places = Places(self.rank)
         self._owns_default = not dist.is_initialized()
         self._group = self._open_group()
         self._number = 0
         self._started: deque[tuple[int, str]] = deque(maxlen=RECENT_OPS)
         self._failure: WorldError | None = None
+        self._last_word = LastWord(self._notes)
 
     def _open_group(self) -> dist.ProcessGroup | None:
         """Returns when all are connected: a rank that left earlier would tear connections that others still make."""
@@ -394,6 +398,7 @@ class ProcessWorld(World):
 
     def close(self) -> None:
         if self._group is not None:
+            self._last_word.cancel()
             self._notes.post(Note.of_leaving())
             dist.destroy_process_group(None if self._owns_default else self._group)
             self._group = None
@@ -509,6 +514,14 @@ def _open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
         ) from error
     _await_all(store, "here", rank, size, timeout_s, "start")
     return store
+
+
+def _listens(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, GRACE_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _await_all(store: dist.Store, key: str, rank: int, size: int, timeout_s: float, to: str) -> None:

@@ -132,6 +132,16 @@ def end_once_told(folder: Path, error: Exception | None) -> str:
     raise AssertionError("endless")
 
 
+def remove_and_die(temporary: Path) -> int:
+    """Rank 0 does, in the first start."""
+    if not launch.restart_count():
+        if os.environ["RANK"] == "0":
+            shutil.rmtree(temporary)
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait_elsewhere()
+    return launch.restart_count()
+
+
 def die_in_turn(kills: int) -> tuple[int, str]:
     """In start i rank i % 2 is killed, in the first `kills` starts; returns what the last start knows of itself."""
     if launch.restart_count() < kills:
@@ -169,14 +179,6 @@ def await_text(path: Path, text: str) -> None:
         time.sleep(0.01)
 
 
-def remove_temporary_folders(folder: Path) -> None:
-    """As a cleaner does that takes a long run for a dead one."""
-    found = list(folder.glob("zero-ranks-*"))
-    assert found
-    for each in found:
-        shutil.rmtree(each)
-
-
 def launched(
     entry: Callable[..., Any], folder: Path, send: Callable[[list[int]], None], *args: Any, **options: Any
 ) -> Any:
@@ -206,9 +208,12 @@ def _forked() -> Iterator[None]:
 
 
 @pytest.fixture
-def _temporary(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this process puts what it needs for a while."""
     multiprocessing.util.get_temp_dir()  # fixed before: a path as long as ours is none for a socket
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    return tmp_path / "temporary"
 
 
 def test_rank_0_answers_and_every_rank_has_a_log(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -377,13 +382,15 @@ def test_a_sigterm_at_any_time_lets_all_ranks_return_from_the_same_step(tmp_path
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-@pytest.mark.usefixtures("_forked", "_temporary")
+@pytest.mark.usefixtures("_forked")
 @pytest.mark.parametrize("error", [None, ValueError("bad batch")])
-def test_what_is_left_under_tmpdir_may_vanish_while_ranks_run(folder: Path, error: Exception | None) -> None:
-    """They still end as they would have, and why they failed is still told."""
+def test_what_is_left_under_tmpdir_may_vanish_while_ranks_run(
+    folder: Path, temporary: Path, error: Exception | None
+) -> None:
+    """A cleaner takes a long run for a dead one. They end as they would have, and why they failed is told."""
 
     def send(_: list[int]) -> None:
-        remove_temporary_folders(folder)
+        shutil.rmtree(temporary)
         for rank in range(2):
             (folder / f"{rank}.fifo").write_text("go")
 
@@ -394,10 +401,15 @@ def test_what_is_left_under_tmpdir_may_vanish_while_ranks_run(folder: Path, erro
         launched(end_once_told, folder, send, error)
 
 
-@pytest.mark.usefixtures("_forked", "_temporary")
-def test_what_is_left_under_tmpdir_may_vanish_before_the_run_is_asked_to_stop(folder: Path) -> None:
+@pytest.mark.usefixtures("_forked")
+def test_what_is_left_under_tmpdir_may_vanish_before_another_start(folder: Path, temporary: Path) -> None:
+    assert launch.launch(remove_and_die, temporary, ranks=2, folder=folder, max_restarts=1) == 1
+
+
+@pytest.mark.usefixtures("_forked")
+def test_what_is_left_under_tmpdir_may_vanish_before_the_run_is_asked_to_stop(folder: Path, temporary: Path) -> None:
     def send(_: list[int]) -> None:
-        remove_temporary_folders(folder)
+        shutil.rmtree(temporary)
         os.kill(os.getpid(), signal.SIGTERM)
 
     steps = launched(step_until_asked, folder, send)

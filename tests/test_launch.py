@@ -132,16 +132,6 @@ def end_once_told(folder: Path, error: Exception | None) -> str:
     raise AssertionError("endless")
 
 
-def remove_and_die(temporary: Path) -> int:
-    """Rank 0 does, in the first start."""
-    if not launch.restart_count():
-        if os.environ["RANK"] == "0":
-            shutil.rmtree(temporary)
-            os.kill(os.getpid(), signal.SIGKILL)
-        wait_elsewhere()
-    return launch.restart_count()
-
-
 def die_in_turn(kills: int) -> tuple[int, str]:
     """In start i rank i % 2 is killed, in the first `kills` starts; returns what the last start knows of itself."""
     if launch.restart_count() < kills:
@@ -399,11 +389,6 @@ def test_what_is_left_under_tmpdir_may_vanish_while_ranks_run(
         return
     with pytest.raises(RankFailedError, match=r"^rank 1 failed: ValueError: bad batch"):
         launched(end_once_told, folder, send, error)
-
-
-@pytest.mark.usefixtures("_forked")
-def test_what_is_left_under_tmpdir_may_vanish_before_another_start(folder: Path, temporary: Path) -> None:
-    assert launch.launch(remove_and_die, temporary, ranks=2, folder=folder, max_restarts=1) == 1
 
 
 @pytest.mark.usefixtures("_forked")

@@ -245,7 +245,6 @@ def _attempt(job: _Job, attempt: int, request: Request) -> Any:
     from zero.watch import MemoryWatch
 
     memory = MemoryWatch()
-    job.agent_folder.mkdir(parents=True, exist_ok=True)  # a cleaner may have been there since the last attempt
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -33,6 +33,7 @@ from zero.errors import CheckpointError, ConfigError, MachineError, Preempted, R
 from zero.explain import explain, overview
 from zero.placement import Offload
 from zero.secret import refuse_secret_words
+from zero.written import publish, writing
 
 if TYPE_CHECKING:
     from zero.meter import Summary
@@ -93,7 +94,7 @@ def train(config: Config, folder: Path) -> "Summary":
             exit_reason = training.run()
         except BaseException as error:
             training.abandon()
-            with contextlib.suppress(OSError):  # the disk may be what failed
+            with contextlib.suppress(MachineError):  # the disk may be what failed
                 training.report(write_failure, launch.describe(error))
             raise
         summary = training.report(write_summary, exit_reason)
@@ -140,7 +141,8 @@ def run(config: Config, folder: Path, *, apart: bool = False) -> "Summary":
 
     ranks = launch.count_ranks(config.launch.ranks)
     config.on(ranks)  # whether the batch divides; what is auto is settled by the ranks
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     _write_config(config, folder)
     try:
         if ranks == 1 and not apart and not config.launch.max_restarts:
@@ -165,7 +167,7 @@ def _leave_failure(folder: Path, error: BaseException, *, final: bool) -> None:
     from zero.report.run import write as write_report
     from zero.tracker import write_failure
 
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(MachineError):
         write_failure(folder, {"exit_reason": launch.describe(error)}, final=final)
     with contextlib.suppress(Exception):  # `error` is what is to be heard of
         write_report(folder)
@@ -185,7 +187,7 @@ def _how(config: Config, folder: Path) -> dict[str, Any]:
 def _write_config(config: Config, folder: Path) -> None:
     from omegaconf import OmegaConf
 
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.plain())))
+    publish(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config.plain())))
 
 
 # From a command line to settings

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import pytest
 import yaml
 
 import train
-from zero.errors import NumericsError, Preempted, RankFailedError
+from zero.errors import MachineError, NumericsError, Preempted, RankFailedError
 from zero.tracker import ROW
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -373,6 +374,41 @@ def test_a_page_that_cannot_be_written_does_not_end_a_run(here, spoiled, capsys)
     assert train.main([*TINY, "steps=4", "hydra.run.dir=run", "tracker.console=lines"]) == 0
     assert summary_of(here / "run")["exit_reason"] == "finished"
     assert "warning: no " in capsys.readouterr().out
+
+
+def _limited(nbytes: int) -> dict:
+    """Of a program: a file may have so many bytes, and then the system refuses it."""
+    return {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, nbytes))}
+
+
+def test_a_full_run_folder_is_one_line_that_names_the_file(here, capsys):
+    (here / "run" / "ranks").mkdir(parents=True)
+    (here / "run" / "ranks" / "0.log").symlink_to("/dev/full")
+    assert train.main([*TINY, "hydra.run.dir=run", "tracker.console=none"]) == MachineError.exit_code
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "run/ranks/0.log cannot be written: ENOSPC (No space left on device); free space there, or set hydra" in said
+
+
+@pytest.mark.process
+def test_a_log_that_cannot_be_written_is_the_failure_of_its_rank(here):
+    (here / "run" / "ranks").mkdir(parents=True)
+    (here / "run" / "ranks" / "1.log").symlink_to("/dev/full")
+    done = program(*TINY, "hydra.run.dir=run", "launch.ranks=2", cwd=here)
+    assert done.returncode == MachineError.exit_code
+    assert done.stderr.startswith(f"rank 1 failed: {here}/run/ranks/1.log cannot be written: ENOSPC")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.process
+def test_a_disk_that_fills_while_training_ends_a_run_and_leaves_nothing_half_written(here):
+    quiet = ["sample.tokens=0", "tracker.every=1", "steps=60", "val.every=0", "hydra.run.dir=run"]
+    done = program(*TINY, *quiet, cwd=here, **_limited(6000))
+    assert done.returncode == MachineError.exit_code
+    assert f"{here}/run/metrics.jsonl cannot be written: EFBIG (File too large); raise the limit" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "metrics.jsonl cannot be written" in summary_of(here / "run")["exit_reason"]
+    assert [path.name for path in (here / "run").glob(".*")] == [".hydra"]
 
 
 @pytest.mark.parametrize(("memory", "code"), [("80GiB", 0), ("1MiB", 2)])

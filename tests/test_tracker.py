@@ -3,10 +3,12 @@
 import io
 import json
 import re
+import resource
 
 import pytest
 
 from zero.config import read
+from zero.errors import MachineError
 from zero.tracker import ROW, Bar, Jsonl, Lines, Tracker, View, open_tracker, write_failure, write_summary
 from zero.tracker.console import fit, words
 
@@ -233,7 +235,10 @@ def test_a_view_that_cannot_be_opened_is_told_of_once_and_ends_nothing(tmp_path)
 
 def test_rows_that_cannot_be_kept_end_a_run(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space"), open_tracker(settings("none"), tmp_path) as tracker:
+    with (
+        pytest.raises(MachineError, match=r"metrics\.jsonl .*No space"),
+        open_tracker(settings("none"), tmp_path) as tracker,
+    ):
         tracker.log(FIRST)
 
 
@@ -300,3 +305,17 @@ def test_a_failure_is_written_though_the_summary_before_it_cannot_be_read(tmp_pa
     (tmp_path / "summary.json").write_text("")
     write_failure(tmp_path, {"exit_reason": "the loss is not finite"})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"exit_reason": "the loss is not finite"}
+
+
+def test_a_summary_that_cannot_be_written_leaves_the_one_before_and_nothing_else(tmp_path):
+    write_summary(tmp_path, {"steps": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2, hard))
+    try:
+        with pytest.raises(MachineError, match=r"summary\.json cannot be written: EFBIG") as refused:
+            write_summary(tmp_path, {"steps": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "\n" not in str(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 1}

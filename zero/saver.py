@@ -32,6 +32,7 @@ from zero.progress import Progress, silent
 from zero.resumed import differences
 from zero.state import State
 from zero.world import World
+from zero.written import writing
 
 STARTS = "starts.jsonl"
 """In the run's folder: each start, as {"from": folder or null, "step": number}, and each save, as {"saved": folder}."""
@@ -141,7 +142,8 @@ class Saver:
 
     def _keep(self, published: Path) -> None:
         self.root.retain(self._keys.keep, self._keys.keep_every, lambda one: one.absolute() in self._valid)
-        _record(self._folder, {"saved": str(published.absolute())})
+        with naming(self._folder / STARTS, "writing it"):
+            _record(self._folder, {"saved": str(published.absolute())})
 
     def _fits_beside(self, state: State) -> bool:
         """Whether a copy has room on every rank's machine."""
@@ -290,11 +292,12 @@ def _refuse_newer(own: Path, found: Checkpoint | None, rejected: Sequence[str]) 
 def record_start(folder: Path, checkpoint: Checkpoint | None) -> None:
     """Remember that the run in `folder` starts from there; None: from nothing."""
     began = (None, None) if checkpoint is None else (str(checkpoint.folder.absolute()), checkpoint.step)
-    _record(folder, dict(zip(("from", "step"), began, strict=True)))
+    with writing(folder / STARTS):
+        _record(folder, dict(zip(("from", "step"), began, strict=True)))
 
 
 def _record(folder: Path, line: Mapping[str, Any]) -> None:
-    with naming(folder / STARTS, "writing it"), (folder / STARTS).open("a") as file:
+    with (folder / STARTS).open("a") as file:
         file.write(json.dumps(line) + "\n")
 
 

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, Protocol
 from torch.profiler import record_function
 
 from zero.errors import StaleStateError
+from zero.written import publish
 
 ROWS = ("gather", "compute", "reduce", "page in", "update", "page out")
 EXPOSED = "exposed"
@@ -91,9 +92,9 @@ class Timeline:
         """Write a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
         Raises:
-            OSError: it cannot be written.
+            MachineError: it cannot be written.
         """
-        path.write_text(json.dumps(to_trace(self.spans), separators=(",", ":")) + "\n")
+        publish(path, json.dumps(to_trace(self.spans), separators=(",", ":")) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> "Timeline":

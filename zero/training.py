@@ -11,7 +11,7 @@ import torch
 from zero.checkpoint import Checkpoint, load
 from zero.config import Config
 from zero.data.windows import Data
-from zero.errors import NumericsError
+from zero.errors import MachineError, NumericsError
 from zero.evaluate import sample_text, validation_loss
 from zero.meter import Meter, Summary
 from zero.passes import Metrics
@@ -203,7 +203,7 @@ class Training:
                     timeline.write(self._folder / "trace.json")
                     if profile is not None:
                         profile.export_chrome_trace(str(self._folder / "profile.json"))
-                except (OSError, RuntimeError) as error:  # a picture is no reason to stop, and the other ranks go on
+                except (MachineError, RuntimeError) as error:  # a picture is no reason to stop: the others go on
                     self._tracker.note(f"warning: no trace: {error}")
             self._world.barrier("a step was recorded")  # the next one must not wait for its files
 

@@ -4,7 +4,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -70,8 +70,9 @@ def redirected(path: Path, *, stdout: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # the disk may be full
+                stream.flush()
         for descriptor, copy in kept.items():
             os.dup2(copy, descriptor)
             os.close(copy)

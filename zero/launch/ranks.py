@@ -22,17 +22,18 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from zero.errors import DeadlineError, RankFailedError
+from zero.errors import DeadlineError, MachineError, RankFailedError
 from zero.failure import Places
 from zero.launch.board import Board
 from zero.launch.ending import MEMORY_ADVICE, Interrupted
 from zero.launch.process import Malloc, environ, environment, redirect, redirected, set_up
 from zero.launch.request import ASKING, ENDING, RankRequest, Request, stacks_of_ranks, stacks_on_request
+from zero.written import writing
 
 if TYPE_CHECKING:
     from zero.watch import Reading
@@ -104,18 +105,17 @@ def inside(
     Raises:
         Interrupted: it did not, or a second SIGTERM came, or another signal that ends a run.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.enter_context(set_up(threads, malloc, deterministic))
-        log = stack.enter_context((folder / "0.log").open("w"))
+        log = stack.enter_context(_log(folder, f"rank 0 of 1, process {os.getpid()}"))
         if threading.current_thread() is threading.main_thread():  # no other may set handlers
             stack.enter_context(Request(grace_s).heard_at(*ASKING, *ENDING))
             stack.enter_context(stacks_on_request(log))
-        print(f"rank 0 of 1, process {os.getpid()}", file=log, flush=True)
         try:
             return entry(*args)
         except Exception:
-            traceback.print_exc(file=log)
+            with suppress(OSError):  # the disk may be what failed
+                traceback.print_exc(file=log)
             raise
 
 
@@ -141,20 +141,48 @@ def joined(
         Interrupted: it did not, or SIGINT or a second SIGTERM came.
     """
     rank = int(os.environ["RANK"])
-    folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.enter_context(set_up(threads, malloc, deterministic))
         stack.enter_context(Request(grace_s).heard_at(*ASKING, signal.SIGINT))
-        stack.enter_context(redirected(folder / f"{rank}.log", stdout=rank > 0))
+        with writing(folder / f"{rank}.log"):
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(redirected(folder / f"{rank}.log", stdout=rank > 0))
+            _write_to_log(f"rank {rank} of {os.environ['WORLD_SIZE']}, process {os.getpid()}\n")
         stack.enter_context(stacks_on_request(2))
         faulthandler.enable()
         stack.callback(faulthandler.disable)
-        print(f"rank {rank} of {os.environ['WORLD_SIZE']}, process {os.getpid()}", file=sys.stderr, flush=True)
         try:
             return entry(*args)
         except BaseException:
-            traceback.print_exc()
+            _last_words()
             raise
+
+
+@contextmanager
+def _log(folder: Path, first: str) -> Iterator[TextIO]:
+    """The log of a rank that keeps its terminal. Where it comes to be full is no reason to stop, nor to hide one."""
+    path = folder / "0.log"
+    with writing(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        log = path.open("w")
+    try:
+        with writing(path):
+            print(first, file=log, flush=True)
+        yield log
+    finally:
+        with suppress(OSError):
+            log.close()
+
+
+def _write_to_log(text: str) -> None:
+    """Past the buffer of sys.stderr, which would keep what a full disk refuses and show it on the terminal later."""
+    sys.stderr.flush()
+    os.write(2, text.encode(errors="replace"))
+
+
+def _last_words() -> None:
+    with suppress(OSError):  # the disk may be what failed
+        _write_to_log(traceback.format_exc())
 
 
 @dataclass(frozen=True)
@@ -208,7 +236,8 @@ def launch(
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         agent_folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zero-ranks-")))
         board = Board(ranks)
@@ -286,17 +315,20 @@ def _rank(job: _Job, attempt: int) -> Any:
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():  # it died while we were being started
         os._exit(128 + signal.SIGINT)
-    redirect(job.folder / f"{rank}.log", stdout=rank > 0, further=attempt > 0)
+    again = f", restart {attempt} of {job.max_restarts}" if attempt else ""
+    try:
+        with writing(job.folder / f"{rank}.log"):
+            redirect(job.folder / f"{rank}.log", stdout=rank > 0, further=attempt > 0)
+            _write_to_log(f"rank {rank} of {os.environ['WORLD_SIZE']}, process {os.getpid()}{again}\n")
+    except MachineError as error:
+        raise SystemExit(job.board.leave_note(rank, error)) from None
     faulthandler.enable()
     Places.board = job.board
     request = RankRequest(job.board, rank, job.grace_s)
-    again = f", restart {attempt} of {job.max_restarts}" if attempt else ""
-    print(f"rank {rank} of {os.environ['WORLD_SIZE']}, process {os.getpid()}{again}", file=sys.stderr, flush=True)
     try:
         result = job.entry(*job.args)
     except BaseException as error:
-        traceback.print_exc()
-        sys.stderr.flush()
+        _last_words()
         if isinstance(error, DeadlineError):
             job.board.ask_for_stacks()
             job.board.wake()

@@ -4,7 +4,6 @@ Whatever is not `Html` is text, and is escaped where it enters the page. Its pol
 anything, should an escape ever be missing.
 """
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -132,16 +131,6 @@ def links(folder: Path, names: Iterable[str]) -> Html:
     """Those of the files that exist, relative to the page."""
     found = [name for name in names if (folder / name).exists()]
     return Html(" ".join(f'<a href="{words(name)}">{words(name)}</a>' for name in found))
-
-
-def publish(path: Path, text: str) -> None:
-    """Write a file that is whole at any moment: its readers see the old one or the new one."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(text, encoding="utf-8", errors="replace")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _inside(cell: str) -> str:

@@ -20,7 +20,6 @@ from zero.report.page import (
     links,
     page,
     pill,
-    publish,
     said,
     section,
     side_by_side,
@@ -28,6 +27,7 @@ from zero.report.page import (
 )
 from zero.report.scale import UNKNOWN, finite, number, seconds, size
 from zero.timeline import ROWS, Span, Timeline, shares
+from zero.written import publish
 
 KINDS = {
     "parameters": ("blue", 1.0),

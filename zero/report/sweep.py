@@ -18,9 +18,10 @@ from urllib.parse import quote
 import zero.report.chart as chart
 from zero.report.chart import Panel, Series
 from zero.report.folder import Run, Status, read_run
-from zero.report.page import Html, code, figure, page, pill, publish, section, side_by_side, table, with_bar
+from zero.report.page import Html, code, figure, page, pill, section, side_by_side, table, with_bar
 from zero.report.run import PILLS
 from zero.report.scale import UNKNOWN, finite, number, seconds, size
+from zero.written import publish, writing
 
 PALETTE = {"finished": "blue", "failed": "rose", "stopped": "amber", "running": "amber"}
 
@@ -66,7 +67,11 @@ OF_A_RUN = {".hydra", "config.yaml", "summary.json"}
 
 
 def write(folder: Path) -> Sweep:
-    """Write sweep.md, sweep.csv and sweep.html of the sweep whose jobs have their folders in `folder`."""
+    """Write sweep.md, sweep.csv and sweep.html of the sweep whose jobs have their folders in `folder`.
+
+    Raises:
+        MachineError: one of them cannot be written.
+    """
     with _alone(folder):
         runs = [read_run(job) for job in jobs_in(folder)]
         jobs = table_of(folder, runs)
@@ -95,7 +100,10 @@ def _in_order(name: str) -> list[str | int]:
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Jobs of a launcher may end at the same time: none may write what it read before another one ended."""
-    with (folder / ".sweep.lock").open("a") as lock:
+    path = folder / ".sweep.lock"
+    with writing(path):
+        lock = path.open("a")
+    with lock:
         with suppress(OSError):  # some network disks have no locks; then the last table may lack a job for a while
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

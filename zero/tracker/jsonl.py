@@ -1,12 +1,12 @@
 """What a run leaves in its folder for programs: rows in metrics.jsonl, and how it ended in summary.json."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from zero.tracker.view import Row, View, finite
+from zero.written import publish, writing
 
 RUNNING = "running, or ended without a word"
 """The exit reason until there is one."""
@@ -16,22 +16,24 @@ class Jsonl(View):
     """One JSON object a line, on disk when `log` returns. Numbers that JSON does not have become null."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        with writing(path):
+            self._file = path.open("a", encoding="utf-8")
 
     def log(self, row: Row) -> None:
-        self._file.write(json.dumps({key: finite(value) for key, value in row.items()}, allow_nan=False) + "\n")
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(json.dumps({key: finite(value) for key, value in row.items()}, allow_nan=False) + "\n")
+            self._file.flush()
 
     def close(self, summary: Mapping[str, Any], exit_code: int) -> None:
-        self._file.close()
+        with writing(self._path):
+            self._file.close()
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """summary.json of a run, whole at any moment; numbers that JSON does not have become null."""
     clean = {key: finite(value) if isinstance(value, float) else value for key, value in summary.items()}
-    unfinished = folder / f".summary.{os.getpid()}"
-    unfinished.write_text(json.dumps(clean, indent=2, allow_nan=False) + "\n")
-    unfinished.replace(folder / "summary.json")
+    publish(folder / "summary.json", json.dumps(clean, indent=2, allow_nan=False) + "\n")
 
 
 def write_failure(folder: Path, summary: Mapping[str, Any], *, final: bool = False) -> None:

@@ -33,7 +33,7 @@ from zero.errors import CheckpointError, ConfigError, MachineError, Preempted, R
 from zero.explain import explain, overview
 from zero.placement import Offload
 from zero.secret import refuse_secret_words
-from zero.written import publish, writing
+from zero.written import making, publish, writing
 
 if TYPE_CHECKING:
     from zero.meter import Summary
@@ -234,9 +234,10 @@ def _check_checkpoints(config: Config) -> None:
     if config.checkpoint.dir is None:
         return
     folder = Path(config.checkpoint.dir)
-    inside = folder if folder.exists() else folder.absolute().parent
+    inside = folder if os.path.lexists(folder) else folder.absolute().parent
     if not inside.is_dir():
-        what = f"{inside} does not exist" if inside != folder else "is not a folder"
+        what = "is not a folder" if os.path.lexists(inside) else "does not exist"
+        what = what if inside == folder else f"{inside} {what}"
         raise ConfigError(f"checkpoint.dir={folder}: {what}; give a folder on a disk that all ranks share")
     if not os.access(inside, os.W_OK | os.X_OK):
         raise ConfigError(f"checkpoint.dir={folder}: {inside} is not writable; give a folder where this user may write")
@@ -471,13 +472,13 @@ def _with_hydra(arguments: Sequence[str]) -> int:
     if asked.help:
         _print(overview(CONF))
         return 0
-    sweep_folder, shows = None, bool(asked.hydra_help or asked.cfg or asked.info)
+    folder, shows = None, bool(asked.hydra_help or asked.cfg or asked.info)
     if not (asked.hydra_help or asked.shell_completion):
         settled = _settled_runs(asked)
         _refuse_or_warn(settled)
         if settled.asking and not shows:
             return max(ANSWERS[config.mode](config, overrides) for config, overrides in settled.asking)
-        sweep_folder = settled.sweep_folder
+        folder = None if shows else settled.folder
     codes: list[int] = []
 
     def job(composed: Any) -> float | None:
@@ -485,16 +486,19 @@ def _with_hydra(arguments: Sequence[str]) -> int:
 
     words = list(asked.overrides)
     options = [one for one in arguments if one not in words]
-    if sweep_folder is not None:
+    key = "hydra.sweep.dir" if asked.multirun else "hydra.run.dir"
+    if folder is not None:
         # the time in its name is read once, so that we know where the jobs are, whoever runs them
-        words.append(f"hydra.sweep.dir={refusal.word(str(sweep_folder))}")
+        words.append(f"{key}={refusal.word(str(folder))}")
+    if asked.multirun:
         # a launcher's processes find `train` by its name
         os.environ["PYTHONPATH"] = os.pathsep.join([str(CONF.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     sys.argv = [sys.argv[0], *words, *options]  # between options Hydra finds no settings
-    with _for_a_reader() if shows else contextlib.nullcontext():
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # what it does not catch comes to us, and is one line
+    with _for_a_reader() if shows else contextlib.nullcontext(), making(key, folder or Path()):
         hydra.main(config_path=str(CONF), config_name="config", **_version_base())(job)()
-    if sweep_folder is not None and sweep_folder.is_dir():
-        codes += _tell_sweep(sweep_folder, told=bool(codes))
+    if asked.multirun and folder is not None and folder.is_dir():
+        codes += _tell_sweep(folder, told=bool(codes))
     return max(codes, default=0)
 
 
@@ -529,13 +533,13 @@ class _Settled(NamedTuple):
         found: settings that go together, with the words of each run.
         refused: why those of the others do not, by the words that only that run has.
         notes: what is not as it was typed.
-        sweep_folder: where the jobs of a sweep will be; None for one run.
+        folder: of the run, or where the jobs of a sweep will be; None where no run could be composed.
     """
 
     found: Sequence[tuple[Config, Sequence[str]]]
     refused: Mapping[str, str]
     notes: Sequence[str]
-    sweep_folder: Path | None
+    folder: Path | None
 
     @property
     def asking(self) -> Sequence[tuple[Config, Sequence[str]]]:
@@ -556,7 +560,7 @@ def _settled_runs(asked: Any) -> _Settled:
     for overrides in runs:
         try:
             composed = compose(overrides)
-            folders.append(Path(composed.hydra.sweep.dir))
+            folders.append(_folder_of(composed, "sweep" if asked.multirun else "run"))
             settings = settings_in(composed)
             notes |= dict.fromkeys(_notes(composed))
             found.append((settle(settings), overrides))
@@ -564,7 +568,16 @@ def _settled_runs(asked: Any) -> _Settled:
             raise
         except ConfigError as error:
             refused[" ".join(one for one in overrides if one not in asked.overrides)] = str(error)
-    return _Settled(found, refused, tuple(notes), folders[0] if asked.multirun and folders else None)
+    return _Settled(found, refused, tuple(notes), folders[0] if folders else None)
+
+
+def _folder_of(composed: Any, kind: str) -> Path:
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return Path(composed.hydra[kind].dir)
+    except OmegaConfBaseException as error:
+        raise SettingError(f"hydra.{kind}.dir: {one_line(error)}") from None
 
 
 def _refuse_or_warn(settled: _Settled) -> None:
@@ -696,11 +709,12 @@ def _make_folder(composed: Any, overrides: Sequence[str]) -> Path:
     from omegaconf import OmegaConf
 
     HydraConfig.instance().set_config(composed)
-    folder = Path(composed.hydra.run.dir)
+    folder = _folder_of(composed, "run")
     record = folder / (composed.hydra.output_subdir or ".hydra")
-    record.mkdir(parents=True, exist_ok=True)  # a run that is started again in its folder
-    OmegaConf.save(OmegaConf.create(settings_in(composed)), record / "config.yaml")
-    OmegaConf.save(OmegaConf.create(list(overrides)), record / "overrides.yaml")
+    with making("hydra.run.dir", folder):
+        record.mkdir(parents=True, exist_ok=True)  # a run that is started again in its folder
+        OmegaConf.save(OmegaConf.create(settings_in(composed)), record / "config.yaml")
+        OmegaConf.save(OmegaConf.create(list(overrides)), record / "overrides.yaml")
     return folder
 
 

@@ -118,6 +118,20 @@ REFUSALS = [
     (["checkpoint.dir=no/such/folder"], "no/such does not exist; give a folder on a disk that all ranks share"),
     (["checkpoint.dir=empty/file"], "checkpoint.dir=empty/file: is not a folder"),
     (["checkpoint.dir=/proc/self/new"], "is not writable; give a folder where this user may write"),
+    (["checkpoint.dir=empty/file/new"], "empty/file is not a folder; give a folder on a disk that all ranks share"),
+    (["checkpoint.dir=empty/loop"], "checkpoint.dir=empty/loop: is not a folder"),
+    (["checkpoint.dir=empty/nothing"], "checkpoint.dir=empty/nothing: is not a folder"),
+    (
+        ["hydra.run.dir=empty/file"],
+        "hydra.run.dir=empty/file: is not a folder; give a folder where this user may write",
+    ),
+    (["hydra.run.dir=empty/file/run"], "hydra.run.dir=empty/file/run: Not a directory; give a folder"),
+    (["hydra.run.dir=empty/loop"], "hydra.run.dir=empty/loop: is not a folder"),
+    (["hydra.run.dir=empty/loop/run"], "hydra.run.dir=empty/loop/run: Too many levels of symbolic links; give"),
+    (["hydra.run.dir=" + 300 * "x"], "xxx...: File name too long; give a folder where this user may write"),
+    (["hydra.run.dir=/proc/self/new"], "hydra.run.dir=/proc/self/new: No such file or directory; give a folder"),
+    (["hydra.run.dir=${nope}"], "hydra.run.dir: Interpolation key 'nope' not found"),
+    (["-m", "seed=1,2", "hydra.sweep.dir=empty/file"], "hydra.sweep.dir=empty/file: is not a folder"),
     (["zero.stage=0,1"], "zero.stage=0,1 is a list of runs; add -m"),
     (["-m", "zero.stage=0,1,7"], "zero.stage=7: must be 0, 1, 2 or 3, or auto"),
     (["-m", "zero.stage=0,"], "zero.stage=0, cannot be read"),
@@ -131,6 +145,8 @@ REFUSALS = [
 def test_a_mistake_is_one_line_exit_code_2_and_no_folder(here, arguments, said, capsys):
     (here / "empty").mkdir()
     (here / "empty" / "file").write_bytes(b"\0")
+    (here / "empty" / "loop").symlink_to("loop")
+    (here / "empty" / "nothing").symlink_to("nowhere")
     assert train.main(arguments) == 2
     printed = capsys.readouterr()
     assert said in printed.err
@@ -388,6 +404,13 @@ def test_a_full_run_folder_is_one_line_that_names_the_file(here, capsys):
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "run/ranks/0.log cannot be written: ENOSPC (No space left on device); free space there, or set hydra" in said
+
+
+@pytest.mark.process
+def test_a_disk_without_room_for_hydras_files_is_one_line_that_names_the_setting(here):
+    done = program(*TINY, "hydra.run.dir=run", cwd=here, **_limited(100))
+    said = "hydra.run.dir=run: File too large; free space there, or give a folder on another disk\n"
+    assert (done.returncode, done.stderr) == (MachineError.exit_code, said)
 
 
 @pytest.mark.process

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from zero.errors import MachineError
+from zero.errors import ConfigError, MachineError
+from zero.refusal import shown
 
 _SPACE = "free space there, or set hydra.run.dir to a folder on another disk"
 _CURES: Mapping[int | None, str] = MappingProxyType(
@@ -36,6 +37,26 @@ def writing(path: Path) -> Iterator[None]:
         cure = _CURES.get(error.errno, "set hydra.run.dir to a folder where this user may write")
         name = errno.errorcode.get(error.errno or 0, error.errno)
         raise MachineError(f"{path} cannot be written: {name} ({error.strerror}); {cure}") from error
+
+
+@contextlib.contextmanager
+def making(key: str, folder: Path) -> Iterator[None]:
+    """A folder that a setting names is made, and gets its first files.
+
+    Raises:
+        ConfigError: it cannot be one.
+        MachineError: it can, and the machine has no room for it.
+    """
+    try:
+        yield
+    except OSError as error:
+        seen = f"{key}={shown(folder)}"
+        if error.errno in _CURES:
+            raise MachineError(
+                f"{seen}: {error.strerror}; free space there, or give a folder on another disk"
+            ) from error
+        why = "is not a folder" if isinstance(error, FileExistsError) else error.strerror
+        raise ConfigError(f"{seen}: {why}; give a folder where this user may write") from error
 
 
 def publish(path: Path, text: str) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from zero.data import SyntheticConfig, TextConfig, TokensConfig, check_data, ope
 from zero.data.order import draw
 from zero.data.source import split_files, text_files
 from zero.data.windows import spread
-from zero.errors import ConfigError
+from zero.errors import ConfigError, MachineError
 
 SEQ = 16
 
@@ -290,3 +291,33 @@ def test_the_check_does_not_import_torch(tmp_path):
         check=True,
     )
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_token_file_that_is_cut_short_is_one_line_that_names_it(tmp_path, held):
+    """Mapped into memory it would end the process by SIGBUS. What is still there is read as before."""
+    paths = [write_tokens(tmp_path / name, list(range(20_000)), 2) for name in ("train.bin", "held.bin")]
+    data = open_data(TokensConfig(path=paths[0], vocab=60_000, validation_path=paths[1] if held else None), SEQ, seed=3)
+    whole = [data.batch(step, 0, 1, 1) for step in range(100)]
+    for path in paths:
+        os.truncate(path, 20_001)
+    said = []
+    for step, before in enumerate(whole):
+        try:
+            assert torch.equal(data.batch(step, 0, 1, 1), before)
+        except MachineError as error:
+            said.append(str(error))
+    assert 0 < len(said) < len(whole)
+    assert set(said) == {
+        f"{paths[0]} ends after 20001 bytes, and had 40000 when the run began; bring it back as it was, and resume"
+    }
+    with pytest.raises(MachineError, match=re.escape(paths[held])):
+        data.validation(0, data.validation_rows)
+
+
+def test_a_token_file_is_closed_with_its_data(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    data = open_data(TokensConfig(path=write_tokens(tmp_path / "t.bin", [1] * 2000, 2), vocab=2), SEQ, seed=0)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    del data
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -242,7 +242,7 @@ class Text(Section):
 
 
 class Tokens(Section):
-    """A memory-mapped file of token numbers."""
+    """A file of token numbers, never read whole."""
 
     name: Literal["tokens"] = key("tokens", "kind of data")
     path: Place | None = key(

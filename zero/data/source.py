@@ -54,7 +54,7 @@ class TextConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TokensConfig:
-    """A file of unsigned integers in this machine's byte order, mapped and never read whole."""
+    """A file of unsigned integers in this machine's byte order, never read whole."""
 
     name: Literal["tokens"] = "tokens"
     path: str

@@ -1,6 +1,11 @@
-"""Tokens made elsewhere: a file of uint16 or uint32, mapped into memory, of which only the rows used are read."""
+"""Tokens made elsewhere: a file of uint16 or uint32, of which only the rows used are read, when they are used.
+
+The file is not mapped into memory: where it is cut short while a run reads it, a map ends the process without a word.
+"""
 
 import hashlib
+import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,16 +14,53 @@ from torch import Tensor
 
 from zero.data.source import TokensConfig
 from zero.data.windows import Windows
+from zero.errors import MachineError
 
 BLOCK_BYTES = 64 * 1024
 BLOCKS = 256
 
 
-def _map(path: str, config: TokensConfig) -> Tensor:
-    file = Path(path).expanduser()
-    size = file.stat().st_size // config.item_bytes
-    # shared=False maps privately: the file is opened for reading only
-    return torch.from_file(str(file), shared=False, size=size, dtype=getattr(torch, config.dtype))
+class _File:
+    """An open file of tokens, as long as it is now."""
+
+    def __init__(self, path: str, config: TokensConfig) -> None:
+        self._path, self._item_bytes, self._dtype = path, config.item_bytes, getattr(torch, config.dtype)
+        self._fd = os.open(Path(path).expanduser(), os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._fd)
+        self.numel = os.fstat(self._fd).st_size // self._item_bytes
+
+    def read(self, start: int, count: int) -> Tensor:
+        """Tokens from `start` on.
+
+        Raises:
+            MachineError: they are there no more, or cannot be read.
+        """
+        data, offset, nbytes = bytearray(), start * self._item_bytes, count * self._item_bytes
+        try:
+            while len(data) < nbytes and (more := os.pread(self._fd, nbytes - len(data), offset + len(data))):
+                data += more
+        except OSError as error:
+            raise MachineError(f"{self._path} cannot be read at byte {offset}: {error.strerror}") from error
+        if len(data) < nbytes:
+            raise MachineError(
+                f"{self._path} ends after {os.fstat(self._fd).st_size} bytes, and had "
+                f"{self.numel * self._item_bytes} when the run began; bring it back as it was, and resume"
+            )
+        return torch.frombuffer(data, dtype=self._dtype)
+
+
+class _Stretch:
+    """A part of a file, read as a tensor is sliced."""
+
+    def __init__(self, file: _File, start: int, stop: int) -> None:
+        self._file, self._start, self._stop = file, start, stop
+
+    def numel(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, wanted: slice) -> Tensor:
+        start, stop, _ = wanted.indices(self.numel())
+        return self._file.read(self._start + start, stop - start)
 
 
 def file_digest(path: Path) -> str:
@@ -39,15 +81,17 @@ def decode_numbers(tokens: Tensor) -> str:
 
 
 def open_tokens(config: TokensConfig, seq: int, seed: int, decode: Callable[[Tensor], str] = decode_numbers) -> Windows:
-    """Map the file or files. The digest is `file_digest` of each."""
-    train = _map(config.path, config)
+    """Open the file or files. The digest is `file_digest` of each."""
+    file = _File(config.path, config)
+    train = _Stretch(file, 0, file.numel)
     digests = [file_digest(Path(config.path).expanduser())]
     if config.validation_path is None:
-        cut = train.numel() - round(train.numel() * config.holdout)
-        train, held = train[:cut], train[cut:]
+        cut = file.numel - round(file.numel * config.holdout)
+        train, held = _Stretch(file, 0, cut), _Stretch(file, cut, file.numel)
         digests.append(str(cut))
     else:
-        held = _map(config.validation_path, config)
+        other = _File(config.validation_path, config)
+        held = _Stretch(other, 0, other.numel)
         digests.append(file_digest(Path(config.validation_path).expanduser()))
     return Windows(
         train,

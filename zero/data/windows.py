@@ -33,6 +33,13 @@ class Data(Protocol):
         ...
 
 
+class Tokens(Protocol):
+    """A 1-D tensor of any integer dtype, or what gives its slices."""
+
+    def numel(self) -> int: ...
+    def __getitem__(self, wanted: slice, /) -> Tensor: ...
+
+
 def check_rows(start: int, stop: int, global_rows: int) -> None:
     """Refuse a slice that is not inside the global batch.
 
@@ -52,7 +59,7 @@ def spread(index: int, count: int) -> int:
 
 
 class Windows:
-    """`Data` over two 1-D tensors of any integer dtype. Training rows start anywhere, with replacement.
+    """`Data` over two lengths of tokens. Training rows start anywhere, with replacement.
 
     Raises:
         ConfigError: a row holds a token that is not below `vocab_size`.
@@ -60,8 +67,8 @@ class Windows:
 
     def __init__(
         self,
-        train: Tensor,
-        held: Tensor,
+        train: Tokens,
+        held: Tokens,
         *,
         seq: int,
         seed: int,
@@ -87,7 +94,7 @@ class Windows:
     def decode(self, tokens: Tensor) -> str:
         return self._decode(tokens)
 
-    def _rows(self, tokens: Tensor, starts: list[int]) -> Tensor:
+    def _rows(self, tokens: Tokens, starts: list[int]) -> Tensor:
         if not starts:
             return torch.empty(0, self._row, dtype=torch.int64)
         rows = torch.stack([tokens[start : start + self._row] for start in starts]).to(torch.int64)

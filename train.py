@@ -32,7 +32,7 @@ from zero.data import check_data, open_data
 from zero.errors import CheckpointError, ConfigError, MachineError, Preempted, RankFailedError, SettingError, one_line
 from zero.explain import explain, overview
 from zero.placement import Offload
-from zero.secret import refuse_secret_words
+from zero.secret import refuse_secret_words, refuse_secrets
 from zero.written import making, publish, writing
 
 if TYPE_CHECKING:
@@ -437,7 +437,7 @@ def main(arguments: Sequence[str]) -> int:
     """One line on stderr and an exit code for everything that can go wrong."""
     say = _say_as_one_rank if launch.under_torchrun() else _say
     try:
-        refuse_secret_words(arguments)
+        refuse_secret_words(arguments, os.environ)
         if launch.under_torchrun():
             return _as_one_rank(arguments)
         return _with_hydra(arguments)
@@ -560,6 +560,7 @@ def _settled_runs(asked: Any) -> _Settled:
     for overrides in runs:
         try:
             composed = compose(overrides)
+            _refuse_secrets_of(composed)
             folders.append(_folder_of(composed, "sweep" if asked.multirun else "run"))
             settings = settings_in(composed)
             notes |= dict.fromkeys(_notes(composed))
@@ -575,9 +576,22 @@ def _folder_of(composed: Any, kind: str) -> Path:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        return Path(composed.hydra[kind].dir)
+        folder = Path(composed.hydra[kind].dir)
     except OmegaConfBaseException as error:
         raise SettingError(f"hydra.{kind}.dir: {one_line(error)}") from None
+    refuse_secrets({f"hydra.{kind}.dir": str(folder)}, os.environ)
+    return folder
+
+
+def _refuse_secrets_of(composed: Any) -> None:
+    """What Hydra writes into the folder of a run: every setting before it is resolved, and those of its own."""
+    from omegaconf import OmegaConf
+
+    plain = OmegaConf.to_container(composed, resolve=False)
+    assert isinstance(plain, dict)
+    hydra = plain.pop("hydra")
+    own = {part: hydra[part] for part in ("job", "run", "sweep", "launcher", "sweeper")}
+    refuse_secrets({str(key): value for key, value in plain.items()} | {"hydra": own}, os.environ)
 
 
 def _refuse_or_warn(settled: _Settled) -> None:
@@ -674,6 +688,7 @@ def _as_one_rank(arguments: Sequence[str]) -> int:
         if any(argument.startswith("-") for argument in arguments):
             raise ConfigError("torchrun starts one run: give key=value only, or sweep with python train.py -m")
         composed = compose(arguments)
+        _refuse_secrets_of(composed)
         config = settle(settings_in(composed))
         if config.mode in ANSWERS:
             raise ConfigError(f"mode={config.mode} asks one process: python train.py mode={config.mode}")

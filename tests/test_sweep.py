@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import train
 from zero.config import keys
+from zero.errors import MachineError
 from zero.report import sweep
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -5,6 +5,7 @@ what was seen, what to write. Knows nothing of ranks, Hydra or torch, so a mista
 `values` holds the kinds of values, `sections` the keys; here is what the sections make together.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self
 
@@ -279,7 +280,7 @@ def read(raw: Mapping[str, Any]) -> Config:
         SettingError: one line about the first key or value that no run could have, unknown keys first.
         ConfigError: settings that do not go together.
     """
-    refuse_secrets(raw)
+    refuse_secrets(raw, os.environ)
     try:
         return Config.model_validate(dict(raw))
     except ValidationError as refused:

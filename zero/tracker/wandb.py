@@ -210,7 +210,7 @@ def name_and_group(settings: Wandb, folder: Path) -> tuple[str, str | None]:
 
 def first_line(error: BaseException) -> str:
     """What an error says, without what nobody should see."""
-    return hidden(next(iter(str(error).splitlines()), "") or type(error).__name__)
+    return hidden(next(iter(str(error).splitlines()), "") or type(error).__name__, os.environ)
 
 
 def _is_in_sweep(folder: Path) -> bool:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -322,6 +323,28 @@ def test_without_a_network_a_run_is_offline(tmp_path, monkeypatch):
     assert broken.modes == ["online", "offline"]
     assert said.count("W&B is offline for this run: no route to ***\n") == 1
     assert [one["step"] for one in broken.logged] == [1, 2, 3]
+
+
+def test_a_network_that_drops_what_is_sent_is_an_offline_run_within_seconds(tmp_path, monkeypatch):
+    """The real W&B, and a socket that takes connections and never answers."""
+    stream = io.StringIO()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+        begun_s = time.monotonic()
+        with open_tracker(settings(mode="auto"), tmp_path, stream) as tracker:
+            tracker.begin(SETTLED.plain(), FACTS)
+            tracker.log(row(1))
+            until(lambda: "W&B is offline for this run: " in stream.getvalue() or tracker.note(""))
+            assert time.monotonic() - begun_s < 20, "most of it is the start of W&B's process on a busy machine"
+            tracker.finish({"steps": 1})
+    said, written = stream.getvalue(), wandb_file.read(tmp_path)
+    assert said.count("W&B is offline for this run: ") == 1
+    assert "left out" not in said
+    assert (written.run.run_id, written.exit_code) == (tracker.run_id, 0)
+    assert [one["step"] for one in written.rows if "step" in one] == [1]
+    (place,) = tmp_path.glob("wandb/*run-*-*")
+    assert said.endswith(f"\n  wandb sync {place}\n")
 
 
 def test_a_run_that_is_online_says_where(tmp_path, monkeypatch):

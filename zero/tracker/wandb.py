@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import uuid
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -27,8 +28,8 @@ SECTIONS = ("train", "val", "speed", "memory", "comm", "offload")
 QUIET = ("memory/", "comm/", "offload/")
 """Of these a value is left out as long as it was always 0: a chart of what a run does not have is in the way."""
 
-PATIENCE_S = 30.0
-"""How long W&B may look for the network before the run is offline."""
+PATIENCE_S = 5.0
+"""How long W&B may look for the network before the run is offline, unless WANDB_INIT_TIMEOUT says another time."""
 
 FLUSH_S = 2.0
 """Seconds after which a row is in W&B's file, for a run that is killed and for who looks on."""
@@ -127,11 +128,16 @@ class WandbRun:
 
     def _init(self, mode: Any, **options: Any) -> Any:
         self._is_offline = mode == "offline"
+        place = self._folder / "wandb"
+        before = set(place.glob("run-*"))
         try:
             run = self._wandb.init(mode=mode, **options)
         except Exception as refused:  # W&B raises many kinds, and none is a reason not to train
             if self._is_offline:
                 raise
+            abandon()  # its process would still wait for the network, and keep the run's id
+            for attempt in set(place.glob("run-*")) - before:  # it has no row, and `wandb sync` would send it, too
+                shutil.rmtree(attempt, ignore_errors=True)
             self._say(f"W&B is offline for this run: {first_line(refused)}")
             return self._init("offline", **options)
         if not self._is_offline:
@@ -222,13 +228,14 @@ def _settings(wandb: Any) -> Any:
     wanted: dict[str, Any] = {
         "silent": True,
         "console": "off",  # it would be our progress line
-        "init_timeout": PATIENCE_S,
         # the command line, the environment, the code and what is installed are nobody's business
         "x_disable_meta": True,
         "x_save_requirements": False,
         "disable_git": True,
         "save_code": False,
     }
+    if "WANDB_INIT_TIMEOUT" not in os.environ:
+        wanted["init_timeout"] = PATIENCE_S
     flush = "x_transaction_log_flush_interval"
     if flush in wandb.Settings.model_fields:  # since 0.31
         wanted[flush] = FLUSH_S

@@ -406,6 +406,14 @@ def test_a_full_run_folder_is_one_line_that_names_the_file(here, capsys):
     assert "run/ranks/0.log cannot be written: ENOSPC (No space left on device); free space there, or set hydra" in said
 
 
+def test_what_is_in_the_way_inside_a_run_folder_is_named(here, capsys):
+    (here / "run").mkdir()
+    (here / "run" / ".hydra").touch()
+    assert train.main([*TINY, "hydra.run.dir=run"]) == 2
+    said = f"hydra.run.dir=run: {here}/run/.hydra: is not a folder; give a folder where this user may write\n"
+    assert capsys.readouterr().err == said
+
+
 @pytest.mark.process
 def test_a_disk_without_room_for_hydras_files_is_one_line_that_names_the_setting(here):
     done = program(*TINY, "hydra.run.dir=run", cwd=here, **_limited(100))

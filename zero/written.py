@@ -55,8 +55,10 @@ def making(key: str, folder: Path) -> Iterator[None]:
             raise MachineError(
                 f"{seen}: {error.strerror}; free space there, or give a folder on another disk"
             ) from error
+        inside = error.filename is not None and Path(error.filename).absolute() != folder.absolute()
+        where = f"{error.filename}: " if inside else ""
         why = "is not a folder" if isinstance(error, FileExistsError) else error.strerror
-        raise ConfigError(f"{seen}: {why}; give a folder where this user may write") from error
+        raise ConfigError(f"{seen}: {where}{why}; give a folder where this user may write") from error
 
 
 def publish(path: Path, text: str) -> None:

@@ -6,6 +6,7 @@ W&B counts rows by itself: given a step, it would drop the rows of a run that go
 """
 
 import contextlib
+import logging
 import math
 import os
 import platform
@@ -61,6 +62,9 @@ class WandbRun:
         except ImportError as error:
             raise ImportError("wandb is not installed") from error
 
+        logging.raiseExceptions = (
+            False  # W&B has a log in the run folder: on a full disk each line would be a traceback
+        )
         self._wandb, self._say, self._folder, self._artifacts = wandb, say, folder, settings.artifacts
         self._skipped, self._has_called = 0, False
         self._moving: set[str] = set()

@@ -495,7 +495,7 @@ def _with_hydra(arguments: Sequence[str]) -> int:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(CONF.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     sys.argv = [sys.argv[0], *words, *options]  # between options Hydra finds no settings
     os.environ["HYDRA_FULL_ERROR"] = "1"  # what it does not catch comes to us, and is one line
-    with _for_a_reader() if shows else contextlib.nullcontext(), making(key, folder or Path()):
+    with _for_a_reader() if folder is None else making(key, folder):
         hydra.main(config_path=str(CONF), config_name="config", **_version_base())(job)()
     if asked.multirun and folder is not None and folder.is_dir():
         codes += _tell_sweep(folder, told=bool(codes))

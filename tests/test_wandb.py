@@ -377,8 +377,9 @@ def test_a_wandb_that_hangs_holds_up_nothing():
 
 
 def test_a_wandb_that_takes_nothing_is_left_before_memory_runs_out():
-    release = threading.Event()
-    behind = Behind(lambda: release.wait(60), lambda: None)
+    begun, release = threading.Event(), threading.Event()
+    behind = Behind(lambda: (begun.set(), release.wait(60))[1], lambda: None)
+    assert begun.wait(30)
     for step in range(1, 1002):
         behind.log(row(step))
     with pytest.raises(TimeoutError, match="1000 calls behind"):

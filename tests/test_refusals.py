@@ -211,7 +211,8 @@ def bad_values(key: Key) -> dict[str, object]:
     bad: dict[str, object] = {
         "a list of lists": [[]], "a mapping": {"a": 1}, "an object": object(), "NaN": math.nan, "infinite": math.inf,
         "minus infinite": -math.inf, "empty": "", "blank": "  ", "a wrong word": "qqqq", "a NUL": "a\0b",
-        "negative": -2 if "from -1" in may else -1, "a huge number": 10**400, "a huge text": "9" * 5000, "a huge real": 1e300,
+        "negative": -2 if "from -1" in may else -1,
+        "a huge number": 10**400, "a huge text": "9" * 5000, "a huge real": 1e300,
     }  # fmt: skip
     if "null" not in may:
         bad["null"] = None

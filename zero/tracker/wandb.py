@@ -161,9 +161,10 @@ def abandon() -> None:
     """Kill W&B's process, which hangs: Python would wait for it when it ends."""
     import wandb
 
-    for child in psutil.Process().children():
-        if child.name() == "wandb-core":
-            child.kill()
+    cores = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
+    for core in cores:
+        core.kill()
+    psutil.wait_procs(cores, timeout=1)
     with contextlib.suppress(Exception, SystemExit):  # with which it would end ours, for the signal it got
         wandb.teardown(1)
 

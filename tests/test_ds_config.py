@@ -348,7 +348,7 @@ MISTAKES = [
     ("nowhere.json", "ds_config=nowhere.json is no file"),
     ('{"train_batch_size": 8, "train_batch_size": 8}', "the key train_batch_size stands twice in one section"),
     ('{"fp16": {"enabled": true, "enabled": false}}', "the key enabled stands twice in one section"),
-    ('{"train_batch_size": 8,}', "ds_config: line 1, column 24: no JSON"),
+    ('{"train_batch_size": 8', "ds_config: line 1, column 23: no JSON"),
     ('{"train_batch_size": 1' + "0" * 5000 + "}", "a number of thousands of digits"),
     ('{"train_batch_size": 1' + "0" * 400 + "}", "must be a whole number from 1"),
     ('{"two\\nlines": 1}', "unknown key two lines"),
@@ -478,6 +478,24 @@ def test_words_are_read_back_as_they_were():
     assert composed["tracker"]["project"] == settings["tracker"]["project"]
     assert composed["tracker"]["group"] == "true"
     assert composed["offload"]["path"] == "/a b=c"
+
+
+def test_leaf_modules_are_units_beside_those_of_the_default_policy():
+    leaves = {"stage": 3, "leaf_module": {"classes": ["models.moe.Experts"]}}
+    assert translate(of(zero_optimization=leaves)).settings["zero"]["units"] == ["auto", "Experts"]
+    assert translate(of(zero_optimization={"stage": 3, "units": ["Block"]})).settings["zero"]["units"] == ["Block"]
+
+
+def test_comments_and_commas_are_read_as_deepspeed_reads_them(tmp_path):
+    pytest.importorskip("hjson")
+    path = tmp_path / "ds_config.json"
+    path.write_text(
+        '{\n  // rows of a step\n  "train_batch_size": 8, # all of them\n  "bf16": {"enabled": true,},\n}\n'
+    )
+    assert translate(path).settings == translate({"train_batch_size": 8, "bf16": {"enabled": True}}).settings
+    path.write_text('{"bf16": {}, /* again */ "bf16": {}}')
+    with pytest.raises(ConfigError, match="the key bf16 stands twice"):
+        translate(path)
 
 
 def test_the_script_refuses_in_one_line(script, capsys, monkeypatch):

@@ -30,9 +30,12 @@ LAYERS = [
     ("edges", "tracker.view tracker.behind tracker.jsonl tracker.console tracker.wandb tracker"),
     ("edges", "explain meter doctor watch launch.process launch.ending launch.board launch.request launch.ranks"),
     ("edges", "launch resumed saver training"),
-    ("edges", "elsewhere interop.grads interop.optimizers interop.schedulers interop.loader interop.plain"),
-    ("edges", "interop.checkpoints interop.original interop.watched interop.whole interop.answers interop.saved"),
-    ("edges", "interop.engine interop.begin interop"),
+    (
+        "edges",
+        "elsewhere interop.grads interop.optimizers interop.classes interop.schedulers interop.loader interop.plain",
+    ),
+    ("edges", "interop.checkpoints interop.original interop.watched interop.whole interop.answers"),
+    ("edges", "interop.saved interop.parameters interop.accelerator interop.engine interop.begin interop"),
     ("edges", "report.scale report.chart report.page report.folder report.run report.sweep report"),
     ("edges", "testing.threads testing.processes testing.contract testing.faults testing.crash testing.damage testing"),
 ]

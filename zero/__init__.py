@@ -5,7 +5,8 @@ model, open a store, init a state, make a step, run it. They are imported on fir
 does not wait for torch.
 """
 
-from importlib import import_module
+import sys
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 from zero import elsewhere
@@ -106,7 +107,15 @@ __all__ = [
 ]
 
 
+sys.modules.update(_theirs := elsewhere.modules())
+globals().update({name.removeprefix("zero."): one for name, one in _theirs.items() if name.count(".") == 1})
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return metadata.version("functional-zero")
+    if name in elsewhere.HERE:
+        return elsewhere.found(name)
     if name in elsewhere.OF_THE_MODULE:
         raise elsewhere.missing("zero", name)
     if name not in _HOME:

@@ -38,6 +38,8 @@ class Absent(nn.Parameter):
         home: where the gathered one is.
         regather: gives a view of the gathered parameter, one with a history if asked for; None: there is none yet.
         gradient: gives what `grad` is; None: nothing.
+        source: gives the engine that it belongs to; None: none.
+        whole: stands for it meanwhile, to be read and written.
         hooks: what its gradient goes through, in order, before it leaves this rank.
         afterwards: called after them, with `grad` in place.
     """
@@ -46,6 +48,8 @@ class Absent(nn.Parameter):
     home: torch.device
     regather: Callable[[bool], Tensor] | None
     gradient: Callable[[], Tensor | None] | None
+    source: Callable[[], Any] | None
+    whole: Tensor | None
     hooks: "OrderedDict[int, Hook]"
     afterwards: "OrderedDict[int, Callable[[Tensor], None]]"
     _arrived: list[Tensor | None]
@@ -79,7 +83,8 @@ class Absent(nn.Parameter):
             self.register_post_accumulate_grad_hook(call)
 
     def _begin(self, name: str, home: torch.device) -> "Absent":
-        self.full_name, self.home, self.regather, self.gradient = name, home, None, None
+        self.full_name, self.home, self.regather = name, home, None
+        self.gradient = self.source = self.whole = None
         self.hooks, self.afterwards, self._arrived = OrderedDict(), OrderedDict(), []
         return self
 
@@ -122,7 +127,7 @@ class Absent(nn.Parameter):
         """The same parameter as a constant."""
         made = Absent(self.full_name, self, self.dtype, self.home)
         made.requires_grad_(False)
-        made.regather = self.regather
+        made.regather, made.whole = self.regather, self.whole
         return made
 
     def _asked_for_grad(self, *new: Tensor | None) -> Tensor | None:
@@ -166,6 +171,8 @@ class Absent(nn.Parameter):
         if asked in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if any(isinstance(one, Absent) and one.whole is not None for one in tensors_in((args, kwargs))):
+            return _on_whole(func, args, kwargs)
         first = next(iter((*args, *kwargs.values())), None)
         for one in (kwargs.get("out"), first if func.__name__ == "__set__" or _writes(asked) else None):
             if isinstance(one, Absent):
@@ -176,6 +183,15 @@ class Absent(nn.Parameter):
         if asked in ("detach", "data"):
             return args[0].at_rest()
         return _read(func, args, kwargs, clone=asked in _MEMORY)
+
+
+def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call `func` on what stands for absent parameters meanwhile, which it may write into."""
+    whole = {
+        id(one): one.whole for one in tensors_in((args, kwargs)) if isinstance(one, Absent) and one.whole is not None
+    }
+    args, kwargs = replaced((args, kwargs), whole)
+    return func(*args, **kwargs)
 
 
 def _writes(name: str) -> bool:

@@ -1,6 +1,6 @@
 """From settings to the objects of the engine: one function each, nothing but names on both sides."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -22,6 +22,7 @@ def build_plan(
     world: World,
     *,
     optimizer: Transform | None = None,
+    units: Sequence[str] | None = None,
     in_place: bool = False,
     room: Room | None = None,
     activation_bytes: int = 0,
@@ -30,7 +31,7 @@ def build_plan(
     """The plan of a run whose batch is solved for this world.
 
     Args:
-        optimizer: in place of the config's.
+        optimizer, units: in place of the config's.
         in_place, room, activation_bytes, lighter: see `Plan`.
 
     Raises:
@@ -47,7 +48,7 @@ def build_plan(
         precision=build_precision(config),
         offload=config.offload.asked(),
         world=world,
-        units=None if config.zero.units == "auto" else list(config.zero.units),
+        units=units or (None if config.zero.units == "auto" else list(config.zero.units)),
         prefetch=config.zero.prefetch,
         activations=config.zero.activations,
         compile=config.zero.compile,

@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from zero.absent import Absent
 from zero.copied import buffers_of
 from zero.device import Device, memory_of
 from zero.errors import ConfigError, StaleStateError, WorldError
@@ -63,11 +64,11 @@ def full_values(state: State, kind: str) -> Iterator[tuple[str, Tensor]]:
         yield from _values(state, unit, kind, names)
 
 
-def get_full(source: Source, name: str, kind: str = "param") -> Tensor:
+def get_full(source: Source, name: str | Tensor, kind: str = "param") -> Tensor:
     """The whole value of one parameter, or its gradient or moment, on every rank: an fp32 copy on the CPU.
 
     Args:
-        name: as in `full_state_dict`.
+        name: as in `full_state_dict`, or the parameter itself.
         kind: likewise.
 
     Raises:
@@ -75,7 +76,8 @@ def get_full(source: Source, name: str, kind: str = "param") -> Tensor:
         StaleStateError: a gradient, and no step is between backward and its end.
     """
     state = source.state
-    return _read(state, {_name(state, name, kind)}, kind)[name]
+    name = _name(state, name, kind)
+    return _read(state, {name}, kind)[name]
 
 
 def digest(state: State) -> str:
@@ -97,7 +99,11 @@ def digest(state: State) -> str:
 
 @contextmanager
 def gathered(
-    source: Source, names: str | Iterable[str] | None = None, modify: bool | int = False, *, kind: str = "param"
+    source: Source,
+    names: str | Tensor | Iterable[str | Tensor] | None = None,
+    modify: bool | int = False,
+    *,
+    kind: str = "param",
 ) -> Iterator[dict[str, Tensor]]:
     """Whole values by name, on every rank, from here to the end of the block; edits of them persist if asked for.
 
@@ -108,7 +114,7 @@ def gathered(
     The dict is emptied at the end, so what was not kept elsewhere is freed. An exception in the block writes nothing.
 
     Args:
-        names: exact names or fnmatch patterns; None for all that hold this kind.
+        names: exact names, fnmatch patterns or parameters; None for all that hold this kind.
         modify: True if every rank makes the same edits, in place or by putting another tensor in the dict. Or the
             number of a rank: its edits count, what the others wrote is dropped.
         kind: "param", "grad", a moment, or, only to read, "compute".
@@ -121,7 +127,7 @@ def gathered(
         WorldError: the ranks made different edits.
     """
     state = source.state
-    asked = None if names is None else [names] if isinstance(names, str) else list(names)
+    asked = None if names is None else [_text(one) for one in ([names] if isinstance(names, str | Absent) else names)]
     fields = {"names": repr(asked), "modify": repr(modify), "kind": kind}
     state.plan.world.agree(fields, "arguments of zero.gathered")
     wanted = set(_names(state, asked, kind))
@@ -135,7 +141,7 @@ def gathered(
         full.clear()
 
 
-def set_full(source: Source, name: str, value: Tensor, kind: str = "param") -> None:
+def set_full(source: Source, name: str | Tensor, value: Tensor, kind: str = "param") -> None:
     """Give one parameter, or its gradient or moment, another value; every rank passes the same one.
 
     Args:
@@ -145,7 +151,8 @@ def set_full(source: Source, name: str, value: Tensor, kind: str = "param") -> N
         as `gathered`.
     """
     state = source.state
-    with gathered(state, [_name(state, name, kind)], modify=True, kind=kind) as full:
+    name = _name(state, name, kind)
+    with gathered(state, [name], modify=True, kind=kind) as full:
         full[name] = value
 
 
@@ -279,8 +286,14 @@ def _names(state: State, asked: Iterable[str] | None, kind: str) -> list[str]:
     return [name for name in held if name in found]
 
 
-def _name(state: State, name: str, kind: str) -> str:
+def _text(name: str | Tensor) -> str:
+    """A parameter may be given in place of its name."""
+    return name.full_name if isinstance(name, Absent) else str(name)
+
+
+def _name(state: State, name: str | Tensor, kind: str) -> str:
     """One exact name; raises as `_names`."""
+    name = _text(name)
     if _names(state, [name], kind) != [name]:
         raise ConfigError(f"{name} is a pattern; name one parameter, or use zero.gathered")
     return name

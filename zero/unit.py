@@ -25,6 +25,9 @@ from zero.errors import PlanError
 from zero.layout import Layout
 from zero.refusal import meant
 
+AUTO = "auto"
+"""Among names of classes: the default policy."""
+
 
 @dataclass(frozen=True)
 class UnitSpec:
@@ -121,7 +124,8 @@ def split(
     """Find the units and sites of `model`, whose parameters may be on any device, meta included.
 
     Args:
-        class_names: classes whose instances are sites; None for the default policy of this module's docstring.
+        class_names: classes whose instances are sites; None for the default policy of this module's docstring. With
+            "auto" among them it is that policy, which looks into no module of the other classes.
         group: parameter name and shape to the number of its optimizer group.
 
     Raises:
@@ -129,7 +133,7 @@ def split(
     """
     for path, module in model.named_modules():
         _refuse_kind(module, path)
-    roots = _by_class(model, class_names) if class_names else _by_default(model)
+    roots = _roots(model, class_names or (AUTO,))
     found, needs, owners = _walk(model, roots)
     names = dict.fromkeys(one.unit for one in found.values())
     lookups = _lookups(model, found)
@@ -237,6 +241,11 @@ def _depth(sites: Sequence[Site]) -> int:
     return max((len(gathered_inside(site.path)) for site in sites), default=1) - 1
 
 
+def _roots(model: nn.Module, class_names: Sequence[str]) -> set[int]:
+    named = _by_class(model, [name for name in class_names if name != AUTO])
+    return _by_default(model, named) if AUTO in class_names else named
+
+
 def _by_class(model: nn.Module, class_names: Sequence[str]) -> set[int]:
     present = {type(module).__name__ for module in model.modules()}
     for name in class_names:
@@ -245,13 +254,13 @@ def _by_class(model: nn.Module, class_names: Sequence[str]) -> set[int]:
     return {id(module) for module in model.modules() if type(module).__name__ in set(class_names)}
 
 
-def _by_default(model: nn.Module) -> set[int]:
+def _by_default(model: nn.Module, whole: set[int]) -> set[int]:
     roots: set[int] = set()
 
     def place(module: nn.Module) -> None:
         if not _owns_parameters(module):
             return
-        if _can_be_called(module):
+        if _can_be_called(module) or id(module) in whole:
             roots.add(id(module))
         elif isinstance(module, nn.ModuleList):
             for element in module:
@@ -261,7 +270,9 @@ def _by_default(model: nn.Module) -> set[int]:
 
     def descend(module: nn.Module) -> None:
         for child in module.children():
-            if isinstance(child, nn.ModuleList | nn.Sequential):
+            if id(child) in whole:
+                place(child)
+            elif isinstance(child, nn.ModuleList | nn.Sequential):
                 for element in child:
                     place(element)
             elif _holds_blocks(child):

@@ -198,7 +198,7 @@ class Config(Section):
     def _model_agrees(self, model: GPT) -> None:
         """With what of transformers' models is known only when they are built."""
         for name in () if self.zero.units == "auto" else self.zero.units:
-            if name not in UNIT_CLASSES:
+            if name not in (*UNIT_CLASSES, "auto"):
                 units, nearest = list(self.zero.units), refusal.nearest(name, UNIT_CLASSES)
                 raise ConfigError(f"zero.units={units}: {name} is not a class of this model; {nearest}")
         norm, absent = ("RMSNorm", "LayerNorm") if model.norm == "rms" else ("LayerNorm", "RMSNorm")

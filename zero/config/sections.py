@@ -63,7 +63,8 @@ class Zero(Section):
     )
     units: Units = key(
         "auto",
-        "what is gathered together: auto (each block), or class names such as [Block]",
+        "what is gathered together: auto (each block), class names such as [Block], or both: [auto,Experts] is auto, "
+        "and no part of such a class alone",
         trades="larger units take more memory while they compute, smaller ones wait more often",
         example="[Attention,MLP,Embedding,RMSNorm]",
     )

@@ -118,11 +118,15 @@ def _batch(given: Given, world_size: int | None) -> dict[str, Any]:
 
 
 def _stage(given: Given) -> dict[str, Any]:
-    """The stage, and whether activations are recomputed."""
+    """The stage, what is gathered whole, and whether activations are recomputed."""
     stage = "auto" if f"{ZERO}.stage" in given.autos else given.get(f"{ZERO}.stage", 0)
     asked = given.below("activation_checkpointing")
     words = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization", "number_checkpoints")
-    return {"zero.stage": stage} | ({"zero.activations": "remat"} if any(asked.get(word) for word in words) else {})
+    leaves = given.get(f"{ZERO}.leaf_module.classes")
+    units = {"zero.units": ["auto", *(str(one).rpartition(".")[2] for one in leaves)]} if leaves else {}
+    return {"zero.stage": stage, **units} | (
+        {"zero.activations": "remat"} if any(asked.get(word) for word in words) else {}
+    )
 
 
 def _precision(given: Given, notes: list[str]) -> dict[str, Any]:

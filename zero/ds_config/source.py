@@ -10,6 +10,8 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -81,6 +83,8 @@ def _parsed(name: str, text: str) -> Written:
     try:
         found = json.loads(text, object_pairs_hook=_without_twins)
     except json.JSONDecodeError as error:
+        if find_spec("hjson") is not None:
+            return _parsed_loosely(name, text)
         raise ConfigError(f"{name}: line {error.lineno}, column {error.colno}: no JSON: {error.msg}") from None
     except ValueError:
         raise ConfigError(f"{name}: holds a number of thousands of digits") from None
@@ -90,6 +94,18 @@ def _parsed(name: str, text: str) -> Written:
         raise ConfigError(f"{name}: the key {refusal.shown(twin)} stands twice in one section; remove one") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{name}: holds {refusal.shown(found)}; it must be an object of keys, {{...}}")
+    return Written(name, found)
+
+
+def _parsed_loosely(name: str, text: str) -> Written:
+    """JSON with comments and the like, as DeepSpeed reads it."""
+    hjson = import_module("hjson")
+    try:
+        found = hjson.loads(text, object_pairs_hook=_without_twins)
+    except hjson.HjsonDecodeError as error:
+        raise ConfigError(f"{name}: line {error.lineno}, column {error.colno}: no JSON: {error.msg}") from None
+    except _TwinKeyError as twin:
+        raise ConfigError(f"{name}: the key {refusal.shown(twin)} stands twice in one section; remove one") from None
     return Written(name, found)
 
 

@@ -20,6 +20,7 @@ class Answers:
     optimizer: Optimizer
     metrics: Metrics | None
     _state: State
+    _steps_before: int
 
     @property
     def module(self) -> nn.Module:
@@ -45,8 +46,17 @@ class Answers:
 
     @property
     def global_steps(self) -> int:
-        """Steps tried, the skipped ones counted."""
-        return self._state.tried
+        """Steps tried, the skipped ones counted, and those of a checkpoint whose optimizer was left out."""
+        return self._steps_before + self._state.tried
+
+    @property
+    def global_samples(self) -> int:
+        """Rows of those steps."""
+        return self.global_steps * self.train_batch_size()
+
+    @property
+    def dp_world_size(self) -> int:
+        return self.plan.world.size
 
     @property
     def skipped_steps(self) -> int:
@@ -80,6 +90,15 @@ class Answers:
 
     def get_lr(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def set_lr(self, lr: float) -> None:
+        """Of every group, until a scheduler writes the next one."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def steps_per_print(self) -> int:
+        """Steps between two rows."""
+        return self.config.tracker.every
 
     def get_mom(self) -> list[Any]:
         groups = self.optimizer.param_groups

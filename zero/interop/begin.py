@@ -22,6 +22,7 @@ from zero.interop.engine import Engine
 from zero.interop.loader import Loader
 from zero.interop.optimizers import KINDS, Optimizer, Taken, names_of, settings_of, trained, transform
 from zero.interop.original import rank_0, share_buffers, training_only
+from zero.interop.parameters import LEAVES
 from zero.interop.plain import plain
 from zero.interop.schedulers import Scheduled, Scheduler
 from zero.interop.watched import Watched
@@ -101,7 +102,7 @@ def initialize(
     with contextlib.ExitStack() as undo:  # what a refusal half-way must not leave open
         with training_only(model, trained(made)):
             chosen = transform(made, names_of(model), settled.optim.clip)
-            plan = build_plan(settled, model, world, optimizer=chosen, in_place=True)
+            plan = build_plan(settled, model, world, optimizer=chosen, units=_units(told, model), in_place=True)
             store = open_store(plan)
             undo.callback(store.close)
             state = init(plan, store, seed=seed, weights=rank_0(model, world) if weights is None else weights)
@@ -124,6 +125,7 @@ def initialize(
         return engine, returned, None, scheduler
     rows = engine.train_micro_batch_size_per_gpu()
     loader = Loader(training_data, world, rows=rows, seed=seed, collate=collate_fn, drop_last=told.drop_last)
+    engine.training_dataloader = loader
     return engine, returned, loader, scheduler
 
 
@@ -161,7 +163,14 @@ def _settled(told: Translation, world: World) -> Config:
     rows = settings.get("batch", {})
     if not isinstance(rows.get("global"), int) and not isinstance(rows.get("micro"), int):
         raise ConfigError("train_batch_size=auto: write the rows of a step, or train_micro_batch_size_per_gpu")
-    return read(settings).on(world.size)
+    own = {key: value for key, value in settings.get("zero", {}).items() if key != "units"}  # of the user's classes
+    return read({**settings, "zero": own}).on(world.size)
+
+
+def _units(told: Translation, model: nn.Module) -> list[str]:
+    """What the JSON and `set_z3_leaf_modules` say of units; none: the default policy."""
+    leaves = vars(model).get(LEAVES, [])
+    return [*told.settings.get("zero", {}).get("units", ["auto"] if leaves else []), *leaves]
 
 
 def _refuse_argument(key: str, value: Any) -> None:
@@ -184,6 +193,8 @@ def _optimizer(
     """The optimizer of torch that was passed, if one was, and ours with the same groups or with the config's."""
     if callable(asked) and not isinstance(asked, torch.optim.Optimizer):
         asked = asked(_listed(parameters, model))
+    if isinstance(asked, Optimizer):
+        return None, asked
     if asked is not None:
         return asked, Optimizer.of(asked)
     if not told.has_optimizer:

@@ -9,6 +9,7 @@ from zero.checkpoint.disk import naming
 from zero.checkpoint.load import is_step
 from zero.checkpoint.manifest import step_name
 from zero.checkpoint.save import by_rank_0
+from zero.errors import CheckpointError
 from zero.interop.plain import plain, read_back
 from zero.world import World
 
@@ -65,3 +66,20 @@ def newest(world: World, folder: Path, *, below: bool) -> tuple[checkpoint.Check
         return [path for _, path in sorted(steps, reverse=True)]
 
     return checkpoint.open_first(world, [Path(path) for path in by_rank_0(world, newest_first)])
+
+
+def refuse_deepspeeds(world: World, folder: Path) -> None:
+    """A folder of DeepSpeed's is nothing to start afresh from in silence. Collective.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+
+    def theirs() -> list[str]:
+        return [str(one) for one in sorted(folder.glob("**/*_states.pt"))[:1]] if folder.is_dir() else []
+
+    if found := by_rank_0(world, theirs):
+        raise CheckpointError(
+            f"{folder} is a checkpoint of DeepSpeed's ({Path(found[0]).name}); make it universal with its "
+            "ds_to_universal.py, then: scripts/import --from deepspeed UNIVERSAL, and load what that makes"
+        )

@@ -20,6 +20,7 @@ from zero.beside import Beside
 from zero.config import Config
 from zero.errors import ConfigError
 from zero.interop.grads import Grads
+from zero.interop.loader import Loader
 from zero.interop.optimizers import Optimizer, Taken
 from zero.interop.original import hand_over
 from zero.interop.saved import Saved
@@ -51,7 +52,10 @@ class Engine(Saved):
         lr_scheduler: stepped with each update that was really made; None if there is none.
         metrics: what the last step did; None before the first.
         micro_steps: calls of `step()`.
+        training_dataloader: the loader that `initialize` made; None if it was given no data.
     """
+
+    training_dataloader: Loader | None = None
 
     def __init__(
         self,
@@ -72,6 +76,7 @@ class Engine(Saved):
         self._step: Step | None = None
         self._in_microbatch = self._in_no_sync = self._applied = False
         self._forwards = 0  # in this microbatch
+        self._steps_before = 0
         self._boundary: bool | None = None
         self.metrics: Metrics | None = None
         self.micro_steps = 0
@@ -99,10 +104,18 @@ class Engine(Saved):
 
     __call__ = forward
 
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+    def backward(
+        self,
+        loss: Tensor,
+        allreduce_gradients: bool = True,
+        release_loss: bool = False,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+    ) -> Tensor:
         """Backward from the mean loss of the microbatch; returns its share of the step's loss.
 
         Args:
+            allreduce_gradients, release_loss: for old calls; gradients are reduced once per microbatch or step.
             scale_wrt_gas: False if `loss` is that share already.
         """
         self._grads.take_back()

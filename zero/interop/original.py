@@ -102,4 +102,5 @@ def hand_over(model: nn.Module, engine: Training) -> Callable[[Any, Any], Any]:
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, Absent)
         parameter.gradient = partial(lambda name: living().gradient_of(name), name)
+        parameter.source = living
     return call_through(model, lambda args, kwargs: living().forward(*args, **kwargs), methods=methods)

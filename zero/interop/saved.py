@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from zero import checkpoint
+from zero.checkpoint.save import by_rank_0
 from zero.errors import ConfigError
 from zero.full import set_full
 from zero.interop.answers import Answers
-from zero.interop.checkpoints import Remembered, make_root, newest, root_of
+from zero.interop.checkpoints import Remembered, make_root, newest, refuse_deepspeeds, root_of
 from zero.interop.optimizers import restore, same_groups, settings_of
 from zero.interop.schedulers import Scheduler
 from zero.interop.watched import Watched
@@ -29,6 +30,7 @@ class Saved(Answers, ABC):
 
     lr_scheduler: Scheduler | None
     micro_steps: int
+    _steps_before: int
     _watched: Watched | None
 
     def module_state_dict(self) -> dict[str, Tensor]:
@@ -58,6 +60,11 @@ class Saved(Answers, ABC):
         save_16bit(self._living(), path)
         return path
 
+    def save_pretrained(self, save_directory: str | PathLike[str], **how: Any) -> None:
+        """The folder of a model of transformers, in the dtype of compute; rank 0 writes it. Collective."""
+        module, values = self.module, self.module.state_dict()
+        by_rank_0(self.plan.world, lambda: module.save_pretrained(save_directory, state_dict=values, **how))  # type: ignore[operator]
+
     def save_checkpoint(
         self,
         save_dir: str | PathLike[str],
@@ -71,10 +78,10 @@ class Saved(Answers, ABC):
         Args:
             client_state: JSON values that `load_checkpoint` gives back.
             save_latest: for old calls; the newest is found by its number of steps.
-            exclude_frozen_parameters: not here; a checkpoint is whole.
+            exclude_frozen_parameters: for old calls; a checkpoint is whole.
         """
         if exclude_frozen_parameters:
-            raise ConfigError("exclude_frozen_parameters=True: a checkpoint holds all of the model; leave it out")
+            self._say_once("save_checkpoint(exclude_frozen_parameters=True): a checkpoint holds all of the model here")
         state, root = self._living(), root_of(save_dir, tag)
         make_root(self.plan.world, root)
         schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
@@ -101,10 +108,11 @@ class Saved(Answers, ABC):
         Without a tag, and with none in `load_dir` itself, the newest of all its tags is taken.
 
         Returns:
-            Its folder and the client state; (None, {}) if there is none, with one line that says so.
+            Its folder and the client state; (None, {}) if there is none, with one line that says so. Without the
+            optimizer's states the number of steps is the checkpoint's, and its corrections begin anew.
 
         Raises:
-            CheckpointError: there are checkpoints, and none is valid or of this model.
+            CheckpointError: there are checkpoints, and none is valid or of this model; or they are DeepSpeed's.
         """
         if not load_module_strict:
             raise ConfigError("load_module_strict=False: zero.load(state, checkpoint, partial=) names what may differ")
@@ -115,6 +123,7 @@ class Saved(Answers, ABC):
         for line in notes:
             log.warning("%s", line)
         if found is None:
+            refuse_deepspeeds(self.plan.world, folder)
             where = f"{folder} and its tags" if tag is None else str(folder)
             self._say_once(f"load_checkpoint: there is no checkpoint in {where}; training goes on with what is here")
             return None, {}
@@ -122,7 +131,7 @@ class Saved(Answers, ABC):
         groups = told.param_groups if moments else None
         if groups is not None:  # before anything is changed
             same_groups(self.optimizer.param_groups, groups)
-        self._take(found, moments=moments)
+        self._take(found, moments=moments, counts=not load_module_only)
         self.micro_steps = told.micro_steps
         if groups is not None:
             restore(self.optimizer.param_groups, groups)
@@ -132,11 +141,13 @@ class Saved(Answers, ABC):
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _take(self, found: checkpoint.Checkpoint, *, moments: bool) -> None:
+    def _take(self, found: checkpoint.Checkpoint, *, moments: bool, counts: bool) -> None:
         """The state of a checkpoint in place of this one."""
         has_trained = self._state.step > 0
         self._state = checkpoint.load(self._state, found, moments=moments)
+        self._steps_before = 0
         if not moments:  # a new optimizer: corrections of its first moments count from the beginning
+            self._steps_before = self._state.tried if counts else 0
             self._state = self._state.restored(step=0, scale=self.plan.precision.scale.start())
             if has_trained:
                 _forget_moments(self._state)

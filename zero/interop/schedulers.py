@@ -46,6 +46,8 @@ class Scheduled:
     def get_last_lr(self) -> list[float]:
         return [group["lr"] for group in self._groups]
 
+    get_lr = get_last_lr
+
     def state_dict(self) -> dict[str, Any]:
         return {"made": self.made}
 

@@ -1,0 +1,231 @@
+"""DeepSpeed's names: each is here and does what it does there, or answers with what to use instead."""
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from test_interop import WIDTH, Net, config, net, rows
+from torch import Tensor, nn
+
+import zero
+from zero import elsewhere
+from zero.errors import ConfigError
+from zero.testing import run_ranks
+
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+
+
+@pytest.mark.parametrize("path", elsewhere.HERE)
+def test_every_name_is_found_by_attribute_and_by_import(path):
+    found = zero
+    for part in path.split("."):
+        found = getattr(found, part)
+    module, _, name = path.rpartition(".")
+    assert found is elsewhere.found(path)
+    assert getattr(import_module(f"zero.{module}" if module else "zero"), name) is found
+
+
+def test_a_script_imports_them_before_torch_is_there():
+    """As its first lines do; nothing is imported until something is asked for."""
+    script = """
+import sys
+import zero as deepspeed
+import zero.comm as dist
+assert "torch" not in sys.modules
+from zero.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from zero.accelerator import get_accelerator
+from zero.runtime.zero import GatheredParameters
+from zero.utils import logger
+assert dist.get_world_size is __import__("torch").distributed.get_world_size
+assert deepspeed.zero.Init is deepspeed.Init
+assert deepspeed.__version__[0].isdigit()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", elsewhere.OF_THE_MODULE)
+def test_what_is_not_here_says_what_to_use(name):
+    with pytest.raises(AttributeError, match="in its place: "):
+        getattr(zero, name)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda p: zero.ops.adam.FusedAdam(p, lr=0.1, weight_decay=0.2), "adamw"),
+        (lambda p: zero.ops.adam.FusedAdam(p, adam_w_mode=False), "adam"),
+        (lambda p: zero.ops.adam.DeepSpeedCPUAdam([{"params": p, "lr": 0.3}], betas=(0.8, 0.9)), "adamw"),
+        (lambda p: zero.ops.adagrad.DeepSpeedCPUAdagrad(p), "adagrad"),
+        (lambda p: zero.ops.lion.FusedLion(p), "lion"),
+    ],
+)
+def test_their_classes_of_optimizers_train(make, kind):
+    model, world = net(), zero.World.from_env()
+    engine, optimizer, *_ = zero.initialize(
+        model=model, optimizer=make(list(model.parameters())), config={"train_batch_size": 8}, world=world
+    )
+    assert optimizer.kind == kind
+    engine.backward(engine(rows(0, world)))
+    engine.step()
+    assert not torch.equal(model.first.weight, net().first.weight)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("bf16", [False, True])
+def test_gathered_parameters_are_whole_inside_and_edits_of_one_rank_count(stage, bf16):
+    """Read and written as it is there, by name or through .data; what is outside reads the edit."""
+
+    def rank_main(world):
+        with world.exclusive():
+            model = net()
+        settings = config(stage=stage, optimizer=SGD, bf16={"enabled": bf16})
+        zero.initialize(model=model, config=settings, world=world)[0].train()
+        weight, bias = model.first.weight, model.first.bias
+        with zero.zero.GatheredParameters([weight, bias], modifier_rank=0):
+            if world.rank == 0:
+                nn.init.ones_(weight)
+                bias.data[0] = 5.0
+                bias.data.mul_(2)
+                assert float(weight.sum()) == weight.numel()
+        with zero.zero.GatheredParameters(weight):
+            assert bool((weight == 1).all())
+        edited = pytest.raises(ConfigError, match="was edited, but it is a copy")
+        with edited, zero.zero.GatheredParameters(weight), torch.no_grad():
+            weight.zero_()
+        return weight.detach().clone().float(), bias.detach()[0].item()
+
+    engines = []  # held, as a script does
+    original = zero.initialize
+
+    def kept(**how):
+        engines.append(original(**how))
+        return engines[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero, "initialize", kept)
+        for values, first in run_ranks(2, rank_main, timeout_s=30):
+            assert bool((values == 1).all())
+            assert first == 10.0
+    for engine, *_ in engines:
+        engine.destroy()
+
+
+def test_full_values_are_read_and_written_by_the_parameter_itself():
+    world, model = zero.World.from_env(), net()
+    engine, *_ = zero.initialize(model=model, config=config(), world=world)
+    weight = model.last.weight
+    utils = zero.utils
+    assert utils.safe_get_full_grad(weight) is None
+    engine.backward(engine(rows(0, world)))
+    grad = utils.safe_get_full_grad(weight)
+    assert torch.equal(grad, zero.get_full(engine, "last.weight", "grad"))
+    engine.step()
+    assert torch.equal(utils.safe_get_full_optimizer_state(weight, "exp_avg"), zero.get_full(engine, weight, "mu"))
+    utils.safe_set_full_fp32_param(weight, torch.zeros_like(weight))
+    utils.safe_set_full_optimizer_state(weight, torch.ones(1, WIDTH), "exp_avg_sq")
+    assert not zero.get_full(engine, weight).any()
+    assert bool((zero.get_full(engine, weight, "nu") == 1).all())
+    with zero.gathered(engine, [weight], modify=True) as full:
+        full["last.weight"].fill_(2)
+    assert bool((weight == 2).all())
+    engine.destroy()
+    with pytest.raises(ConfigError, match="belongs to no engine"):
+        utils.safe_get_full_fp32_param(nn.Parameter(torch.ones(2)))
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.experts[0](x)
+
+
+class Mixture(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture = Experts()
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return super().forward(self.mixture(batch))
+
+
+@pytest.mark.parametrize("by", ["json", "call"])
+def test_a_leaf_module_is_gathered_whole(by):
+    model, world = Mixture(), zero.World.from_env()
+    settings = config()
+    if by == "json":
+        settings["zero_optimization"]["leaf_module"] = {"classes": ["Experts"]}
+    else:
+        assert zero.utils.set_z3_leaf_modules(model, [Experts]) == [model.mixture]
+    engine, *_ = zero.initialize(model=model, config=settings, world=world)
+    names = [unit.name for unit in engine.plan.units]
+    assert "mixture" in names
+    assert not any(name.startswith("mixture.") for name in names)
+    assert "blocks.1" in names
+    engine.backward(engine(rows(0, world)))
+    engine.step()
+    engine.destroy()
+    with pytest.raises(ConfigError, match="no module of class Expert"):
+        zero.utils.set_z3_leaf_modules(Mixture(), ["Expert"])
+
+
+def test_what_an_engine_is_asked_by_scripts(tmp_path: Path):
+    world = zero.World.from_env()
+    engine, optimizer, loader, _ = zero.initialize(
+        model=net(), config=config(steps_per_print=7), world=world, training_data=torch.randn(16, WIDTH)
+    )
+    assert engine.training_dataloader is loader
+    assert (engine.dp_world_size, engine.steps_per_print()) == (1, 7)
+    for batch in loader:
+        engine.backward(engine(batch), allreduce_gradients=True, release_loss=False)
+        engine.step()
+    assert engine.global_samples == 16
+    engine.set_lr(0.5)
+    assert engine.get_lr() == [0.5]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5]
+    engine.destroy()
+
+
+def test_the_accelerator_is_torchs_or_the_cpu():
+    accelerator = zero.get_accelerator()
+    torch.ones(1, device=accelerator.current_device_name())
+    assert accelerator.device_count() >= 1
+    assert accelerator.communication_backend_name() in ("gloo", "nccl")
+    accelerator.synchronize()
+    accelerator.empty_cache()
+    assert accelerator.memory_allocated() >= 0
+
+
+def test_steps_are_counted_on_where_the_optimizer_is_left_out(tmp_path: Path):
+    world = zero.World.from_env()
+
+    def engine_of():
+        return zero.initialize(model=net(), config=config(), world=world)[0]
+
+    first = engine_of()
+    for step in range(3):
+        first.backward(first(rows(step, world)))
+        first.step()
+    first.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    first.destroy()
+    for how, steps in (({}, 3), ({"load_optimizer_states": False}, 3), ({"load_module_only": True}, 0)):
+        again = engine_of()
+        again.load_checkpoint(tmp_path, **how)
+        assert again.global_steps == steps
+        again.destroy()
+
+
+def test_a_folder_of_deepspeeds_is_no_start_from_scratch(tmp_path: Path):
+    (tmp_path / "global_step5").mkdir()
+    (tmp_path / "global_step5" / "mp_rank_00_model_states.pt").write_bytes(b"")
+    (tmp_path / "latest").write_text("global_step5")
+    engine, *_ = zero.initialize(model=net(), config=config(), world=zero.World.from_env())
+    with pytest.raises(zero.ZeroError, match=r"is a checkpoint of DeepSpeed's .*scripts/import --from deepspeed"):
+        engine.load_checkpoint(tmp_path)
+    engine.destroy()

@@ -14,7 +14,7 @@ LAYERS = [
     ("arithmetic", "errors nested progress secret peak refusal schedule stage layout precision optim placement order"),
     ("doors", "beside failure written timeline world device store.base store.memory store.files store.nvme"),
     ("doors", "store.paging store.traffic store.crew store.prefetch store.tiers store"),
-    ("engine", "activation compiled unit absent functions copyable copied pool unit_state plan transfer gradient"),
+    ("engine", "activation compiled unit meta absent functions copyable copied pool unit_state plan transfer gradient"),
     ("engine", "reduce update fetch residency recompute gather state weights initialise passes step full"),
     ("edges", "checkpoint.hashes checkpoint.manifest checkpoint.disk checkpoint.shard checkpoint.publish"),
     ("edges", "checkpoint.contents checkpoint.save checkpoint.load checkpoint"),

@@ -306,7 +306,7 @@ class Bare(nn.Module):
         super().__init__()
         self.fine = nn.Linear(3, 3)
         self.odd = nn.Module()
-        self.odd.scale = nn.Parameter(torch.ones(3))
+        self.odd.scale = nn.Parameter(torch.empty(3))
 
 
 def test_an_owner_that_cannot_reset_itself_is_named():

@@ -398,3 +398,97 @@ def test_a_parameter_under_two_names_of_one_owner_keeps_its_value():
     (made,) = run_ranks(1, values)
     assert made.keys() == {"0.a"}
     assert torch.equal(made["0.a"], torch.ones(3))
+
+
+# -- what a constructor writes -----------------------------------------------------------------------------------------
+
+
+class Writes(nn.Module):
+    """Into its own parameters and into those of its children, in every way that constructors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.words = nn.Embedding(7, WIDTH)
+        self.own = nn.Parameter(torch.arange(3.0))
+        self.gain = nn.Parameter(torch.empty(2))
+        nn.init.constant_(self.up.weight, 0.5)
+        self.up.bias.data.fill_(2).mul_(3)
+        self.down.weight.data[1].zero_()
+        with torch.no_grad():
+            self.down.bias[0] = 7.0
+            self.words.weight[2:4].copy_(torch.ones(2, WIDTH))
+            self.gain.copy_(torch.tensor([1.0, -1.0]))
+        nn.init.normal_(tensor=self.words.weight.data[0], std=0.0)
+
+
+class Corrected(nn.Module):
+    """The last word is another's: what was written before it is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        nn.init.zeros_(self.linear.weight)
+        self.linear.reset_parameters()
+        self.apply(self._init_weights)
+        nn.init.ones_(self.linear.bias)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.bias, 5.0)
+
+
+class Half(nn.Module):
+    """One of its own that its reset_parameters does not touch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.empty(3)), nn.Parameter(torch.ones(3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 4.0)
+
+
+def first_values(build) -> dict[str, Tensor]:
+    def values(world: zero.World) -> dict[str, Tensor]:
+        with world.exclusive(), zero.empty():
+            model = nn.Sequential(build())
+        assert all(parameter.is_meta for parameter in model.parameters())
+        plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=world)
+        return zero.full_state_dict(zero.init(plan, zero.open_store(plan)))
+
+    one, other = run_ranks(2, values)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    return one
+
+
+def test_what_a_constructor_writes_into_empty_parameters_is_written_again():
+    made, whole = first_values(Writes), nn.Sequential(Writes()).state_dict()
+    for name in ("0.own", "0.gain", "0.up.weight", "0.up.bias"):
+        assert torch.equal(made[name], whole[name]), name
+    assert not made["0.down.weight"][1].any()
+    assert made["0.down.weight"][0].any()
+    assert made["0.down.bias"][0] == 7
+    assert bool((made["0.words.weight"][2:4] == 1).all())
+    assert not made["0.words.weight"][0].any()
+    assert made["0.words.weight"][5].any()
+
+
+def test_who_writes_last_counts():
+    made = first_values(Corrected)
+    assert made["0.linear.weight"].any(), "reset_parameters came after zeros_"
+    assert bool((made["0.linear.bias"] == 1).all())
+    half = first_values(Half)
+    assert bool((half["0.weight"] == 4).all())
+    assert bool((half["0.scale"] == 1).all())
+
+
+def test_an_owner_whose_reset_leaves_something_out_is_refused_by_name():
+    class Forgets(Half):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = nn.Parameter(torch.empty(2))
+
+    with pytest.raises(PlanError, match=r"Forgets at 0 holds 0\.more and its reset_parameters\(\) leaves it out"):
+        first_values(Forgets)

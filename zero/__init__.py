@@ -13,10 +13,10 @@ from zero import elsewhere
 
 if TYPE_CHECKING:
     from zero.checkpoint import load, open_checkpoint, open_latest, save
-    from zero.copied import empty
     from zero.errors import ZeroError
     from zero.full import full_state_dict, gathered, get_full, set_full
     from zero.interop import Engine, add_config_arguments, init_distributed, initialize
+    from zero.meta import empty
     from zero.optim import Group, adagrad, adam, adamw, lion, sgd, with_ema
     from zero.passes import Metrics, Step
     from zero.placement import Offload
@@ -41,7 +41,7 @@ _HOME = {
     "adagrad": "optim",
     "Group": "optim",
     "with_ema": "optim",
-    "empty": "copied",
+    "empty": "meta",
     "Plan": "plan",
     "open_store": "step",
     "init": "step",

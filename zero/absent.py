@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.errors import OutsideUnitError
+from zero.meta import Written, written
 from zero.nested import replaced, tensors_in
 
 # What may be asked of a parameter that is not gathered: what is known without its values.
@@ -40,6 +41,7 @@ class Absent(nn.Parameter):
         gradient: gives what `grad` is; None: nothing.
         source: gives the engine that it belongs to; None: none.
         whole: stands for it meanwhile, to be read and written.
+        writes: what its constructor wrote into it on meta.
         hooks: what its gradient goes through, in order, before it leaves this rank.
         afterwards: called after them, with `grad` in place.
     """
@@ -50,13 +52,14 @@ class Absent(nn.Parameter):
     gradient: Callable[[], Tensor | None] | None
     source: Callable[[], Any] | None
     whole: Tensor | None
+    writes: Sequence[Written]
     hooks: "OrderedDict[int, Hook]"
     afterwards: "OrderedDict[int, Callable[[Tensor], None]]"
     _arrived: list[Tensor | None]
 
     def __new__(cls, name: str, like: Tensor, dtype: torch.dtype, home: torch.device) -> "Absent":
         absent = Tensor._make_subclass(cls, torch.empty(like.shape, dtype=dtype, device="meta"), like.requires_grad)
-        return absent._begin(name, home)
+        return absent._begin(name, home, written(like))
 
     @classmethod
     def taken(cls, parameter: nn.Parameter, name: str, dtype: torch.dtype, home: torch.device) -> "Absent":
@@ -67,7 +70,7 @@ class Absent(nn.Parameter):
         parameter.grad = None
         parameter.data = torch.full((), torch.nan, dtype=dtype, device=where).expand(parameter.shape)
         parameter.__class__ = cls  # as torch does with parameters that get their size later
-        absent = cast(Absent, parameter)._begin(name, home)
+        absent = cast(Absent, parameter)._begin(name, home, written(parameter))
         absent.hooks.update(hooks)
         absent.afterwards.update(afterwards)
         return absent
@@ -82,7 +85,8 @@ class Absent(nn.Parameter):
         for call in self.afterwards.values():
             self.register_post_accumulate_grad_hook(call)
 
-    def _begin(self, name: str, home: torch.device) -> "Absent":
+    def _begin(self, name: str, home: torch.device, writes: Sequence[Written]) -> "Absent":
+        self.writes = writes
         self.full_name, self.home, self.regather = name, home, None
         self.gradient = self.source = self.whole = None
         self.hooks, self.afterwards, self._arrived = OrderedDict(), OrderedDict(), []

@@ -1,30 +1,22 @@
 """A model that runs on gathered units: a copy of the user's, or the user's own, taken over.
 
 An `Absent` stands in each parameter's place. A site gathers when it is called, runs as it would have, and releases.
-`empty` is for building a model that is never whole to begin with.
 """
 
 import copy
-import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 
 from zero.absent import Absent, hooks_of
 from zero.copyable import made_by_hooks, naming_what_cannot, refuse_own_copies, refuse_shared_memory
-from zero.device import aligned_zeros
 from zero.errors import ConfigError, StaleStateError
 from zero.functions import Closures, Held
 from zero.unit import Site, Splitting
-
-MAPPED_BYTES = 1 << 20
-"""From here on a tensor is worth a mapping of its own."""
 
 BATCH_NORM = nn.BatchNorm1d.forward
 """All dimensions share it. A subclass with a forward of its own knows itself in what dtype it computes."""
@@ -219,60 +211,6 @@ def _whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _:
     for name, parameter in module._parameters.items():
         if isinstance(parameter, Absent) and state_dict.get(prefix + name) is not parameter:
             state_dict[prefix + name] = parameter.value().detach().to("cpu", copy=True)
-
-
-@contextmanager
-def empty() -> Iterator[None]:
-    """Inside, parameters are created on meta, so that a model is never whole; buffers stay real.
-
-    `torch.device("meta")` would also destroy tables that a constructor computes. Ties survive: a parameter registered
-    twice becomes one meta parameter. torch's hook is process-wide: ranks that are threads take turns
-    (`world.exclusive()`).
-    """
-    known: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
-
-    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta:
-            return None
-        alive, meta = known.get(id(parameter), (None, None))
-        if meta is None or alive is None or alive() is not parameter:
-            meta = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-            known[id(parameter)] = weakref.ref(parameter), meta
-        return meta
-
-    handle = nn.modules.module.register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
-    try:
-        with _Untouched():
-            yield
-    finally:
-        handle.remove()
-
-
-class _Untouched(TorchFunctionMode):
-    """What a constructor makes and `empty` throws away at once costs no memory.
-
-    Draws for a tensor on meta go nowhere: torch would import its compiler for them, 80 MB and two seconds. Large empty
-    tensors are mappings of their own: in the heap each would leave a hole in which the next no longer fits, a gigabyte
-    of holes for 340 million parameters, and training would touch them all.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.empty:
-            return _mapped_empty(*args, **(kwargs or {}))
-        first = next(iter((*args, *(kwargs or {}).values())), None)
-        draws = func in (Tensor.normal_, Tensor.uniform_) or getattr(func, "__module__", "") == "torch.nn.init"
-        if draws and isinstance(first, Tensor) and first.is_meta:
-            return first
-        return func(*args, **(kwargs or {}))
-
-
-def _mapped_empty(*args: Any, **kwargs: Any) -> Tensor:
-    if str(kwargs.get("device") or torch.get_default_device()) != "cpu" or kwargs.get("pin_memory"):
-        return torch.empty(*args, **kwargs)
-    told = torch.empty(*args, **{**kwargs, "device": "meta"})
-    if told.layout is not torch.strided or not told.is_contiguous() or told.nbytes < MAPPED_BYTES:
-        return torch.empty(*args, **kwargs)
-    return aligned_zeros(told.numel(), told.dtype, torch.device("cpu")).view(told.shape)
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ from zero.copied import buffers_of
 from zero.device import aligned_zeros, memory_of
 from zero.errors import PlanError
 from zero.layout import Layout, pages
+from zero.meta import BEGIN, write_again
 from zero.plan import Plan
 from zero.pool import Buffer
 from zero.refusal import meant, some
@@ -252,26 +253,45 @@ def _made_by(owner: Owner, copied: nn.Module) -> dict[str, Tensor]:
             if parameter is not None:
                 zeros = aligned_zeros(parameter.numel(), torch.float32, torch.device("cpu")).view(parameter.shape)
                 module._parameters[own] = lent.setdefault(id(parameter), nn.Parameter(zeros))
-        if reset is None:
-            with torch.no_grad():
-                for parameter in lent.values():
-                    parameter.fill_(torch.nan)  # shows who was left out
-        else:
+        with torch.no_grad():
+            for parameter in lent.values():
+                parameter.fill_(torch.nan)  # shows who was left out
+        _write_again(module._parameters, absent, begin=True)
+        if reset is not None:
             reset()
         with torch.no_grad(), _OthersUntouched():
             for initialise in after:
                 initialise()
+        _write_again(module._parameters, absent, begin=False)
         made = {name: _value(module._parameters[own]) for own, name in owner.slots}
     finally:
         module._parameters.update(absent)
-    left_out = [name for name, value in made.items() if reset is None and value.isnan().any()]
+    left_out = [name for name, value in made.items() if value.isnan().any()]
     if left_out:
-        who = "_init_weights around it leaves it out" if after else "has no reset_parameters()"
+        made_by = "its reset_parameters() leaves it out" if reset is not None else "has no reset_parameters()"
+        who = "_init_weights around it leaves it out" if after and reset is None else made_by
         raise PlanError(
             f"{type(module).__name__} at {owner.path or '(root)'} holds {', '.join(left_out)} and {who}; "
             "give it a reset_parameters(), or pass weights= to zero.init"
         )
     return made
+
+
+def _write_again(
+    lent: Mapping[str, nn.Parameter | None], absent: Mapping[str, nn.Parameter | None], *, begin: bool
+) -> None:
+    """What the parameters began with, or what the constructor wrote into them later, in its order."""
+    writes = [
+        (one.number, own, one)
+        for own, parameter in absent.items()
+        if isinstance(parameter, Absent)
+        for one in parameter.writes
+        if (one.number == BEGIN) == begin
+    ]
+    for _, own, one in sorted(writes, key=lambda each: each[0]):
+        target = lent[own]
+        assert target is not None
+        write_again(target, [one])
 
 
 def _initialisers(copied: nn.Module, path: str) -> Iterator[Callable[[], None]]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from zero.config import HF, Config
-from zero.copied import empty
 from zero.errors import ConfigError
+from zero.meta import empty
 from zero.models.gpt_config import GPTConfig
 from zero.models.hf_config import HFConfig
 from zero.refusal import some

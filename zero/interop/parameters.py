@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from zero.absent import Absent
-from zero.copied import empty
 from zero.errors import ConfigError, StaleStateError
 from zero.full import Source, gathered, get_full, set_full
+from zero.meta import empty
 
 MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "mu"}
 """Torch's words for what an optimizer keeps of a parameter, in ours."""

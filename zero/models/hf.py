@@ -23,8 +23,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zero.copied import empty
 from zero.errors import ConfigError, in_short
+from zero.meta import empty
 from zero.weights import StoredWeights
 
 BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")

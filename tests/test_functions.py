@@ -295,7 +295,12 @@ def with_a_lock() -> nn.Module:
     return model
 
 
+def compiled() -> nn.Module:
+    return torch.compile(chain(), backend="eager")
+
+
 REFUSED = [
+    (compiled, r"model is what torch\.compile made of one: pass the model itself"),
     (hooked_with_a_global, r"with_the_global, which runs in layers\.1, reads the global MODEL: the model"),
     (partial(reads_a_global, ReadsAGlobal), r"helped, which runs in ReadsAGlobal, reads the global MODEL: the model"),
     (with_a_class_attribute, r"Own\.shared is the module layers\.0, held by the class"),

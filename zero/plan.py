@@ -101,6 +101,7 @@ class Plan:
         lighter: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         _refuse_strangers(model, optimizer, world)
+        _refuse_compiled(model)
         if type(prefetch) is not int or prefetch < 0:
             raise PlanError(f"zero.prefetch={prefetch!r}: it is a number of units, 0 or more")
         if type(accumulate) is not int or accumulate < 1:
@@ -489,6 +490,15 @@ def _refuse_strangers(model: object, optimizer: object, world: object) -> None:
         if not isinstance(value, kind):
             seen = f"the class {value.__qualname__}" if isinstance(value, type) else f"of {type(value).__qualname__}"
             raise PlanError(f"{key} is {seen}; {instead}")
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Told by its name: torch's compiler is not imported to be asked."""
+    if type(model).__name__ == "OptimizedModule":
+        raise PlanError(
+            "model is what torch.compile made of one: pass the model itself; zero.Plan(compile=True) compiles what "
+            "each unit computes"
+        )
 
 
 def _names(units: Sequence[str | type[nn.Module]] | None) -> list[str] | None:

@@ -1,5 +1,6 @@
 """DeepSpeed's names: each is here and does what it does there, or answers with what to use instead."""
 
+import random
 import subprocess
 import sys
 from importlib import import_module
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import zero
 from zero import elsewhere
 from zero.errors import ConfigError
+from zero.interop.plain import read_back
 from zero.testing import run_ranks
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
@@ -229,3 +231,35 @@ def test_a_folder_of_deepspeeds_is_no_start_from_scratch(tmp_path: Path):
     with pytest.raises(zero.ZeroError, match=r"is a checkpoint of DeepSpeed's .*scripts/import --from deepspeed"):
         engine.load_checkpoint(tmp_path)
     engine.destroy()
+
+
+def test_what_a_script_remembers_comes_back_as_it_was(tmp_path: Path):
+    """Whatever needs no pickle: states of generators, tensors, tuples, sets, bytes, keys that are no texts."""
+    world = zero.World.from_env()
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "shape": (2, (3, "x")),
+        "seen": {1, 5},
+        "raw": b"\x00\xff",
+        3: [torch.ones(2, 3, dtype=torch.bfloat16), torch.empty(0), torch.ones(1)],
+        "limit": float("inf"),
+    }
+    engine, *_ = zero.initialize(model=net(), config=config(), world=world)
+    engine.backward(engine(rows(0, world)))
+    engine.step()
+    engine.save_checkpoint(tmp_path, client_state=state)
+    found = engine.load_checkpoint(tmp_path)[1]
+    engine.destroy()
+    assert found.keys() == state.keys()
+    torch.testing.assert_close(found.pop("torch"), state.pop("torch"), rtol=0, atol=0)
+    for one, other in zip(found.pop(3), state.pop(3), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert found == state
+    random.setstate(found["python"])
+
+
+@pytest.mark.parametrize("said", [["load", [1], "AAAA"], ["int8", [5], "AAAA"], ["int8", "x", "AAAA"], ["int8"], 3])
+def test_a_tensor_that_a_file_cannot_mean_is_refused(said):
+    with pytest.raises(zero.ZeroError, match="the client state has a tensor that cannot be read"):
+        read_back({"zero: a tensor": said})

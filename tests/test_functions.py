@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import zero
-from zero.errors import ConfigError, PlanError
+from zero.errors import ConfigError, PlanError, StaleStateError
 from zero.testing import run_ranks
 from zero.world import SoloWorld
 
@@ -466,3 +466,44 @@ def test_weights_that_a_hook_of_the_old_kind_makes_train(build, stage):
     expected, found = plain(build), trained(build, stage)
     assert len(found) == len(list(build().parameters()))
     torch.testing.assert_close(found, {name: expected[name] for name in found}, rtol=1e-5, atol=1e-6)
+
+
+# -- writes that no reading of the code finds --------------------------------------------------------------------------
+
+
+class Keeper:
+    def bound(self, weight: Tensor) -> None:
+        weight.data.clamp_(-0.01, 0.01)
+
+
+HELPERS = types.SimpleNamespace(bound=Keeper().bound)
+
+
+class WritesByAnother(nn.Linear):
+    def __init__(self, how: Callable[["WritesByAnother"], Any]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.how, self.keeper = (how,), Keeper()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.how[0](self)
+        return super().forward(x)
+
+
+WRITERS: list[Callable[[WritesByAnother], Any]] = [
+    lambda module: module.keeper.bound(module.weight),
+    lambda module: HELPERS.bound(module.weight),
+    lambda module: list(map(HELPERS.bound, [module.weight])),
+    lambda module: setattr(module.weight, "data", module.weight.clone()[:, :].mul(0.5)),
+    lambda module: torch.from_dlpack(module.weight.detach()).mul_(0.9),
+]
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("how", WRITERS)
+def test_a_write_by_whatever_calls_is_refused_the_first_time(how, stage):
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), WritesByAnother(how))
+
+    with pytest.raises(StaleStateError, match=r"weight of 1 was written to in place"):
+        trained(build, stage, 2)

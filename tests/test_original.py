@@ -302,3 +302,200 @@ def test_an_engine_that_does_not_train_runs(stage, frozen, placed, tmp_path: Pat
         engine.destroy()
 
     run_ranks(2, rank_main, timeout_s=30)
+
+
+def row(model: nn.Module) -> None:
+    model.first.weight.data[0].zero_()
+
+
+def view(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.first.weight.view(-1).mul_(0.5)
+
+
+def row_with_history(model: nn.Module) -> None:
+    nn.init.zeros_(model.first.weight[0])
+
+
+def rows_in_turn(model: nn.Module) -> None:
+    with torch.no_grad():
+        for one in model.first.weight:
+            one.mul_(0.5)
+
+
+def list_of_them(model: nn.Module) -> None:
+    torch._foreach_mul_([one.data for one in model.parameters()], 0.5)
+
+
+def overload(model: nn.Module) -> None:
+    torch.ops.aten.mul_.Scalar(model.first.weight.data, 0.5)
+
+
+def in_place(model: nn.Module) -> None:
+    nn.functional.relu(model.first.weight.data, inplace=True)
+
+
+def renormalised(model: nn.Module) -> None:
+    with torch.no_grad():
+        nn.functional.embedding(torch.tensor([0]), model.first.weight, max_norm=0.01)
+
+
+@STAGES
+@pytest.mark.parametrize(
+    "write", [row, view, row_with_history, rows_in_turn, list_of_them, overload, in_place, renormalised]
+)
+def test_what_would_write_past_an_absent_parameter_is_refused_by_name(write, stage):
+    """Into a view of it, or by a function that does not say so: the write would be lost."""
+
+    def rank_main(world):
+        with world.exclusive():
+            model = net()
+        engine = begin(world, model, stage)
+        train(engine, model, 1)
+        with pytest.raises(OutsideUnitError, match=r"parameter first\.weight was written to by.*zero\.gathered"):
+            write(model)
+        return True
+
+    assert run_ranks(2, rank_main, timeout_s=30) == [True, True]
+
+
+def test_what_was_read_is_read_as_any_tensor_and_a_clone_is_written_to():
+    model = net()
+    engine = begin(zero.World.from_env(), model, 3)
+    row, wanted = model.first.weight.data[0], net().first.weight.detach()
+    for one in (row, copy.deepcopy(row), pickle.loads(pickle.dumps(row)), row.clone().mul_(1)):
+        assert torch.equal(one, wanted[0])
+    assert type(copy.deepcopy(row)) is type(pickle.loads(pickle.dumps(row))) is type(row + 1) is Tensor
+    with pytest.raises(ValueError, match="read-only"):
+        model.first.weight.detach().numpy()[0] = 0
+    with pytest.raises(OutsideUnitError, match=r"first\.weight was written to by mul_"):
+        row.view(-1).mul_(2)
+    model.first.weight[:2].square().sum().backward()
+    engine.step()
+    assert torch.allclose(model.first.weight[0], wanted[0] * 0.8)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("make", [lambda w: w.detach().requires_grad_(), lambda w: nn.Parameter(w.data)])
+def test_a_constant_does_not_get_a_gradient_of_its_own(make):
+    """Its gradient would arrive in the model."""
+    model = net()
+    engine = begin(zero.World.from_env(), model, 3)
+    with pytest.raises(OutsideUnitError, match=r"first\.weight without its history.*clone\(\)\.requires_grad_"):
+        make(model.first.weight)
+    assert nn.Parameter(model.first.weight.detach().clone()).requires_grad
+    with pytest.raises(OutsideUnitError, match=r"torch\.autograd\.grad by first\.weight"):
+        torch.autograd.grad(model(torch.ones(2, WIDTH)), [model.last.bias.detach().clone(), model.first.weight])
+    engine.destroy()
+
+
+class Nested(Net):
+    """Each block is a list, so that there is something inside a site."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(one, nn.Tanh()) for one in self.blocks)
+
+
+def another_module(model: nn.Module) -> None:
+    torch.manual_seed(5)
+    model.blocks[0][0] = nn.Linear(WIDTH, WIDTH)
+
+
+def another_place(model: nn.Module) -> None:
+    model.blocks[0][0], model.blocks[1][0] = nn.Identity(), nn.Sequential(model.blocks[1][0], model.blocks[0][0])
+
+
+def tied(model: nn.Module) -> None:
+    model.blocks[0][0].weight = model.blocks[1][0].weight
+
+
+def without(model: nn.Module) -> None:
+    model.blocks[0][0].bias = None
+
+
+@STAGES
+@RANKS
+@pytest.mark.parametrize("change", [another_module, another_place, tied, without])
+def test_what_is_put_into_a_unit_later_counts(change, ranks, stage):
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Nested()
+
+    expected = build()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    change(expected)
+    for step in range(2):
+        optimizer.zero_grad()
+        expected(rows(step, _One())).backward()
+        optimizer.step()
+
+    def rank_main(world):
+        with world.exclusive():
+            model = build()
+        engine = begin(world, model, stage, activation_checkpointing={"partition_activations": True})
+        with world.exclusive():
+            change(model)
+        train(engine, model)
+        return {name: one.detach().clone() for name, one in model.named_parameters()}
+
+    for values in run_ranks(ranks, rank_main, timeout_s=30):
+        close(values, {name: one.detach() for name, one in expected.named_parameters()})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_parameters_put_in_place_as_constants_get_no_gradient(stage):
+    model, expected = net(), net()
+    engine = begin(zero.World.from_env(), model, stage, activation_checkpointing={"partition_activations": True})
+
+    def loss(model: nn.Module) -> Tensor:
+        held = {name: one.detach() for name, one in model.named_parameters()} | {"last.weight": model.last.weight}
+        return torch.func.functional_call(model, held, (torch.ones(2, WIDTH),))
+
+    engine.backward(loss(model))
+    engine.step()
+    loss(expected).backward()
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    close(whole(engine), {name: one.detach() for name, one in expected.named_parameters()})
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@RANKS
+def test_grad_that_was_read_is_read_again_after_another_backward(ranks, stage):
+    """By `loss.backward()` of torch, which tells nobody."""
+    expected = net()
+    (expected(rows(0, _One())) + expected(rows(1, _One()))).backward()
+
+    def rank_main(world):
+        with world.exclusive():
+            model = net()
+        engine = begin(world, model, stage)
+        losses = [model(rows(step, world)) for step in range(2)]
+        losses[0].backward()
+        first = model.first.weight.grad
+        losses[1].backward()
+        close([("g", model.first.weight.grad)], [("g", expected.first.weight.grad)])
+        first.mul_(2)
+        with pytest.raises(ConfigError, match=r"first\.weight\.grad that was read before another backward was edited"):
+            engine.step()
+        losses = [model(rows(step, world)) for step in range(2)]
+        losses[0].backward()
+        model.first.weight.grad.mul_(2)
+        with pytest.raises(ConfigError, match=r"first\.weight\.grad was edited, and then came a backward"):
+            losses[1].backward()
+        return True
+
+    run_ranks(ranks, rank_main, timeout_s=30)
+
+
+@STAGES
+def test_what_is_frozen_between_forward_and_backward_is_refused(stage):
+    """Torch would drop its gradient, and update it or not by what else there is."""
+    model = net()
+    engine = begin(zero.World.from_env(), model, stage)
+    loss = model(rows(0, engine.plan.world))
+    model.requires_grad_(False)
+    with pytest.raises(zero.ZeroError, match="was frozen between this graph's forward and its backward"):
+        engine.backward(loss)
+    engine.destroy()

@@ -1,7 +1,7 @@
 """What stands where a parameter was: it knows its sizes, and gathers its values for whoever reads them."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -44,6 +44,7 @@ class Absent(nn.Parameter):
         writes: what its constructor wrote into it on meta.
         hooks: what its gradient goes through, in order, before it leaves this rank.
         afterwards: called after them, with `grad` in place.
+        is_constant: it is the parameter without its history, as `detach` gives it.
     """
 
     full_name: str
@@ -55,6 +56,7 @@ class Absent(nn.Parameter):
     writes: Sequence[Written]
     hooks: "OrderedDict[int, Hook]"
     afterwards: "OrderedDict[int, Callable[[Tensor], None]]"
+    is_constant: bool
     _arrived: list[Tensor | None]
 
     def __new__(cls, name: str, like: Tensor, dtype: torch.dtype, home: torch.device) -> "Absent":
@@ -90,6 +92,7 @@ class Absent(nn.Parameter):
         self.full_name, self.home, self.regather = name, home, None
         self.gradient = self.source = self.whole = None
         self.hooks, self.afterwards, self._arrived = OrderedDict(), OrderedDict(), []
+        self.is_constant = False
         return self
 
     def register_hook(self, hook: Hook) -> RemovableHandle:
@@ -131,7 +134,7 @@ class Absent(nn.Parameter):
         """The same parameter as a constant."""
         made = Absent(self.full_name, self, self.dtype, self.home)
         made.requires_grad_(False)
-        made.regather, made.whole = self.regather, self.whole
+        made.regather, made.whole, made.is_constant = self.regather, self.whole, True
         return made
 
     def _asked_for_grad(self, *new: Tensor | None) -> Tensor | None:
@@ -168,22 +171,17 @@ class Absent(nn.Parameter):
         if asked in ("device", "is_meta", "is_cuda", "is_cpu"):  # it is on meta itself, which is nobody's business
             home = args[0].home
             return home if asked == "device" else home.type == asked.removeprefix("is_")
-        if asked == "grad":
+        if asked == "grad" and is_attribute:
             return args[0]._asked_for_grad(*args[1:] if func.__name__ == "__set__" else ())
         if asked == "stride" or asked == "is_contiguous":  # as the gathered one lies
             args = (torch.empty(args[0].shape, device="meta"), *args[1:])
+        _refuse_gradient(func, asked, args, kwargs)
         if asked in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if any(isinstance(one, Absent) and one.whole is not None for one in tensors_in((args, kwargs))):
             return _on_whole(func, args, kwargs)
-        first = next(iter((*args, *kwargs.values())), None)
-        for one in (kwargs.get("out"), first if func.__name__ == "__set__" or _writes(asked) else None):
-            if isinstance(one, Absent):
-                raise OutsideUnitError(
-                    f"parameter {one.full_name} was written to by {asked}, and it lies in shards; write into it with "
-                    "zero.gathered(state, names, modify=True) or zero.set_full"
-                )
+        _refuse_writing(cls, func, asked, args, kwargs)
         if asked in ("detach", "data"):
             return args[0].at_rest()
         return _read(func, args, kwargs, clone=asked in _MEMORY)
@@ -198,30 +196,134 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
+class Part(Tensor):
+    """What a view of an absent parameter shows, for reading: what is written into it would not be in the parameter."""
+
+    full_name: str
+
+    @classmethod
+    def of(cls, tensor: Tensor, name: str) -> "Part":
+        part = tensor.as_subclass(cls)
+        part.full_name = name
+        return part
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self._plain().detach().clone()
+
+    def _plain(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs, is_attribute = kwargs or {}, func.__name__ in ("__get__", "__set__")
+        asked = func.__self__.__name__ if is_attribute else func.__name__
+        if asked in _METADATA or asked in ("grad", "retain_grad", "register_hook"):  # of itself
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        _refuse_writing(cls, func, asked, args, kwargs)
+        if asked == "__iter__":
+            func, args = Tensor.unbind, args[:1]
+        parts = {id(one): one for one in tensors_in((args, kwargs)) if isinstance(one, Part)}
+        names = {_memory_of(one): one.full_name for one in parts.values()}
+        args, kwargs = replaced((args, kwargs), {key: one._plain() for key, one in parts.items()})
+        result = func(*args, **kwargs)
+        seen = {id(one): cls.of(one, names[_memory_of(one)]) for one in tensors_in(result) if _lies_in(one, names)}
+        result = _for_reading(replaced(result, seen))
+        return iter(result) if asked == "__iter__" else result
+
+
+def _refuse_writing(kind: type[Absent | Part], func: Any, asked: str, args: Any, kwargs: Any) -> None:
+    first = next(iter((*args, *kwargs.values())), None)
+    for one in tensors_in([kwargs.get("out"), first if func.__name__ == "__set__" or _writes(asked) else None]):
+        if isinstance(one, kind):
+            _refuse_written(one.full_name, asked)
+    if kwargs.get("inplace") and isinstance(first, kind):
+        _refuse_written(first.full_name, f"{asked}(inplace=True)")
+
+
+def _refuse_written(name: str, by: str) -> None:
+    raise OutsideUnitError(
+        f"parameter {name} was written to by {by}, and it lies in shards; write into it with "
+        "zero.gathered(state, names, modify=True) or zero.set_full, or into a clone() of what was read"
+    )
+
+
 def _writes(name: str) -> bool:
     """By torch's names, a function that writes into its first argument."""
     if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
-    return name.endswith("_")
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NO_WRITERS)
+    return name.partition(".")[0].endswith("_")  # those of torch.ops have the name of their overload behind it
+
+
+_NO_WRITERS = ("__invert__", "__int__", "__index__", "__iter__")
+
+
+def _refuse_gradient(func: Any, asked: str, args: Any, kwargs: Any) -> None:
+    """Of a constant, or one that is asked of autograd itself."""
+    if func is torch.autograd.grad:
+        name = next(one.full_name for one in tensors_in((args, kwargs)) if isinstance(one, Absent))
+        raise OutsideUnitError(
+            f"torch.autograd.grad by {name}: gradients of parameters leave a backward in shards; read one between "
+            "backward and step with zero.get_full(engine, name, kind='grad'), or differentiate copies that are put in "
+            "place with torch.func.functional_call"
+        )
+    begins = func.__name__ == "__set__" if asked == "requires_grad" else asked == "requires_grad_"
+    if begins and args[0].is_constant and next(iter((*args[1:], *kwargs.values())), True):
+        raise OutsideUnitError(
+            f"{args[0].full_name} without its history was asked to have a gradient of its own, and its values lie in "
+            "shards; do that with a copy: .detach().clone().requires_grad_()"
+        )
 
 
 def _read(func: Any, args: Any, kwargs: Any, *, clone: bool) -> Any:
-    """Call `func` on values in place of absent parameters; what would look at their memory and is no view in a graph is
-    a copy, because the memory is another unit's next."""
+    """Call `func` on values in place of absent parameters; what would look at their memory is a `Part`, and where it is
+    no view in a graph that of a copy, because the memory is another unit's next."""
+    walks = func.__name__ == "__iter__"
+    if walks:
+        func, args = Tensor.unbind, args[:1]
     absent = {id(one): one for one in tensors_in((args, kwargs)) if isinstance(one, Absent)}
     values = {key: one.value() for key, one in absent.items()}
-    memory = {value.untyped_storage().data_ptr() for value in values.values()}
+    names = {_memory_of(value): absent[key].full_name for key, value in values.items()}
     given = {key: value.clone() for key, value in values.items()} if clone else values
+    before = {key: _version(value) for key, value in values.items()}
     args, kwargs = replaced((args, kwargs), given)
     result = func(*args, **kwargs)
-    looking = [one for one in tensors_in(result) if not one.requires_grad and _lies_in(one, memory)]
-    return replaced(result, {id(one): one.clone() for one in looking})
+    for key, value in values.items():
+        if _version(value) != before[key]:
+            _refuse_written(absent[key].full_name, func.__name__)
+    looking = [one for one in tensors_in(result) if _lies_in(one, names)]
+    parts = {id(one): Part.of(one if one.requires_grad else one.clone(), names[_memory_of(one)]) for one in looking}
+    result = _for_reading(replaced(result, parts))
+    return iter(result) if walks else result
 
 
-def _lies_in(tensor: Tensor, memory: set[int]) -> bool:
+def _for_reading(result: Any) -> Any:
+    """An array of numpy is one that is not written to."""
+    flags = getattr(result, "flags", None) if type(result).__module__ == "numpy" else None
+    if flags is not None:
+        flags.writeable = False
+    return result
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _memory_of(tensor: Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage().data_ptr()
+
+
+def _lies_in(tensor: Tensor, memory: Container[int]) -> bool:
     if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
-    return tensor.untyped_storage().data_ptr() in memory
+    return tensor.numel() > 0 and _memory_of(tensor) in memory
 
 
 Hooks = tuple[dict[int, Hook], dict[int, Callable[[Tensor], None]]]

@@ -27,7 +27,7 @@ MOST_OBJECTS = 20_000
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Where a module keeps what runs beside its forward."""
 
-UNCOUNTED = frozenset({"data", "numpy", "untyped_storage", "storage"})
+UNCOUNTED = frozenset({"data", "numpy", "untyped_storage", "storage", "from_dlpack", "to_dlpack", "__dlpack__"})
 """Attributes of a tensor that give its memory without its count of versions."""
 
 _LIBRARIES = ("torch", "einops", "zero")

@@ -55,6 +55,24 @@ from zero.unit import Binding, Site
 from zero.unit_state import UnitState
 
 
+class Place(NamedTuple):
+    """Where in a site's module a parameter stands: `parameters[name]` of the module at `owner`, that is `absent`."""
+
+    owner: str
+    parameters: dict[str, Any]
+    name: str
+    absent: Absent
+
+    def is_in(self, module: nn.Module) -> bool:
+        """There is a parameter still in the site's `module`, whose parts may have been exchanged."""
+        for part in self.owner.split(".") if self.owner else ():
+            found = module._modules.get(part)
+            if found is None:
+                return False
+            module = found
+        return module._parameters is self.parameters and self.parameters.get(self.name) is not None
+
+
 class Packed(NamedTuple):
     """A saved tensor that lay in a gathered buffer: where to find it when the unit is gathered again."""
 
@@ -138,6 +156,7 @@ class Gatherer:
         arrived: a gradient has, in this step.
         unscaled: one has from a backward without the loss scale.
         entering: called before a site runs, or a parameter is read with a history, outside of backward.
+        arriving: called when a gradient arrives.
         doubted: paths of sites whose code may write into parameters without being counted by torch.
         resting: numbers of the groups whose parameters want no gradient in the forwards that come.
     """
@@ -161,10 +180,12 @@ class Gatherer:
         self._whole = {unit.resident.address for unit in units if unit.resident is not None}
         self._anchor = torch.zeros(0, requires_grad=True)
         # where in the model parameters stand: each one by unit, trainable or frozen, and number; and those of a site
-        self._places: dict[tuple[int, bool, int], list[tuple[dict[str, Any], str]]] = {}
-        self._places_of: dict[str, list[tuple[dict[str, Any], str]]] = {}
+        self._places: dict[tuple[int, bool, int], list[Place]] = {}
+        self._places_of: dict[str, list[Place]] = {}
         self.doubted: set[str] = set()
+        self._looked_at: set[tuple[str, bool]] = set()  # paths of sites that were watched once, with gradients or not
         self.entering: Callable[[], None] = _nothing
+        self.arriving: Callable[[], None] = _nothing
         self._absent: dict[tuple[int, int], Absent] = {}  # by unit and slot, of those that train
         self._hooked: dict[int, dict[int, Tensor]] = {}  # by unit and slot: gradients that their hooks have not seen
         self._held: dict[int, Buffer] = {}  # pinned by the backward pass under way
@@ -221,12 +242,12 @@ class Gatherer:
         run = partial(self.run, site)
         return run if self._compiler is None else self._compiler.outside(run)
 
-    def place(self, site: Site, bound: Binding, parameters: dict[str, Any], name: str) -> None:
-        """One of the places where a parameter stands in the model."""
-        self._places.setdefault((bound.unit, bound.trainable, bound.slot), []).append((parameters, name))
-        self._places_of.setdefault(site.path, []).append((parameters, name))
+    def place(self, site: Site, bound: Binding, place: Place) -> None:
+        """One of the places where a parameter stands in the model, in the order of the site's bindings."""
+        self._places.setdefault((bound.unit, bound.trainable, bound.slot), []).append(place)
+        self._places_of.setdefault(site.path, []).append(place)
         if bound.trainable:
-            self._absent[bound.unit, bound.slot] = parameters[name]
+            self._absent[bound.unit, bound.slot] = place.absent
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -240,7 +261,8 @@ class Gatherer:
 
     def _run(self, site: Site, body: Body, args: Any, kwargs: Any, recomputing: bool) -> Any:
         pinned: list[Buffer] = []
-        standing = [(own, name, own[name]) for own, name in self._places_of[site.path]]
+        places = self._places_of[site.path]
+        standing = [(own, name, own[name]) for _, own, name, _ in places if name in own]
         try:
             with _beneath_transforms() as transformed:
                 for index in site.units:
@@ -249,14 +271,17 @@ class Gatherer:
                         pinned[-1].pins += 1
                     else:
                         pinned.append(self.residency.pin(self._units[index], training=torch.is_grad_enabled()))
-                names, values = self._parameters(site, recomputing)
+                names, values = self._parameters(site, body.module, recomputing)
             if transformed:
                 held = dict(zip(names, values, strict=True))
                 return self._own(call_with(held, body, args, kwargs, path=site.path))
-            call = partial(call_with, path=site.path, doubted=site.path in self.doubted)
+            watched = site.path, torch.is_grad_enabled()  # code that is not found by reading is seen the first time
+            doubted = site.path in self.doubted or watched not in self._looked_at
+            call = partial(call_with, path=site.path, doubted=doubted)
             before = _nodes((args, kwargs))  # taken now: the call may change its inputs in place
             with self._packing():
                 outputs = self._call(call, body, names, values, args, kwargs)
+            self._looked_at.add(watched)
             outputs = _reaching(outputs, values, set(before))
             if torch.is_grad_enabled() and not recomputing:
                 made_with = [(unit, unit.version) for unit in (self._units[index] for index in site.units)]
@@ -269,8 +294,11 @@ class Gatherer:
             for buffer in pinned:
                 self.residency.unpin(buffer)
 
-    def _parameters(self, site: Site, recomputing: bool) -> tuple[list[str], list[Tensor]]:
-        """The site's parameters by their names in its body: views of the gathered buffers."""
+    def _parameters(self, site: Site, module: nn.Module, recomputing: bool) -> tuple[list[str], list[Tensor]]:
+        """The site's parameters by their names in its body, as far as they are still there: views of gathered buffers.
+
+        What stands elsewhere by now is read as any parameter outside of its unit.
+        """
         trainable: dict[int, Sequence[Tensor]] = {}
         frozen: dict[int, Sequence[Tensor]] = {}
         for index in site.units:
@@ -284,16 +312,22 @@ class Gatherer:
                     unit.calls.append(made[0].grad_fn)
             else:
                 trainable[index] = views(unit.spec.trainable, flat)
+        places = zip(site.bindings, self._places_of[site.path], strict=True)
+        there = [(bound, place) for bound, place in places if place.is_in(module)]
         values = [
-            self._given(bound, (trainable if bound.trainable else frozen)[bound.unit][bound.slot])
-            for bound in site.bindings
+            self._given(bound, place, (trainable if bound.trainable else frozen)[bound.unit][bound.slot])
+            for bound, place in there
         ]
-        return [f"module.{bound.local}" for bound in site.bindings], values
+        return [f"module.{bound.local}" for bound, _ in there], values
 
-    def _given(self, bound: Binding, ours: Tensor) -> Tensor:
+    def _given(self, bound: Binding, place: Place, ours: Tensor) -> Tensor:
         """What the user put in a parameter's place, else `ours`."""
-        standing = (own[name] for own, name in self._places[bound.unit, bound.trainable, bound.slot])
-        given = next((one for one in standing if not isinstance(one, Absent)), ours)
+        there = place.parameters[place.name]
+        if isinstance(there, Absent) and there is not place.absent:  # another parameter, or this one as a constant
+            return there.value()
+        places = self._places[bound.unit, bound.trainable, bound.slot]
+        standing = (place.parameters.get(place.name) for place in places)
+        given = next((one for one in standing if one is not None and not isinstance(one, Absent)), ours)
         if given is not ours and isinstance(absent := _untransformed(given), Absent):
             raise OutsideUnitError(
                 f"parameter {absent.full_name} is the model's own, which torch.func cannot differentiate by; put "
@@ -416,7 +450,13 @@ class Gatherer:
         """The gradient of one parameter of one call has arrived."""
         with self._lock:
             self._watch_pass()
+            self.arriving()
             absent = self._absent[unit.index, slot]
+            if not absent.requires_grad:
+                raise StaleStateError(
+                    f"{absent.full_name} was frozen between this graph's forward and its backward; freeze it before "
+                    "the forward, or after the step"
+                )
             if absent.hooks or absent.afterwards:  # which see the sum over the unit's calls, as those of any leaf
                 sums = self._hooked.setdefault(unit.index, {})
                 sums[slot] = grad if slot not in sums else sums[slot] + grad
@@ -550,4 +590,4 @@ def bind_absent(copied: nn.Module, sites: Iterable[Site], gatherer: Gatherer) ->
             absent = module.get_submodule(owner)._parameters[name]
             assert isinstance(absent, Absent)
             absent.regather = gatherer.regather(site, number)
-            gatherer.place(site, bound, module.get_submodule(owner)._parameters, name)
+            gatherer.place(site, bound, Place(owner, module.get_submodule(owner)._parameters, name, absent))

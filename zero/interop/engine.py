@@ -86,6 +86,7 @@ class Engine(Saved):
         self._call = hand_over(state.model, self)
         state.machinery.gatherer.entering = _entering(weakref.ref(self))
         self._grads = Grads(self)
+        state.machinery.gatherer.arriving = self._grads.arriving
         self._closing = weakref.finalize(self, _close_aside, store, watched)
         self._closing.atexit = False
 
@@ -156,6 +157,7 @@ class Engine(Saved):
         self._in_microbatch = self._applied = False
         self.micro_steps += 1
         if not ends:
+            self._grads.take_back()
             return
         self.optimizer.step()
         if self._taken is not None:
@@ -226,6 +228,7 @@ class Engine(Saved):
             self._check(step)
             self._grads.take_back()
             self._state, self.metrics = step.finish()
+            self._grads.drop()
         self._step, self._in_microbatch = None, False
         self._applied = not self.metrics.skipped
         if self._watched is not None:

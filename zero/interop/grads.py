@@ -24,6 +24,7 @@ class Grads:
     def __init__(self, engine: Source) -> None:
         self._engine = weakref.ref(engine)
         self._given: dict[str, tuple[Tensor, Tensor]] = {}
+        self._outdated: list[tuple[str, weakref.ref[Tensor], Tensor]] = []  # somebody holds them still
 
     def of(self, name: str) -> Tensor | None:
         """(shape of the parameter) fp32, on the device; the same tensor until it is taken back. Collective.
@@ -46,13 +47,43 @@ class Grads:
         return self._given[name][0]
 
     def take_back(self) -> None:
-        """What was edited since it was given out counts. Collective where something was."""
-        given, self._given = self._given, {}
-        for name, value in _edited(given).items():
+        """What was edited since it was given out counts. Collective where something was.
+
+        Raises:
+            ConfigError: one was edited that another backward has made outdated.
+        """
+        for name, held, before in self._outdated:
+            if (now := held()) is not None and not torch.equal(now, before):
+                raise ConfigError(
+                    f"a {name}.grad that was read before another backward was edited, and it is a copy of what there "
+                    "was then; read it again"
+                )
+        edited = _edited(self._given)
+        self._outdate()
+        for name, value in edited.items():
             set_full(self._living(), name, value, kind="grad")
+
+    def arriving(self) -> None:
+        """More of a gradient arrives, by a backward that has not taken back what was given out.
+
+        Raises:
+            ConfigError: it was edited.
+        """
+        for name in _edited(self._given):
+            raise ConfigError(
+                f"{name}.grad was edited, and then came a backward that does not know; between edits use "
+                "engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        self._outdate()
 
     def drop(self) -> None:
         self._given.clear()
+        self._outdated.clear()
+
+    def _outdate(self) -> None:
+        given = [(name, weakref.ref(now)) for name, (now, _) in self._given.items()]
+        self._given.clear()  # who holds one now is not here
+        self._outdated += [(name, ref, now.clone()) for name, ref in given if (now := ref()) is not None]
 
     def _living(self) -> Source:
         engine = self._engine()

@@ -499,3 +499,39 @@ def test_what_is_frozen_between_forward_and_backward_is_refused(stage):
     with pytest.raises(zero.ZeroError, match="was frozen between this graph's forward and its backward"):
         engine.backward(loss)
     engine.destroy()
+
+
+@pytest.mark.parametrize("way", ["weights", "plan", "part of another"])
+def test_a_model_that_was_taken_over_is_not_taken_over_again(way):
+    world, model = zero.World.from_env(), nn.Linear(WIDTH, WIDTH, bias=False)
+    begin(world, model, 3).destroy()
+    given = nn.Sequential(model) if way == "part of another" else model
+    again = {
+        "weights": lambda: zero.initialize(
+            model=model, config=config(), weights={"weight": torch.ones(1)}, world=world
+        ),
+        "plan": lambda: zero.Plan(given, optimizer=zero.sgd(0.1), world=world),
+    }
+    with pytest.raises(ConfigError, match=r"weight was taken over by an earlier zero\.initialize.*build it again"):
+        again["weights" if way == "weights" else "plan"]()
+
+
+@STAGES
+def test_what_is_frozen_for_a_while_is_trained_through_and_not_trained(stage):
+    """As the teacher of another model, in eval mode, where no microbatch of its own begins."""
+    model, other = net(), nn.Linear(WIDTH, WIDTH)
+    expected = net()
+    engine = begin(zero.World.from_env(), model, stage)
+    train(engine, model, 1)
+    model.eval().requires_grad_(False)
+    model(other(rows(0, _One()))).backward()
+    assert other.weight.grad is not None
+    model.train().requires_grad_(True)
+    for step in (0, 0):
+        optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+        optimizer.zero_grad()
+        expected(rows(step, _One())).backward()
+        optimizer.step()
+    train(engine, model, 1)
+    close(whole(engine), {name: one.detach() for name, one in expected.named_parameters()})
+    engine.destroy()

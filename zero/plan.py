@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from zero.absent import Absent
 from zero.compiled import Backend
 from zero.copied import detached_copy
 from zero.device import ALIGNMENT, Device, free_host_bytes, round_up
@@ -490,6 +491,12 @@ def _refuse_strangers(model: object, optimizer: object, world: object) -> None:
         if not isinstance(value, kind):
             seen = f"the class {value.__qualname__}" if isinstance(value, type) else f"of {type(value).__qualname__}"
             raise PlanError(f"{key} is {seen}; {instead}")
+    assert isinstance(model, nn.Module)
+    absent = next((name for name, one in model.named_parameters() if isinstance(one, Absent)), None)
+    if absent is not None:
+        raise PlanError(
+            f"{absent} was taken over by an earlier zero.initialize, or is of a state's own model; build it again"
+        )
 
 
 def _refuse_compiled(model: nn.Module) -> None:

@@ -36,8 +36,6 @@ def training_only(model: nn.Module, chosen: set[int]) -> Iterator[None]:
 def rank_0(model: nn.Module, world: World) -> Weights:
     """Rank 0's values, one parameter at a time; None where the model has none yet."""
     held = dict(model.named_parameters())
-    if any(isinstance(one, Absent) for one in held.values()):
-        raise ConfigError("the model was taken over by an earlier zero.initialize; build it again")
     if any(parameter.is_meta for parameter in held.values()):
         return None
     values = {name: parameter.detach() for name, parameter in held.items()}  # before it is taken over

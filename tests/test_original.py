@@ -535,3 +535,27 @@ def test_what_is_frozen_for_a_while_is_trained_through_and_not_trained(stage):
     train(engine, model, 1)
     close(whole(engine), {name: one.detach() for name, one in expected.named_parameters()})
     engine.destroy()
+
+
+class ByClass(Net):
+    """Asks its parts for their classes, in the ways that are usual."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.first(batch)
+        for block in self.blocks:
+            known = type(block) == nn.Linear and type(block) in {nn.Linear}  # noqa: E721
+            x = x + (block(x) if known and block.__class__ == nn.Linear else 0) * {nn.Linear: 2}.get(type(block), 1)
+        return self.last(x).square().mean()
+
+
+@STAGES
+def test_a_class_is_what_it_was_to_whoever_compares(stage):
+    torch.manual_seed(0)
+    expected = ByClass()
+    model = copy.deepcopy(expected)
+    engine = begin(zero.World.from_env(), model, stage)
+    train(engine, model, 2)
+    close(whole(engine), {name: one.detach() for name, one in plain(2, expected).named_parameters()})
+    assert type(model) == ByClass  # noqa: E721
+    assert type(model) != Net  # noqa: E721
+    engine.destroy()

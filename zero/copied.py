@@ -160,7 +160,7 @@ Run = Callable[[Body, Any, Any], Any]
 def attach(model: nn.Module, splitting: Splitting, run: Callable[[Site], Run]) -> None:
     """Have each site of `model` run through `run`, by whatever reference it is called.
 
-    Its class becomes one that is called otherwise and is the same in everything else. Hooks fire inside, with the full
+    Its class becomes one that is called otherwise, and equals the one that it was. Hooks fire inside, with the full
     parameters in place.
     """
     kinds: dict[type[nn.Module], type[nn.Module]] = {}
@@ -203,7 +203,13 @@ def _called_otherwise(kind: type[nn.Module], methods: Mapping[str, Callable[...,
 
     names: dict[str, Any] = {"__call__": call, "__deepcopy__": refuse, "__reduce_ex__": refuse}
     names |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind,), names | dict(methods))
+    return _passing_for(kind)(kind.__name__, (kind,), names | dict(methods))
+
+
+def _passing_for(kind: type) -> type:
+    """Of a class that equals `kind`: `type(layer) == nn.Linear`, in a set and a dict too; only `is` sees it."""
+    names = {"__eq__": lambda cls, other: other is cls or other is kind, "__hash__": lambda cls: hash(kind)}
+    return type(type(kind).__name__, (type(kind),), names)
 
 
 def _whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from test_interop import ROWS, WIDTH, Net, config, net, rows
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zero
 from zero.errors import ConfigError, OutsideUnitError
@@ -558,4 +559,41 @@ def test_a_class_is_what_it_was_to_whoever_compares(stage):
     close(whole(engine), {name: one.detach() for name, one in plain(2, expected).named_parameters()})
     assert type(model) == ByClass  # noqa: E721
     assert type(model) != Net  # noqa: E721
+    engine.destroy()
+
+
+class Recomputed(Net):
+    """One block at two places, with statistics; and a checkpoint of the old kind, whose forward leaves no trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(one, nn.BatchNorm1d(WIDTH)) for one in self.blocks)
+        self.blocks.append(self.blocks[0])
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.first(batch).tanh()
+        x = checkpoint(self.blocks[0], x, use_reentrant=True)
+        return self.last(x).square().mean() + self.blocks[1](x).square().mean()
+
+
+@STAGES
+def test_a_state_dict_and_a_log_between_steps_leave_gradients_whole(stage):
+    """They read parameters, and no backward comes by what they have read."""
+    torch.manual_seed(0)
+    model = Recomputed()
+    expected = copy.deepcopy(model)
+    engine = begin(zero.World.from_env(), model, stage)
+    assert model.load_state_dict(model.state_dict()).missing_keys == []
+    for step in range(2):
+        model.state_dict()
+        assert sum(one.norm() for one in model.parameters()).item() > 0
+        loss = model(rows(step, _One()))
+        engine.backward(loss)
+        full = zero.get_full(engine, "blocks.0.0.weight", kind="grad")
+        expected.zero_grad()
+        expected(rows(step, _One())).backward()
+        close([("grad", full)], [("grad", expected.blocks[0][0].weight.grad)])
+        engine.step()
+        torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    close(whole(engine), {name: one.detach() for name, one in expected.named_parameters()})
     engine.destroy()

@@ -150,11 +150,11 @@ class Absent(nn.Parameter):
             return self._arrived[-1]
         return None if new or self.gradient is None else self.gradient()
 
-    def value(self) -> Tensor:
-        """A view of the gathered parameter."""
+    def value(self, *, constant: bool = False) -> Tensor:
+        """A view of the gathered parameter, with a history unless nobody wants one."""
         if self.regather is None:
             raise OutsideUnitError(f"parameter {self.full_name} has no values yet; zero.init makes them")
-        return self.regather(self.requires_grad and torch.is_grad_enabled())
+        return self.regather(not constant and self.requires_grad and torch.is_grad_enabled())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.value().detach().clone().__reduce_ex__(protocol)

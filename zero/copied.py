@@ -216,7 +216,7 @@ def _whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _:
     """Of a state dict: values on the CPU in the dtype of compute, in place of what was detached."""
     for name, parameter in module._parameters.items():
         if isinstance(parameter, Absent) and state_dict.get(prefix + name) is not parameter:
-            state_dict[prefix + name] = parameter.value().detach().to("cpu", copy=True)
+            state_dict[prefix + name] = parameter.value(constant=True).detach().to("cpu", copy=True)
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:

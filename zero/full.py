@@ -388,6 +388,7 @@ def _summed(state: State) -> Collection[int]:
         StaleStateError: none has.
     """
     parts = state.machinery
+    parts.gatherer.settle()
     parts.reducer.finish()
     if state.plan.update == "eager":
         raise StaleStateError("zero.update=eager uses a gradient up as soon as it is whole; zero.update=lazy keeps it")

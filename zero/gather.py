@@ -496,6 +496,12 @@ class Gatherer:
         self._settle(unit)
         self._let_go(unit.index)
 
+    def settle(self) -> None:
+        """Take in what has arrived of units whose own calls may still come, or never will, as a norm's in a log."""
+        with self._lock:
+            for index in sorted(self._open if not self._passes else ()):
+                self._close(self._units[index])
+
     def _watch_pass(self) -> None:
         """Have autograd tell us when the backward pass under way ends, whoever started it."""
         task = torch._C._current_graph_task_id()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero.checkpoint.disk import naming
 from zero.checkpoint.save import by_rank_0, tied_names
@@ -58,8 +58,8 @@ def load_model(state: State, values: Mapping[str, Any], *, strict: bool) -> Load
     Raises:
         ConfigError: `strict`, and names are missing or unknown; nothing was changed then.
     """
-    aliases, buffers = state.plan.splitting.aliases(), buffers_of(state.model)
-    known = {**aliases, **{name: (name,) for name in buffers}}
+    buffers = buffers_of(state.model)
+    known = {**state.plan.splitting.aliases(), **_names_of(state.model, buffers)}
     found = {name: next((one for one in names if one in values), None) for name, names in known.items()}
     missing = [name for name, key in found.items() if key is None]
     unexpected = sorted(set(values) - {one for names in known.values() for one in names})
@@ -75,6 +75,14 @@ def load_model(state: State, values: Mapping[str, Any], *, strict: bool) -> Load
         if (key := found[name]) is not None:
             buffer.copy_(values[key])
     return Loaded(missing, unexpected)
+
+
+def _names_of(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
+    """Every name of a buffer by its first one: a module at several places has several."""
+    everywhere = dict(model.named_buffers(remove_duplicate=False))
+    return {
+        first: (first, *(n for n, b in everywhere.items() if b is one and n != first)) for first, one in buffers.items()
+    }
 
 
 def _with_the_rest(state: State, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -418,6 +418,25 @@ def test_hooks_of_parameters_make_the_gradient_that_they_make_in_torch(build, ra
 
 
 @pytest.mark.parametrize("stage", [0, 3])
+def test_hooks_see_a_microbatchs_share_of_the_step(stage):
+    """As where a script divides its loss by their number, and as DeepSpeed does."""
+    count, expected = 2, bounded()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=LR)
+    plan = plan_of(bounded(), stage=stage, accumulate=count)
+    state = zero.init(plan, zero.open_store(plan))
+    step = zero.make_step(plan, mean_square)
+    for number in range(STEPS):
+        parts = [batch_of(number, part) for part in range(count)]
+        state, _ = step(state, parts)
+        optimizer.zero_grad()
+        for part in parts:
+            (mean_square(expected, part) / count).backward()
+        optimizer.step()
+    found = zero.full_state_dict(state)
+    torch.testing.assert_close(found, {name: expected.state_dict()[name] for name in found}, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_hook_may_be_put_on_the_copy_and_taken_away(stage):
     plan, seen = plan_of(chain(), stage=stage), []
     state = zero.init(plan, zero.open_store(plan))

@@ -145,6 +145,7 @@ class Gatherer:
     """Runs the sites of one copied model on gathered units.
 
     Args:
+        accumulate: microbatches of a step.
         remat: recompute each unit's activations in backward instead of keeping them.
         activations: where those that are kept wait for backward.
         compiler: compiles what a unit computes; None: it runs as it is written.
@@ -166,6 +167,7 @@ class Gatherer:
         units: Sequence[UnitState],
         residency: Residency,
         *,
+        accumulate: int,
         remat: bool,
         activations: InPlace,
         compiler: Compiler | None,
@@ -175,6 +177,7 @@ class Gatherer:
     ) -> None:
         self._tape = tape
         self._units, self.residency, self.pool = units, residency, residency.pool
+        self._accumulate = accumulate
         self._remat, self._deliver, self._settle = remat, deliver, settle
         self.activations, self._compiler = activations, compiler
         self._whole = {unit.resident.address for unit in units if unit.resident is not None}
@@ -490,9 +493,9 @@ class Gatherer:
         unit.returned = 0
         self._open.discard(unit.index)
         for slot, grad in sorted(self._hooked.pop(unit.index, {}).items()):
-            left = self._absent[unit.index, slot].through_hooks(grad)
-            if left is not None:
-                self._deliver(unit, slot, left)
+            left = self._absent[unit.index, slot].through_hooks(grad / self._accumulate)
+            if left is not None:  # the update divides by the count of microbatches, and hooks see what is left then
+                self._deliver(unit, slot, left * self._accumulate)
         self._settle(unit)
         self._let_go(unit.index)
 

@@ -195,6 +195,7 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
     gatherer = Gatherer(
         units,
         residency,
+        accumulate=plan.accumulate,
         remat=plan.activations == "remat",
         activations=OnHost(device, pin=plan.offload.pin) if _goes_to_host(plan) else InPlace(),
         compiler=Compiler(plan.compile) if plan.compile else None,

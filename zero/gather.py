@@ -58,14 +58,14 @@ from zero.unit_state import UnitState
 class Place(NamedTuple):
     """Where in a site's module a parameter stands: `parameters[name]` of the module at `owner`, that is `absent`."""
 
-    owner: str
+    owner: tuple[str, ...]
     parameters: dict[str, Any]
     name: str
     absent: Absent
 
     def is_in(self, module: nn.Module) -> bool:
         """There is a parameter still in the site's `module`, whose parts may have been exchanged."""
-        for part in self.owner.split(".") if self.owner else ():
+        for part in self.owner:
             found = module._modules.get(part)
             if found is None:
                 return False
@@ -342,7 +342,7 @@ class Gatherer:
         return [self._arrives(unit, slot, parameter) for slot, parameter in enumerate(made)]
 
     def _arrives(self, unit: UnitState, slot: int, parameter: Tensor) -> Tensor:
-        if unit.spec.trainable.slots[slot].group in self.resting or not self._absent[unit.index, slot].requires_grad:
+        if unit.spec.trainable.slots[slot].group in self.resting or not self._absent[unit.index, slot].trains:
             return parameter.detach()
         arriving = cast(Tensor, Arrive.apply(parameter, self, unit, slot))
         arriving.grad_fn._set_sequence_nr(AT_ONCE)  # type: ignore[union-attr]
@@ -455,7 +455,7 @@ class Gatherer:
             self._watch_pass()
             self.arriving()
             absent = self._absent[unit.index, slot]
-            if not absent.requires_grad:
+            if not absent.trains:
                 raise StaleStateError(
                     f"{absent.full_name} was frozen between this graph's forward and its backward; freeze it before "
                     "the forward, or after the step"
@@ -599,4 +599,5 @@ def bind_absent(copied: nn.Module, sites: Iterable[Site], gatherer: Gatherer) ->
             absent = module.get_submodule(owner)._parameters[name]
             assert isinstance(absent, Absent)
             absent.regather = gatherer.regather(site, number)
-            gatherer.place(site, bound, Place(owner, module.get_submodule(owner)._parameters, name, absent))
+            way = tuple(owner.split(".")) if owner else ()
+            gatherer.place(site, bound, Place(way, module.get_submodule(owner)._parameters, name, absent))

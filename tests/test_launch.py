@@ -190,6 +190,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "ranks"
 
 
+@pytest.fixture(autouse=True)
+def _hangup_is_heard() -> Iterator[None]:
+    """Also where the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture
 def _forked() -> Iterator[None]:
     """For what happens to ranks once they run. How they are started is for the other tests."""

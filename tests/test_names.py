@@ -263,3 +263,40 @@ def test_what_a_script_remembers_comes_back_as_it_was(tmp_path: Path):
 def test_a_tensor_that_a_file_cannot_mean_is_refused(said):
     with pytest.raises(zero.ZeroError, match="the client state has a tensor that cannot be read"):
         read_back({"zero: a tensor": said})
+
+
+class WithHead(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(1, 1)
+
+
+def test_a_checkpoint_of_a_model_that_had_less_loads_where_that_is_allowed(tmp_path: Path):
+    """What only one side has stays as it is, on either side."""
+    world = zero.World.from_env()
+
+    def engine_of(model: nn.Module):
+        return zero.initialize(model=model, config=config(), world=world)[0]
+
+    first = engine_of(net())
+    first.backward(first(rows(0, world)))
+    first.step()
+    first.save_checkpoint(tmp_path / "less")
+    values = zero.full_state_dict(first)
+    first.destroy()
+    torch.manual_seed(3)
+    more = WithHead()
+    head = more.head.weight.detach().clone()
+    second = engine_of(more)
+    with pytest.raises(zero.ZeroError, match="missing"):
+        second.load_checkpoint(tmp_path / "less")
+    second.load_checkpoint(tmp_path / "less", load_module_strict=False)
+    found = zero.full_state_dict(second)
+    assert all(torch.equal(found[name], value) for name, value in values.items())
+    assert torch.equal(found["head.weight"], head)
+    second.save_checkpoint(tmp_path / "more")
+    second.destroy()
+    third = engine_of(net(5))
+    third.load_checkpoint(tmp_path / "more", load_module_strict=False)
+    assert all(torch.equal(zero.full_state_dict(third)[name], value) for name, value in values.items())
+    third.destroy()

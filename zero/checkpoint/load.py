@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from glob import escape
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -312,6 +313,12 @@ def _entries(checkpoint: Checkpoint, wanted: Iterable[Key]) -> dict[Key, Entry]:
         if (name, kind) not in found and other in found:
             found[name, kind] = found.pop(other)
     return found
+
+
+def one_sided(state: State, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """What only the model or only the checkpoint has, as patterns for `partial`."""
+    wanted = {(name, kind) for name, kind, *_ in tensors(state.plan, buffers_of(state.model))}
+    return tuple(sorted(escape(f"{kind}/{name}") for name, kind in wanted ^ _entries(checkpoint, wanted).keys()))
 
 
 def weights_of(checkpoint: Checkpoint, weights: str) -> dict[str, Entry]:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from zero import checkpoint
+from zero.checkpoint.load import one_sided
 from zero.checkpoint.save import by_rank_0
-from zero.errors import ConfigError
 from zero.full import set_full
 from zero.interop.answers import Answers
 from zero.interop.checkpoints import Remembered, make_root, newest, refuse_deepspeeds, root_of
@@ -107,6 +107,9 @@ class Saved(Answers, ABC):
 
         Without a tag, and with none in `load_dir` itself, the newest of all its tags is taken.
 
+        Args:
+            load_module_strict: False leaves what only one side has as it is, and says so; sizes have to agree.
+
         Returns:
             Its folder and the client state; (None, {}) if there is none, with one line that says so. Without the
             optimizer's states the number of steps is the checkpoint's, and its corrections begin anew.
@@ -114,8 +117,6 @@ class Saved(Answers, ABC):
         Raises:
             CheckpointError: there are checkpoints, and none is valid or of this model; or they are DeepSpeed's.
         """
-        if not load_module_strict:
-            raise ConfigError("load_module_strict=False: zero.load(state, checkpoint, partial=) names what may differ")
         self._living()
         folder = root_of(load_dir, tag)
         self._abandon()
@@ -131,7 +132,7 @@ class Saved(Answers, ABC):
         groups = told.param_groups if moments else None
         if groups is not None:  # before anything is changed
             same_groups(self.optimizer.param_groups, groups)
-        self._take(found, moments=moments, counts=not load_module_only)
+        self._take(found, moments=moments, counts=not load_module_only, strict=load_module_strict)
         self.micro_steps = told.micro_steps
         if groups is not None:
             restore(self.optimizer.param_groups, groups)
@@ -141,10 +142,11 @@ class Saved(Answers, ABC):
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _take(self, found: checkpoint.Checkpoint, *, moments: bool, counts: bool) -> None:
+    def _take(self, found: checkpoint.Checkpoint, *, moments: bool, counts: bool, strict: bool) -> None:
         """The state of a checkpoint in place of this one."""
         has_trained = self._state.step > 0
-        self._state = checkpoint.load(self._state, found, moments=moments)
+        partial = () if strict else one_sided(self._state, found)
+        self._state = checkpoint.load(self._state, found, partial=partial, moments=moments, note=self._say_once)
         self._steps_before = 0
         if not moments:  # a new optimizer: corrections of its first moments count from the beginning
             self._steps_before = self._state.tried if counts else 0

@@ -515,6 +515,7 @@ def test_the_table_in_the_docs_is_the_table_that_is_read(script):
 def test_every_test_that_the_docs_name_exists():
     """Lessons are only lessons while a test of that name stands."""
     text = (ROOT / "docs/coming-from-deepspeed.md").read_text().partition("## Lessons")[2]
+    text += (ROOT / "docs/coming-from-fsdp.md").read_text()
     named = [word for word in text.replace("|", " ").split("`") if word.startswith("test_")]
     assert len(named) >= 25
     for name in named:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""A GAN as DeepSpeed's users write it: two engines, a loss that goes through both, a discriminator that rests meanwhile.
+"""A GAN as DeepSpeed's users write it: two engines, a loss through both, and a discriminator that rests meanwhile.
 
     scripts/examples/deepspeed/gan.py --deepspeed_config scripts/examples/deepspeed/gan.json
 

@@ -437,7 +437,7 @@ class SlowStack(nn.Module):
 
 BLOCKS, BLOCK_WIDTH, BLOCK_S = 10, 128, 0.1  # what Python takes beside compute and disk (0.1 s a step) is little of it
 C_FORWARD_S, C_BACKWARD_S = BLOCKS * BLOCK_S, 2 * BLOCKS * BLOCK_S
-MOST_STEPS = 20
+MOST_STEPS, READ_AHEAD = 20, 4
 
 
 def step_s(update: str, traffic_s: float, ideal_s: float) -> float:
@@ -453,7 +453,7 @@ def step_s(update: str, traffic_s: float, ideal_s: float) -> float:
             optimizer=zero.adamw(1e-3, clip=clip),
             world=world,
             update=update,
-            offload=zero.Offload("nvme", page_bytes=128 * KiB, threads=4, read_ahead=4),
+            offload=zero.Offload("nvme", page_bytes=128 * KiB, threads=4, read_ahead=READ_AHEAD),
         )
         moved = 2 * sum(spec.nbytes for spec in plan.store_pages().values())
         store = zero.open_store(plan, disk=ThrottledStore(MemoryStore(CPU), moved / traffic_s))
@@ -477,13 +477,17 @@ def step_s(update: str, traffic_s: float, ideal_s: float) -> float:
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize("traffic_s", [0.5, 1.25])
 def test_a_lazy_update_hides_behind_the_next_forward(traffic_s):
-    """Time is max(C_forward, O) + C_backward, with clipping on; serial is the sum. Compute and disk are clocks here, so
-    that the machine's load counts little."""
+    """Time is max(C_forward, O) + C_backward, with clipping on; serial is the sum, but for the groups, one a block,
+    that it may have read ahead during compute.
+
+    Compute and disk are clocks here, so that the machine's load counts little.
+    """
+    read_ahead_s = traffic_s / 2 * READ_AHEAD / BLOCKS  # of the half of the traffic that is reads
     bound, total = max(C_FORWARD_S, traffic_s) + C_BACKWARD_S, C_FORWARD_S + C_BACKWARD_S + traffic_s
     lazy, serial = step_s("lazy", traffic_s, bound), step_s("serial", traffic_s, total)
     print(f"lazy {lazy:.3f} s, serial {serial:.3f} s, bound {bound:.3f} s")
     assert lazy <= 1.15 * bound
-    assert serial >= 0.95 * total
+    assert serial >= 0.95 * (total - read_ahead_s)
     assert lazy / serial <= bound / total / 0.9375  # where traffic is as long as the forward: 0.8
 
 

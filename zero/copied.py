@@ -4,6 +4,7 @@ An `Absent` stands in each parameter's place. A site gathers when it is called, 
 """
 
 import copy
+import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch.func import functional_call
 
 from zero.absent import Absent, hooks_of
 from zero.copyable import made_by_hooks, naming_what_cannot, refuse_own_copies, refuse_shared_memory
+from zero.device import memory_of
 from zero.errors import ConfigError, StaleStateError
 from zero.functions import Closures, Held
 from zero.unit import Site, Splitting
@@ -31,25 +33,30 @@ def call_with(
     buffers: Mapping[str, Tensor] | None = None,
     path: str = "",
     doubted: bool = False,
+    watched: bool = False,
 ) -> Any:
     """Run `module` with `parameters`, and perhaps `buffers`, in place of its own.
 
     Args:
         path: where in the model it is, for messages.
-        doubted: its code may write into parameters without being counted by torch, so their values are compared.
+        doubted: its code may write into parameters without being counted by torch, so their values are compared, and
+            what was written is undone.
+        watched: they are compared, by a checksum where they are in host memory: a copy would be a unit more.
 
     Raises:
         StaleStateError: it wrote into a parameter, or put another tensor in its place: that would change a copy, and
             one rank's at that.
     """
     held = dict(parameters) | dict(buffers or {})
-    before = {name: (_version(one), one.detach().clone() if doubted else None) for name, one in parameters.items()}
+    before = {name: (_version(one), _seen(one, doubted, watched)) for name, one in parameters.items()}
     try:
         return functional_call(module, held, args, kwargs, tie_weights=False)
     finally:
         for name, given in parameters.items():
             own, (version, values) = name.rpartition("module.")[2], before[name]
-            if values is not None and not _same_bits(given.detach(), values):
+            if isinstance(values, int) and values != _checksum(given):
+                _refuse_change(f"{own} of {path or 'the model'} was written to in place")
+            if isinstance(values, Tensor) and not _same_bits(given.detach(), values):
                 given.data.copy_(values)
                 _refuse_change(f"{own} of {path or 'the model'} was written to in place")
             if _version(given) != version:
@@ -61,6 +68,18 @@ def call_with(
 def _version(tensor: Tensor) -> int:
     """How often it was written to; those of inference mode, which only a user can put in place, do not count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _seen(tensor: Tensor, doubted: bool, watched: bool) -> Tensor | int | None:
+    """What to compare with later."""
+    if watched and not doubted and tensor.device.type == "cpu":
+        return _checksum(tensor)
+    return tensor.detach().clone() if doubted or watched else None
+
+
+def _checksum(tensor: Tensor) -> int:
+    held = tensor.detach().contiguous()  # held here for as long as its memory is read
+    return zlib.crc32(memory_of(held))
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

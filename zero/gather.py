@@ -279,8 +279,8 @@ class Gatherer:
                 held = dict(zip(names, values, strict=True))
                 return self._own(call_with(held, body, args, kwargs, path=site.path))
             watched = site.path, torch.is_grad_enabled()  # code that is not found by reading is seen the first time
-            doubted = site.path in self.doubted or watched not in self._looked_at
-            call = partial(call_with, path=site.path, doubted=doubted)
+            doubted, is_first = site.path in self.doubted, watched not in self._looked_at
+            call = partial(call_with, path=site.path, doubted=doubted, watched=is_first)
             before = _nodes((args, kwargs))  # taken now: the call may change its inputs in place
             with self._packing():
                 outputs = self._call(call, body, names, values, args, kwargs)

@@ -172,8 +172,7 @@ class Absent(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs, is_attribute = kwargs or {}, func.__name__ in ("__get__", "__set__")
-        asked = func.__self__.__name__ if is_attribute else func.__name__
+        kwargs, (asked, is_attribute) = kwargs or {}, _asked(func)
         if asked in ("device", "is_meta", "is_cuda", "is_cpu"):  # it is on meta itself, which is nobody's business
             home = args[0].home
             return home if asked == "device" else home.type == asked.removeprefix("is_")
@@ -227,8 +226,7 @@ class Part(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs, is_attribute = kwargs or {}, func.__name__ in ("__get__", "__set__")
-        asked = func.__self__.__name__ if is_attribute else func.__name__
+        kwargs, (asked, _) = kwargs or {}, _asked(func)
         if asked in _METADATA or asked in ("grad", "retain_grad", "register_hook"):  # of itself
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -242,6 +240,12 @@ class Part(Tensor):
         seen = {id(one): cls.of(one, names[_memory_of(one)]) for one in tensors_in(result) if _lies_in(one, names)}
         result = _for_reading(replaced(result, seen))
         return iter(result) if asked == "__iter__" else result
+
+
+def _asked(func: Any) -> tuple[str, bool]:
+    """What torch was asked for by `func`: its name, and whether it is an attribute that is read or set."""
+    is_attribute = func.__name__ in ("__get__", "__set__")
+    return func.__self__.__name__ if is_attribute else func.__name__, is_attribute
 
 
 def _refuse_writing(kind: type[Absent | Part], func: Any, asked: str, args: Any, kwargs: Any) -> None:

@@ -113,17 +113,9 @@ def init(
     store.claim()
     plan.world.agree(plan.fields() | {"seed": str(seed)})
     given = values_in(plan.model, plan.splitting)  # before it is taken over
-    form = plan.splitting, plan.precision.compute, plan.world.device
-    model, undo = (
-        (plan.model, take_over(plan.model, *form)) if plan.in_place else (detached_copy(plan.model, *form), None)
-    )
-    try:
+    with _model_of(plan) as model:
         units = _filled(plan, store, values_of(plan.splitting, given, model, seed, weights, plan.world), progress)
-    except BaseException:
-        if undo is not None:
-            undo()
-        raise
-    del given, undo
+    del given
     give_back_memory()  # first values were fp32, and the largest tensors that a run ever has on the host
     machinery = _wire(plan, store, units, model)
     # Thread ranks share torch's generator, and a checkpoint's recomputation sets it: none trains while another draws.

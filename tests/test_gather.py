@@ -829,14 +829,13 @@ class Parting(Chain):
         return x
 
 
-@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(
     "ways", [[(0, 1, 2), (0, 2, 1)], [(0, 1, 2), (0, 2)], [(0,), (0, 1, 2)], [(0, 1), (0, 2)]], ids=str
 )
-def test_ranks_that_visit_different_units_are_refused_by_name(ways, stage):
-    """At once: long before the deadline, and never with a number that is wrong."""
+def test_ranks_that_visit_different_units_are_refused_by_name_where_those_are_sharded(ways):
+    """At once: long before the deadline, and never with a number that is wrong. Below stage 3 see test_turns."""
     with pytest.raises(WorldError, match=r"layers|other units|norms and losses"):
-        sharded(Parting(ways), stage=stage)
+        sharded(Parting(ways), stage=3)
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(2, 3), (2, 1), (1, 0), (1, 3)])
@@ -985,10 +984,9 @@ class BackwardParts(Chain):
         return last if batch.rank == 0 else first
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_ranks_whose_backward_visits_different_units_are_refused_by_name(stage):
+def test_ranks_whose_backward_visits_different_units_are_refused_by_name_where_those_are_sharded():
     with pytest.raises(WorldError, match="layers"):
-        sharded(BackwardParts(), stage=stage)
+        sharded(BackwardParts(), stage=3)
 
 
 # -- buffers of the model, sparse gradients ----------------------------------------------------------------------------

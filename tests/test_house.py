@@ -11,7 +11,8 @@ PACKAGE = ROOT / "zero"
 
 # From the bottom up: a file may import from zero only what stands in an earlier line.
 LAYERS = [
-    ("arithmetic", "errors nested progress secret peak refusal schedule stage layout precision optim placement order"),
+    ("arithmetic", "errors nested progress secret peak refusal schedule stage layout precision optim placement"),
+    ("arithmetic", "order turns"),
     ("doors", "beside failure written timeline world device store.base store.memory store.files store.nvme"),
     ("doors", "store.paging store.traffic store.crew store.prefetch store.tiers store"),
     ("engine", "activation compiled unit meta absent functions copyable copied pool unit_state plan transfer gradient"),

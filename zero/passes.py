@@ -145,7 +145,7 @@ class Step:
         """Drop the gradients that have arrived in this step; forwards under way may still go backward."""
         self._dropped = self._dropped or self._parts.gatherer.arrived
         self._spend_if_updated()
-        self._parts.reducer.reset()
+        self._parts.reducer.forget()
         self._parts.updater.sums.clear()
         self._losses, self._aux = [[] for _ in self._losses], {}
         _clear(self._parts)
@@ -179,9 +179,9 @@ class Step:
         plan, state, parts = self._plan, self.state, self._parts
         self._end_microbatch()
         hyper = parts.updater.at_once or self._hyper()
-        parts.log.note(repr(hyper))
         self._at("norm")
         parts.reducer.finish()
+        parts.log.note(repr(hyper))
         told = _tell(parts, [torch.stack(one).sum() for one in self._losses if one], self._aux, word, self._heard())
         parts.tape.passed("norm")
         _refuse_what_was_heard(told.heard)
@@ -327,3 +327,4 @@ def _wait_for_update(parts: Machinery, hyper: Hyper) -> None:
             if unit.waiting is not None:
                 parts.updater.force(unit)
         parts.store.settle()
+        parts.align()

@@ -1,7 +1,8 @@
 """Gradients on their way from autograd to the tensor that the update reads.
 
-Gradients arrive one parameter at a time, once for each call of a unit. They are copied into one flat, and when all
-calls of the unit have delivered, the flat is reduce-scattered while the next units' backward runs. Which flat it is:
+Gradients arrive one parameter at a time, once for each call of a unit. They are copied into one flat. When all calls of
+the unit have delivered and its turn has come, as every rank counts `Turns`, the flat is reduce-scattered while the next
+units' backward runs. Which flat it is:
 
     gradients sharded, or one microbatch    a pooled flat, free again when its reduction is done; two may be under way
     several microbatches, not sharded       `grad`, which adds up microbatches; after the last a pooled flat takes it on
@@ -10,7 +11,8 @@ calls of the unit have delivered, the flat is reduce-scattered while the next un
 What comes after a unit's sum has left, as from a second backward in a loop of the user's own, is reduced on its own and
 added.
 
-A parameter that was not used has a zero gradient. So has a unit that was not visited.
+A parameter that was not used has a zero gradient. So has a unit that was not visited: where other ranks visited it,
+this one sends zeros.
 
 Sums are in fp32, ranks in rank order; `grad` holds the sum over ranks and microbatches, and the update divides once.
 An all-reduce (stage 0) is this reduce-scatter followed by a gather, so every stage adds alike.
@@ -18,7 +20,7 @@ An all-reduce (stage 0) is this reduce-scatter followed by a gather, so every st
 Source: Rajbhandari et al. 2020, "ZeRO", sections 5.2 and 7.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from zero.errors import WorldError
 from zero.gradient import Gradients
 from zero.order import CollectiveLog
 from zero.timeline import Tape
+from zero.turns import Turns
 from zero.unit_state import UnitState
 from zero.world import Handle, World
 
@@ -45,9 +48,10 @@ class GradientFlat:
 
 @dataclass(eq=False)
 class Reduction:
-    """A reduce-scatter under way, the flats that it gives back, and whether the unit is complete after it."""
+    """A reduce-scatter under way: which turn it is, the flats that it gives back, if the unit is complete after it."""
 
     unit: UnitState
+    turn: int
     handle: Handle
     flats: tuple[GradientFlat, GradientFlat]
     last: bool
@@ -61,9 +65,11 @@ class Reducer:
         dtype: of the pooled flats.
         local: add up microbatches in `grad` and reduce after the last one.
         whole: every rank wants the whole sum, not its own range.
+        rounds: how often each unit is reduced in a step, as far as is known beforehand.
         gradients: where each unit's `grad` is.
         force: applies a unit's waiting update, which still needs the old gradient.
         final: called when a unit's `grad` is final for this step.
+        first: called before a step's first reduction.
         log: where every collective is noted.
         tape: told of reductions.
     """
@@ -78,24 +84,30 @@ class Reducer:
         dtype: torch.dtype,
         local: bool,
         whole: bool,
+        rounds: int,
         gradients: Gradients,
         force: Callable[[UnitState], None],
         final: Callable[[UnitState], None],
+        first: Callable[[], None],
         log: CollectiveLog,
         tape: Tape,
     ) -> None:
         self._units, self._log, self._tape = units, log, tape
         self._world, self._device = world, device
         self._local, self._whole, self._gradients = local, whole, gradients
-        self._force, self._final = force, final
+        self._force, self._final, self._first = force, final, first
+        self._turns = Turns([unit.index for unit in units if unit.spec.trainable.slots], rounds)
+        self._rounds = rounds
         self._free = {
             numel: [GradientFlat(torch.zeros(numel, dtype=dtype, device=device.device), Event()) for _ in range(count)]
             for numel, count in counts.items()
         }
+        self._count = Counter(unit.spec.trainable.P for unit in units if unit.spec.trainable.slots)
         self._filling: dict[int, GradientFlat] = {}  # by unit: delivered to, not yet reduced
         self._unwritten: dict[int, set[int]] = {}  # by unit: slots of its flat in which nothing has arrived
         self._parted: set[int] = set()  # units of which a part was reduced before all of this microbatch had come
         self._under_way: deque[Reduction] = deque()
+        self._unpublished: deque[UnitState] = deque()  # complete after a reduction that has started, oldest first
         self._gathers: dict[int, tuple[UnitState, Handle]] = {}  # by unit: the sums of the other ranks' ranges
         self._closed: set[int] = set()  # units that expect nothing more in this step
         self._sent: set[int] = set()  # units whose microbatches were added up, and reduced: `grad` holds the sum
@@ -112,13 +124,20 @@ class Reducer:
         """Gradients have arrived, or are on their way, that nobody has asked for."""
         return bool(self._filling or self._under_way or self._gathers)
 
+    @property
+    def has_gradients(self) -> bool:
+        """Some rank has one, as of the last `finish`."""
+        return self._turns.anyone if self._world.size > 1 else any(unit.filled for unit in self._units)
+
     def clear(self) -> None:
         """A step starts."""
         self._closed.clear()
         self._sent.clear()
+        self._turns.begin()
 
     def begin(self, *, last: bool) -> None:
         """A microbatch starts; `last` says that no other follows in this step."""
+        self._take_turns(self._turns.needed(self._filling))  # each microbatch is added up on its own
         self._last = last
         self._parted.clear()
 
@@ -134,35 +153,48 @@ class Reducer:
             place.add_(grad)
 
     def settle(self, unit: UnitState) -> None:
-        """Every call of this microbatch has delivered: start the reduction, unless more microbatches come first."""
+        """Every call of this microbatch has delivered: `unit` is ready to be reduced, unless more microbatches come."""
         if self._adds_up(unit):
             if not unit.filled or unit.index in self._unwritten:
                 self._complete(unit)
-            if self._last:
-                self._close(unit)
-            else:
+            if not self._last:
                 self._gradients.park(unit)
+            elif self._world.size == 1:
+                self._publish(unit)
+            else:
+                self._be_ready(unit)
         elif unit.index in self._filling or unit.index not in self._parted:
-            self._send(unit, last=self._last)
+            self._be_ready(unit)
 
     def finish(self) -> None:
-        """Return when every unit's `grad` is final, on the compute stream; what still comes reopens it."""
+        """Return when every unit's `grad` is final, on the compute stream; what still comes reopens it. Collective."""
         if self._unwritten:  # no pass has ended for them: a gradient would be missing in silence
             names = ", ".join(self._units[index].spec.name for index in self._unwritten)
             raise AssertionError(f"gradients of {names} have arrived and were never settled")
-        for unit in self._units:  # visited in earlier microbatches only: nothing has closed them yet
-            if self._adds_up(unit) and unit.filled and unit.index not in self._closed:
-                self._close(unit)
+        if self._world.size > 1:
+            self._first()
+            held = self._filling.keys() | {one.index for one in self._units if one.filled and self._adds_up(one)}
+            for index in sorted(held):
+                self._turns.ready(index)
+            self._meet_at_end(self._turns.needed(held))
+        while self._unpublished:
+            self._publish_oldest()
         while self._under_way:
             self._complete_oldest()
         for unit in self._units:
             if unit.filled and unit.index not in self._closed:
-                self._close(unit)
+                self._publish(unit)
         for index in list(self._gathers):
             with self._device.aside("reduce") as self._done:
                 self._complete_gather(index)
         with self._tape.stream_standing("reduce"):
             self._done.wait()
+
+    def forget(self) -> None:
+        """Drop what has arrived in this step, on every rank. Collective."""
+        if self._world.size > 1:
+            self._meet_at_end(self._turns.taken)
+        self.reset()
 
     def reset(self) -> None:
         """After an exception: wait for what is under way and forget it."""
@@ -176,6 +208,7 @@ class Reducer:
         self._gradients.reset()
         for forgotten in (self._filling, self._unwritten, self._under_way, self._gathers, self._parted):
             forgotten.clear()
+        self._unpublished.clear()
         self.clear()
 
     def _open(self, unit: UnitState) -> Tensor:
@@ -208,14 +241,69 @@ class Reducer:
         for start, stop in layout.gaps:
             flat_P[start:stop].zero_()
 
-    def _send(self, unit: UnitState, *, last: bool) -> None:
-        """Start the reduction of what this rank has of `unit`."""
-        self._complete(unit)
-        self._start(unit, self._filling.pop(unit.index), last=last)
+    def _be_ready(self, unit: UnitState) -> None:
+        if unit.index in self._unwritten:
+            self._complete(unit)
+        self._turns.ready(unit.index)
+        while self._turns.is_due:
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Start the reduction whose turn it is: of what this rank has of its unit, or of zeros."""
+        if self._turns.taken == 0:
+            self._first()
+        was_ready = self._turns.is_due
+        index, number = self._turns.take()
+        unit = self._units[index]
+        if self._whole:  # starts a gather, so it must not depend on what this rank alone has seen
+            last = self._turns.rounds is not None and number + 1 >= max(self._turns.rounds, self._rounds)
+        else:
+            last = self._last and was_ready
+        if index in self._filling:
+            if not was_ready:
+                self._parted.add(index)
+            if index in self._unwritten:
+                self._complete(unit)
+            sent = self._filling.pop(index)
+        elif self._adds_up(unit):
+            if not unit.filled:
+                self._complete(unit)
+            sent = self._take(unit.spec.trainable.P)  # the sum lands in `grad`, so it cannot be sent from there
+            sent.flat_P.copy_(self._gradients.open(unit, fresh=False))
+        else:
+            if unit.waiting is not None:
+                self._force(unit)
+            sent = self._take(unit.spec.trainable.P)
+            sent.flat_P.zero_()
+        self._start(unit, sent, last=last)
+        if self._local:
+            self._sent.add(index)
+
+    def _take_turns(self, count: int) -> None:
+        while self._turns.taken < count:
+            self._take_turn()
+
+    def _meet_at_end(self, needed: int) -> None:
+        """Take as many turns in this step as the rank that needs the most, and go on until no rank needs one more."""
+        self._take_turns(max(needed, self._turns.agreed))
+        while not self._hear(needed, at_end=True):
+            self._take_turns(self._turns.agreed)
+        self._take_turns(self._turns.agreed)
+
+    def _hear(self, needed: int, *, at_end: bool) -> bool:
+        return self._turns.hear(self._world.tell(self._turns.report(needed, at_end=at_end), what="turns"))
+
+    def _be_agreed(self, turns: int) -> None:
+        """Before a wait for what others do in the first so many turns: have those join in that are at the end."""
+        while self._turns.agreed < turns:
+            self._hear(turns, at_end=False)
 
     def _start(self, unit: UnitState, sent: GradientFlat, *, last: bool) -> None:
         """Reduce one flat into `grad`; `last` says that the unit is then complete."""
+        while self._whole and len(self._unpublished) > 1:  # by turns, and not by when they are done: see `Turns`
+            self._publish_oldest()
         if unit.index in self._gathers:  # closed too early: it had one more call
+            self._be_agreed(self._turns.taken)
             self._gathers.pop(unit.index)[1].wait()
         self._closed.discard(unit.index)
         received = self._take(unit.spec.trainable.P)
@@ -229,23 +317,34 @@ class Reducer:
             lambda: [self._world.reduce_scatter(sent.flat_P, received.flat_P, sum_S, accumulate=again, what=what)],
         )
         unit.filled = True
-        self._under_way.append(Reduction(unit, handle, (sent, received), last))
+        self._under_way.append(Reduction(unit, self._turns.taken, handle, (sent, received), last))
+        if self._whole and last:
+            self._unpublished.append(unit)
 
     def _complete_oldest(self) -> None:
         reduction = self._under_way[0]
+        self._be_agreed(reduction.turn)
         with self._device.aside("reduce") as self._done:
             reduction.handle.wait()
             self._under_way.popleft()
             for flat in reduction.flats:
                 flat.free = self._done
             self._give_back(reduction.flats)
-            if reduction.last and not self._awaited(reduction.unit):
-                self._publish(reduction.unit)
-            else:
+            if not reduction.last:
                 self._park(reduction.unit)
+            elif not self._whole and not self._awaited(reduction.unit):
+                self._publish(reduction.unit)
+
+    def _publish_oldest(self) -> None:
+        unit = self._unpublished.popleft()
+        if unit not in self._unpublished:  # else more of it is on its way
+            while self._awaited(unit):
+                self._complete_oldest()
+            self._publish(unit)
 
     def _complete_gather(self, index: int) -> None:
         unit, handle = self._gathers.pop(index)
+        self._be_agreed(self._turns.taken)  # it was started before the last of them
         handle.wait()
         self._finalise(unit)
 
@@ -261,17 +360,6 @@ class Reducer:
     def _awaited(self, unit: UnitState) -> bool:
         """Another reduction of `unit` is under way: what came before it is not final."""
         return any(reduction.unit is unit for reduction in self._under_way)
-
-    def _close(self, unit: UnitState) -> None:
-        """No more gradient of `unit` comes in this step."""
-        if self._world.size > 1 and self._adds_up(unit):
-            sent = self._take(unit.spec.trainable.P)  # the sum lands in `grad`, so it cannot be sent from there
-            sent.flat_P.copy_(self._gradients.open(unit, fresh=False))
-            self._start(unit, sent, last=True)
-            self._closed.add(unit.index)
-            self._sent.add(unit.index)
-        else:
-            self._publish(unit)
 
     def _publish(self, unit: UnitState) -> None:
         """This rank's range is summed: that is all, or every rank gets the others' ranges too."""
@@ -289,18 +377,20 @@ class Reducer:
             self._finalise(unit)
 
     def _take_to_fill(self, numel: int) -> GradientFlat:
-        """A flat to deliver to, leaving one to receive in.
+        """A flat to deliver to, leaving those that a reduction needs.
 
-        Where many units are being filled at once, as in a stack that is looped over, the oldest is reduced as it is.
+        Where many units are being filled at once, as in a stack that is looped over, the next is reduced as it is.
         """
-        while len(self._free[numel]) < 2:
-            if self._under_way:
+        while True:
+            free, filling = len(self._free[numel]), sum(one.flat_P.numel() == numel for one in self._filling.values())
+            coming = sum(len(one.flats) for one in self._under_way if one.flats[0].flat_P.numel() == numel)
+            spare = 1 if filling + 1 == self._count[numel] else 2  # to receive in, and zeros of a unit that has nothing
+            if free + coming <= spare:
+                self._take_turn()
+            elif free < 2:
                 self._complete_oldest()
-                continue
-            oldest = next(index for index, flat in self._filling.items() if flat.flat_P.numel() == numel)
-            self._parted.add(oldest)
-            self._send(self._units[oldest], last=False)
-        return self._take(numel)
+            else:
+                return self._take(numel)
 
     def _take(self, numel: int) -> GradientFlat:
         while not self._free[numel]:

@@ -6,7 +6,9 @@ buffer's version is the unit's; a waiting update is forced before a gather, so w
 Where the whole unit sleeps in the store its gather does not wait for the update: the store keeps the order, and each
 page arrives as soon as it is updated.
 
-Everything that starts a collective here depends on the order of calls alone, so all ranks start the same ones.
+Where units are borrowed, everything that starts a collective here depends on the order of calls alone, so ranks that
+call alike start the same ones. Where they are resident, ranks may call differently: a unit is gathered after all that
+come before it in the plan, and the rest before anything else is sent.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,6 +34,7 @@ class Residency:
         follow: the same without waiting: returns what to wait for. What `fetch` starts comes after it by itself. None
             where it does not: then a unit is gathered ahead only if its update is made.
         fetch: starts to fill a buffer with a unit; returns what to wait for.
+        in_order: gather units in the plan's order, whichever is asked for first.
         alone: there is no other rank, so what is gathered ahead may depend on what happens to be ready.
         log: where every collective is noted.
         tape: told of gathers.
@@ -47,13 +50,15 @@ class Residency:
         force: Callable[[UnitState], None],
         follow: Callable[[UnitState], list[Ticket]] | None,
         fetch: Callable[[UnitState, Tensor], list[Handle]],
+        in_order: bool,
         alone: bool,
         log: CollectiveLog,
         tape: Tape,
     ) -> None:
         self._units, self._device, self.pool = units, device, pool
         self._prefetch, self._force, self._follow, self._fetch = prefetch, force, follow, fetch
-        self._alone, self._log, self._tape = alone, log, tape
+        self._in_order, self._alone, self._log, self._tape = in_order, alone, log, tape
+        self._next = 0  # where units are gathered in order: the one after the last
         self._orders = {True: VisitOrder(), False: VisitOrder()}
         self._ahead: set[int] = set()  # units asked for before their turn, and not used yet
 
@@ -112,11 +117,32 @@ class Residency:
         self._request(unit)
         return self._arrive(unit).flat
 
+    def complete(self) -> None:
+        """Where units are gathered in order: start the gathers of all that have changed."""
+        if self._in_order:
+            for unit in self._units:
+                self._request(unit)
+
     def _request(self, unit: UnitState) -> None:
         """Start the gather of `unit` unless a current copy is here or on its way."""
+        if not self._is_current(unit):
+            for one in self._starting(unit):
+                self._start(one)
+            self._next = unit.index + 1
+
+    def _starting(self, unit: UnitState) -> list[UnitState]:
+        """What is gathered when `unit`, which has changed, is asked for."""
+        if not self._in_order:
+            return [unit]
+        first = self._next if self._next <= unit.index else 0  # else it has changed since the last one was gathered
+        return [one for one in self._units[first : unit.index + 1] if not self._is_current(one)]
+
+    def _is_current(self, unit: UnitState) -> bool:
         buffer = self._find(unit)
-        if buffer is not None and buffer.version == unit.version and unit.waiting is None:
-            return
+        return buffer is not None and buffer.version == unit.version and unit.waiting is None
+
+    def _start(self, unit: UnitState) -> None:
+        buffer = self._find(unit)
         with self._device.aside("gather") as ready:
             due: list[Ticket] = []
             if unit.waiting is not None and self._follow is not None:
@@ -131,14 +157,16 @@ class Residency:
             buffer.arrivals += due
             if buffer.version != unit.version:
                 buffer.version = unit.version
-                self._start(unit, buffer)
+                self._fill(unit, buffer)
 
-    def _start(self, unit: UnitState, buffer: Buffer) -> None:
-        self._log.note(f"gather of {unit.spec.name}")
+    def _fill(self, unit: UnitState, buffer: Buffer) -> None:
+        if not self._in_order:  # else there is nothing to compare: one rank may gather before a step begins
+            self._log.note(f"gather of {unit.spec.name}")
         buffer.arrivals += self._tape.under_way("gather", unit.spec.name, lambda: self._fetch(unit, buffer.flat))
 
     def _request_ahead(self, unit: UnitState) -> None:
-        made = not unit.due or (self._alone and all(ticket.ended for ticket in unit.due))
+        due = [ticket for one in self._starting(unit) for ticket in one.due]
+        made = not due or (self._alone and all(ticket.ended for ticket in due))
         if not made and self._follow is None:
             return  # the store's threads are at it: waiting for them here would hold up the unit before it
         self._ahead.add(unit.index)

@@ -111,6 +111,7 @@ class Saver:
         Raises:
             CheckpointError: this save or the one before it failed, and `checkpoint.on_failure` says to stop.
         """
+        state.machinery.align()
         self.finish()
         with _Failures(self._keys.on_failure, self._note):
             self._under_way = begin(

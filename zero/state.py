@@ -45,6 +45,11 @@ class Machinery:
     log: CollectiveLog
     tape: Tape
 
+    def align(self) -> None:
+        """Before what all ranks do together outside of a step: what some have gathered since, in forwards of their own,
+        all of them have."""
+        self.gatherer.residency.complete()
+
 
 @dataclass(frozen=True, eq=False)
 class State:

@@ -158,20 +158,6 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
     pool = None if plan.resident else Pool(plan.buffer_counts(), plan.precision.compute, plan.world.device)
     gradients = PagedGradients(plan, store, device) if plan.grads_away else Gradients()
     updater = Updater(plan, store, units, device=device, gradients=gradients, tape=tape)
-    reducer = Reducer(
-        units,
-        world=plan.world,
-        device=device,
-        counts=plan.flat_counts(),
-        dtype=plan.flat_dtype,
-        local=plan.local_sum,
-        whole=plan.whole_update,
-        gradients=gradients,
-        force=updater.force,
-        final=updater.final,
-        log=log,
-        tape=tape,
-    )
     residency = Residency(
         units,
         device=device,
@@ -181,6 +167,23 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
         follow=updater.follow if plan.params_away else None,
         fetch=reading(plan.world, device, store, plan.page_numel) if plan.params_away else gathering(plan.world),
         alone=plan.world.size == 1,
+        in_order=plan.resident and plan.world.size > 1,
+        log=log,
+        tape=tape,
+    )
+    reducer = Reducer(
+        units,
+        world=plan.world,
+        device=device,
+        counts=plan.flat_counts(),
+        dtype=plan.flat_dtype,
+        local=plan.local_sum,
+        whole=plan.whole_update,
+        rounds=1 if plan.local_sum else plan.accumulate,
+        gradients=gradients,
+        force=updater.force,
+        final=updater.final,
+        first=residency.complete,
         log=log,
         tape=tape,
     )

@@ -225,6 +225,22 @@ class World(ABC):
         self._reduce_bytes += full_P.nbytes - flat_S.nbytes
         return _Timed(_Then(add, (flat_S, full_P)), self._waited)
 
+    def tell(self, numbers_N: Tensor, *, what: str = "") -> Tensor:
+        """Every rank's `numbers_N`, on every rank: (W, N) in host memory.
+
+        Other operations need not have been started alike so far: only these have to be, among themselves.
+
+        Args:
+            numbers_N: (N,) in host memory, any dtype.
+        """
+        everyone = numbers_N.new_empty(self.size, numbers_N.numel())
+        op = _label("tell", what)
+        _check(op, numbers_N, numbers_N.numel(), numbers_N.dtype)
+        begin_s = time.perf_counter()
+        self._gather(numbers_N, everyone.view(-1), op, aside=True).wait()
+        self._waited(time.perf_counter() - begin_s)
+        return everyone
+
     def broadcast(self, tensor: Tensor, source: int = 0, *, what: str = "") -> Handle:
         """Give every rank the `tensor` (contiguous, any shape and dtype) of rank `source`, in place."""
         op = _label(f"broadcast from rank {source}", what)
@@ -298,7 +314,8 @@ class World(ABC):
         return f"{type(self).__name__}(rank {self.rank} of {self.size}, {self.device})"
 
     @abstractmethod
-    def _gather(self, shard_S: Tensor, full_P: Tensor, op: str) -> Handle: ...
+    def _gather(self, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
+        """Start a gather; `aside` from the order of all others, for host tensors."""
 
     @abstractmethod
     def _exchange(self, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
@@ -320,7 +337,7 @@ class SoloWorld(World):
         """As in any world; `recv_P` is left alone."""
         return super().reduce_scatter(full_P, full_P, sum_S, accumulate=accumulate, what=what)
 
-    def _gather(self, shard_S: Tensor, full_P: Tensor, op: str) -> Handle:
+    def _gather(self, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
         if shard_S.data_ptr() != full_P.data_ptr():
             full_P.copy_(shard_S)
         return _Done()
@@ -353,7 +370,7 @@ class ProcessWorld(World):
         self._places = Places(self.rank)
         self._owns_default = not dist.is_initialized()
         self._group = self._open_group()
-        self._number = 0
+        self._number = self._number_aside = 0
         self._started: deque[tuple[int, str]] = deque(maxlen=RECENT_OPS)
         self._failure: WorldError | None = None
         self._last_word = LastWord(self._notes)
@@ -403,14 +420,14 @@ class ProcessWorld(World):
             dist.destroy_process_group(None if self._owns_default else self._group)
             self._group = None
 
-    def _gather(self, shard_S: Tensor, full_P: Tensor, op: str) -> Handle:
+    def _gather(self, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
         if self._by_collective(full_P):
             return self._collective(_all_gather, full_P, shard_S, op)
         slots = full_P.view(self.size, -1).unbind()
         if slots[self.rank].data_ptr() != shard_S.data_ptr():
             slots[self.rank].copy_(shard_S)
         others = self._others()
-        return self._messages(op, full_P, dict.fromkeys(others, shard_S), {r: slots[r] for r in others})
+        return self._messages(op, full_P, dict.fromkeys(others, shard_S), {r: slots[r] for r in others}, aside=aside)
 
     def _exchange(self, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
         if self._by_collective(full_P):
@@ -433,9 +450,11 @@ class ProcessWorld(World):
         """The other ranks, nearest first, so that no rank is everyone's first."""
         return [(self.rank + k) % self.size for k in range(1, self.size)]
 
-    def _messages(self, op: str, whole: Tensor, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Handle:
+    def _messages(
+        self, op: str, whole: Tensor, out: Mapping[int, Tensor], into: Mapping[int, Tensor], *, aside: bool = False
+    ) -> Handle:
         """Start sending `out[r]` to rank r and receiving `into[r]` from it."""
-        tag = self._begin(op, whole)
+        tag = self._begin(op, whole, aside=aside)
         if not whole.numel():
             return _Done()
         works = [(peer, self._try(op, peer, dist.irecv, flat, peer, self._group, tag)) for peer, flat in into.items()]
@@ -459,16 +478,19 @@ class ProcessWorld(World):
         work = self._try(op, None, lambda: collective(out_bytes, into_bytes, group=self._group, async_op=True))
         return _Then(lambda: self._try(op, None, work.wait), (out, into))
 
-    def _begin(self, op: str, whole: Tensor) -> int:
+    def _begin(self, op: str, whole: Tensor, *, aside: bool = False) -> int:
         """Note the operation as started; returns the tag that only the same operation of another rank has."""
         if self._group is None:
             raise WorldError(f"{op}: rank {self.rank} has left this world; open a new one")
         if self._failure is not None:
             raise self._failure
         signature = signature_of(op, whole)
+        if aside:
+            self._number_aside += 1
+            return _tag(f"aside {self._number_aside} {signature}")
         self._number += 1
         self._started.append((self._number, signature))
-        return zlib.crc32(f"{self._number} {signature}".encode()) & 0x7FFF_FFFF
+        return _tag(f"{self._number} {signature}")
 
     def _try(self, op: str, peer: int | None, call: Callable[..., Any], *args: Any) -> Any:
         try:
@@ -582,6 +604,10 @@ def _check(op: str, tensor: Tensor, numel: int, dtype: torch.dtype, *, flat: boo
 def signature_of(op: str, whole: Tensor) -> str:
     """What must be the same on every rank."""
     return f"{op}, {whole.numel()} elements of {whole.dtype}"
+
+
+def _tag(operation: str) -> int:
+    return zlib.crc32(operation.encode()) & 0x7FFF_FFFF
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

@@ -27,7 +27,7 @@ class PaperWorld(World):
         super().__init__(0, size, device=device, timeout_s=1.0)
         self.local_size = local_size
 
-    def _gather(self, shard_S: Any, full_P: Any, op: str) -> Handle:
+    def _gather(self, shard_S: Any, full_P: Any, op: str, *, aside: bool = False) -> Handle:
         raise self._nobody(op)
 
     def _exchange(self, full_P: Any, recv_P: Any, op: str) -> Handle:

@@ -50,12 +50,12 @@ class _Board:
         self.size = size
         self.changed = threading.Condition()
         self.generator_lock = threading.RLock()
-        self.meetings: dict[int, _Meeting] = {}
+        self.meetings: dict[tuple[bool, int], _Meeting] = {}
         self.last_op = ["nothing"] * size
         self.left: set[int] = set()
         self.failure: tuple[int, BaseException] | None = None
 
-    def arrive(self, rank: int, number: int, op: str, seat: _Seat, move: _Move) -> _Meeting:
+    def arrive(self, rank: int, number: tuple[bool, int], op: str, seat: _Seat, move: _Move) -> _Meeting:
         """Take a seat at meeting `number`; the last rank to come moves everyone's data."""
         with self.changed:
             self.raise_failure(rank, op)
@@ -132,7 +132,7 @@ class ThreadWorld(World):
     def __init__(self, rank: int, board: _Board, *, timeout_s: float = 60.0) -> None:
         super().__init__(rank, board.size, device="cpu", timeout_s=timeout_s)
         self._board = board
-        self._number = 0
+        self._numbers = {False: 0, True: 0}  # of operations, and of those aside from their order
 
     @classmethod
     def all_ranks(cls, size: int, *, timeout_s: float = 60.0) -> "list[ThreadWorld]":
@@ -155,8 +155,8 @@ class ThreadWorld(World):
     def close(self) -> None:
         self._board.leave(self.rank)
 
-    def _gather(self, shard_S: Tensor, full_P: Tensor, op: str) -> Handle:
-        return self._meet(op, _Seat(shard_S, full_P), _move_gather)
+    def _gather(self, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
+        return self._meet(op, _Seat(shard_S, full_P), _move_gather, aside=aside)
 
     def _exchange(self, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
         return self._meet(op, _Seat(full_P, recv_P), _move_exchange)
@@ -164,9 +164,9 @@ class ThreadWorld(World):
     def _broadcast(self, flat: Tensor, source: int, op: str) -> Handle:
         return self._meet(op, _Seat(flat, flat), lambda seats: _move_broadcast(seats, source))
 
-    def _meet(self, op: str, seat: _Seat, move: _Move) -> Handle:
-        self._number += 1
-        meeting = self._board.arrive(self.rank, self._number, op, seat, move)
+    def _meet(self, op: str, seat: _Seat, move: _Move, *, aside: bool = False) -> Handle:
+        self._numbers[aside] += 1
+        meeting = self._board.arrive(self.rank, (aside, self._numbers[aside]), op, seat, move)
         return _BoardHandle(lambda: self._board.await_all(self.rank, meeting, op, self.timeout_s))
 
 

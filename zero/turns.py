@@ -1,0 +1,109 @@
+"""Whose gradient is reduced next, known to every rank beforehand.
+
+A rank may take a path of its own through the model: a branch that others leave out, another number of layers, a second
+backward. Reductions must be the same ones in the same order all the same. So units take turns, round after round: a
+unit that is ready early waits for its turn, and one that this rank has no use for sends zeros.
+
+At a step's end ranks tell each other how many turns they took and in which order their units were ready. Whoever took
+fewer takes part in the rest, and the next step's turns follow the order that was seen: where all ranks take one path no
+unit ever waits. Every rank takes as many turns as the last step had, unasked. Who has to wait for a turn beyond those
+says so first, and those that are at the step's end already join in.
+
+Source: Li et al. 2020, "PyTorch Distributed", section 3.2.3, for the order of buckets that ranks must share.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+REMEMBERED_STEPS = 16
+"""How long a unit that no rank uses any more keeps its turn between others: each costs a reduction of zeros."""
+
+
+class Turns:
+    """The turns of one rank; all ranks' are the same.
+
+    Args:
+        units: those that train, in the order of the plan. The first step's turns go backward, as backward does.
+        expected: rounds of the first step.
+
+    Attributes:
+        taken: turns since the step began.
+        agreed: turns that every rank will have taken at the step's end.
+        rounds: of the last step, the one it ended in counted; None before there was one.
+        anyone: some rank used some unit, as was told last.
+    """
+
+    def __init__(self, units: Sequence[int], expected: int) -> None:
+        self._units = tuple(units)
+        self._order = self._next_order = self._units[::-1]
+        self._places = torch.arange(len(units), 0, -1, dtype=torch.float64, device="cpu")
+        self._idle = torch.zeros(len(units), dtype=torch.int64, device="cpu")  # steps since a rank used it
+        self._used: dict[int, int] = {}  # by unit: the how manieth one that was ready in this step
+        self._ready: set[int] = set()
+        self.taken, self.agreed = 0, expected * len(units)
+        self.rounds: int | None = None
+        self._last_needed: int | None = None
+        self.anyone = False
+
+    def begin(self) -> None:
+        """A step starts, or starts again."""
+        self._order = self._next_order
+        if self._last_needed is not None:
+            self.agreed, self.rounds = self._last_needed, -(-self._last_needed // len(self._order))
+        self._used.clear()
+        self._ready.clear()
+        self.taken, self.anyone = 0, False
+
+    def ready(self, unit: int) -> None:
+        """Nothing more comes for `unit` in this round, as far as this rank can tell."""
+        self._used.setdefault(unit, len(self._used))
+        self._ready.add(unit)
+
+    @property
+    def is_due(self) -> bool:
+        """The unit whose turn is next is ready."""
+        return bool(self._order) and self._order[self.taken % len(self._order)] in self._ready
+
+    def take(self) -> tuple[int, int]:
+        """Take the next turn, ready or not; returns its unit and the number of its round, from 0."""
+        number, at = divmod(self.taken, len(self._order))
+        unit = self._order[at]
+        self._ready.discard(unit)
+        self.taken += 1
+        return unit, number
+
+    def needed(self, units: Iterable[int]) -> int:
+        """How many turns are taken when each of `units` has had its next one."""
+        wanted, count = set(units), len(self._order)
+        left = (self.taken + ahead for ahead in range(count, 0, -1))
+        return next((taken for taken in left if self._order[(taken - 1) % count] in wanted), self.taken)
+
+    def report(self, needed: int, *, at_end: bool) -> Tensor:
+        """What the other ranks have to know: (2 + units,) int32 in host memory.
+
+        Args:
+            needed: turns that this rank needs in this step, as far as it knows.
+            at_end: nothing more comes on this rank.
+        """
+        told = [at_end, needed, *(self._used.get(unit, -1) for unit in self._units)]
+        return torch.tensor(told, dtype=torch.int32, device="cpu")
+
+    def hear(self, reports: Tensor) -> bool:
+        """Take in all ranks' reports, (ranks, 2 + units); whether all of them are at the step's end."""
+        needed = int(reports[:, 1].max())
+        self.agreed = max(self.agreed, needed)
+        if not reports[:, 0].all():
+            return False
+        used = reports[:, 2:]
+        seen = used >= 0
+        count = seen.sum(0)
+        self.anyone = bool(count.any())
+        mean = (used * seen).sum(0).double() / count
+        self._places = torch.where(count > 0, mean, self._places)
+        self._idle = torch.where(count > 0, 0, self._idle + 1)
+        places = torch.where(self._idle < REMEMBERED_STEPS, self._places, torch.inf)
+        self._next_order = tuple(self._units[at] for at in places.argsort(stable=True).tolist())
+        self._last_needed = needed
+        return True

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from datetime import date
 from pathlib import Path
 
 import hypothesis
@@ -12,6 +13,9 @@ pytest.register_assert_rewrite("zero.testing")
 
 SEED = int(os.environ.get("ZERO_TEST_SEED", "0"))
 """0, the usual one, fixes hypothesis' examples too; with any other it looks for new ones."""
+
+SAMPLE = os.environ.setdefault("ZERO_TEST_SAMPLE", str(date.today().toordinal()))  # set, so that workers have the same
+"""Which architectures test_architectures.py takes; the day's where nobody says."""
 
 hypothesis.settings.register_profile("zero", derandomize=SEED == 0)
 hypothesis.settings.load_profile("zero")
@@ -33,7 +37,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_header() -> str:
-    return f"ZERO_TEST_SEED={SEED}, one thread of torch per rank"
+    return f"ZERO_TEST_SEED={SEED}, ZERO_TEST_SAMPLE={SAMPLE}, one thread of torch per rank"
 
 
 @pytest.fixture(autouse=True)

@@ -36,7 +36,10 @@ LAYERS = [
         "elsewhere interop.grads interop.optimizers interop.classes interop.schedulers interop.loader interop.plain",
     ),
     ("edges", "interop.checkpoints interop.original interop.watched interop.whole interop.answers"),
-    ("edges", "interop.saved interop.parameters interop.accelerator interop.engine interop.begin interop"),
+    (
+        "edges",
+        "interop.saved interop.parameters interop.accelerator interop.throughput interop.engine interop.begin interop",
+    ),
     ("edges", "report.scale report.chart report.page report.folder report.run report.sweep report"),
     ("edges", "testing.threads testing.processes testing.contract testing.faults testing.crash testing.damage testing"),
 ]

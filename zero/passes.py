@@ -165,7 +165,7 @@ class Step:
     def finish(self, word: float = 0.0) -> tuple[State, Metrics]:
         """End the step: every unit waits for its update, or the step is skipped. Collective.
 
-        Gradients are divided by `plan.accumulate`, however many microbatches there were.
+        Gradients are divided by `plan.accumulate`, however many microbatches there were, and so are their losses.
 
         Args:
             word: a number that every rank gets to know.
@@ -259,7 +259,7 @@ def _tell(parts: Machinery, losses: list[Tensor], aux: dict[str, list[Tensor]], 
     nothing = torch.zeros((), dtype=torch.float64, device=world.device)
     measured = [
         *(parts.updater.sums.get(unit.index, nothing) for unit in parts.units),
-        (torch.stack(losses).mean() if losses else nothing / 0).to(world.device),
+        (torch.stack(losses).sum() / parts.plan.accumulate if losses else nothing / 0).to(world.device),
         *(torch.stack(aux[name]).mean().to(world.device) for name in names),
     ]
     counted = torch.tensor([heard, word, parts.log.fingerprint], dtype=torch.float64, device=world.device)

@@ -25,6 +25,7 @@ from zero.interop.optimizers import Optimizer, Taken
 from zero.interop.original import hand_over
 from zero.interop.saved import Saved
 from zero.interop.schedulers import Scheduler
+from zero.interop.throughput import Throughput
 from zero.interop.watched import Watched
 from zero.nested import replaced, tensors_in
 from zero.passes import Metrics, Step
@@ -53,6 +54,7 @@ class Engine(Saved):
         metrics: what the last step did; None before the first.
         micro_steps: calls of `step()`.
         training_dataloader: the loader that `initialize` made; None if it was given no data.
+        tput_timer: rows a second, from each step's first forward to its end.
     """
 
     training_dataloader: Loader | None = None
@@ -76,6 +78,7 @@ class Engine(Saved):
         self._step: Step | None = None
         self._in_microbatch = self._in_no_sync = self._applied = False
         self._forwards = 0  # in this microbatch
+        self.tput_timer = Throughput(self.train_batch_size())
         self._steps_before = 0
         self._boundary: bool | None = None
         self.metrics: Metrics | None = None
@@ -231,6 +234,7 @@ class Engine(Saved):
             self._grads.drop()
         self._step, self._in_microbatch = None, False
         self._applied = not self.metrics.skipped
+        self.tput_timer.stop(global_step=True)
         if self._watched is not None:
             self._watched.stepped(self.metrics, has_loss=step.has_loss)
 
@@ -274,13 +278,15 @@ class Engine(Saved):
     def _begin_microbatch(self) -> None:
         if self._step is None:
             self._step = Step(self._state)
+            self.tput_timer.start()
         if self._in_microbatch:
             self._step.follow()
         else:
             self._step.microbatch()
             self._in_microbatch, self._forwards = True, 0
         self._forwards += 1
-        if self._forwards == MANY_FORWARDS and self._managed and not self._in_no_sync:
+        says_when = self._boundary is not None or self._in_no_sync  # and so means it
+        if self._forwards == MANY_FORWARDS and self._managed and not says_when:
             self._say_once(
                 f"{MANY_FORWARDS} forwards since the last engine.step(): nothing is updated before it is called, after "
                 "each microbatch"

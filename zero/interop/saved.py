@@ -19,7 +19,7 @@ from zero.interop.checkpoints import Remembered, make_root, newest, refuse_deeps
 from zero.interop.optimizers import restore, same_groups, settings_of
 from zero.interop.schedulers import Scheduler
 from zero.interop.watched import Watched
-from zero.interop.whole import Loaded, load_model, save_16bit, whole_model
+from zero.interop.whole import Loaded, load_model, save_16bit, whole_16bit, whole_model
 from zero.state import State
 
 log = logging.getLogger("zero")
@@ -59,6 +59,27 @@ class Saved(Answers, ABC):
         path = Path(save_dir) / save_filename
         save_16bit(self._living(), path)
         return path
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """A whole model may be asked for, whatever the config says."""
+        return True
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """What `save_16bit_model` writes, on rank 0; None elsewhere. Collective.
+
+        The name is DeepSpeed's own, and private; Accelerate asks for it all the same, at every stage and rank.
+
+        Args:
+            exclude_frozen_parameters: leave out those that nothing trains.
+        """
+        state = self._living()
+        whole = whole_16bit(state)
+        if whole is None or not exclude_frozen_parameters:
+            return whole
+        frozen = {name for name, one in self.module.named_parameters(remove_duplicate=False) if not one.requires_grad}
+        return {name: value for name, value in whole.items() if name not in frozen}
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     def save_pretrained(self, save_directory: str | PathLike[str], **how: Any) -> None:
         """The folder of a model of transformers, in the dtype of compute; rank 0 writes it. Collective."""

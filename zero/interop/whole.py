@@ -24,6 +24,15 @@ def whole_model(state: State) -> dict[str, Tensor]:
     return _with_the_rest(state, full_state_dict(state))
 
 
+def whole_16bit(state: State) -> dict[str, Tensor] | None:
+    """Every parameter in the dtype that the model computes in, and every buffer, on rank 0; None elsewhere."""
+    dtype, is_first, whole = state.plan.precision.compute, state.plan.world.rank == 0, dict[str, Tensor]()
+    for name, value in full_values(state, "compute"):  # on every rank, because it is collective
+        if is_first:
+            whole[name] = value.to(dtype)
+    return _with_the_rest(state, whole) if is_first else None
+
+
 def save_16bit(state: State, path: Path) -> None:
     """The parameters in the dtype that the model computes in, and the buffers, in one file that rank 0 writes.
 
@@ -32,15 +41,13 @@ def save_16bit(state: State, path: Path) -> None:
     """
     if path.suffix != ".safetensors":
         raise ConfigError(f"save_16bit_model(save_filename={path.name!r}): it must end with .safetensors")
-    dtype, writes, whole = state.plan.precision.compute, state.plan.world.rank == 0, dict[str, Tensor]()
-    for name, value in full_values(state, "compute"):  # on every rank, because it is collective
-        if writes:
-            whole[name] = value.to(dtype)
+    whole = whole_16bit(state)
 
     def write() -> None:
+        assert whole is not None
         with naming(path, "writing it"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file({name: one.clone() for name, one in _with_the_rest(state, whole).items()}, path)
+            save_file({name: one.clone() for name, one in whole.items()}, path)
 
     by_rank_0(state.plan.world, write)
 

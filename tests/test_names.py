@@ -1,5 +1,6 @@
 """DeepSpeed's names: each is here and does what it does there, or answers with what to use instead."""
 
+import io
 import random
 import subprocess
 import sys
@@ -116,6 +117,34 @@ def test_gathered_parameters_are_whole_inside_and_edits_of_one_rank_count(stage,
         engine.destroy()
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_are_saved_one_by_one_by_a_script_that_asks_for_their_status(stage):
+    """As DeepSpeed-Chat and PEFT do: there is nothing to gather, because a parameter reads as whole by itself."""
+    status = zero.runtime.zero.partition_parameters.ZeroParamStatus
+
+    def rank_main(world):
+        with world.exclusive():
+            model = net()
+        engine, *_ = zero.initialize(model=model, config=config(stage=stage), world=world)
+        engine.backward(engine(rows(0, world)))
+        engine.step()
+        saved = {}
+        for name, p in engine.module.named_parameters():
+            absent = [one for one in [p] if hasattr(one, "ds_id") and one.ds_status == status.NOT_AVAILABLE]
+            with zero.zero.GatheredParameters(absent, enabled=stage == 3):
+                saved[name] = p.data.cpu()
+        file = io.BytesIO()
+        torch.save(saved, file)
+        wanted = engine.module_state_dict()
+        engine.destroy()
+        return file.getvalue(), wanted
+
+    for written, wanted in run_ranks(2, rank_main, timeout_s=30):
+        found = torch.load(io.BytesIO(written))
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        assert found.keys() == wanted.keys()
+
+
 def test_full_values_are_read_and_written_by_the_parameter_itself():
     world, model = zero.World.from_env(), net()
     engine, *_ = zero.initialize(model=model, config=config(), world=world)
@@ -187,6 +216,7 @@ def test_what_an_engine_is_asked_by_scripts(tmp_path: Path):
     for batch in loader:
         engine.backward(engine(batch), allreduce_gradients=True, release_loss=False)
         engine.step()
+    engine.tput_timer.update_epoch_count()
     assert engine.global_samples == 16
     engine.set_lr(0.5)
     assert engine.get_lr() == [0.5]

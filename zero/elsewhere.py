@@ -40,6 +40,10 @@ HERE: Mapping[str, str] = {
     },
     "runtime.zero.Init": f"{_NAMES}:Init",
     "runtime.zero.GatheredParameters": f"{_NAMES}:GatheredParameters",
+    **{
+        f"runtime.zero.partition_parameters.{name}": f"{_NAMES}:{name}"
+        for name in ("Init", "GatheredParameters", "ZeroParamStatus")
+    },
     "unwrap_model_for_generation": f"{_NAMES}:unwrap_model_for_generation",
     "utils.logger": "zero.elsewhere:log",
     "DeepSpeedEngine": "zero.interop.engine:Engine",

@@ -5,6 +5,7 @@ A parameter of a model that was taken over knows its engine. Everything here is 
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +17,14 @@ from zero.meta import empty
 
 MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "mu"}
 """Torch's words for what an optimizer keeps of a parameter, in ours."""
+
+
+class ZeroParamStatus(Enum):
+    """For scripts that compare `ds_status` where there is a `ds_id`: no parameter here has one, each reads as whole."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
 
 
 @contextmanager

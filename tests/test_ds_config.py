@@ -86,6 +86,16 @@ def test_flags_for_nvme_win_over_the_device_beside_them():
         assert told.settings["offload"].get("path") == ("/fast" if flags else None)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameters_for_host_memory_stay_on_the_device_below_stage_3_and_a_line_says_so(stage):
+    """As in DeepSpeed: DeepSpeed-Chat writes one device for every stage."""
+    section = {"stage": stage, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    told = translate(of(zero_optimization=section))
+    assert told.settings["offload"] == {"optimizer": "cpu", "param": "none", "grad": "cpu"}
+    (note,) = told.notes
+    assert f"at stage {stage} parameters stay on the device" in note
+
+
 def test_older_spellings_say_the_same():
     section = {"stage": 3, "cpu_offload": True, "cpu_offload_param": True, "cpu_offload_use_pin_memory": False}
     told = translate(of(zero_optimization=section, bfloat16={"enabled": True}, aio={"thread_count": 3}))
@@ -325,7 +335,7 @@ MISTAKES = [
     (of(bf16={"enabled": True}, bfloat16={"enabled": True}), "says again what another spelling of bf16.enabled says"),
     ({"gradient_accumulation_steps": 2}, "train_batch_size and train_micro_batch_size_per_gpu are both missing"),
     (of(train_micro_batch_size_per_gpu=3), "train_batch_size=8 does not divide by train_micro_batch_size_per_gpu=3"),
-    (of(zero_optimization={"stage": 2, "offload_param": {"device": "cpu"}}), "on cpu needs zero_optimization.stage=3"),
+    (of(zero_optimization={"stage": 2, "offload_param": NVME}), "on nvme needs zero_optimization.stage=3"),
     (of(zero_optimization={"stage": 3, "offload_optimizer": {"device": "nvme"}}), "on nvme needs"),
     (of(zero_optimization={"stage": 3, "offload_param_nvme": True}), "offload_param on nvme needs"),
     (of(zero_optimization={"cpu_offload": True, "offload_optimizer": NVME}), "is the older spelling of"),

@@ -159,7 +159,10 @@ def _offload(given: Given, notes: list[str]) -> dict[str, Any]:
     optimizer = _device(given, OPTIMIZER, "offload_optimizer_nvme", "cpu_offload")
     stage = given.get(f"{ZERO}.stage", 0)
     if param in ("cpu", "nvme") and not Stage(stage).parameters and f"{ZERO}.stage" not in given.autos:
-        raise ConfigError(f"{PARAM} on {param} needs {ZERO}.stage=3; stage {stage} keeps parameters on every rank")
+        if param == "nvme":
+            raise ConfigError(f"{PARAM} on {param} needs {ZERO}.stage=3; stage {stage} keeps parameters on every rank")
+        notes.append(f"{PARAM} on cpu counts at {ZERO}.stage=3 only; at stage {stage} parameters stay on the device")
+        param = "none"  # as in DeepSpeed, whose scripts write one device for all stages
     grad = {"none": "none", "auto": "auto"}.get(optimizer, "nvme" if optimizer == param == "nvme" else "cpu")
     found: dict[str, Any] = {"offload.optimizer": optimizer, "offload.param": param, "offload.grad": grad}
 

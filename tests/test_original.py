@@ -92,6 +92,27 @@ def test_the_given_model_is_the_one_that_trains(ranks, stage):
         assert all(type(one) is Tensor and one.untyped_storage().nbytes() == one.nbytes for one in state_dict.values())
 
 
+@pytest.mark.parametrize("stage", range(3))
+def test_one_rank_alone_reads_saves_and_evaluates_where_parameters_are_whole(stage):
+    """`if rank == 0: torch.save(model.state_dict())`, as scripts for stages 0 to 2 do; the others go on, or end."""
+    expected = plain()
+
+    def rank_main(world):
+        with world.exclusive():
+            model = net(world.rank)
+        engine = begin(world, model, stage)
+        train(engine, model, 1)
+        if world.rank == 1:
+            with torch.no_grad():
+                model(torch.ones(2, WIDTH))
+        engine.backward(model(rows(1, world)))
+        engine.step()
+        world.barrier()  # nobody helps from here on
+        return model.state_dict() if world.rank == 0 else None
+
+    close(run_ranks(2, rank_main, timeout_s=30)[0], expected.state_dict())
+
+
 @STAGES
 def test_a_saved_state_dict_is_loaded_by_plain_torch_and_back(stage, tmp_path: Path):
     world, model = zero.World.from_env(), net()

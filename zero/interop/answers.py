@@ -12,17 +12,8 @@ from zero.plan import Plan
 from zero.state import State
 
 
-class Throughput:
-    """DeepSpeed's timer, for the calls that scripts make: what it measures, rows say without it."""
-
-    def update_epoch_count(self) -> None:
-        """Nothing to do: an epoch's end changes no speed."""
-
-
 class Answers:
     """An engine, as far as it only tells."""
-
-    tput_timer = Throughput()
 
     config: Config
     plan: Plan

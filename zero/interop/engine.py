@@ -231,6 +231,7 @@ class Engine(Saved):
             self._check(step)
             self._grads.take_back()
             self._state, self.metrics = step.finish()
+            self._gather_ahead()
             self._grads.drop()
         self._step, self._in_microbatch = None, False
         self._applied = not self.metrics.skipped
@@ -291,6 +292,13 @@ class Engine(Saved):
                 f"{MANY_FORWARDS} forwards since the last engine.step(): nothing is updated before it is called, after "
                 "each microbatch"
             )
+
+    def _gather_ahead(self) -> None:
+        """Start to gather what is resident, unless threads are at its update: so one rank alone may read it, save it or
+        compute with it, as scripts for DeepSpeed's first stages do."""
+        machinery = self._state.machinery
+        if not any(unit.due for unit in machinery.units):
+            machinery.align()
 
     def _living(self) -> State:
         if not self._closing.alive:

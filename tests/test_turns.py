@@ -7,6 +7,7 @@ bit. As in DDP, a layer that a rank did not use has a zero gradient there.
 
 import os
 import random
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zero
+from zero.errors import WorldError
 from zero.full import digest
 from zero.testing import run_processes, run_ranks
 from zero.turns import REMEMBERED_STEPS, Turns
@@ -146,6 +148,22 @@ def _in_a_process(world: zero.World, programs: Sequence[Program], stage: int) ->
 def test_processes_on_paths_of_their_own_learn_the_same(stage):
     programs = [paths_of(1, rank, steps=3, microbatches=2, alike=0.0) for rank in range(2)]
     same(run_processes(2, _in_a_process, programs, stage), plain(programs, 2))
+
+
+def _refused(world: zero.World, path_of: Sequence[Path]) -> tuple[str, float]:
+    begin_s = time.monotonic()
+    with pytest.raises(WorldError) as refusal:
+        trained(world, [[[path_of[world.rank]]]], 1, stage=zero.Stage(3))
+    return str(refusal.value), time.monotonic() - begin_s
+
+
+@pytest.mark.parametrize("path_of", [[[0, 1, 2], [0, 1, 3]], [[0, 1, 2, 3], [0]]], ids=str)
+def test_processes_on_paths_of_their_own_are_refused_within_seconds_where_parameters_are_sharded(path_of):
+    """Long before the deadline of 120 s, with what each rank was at."""
+    for said, after_s in run_processes(2, _refused, path_of):
+        assert "the ranks run different operations: " in said
+        assert "layers." in said
+        assert after_s < 15
 
 
 @pytest.mark.parametrize("stage", range(3))

@@ -23,6 +23,7 @@ from zero.errors import (
     RankFailedError,
     WorldError,
 )
+from zero.stalled import PATIENCE_S, PERIOD_S
 from zero.testing import run_processes, run_ranks
 from zero.world import SUM_NUMEL, ProcessWorld, SoloWorld, World, ordered_sum
 
@@ -629,6 +630,46 @@ def test_processes_name_what_they_did_differently(told):
             "WorldError: the ranks run different operations: gather of h.0, 3 elements of torch.float32 on ranks 0, 2; "
             "gather of h.0, 3 elements of torch.int32 on rank 1"
         )
+
+
+def differs_for_long(world: World, busy_s: float) -> tuple[str, float]:
+    """Rank 1 starts another operation, and then is not in a wait but elsewhere."""
+    world.barrier("start")
+    begin_s = time.monotonic()
+    handle = world.all_reduce(torch.zeros(2 + (world.rank == 1)), what="norm")
+    if world.rank == 1:
+        threading.Event().wait(busy_s)
+    with pytest.raises(WorldError) as refusal:
+        handle.wait()
+    assert type(refusal.value) is WorldError
+    return str(refusal.value), time.monotonic() - begin_s
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("busy_s", [0.0, 6.0])
+def test_processes_whose_operations_differ_are_told_long_before_the_deadline(busy_s):
+    """Gloo's waits would go on for the 120 s that a world of run_processes has."""
+    answers = run_processes(3, differs_for_long, busy_s)
+    for r, (said, after_s) in enumerate(answers):
+        assert said == (
+            "the ranks run different operations: all_reduce of norm, 6 elements of torch.float32 on ranks 0, 2; "
+            "all_reduce of norm, 9 elements of torch.float32 on rank 1"
+        )
+        assert after_s < 12 + busy_s * (r == 1)
+
+
+def is_slow(world: World) -> float:
+    world.barrier("start")
+    if world.rank == 1:
+        threading.Event().wait(PATIENCE_S + 3 * PERIOD_S)
+    told = torch.ones(2)
+    world.all_reduce(told).wait()
+    return float(told.sum())
+
+
+@pytest.mark.process
+def test_a_slow_process_is_asked_and_waited_for():
+    assert run_processes(2, is_slow) == [4.0, 4.0]
 
 
 @pytest.mark.process

@@ -47,6 +47,7 @@ from zero.errors import (
     WorldError,
 )
 from zero.failure import GRACE_S, LastWord, Note, Notes, Places, explain, field_difference, first_line, some_ranks
+from zero.stalled import StallWatch, open_sockets
 
 SUM_NUMEL = 65_536
 """Elements that a local sum adds at a time on the host: the chunks stay in cache, the scratch stays small."""
@@ -369,11 +370,21 @@ class ProcessWorld(World):
         self._notes = Notes(self._store, self.rank, self.size, partial(_listens, address))
         self._places = Places(self.rank)
         self._owns_default = not dist.is_initialized()
+        before = open_sockets()
         self._group = self._open_group()
+        connections = open_sockets() - before
         self._number = self._number_aside = 0
         self._started: deque[tuple[int, str]] = deque(maxlen=RECENT_OPS)
         self._failure: WorldError | None = None
         self._last_word = LastWord(self._notes)
+        self._stalls = StallWatch(
+            self._store,
+            self.rank,
+            started=lambda: dict(self._started.copy()),  # copied at once, while the other thread goes on
+            post=self._notes.post,
+            sockets=connections,
+            is_there=partial(_listens, address),
+        )
 
     def _open_group(self) -> dist.ProcessGroup | None:
         """Returns when all are connected: a rank that left earlier would tear connections that others still make."""
@@ -416,6 +427,7 @@ class ProcessWorld(World):
     def close(self) -> None:
         if self._group is not None:
             self._last_word.cancel()
+            self._stalls.close()
             self._notes.post(Note.of_leaving())
             dist.destroy_process_group(None if self._owns_default else self._group)
             self._group = None
@@ -464,8 +476,12 @@ class ProcessWorld(World):
             if self._failure is not None:
                 raise self._failure
             end_s = time.monotonic() + self.timeout_s
-            for peer, work in works:
-                self._try(op, peer, work.wait, timedelta(seconds=max(0.001, end_s - time.monotonic())))
+            self._stalls.begin()
+            try:
+                for peer, work in works:
+                    self._try(op, peer, work.wait, timedelta(seconds=max(0.001, end_s - time.monotonic())))
+            finally:
+                self._stalls.end()
 
         return _Then(wait, (out, into))
 

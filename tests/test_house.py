@@ -35,7 +35,7 @@ LAYERS = [
         "edges",
         "elsewhere interop.grads interop.optimizers interop.classes interop.schedulers interop.loader interop.plain",
     ),
-    ("edges", "interop.checkpoints interop.original interop.watched interop.whole interop.answers"),
+    ("edges", "interop.precompiled interop.checkpoints interop.original interop.watched interop.whole interop.answers"),
     (
         "edges",
         "interop.saved interop.parameters interop.accelerator interop.throughput interop.engine interop.begin interop",

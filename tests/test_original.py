@@ -618,3 +618,57 @@ def test_a_state_dict_and_a_log_between_steps_leave_gradients_whole(stage):
         torch.optim.SGD(expected.parameters(), lr=0.1).step()
     close(whole(engine), {name: one.detach() for name, one in expected.named_parameters()})
     engine.destroy()
+
+
+# -- compiled before ---------------------------------------------------------------------------------------------------
+
+
+def whole_model(model: nn.Module, backend) -> nn.Module:
+    return torch.compile(model, backend=backend)
+
+
+def in_its_place(model: nn.Module, backend) -> nn.Module:
+    model.compile(backend=backend)
+    return model
+
+
+def each_block(model: nn.Module, backend) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend=backend)
+    return model
+
+
+def each_block_wrapped(model: nn.Module, backend) -> nn.Module:
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = torch.compile(block, backend=backend)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch hides its own, for all threads or none
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("compiled", [whole_model, in_its_place, each_block, each_block_wrapped])
+def test_a_model_that_was_compiled_before_is_taken_over_and_its_units_are_compiled(compiled, stage):
+    torch.compiler.reset()
+    made: list[int] = []
+
+    def backend(graph, inputs):
+        made.append(len(inputs))
+        return graph.forward
+
+    inner = net()
+    model = compiled(inner, backend)
+    engine = begin(zero.World.from_env(), model, stage)
+    assert engine.module is inner
+    train(engine, model)
+    assert made
+    values = {name.replace("_orig_mod.", ""): one for name, one in whole(engine).items()}
+    close(values, plain().state_dict())
+    engine.destroy()
+
+
+def test_a_compiled_model_that_is_refused_is_left_compiled():
+    model = torch.compile(net(), backend="eager")
+    forward = model.forward
+    with pytest.raises(ConfigError, match="no module of class Missing"):
+        begin(zero.World.from_env(), model, 3, zero_optimization={"stage": 3, "units": ["Missing"]})
+    assert model.forward is forward

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from zero import optim, schedule
+from zero.compiled import Backend
 from zero.config import SGD, Adagrad, AdamW, Config, Decay, Lion, LrRange, OneCycle, Warmup, WarmupLinear
 from zero.errors import ConfigError
 from zero.optim import Schedule, Transform
@@ -23,6 +24,7 @@ def build_plan(
     *,
     optimizer: Transform | None = None,
     units: Sequence[str] | None = None,
+    compile: Backend = False,
     in_place: bool = False,
     room: Room | None = None,
     activation_bytes: int = 0,
@@ -31,7 +33,7 @@ def build_plan(
     """The plan of a run whose batch is solved for this world.
 
     Args:
-        optimizer, units: in place of the config's.
+        optimizer, units, compile: in place of the config's.
         in_place, room, activation_bytes, lighter: see `Plan`.
 
     Raises:
@@ -51,7 +53,7 @@ def build_plan(
         units=units or (None if config.zero.units == "auto" else list(config.zero.units)),
         prefetch=config.zero.prefetch,
         activations=config.zero.activations,
-        compile=config.zero.compile,
+        compile=compile or config.zero.compile,
         update=config.zero.update,
         accumulate=accumulate,
         in_place=in_place,

@@ -24,6 +24,7 @@ from zero.interop.optimizers import KINDS, Optimizer, Taken, names_of, settings_
 from zero.interop.original import rank_0, share_buffers, training_only
 from zero.interop.parameters import LEAVES
 from zero.interop.plain import plain
+from zero.interop.precompiled import as_written, beneath
 from zero.interop.schedulers import Scheduled, Scheduler
 from zero.interop.watched import Watched
 from zero.plan import Plan
@@ -70,7 +71,7 @@ def initialize(
     Args:
         args: where `args.deepspeed_config` names the config, for scripts with `add_config_arguments`.
         model: on any device; parameters on meta (`zero.empty()`) get their values from `weights` or
-            `reset_parameters`.
+            `reset_parameters`. Of what `torch.compile` made of a model, the model is taken, and its units are compiled.
         optimizer: of torch, or a function that makes one; wins over the config's. Its groups stay live.
         model_parameters: what the config's optimizer trains, plain or in groups; None: everything that requires grad.
         training_data: a dataset, for the returned loader of microbatches of this rank.
@@ -91,6 +92,7 @@ def initialize(
         raise ConfigError("zero.initialize needs model=")
     for key, value in others.items():
         _refuse_argument(key, value)
+    compiled, model = model, beneath(model)
     world = world or World.from_env()
     told = translate(_one_config(args, config, config_params), world_size=world.size)
     for line in told.notes if world.rank == 0 else ():
@@ -100,9 +102,11 @@ def initialize(
     settings = _settings(settled, made)  # before a scheduler writes into the groups
     scheduler = _scheduler(lr_scheduler, made, settled, told) if trained(made) else None
     with contextlib.ExitStack() as undo:  # what a refusal half-way must not leave open
+        backend = undo.enter_context(as_written(compiled))
         with training_only(model, trained(made)):
             chosen = transform(made, names_of(model), settled.optim.clip)
-            plan = build_plan(settled, model, world, optimizer=chosen, units=_units(told, model), in_place=True)
+            units = _units(told, model)
+            plan = build_plan(settled, model, world, optimizer=chosen, units=units, compile=backend, in_place=True)
             store = open_store(plan)
             undo.callback(store.close)
             state = init(plan, store, seed=seed, weights=rank_0(model, world) if weights is None else weights)

@@ -1,7 +1,6 @@
 """What W&B gets, read back from its own file, and that nothing it does can end or hold up a run."""
 
 import contextlib
-import gc
 import io
 import json
 import math
@@ -14,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -347,9 +345,6 @@ def test_a_network_that_drops_what_is_sent_is_an_offline_run_within_seconds(tmp_
     assert [one["step"] for one in written.rows if "step" in one] == [1]
     (place,) = tmp_path.glob("wandb/*run-*-*")
     assert said.endswith(f"\n  wandb sync {place}\n")
-    with warnings.catch_warnings():  # W&B's own handle of its process that was ended
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
 
 
 def test_a_run_that_is_online_says_where(tmp_path, monkeypatch):

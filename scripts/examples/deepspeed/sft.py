@@ -157,8 +157,8 @@ def evaluation(model: torch.nn.Module, batches: DataLoader, device: torch.device
 def save_hf_format(model: torch.nn.Module, rank: int, folder: str) -> None:
     """What `from_pretrained` reads.
 
-    DeepSpeed-Chat calls this on rank 0 alone. Here every rank calls it and rank 0 writes: at stage 3 `state_dict()` gathers
-    what lies in shards, which takes all ranks, where DeepSpeed's has empty tensors.
+    DeepSpeed-Chat calls this on rank 0 alone. Here every rank calls it and rank 0 writes: at stage 3 `state_dict()`
+    gathers what lies in shards, which takes all ranks; DeepSpeed's has empty tensors there.
     """
     model_to_save = model.module if hasattr(model, "module") else model
     save_dict = model_to_save.state_dict()

@@ -347,7 +347,7 @@ def test_one_cycle_moves_rate_and_momentum_of_adam():
         oracle.param_groups[0].update(lr=rate(step), betas=(momentum(step), 0.999))
         theirs.grad = grad.clone()
         oracle.step()
-        transform.update(ours, grad, moments, transform.groups[1](step), 1.0)
+        transform.update([ours], [grad], tuple([m] for m in moments), transform.groups[1](step), 1.0)
     torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-6)
 
 

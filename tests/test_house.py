@@ -13,7 +13,10 @@ PACKAGE = ROOT / "zero"
 LAYERS = [
     ("arithmetic", "errors nested progress secret peak refusal schedule stage layout precision optim placement"),
     ("arithmetic", "order turns"),
-    ("doors", "beside failure stalled written timeline world device store.base store.memory store.files store.nvme"),
+    (
+        "doors",
+        "beside failure stalled written timeline device cuda world store.base store.memory store.files store.nvme",
+    ),
     ("doors", "store.paging store.traffic store.crew store.prefetch store.tiers store"),
     ("engine", "activation compiled unit meta absent functions copyable copied pool unit_state plan transfer gradient"),
     ("engine", "reduce update fetch residency recompute gather state weights initialise passes step full"),

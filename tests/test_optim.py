@@ -43,7 +43,7 @@ def take_steps(transform: Transform, numel: int, cuts: list[int], *, device="cpu
         grad = torch.randn(numel, generator=make).to(device)
         _, now = transform.hyper_at(step, 3.7).groups
         for start, stop in pairwise(cuts):
-            transform.update(param[start:stop], grad[start:stop], tuple(m[start:stop] for m in moments), now, 3.7)
+            transform.update([param[start:stop]], [grad[start:stop]], tuple([m[start:stop]] for m in moments), now, 3.7)
     return [param, *moments]
 
 
@@ -102,7 +102,7 @@ def test_ten_steps_are_those_of_plain_torch(name, divisor):
         grad = torch.randn(192, generator=make)
         theirs.grad = grad.double() / divisor
         oracle.step()
-        transform.update(ours, grad, moments, transform.groups[1](step), divisor)
+        transform.update([ours], [grad], tuple([m] for m in moments), transform.groups[1](step), divisor)
     torch.testing.assert_close(ours.double(), theirs.detach(), rtol=2e-6, atol=2e-6)
     state = oracle.state[theirs]
     expected = [state[key] for key in ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum") if state.get(key) is not None]
@@ -124,14 +124,14 @@ def test_lion_is_the_papers_algorithm():
             sign = (direction > 0) - (direction < 0)
             expected[i] -= LR * (sign + DECAY * expected[i])
             momentum[i] = 0.99 * momentum[i] + 0.01 * g
-        transform.update(param, grad, (mu,), transform.groups[1](step), 3.0)
+        transform.update([param], [grad], ([mu],), transform.groups[1](step), 3.0)
     torch.testing.assert_close(param.double(), torch.tensor(expected).double(), rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(mu.double(), torch.tensor(momentum).double(), rtol=2e-6, atol=2e-6)
 
 
 def test_the_first_step_of_momentum_starts_the_buffer_as_the_gradient():
     param, grad, mu = torch.zeros(64), torch.full((64,), 2.0), torch.full((64,), nan)
-    sgd(0.5, momentum=0.9).update(param, grad, (mu,), Settings(0.5, 0.0, (0.9,)), 1.0)
+    sgd(0.5, momentum=0.9).update([param], [grad], ([mu],), Settings(0.5, 0.0, (0.9,)), 1.0)
     assert mu.eq(2.0).all()
     assert param.eq(-1.0).all()
 
@@ -145,7 +145,7 @@ def test_the_divisor_divides_the_gradient_once(name):
     for scale in (1.0, 2.0**16):
         transform, param = SETTINGS[name](), start.clone()
         moments = tuple(torch.zeros(128) for _ in transform.moments)
-        transform.update(param, grad * scale, moments, transform.groups[1](1), scale)
+        transform.update([param], [grad * scale], tuple([m] for m in moments), transform.groups[1](1), scale)
         results.append([param, *moments])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -153,8 +153,8 @@ def test_the_divisor_divides_the_gradient_once(name):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_an_empty_page_is_no_work(name):
     transform = SETTINGS[name]()
-    empty = torch.zeros(0)
-    transform.update(empty, empty.clone(), tuple(empty.clone() for _ in transform.moments), transform.groups[1](1), 2.0)
+    empty, moments = torch.zeros(0), tuple([torch.zeros(0)] for _ in transform.moments)
+    transform.update([empty], [empty.clone()], moments, transform.groups[1](1), 2.0)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -176,6 +176,7 @@ def one_rank_stumbles(world, stage, where, seen):
     """Notes in `seen` what each rank met and whether it still holds what it held."""
     state, step = Setting(stage=stage, update="serial").start(world, Fragile, fragile_loss)
     state, _ = step(state, fragile_batch(world, 0, 1))
+    world.barrier("the first step")  # it ends with gathers, so a rank may still be at them
     before = bits_here(state)
     try:
         step(state, fragile_batch(world, 1, 1, where if world.rank == 1 else ""))

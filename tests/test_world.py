@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zero.device import Device
 from zero.errors import (
     ConfigError,
     DeadlineError,
@@ -25,14 +26,14 @@ from zero.errors import (
 )
 from zero.stalled import PATIENCE_S, PERIOD_S
 from zero.testing import run_processes, run_ranks
-from zero.world import SUM_NUMEL, ProcessWorld, SoloWorld, World, ordered_sum
+from zero.world import ProcessWorld, SoloWorld, World, ordered_sum
 
 SIZES = [1, 2, 3, 8]
 PROCESSES = [2, 3]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 DTYPES = [*FLOATS, torch.float64, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
 SHORT_S = 1.0
-RAGGED = SUM_NUMEL + 7
+RAGGED = Device.sum_numel + 7
 
 
 def integers(numel: int, *seed: int) -> torch.Tensor:
@@ -223,7 +224,7 @@ def test_collectives_obey_the_same_laws_with_the_same_bits(three_processes):
 # The local sum.
 
 
-@pytest.mark.parametrize("numel", [0, 1, SUM_NUMEL, RAGGED])
+@pytest.mark.parametrize("numel", [0, 1, Device.sum_numel, RAGGED])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_the_chunked_sum_is_the_plain_sum(numel, size, accumulate):
@@ -246,7 +247,7 @@ def test_the_sum_allocates_only_its_scratch(dtype, accumulate):
         ordered_sum(chunks, out, accumulate=accumulate)
     allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.events())
     scratches = int(accumulate) + int(dtype != torch.float32)
-    assert allocated <= scratches * SUM_NUMEL * 4
+    assert allocated <= scratches * Device.sum_numel * 4
 
 
 # What a world refuses.

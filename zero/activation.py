@@ -173,7 +173,7 @@ class OnHost(InPlace):
         self._last = weakref.ref(home)
         here = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         with self._device.aside("activations out") as home.left:
-            home.block[: home.nbytes].copy_(here, non_blocking=True)
+            self._device.copy(home.block[: home.nbytes], here)
         self._leaving.append((home.left, here))
         self._let_go(self._leaving, MOST_LEAVING)
         return home
@@ -183,7 +183,7 @@ class OnHost(InPlace):
             back = torch.empty(home.nbytes, dtype=torch.uint8, device=self._device.device)
             with self._device.aside("activations in") as home.ready:
                 home.left.wait()
-                back.copy_(home.block[: home.nbytes], non_blocking=True)
+                self._device.copy(back, home.block[: home.nbytes])
             home.back = back
         return home.back
 
@@ -200,7 +200,7 @@ class OnHost(InPlace):
         size = round_up(nbytes, max(4096, 1 << max(nbytes.bit_length() - 4, 0)))
         free = self._free.setdefault(size, [])
         if not free:
-            arena = Arena(size, self._device.device, pin=self._pin)
+            arena = Arena(size, self._device, pin=self._pin)
             weakref.finalize(self, arena.close).atexit = False
             self._allocated_bytes += size
             free.append(arena.take(size))

@@ -1,10 +1,10 @@
-"""The compute device: side streams with events, one arena of host memory, and memory readings.
+"""The compute device, as far as anybody asks: streams with events, memory, readings; and host memory, which all have.
 
-On a CPU the streams are no-ops.
+What is here is a CPU, whose streams are no-ops: everything happens in program order. `cuda` is a GPU.
 
 Work that should overlap with compute is enqueued inside `with device.aside("gather")`. Entering waits for all compute
 enqueued so far (so a buffer is never overwritten while a kernel still reads it), leaving gives an `Event` that the
-compute stream waits for before it uses the result. On a CPU everything happens in program order and an event is empty.
+compute stream waits for before it uses the result.
 """
 
 import ctypes
@@ -14,7 +14,6 @@ import resource
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,25 +33,20 @@ MEMORY_FILES_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 class Event:
-    """A point on a side stream. `wait()` makes the current stream wait for it; the host does not block."""
-
-    def __init__(self, event: "torch.cuda.Event | None" = None) -> None:
-        self._event = event
+    """A point that a stream has reached; of a CPU, where all is done in program order, it is always passed."""
 
     def record(self) -> None:
         """Mark the point that the current stream has reached."""
-        if self._event is not None:
-            self._event.record()
 
     def finish(self) -> None:
         """Return when the device has passed the marked point."""
-        if self._event is not None:
-            self._event.synchronize()
 
     def wait(self) -> None:
-        """Let the current stream go on only after the marked point."""
-        if self._event is not None:
-            self._event.wait()
+        """Let the current stream go on only after the marked point; the host does not block."""
+
+
+Moment = object
+"""When a stream gets somewhere, on a clock; a float is a moment of the host."""
 
 
 class Clock:
@@ -61,112 +55,126 @@ class Clock:
     On a GPU most moments are events on a stream, and nothing waits for one before it is asked for its seconds.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._main: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._main = torch.cuda.current_stream(device)
-            self._zero = self._event(self._main)
-            self._zero.synchronize()  # so that the host's zero is the device's
+    def __init__(self) -> None:
         self._zero_s = time.perf_counter()
 
     def host(self) -> float:
         """Now, on the host."""
         return time.perf_counter()
 
-    def here(self) -> "float | torch.cuda.Event":
+    def here(self) -> Moment:
         """When the current stream gets here."""
-        return self.host() if self._main is None else self._event(torch.cuda.current_stream(self._main.device))
+        return self.host()
 
-    def main(self) -> "float | torch.cuda.Event":
+    def main(self) -> Moment:
         """When the stream that computes gets here: the one that was current when this clock was made."""
-        return self.host() if self._main is None else self._event(self._main)
+        return self.host()
 
-    def seconds(self, moment: "float | torch.cuda.Event") -> float:
-        if isinstance(moment, float):
-            return moment - self._zero_s
-        moment.synchronize()
-        return float(self._zero.elapsed_time(moment)) / 1e3
-
-    def _event(self, stream: "torch.cuda.Stream") -> "torch.cuda.Event":
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(stream)
-        return event
+    def seconds(self, moment: Moment) -> float:
+        assert isinstance(moment, float)
+        return moment - self._zero_s
 
 
 class Device:
-    """One rank's compute device."""
+    """One rank's compute device, and whatever about it the engine's decisions depend on: here a CPU.
+
+    Attributes:
+        device: where its tensors are, as torch says it.
+        shares_memory: it computes in host memory.
+        piece_numel: elements that an update takes at a time: on a CPU what stays in its cache, else all there are.
+        sum_numel: elements that a sum over ranks takes at a time, in scratch of its own.
+    """
+
+    shares_memory = True
+    piece_numel = 256 * 1024
+    sum_numel = 65_536
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._on_gpu = device.type == "cuda"
-        self._streams: dict[str, torch.cuda.Stream] = {}
+
+    # -- streams -------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def aside(self, name: str) -> Iterator[Event]:
         """Enqueue on the side stream `name` what the body launches; yields the event that marks its end."""
-        if not self._on_gpu:
-            yield Event()
-            return
-        stream = self._streams.get(name)
-        if stream is None:
-            stream = self._streams[name] = torch.cuda.Stream(self.device, priority=-1)
-        event = Event(torch.cuda.Event())
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            yield event
-            event.record()
+        yield Event()
 
     def mark(self) -> Event:
         """The point that the current stream has reached."""
-        event = Event(torch.cuda.Event() if self._on_gpu else None)
-        event.record()
-        return event
+        return Event()
+
+    def join(self) -> None:
+        """Return when everything that was enqueued on any stream is done."""
 
     def clock(self) -> Clock:
         """A clock that starts now, which on a GPU waits for what is under way."""
-        return Clock(self.device)
-
-    @property
-    def shares_memory(self) -> bool:
-        """The device computes in host memory."""
-        return not self._on_gpu
-
-    def is_home_of(self, tensor: Tensor) -> bool:
-        """Kernels of this device can work on `tensor` where it lies."""
-        return tensor.device.type == self.device.type
+        return Clock()
 
     @contextmanager
     def paging(self, name: str, after: Event, *, now: bool = False) -> Iterator[None]:
         """Let the body copy between tiers and compute on a stream of its own, from `after` on; the host waits at the
         end, and with `now` also before, because the host itself computes. For threads beside the one that trains.
         """
-        if not self._on_gpu:
-            yield
-            return
-        stream = self._streams.get(name)
-        if stream is None:
-            stream = self._streams[name] = torch.cuda.Stream(self.device)
-        if now:
-            after.finish()
-        with torch.cuda.stream(stream):
-            after.wait()
-            yield
-            stream.synchronize()
+        yield
+
+    def prepare_thread(self) -> None:
+        """For a thread beside the one that trains, before anything else that it does."""
+        work_alone()
+
+    # -- arithmetic ----------------------------------------------------------------------------------------------------
+
+    def sum_of_squares(self, flat: Tensor) -> Tensor:
+        """Of (n,), 0-dim fp64, in chunks that are added in order; integers are exact.
+
+        An fp32 number's square cannot overflow in fp64.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        squares = torch.empty(min(self.sum_numel, flat.numel()), dtype=torch.float64, device=self.device)
+        for chunk in flat.split(self.sum_numel):
+            wide = squares[: chunk.numel()].copy_(chunk)
+            total += torch.dot(wide, wide)
+        return total
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def is_home_of(self, tensor: Tensor) -> bool:
+        """Kernels of this device can work on `tensor` where it lies."""
+        return tensor.device.type == self.device.type
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """(numel,) zeros that stay for good: see `aligned_zeros`."""
+        return aligned_zeros(numel, dtype, self.device)
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        """Copy between tiers, in order with what the current stream does; the host does not wait where it need not."""
+        into.copy_(source)
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """`tensor` itself where kernels of this device can work on it, else a copy that they can."""
+        return tensor if self.is_home_of(tensor) else tensor.to(self.device)
+
+    def pin(self, memory: Tensor) -> bool:
+        """Lock host memory, (n,) uint8, for copies beside compute; whether that was of use, and succeeded."""
+        return False
+
+    def unpin(self, memory: Tensor) -> None:
+        """The opposite of a `pin` that succeeded."""
+
+    def give_back_memory(self) -> None:
+        """Return to the system what was freed where this device computes."""
+        give_back_memory()
 
     def free_bytes(self) -> int:
         """Bytes of the GPU that nobody uses; 0 on a CPU, whose memory is the host's."""
-        if not self._on_gpu:
-            return 0
-        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return torch.cuda.mem_get_info(self.device)[0] + cached
+        return 0
 
     def total_bytes(self) -> int:
         """All memory of the GPU; 0 on a CPU."""
-        return int(torch.cuda.get_device_properties(self.device).total_memory) if self._on_gpu else 0
+        return 0
 
     def peak_bytes(self) -> int:
         """Most bytes that tensors ever took on the GPU; 0 on a CPU, where the host reading says it."""
-        return torch.cuda.max_memory_allocated(self.device) if self._on_gpu else 0
+        return 0
 
 
 class Arena:
@@ -177,13 +185,13 @@ class Arena:
 
     Args:
         nbytes: size; `take` hands it out.
-        pin: register it with CUDA, so that copies run beside compute.
+        pin: register it with the device, so that copies run beside compute.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, *, pin: bool = True) -> None:
+    def __init__(self, nbytes: int, device: Device, *, pin: bool = True) -> None:
         self._bytes = torch.frombuffer(_mapping(max(nbytes, ALIGNMENT)), dtype=torch.uint8)
-        self._taken, self.nbytes = 0, nbytes
-        self.pinned = pin and device.type == "cuda" and nbytes > 0 and self._register()
+        self._taken, self.nbytes, self._device = 0, nbytes, device
+        self.pinned = pin and nbytes > 0 and device.pin(self._bytes[:nbytes])
 
     def take(self, nbytes: int) -> Tensor:
         """The next `nbytes` as (nbytes,) uint8, page aligned.
@@ -200,19 +208,8 @@ class Arena:
     def close(self) -> None:
         """Unpin. The memory itself goes with its last tensor."""
         if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+            self._device.unpin(self._bytes)
             self.pinned = False
-
-    def _register(self) -> bool:
-        code = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.nbytes, 0)
-        if int(code) != 0:
-            warnings.warn(
-                f"{self.nbytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {int(code)}); copies "
-                "will not overlap with compute. Raise `ulimit -l`, or set offload.pin=false",
-                stacklevel=3,
-            )
-            return False
-        return True
 
 
 def round_up(count: int, multiple: int) -> int:

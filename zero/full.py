@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zero.absent import Absent
 from zero.copied import buffers_of
-from zero.device import Device, memory_of
+from zero.device import memory_of
 from zero.errors import ConfigError, StaleStateError, WorldError
 from zero.initialise import sinks_of
 from zero.layout import Layout, Slot, pages
@@ -361,7 +361,7 @@ def _pages(state: State, unit: UnitState, kind: str, dtype: torch.dtype) -> Tens
     own = torch.zeros(plan.update_numel(unit.spec), dtype=dtype, device=plan.world.device)
     for number, (start, stop) in enumerate(pages(own.numel(), plan.page_numel)):
         page = Page(unit.index, kind, number)
-        load(state.machinery.store, Device(plan.world.device), page, own[start:stop]).wait()
+        load(state.machinery.store, plan.world.compute, page, own[start:stop]).wait()
     return own
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero.device import Device, host_peak_bytes
+from zero.device import host_peak_bytes
 from zero.passes import Metrics
 from zero.peak import peak_flops
 from zero.plan import Plan
@@ -111,7 +111,7 @@ class Meter:
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
     ) -> None:
-        self._world, self._device, self._plan = world, Device(world.device), plan
+        self._world, self._device, self._plan = world, world.compute, plan
         self._tokens_per_step, self._traffic = tokens_per_step, traffic
         peak = (peak_flops or _peak_flops(world, plan) or 0.0) * world.size
         self._mfu_of_token = flops_per_token / peak if flops_per_token and peak else None
@@ -293,7 +293,7 @@ def figures(
 
 
 def _peak_flops(world: World, plan: Plan) -> float | None:
-    if world.device.type != "cuda":
+    if world.compute.shares_memory:
         return None
     compute = next(name for name, dtype in DTYPES.items() if dtype == plan.precision.compute)
     return peak_flops(torch.cuda.get_device_name(world.device), compute)

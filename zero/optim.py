@@ -63,7 +63,8 @@ class Hyper(NamedTuple):
         return self.groups[0].lr
 
 
-Update = Callable[[Tensor, Tensor, tuple[Tensor, ...], Settings, float], None]
+Tensors = list[Tensor]
+Update = Callable[[Tensors, Tensors, tuple[Tensors, ...], Settings, float], None]
 Mask = Callable[[str, tuple[int, ...]], bool]
 Number = float | Schedule
 
@@ -137,9 +138,9 @@ class Group:
 class Transform:
     """An optimizer as data. Make one with `adamw`, `adam`, `sgd`, `lion` or `adagrad`.
 
-    `update(param_K, grad_K, moments_K, settings, divisor)` works in place on (K,) fp32 tensors of one device, none of
-    which requires a gradient; K is a multiple of 64, moments come in the order of `moments`. It may destroy `grad_K`.
-    Moments are zeros before the first update, except `copies`, which begin as the parameters.
+    `update(params, grads, moments, settings, divisor)` works in place on lists of (K,) fp32 tensors of one device, none
+    of which requires a gradient; each K is a multiple of 64, and there is a list for each of `moments`. It may destroy
+    `grads`. Moments are zeros before the first update, except `copies`, which begin as the parameters.
 
     Raises:
         ConfigError: a negative or non-finite setting.
@@ -357,20 +358,20 @@ def _without_momentum(settings: Callable[[int], Settings], step: int) -> Setting
 def _adam(
     kernel: Callable[..., None],
     eps: float,
-    param_K: Tensor,
-    grad_K: Tensor,
-    moments_K: tuple[Tensor, ...],
+    params: Tensors,
+    grads: Tensors,
+    moments: tuple[Tensors, ...],
     now: Settings,
     divisor: float,
 ) -> None:
-    (mu_K, nu_K), (beta1, beta2) = moments_K, now.betas
+    (mus, nus), (beta1, beta2) = moments, now.betas
     kernel(
-        [param_K],
-        [grad_K],
-        [mu_K],
-        [nu_K],
+        params,
+        grads,
+        mus,
+        nus,
         [],
-        [_scalar(now.step, param_K)],
+        [_scalar(now.step, params[0])] * len(params),
         lr=now.lr,
         beta1=beta1,
         beta2=beta2,
@@ -378,18 +379,18 @@ def _adam(
         eps=eps,
         amsgrad=False,
         maximize=False,
-        grad_scale=_divisor(divisor, param_K),
+        grad_scale=_divisor(divisor, params[0]),
     )
 
 
 def _sgd(
-    nesterov: bool, param_K: Tensor, grad_K: Tensor, moments_K: tuple[Tensor, ...], now: Settings, divisor: float
+    nesterov: bool, params: Tensors, grads: Tensors, moments: tuple[Tensors, ...], now: Settings, divisor: float
 ) -> None:
     (momentum,) = now.betas
     torch._fused_sgd_(
-        [param_K],
-        [grad_K],
-        list(moments_K) if momentum else [],
+        params,
+        grads,
+        moments[0] if momentum else [],
         lr=now.lr,
         momentum=momentum,
         weight_decay=now.weight_decay,
@@ -397,53 +398,62 @@ def _sgd(
         nesterov=nesterov and momentum > 0,
         maximize=False,
         is_first_step=now.step == 1,
-        grad_scale=_divisor(divisor, param_K),
+        grad_scale=_divisor(divisor, params[0]),
     )
 
 
-def _lion(param_K: Tensor, grad_K: Tensor, moments_K: tuple[Tensor, ...], now: Settings, divisor: float) -> None:
-    (mu_K,), (beta1, beta2) = moments_K, now.betas
+def _lion(params: Tensors, grads: Tensors, moments: tuple[Tensors, ...], now: Settings, divisor: float) -> None:
+    (mus,), (beta1, beta2) = moments, now.betas
     if divisor != 1.0:
-        grad_K.div_(divisor)
+        torch._foreach_div_(grads, divisor)
     # The sign of beta1 mu + (1 - beta1) grad, divided by 1 - beta1: one temporary less.
-    direction_K = (mu_K * (beta1 / (1 - beta1))).add_(grad_K).sign_()
+    directions = torch._foreach_mul(mus, beta1 / (1 - beta1))
+    torch._foreach_add_(directions, grads)
+    torch._foreach_sign_(directions)
     if now.weight_decay:
-        param_K.mul_(1 - now.lr * now.weight_decay)
-    param_K.sub_(direction_K.mul_(now.lr))
-    mu_K.mul_(beta2).add_(grad_K.mul_(1 - beta2))
+        torch._foreach_mul_(params, 1 - now.lr * now.weight_decay)
+    torch._foreach_mul_(directions, now.lr)
+    torch._foreach_sub_(params, directions)
+    torch._foreach_mul_(mus, beta2)
+    torch._foreach_mul_(grads, 1 - beta2)
+    torch._foreach_add_(mus, grads)
 
 
 def _adagrad(
     lr_decay: float,
     eps: float,
-    param_K: Tensor,
-    grad_K: Tensor,
-    moments_K: tuple[Tensor, ...],
+    params: Tensors,
+    grads: Tensors,
+    moments: tuple[Tensors, ...],
     now: Settings,
     divisor: float,
 ) -> None:
-    (nu_K,) = moments_K
+    (nus,) = moments
     if divisor != 1.0:
-        grad_K.div_(divisor)
+        torch._foreach_div_(grads, divisor)
     if now.weight_decay:
-        grad_K.add_(param_K * now.weight_decay)
-    nu_K.add_(grad_K.square())
-    lr = now.lr / (1 + (now.step - 1) * lr_decay)
-    param_K.sub_(grad_K.mul_(lr).div_(nu_K.sqrt().add_(eps)))
+        torch._foreach_add_(grads, torch._foreach_mul(params, now.weight_decay))
+    torch._foreach_add_(nus, torch._foreach_mul(grads, grads))
+    roots = torch._foreach_sqrt(nus)
+    torch._foreach_add_(roots, eps)
+    torch._foreach_mul_(grads, now.lr / (1 + (now.step - 1) * lr_decay))
+    torch._foreach_div_(grads, roots)
+    torch._foreach_sub_(params, grads)
 
 
 def _ema(
     update: Update,
     decay: float,
-    param_K: Tensor,
-    grad_K: Tensor,
-    moments_K: tuple[Tensor, ...],
+    params: Tensors,
+    grads: Tensors,
+    moments: tuple[Tensors, ...],
     now: Settings,
     divisor: float,
 ) -> None:
-    *own, ema_K = moments_K
-    update(param_K, grad_K, tuple(own), now, divisor)
-    ema_K.mul_(decay).add_(param_K * (1 - decay))
+    *own, means = moments
+    update(params, grads, tuple(own), now, divisor)
+    torch._foreach_mul_(means, decay)
+    torch._foreach_add_(means, torch._foreach_mul(params, 1 - decay))
 
 
 def _divisor(divisor: float, like: Tensor) -> Tensor | None:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zero.device import give_back_memory
 from zero.errors import ConfigError, NonFiniteGradientError, PlanError, WorldError
 from zero.optim import Hyper
 from zero.state import Machinery, State
@@ -104,7 +103,7 @@ class Step:
                 f"the loss has shape {tuple(loss.shape)}; it must be a scalar: the mean of the microbatch"
             )
         if self._plan.params_away:  # host memory is what is short: forward's temporaries, then backward's
-            give_back_memory()
+            self._plan.world.compute.give_back_memory()
         self._parts.tape.passed("forward")
         self._at("backward")
         self.scaled(loss).backward(**how)
@@ -203,7 +202,7 @@ class Step:
             self._in_microbatch = False
             self._parts.gatherer.end()
             if self._plan.params_away:
-                give_back_memory()
+                self._plan.world.compute.give_back_memory()
 
     def _heard(self) -> int:
         gatherer = self._parts.gatherer

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zero.absent import Absent
 from zero.compiled import Backend
 from zero.copied import detached_copy
-from zero.device import ALIGNMENT, Device, free_host_bytes, round_up
+from zero.device import ALIGNMENT, free_host_bytes, round_up
 from zero.errors import ConfigError, PlanError
 from zero.layout import pages
 from zero.optim import Transform
@@ -286,7 +286,7 @@ class Plan:
 
     @property
     def _device_is_host(self) -> bool:
-        return self.world.device.type == "cpu"
+        return self.world.compute.shares_memory
 
     def _is_away(self, tier: Tier) -> bool:
         return tier == "nvme" or (tier == "host" and not self._device_is_host)
@@ -366,7 +366,7 @@ class Plan:
         """What this rank may take. Where it decides about tiers, all ranks go by rank 0's readings."""
         if self.room is not None:
             return self.room
-        mine = f"{Device(self.world.device).free_bytes()} {free_host_bytes() // self.world.local_size}"
+        mine = f"{self.world.compute.free_bytes()} {free_host_bytes() // self.world.local_size}"
         if "auto" in self.offload.kinds:
             mine = self.world.share(mine)
         return Room(*map(int, mine.split()))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zero.activation import InPlace, OnHost
 from zero.compiled import Compiler
 from zero.copied import attach, detached_copy, take_over
-from zero.device import ALIGNMENT, Arena, Device, give_back_memory, round_up, work_alone
+from zero.device import ALIGNMENT, Arena, give_back_memory, round_up
 from zero.errors import ConfigError
 from zero.fetch import gathering, reading
 from zero.gather import Gatherer, bind_absent
@@ -48,7 +48,8 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
     Raises:
         StoreError: `offload.path` cannot be used, or has too little space; nothing was taken yet.
     """
-    specs, where, host = plan.store_pages(), plan.world.device, torch.device("cpu")
+    specs, device = plan.store_pages(), plan.world.compute
+    where, host = device.device, torch.device("cpu")
     slot_bytes = plan.slot_bytes
     with ExitStack() as undo:  # what a refusal half-way must not leave open
         stores: dict[str, Store] = {"device": MemoryStore(where)}
@@ -59,14 +60,14 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
         if disk is not None:
             stores["nvme"] = disk
             undo.callback(disk.close)
-        if where.type == "cpu":  # one memory: what stays and what goes to the host lie side by side
-            arena = Arena(plan.arena_bytes, where, pin=False)
+        if device.shares_memory:  # one memory: what stays and what goes to the host lie side by side
+            arena = Arena(plan.arena_bytes, device, pin=False)
             stores["host"] = MemoryStore(where)
         else:
             on_host = sum(round_up(one.nbytes, ALIGNMENT) for page, one in specs.items() if plan.tier(page) == "host")
-            arena = Arena(plan.arena_bytes + on_host, where, pin=plan.offload.pin)
+            arena = Arena(plan.arena_bytes + on_host, device, pin=plan.offload.pin)
             undo.callback(arena.close)
-            stores["host"] = MemoryStore(host, arena.take)
+            stores["host"] = MemoryStore(host, arena.take, copy=device.copy)
         ahead = plan.offload.read_ahead
         store = PrefetchStore(
             Tiers(stores, plan.tier, release=arena.close),
@@ -74,7 +75,7 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
             threads=threads,
             read_ahead=max(plan.arena_slots - threads, 0) if ahead is None else ahead,
             timeout_s=plan.world.timeout_s,
-            prepare=work_alone,
+            prepare=device.prepare_thread,
         )
         for page, spec in specs.items():
             store.allocate(page, spec.numel, spec.dtype)
@@ -152,7 +153,7 @@ def _filled(plan: Plan, store: PrefetchStore, values: Values, progress: Progress
 
 
 def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied: nn.Module) -> Machinery:
-    device, log = Device(plan.world.device), CollectiveLog()
+    device, log = plan.world.compute, CollectiveLog()
     tape = Tape(device.clock, rank=plan.world.rank, streams=not device.shares_memory)
     store.observe(tape.of_store([unit.spec.name for unit in units]))
     pool = None if plan.resident else Pool(plan.buffer_counts(), plan.precision.compute, plan.world.device)
@@ -206,7 +207,7 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
 
 def _goes_to_host(plan: Plan) -> bool:
     """Activations of a CPU lie in host memory already."""
-    return plan.activations == "offload" and plan.world.device.type != "cpu"
+    return plan.activations == "offload" and not plan.world.compute.shares_memory
 
 
 def make_step(

@@ -18,7 +18,7 @@ def load(store: PrefetchStore, device: Device, page: Page, into: Tensor) -> Tick
     if device.shares_memory or store.in_place(page) is not None:
         return store.read(page, into)
     group = Group(page.unit, page.number, (), beside=(page,))
-    return _through_slot(store, device, group, lambda slot_K: into.copy_(slot_K, non_blocking=True))
+    return _through_slot(store, device, group, lambda slot_K: device.copy(into, slot_K))
 
 
 def save(store: PrefetchStore, device: Device, page: Page, source: Tensor) -> Ticket:
@@ -26,10 +26,10 @@ def save(store: PrefetchStore, device: Device, page: Page, source: Tensor) -> Ti
     if device.shares_memory or store.in_place(page) is not None:
         return store.write(page, source)
     group = Group(page.unit, page.number, (), out=(page,))
-    return _through_slot(store, device, group, lambda slot_K: slot_K.copy_(source, non_blocking=True))
+    return _through_slot(store, device, group, lambda slot_K: device.copy(slot_K, source))
 
 
-def _through_slot(store: PrefetchStore, device: Device, group: Group, copy: Callable[[Tensor], Tensor]) -> Ticket:
+def _through_slot(store: PrefetchStore, device: Device, group: Group, copy: Callable[[Tensor], None]) -> Ticket:
     after = device.mark()
 
     def work(tensors: tuple[Tensor, ...]) -> None:

@@ -13,6 +13,7 @@ all happen to one piece before the next.
 Source: Jiang et al. 2021, "Optimizer Fusion" (forward fusion); Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.2.
 """
 
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -30,12 +31,6 @@ from zero.plan import Plan
 from zero.store import Group, Page, PrefetchStore, Ticket
 from zero.timeline import Tape
 from zero.unit_state import UnitState
-
-PIECE_NUMEL = 256 * 1024
-"""Elements that the update takes at a time: fp32 parameter, gradient and two moments are 4 MiB."""
-
-SQUARES_NUMEL = 65_536
-"""Elements whose squares are added at a time, counted from the shard's start."""
 
 
 class Part(NamedTuple):
@@ -70,7 +65,7 @@ class Updater:
         self._device, self._gradients, self._tape = device, gradients, tape
         self._rank, self._whole, self._has_master = plan.world.rank, plan.whole_update, plan.precision.has_master
         self._moments = len(plan.optimizer.moments)
-        self._where = torch.device("cpu") if plan.offload.compute == "host" else plan.world.device
+        self._where = Device(torch.device("cpu")) if plan.offload.compute == "host" else device
         self._parts = {unit.index: tuple(self._parts_of(unit)) for unit in units}
         self._order = [unit.index for unit in units]
         self._forced: list[int] = []
@@ -176,7 +171,7 @@ class Updater:
                 for part in here:
                     lent = [self._store.in_place(page) for page in part.group.pages]
                     pages_K = [page_K for page_K in lent if page_K is not None]
-                    self._apply(unit, hyper, part, pages_K, self._plan.world.device)
+                    self._apply(unit, hyper, part, pages_K, self._device)
         unit.due.clear()
         unit.waiting, unit.torn = None, False
         unit.version += 1
@@ -187,11 +182,10 @@ class Updater:
 
     def _work(self, unit: UnitState, hyper: Hyper, part: Part, after: Event, tensors: Sequence[Tensor]) -> None:
         """What a thread of the store does with a group in memory: its pages, what is beside, what goes out."""
-        on_host = self._where.type == "cpu"
-        with self._device.paging(threading.current_thread().name, after, now=on_host):
+        with self._device.paging(threading.current_thread().name, after, now=self._where.shares_memory):
             self._apply(unit, hyper, part, tensors, self._where)
 
-    def _apply(self, unit: UnitState, hyper: Hyper, part: Part, tensors: Sequence[Tensor], where: torch.device) -> None:
+    def _apply(self, unit: UnitState, hyper: Hyper, part: Part, tensors: Sequence[Tensor], where: Device) -> None:
         """Update one part on `where`; what lies elsewhere is copied there and back."""
         group, count = part.group, len(part.group.pages)
         own_K, grad_K = (_range(tensor, part) for tensor in (self._parameters(unit), self._gradient(unit)))
@@ -199,35 +193,44 @@ class Updater:
         state = [*tensors[:count]] if self._has_master or own_K is None else [own_K, *tensors[:count]]
         target_K = tensors[-1] if group.out else state[0] if own_K is None else own_K
         assert grad_K is not None
-        behind = where.type != "cpu"  # a copy to the host is read by the CPU at once, so that one must be waited for
-        there = [page_K.to(where, non_blocking=behind) for page_K in state]
+        there = [where.bring(page_K) for page_K in state]
         if target_K is state[0]:
             cast_K = there[0]
         else:
-            cast_K = target_K if target_K.device.type == where.type else torch.empty_like(target_K, device=where)
+            cast_K = target_K if where.is_home_of(target_K) else torch.empty_like(target_K, device=where.device)
             state, there = [*state, target_K], [*there, cast_K]
-        self._update(unit, hyper, part, there[: 1 + self._moments], grad_K.to(where, non_blocking=behind), cast_K)
+        self._update(unit, hyper, part, where, there[: 1 + self._moments], where.bring(grad_K), cast_K)
         for page_K, changed_K in zip(state, there, strict=True):
             if changed_K is not page_K:
-                page_K.copy_(changed_K, non_blocking=behind)
+                where.copy(page_K, changed_K)
 
     def _update(
-        self, unit: UnitState, hyper: Hyper, part: Part, state: Sequence[Tensor], grad_K: Tensor, parameters_K: Tensor
+        self,
+        unit: UnitState,
+        hyper: Hyper,
+        part: Part,
+        where: Device,
+        state: Sequence[Tensor],
+        grad_K: Tensor,
+        parameters_K: Tensor,
     ) -> None:
-        """Segments of one group, in pieces. `state` begins with the master, or with the parameters themselves."""
+        """Piece by piece, all of a group at once. `state` begins with the master, or with the parameters themselves."""
         layout = unit.spec.trainable
         first = part.start + (0 if self._whole else layout.shard(self._rank)[0])
-        for a, b, number in layout.segments(first, first + part.stop - part.start):
-            now = hyper.groups[number]
-            for start in range(a - first, b - first, PIECE_NUMEL):
-                piece = slice(start, min(start + PIECE_NUMEL, b - first))
-                master, *moments = (one[piece] for one in state)
-                grad = grad_K[piece]
-                grad = grad if grad.dtype == torch.float32 else grad.float()
-                if now.trains:
-                    self._transform.update(master, grad, tuple(moments), now, hyper.divisor)
-                if self._has_master:
-                    parameters_K[piece].copy_(master)
+        for start in range(0, part.stop - part.start, where.piece_numel):
+            stop = min(start + where.piece_numel, part.stop - part.start)
+            grad = grad_K[start:stop]
+            grad = grad if grad.dtype == torch.float32 else grad.float()
+            ranges: dict[int, list[slice]] = {}
+            for a, b, number in layout.segments(first + start, first + stop):
+                ranges.setdefault(number, []).append(slice(a - first, b - first))
+            for number, mine in ranges.items():
+                if hyper.groups[number].trains:
+                    master, *moments = ([one[k] for k in mine] for one in state)
+                    grads = [grad[k.start - start : k.stop - start] for k in mine]
+                    self._transform.update(master, grads, tuple(moments), hyper.groups[number], hyper.divisor)
+            if self._has_master:
+                parameters_K[start:stop].copy_(state[0][start:stop])
 
     # -- where things are ----------------------------------------------------------------------------------------------
 
@@ -269,18 +272,12 @@ class Updater:
             self._store.expect(groups)
 
     def _sum_of_squares(self, unit: UnitState) -> Tensor:
-        """Of what trains, 0-dim fp64. Chunks are counted from the shard's start and added in order, so the bits do not
-        depend on stage, page size or tier; integers are exact. An fp32 number's square cannot overflow in fp64.
+        """Of what trains, 0-dim fp64. The ranges are the shard's own, so the bits do not depend on stage, page size or
+        tier.
         """
         grad_S = unit.own_grad_S(self._rank)
-        total = torch.zeros((), dtype=torch.float64, device=self._plan.world.device)
-        squares = torch.empty(min(SQUARES_NUMEL, grad_S.numel()), dtype=torch.float64, device=total.device)
-        for first, last in self._training(unit):
-            for start in range(first, last, SQUARES_NUMEL):
-                chunk = grad_S[start : min(start + SQUARES_NUMEL, last)]
-                wide = squares[: chunk.numel()].copy_(chunk)
-                total += torch.dot(wide, wide)
-        return total
+        found = [self._device.sum_of_squares(grad_S[first:last]) for first, last in self._training(unit)]
+        return functools.reduce(torch.add, found) if found else grad_S.new_zeros((), dtype=torch.float64)
 
     def _training(self, unit: UnitState) -> list[tuple[int, int]]:
         """The longest ranges of this rank's shard in which everything trains."""

@@ -37,6 +37,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero.cuda import Cuda
+from zero.device import Device
 from zero.errors import (
     ConfigError,
     DeadlineError,
@@ -48,12 +50,6 @@ from zero.errors import (
 )
 from zero.failure import GRACE_S, LastWord, Note, Notes, Places, explain, field_difference, first_line, some_ranks
 from zero.stalled import StallWatch, open_sockets
-
-SUM_NUMEL = 65_536
-"""Elements that a local sum adds at a time on the host: the chunks stay in cache, the scratch stays small."""
-
-DEVICE_SUM_NUMEL = 1 << 22
-"""The same on a GPU, where every chunk costs a kernel launch."""
 
 RECENT_OPS = 64
 """Operations that a rank remembers, to find the first one that ranks started differently."""
@@ -128,6 +124,7 @@ class World(ABC):
         size: W.
         local_size: how many of them share this machine's memory.
         device: where this rank's full tensors live.
+        compute: the same, for the engine: streams, memory, readings.
         timeout_s: the deadline of every wait.
         traffic: what gathers and reductions have moved.
     """
@@ -140,7 +137,8 @@ class World(ABC):
         self.rank = rank
         self.size = size
         self.local_size = size
-        self.device = torch.device(device)
+        self.compute = compute_device(torch.device(device))
+        self.device = self.compute.device
         self.timeout_s = timeout_s
         self._gather_bytes = self._reduce_bytes = 0
         self._wait_s = 0.0
@@ -206,7 +204,7 @@ class World(ABC):
             arrival.wait()
             chunks = list(recv_P.view(self.size, -1).unbind())
             chunks[self.rank] = full_P.view(self.size, -1)[self.rank]
-            ordered_sum(chunks, sum_S, accumulate=accumulate)
+            ordered_sum(chunks, sum_S, accumulate=accumulate, piece_numel=self.compute.sum_numel)
 
         self._reduce_bytes += full_P.nbytes // self.size * (self.size - 1)
         return _Timed(_Then(add, (full_P, recv_P, sum_S)), self._waited)
@@ -456,7 +454,7 @@ class ProcessWorld(World):
         return self._messages(op, flat, {}, {source: flat})
 
     def _by_collective(self, tensor: Tensor) -> bool:
-        return tensor.is_cuda
+        return not self.compute.shares_memory and self.compute.is_home_of(tensor)
 
     def _others(self) -> list[int]:
         """The other ranks, nearest first, so that no rank is everyone's first."""
@@ -577,18 +575,20 @@ def _await_all(store: dist.Store, key: str, rank: int, size: int, timeout_s: flo
 
 
 @torch.no_grad()
-def ordered_sum(chunks: Sequence[Tensor], sum_S: Tensor, *, accumulate: bool = False) -> None:
+def ordered_sum(
+    chunks: Sequence[Tensor], sum_S: Tensor, *, accumulate: bool = False, piece_numel: int = Device.sum_numel
+) -> None:
     """Add `chunks` in order, in sum_S.dtype: sum_S = [sum_S +] ((c_0 + c_1) + c_2) ...
 
-    Works through `SUM_NUMEL` elements at a time (`DEVICE_SUM_NUMEL` on a GPU) and allocates two such pieces at most:
-    a host add of two dtypes would first make a converted copy of the whole operand.
+    Works through `piece_numel` elements at a time and allocates two such pieces at most: a host add of two dtypes would
+    first make a converted copy of the whole operand.
 
     Args:
         chunks: each (S,), all of one dtype; left as they are, so they must be apart from `sum_S`.
         sum_S: (S,).
     """
     on_host = sum_S.device.type == "cpu"
-    numel = min(SUM_NUMEL if on_host else DEVICE_SUM_NUMEL, sum_S.numel())
+    numel = min(piece_numel, sum_S.numel())
     total = sum_S.new_empty(numel) if accumulate else None
     cast = sum_S.new_empty(numel) if on_host and chunks[0].dtype != sum_S.dtype else None
     if not numel:
@@ -628,6 +628,11 @@ def _tag(operation: str) -> int:
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+
+
+def compute_device(device: torch.device) -> Device:
+    """The door to what computes there."""
+    return Cuda(device) if device.type == "cuda" else Device(device)
 
 
 def _claim_device(device: str | None) -> torch.device:

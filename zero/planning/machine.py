@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 
 from zero.config import Config
-from zero.device import Device, free_host_bytes
+from zero.device import free_host_bytes
 from zero.errors import ConfigError, WorldError
 from zero.placement import Room, size_text
-from zero.world import Handle, World
+from zero.world import Handle, World, compute_device
 
 NODE_RANKS = 8
 """Ranks that share one host memory at most, where nobody says how many."""
@@ -64,13 +64,13 @@ class Machine:
     def here(config: Config, ranks: int) -> "Machine":
         """This machine, for `ranks` ranks on it, as far as it is free now."""
         device: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"
-        free_bytes = Device(torch.device(device)).free_bytes()
+        free_bytes = compute_device(torch.device(device)).free_bytes()
         return Machine(ranks, ranks, device, free_bytes, free_host_bytes(), _disk_bytes(config))
 
     @staticmethod
     def of(config: Config, world: World) -> "Machine":
         """What the ranks of a running world may take; all go by the one that has least. Collective."""
-        mine = (Device(world.device).free_bytes(), free_host_bytes(), _disk_bytes(config))
+        mine = (world.compute.free_bytes(), free_host_bytes(), _disk_bytes(config))
         told = world.gather_texts(" ".join(map(str, mine)), "free memory")
         least = (min(column) for column in zip(*(map(int, text.split()) for text in told), strict=True))
         device: Literal["cuda", "cpu"] = "cuda" if world.device.type == "cuda" else "cpu"
@@ -92,7 +92,9 @@ class Machine:
         ranks, per_node = (on_one_node, on_one_node) if wish.ranks == "auto" else (wish.ranks, NODE_RANKS)
         per_node = min(ranks, per_node if wish.ranks_per_node == "auto" else wish.ranks_per_node)
         device: Literal["cuda", "cpu"] = "cuda" if on_paper or torch.cuda.is_available() else "cpu"
-        device_bytes = wish.device_memory if wish.device_memory != "auto" else Device(torch.device(device)).free_bytes()
+        device_bytes = (
+            wish.device_memory if wish.device_memory != "auto" else compute_device(torch.device(device)).free_bytes()
+        )
         return Machine(
             ranks,
             per_node,

@@ -168,10 +168,10 @@ def _flops(config: Config, model: nn.Module, device: torch.device) -> float:
 
 def _update_numel(config: Config, device: torch.device) -> float:
     optimizer = build_optimizer(config)
-    master, grad, *moments = torch.zeros(2 + len(optimizer.moments), PROBE_NUMEL, device=device).unbind()
-    now = optimizer.groups[0](1)._replace(lr=0.0, weight_decay=0.0)
+    master, grad, *rest = torch.zeros(2 + len(optimizer.moments), PROBE_NUMEL, device=device).unbind()
+    now, moments = optimizer.groups[0](1)._replace(lr=0.0, weight_decay=0.0), tuple([one] for one in rest)
 
-    return PROBE_NUMEL * _rate(lambda _: optimizer.update(master, grad, tuple(moments), now, 1.0), device)
+    return PROBE_NUMEL * _rate(lambda _: optimizer.update([master], [grad], moments, now, 1.0), device)
 
 
 def _copy_bytes(device: torch.device) -> float:

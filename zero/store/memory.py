@@ -20,10 +20,17 @@ class MemoryStore(Store):
     Args:
         device: where they are.
         take: gives (n,) uint8 of zeros for n bytes, to cut pages from; None to ask torch.
+        copy: (into, source) between a page and memory of the device that computes.
     """
 
-    def __init__(self, device: torch.device, take: Callable[[int], Tensor] | None = None) -> None:
-        self._device, self._take = device, take
+    def __init__(
+        self,
+        device: torch.device,
+        take: Callable[[int], Tensor] | None = None,
+        *,
+        copy: Callable[[Tensor, Tensor], object] = Tensor.copy_,
+    ) -> None:
+        self._device, self._take, self._copy = device, take, copy
         self._pages: dict[Page, Tensor] | None = {}
 
     def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
@@ -36,11 +43,11 @@ class MemoryStore(Store):
             pages[page] = self._take(numel * dtype.itemsize).view(dtype)
 
     def read(self, page: Page, into: Tensor) -> Ticket:
-        into.copy_(self._matching(page, into), non_blocking=True)
+        self._copy(into, self._matching(page, into))
         return Done()
 
     def write(self, page: Page, source: Tensor) -> Ticket:
-        self._matching(page, source).copy_(source, non_blocking=True)
+        self._copy(self._matching(page, source), source)
         return Done()
 
     def in_place(self, page: Page) -> Tensor | None:

@@ -61,8 +61,8 @@ class Cuda(Device):
     """One GPU."""
 
     shares_memory = False
-    piece_numel = 1 << 62
-    """An update of a whole page is one kernel: a GPU has no cache that a piece would stay in."""
+    piece_numel = 1 << 26
+    """Nothing would stay in a cache, so only what it takes to have gradients in fp32 is bounded: 256 MiB."""
     sum_numel = 1 << 22
 
     def __init__(self, device: torch.device) -> None:

@@ -153,6 +153,9 @@ class Device:
         """`tensor` itself where kernels of this device can work on it, else a copy that they can."""
         return tensor if self.is_home_of(tensor) else tensor.to(self.device)
 
+    def adopt(self, memory: Tensor) -> None:
+        """Be told of memory of the host that tiers lie in."""
+
     def pin(self, memory: Tensor) -> bool:
         """Lock host memory, (n,) uint8, for copies beside compute; whether that was of use, and succeeded."""
         return False
@@ -191,6 +194,7 @@ class Arena:
     def __init__(self, nbytes: int, device: Device, *, pin: bool = True) -> None:
         self._bytes = torch.frombuffer(_mapping(max(nbytes, ALIGNMENT)), dtype=torch.uint8)
         self._taken, self.nbytes, self._device = 0, nbytes, device
+        device.adopt(self._bytes)
         self.pinned = pin and nbytes > 0 and device.pin(self._bytes[:nbytes])
 
     def take(self, nbytes: int) -> Tensor:

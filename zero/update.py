@@ -15,7 +15,7 @@ Source: Jiang et al. 2021, "Optimizer Fusion" (forward fusion); Rajbhandari et a
 
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -41,6 +41,23 @@ class Part(NamedTuple):
     group: Group
     here: bool
     """All of it lies on the device: worked on in place, by the thread that trains."""
+
+
+class Piece(NamedTuple):
+    """What is updated at a time, where it is worked on; all of the same K elements."""
+
+    first: int
+    """Element of the unit's flat."""
+    state: Sequence[Tensor]
+    """The master, or the parameters themselves, and the moments."""
+    grad_K: Tensor
+    parameters_K: Tensor
+    """In the compute dtype."""
+
+    def cut(self, start: int, stop: int) -> "Piece":
+        """Elements [start, stop) of it."""
+        state = [one[start:stop] for one in self.state]
+        return Piece(self.first + start, state, self.grad_K[start:stop], self.parameters_K[start:stop])
 
 
 class Updater:
@@ -168,10 +185,7 @@ class Updater:
         here = [part for part in self._parts[unit.index] if part.here]
         if here:
             with self._tape.doing("update", unit.spec.name):
-                for part in here:
-                    lent = [self._store.in_place(page) for page in part.group.pages]
-                    pages_K = [page_K for page_K in lent if page_K is not None]
-                    self._apply(unit, hyper, part, pages_K, self._device)
+                self._update(unit, hyper, self._device, [self._in_place(unit, part) for part in here])
         unit.due.clear()
         unit.waiting, unit.torn = None, False
         unit.version += 1
@@ -184,6 +198,15 @@ class Updater:
         """What a thread of the store does with a group in memory: its pages, what is beside, what goes out."""
         with self._device.paging(threading.current_thread().name, after, now=self._where.shares_memory):
             self._apply(unit, hyper, part, tensors, self._where)
+
+    def _in_place(self, unit: UnitState, part: Part) -> Piece:
+        """All of a part that lies where it is worked on."""
+        lent = [self._store.in_place(page) for page in part.group.pages]
+        own_K, grad_K = (_range(tensor, part) for tensor in (self._parameters(unit), self._gradient(unit)))
+        assert own_K is not None
+        assert grad_K is not None
+        state = [page_K for page_K in lent if page_K is not None]
+        return Piece(self._first(unit, part), state if self._has_master else [own_K, *state], grad_K, own_K)
 
     def _apply(self, unit: UnitState, hyper: Hyper, part: Part, tensors: Sequence[Tensor], where: Device) -> None:
         """Update one part on `where`; what lies elsewhere is copied there and back."""
@@ -199,38 +222,32 @@ class Updater:
         else:
             cast_K = target_K if where.is_home_of(target_K) else torch.empty_like(target_K, device=where.device)
             state, there = [*state, target_K], [*there, cast_K]
-        self._update(unit, hyper, part, where, there[: 1 + self._moments], where.bring(grad_K), cast_K)
+        piece = Piece(self._first(unit, part), there[: 1 + self._moments], where.bring(grad_K), cast_K)
+        self._update(unit, hyper, where, [piece])
         for page_K, changed_K in zip(state, there, strict=True):
             if changed_K is not page_K:
                 where.copy(page_K, changed_K)
 
-    def _update(
-        self,
-        unit: UnitState,
-        hyper: Hyper,
-        part: Part,
-        where: Device,
-        state: Sequence[Tensor],
-        grad_K: Tensor,
-        parameters_K: Tensor,
-    ) -> None:
-        """Piece by piece, all of a group at once. `state` begins with the master, or with the parameters themselves."""
-        layout = unit.spec.trainable
-        first = part.start + (0 if self._whole else layout.shard(self._rank)[0])
-        for start in range(0, part.stop - part.start, where.piece_numel):
-            stop = min(start + where.piece_numel, part.stop - part.start)
-            grad = grad_K[start:stop]
-            grad = grad if grad.dtype == torch.float32 else grad.float()
-            ranges: dict[int, list[slice]] = {}
-            for a, b, number in layout.segments(first + start, first + stop):
-                ranges.setdefault(number, []).append(slice(a - first, b - first))
-            for number, mine in ranges.items():
-                if hyper.groups[number].trains:
-                    master, *moments = ([one[k] for k in mine] for one in state)
-                    grads = [grad[k.start - start : k.stop - start] for k in mine]
-                    self._transform.update(master, grads, tuple(moments), hyper.groups[number], hyper.divisor)
-            if self._has_master:
-                parameters_K[start:stop].copy_(state[0][start:stop])
+    def _first(self, unit: UnitState, part: Part) -> int:
+        """Where in the unit's flat a part begins."""
+        return part.start + (0 if self._whole else unit.spec.trainable.shard(self._rank)[0])
+
+    def _update(self, unit: UnitState, hyper: Hyper, where: Device, pieces: Sequence[Piece]) -> None:
+        """As many elements at a time as suit `where`, and of those all of a group at once."""
+        for some in _batches(pieces, where.piece_numel):
+            grouped: dict[int, list[list[Tensor]]] = {}  # by number of the group: parameters, gradients, moments
+            for piece in some:
+                grad_K = piece.grad_K if piece.grad_K.dtype == torch.float32 else piece.grad_K.float()
+                stop = piece.first + grad_K.numel()
+                for a, b, number in unit.spec.trainable.segments(piece.first, stop):
+                    if hyper.groups[number].trains:
+                        lists = grouped.setdefault(number, [[] for _ in range(2 + self._moments)])
+                        for found, one in zip(lists, (piece.state[0], grad_K, *piece.state[1:]), strict=True):
+                            found.append(one[a - piece.first : b - piece.first])
+            for number, (params, grads, *moments) in grouped.items():
+                self._transform.update(params, grads, tuple(moments), hyper.groups[number], hyper.divisor)
+            if self._has_master and some:
+                torch._foreach_copy_([piece.parameters_K for piece in some], [piece.state[0] for piece in some])
 
     # -- where things are ----------------------------------------------------------------------------------------------
 
@@ -293,6 +310,23 @@ class Updater:
             else:
                 found.append((a, b))
         return found
+
+
+def _batches(pieces: Sequence[Piece], most_numel: int) -> Iterator[list[Piece]]:
+    """The same elements in the same order, `most_numel` of them at a time."""
+    some: list[Piece] = []
+    numel = 0
+    for piece in pieces:
+        done, count = 0, piece.grad_K.numel()
+        while done < count:
+            stop = min(count, done + most_numel - numel)
+            some.append(piece if stop - done == count else piece.cut(done, stop))
+            numel, done = numel + stop - done, stop
+            if numel == most_numel:
+                yield some
+                some, numel = [], 0
+    if some:
+        yield some
 
 
 def _range(tensor: Tensor | None, part: Part) -> Tensor | None:

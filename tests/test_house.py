@@ -17,7 +17,7 @@ LAYERS = [
         "doors",
         "beside failure stalled written timeline device cuda world store.base store.memory store.files store.nvme",
     ),
-    ("doors", "store.paging store.traffic store.crew store.prefetch store.tiers store"),
+    ("doors", "store.paging store.schedule store.traffic store.crew store.prefetch store.tiers store"),
     ("engine", "activation compiled unit meta absent functions copyable copied pool unit_state plan transfer gradient"),
     ("engine", "reduce update fetch residency recompute gather state weights initialise passes step full"),
     ("edges", "checkpoint.hashes checkpoint.manifest checkpoint.disk checkpoint.shard checkpoint.publish"),

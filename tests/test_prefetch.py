@@ -607,7 +607,7 @@ class AgainstDictionary(RuleBasedStateMachine):
         with self.held.arrived:
             while True:
                 with self.store._crew._lock:
-                    if len(self.held.waiting) == len(self.store._crew._state.running):
+                    if len(self.held.waiting) == len(self.store._crew._schedule.running):
                         return sorted(self.held.waiting, key=lambda held: held[:2])
                 self.held.arrived.wait(0.001)
 

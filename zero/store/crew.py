@@ -1,4 +1,4 @@
-"""Threads that carry out a schedule: `paging` decides what comes next, a few workers do it.
+"""Threads that carry out a schedule: `Schedule` decides what comes next, a few workers do it.
 
 One lock guards the schedule's state. It is never held during I/O or work, and no worker waits for another operation:
 what cannot start yet is not given to a worker. A worker that finishes takes its next action along, so that nobody has
@@ -9,6 +9,7 @@ The first error ends everything: whoever waits or asks afterwards gets its text,
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ import torch
 from zero.beside import Beside
 from zero.errors import StoreError
 from zero.store.base import Ticket, Watch, nobody
-from zero.store.paging import Action, Asked, Copy, Due, Event, Finished, Move, Read, Work, Write, advance, start
+from zero.store.paging import Action, Asked, Copy, Due, Event, Finished, Move, Read, Work, Write
+from zero.store.schedule import Schedule
 from zero.store.traffic import Counter
 
 IDLE_S = 1.0
@@ -26,6 +28,8 @@ IDLE_S = 1.0
 
 class _Ticket:
     """Something asked for; `ended` once its work has run or its page has moved."""
+
+    __slots__ = ("_crew", "ended", "event", "job")
 
     def __init__(self, crew: "Crew", event: Due | Asked, job: Callable[..., None]) -> None:
         self.event, self.ended = event, False
@@ -72,14 +76,14 @@ class Crew:
         carry_out: Callable[[Action, Callable[..., None]], None],
         meter: Counter,
     ) -> None:
-        self._state = start(slots=slots, workers=threads, read_ahead=read_ahead)
+        self._schedule = Schedule(slots=slots, workers=threads, read_ahead=read_ahead)
         self._timeout_s, self._prepare, self._carry_out, self._meter = timeout_s, prepare, carry_out, meter
         self.watch: Watch = nobody
         self._size = threads
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._called = threading.Condition(self._lock)  # where workers wait for an action
-        self._to_start: tuple[Action, ...] = ()
+        self._to_start: deque[Action] = deque()
         self._tickets: dict[int, _Ticket] = {}
         self._watchers: list[_Watcher] = []
         self._count = 0
@@ -130,7 +134,7 @@ class Crew:
     def settle(self) -> None:
         with self._lock:
             self._refuse()
-            self._wait(lambda: self._state.is_quiet, None)
+            self._wait(lambda: self._schedule.is_quiet, None)
 
     def leave(self) -> None:
         """No more actions; returns when every thread has ended."""
@@ -169,8 +173,7 @@ class Crew:
         with self._lock:
             while not self._is_over:
                 if self._to_start:
-                    action, self._to_start = self._to_start[0], self._to_start[1:]
-                    return action
+                    return self._to_start.popleft()
                 self._called.wait(IDLE_S)
         return None
 
@@ -200,9 +203,7 @@ class Crew:
             for ticket in self._tickets.values():
                 ticket.drop()
             self._tickets.clear()
-            self._called.notify_all()
-            for watcher in self._watchers:
-                watcher.called.notify()
+            self._wake_all()
 
     # -- under the lock --
 
@@ -211,18 +212,25 @@ class Crew:
         return self._closed or self._failure is not None
 
     def _advance(self, event: Event, *, keep_first: bool = False) -> Action | None:
-        """Take in an event and hand its actions out, all of them or all but the first.
-
-        The state and the actions change hands in one statement, so that an interrupt cannot come between them.
-        """
-        state, actions = advance(self._state, event)
-        kept, handed = (actions[0], actions[1:]) if keep_first and actions else (None, actions)
-        if handed and not self._threads:
-            self._start_threads()
-        self._state, self._to_start = state, self._to_start + handed
+        """Take in an event and hand its actions out, all of them or all but the first."""
+        try:
+            actions = self._schedule.advance(event)
+            kept, handed = (actions[0], actions[1:]) if keep_first and actions else (None, actions)
+            if handed and not self._threads:
+                self._start_threads()
+            self._to_start += handed
+        except BaseException as error:  # an interrupt in the middle of it: nobody knows what is under way
+            self._failure = self._failure or (f"the store's schedule broke off: {type(error).__name__}", error)
+            self._wake_all()
+            raise
         if handed:
             self._called.notify(len(handed))
         return kept
+
+    def _wake_all(self) -> None:
+        self._called.notify_all()
+        for watcher in self._watchers:
+            watcher.called.notify()
 
     def _start_threads(self) -> None:
         """As many as asked for, or as many as there can be."""
@@ -238,9 +246,7 @@ class Crew:
             self._threads.append(thread)
 
     def _starts_here(self, event: Asked) -> bool:
-        number = self._count + 1
-        _, actions = advance(self._state, event._replace(number=number, here=True))
-        return any(isinstance(action, Move) and action.number == number for action in actions[:1])
+        return self._schedule.would_start(event)
 
     def _wait(self, holds: Callable[[], bool], event: Due | Asked | None) -> None:
         """Return when `holds()`, with the lock held again.
@@ -262,7 +268,7 @@ class Crew:
             self._meter.waited(time.monotonic() - begun_s)
         self._raise_failure()
         if not holds():
-            under_way = ", ".join(sorted(map(_words, self._state.running))) or "nothing"
+            under_way = ", ".join(sorted(map(_words, self._schedule.running))) or "nothing"
             raise StoreError(f"waited {self._timeout_s:g} s for {_words(event)}; under way: {under_way}")
 
     def _refuse(self) -> None:

@@ -42,6 +42,8 @@ from zero.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zero.accelerator import get_accelerator
 from zero.runtime.zero import GatheredParameters
 from zero.utils import logger
+from zero.utils.logging import logger as same
+assert same is logger is deepspeed.logger
 assert dist.get_world_size is __import__("torch").distributed.get_world_size
 assert deepspeed.zero.Init is deepspeed.Init
 assert deepspeed.__version__[0].isdigit()
@@ -51,8 +53,35 @@ assert deepspeed.__version__[0].isdigit()
 
 @pytest.mark.parametrize("name", elsewhere.OF_THE_MODULE)
 def test_what_is_not_here_says_what_to_use(name):
+    """However it is asked for: by attribute, so that a script may try, or by either kind of import."""
     with pytest.raises(AttributeError, match="in its place: "):
         getattr(zero, name)
+    above, _, own = name.rpartition(".")
+    for line in (
+        f"import zero.{name}",
+        f"import zero.{name}.deeper",
+        f"from zero{'.' * bool(above)}{above} import {own}",
+    ):
+        with pytest.raises(ImportError, match="in its place: "):
+            exec(line)
+
+
+def test_what_nobody_knows_says_where_the_names_are():
+    with pytest.raises(AttributeError, match=r"'nothing'; docs/coming-from-deepspeed\.md has the names"):
+        _ = zero.utils.nothing
+    for line in ("from zero.utils import nothing", "import zero.runtime.nothing", "from zero.comm import nothing"):
+        with pytest.raises(ImportError, match=r"has no nothing; docs/coming-from-deepspeed\.md has the names"):
+            exec(line)
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'zero\.nothing'"):
+        import_module("zero.nothing")
+
+
+def test_no_name_of_deepspeeds_hides_a_file_of_ours():
+    package = Path(zero.__file__).parent
+    for name in [*elsewhere.modules(), *(f"zero.{path}" for path in elsewhere.OF_THE_MODULE)]:
+        place = package.joinpath(*name.split(".")[1:])
+        assert not place.exists(), name
+        assert not place.with_suffix(".py").exists(), name
 
 
 @pytest.mark.parametrize(
@@ -75,6 +104,174 @@ def test_their_classes_of_optimizers_train(make, kind):
     engine.step()
     assert not torch.equal(model.first.weight, net().first.weight)
     engine.destroy()
+
+
+SCHEDULERS = {
+    "WarmupLR": {"warmup_min_lr": 0.01, "warmup_max_lr": 0.2, "warmup_num_steps": 4},
+    "WarmupDecayLR": {"total_num_steps": 8, "warmup_max_lr": 0.2, "warmup_num_steps": 3, "warmup_type": "linear"},
+    "WarmupCosineLR": {"total_num_steps": 8, "warmup_min_ratio": 0.1, "warmup_num_steps": 3},
+    "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.4, "cycle_first_step_size": 3},
+    "LRRangeTest": {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2},
+}
+
+
+@pytest.mark.parametrize("where", ["given", "called"])
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_their_schedulers_as_objects_are_those_of_the_json(kind, where):
+    """Learning rates, momenta and weights; tests/test_ds_config.py has the formulas."""
+    world, params = zero.World.from_env(), SCHEDULERS[kind]
+    adam = {"type": "Adam", "params": {"lr": 0.2, "weight_decay": 0.01}}
+
+    def trained(**how):
+        torch.manual_seed(0)
+        model = net()
+        optimizer = zero.ops.adam.FusedAdam(model.parameters(), lr=0.2, weight_decay=0.01)
+        how = {key: made(optimizer) if where == "given" else made for key, made in how.items()}
+        section = {} if how else {"scheduler": {"type": kind, "params": params}, "optimizer": adam}
+        given = {"optimizer": optimizer} if how else {}
+        engine, *_, scheduler = zero.initialize(model=model, config=config(**section), world=world, **given, **how)
+        rates = []
+        for step in range(6):
+            rates.append((engine.get_lr(), engine.get_mom()))
+            engine.backward(engine(rows(step, world)))
+            engine.step()
+        assert scheduler.get_last_lr() == engine.get_lr()
+        values = zero.full_state_dict(engine)
+        engine.destroy()
+        return rates, values
+
+    rates, values = trained()
+    found, same = trained(lr_scheduler=lambda optimizer: getattr(zero.runtime.lr_schedules, kind)(optimizer, **params))
+    assert found == rates
+    assert len({str(one) for one in rates}) > 3
+    assert all(torch.equal(same[name], value) for name, value in values.items())
+
+
+def test_a_scheduler_takes_what_it_took_there_or_says_what_it_does_not():
+    group = [nn.Parameter(torch.ones(2))]
+    schedules = zero.runtime.lr_schedules
+    optimizer = torch.optim.SGD(group, lr=0.3)
+    assert schedules.WarmupLR(optimizer, 0.0, None, 2).get_last_lr() == [0.0]
+    optimizer = torch.optim.SGD(group, lr=0.3)
+    again = schedules.WarmupLR(optimizer, warmup_num_steps=4, last_batch_iteration=3)
+    assert again.get_last_lr() == [group["lr"] for group in optimizer.param_groups] == [0.3]
+    with pytest.raises(ConfigError, match=r"needs scheduler\.params\.total_num_steps"):
+        schedules.WarmupDecayLR(optimizer)
+    with pytest.raises(ConfigError, match=r"unknown key scheduler\.params\.warmup_max; did you mean"):
+        schedules.WarmupLR(optimizer, warmup_max=0.1)
+
+
+def test_lines_of_some_ranks_and_memory_in_use(caplog, capsys, monkeypatch):
+    caplog.set_level("INFO", "zero")
+    monkeypatch.setenv("RANK", "1")
+    for ranks in ([0], [1], [-1], None):
+        zero.utils.log_dist(f"for {ranks}", ranks=ranks)
+    assert [record.getMessage() for record in caplog.records] == ["[Rank 1] for [1]", "[Rank 1] for [-1]"]
+    zero.runtime.utils.see_memory_usage("of rank 1", force=True)
+    monkeypatch.setenv("RANK", "0")
+    zero.runtime.utils.see_memory_usage("unless it is forced")
+    zero.runtime.utils.see_memory_usage("after a step", force=True)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("after a step: device ")
+    assert "GiB" in line
+
+
+def test_a_loader_repeats_with_another_order_each_time():
+    world, data = zero.World.from_env(), torch.arange(8.0).repeat(WIDTH, 1).T.contiguous()
+    engine, _, loader, _ = zero.initialize(model=net(), config=config(), world=world, training_data=data)
+    batches = iter(zero.utils.RepeatingLoader(loader))
+    epochs = [torch.cat([next(batches) for _ in loader])[:, 0].tolist() for _ in range(2)]
+    engine.destroy()
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(8))
+    assert epochs[0] != epochs[1]
+    with pytest.raises(StopIteration):
+        next(zero.utils.RepeatingLoader([]))
+
+
+class Recomputed(Net):
+    def forward(self, batch: Tensor) -> Tensor:
+        h = zero.checkpointing.checkpoint(self.first, batch)
+        for block in self.blocks:
+            h = zero.checkpointing.checkpoint(block, h)
+        return super().forward(batch) + h.square().mean()
+
+
+class Kept(Net):
+    def forward(self, batch: Tensor) -> Tensor:
+        h = self.first(batch)
+        for block in self.blocks:
+            h = block(h)
+        return super().forward(batch) + h.square().mean()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_checkpointed_by_their_name_learns_the_same(stage):
+    def rank_main(world):
+        trained = []
+        for kind in (Recomputed, Kept):
+            with world.exclusive():
+                torch.manual_seed(0)
+                model = kind()
+            engine, *_ = zero.initialize(model=model, config=config(stage=stage), world=world)
+            for step in range(2):
+                engine.backward(engine(rows(step, world)))
+                engine.step()
+            trained.append(zero.full_state_dict(engine))
+            engine.destroy()
+        return trained
+
+    zero.checkpointing.configure(None, partition_activations=True, checkpoint_in_cpu=True)
+    assert zero.checkpointing.is_configured()
+    for one, other in run_ranks(2, rank_main, timeout_s=30):
+        assert all(torch.equal(one[name], value) for name, value in other.items())
+
+
+def test_weights_of_a_checkpoint_of_several_ranks_are_read_and_written_whole(tmp_path: Path):
+    """By the names of zero_to_fp32, in a process of its own, with what is frozen and without."""
+    convert = zero.utils.zero_to_fp32
+
+    def rank_main(world):
+        with world.exclusive():
+            model = net()
+            model.first.requires_grad_(False)
+        engine, *_ = zero.initialize(model=model, config=config(stage=3, bf16={"enabled": True}), world=world)
+        engine.backward(engine(rows(0, world)))
+        engine.step()
+        engine.save_checkpoint(tmp_path, tag="best")
+        wanted = engine.module_state_dict()
+        engine.destroy()
+        return wanted
+
+    wanted = run_ranks(2, rank_main, timeout_s=30)[0]
+    found = convert.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) and value.dtype == torch.float32 for name, value in wanted.items())
+    trained = convert.get_fp32_state_dict_from_zero_checkpoint(tmp_path, "best", exclude_frozen_parameters=True)
+    assert wanted.keys() - trained.keys() == {"first.weight", "first.bias"}
+    other = convert.load_state_dict_from_zero_checkpoint(net(5), tmp_path, tag="best")
+    assert all(torch.equal(other.state_dict()[name], value) for name, value in wanted.items())
+    convert.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "made")
+    written = torch.load(tmp_path / "made/pytorch_model.bin")
+    assert all(torch.equal(written[name], value) for name, value in wanted.items())
+    convert.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "files", safe_serialization=True)
+    assert list((tmp_path / "files").glob("*.safetensors"))
+    with pytest.raises(ConfigError, match="scripts/export --shard-size"):
+        convert.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "more", max_shard_size="1GB")
+    with pytest.raises(zero.ZeroError, match="there is no checkpoint; give the folder"):
+        convert.get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag="worst")
+
+
+def test_engine_and_optimizer_are_recognised_by_their_class(monkeypatch):
+    from zero.runtime.base_optimizer import DeepSpeedOptimizer
+    from zero.runtime.engine import DeepSpeedEngine
+
+    engine, optimizer, *_ = zero.initialize(model=net(), config=config(stage=2), world=zero.World.from_env())
+    assert isinstance(engine, DeepSpeedEngine)
+    assert isinstance(optimizer, DeepSpeedOptimizer)
+    engine.destroy()
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert zero.comm.get_local_rank() == 3
+    assert not isinstance(torch.optim.SGD([nn.Parameter(torch.ones(1))]), DeepSpeedOptimizer)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -231,7 +428,17 @@ def test_the_accelerator_is_torchs_or_the_cpu():
     assert accelerator.communication_backend_name() in ("gloo", "nccl")
     accelerator.synchronize()
     accelerator.empty_cache()
-    assert accelerator.memory_allocated() >= 0
+    assert accelerator._name == accelerator.device_name()
+    assert 0 <= accelerator.memory_allocated() <= accelerator.memory_reserved() <= accelerator.total_memory()
+    assert 0 < accelerator.available_memory() <= accelerator.total_memory()
+    accelerator.reset_max_memory_allocated()
+    assert torch.bfloat16 in accelerator.supported_dtypes() or not accelerator.is_bf16_supported()
+    value = accelerator.pin_memory(torch.ones(2))
+    assert accelerator.on_accelerator(value.to(accelerator.device()))
+    with accelerator.stream(accelerator.current_stream()):
+        accelerator.set_rng_state(accelerator.get_rng_state())
+    with pytest.raises(AttributeError, match=r"get_accelerator\(\) has no nothing"):
+        _ = accelerator.nothing
 
 
 def test_steps_are_counted_on_where_the_optimizer_is_left_out(tmp_path: Path):

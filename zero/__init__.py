@@ -109,6 +109,7 @@ __all__ = [
 
 sys.modules.update(_theirs := elsewhere.modules())
 globals().update({name.removeprefix("zero."): one for name, one in _theirs.items() if name.count(".") == 1})
+sys.meta_path.append(elsewhere.Unfound)
 
 
 def __getattr__(name: str) -> Any:
@@ -116,7 +117,7 @@ def __getattr__(name: str) -> Any:
         return metadata.version("functional-zero")
     if name in elsewhere.HERE:
         return elsewhere.found(name)
-    if name in elsewhere.OF_THE_MODULE:
+    if elsewhere.answer(name) is not None:
         raise elsewhere.missing("zero", name)
     if name not in _HOME:
         raise AttributeError(f"module 'zero' has no attribute {name!r}")

@@ -168,6 +168,22 @@ def open_at(world: World, path: Path, progress: Progress = silent) -> tuple[Chec
     return found, rejected
 
 
+def newest(world: World, folder: Path, *, below: bool) -> tuple[Checkpoint | None, list[str]]:
+    """The newest valid checkpoint in `folder`, and `below` in the folders of its tags; why newer ones were rejected."""
+    if is_step(folder):
+        return open_checkpoint(world, folder), []
+    found, notes = open_latest(world, folder)
+    if found is not None or not below:
+        return found, notes
+
+    def newest_first() -> list[str]:
+        tags = [one for one in folder.glob("*") if one.is_dir()]
+        steps = [(step, str(tag / step_name(step))) for tag in tags for step in Root(tag).steps()]
+        return [path for _, path in sorted(steps, reverse=True)]
+
+    return open_first(world, [Path(path) for path in by_rank_0(world, newest_first)])
+
+
 def is_step(path: Path) -> bool:
     """It is meant to be one checkpoint, not a folder of them."""
     return step_of(path.name) is not None or (path / MANIFEST_NAME).exists()

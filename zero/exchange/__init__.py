@@ -1,8 +1,8 @@
 """Checkpoints to and from what other libraries read and write.
 
 `stream` is what every format is turned into and made of. `hf`, `pickled`, `dcp` and `deepspeed` know one format each;
-`export` and `adopt` know checkpoints. Nothing that saves, loads or resumes imports this package: here alone is pickle
-met, and never without a list of what it may build.
+`export` and `adopt` know checkpoints, `converted` exports by DeepSpeed's names. Nothing that saves, loads or resumes
+imports this package: here alone is pickle met, and never without a list of what it may build.
 """
 
 from zero.exchange.adopt import Adopted, Choice, adopt, read_source

@@ -63,12 +63,7 @@ class _Planner(torch_checkpoint.DefaultSavePlanner):
         self._tensors = tensors
 
     def lookup_object(self, index: Any) -> Tensor:
-        stream = self._tensors[index.fqn]
-        whole, done = torch.empty(stream.numel, dtype=stream.dtype), 0
-        for block in stream.blocks(index.fqn):
-            whole[done : done + block.numel()] = block
-            done += block.numel()
-        return whole.view(stream.shape)
+        return self._tensors[index.fqn].whole(index.fqn)
 
 
 class _Piece(NamedTuple):

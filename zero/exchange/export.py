@@ -91,6 +91,20 @@ def export(
     return Exported(len(tensors), sum(stream.nbytes for stream in tensors.values()), ties)
 
 
+def whole(checkpoint: Checkpoint, *, frozen: bool = True) -> dict[str, Tensor]:
+    """Parameters in fp32 and buffers in memory, under every name of the model; what is tied is one tensor.
+
+    Args:
+        frozen: with the parameters that nothing trained.
+    """
+    left = set() if frozen else {one.name for one in checkpoint.manifest.entries if one.kind == FROZEN}
+    with Tensors(checkpoint) as files:
+        streams, ties = _streams(checkpoint, files, torch.float32, weights_of(checkpoint, PARAMETER))
+        names = [name for name in streams if ties.get(name, name) not in left]
+        values = {name: streams[name].whole(name) for name in names if name not in ties}
+    return {name: values[ties.get(name, name)] for name in names}
+
+
 def _streams(
     checkpoint: Checkpoint, files: Tensors, dtype: torch.dtype, trained: Mapping[str, Entry]
 ) -> tuple[dict[str, Stream], dict[str, str]]:

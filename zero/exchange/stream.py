@@ -72,6 +72,14 @@ class Stream:
             raise CheckpointError(f"{what}: cannot be read: {in_short(error)}") from error
         raise CheckpointError(f"{what}: its values are not the {self.numel} of {self.dtype} that its file announces")
 
+    def whole(self, what: str) -> Tensor:
+        """The values in one tensor."""
+        flat, done = torch.empty(self.numel, dtype=self.dtype), 0
+        for block in self.blocks(what):
+            flat[done : done + block.numel()] = block
+            done += block.numel()
+        return flat.view(self.shape)
+
     def to(self, dtype: torch.dtype, what: str) -> "Stream":
         """The same values in another floating-point dtype.
 

@@ -11,8 +11,9 @@ as everywhere here; nothing in this family shards, gathers or updates anything.
 
 `begin` makes everything, `engine` is the loop's face, `answers` what it is asked, `saved` how it is written and read,
 `original` what becomes of the user's model, `optimizers` what a torch optimizer means here, `schedulers` who writes the
-learning rate, `loader` the loader that is made from a dataset, `checkpoints` where they are and what they say of a
-loop, `plain` what they can say, `whole` a model in one piece, `watched` what a run leaves behind.
+learning rate, `classes` both by DeepSpeed's names, `loader` the loader that is made from a dataset, `checkpoints` where
+they are and what they say of a loop, `plain` what they can say, `whole` a model in one piece, `watched` what a run
+leaves behind, `aside` what a script asks for beside its engine.
 """
 
 from zero.interop.begin import add_config_arguments, init_distributed, initialize

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 from zero import checkpoint
 from zero.checkpoint.disk import naming
-from zero.checkpoint.load import is_step
-from zero.checkpoint.manifest import step_name
 from zero.checkpoint.save import by_rank_0
 from zero.errors import CheckpointError
 from zero.interop.plain import plain, read_back
@@ -50,22 +48,6 @@ def make_root(world: World, root: Path) -> None:
             root.mkdir(parents=True, exist_ok=True)
 
     by_rank_0(world, make)
-
-
-def newest(world: World, folder: Path, *, below: bool) -> tuple[checkpoint.Checkpoint | None, list[str]]:
-    """The newest valid checkpoint in `folder`, and `below` in the folders of its tags; why newer ones were rejected."""
-    if is_step(folder):
-        return checkpoint.open_checkpoint(world, folder), []
-    found, notes = checkpoint.open_latest(world, folder)
-    if found is not None or not below:
-        return found, notes
-
-    def newest_first() -> list[str]:
-        tags = [one for one in folder.glob("*") if one.is_dir()]
-        steps = [(step, str(tag / step_name(step))) for tag in tags for step in checkpoint.Root(tag).steps()]
-        return [path for _, path in sorted(steps, reverse=True)]
-
-    return checkpoint.open_first(world, [Path(path) for path in by_rank_0(world, newest_first)])
 
 
 def refuse_deepspeeds(world: World, folder: Path) -> None:

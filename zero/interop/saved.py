@@ -15,7 +15,7 @@ from zero.checkpoint.load import one_sided
 from zero.checkpoint.save import by_rank_0
 from zero.full import set_full
 from zero.interop.answers import Answers
-from zero.interop.checkpoints import Remembered, make_root, newest, refuse_deepspeeds, root_of
+from zero.interop.checkpoints import Remembered, make_root, refuse_deepspeeds, root_of
 from zero.interop.optimizers import restore, same_groups, settings_of
 from zero.interop.schedulers import Scheduler
 from zero.interop.watched import Watched
@@ -97,7 +97,7 @@ class Saved(Answers, ABC):
         """Publish a checkpoint in `save_dir`, or in the folder `tag` of it. Collective; see docs/checkpoints.md.
 
         Args:
-            client_state: JSON values that `load_checkpoint` gives back.
+            client_state: what `load_checkpoint` gives back: JSON values, tensors, whatever needs no pickle.
             save_latest: for old calls; the newest is found by its number of steps.
             exclude_frozen_parameters: for old calls; a checkpoint is whole.
         """
@@ -141,7 +141,7 @@ class Saved(Answers, ABC):
         self._living()
         folder = root_of(load_dir, tag)
         self._abandon()
-        found, notes = newest(self.plan.world, folder, below=tag is None)
+        found, notes = checkpoint.newest(self.plan.world, folder, below=tag is None)
         for line in notes:
             log.warning("%s", line)
         if found is None:

@@ -60,6 +60,6 @@ class Scheduled:
         for group, share in zip(self._groups, self._shares, strict=True):
             group["lr"] = told.lr * share
             if self._momenta and "betas" in group:
-                group["betas"] = (told.betas[0], group["betas"][1])
+                group["betas"] = told.betas
             elif self._momenta and "momentum" in group:
                 group["momentum"] = told.betas[0]

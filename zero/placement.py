@@ -61,7 +61,8 @@ class Offload:
         param: tier of parameters; also "cpu_if_sharded", which is "none" below stage 3.
         grad: tier of gradients.
         path: folder of the NVMe file; None: the current folder.
-        page_bytes: bytes of one fp32 page of master, of a moment or of gradients: a multiple of 4 KiB.
+        page_bytes: bytes of one fp32 page of master, of a moment or of gradients: a multiple of 4 KiB; None: 4 MiB, and
+            up to 64 MiB where that keeps a large model to about a thousand pages.
         threads: threads that read, update and write pages; None: measured at the start, or 4.
         read_ahead: pages of each kind that are read before their turn; None: 2.
         device_budget, host_budget: most that one rank may hold: bytes (int), a share of what is free (float), or None
@@ -79,7 +80,7 @@ class Offload:
     param: str | None = None
     grad: str | None = None
     path: str | None = None
-    page_bytes: int = 4 * MiB
+    page_bytes: int | None = None
     threads: int | None = None
     read_ahead: int | None = None
     device_budget: int | float | None = None
@@ -96,8 +97,9 @@ class Offload:
             _one_of(f"offload.{key}", getattr(self, key), known)
         if self.path is not None and not isinstance(self.path, str):
             raise ConfigError(f"offload.path={self.path!r}: a folder's name, as str, or None for the current folder")
-        if type(self.page_bytes) is not int or self.page_bytes < BLOCK_BYTES or self.page_bytes % BLOCK_BYTES:
-            raise ConfigError(f"offload.page={self.page_bytes!r}: must be a positive multiple of 4KiB, in bytes")
+        page = self.page_bytes
+        if page is not None and (type(page) is not int or page < BLOCK_BYTES or page % BLOCK_BYTES):
+            raise ConfigError(f"offload.page={page!r}: must be a positive multiple of 4KiB, in bytes, or None")
         for key, count, least in (("threads", self.threads, 1), ("read_ahead", self.read_ahead, 0)):
             if count is not None and (type(count) is not int or count < least):
                 raise ConfigError(f"offload.{key}={count}: must be a whole number from {least}, or None")
@@ -285,7 +287,7 @@ def _refuse_what_cannot_fit(
         if active_bytes > budgets[tiers[0]]:  # whatever else left, it would not be enough
             moves = []
         elif tiers == ("host",) and not inside:  # what pages pass through is all there is
-            moves = ["set offload.page smaller"] * (offload.page_bytes > BLOCK_BYTES)
+            moves = ["set offload.page smaller"] * (offload.page_bytes != BLOCK_BYTES)
         found = lighter() if 2 * active_bytes > needs_bytes else {}
         smaller = [way for way, nbytes in found.items() if nbytes < active_bytes]
         raises = [f"raise offload.{tiers[0]}_budget"] * _is_the_limit(given, budgets[tiers[0]])

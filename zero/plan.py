@@ -8,6 +8,7 @@ import hashlib
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -31,6 +32,12 @@ Activations = Literal["keep", "remat", "offload"]
 Update = Literal["lazy", "serial", "eager"]
 
 KiB, MiB, GiB = 1024, 1024**2, 1024**3
+
+LEAST_PAGE_BYTES, MOST_PAGE_BYTES, MANY_PAGES = 4 * MiB, 64 * MiB, 1024
+"""Of pages whose size is not given: 1,024 of up to 64 MiB are 64 GiB of master, a model of 17 billion parameters."""
+
+ARENA_SHARE = 1 / 8
+"""Of the host memory that a rank may take, what slots for such pages may be at most."""
 
 THREADS, READ_AHEAD = 4, 2
 """Of the store, where neither was given: pages in work at once, and pages that may lie ready beside them."""
@@ -118,8 +125,6 @@ class Plan:
         self.prefetch, self.activations, self.update, self.accumulate = prefetch, activations, update, accumulate
         self.compile = compile
         self.room, self.activation_bytes, self._lighter = room, activation_bytes, lighter
-        self.page_numel = self.offload.page_bytes // 4
-        pages(0, self.page_numel)  # refuses a page that is not whole blocks
         if update == "eager" and (optimizer.clip is not None or self.precision.scale.static != 1.0):
             what = "optim.clip" if optimizer.clip is not None else "loss scaling"
             raise PlanError(
@@ -138,7 +143,10 @@ class Plan:
         slots = (slot for unit in self.units for one in (unit.trainable, unit.frozen) for slot in one.slots)
         optimizer.check_groups({slot.name: slot.shape for slot in slots})
         self._pages: dict[tuple[bool, bool], dict[Page, PageSpec]] = {}  # tens of thousands, asked for many times
-        self.arena_slots, self.placement = self._placed()
+        room = self._room()
+        page_bytes = self.offload.page_bytes or self._auto_page_bytes(room)
+        self.offload, self.page_numel = replace(self.offload, page_bytes=page_bytes), page_bytes // 4
+        self.arena_slots, self.placement = self._placed(room)
 
     # -- what is held --------------------------------------------------------------------------------------------------
 
@@ -291,7 +299,7 @@ class Plan:
     def _is_away(self, tier: Tier) -> bool:
         return tier == "nvme" or (tier == "host" and not self._device_is_host)
 
-    def _placed(self) -> tuple[int, Placement]:
+    def _placed(self, room: Room) -> tuple[int, Placement]:
         """How many slots the arena has, and where everything sleeps.
 
         Raises:
@@ -318,7 +326,6 @@ class Plan:
         streams = any(self._is_away(tier) for tier in asked.values())
         most = min(threads + ahead, max(len(groups), self._copied_pages(asked["param"]))) if streams else 0
         fewest = min(threads, most) if self.offload.read_ahead is None else most
-        room = self._room()
         for slots in (most, fewest):
             try:
                 return slots, self._place(slots, [(*group, sizes[group]) for group in groups], room)
@@ -367,9 +374,25 @@ class Plan:
         if self.room is not None:
             return self.room
         mine = f"{self.world.compute.free_bytes()} {free_host_bytes() // self.world.local_size}"
-        if "auto" in self.offload.kinds:
+        if "auto" in self.offload.kinds or self._has_many_pages(LEAST_PAGE_BYTES):
             mine = self.world.share(mine)
         return Room(*map(int, mine.split()))
+
+    def _has_many_pages(self, page_bytes: int) -> bool:
+        """Pages of master of this size would be more than a store's threads should have to do with."""
+        numel = sum(self.update_numel(unit) for unit in self.units)
+        return self.offload.page_bytes is None and 4 * numel > MANY_PAGES * page_bytes
+
+    def _auto_page_bytes(self, room: Room) -> int:
+        """As large as keeps them few, while all slots of the arena together stay a small part of host memory."""
+        threads, ahead = self.offload.threads or THREADS, self.offload.read_ahead
+        kinds = ("master", *self.optimizer.moments, "grad", "param")
+        slots = threads + (READ_AHEAD if ahead is None else ahead)
+        most_bytes = int(ARENA_SHARE * budget_bytes(self.offload.host_budget, room.host)) // (slots * len(kinds))
+        page_bytes = LEAST_PAGE_BYTES
+        while self._has_many_pages(page_bytes) and 2 * page_bytes <= min(MOST_PAGE_BYTES, most_bytes):
+            page_bytes *= 2
+        return page_bytes
 
     def _device_bytes(self) -> dict[str, int]:
         """What this rank keeps in the compute dtype and for gradients, wherever that sleeps, and its buffers."""

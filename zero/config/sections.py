@@ -612,8 +612,8 @@ class Offload(Section):
         None, "folder of the nameless NVMe file; null: the current folder", example=". offload=nvme"
     )
     page: Page = key(
-        4 * 1024**2,
-        "bytes of one fp32 page, such as 4MiB; a multiple of 4KiB",
+        "auto",
+        "bytes of one fp32 page, such as 4MiB; a multiple of 4KiB; auto: 4MiB, for large models up to 64MiB",
         unit="bytes",
         trades="host memory against speed: the arena holds a few pages per thread, disks like large ones",
         example="8MiB",
@@ -666,7 +666,7 @@ class Offload(Section):
             param=self.param,
             grad=self.grad,
             path=None if self.path is None else str(Path(self.path).expanduser()),
-            page_bytes=int(self.page),
+            page_bytes=None if self.page == "auto" else self.page,
             threads=None if self.threads == "auto" else self.threads,
             read_ahead=None if self.read_ahead == "auto" else self.read_ahead,
             device_budget=share(self.device_budget) if isinstance(self.device_budget, str) else self.device_budget,

@@ -153,7 +153,9 @@ def _bytes(value: object) -> int:
     return nbytes
 
 
-def _page(value: object) -> int:
+def _page(value: object) -> int | str:
+    if value == "auto":
+        return "auto"
     nbytes = _bytes(value)
     if not placement.BLOCK_BYTES <= nbytes <= _MOST_PAGE or nbytes % placement.BLOCK_BYTES:
         raise ValueError("must be a positive multiple of 4KiB, at most 1GiB")
@@ -193,7 +195,7 @@ def share(text: str) -> float | None:
     return float(found[1]) / 100 if found and 0 < float(found[1]) <= 100 else None
 
 
-Page = Annotated[int, Reads("a size in bytes such as 8MiB or 80GiB, not negative", _page)]
+Page = Annotated[int | Literal["auto"], Reads("a size in bytes such as 8MiB or 80GiB, not negative, or auto", _page)]
 Budget = Annotated[int | str, Reads("a size such as 8GiB, a share of what is free such as 50%, or auto", _budget)]
 Memory = Annotated[int | Literal["auto"], Reads("a size such as 80GiB, or auto", _memory)]
 Disk = Annotated[int | Literal["auto"], Reads("a size such as 4TB, or auto", _disk)]

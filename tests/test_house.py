@@ -45,7 +45,11 @@ LAYERS = [
         "interop.saved interop.parameters interop.throughput interop.engine interop.begin interop",
     ),
     ("edges", "report.scale report.chart report.page report.folder report.run report.sweep report"),
-    ("edges", "testing.threads testing.processes testing.contract testing.faults testing.crash testing.damage testing"),
+    (
+        "edges",
+        "testing.threads testing.processes testing.simulated testing.contract testing.faults testing.crash",
+    ),
+    ("edges", "testing.damage testing"),
 ]
 RANK = {name: place for place, name in enumerate(name for _, names in LAYERS for name in names.split())}
 ARITHMETIC = LAYERS[0][1].split()

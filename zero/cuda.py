@@ -64,6 +64,7 @@ class Cuda(Device):
     piece_numel = 1 << 26
     """Nothing would stay in a cache, so only what it takes to have gradients in fp32 is bounded: 256 MiB."""
     sum_numel = 1 << 22
+    batch_bytes = 16 << 20
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

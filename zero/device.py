@@ -14,14 +14,16 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import torch
 from torch import Tensor
 
+GiB = 1 << 30
 ALIGNMENT = 4096
 """Bytes: what direct file access asks of an address, and a page of memory."""
 
@@ -83,11 +85,16 @@ class Device:
         shares_memory: it computes in host memory.
         piece_numel: elements that an update takes at a time: on a CPU what stays in its cache, else all there are.
         sum_numel: elements that a sum over ranks takes at a time, in scratch of its own.
+        batch_bytes: of small tensors that are copied at once, which have to wait for one another.
     """
+
+    stand_in: ClassVar["Callable[[], Device] | None"] = None
+    """Makes another device than the one that a world asks for: see `zero.testing.simulated_gpu`."""
 
     shares_memory = True
     piece_numel = 256 * 1024
     sum_numel = 65_536
+    batch_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from math import inf
+from types import MappingProxyType
 from typing import Any, NamedTuple, SupportsFloat
 
 import torch
@@ -56,6 +57,8 @@ class Hyper(NamedTuple):
     divisor: float
     """Gradients are divided by it once, in fp32: ranks x accumulate x loss scale / clip coefficient."""
     groups: tuple[Settings, ...]
+    numbers: Mapping[float, Tensor] = MappingProxyType({})
+    """Of those above what kernels read from memory, as 0-dim fp32 tensors of one device: made once for all updates."""
 
     @property
     def lr(self) -> float:
@@ -64,7 +67,9 @@ class Hyper(NamedTuple):
 
 
 Tensors = list[Tensor]
-Update = Callable[[Tensors, Tensors, tuple[Tensors, ...], Settings, float], None]
+Numbers = Mapping[float, Tensor]
+Update = Callable[[Tensors, Tensors, tuple[Tensors, ...], Settings, float, Numbers], None]
+NO_NUMBERS: Numbers = MappingProxyType({})
 Mask = Callable[[str, tuple[int, ...]], bool]
 Number = float | Schedule
 
@@ -138,9 +143,10 @@ class Group:
 class Transform:
     """An optimizer as data. Make one with `adamw`, `adam`, `sgd`, `lion` or `adagrad`.
 
-    `update(params, grads, moments, settings, divisor)` works in place on lists of (K,) fp32 tensors of one device, none
-    of which requires a gradient; each K is a multiple of 64, and there is a list for each of `moments`. It may destroy
-    `grads`. Moments are zeros before the first update, except `copies`, which begin as the parameters.
+    `update(params, grads, moments, settings, divisor, numbers)` works in place on lists of (K,) fp32 tensors of one
+    device, none of which requires a gradient; each K is a multiple of 64, and there is a list for each of `moments`. It
+    may destroy `grads`; `numbers` are those of `Hyper`. Moments are zeros before the first update, except `copies`,
+    which begin as the parameters.
 
     Raises:
         ConfigError: a negative or non-finite setting.
@@ -363,6 +369,7 @@ def _adam(
     moments: tuple[Tensors, ...],
     now: Settings,
     divisor: float,
+    numbers: Numbers = NO_NUMBERS,
 ) -> None:
     (mus, nus), (beta1, beta2) = moments, now.betas
     kernel(
@@ -371,7 +378,7 @@ def _adam(
         mus,
         nus,
         [],
-        [_scalar(now.step, params[0])] * len(params),
+        [_scalar(now.step, params[0], numbers)] * len(params),
         lr=now.lr,
         beta1=beta1,
         beta2=beta2,
@@ -379,12 +386,18 @@ def _adam(
         eps=eps,
         amsgrad=False,
         maximize=False,
-        grad_scale=_divisor(divisor, params[0]),
+        grad_scale=_divisor(divisor, params[0], numbers),
     )
 
 
 def _sgd(
-    nesterov: bool, params: Tensors, grads: Tensors, moments: tuple[Tensors, ...], now: Settings, divisor: float
+    nesterov: bool,
+    params: Tensors,
+    grads: Tensors,
+    moments: tuple[Tensors, ...],
+    now: Settings,
+    divisor: float,
+    numbers: Numbers = NO_NUMBERS,
 ) -> None:
     (momentum,) = now.betas
     torch._fused_sgd_(
@@ -398,11 +411,18 @@ def _sgd(
         nesterov=nesterov and momentum > 0,
         maximize=False,
         is_first_step=now.step == 1,
-        grad_scale=_divisor(divisor, params[0]),
+        grad_scale=_divisor(divisor, params[0], numbers),
     )
 
 
-def _lion(params: Tensors, grads: Tensors, moments: tuple[Tensors, ...], now: Settings, divisor: float) -> None:
+def _lion(
+    params: Tensors,
+    grads: Tensors,
+    moments: tuple[Tensors, ...],
+    now: Settings,
+    divisor: float,
+    numbers: Numbers = NO_NUMBERS,
+) -> None:
     (mus,), (beta1, beta2) = moments, now.betas
     if divisor != 1.0:
         torch._foreach_div_(grads, divisor)
@@ -427,6 +447,7 @@ def _adagrad(
     moments: tuple[Tensors, ...],
     now: Settings,
     divisor: float,
+    numbers: Numbers = NO_NUMBERS,
 ) -> None:
     (nus,) = moments
     if divisor != 1.0:
@@ -449,20 +470,26 @@ def _ema(
     moments: tuple[Tensors, ...],
     now: Settings,
     divisor: float,
+    numbers: Numbers = NO_NUMBERS,
 ) -> None:
     *own, means = moments
-    update(params, grads, tuple(own), now, divisor)
+    update(params, grads, tuple(own), now, divisor, numbers)
     torch._foreach_mul_(means, decay)
     torch._foreach_add_(means, torch._foreach_mul(params, 1 - decay))
 
 
-def _divisor(divisor: float, like: Tensor) -> Tensor | None:
-    return None if divisor == 1.0 else _scalar(divisor, like)
+def _divisor(divisor: float, like: Tensor, numbers: Numbers) -> Tensor | None:
+    return None if divisor == 1.0 else _scalar(divisor, like, numbers)
 
 
-def _scalar(value: float, like: Tensor) -> Tensor:
-    # `full` and not `tensor`: on a GPU it is one launch, where a copy from the host would wait for the device.
-    return torch.full((), value, dtype=torch.float32, device=like.device)
+def _scalar(value: float, like: Tensor, numbers: Numbers) -> Tensor:
+    made = numbers.get(float(value))
+    return made if made is not None and made.device == like.device else on_device(value, like.device)
+
+
+def on_device(value: float, device: torch.device) -> Tensor:
+    """0-dim fp32. `full` and not `tensor`: on a GPU it is one launch, where a copy from the host would wait for it."""
+    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def _numbers(update: Any) -> list[Any]:

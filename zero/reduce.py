@@ -105,6 +105,8 @@ class Reducer:
         self._count = Counter(unit.spec.trainable.P for unit in units if unit.spec.trainable.slots)
         self._filling: dict[int, GradientFlat] = {}  # by unit: delivered to, not yet reduced
         self._unwritten: dict[int, set[int]] = {}  # by unit: slots of its flat in which nothing has arrived
+        self._written: list[tuple[Tensor, Tensor]] = []  # places, and gradients that are to be copied there
+        self._written_bytes = 0
         self._parted: set[int] = set()  # units of which a part was reduced before all of this microbatch had come
         self._under_way: deque[Reduction] = deque()
         self._unpublished: deque[UnitState] = deque()  # complete after a reduction that has started, oldest first
@@ -148,8 +150,9 @@ class Reducer:
         unwritten = self._unwritten.get(unit.index, set())
         if slot in unwritten:
             unwritten.discard(slot)
-            place.copy_(grad.to_dense() if grad.is_sparse else grad)
+            self._write(place, grad.to_dense() if grad.is_sparse else grad)
         else:
+            self._flush()
             place.add_(grad)
 
     def settle(self, unit: UnitState) -> None:
@@ -209,6 +212,8 @@ class Reducer:
         for forgotten in (self._filling, self._unwritten, self._under_way, self._gathers, self._parted):
             forgotten.clear()
         self._unpublished.clear()
+        self._written.clear()
+        self._written_bytes = 0
         self.clear()
 
     def _open(self, unit: UnitState) -> Tensor:
@@ -232,9 +237,24 @@ class Reducer:
         """Gradients of `unit` go straight into `grad`: it holds what this rank has, not yet the sum over ranks."""
         return self._local and unit.index not in self._sent
 
+    def _write(self, place: Tensor, grad: Tensor) -> None:
+        """Copy a gradient to its place, with others at once where each copy would be a launch."""
+        self._written.append((place, grad))
+        self._written_bytes += grad.nbytes
+        if self._written_bytes > self._device.batch_bytes:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._written:
+            places, grads = zip(*self._written, strict=True)
+            torch._foreach_copy_(places, grads)
+        self._written.clear()
+        self._written_bytes = 0
+
     @torch.no_grad()
     def _complete(self, unit: UnitState) -> None:
         """Zeros where nothing has arrived: in slots that were not used, and between slots."""
+        self._flush()
         flat_P, layout = self._open(unit), unit.spec.trainable
         for slot in self._unwritten.pop(unit.index):
             layout.slots[slot].of(flat_P).zero_()

@@ -38,8 +38,8 @@ class Turns:
     def __init__(self, units: Sequence[int], expected: int) -> None:
         self._units = tuple(units)
         self._order = self._next_order = self._units[::-1]
-        self._places = torch.arange(len(units), 0, -1, dtype=torch.float64, device="cpu")
-        self._idle = torch.zeros(len(units), dtype=torch.int64, device="cpu")  # steps since a rank used it
+        self._places = {unit: float(len(units) - number) for number, unit in enumerate(units)}
+        self._idle = dict.fromkeys(units, 0)  # steps since a rank used it
         self._used: dict[int, int] = {}  # by unit: the how manieth one that was ready in this step
         self._ready: set[int] = set()
         self.taken, self.agreed = 0, expected * len(units)
@@ -92,18 +92,21 @@ class Turns:
 
     def hear(self, reports: Tensor) -> bool:
         """Take in all ranks' reports, (ranks, 2 + units); whether all of them are at the step's end."""
-        needed = int(reports[:, 1].max())
+        ranks: list[list[int]] = reports.tolist()
+        needed = max(told[1] for told in ranks)
         self.agreed = max(self.agreed, needed)
-        if not reports[:, 0].all():
+        if not all(told[0] for told in ranks):
             return False
-        used = reports[:, 2:]
-        seen = used >= 0
-        count = seen.sum(0)
-        self.anyone = bool(count.any())
-        mean = (used * seen).sum(0).double() / count
-        self._places = torch.where(count > 0, mean, self._places)
-        self._idle = torch.where(count > 0, 0, self._idle + 1)
-        places = torch.where(self._idle < REMEMBERED_STEPS, self._places, torch.inf)
-        self._next_order = tuple(self._units[at] for at in places.argsort(stable=True).tolist())
+        if all(told == ranks[0] for told in ranks):  # one path: all that one rank says is said
+            ranks = ranks[:1]
+        self.anyone = False
+        for at, unit in enumerate(self._units, 2):
+            used = [told[at] for told in ranks if told[at] >= 0]
+            self._idle[unit] = 0 if used else self._idle[unit] + 1
+            if used:
+                self._places[unit], self.anyone = sum(used) / len(used), True
+        busy = [unit for unit in self._units if self._idle[unit] < REMEMBERED_STEPS]
+        rest = [unit for unit in self._units if self._idle[unit] >= REMEMBERED_STEPS]
+        self._next_order = (*sorted(busy, key=self._places.__getitem__), *rest)
         self._last_needed = needed
         return True

@@ -26,7 +26,7 @@ from zero.device import Device, Event
 from zero.errors import StaleStateError
 from zero.gradient import Gradients
 from zero.layout import pages
-from zero.optim import Hyper, Settings
+from zero.optim import Hyper, Settings, on_device
 from zero.plan import Plan
 from zero.store import Group, Page, PrefetchStore, Ticket
 from zero.timeline import Tape
@@ -51,13 +51,14 @@ class Piece(NamedTuple):
     state: Sequence[Tensor]
     """The master, or the parameters themselves, and the moments."""
     grad_K: Tensor
-    parameters_K: Tensor
-    """In the compute dtype."""
+    cast_K: Tensor | None = None
+    """Where the master goes in the compute dtype."""
 
     def cut(self, start: int, stop: int) -> "Piece":
         """Elements [start, stop) of it."""
         state = [one[start:stop] for one in self.state]
-        return Piece(self.first + start, state, self.grad_K[start:stop], self.parameters_K[start:stop])
+        cast_K = None if self.cast_K is None else self.cast_K[start:stop]
+        return Piece(self.first + start, state, self.grad_K[start:stop], cast_K)
 
 
 class Updater:
@@ -90,6 +91,7 @@ class Updater:
         self.at_once: Hyper | None = None  # eager: what to update with as soon as a gradient is final
         self._trains = [True] * len(plan.optimizer.groups)  # in this step
         self._rested, self._counted = [0] * len(plan.optimizer.groups), 0  # steps without it, and until which step
+        self._numbers: Mapping[float, Tensor] = {}  # of this step's updates, made on the stream that decides them
         self._expect()
 
     # -- what a step decides -------------------------------------------------------------------------------------------
@@ -144,7 +146,10 @@ class Updater:
             self._rested = [n + (not trains) for n, trains in zip(self._rested, self._trains, strict=True)]
         told = zip(hyper.groups, self._trains, self._rested, strict=True)
         groups = tuple(one._replace(trains=trains, step=hyper.step - n) for one, trains, n in told)
-        return hyper._replace(groups=groups)
+        needed = {float(hyper.divisor), *(float(one.step) for one in groups)}
+        if self._numbers.keys() != needed:
+            self._numbers = {value: on_device(value, self._device.device) for value in needed}
+        return hyper._replace(groups=groups, numbers=self._numbers)
 
     @property
     def rested(self) -> dict[str, int]:
@@ -206,7 +211,9 @@ class Updater:
         assert own_K is not None
         assert grad_K is not None
         state = [page_K for page_K in lent if page_K is not None]
-        return Piece(self._first(unit, part), state if self._has_master else [own_K, *state], grad_K, own_K)
+        if self._has_master:
+            return Piece(self._first(unit, part), state, grad_K, own_K)
+        return Piece(self._first(unit, part), [own_K, *state], grad_K)
 
     def _apply(self, unit: UnitState, hyper: Hyper, part: Part, tensors: Sequence[Tensor], where: Device) -> None:
         """Update one part on `where`; what lies elsewhere is copied there and back."""
@@ -214,19 +221,16 @@ class Updater:
         own_K, grad_K = (_range(tensor, part) for tensor in (self._parameters(unit), self._gradient(unit)))
         grad_K = tensors[count] if group.beside else grad_K
         state = [*tensors[:count]] if self._has_master or own_K is None else [own_K, *tensors[:count]]
-        target_K = tensors[-1] if group.out else state[0] if own_K is None else own_K
+        target_K = (tensors[-1] if group.out else own_K) if self._has_master else None
         assert grad_K is not None
         there = [where.bring(page_K) for page_K in state]
-        if target_K is state[0]:
-            cast_K = there[0]
-        else:
-            cast_K = target_K if where.is_home_of(target_K) else torch.empty_like(target_K, device=where.device)
-            state, there = [*state, target_K], [*there, cast_K]
-        piece = Piece(self._first(unit, part), there[: 1 + self._moments], where.bring(grad_K), cast_K)
-        self._update(unit, hyper, where, [piece])
+        cast_K = target_K if target_K is not None and where.is_home_of(target_K) else None
+        self._update(unit, hyper, where, [Piece(self._first(unit, part), there, where.bring(grad_K), cast_K)])
         for page_K, changed_K in zip(state, there, strict=True):
             if changed_K is not page_K:
                 where.copy(page_K, changed_K)
+        if target_K is not cast_K and target_K is not None:
+            where.copy(target_K, there[0])
 
     def _first(self, unit: UnitState, part: Part) -> int:
         """Where in the unit's flat a part begins."""
@@ -245,9 +249,12 @@ class Updater:
                         for found, one in zip(lists, (piece.state[0], grad_K, *piece.state[1:]), strict=True):
                             found.append(one[a - piece.first : b - piece.first])
             for number, (params, grads, *moments) in grouped.items():
-                self._transform.update(params, grads, tuple(moments), hyper.groups[number], hyper.divisor)
-            if self._has_master and some:
-                torch._foreach_copy_([piece.parameters_K for piece in some], [piece.state[0] for piece in some])
+                now = hyper.groups[number]
+                self._transform.update(params, grads, tuple(moments), now, hyper.divisor, hyper.numbers)
+            casts = [(piece.cast_K, piece.state[0]) for piece in some if piece.cast_K is not None]
+            if casts:
+                targets, masters = zip(*casts, strict=True)
+                torch._foreach_copy_(targets, masters)
 
     # -- where things are ----------------------------------------------------------------------------------------------
 

@@ -204,7 +204,7 @@ class World(ABC):
             arrival.wait()
             chunks = list(recv_P.view(self.size, -1).unbind())
             chunks[self.rank] = full_P.view(self.size, -1)[self.rank]
-            ordered_sum(chunks, sum_S, accumulate=accumulate, piece_numel=self.compute.sum_numel)
+            ordered_sum(chunks, sum_S, accumulate=accumulate, device=self.compute)
 
         self._reduce_bytes += full_P.nbytes // self.size * (self.size - 1)
         return _Timed(_Then(add, (full_P, recv_P, sum_S)), self._waited)
@@ -219,7 +219,7 @@ class World(ABC):
 
         def add() -> None:
             arrival.wait()
-            ordered_sum(full_P.view(self.size, -1).unbind(), flat_S)
+            ordered_sum(full_P.view(self.size, -1).unbind(), flat_S, device=self.compute)
 
         self._reduce_bytes += full_P.nbytes - flat_S.nbytes
         return _Timed(_Then(add, (flat_S, full_P)), self._waited)
@@ -576,19 +576,20 @@ def _await_all(store: dist.Store, key: str, rank: int, size: int, timeout_s: flo
 
 @torch.no_grad()
 def ordered_sum(
-    chunks: Sequence[Tensor], sum_S: Tensor, *, accumulate: bool = False, piece_numel: int = Device.sum_numel
+    chunks: Sequence[Tensor], sum_S: Tensor, *, accumulate: bool = False, device: Device | None = None
 ) -> None:
     """Add `chunks` in order, in sum_S.dtype: sum_S = [sum_S +] ((c_0 + c_1) + c_2) ...
 
-    Works through `piece_numel` elements at a time and allocates two such pieces at most: a host add of two dtypes would
-    first make a converted copy of the whole operand.
+    Works through `Device.sum_numel` elements at a time and allocates two such pieces at most: a host add of two dtypes
+    would first make a converted copy of the whole operand.
 
     Args:
         chunks: each (S,), all of one dtype; left as they are, so they must be apart from `sum_S`.
         sum_S: (S,).
+        device: where; None: a CPU.
     """
-    on_host = sum_S.device.type == "cpu"
-    numel = min(piece_numel, sum_S.numel())
+    on_host = device is None or device.shares_memory
+    numel = min((device or Device).sum_numel, sum_S.numel())
     total = sum_S.new_empty(numel) if accumulate else None
     cast = sum_S.new_empty(numel) if on_host and chunks[0].dtype != sum_S.dtype else None
     if not numel:
@@ -632,6 +633,8 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 def compute_device(device: torch.device) -> Device:
     """The door to what computes there."""
+    if Device.stand_in is not None:
+        return Device.stand_in()
     return Cuda(device) if device.type == "cuda" else Device(device)
 
 

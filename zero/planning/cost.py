@@ -91,7 +91,7 @@ class Traffic(NamedTuple):
 def traffic(plan: Plan) -> Traffic:
     """What a step of `plan` moves on one rank, by tier."""
     states, params, grads, away = Load(), Load(), Load(), 0
-    device_is_host = plan.world.device.type == "cpu"
+    device_is_host = plan.world.compute.shares_memory
     counted = next((kind for kind in plan.state_kinds if kind != "param"), "param")  # there is one per update
     for page, spec in plan.store_pages().items():
         moved = _moved(plan.tier(page), spec.nbytes, device_is_host)
@@ -132,7 +132,7 @@ def step_seconds(plan: Plan, rates: Rates, *, forward_flops: float, backward_flo
     """
     moved, count = traffic(plan), plan.accumulate
     forward_s, backward_s = forward_flops / rates.flops, backward_flops / rates.flops
-    hidden_numel = 0 if plan.world.device.type == "cpu" else moved.away_numel  # its threads would take compute's cores
+    hidden_numel = 0 if plan.world.compute.shares_memory else moved.away_numel  # its threads would take compute's cores
     away_s = hidden_numel / (rates.host_update_numel if plan.offload.compute == "host" else rates.update_numel)
     offload_s = max(moved.update.seconds(rates), away_s)
     numel = sum(plan.update_numel(unit) for unit in plan.units)

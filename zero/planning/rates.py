@@ -171,7 +171,7 @@ def _update_numel(config: Config, device: torch.device) -> float:
     master, grad, *rest = torch.zeros(2 + len(optimizer.moments), PROBE_NUMEL, device=device).unbind()
     now, moments = optimizer.groups[0](1)._replace(lr=0.0, weight_decay=0.0), tuple([one] for one in rest)
 
-    return PROBE_NUMEL * _rate(lambda _: optimizer.update([master], [grad], moments, now, 1.0), device)
+    return PROBE_NUMEL * _rate(lambda _: optimizer.update([master], [grad], moments, now, 1.0, {}), device)
 
 
 def _copy_bytes(device: torch.device) -> float:

@@ -85,7 +85,7 @@ def against_measured(plan: Plan, measured: Mapping[str, int], peak_bytes: int | 
         if planned.get(tier, 0) or measured.get(tier, 0)
     ]
     if peak_bytes is not None:
-        on_host = plan.world.device.type == "cpu"
+        on_host = plan.world.compute.shares_memory
         whole = sum(sum(plan.bytes.get(tier, {}).values()) for tier in (("device", "host") if on_host else ("device",)))
         rows.append(("peak", whole, peak_bytes))
     lines = [f"{'per rank':<12} {'plan':>12} {'measured':>14} {'ratio':>7}"]

@@ -3,6 +3,7 @@
 from zero.testing.contract import StoreContract
 from zero.testing.faults import FaultyFiles, ThrottledStore
 from zero.testing.processes import forked_ranks, run_processes
+from zero.testing.simulated import simulated_gpu
 from zero.testing.threads import ThreadWorld, run_ranks
 
 __all__ = [
@@ -13,4 +14,5 @@ __all__ = [
     "forked_ranks",
     "run_processes",
     "run_ranks",
+    "simulated_gpu",
 ]

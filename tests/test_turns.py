@@ -166,6 +166,101 @@ def test_processes_on_paths_of_their_own_are_refused_within_seconds_where_parame
         assert after_s < 15
 
 
+def _one_more_forward(world: zero.World, odd: int) -> tuple[str, float]:
+    """Where the others are at the step's end already, whose turns are told aside from the order of all else."""
+    plan = zero.Plan(model(), optimizer=zero.sgd(LR), world=world, stage=zero.Stage(3), units=[nn.Linear])
+    state = zero.init(plan, zero.open_store(plan), seed=3)
+    begin_s = time.monotonic()
+    step = zero.Step(state)
+    step.microbatch()
+    step.backward(state.model(row(1), [0, 1, 2]))
+
+    def end() -> None:
+        if world.rank == odd:
+            with torch.no_grad():
+                state.model(row(1), [4])
+        step.finish()
+
+    with pytest.raises(WorldError) as refusal:
+        end()
+    return str(refusal.value), time.monotonic() - begin_s
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_processes_of_which_one_runs_another_forward_before_the_end_are_refused_within_seconds(odd):
+    for said, after_s in run_processes(2, _one_more_forward, odd):
+        assert "the ranks run different operations: " in said
+        assert "tell of turns" in said
+        assert after_s < 15
+
+
+class Choosing(nn.Module):
+    """Each call uses one of two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.either = nn.ParameterList(torch.full((WIDTH,), 1.0 + at) for at in range(2))
+
+    def forward(self, x: Tensor, at: int) -> Tensor:
+        return (x * self.either[at]).sum()
+
+
+class Nested(nn.Module):
+    """The sum of the outputs of several units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Choosing() for _ in range(5))
+
+    def forward(self, x: Tensor, calls: Sequence[tuple[int, int]]) -> Tensor:
+        total = x.new_zeros(())
+        for number, at in calls:
+            total = total + self.layers[number](x, at)
+        return total
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_a_unit_whose_turn_comes_between_its_calls_sends_nothing_of_an_earlier_step(stage):
+    """What the other call will deliver is no gradient yet: what lies in its place is the last step's."""
+    once = [(number, at) for number in range(5) for at in range(2)]
+    around = [(0, 0), *((number, 0) for number in (1, 2, 3, 4)), (0, 1)]
+
+    def run(forward_backward) -> None:
+        for number, passes in enumerate([[once], [once[2:], around]]):
+            forward_backward(number, passes)
+
+    plainly = Nested()
+    optimizer = torch.optim.SGD(plainly.parameters(), lr=LR)
+
+    def plain_step(number: int, passes) -> None:
+        optimizer.zero_grad()
+        for calls in passes:
+            ((plainly(row(0, number), calls) + plainly(row(1, number), calls)) / 4).backward()
+        optimizer.step()
+
+    run(plain_step)
+
+    def rank_main(world: zero.World) -> dict[str, Tensor]:
+        plan = zero.Plan(
+            Nested(), optimizer=zero.sgd(LR), world=world, stage=zero.Stage(stage), units=[Choosing], accumulate=2
+        )
+        state = zero.init(plan, zero.open_store(plan))
+
+        def step(number: int, passes) -> None:
+            nonlocal state
+            under_way = zero.Step(state)
+            under_way.microbatch()
+            under_way.microbatch()
+            for calls in passes:
+                under_way.backward(state.model(row(world.rank, number), calls))
+            state, _ = under_way.finish()
+
+        run(step)
+        return zero.full_state_dict(state)
+
+    same(run_ranks(2, rank_main, timeout_s=30), dict(plainly.state_dict()))
+
+
 @pytest.mark.parametrize("stage", range(3))
 def test_gradients_are_forgotten_wherever_each_rank_is(stage):
     """zero_grad in the middle of a step: what has arrived by then is gone on every rank, whatever its path was."""
@@ -187,6 +282,48 @@ def test_gradients_are_forgotten_wherever_each_rank_is(stage):
         return zero.full_state_dict(state)
 
     same(run_ranks(2, rank_main, timeout_s=30), plain(kept, 1))
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("between", ["read", "forget first", "forget later"])
+def test_steps_in_which_ranks_meet_more_than_once_cost_no_further_reductions(between, stage, microbatches):
+    """Gradients are read and more of them come; or zero_grad stands after the forward, as in many a loop."""
+
+    def rank_main(world: zero.World) -> list[int]:
+        plan = zero.Plan(
+            model(), optimizer=zero.sgd(LR), world=world, stage=zero.Stage(stage), units=[nn.Linear],
+            accumulate=microbatches,
+        )  # fmt: skip
+        state = zero.init(plan, zero.open_store(plan), seed=3)
+        reduce_scatter, counts = world.reduce_scatter, []
+
+        def counted(*args, **kwargs):
+            counts[-1] += 1
+            return reduce_scatter(*args, **kwargs)
+
+        world.reduce_scatter = counted
+        for _ in range(6):
+            counts.append(0)
+            step = zero.Step(state)
+            for _ in range(microbatches):
+                step.microbatch()
+                loss = state.model(row(world.rank), range(len(SIZES)))
+                if between == "forget first":
+                    step.forget()
+                step.backward(loss)
+                if between == "forget later":
+                    step.forget()
+                elif between == "read":
+                    zero.get_full(state, "layers.0.weight", "grad")
+                step.backward(state.model(row(world.rank), range(len(SIZES))))
+            state, _ = step.finish()
+        return counts
+
+    counts = run_ranks(2, rank_main, timeout_s=30)[0]
+    assert len(set(counts[1:])) == 1
+    sums = 2 * microbatches if stage >= 2 or between != "forget first" else 2
+    assert counts[-1] <= sums * len(SIZES)
 
 
 @pytest.mark.parametrize("stage", range(3))

@@ -34,14 +34,15 @@ class Note:
     """Why a rank stopped.
 
     Attributes:
-        kind: its wait ran out, its connection broke, its own code raised, or it was done and closed its world.
+        kind: its wait ran out, its connection broke, its wait was found to be in vain, its own code raised, or it was
+            done and closed its world.
         op: the operation that it was in; "" where there was none.
         text: the cause in its words; why it left, unless it closed its world.
         started: its latest operations by number, so that the first difference can be found.
         peer: the rank at the other end of a broken connection, where known.
     """
 
-    kind: Literal["waited", "lost", "raised", "left"]
+    kind: Literal["waited", "lost", "vain", "raised", "left"]
     op: str
     text: str
     started: Mapping[int, str]
@@ -122,7 +123,7 @@ class Notes:
             # Rank 0 may be the store's host: it stays until those who wait for the others' notes have read them.
             self._store.set(f"read/{self._rank}", "")
             if self._rank == 0:
-                self._await([f"read/{r}" for _, r, note in found if note.kind in ("waited", "lost")])
+                self._await([f"read/{r}" for _, r, note in found if note.kind in ("waited", "lost", "vain")])
 
         _within(3 * GRACE_S, fetch)
         return {r: note for _, r, note in sorted(found, key=lambda entry: entry[0])}
@@ -211,6 +212,7 @@ def explain(
         if note.kind == "raised":
             return RankFailedError(f"rank {r} failed first: {note.text}; rank {rank} was in {mine.op}")
     different = first_difference({rank: mine.started} | {r: note.started for r, note in others.items()})
+    different = different or next((note.text for note in notes.values() if note.kind == "vain"), "")
     if different:
         return WorldError(f"the ranks run different operations: {different}")
     missed = {note.peer for note in (mine, *others.values()) if note.kind == "lost"}

@@ -72,6 +72,9 @@ class Step:
         self._aux: dict[str, list[Tensor]] = {}
         self._originals = [(one, one.grad, _version(one.grad)) for one in self._parts.originals.values()]
         _clear(self._parts)
+        if self._parts.reducer.is_busy:  # a backward that belonged to no step
+            self._parts.reducer.reset()
+        self._parts.reducer.clear()
         self._parts.updater.begin(self._hyper(), at_once=self._plan.update == "eager")
 
     def microbatch(self) -> None:
@@ -228,9 +231,6 @@ def _clear(parts: Machinery) -> None:
     """Forget the last step's sums and gradients; a waiting update has its own claim on the latter."""
     parts.log.clear()
     parts.gatherer.clear()
-    if parts.reducer.is_busy:  # a backward that belonged to no step
-        parts.reducer.reset()
-    parts.reducer.clear()
     for unit in parts.units:
         unit.filled = False
 

@@ -177,7 +177,7 @@ class Reducer:
         if self._world.size > 1:
             self._first()
             held = self._filling.keys() | {one.index for one in self._units if one.filled and self._adds_up(one)}
-            for index in sorted(held):
+            for index in sorted(held, reverse=True):  # as backward comes, so that this is the order which is learned
                 self._turns.ready(index)
             self._meet_at_end(self._turns.needed(held))
         while self._unpublished:
@@ -197,10 +197,15 @@ class Reducer:
         """Drop what has arrived in this step, on every rank. Collective."""
         if self._world.size > 1:
             self._meet_at_end(self._turns.taken)
-        self.reset()
+        self._drop()
+        self._turns.forget()
 
     def reset(self) -> None:
         """After an exception: wait for what is under way and forget it."""
+        self._drop()
+        self._turns.begin()
+
+    def _drop(self) -> None:
         handles = [*(one.handle for one in self._under_way), *(handle for _, handle in self._gathers.values())]
         with suppress(WorldError):  # a broken world is what is being reported already
             for handle in handles:
@@ -214,7 +219,8 @@ class Reducer:
         self._unpublished.clear()
         self._written.clear()
         self._written_bytes = 0
-        self.clear()
+        self._closed.clear()
+        self._sent.clear()
 
     def _open(self, unit: UnitState) -> Tensor:
         """The flat that gradients of `unit` are added to, (P,)."""
@@ -286,7 +292,9 @@ class Reducer:
                 self._complete(unit)
             sent = self._filling.pop(index)
         elif self._adds_up(unit):
-            if not unit.filled:
+            if index in self._unwritten:  # in the middle of its calls: what comes after this is reduced on its own
+                self._parted.add(index)
+            if not unit.filled or index in self._unwritten:
                 self._complete(unit)
             sent = self._take(unit.spec.trainable.P)  # the sum lands in `grad`, so it cannot be sent from there
             sent.flat_P.copy_(self._gradients.open(unit, fresh=False))
@@ -309,6 +317,7 @@ class Reducer:
         while not self._hear(needed, at_end=True):
             self._take_turns(self._turns.agreed)
         self._take_turns(self._turns.agreed)
+        self._turns.go_on()
 
     def _hear(self, needed: int, *, at_end: bool) -> bool:
         return self._turns.hear(self._world.tell(self._turns.report(needed, at_end=at_end), what="turns"))

@@ -9,6 +9,9 @@ fewer takes part in the rest, and the next step's turns follow the order that wa
 unit ever waits. Every rank takes as many turns as the last step had, unasked. Who has to wait for a turn beyond those
 says so first, and those that are at the step's end already join in.
 
+Ranks also meet in the middle of a step, where gradients are read or forgotten. How many turns there are from one
+meeting to the next is learned for each of them.
+
 Source: Li et al. 2020, "PyTorch Distributed", section 3.2.3, for the order of buckets that ranks must share.
 """
 
@@ -30,7 +33,7 @@ class Turns:
 
     Attributes:
         taken: turns since the step began.
-        agreed: turns that every rank will have taken at the step's end.
+        agreed: turns that every rank will have taken when they meet.
         rounds: of the last step, the one it ended in counted; None before there was one.
         anyone: some rank used some unit, as was told last.
     """
@@ -38,23 +41,43 @@ class Turns:
     def __init__(self, units: Sequence[int], expected: int) -> None:
         self._units = tuple(units)
         self._order = self._next_order = self._units[::-1]
+        self._since = 0  # turns as of the last meeting
         self._places = {unit: float(len(units) - number) for number, unit in enumerate(units)}
         self._idle = dict.fromkeys(units, 0)  # steps since a rank used it
         self._used: dict[int, int] = {}  # by unit: the how manieth one that was ready in this step
         self._ready: set[int] = set()
-        self.taken, self.agreed = 0, expected * len(units)
+        self._expected = [expected * len(units)]  # by meeting of a step: turns since the one before, in the last step
+        self._met: list[int] = []  # the same in this step
+        self._heard: list[list[int]] | None = None  # when units were ready, by rank, as of the last meeting
+        self.taken, self.agreed = 0, self._expected[0]
         self.rounds: int | None = None
         self._last_needed: int | None = None
         self.anyone = False
 
     def begin(self) -> None:
         """A step starts, or starts again."""
-        self._order = self._next_order
+        if self._met:
+            self._expected, self._met = self._met, []
+        if self._heard is not None:
+            self._learn(self._heard)
+            self._heard = None
         if self._last_needed is not None:
-            self.agreed, self.rounds = self._last_needed, -(-self._last_needed // len(self._order))
+            self.rounds = -(-self._last_needed // len(self._order))
+        self.forget()
+
+    def forget(self) -> None:
+        """What was taken is void; the step goes on."""
+        self._order = self._next_order
         self._used.clear()
         self._ready.clear()
         self.taken, self.anyone = 0, False
+        self.go_on()
+
+    def go_on(self) -> None:
+        """All ranks have taken what they agreed on."""
+        self._since = self.taken
+        following = self._expected[len(self._met) :]
+        self.agreed = self.taken + (following[0] if following else 0)
 
     def ready(self, unit: int) -> None:
         """Nothing more comes for `unit` in this round, as far as this rank can tell."""
@@ -91,7 +114,7 @@ class Turns:
         return torch.tensor(told, dtype=torch.int32, device="cpu")
 
     def hear(self, reports: Tensor) -> bool:
-        """Take in all ranks' reports, (ranks, 2 + units); whether all of them are at the step's end."""
+        """Take in all ranks' reports, (ranks, 2 + units); whether all of them are at the end."""
         ranks: list[list[int]] = reports.tolist()
         needed = max(told[1] for told in ranks)
         self.agreed = max(self.agreed, needed)
@@ -99,14 +122,19 @@ class Turns:
             return False
         if all(told == ranks[0] for told in ranks):  # one path: all that one rank says is said
             ranks = ranks[:1]
-        self.anyone = False
-        for at, unit in enumerate(self._units, 2):
-            used = [told[at] for told in ranks if told[at] >= 0]
+        self._heard = [told[2:] for told in ranks]
+        self.anyone = any(used >= 0 for told in self._heard for used in told)
+        self._met.append(needed - self._since)
+        self._last_needed = needed
+        return True
+
+    def _learn(self, heard: list[list[int]]) -> None:
+        """The next order, from when each unit was ready on each rank, or from one rank that stands for all."""
+        for unit, *told in zip(self._units, *heard, strict=True):
+            used = [place for place in told if place >= 0]
             self._idle[unit] = 0 if used else self._idle[unit] + 1
             if used:
-                self._places[unit], self.anyone = sum(used) / len(used), True
+                self._places[unit] = sum(used) / len(used)
         busy = [unit for unit in self._units if self._idle[unit] < REMEMBERED_STEPS]
         rest = [unit for unit in self._units if self._idle[unit] >= REMEMBERED_STEPS]
         self._next_order = (*sorted(busy, key=self._places.__getitem__), *rest)
-        self._last_needed = needed
-        return True

@@ -49,7 +49,7 @@ from zero.errors import (
     WorldError,
 )
 from zero.failure import GRACE_S, LastWord, Note, Notes, Places, explain, field_difference, first_line, some_ranks
-from zero.stalled import StallWatch, open_sockets
+from zero.stalled import StallWatch, Wait, open_sockets
 
 RECENT_OPS = 64
 """Operations that a rank remembers, to find the first one that ranks started differently."""
@@ -379,6 +379,7 @@ class ProcessWorld(World):
             self._store,
             self.rank,
             started=lambda: dict(self._started.copy()),  # copied at once, while the other thread goes on
+            counted=lambda: (self._number, self._number_aside),
             post=self._notes.post,
             sockets=connections,
             is_there=partial(_listens, address),
@@ -467,6 +468,8 @@ class ProcessWorld(World):
         tag = self._begin(op, whole, aside=aside)
         if not whole.numel():
             return _Done()
+        number = self._number_aside if aside else self._number
+        waited = Wait(aside, number, signature_of(op, whole), (*(out or into),))
         works = [(peer, self._try(op, peer, dist.irecv, flat, peer, self._group, tag)) for peer, flat in into.items()]
         works += [(peer, self._try(op, peer, dist.isend, flat, peer, self._group, tag)) for peer, flat in out.items()]
 
@@ -474,7 +477,7 @@ class ProcessWorld(World):
             if self._failure is not None:
                 raise self._failure
             end_s = time.monotonic() + self.timeout_s
-            self._stalls.begin()
+            self._stalls.begin(waited)
             try:
                 for peer, work in works:
                     self._try(op, peer, work.wait, timedelta(seconds=max(0.001, end_s - time.monotonic())))

@@ -102,7 +102,8 @@ def initialize(
     settings = _settings(settled, made)  # before a scheduler writes into the groups
     scheduler = _scheduler(lr_scheduler, made, settled, told) if trained(made) else None
     with contextlib.ExitStack() as undo:  # what a refusal half-way must not leave open
-        backend = undo.enter_context(as_written(compiled))
+        backend, compiled_again = as_written(compiled)
+        undo.callback(compiled_again)
         with training_only(model, trained(made)):
             chosen = transform(made, names_of(model), settled.optim.clip)
             units = _units(told, model)

@@ -4,8 +4,7 @@ torch's compiler would trace how a unit is gathered. So what it made of a module
 and each unit is compiled with the same backend where its parameters are whole.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -18,12 +17,11 @@ def beneath(model: nn.Module) -> nn.Module:
     return model._orig_mod if _is_compiled(model) else model  # type: ignore[return-value]
 
 
-@contextmanager
-def as_written(model: nn.Module) -> Iterator[Backend]:
-    """Have `model` and its parts run as they were written from here on, but not if the block raises.
+def as_written(model: nn.Module) -> tuple[Backend, Callable[[], None]]:
+    """Have `model` and its parts run as they were written from here on.
 
-    Yields:
-        the backend that something was compiled with; False: nothing was.
+    Returns:
+        the backend that something was compiled with, False where nothing was; and what takes it all back.
     """
     backend: Backend = False
     before: list[tuple[nn.Module, str, Any]] = []
@@ -36,12 +34,12 @@ def as_written(model: nn.Module) -> Iterator[Backend]:
             backend = backend or _backend(_closed_over(module._compiled_call_impl, "callback"))
             before.append((module, "_compiled_call_impl", module._compiled_call_impl))
             module._compiled_call_impl = None
-    try:
-        yield backend
-    except BaseException:
+
+    def undo() -> None:
         for module, name, value in before:
             setattr(module, name, value)
-        raise
+
+    return backend, undo
 
 
 def _is_compiled(module: nn.Module) -> bool:

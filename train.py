@@ -64,8 +64,9 @@ def train(config: Config, folder: Path) -> "Summary":
 
     if config.deterministic != torch.are_deterministic_algorithms_enabled():  # setting it imports torch's compiler
         torch.use_deterministic_algorithms(config.deterministic)
+    torch.set_float32_matmul_precision(config.precision.matmul)
     with (
-        zero.World.from_env(config.launch.timeout) as world,
+        zero.World.from_env(config.launch.timeout, config.launch.asked_device()) as world,
         open_tracker(config, folder if world.rank == 0 else None) as tracker,
         contextlib.ExitStack() as closing,
     ):
@@ -116,13 +117,12 @@ def _explained(config: Config, plan: "Plan", model: Any) -> Iterator[None]:
     """A GPU that runs out of memory is answered with what was planned, what was taken and what would fit."""
     import torch
 
-    from zero.device import Device
     from zero.planning import out_of_memory
 
     try:
         yield
     except torch.OutOfMemoryError as error:
-        device = Device(plan.world.device)
+        device = plan.world.compute
         taken_bytes, total_bytes = device.peak_bytes(), device.total_bytes()
         said = out_of_memory(config, plan, model, taken_bytes=taken_bytes, device_bytes=total_bytes)
         raise MachineError(said) from error
@@ -139,7 +139,7 @@ def run(config: Config, folder: Path, *, apart: bool = False) -> "Summary":
     """
     from zero.training import STOPPED
 
-    ranks = launch.count_ranks(config.launch.ranks)
+    ranks = launch.count_ranks(config.launch.ranks, config.launch.device)
     config.on(ranks)  # whether the batch divides; what is auto is settled by the ranks
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -202,7 +202,7 @@ def settle(raw: Mapping[str, Any]) -> Config:
     config = read(raw)
     if config.mode in ANSWERS:  # nothing is run, and a doctor is asked because something may be wrong
         return config
-    config.on(launch.count_ranks(config.launch.ranks))
+    config.on(launch.count_ranks(config.launch.ranks, config.launch.device))
     if isinstance(config.model, HF):
         config.model.hf().check()  # before the data, whose tokenizer may be the model's
     check_data(config.source(), config.model.seq)

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -199,7 +199,10 @@ class Arena:
     """
 
     def __init__(self, nbytes: int, device: Device, *, pin: bool = True) -> None:
-        self._bytes = torch.frombuffer(_mapping(max(nbytes, ALIGNMENT)), dtype=torch.uint8)
+        memory = _mapping(max(nbytes, ALIGNMENT))
+        if not device.shares_memory:
+            _advise(memory)
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._taken, self.nbytes, self._device = 0, nbytes, device
         device.adopt(self._bytes)
         self.pinned = pin and nbytes > 0 and device.pin(self._bytes[:nbytes])
@@ -241,6 +244,17 @@ def aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tenso
 def _mapping(nbytes: int) -> mmap.mmap:
     """Zeros of this process alone, resident where they were touched."""
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _advise(memory: mmap.mmap) -> None:
+    """For memory that a GPU reads by its address: a forked child, such as a data loader's worker, gets none of it, or
+    the first write after the fork would give this process another page; and large pages, which are quick to pin.
+    """
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        value = getattr(mmap, advice, None)  # Linux has them
+        if value is not None:
+            with suppress(OSError):  # a kernel without large pages
+                memory.madvise(value)
 
 
 def work_alone() -> None:

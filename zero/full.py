@@ -59,7 +59,7 @@ def full_state_dict(source: Source, kind: str = "param") -> dict[str, Tensor]:
 
 def full_values(state: State, kind: str) -> Iterator[tuple[str, Tensor]]:
     """The same, one after the other: no more than a unit is whole at a time."""
-    state.machinery.align()
+    state.machinery.come_to_rest()
     names = set(_names(state, None, kind))
     for unit in state.machinery.units:
         yield from _values(state, unit, kind, names)
@@ -77,7 +77,7 @@ def get_full(source: Source, name: str | Tensor, kind: str = "param") -> Tensor:
         StaleStateError: a gradient, and no step is between backward and its end.
     """
     state = source.state
-    state.machinery.align()
+    state.machinery.come_to_rest()
     name = _name(state, name, kind)
     return _read(state, {name}, kind)[name]
 
@@ -129,7 +129,7 @@ def gathered(
         WorldError: the ranks made different edits.
     """
     state = source.state
-    state.machinery.align()
+    state.machinery.come_to_rest()
     asked = None if names is None else [_text(one) for one in ([names] if isinstance(names, str | Absent) else names)]
     fields = {"names": repr(asked), "modify": repr(modify), "kind": kind}
     state.plan.world.agree(fields, "arguments of zero.gathered")

@@ -154,6 +154,7 @@ class Step:
 
     def abandon(self) -> None:
         """After an exception: forget everything that this step did."""
+        self._plan.world.compute.join()  # what is under way aside must not write into memory that is given out again
         self._parts.gatherer.reset()
         self._parts.reducer.reset()
         self._spend_if_updated()

@@ -111,7 +111,7 @@ class Saver:
         Raises:
             CheckpointError: this save or the one before it failed, and `checkpoint.on_failure` says to stop.
         """
-        state.machinery.align()
+        state.machinery.come_to_rest()
         self.finish()
         with _Failures(self._keys.on_failure, self._note):
             self._under_way = begin(

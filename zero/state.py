@@ -50,6 +50,11 @@ class Machinery:
         all of them have."""
         self.gatherer.residency.complete()
 
+    def come_to_rest(self) -> None:
+        """Before pages and parameters are read or written from outside of a step: nothing is at them any more."""
+        self.align()
+        self.plan.world.compute.join()
+
 
 @dataclass(frozen=True, eq=False)
 class State:

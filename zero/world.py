@@ -364,6 +364,11 @@ class ProcessWorld(World):
         super().__init__(_env_int("RANK"), _env_int("WORLD_SIZE"), device=_claim_device(device), timeout_s=timeout_s)
         self.local_size = _env_int("LOCAL_WORLD_SIZE", str(self.size))
         self._store = _open_store(self.rank, self.size, timeout_s)
+        if self.device.type == "cuda" and self._store.add(f"gpu {_gpu(self.device)}", 1) > 1:
+            raise MachineError(
+                f"rank {self.rank} of {self.size} sees one GPU, which another rank has; type launch.ranks=1, or "
+                "launch.device=cpu"
+            )
         address = os.environ["MASTER_ADDR"], _env_int("MASTER_PORT")
         self._notes = Notes(self._store, self.rank, self.size, partial(_listens, address))
         self._places = Places(self.rank)
@@ -374,6 +379,7 @@ class ProcessWorld(World):
         self._number = self._number_aside = 0
         self._started: deque[tuple[int, str]] = deque(maxlen=RECENT_OPS)
         self._failure: WorldError | None = None
+        self._raised = False
         self._last_word = LastWord(self._notes)
         self._stalls = StallWatch(
             self._store,
@@ -421,6 +427,7 @@ class ProcessWorld(World):
         self._places.tell(place)
 
     def fail(self, error: BaseException) -> None:
+        self._raised = True
         self._notes.post(Note.of_raise(error))
 
     def close(self) -> None:
@@ -428,8 +435,15 @@ class ProcessWorld(World):
             self._last_word.cancel()
             self._stalls.close()
             self._notes.post(Note.of_leaving())
-            dist.destroy_process_group(None if self._owns_default else self._group)
-            self._group = None
+            group, self._group = self._group, None
+            if self._is_broken and not self.compute.shares_memory:
+                _abort(group)  # to destroy it would wait for kernels whose other half never comes
+            dist.destroy_process_group(None if self._owns_default else group)
+
+    @property
+    def _is_broken(self) -> bool:
+        """This rank leaves because something failed, here or elsewhere."""
+        return self._failure is not None or self._raised
 
     def _gather(self, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
         if self._by_collective(full_P):
@@ -520,6 +534,11 @@ class ProcessWorld(World):
                 notes = self._notes.read()
                 self._failure = explain(self.rank, self.size, mine, notes, self.timeout_s, self._places.of)
             raise self._failure from error
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    """End what the group's communicators of GPUs have under way."""
+    dist.distributed_c10d._abort_process_group(group)
 
 
 def open_default_group() -> None:
@@ -646,13 +665,22 @@ def _claim_device(device: str | None) -> torch.device:
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind != "cuda":
         return torch.device(kind)
-    local_rank = _env_int("LOCAL_RANK", "0")
-    if local_rank >= torch.cuda.device_count():
+    local_rank, count = _env_int("LOCAL_RANK", "0"), torch.cuda.device_count()
+    if not count:
+        raise MachineError("launch.device=cuda, and torch finds no GPU; use launch.device=cpu, or auto")
+    if local_rank >= count > 1:
         raise MachineError(
-            f"LOCAL_RANK is {local_rank} and this machine has {torch.cuda.device_count()} GPUs; start fewer ranks"
+            f"LOCAL_RANK is {local_rank} and this machine has {count} GPUs; type launch.ranks={count}, or "
+            "launch.device=cpu"
         )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    number = 0 if count == 1 else local_rank  # a rank that is shown one GPU has that one, whatever its number
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def _gpu(device: torch.device) -> str:
+    """A GPU's name, the same for every process that sees it and for no other GPU."""
+    return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
 
 
 def _env_int(name: str, default: str = "") -> int:

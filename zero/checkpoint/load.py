@@ -217,6 +217,7 @@ def load(
             is spent.
     """
     machinery, plan = state.machinery, state.plan
+    machinery.come_to_rest()
     partial, convert = tuple(partial), tuple(convert)
     buffers = buffers_of(state.model)
     wanted = {(name, kind): (dtype, shape) for name, kind, dtype, shape in tensors(plan, buffers)}

@@ -92,7 +92,7 @@ def begin(
     Raises:
         CheckpointError: no folder could be made.
     """
-    state.machinery.align()
+    state.machinery.come_to_rest()
     root = root if isinstance(root, Root) else Root(Path(root))
     world, number = state.plan.world, state.tried
     listed: list[Entry] = []  # by who publishes them

@@ -571,6 +571,12 @@ class Precision(Section):
         trades="traffic against digits of each gradient",
         example="bf16",
     )
+    matmul: Literal["highest", "high", "medium"] = key(
+        "highest",
+        "how products of fp32 matrices may be computed: highest is fp32, high may use TF32, medium bf16",
+        trades="digits of each product against the tensor cores of a GPU",
+        example="high",
+    )
     scale: Scale = key(Scale(), "loss scaling, for fp16")
 
     @model_validator(mode="after")
@@ -734,6 +740,9 @@ class Launch(Section):
     """How ranks are started."""
 
     ranks: Ranks = key("auto", "processes; auto: one per GPU, or 1 on a CPU", unit="processes", example="2")
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "auto", "what computes: cuda, cpu, or auto: GPUs where torch finds some", example="cpu"
+    )
     threads: Threads = key("auto", "CPU threads per rank; auto: the cores shared evenly", unit="threads", example="1")
     timeout: Annotated[float, Field(ge=1, le=604_800)] = key(
         300.0,
@@ -760,6 +769,10 @@ class Launch(Section):
         trades="time against memory: page faults of fresh memory can cost more than an update",
         example="lean",
     )
+
+    def asked_device(self) -> str | None:
+        """As `World.from_env` takes it."""
+        return None if self.device == "auto" else self.device
 
 
 class Checkpoint(Section):

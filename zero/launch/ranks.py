@@ -54,7 +54,7 @@ def restart_count() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def count_ranks(asked: int | Literal["auto"]) -> int:
+def count_ranks(asked: int | Literal["auto"], device: str = "auto") -> int:
     """How many ranks `launch.ranks` means: one per GPU, or 1 on a CPU, when it is "auto".
 
     Under torchrun its world size. Imports torch only on a machine that has a GPU driver.
@@ -63,7 +63,7 @@ def count_ranks(asked: int | Literal["auto"]) -> int:
         return int(os.environ["WORLD_SIZE"])
     if asked != "auto":
         return asked
-    if not (Path("/proc/driver/nvidia/version").exists() or Path("/dev/kfd").exists()):
+    if device == "cpu" or not (Path("/proc/driver/nvidia/version").exists() or Path("/dev/kfd").exists()):
         return 1
     import torch
 

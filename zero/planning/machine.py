@@ -63,7 +63,7 @@ class Machine:
     @staticmethod
     def here(config: Config, ranks: int) -> "Machine":
         """This machine, for `ranks` ranks on it, as far as it is free now."""
-        device: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"
+        device: Literal["cuda", "cpu"] = "cuda" if _has_gpus(config) else "cpu"
         free_bytes = compute_device(torch.device(device)).free_bytes()
         return Machine(ranks, ranks, device, free_bytes, free_host_bytes(), _disk_bytes(config))
 
@@ -85,13 +85,14 @@ class Machine:
         """
         wish, asked = config.plan, config.launch.ranks
         on_paper = wish.device_memory != "auto"
-        here = 1 if on_paper else max(1, torch.cuda.device_count())
-        if wish.ranks == "auto" and asked != "auto" and not on_paper and torch.cuda.is_available() and asked > here:
+        on_gpus = not on_paper and _has_gpus(config)
+        here = torch.cuda.device_count() if on_gpus else 1
+        if wish.ranks == "auto" and asked != "auto" and on_gpus and asked > here:
             raise ConfigError(f"launch.ranks={asked}: there are {here} GPUs here; plan.ranks={asked} plans for others")
         on_one_node = here if asked == "auto" else asked
         ranks, per_node = (on_one_node, on_one_node) if wish.ranks == "auto" else (wish.ranks, NODE_RANKS)
         per_node = min(ranks, per_node if wish.ranks_per_node == "auto" else wish.ranks_per_node)
-        device: Literal["cuda", "cpu"] = "cuda" if on_paper or torch.cuda.is_available() else "cpu"
+        device: Literal["cuda", "cpu"] = "cuda" if on_paper or on_gpus else "cpu"
         device_bytes = (
             wish.device_memory if wish.device_memory != "auto" else compute_device(torch.device(device)).free_bytes()
         )
@@ -122,6 +123,10 @@ class Machine:
         device = f"{size_text(self.device_bytes)} on each GPU, " if self.device == "cuda" else ""
         host, disk = size_text(self.host_bytes), size_text(self.disk_bytes)
         return f"{where}; {'asked or free' if self.paper else 'free now'}: {device}{host} host memory, {disk} disk"
+
+
+def _has_gpus(config: Config) -> bool:
+    return config.launch.device != "cpu" and torch.cuda.is_available()
 
 
 def _disk_bytes(config: Config) -> int:

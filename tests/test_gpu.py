@@ -172,7 +172,7 @@ def test_side_streams_are_waited_for_before_a_save_a_read_and_a_reset(device, tm
     folder = save(state, tmp_path)
     assert device.joins > before
     before = device.joins
-    load(state, open_checkpoint(folder))
+    load(state, open_checkpoint(state.plan.world, folder))
     assert device.joins > before
     state, step = start(zero.World.from_env(device="cpu"))
     under_way = zero.Step(state)

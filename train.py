@@ -697,7 +697,7 @@ def _as_one_rank(arguments: Sequence[str]) -> int:
         timeout_s = config.launch.timeout
     else:
         timeout_s = _timeout_s(arguments)
-    with World.from_env(timeout_s) as world:
+    with World.from_env(timeout_s, "cpu") as world:  # a few bytes: no GPU is opened for them
         told = json.loads(world.share(letter))
     config, folder = read(told["config"]), Path(told["folder"])
     if os.environ["RANK"] == "0":

@@ -136,6 +136,24 @@ def test_a_page_group_that_moves_costs_at_most_twelve_launches(preset, tmp_path)
     assert found - few <= 12 * groups
 
 
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("reserve", "left"), [(None, GiB + 4 * GiB // 50), (GiB // 2, GiB // 2)])
+def test_what_is_placed_by_itself_leaves_room_for_the_gpus_libraries(reserve, left):
+    """auto fills the GPU up to that, and the rest goes to the host."""
+    with simulated_gpu(4 * GiB):
+        world = zero.World.from_env(device="cpu")
+        with zero.empty():
+            model = nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(8)))
+        offload = zero.Offload("auto", reserve_bytes=reserve)
+        plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, stage=3, offload=offload, units=["Linear"])
+    used = plan.placement.bytes
+    assert used["device"] <= 4 * GiB - left
+    assert used["device"] > 4 * GiB - left - 64 * 2**20 * 3, "up to a page group"
+    assert used["host"] > 0
+
+
 # -- what is asked of the device ---------------------------------------------------------------------------------------
 
 
@@ -143,7 +161,7 @@ class Recorded(SimulatedGpu):
     """Notes which calls were made."""
 
     def __init__(self) -> None:
-        super().__init__(GiB)
+        super().__init__(8 * GiB)
         self.joins = self.prepared = 0
 
     def join(self) -> None:

@@ -67,6 +67,7 @@ class Offload:
         read_ahead: pages of each kind that are read before their turn; None: 2.
         device_budget, host_budget: most that one rank may hold: bytes (int), a share of what is free (float), or None
             for all that is free.
+        reserve_bytes: of a GPU's free memory, what is left to its libraries; None: 1 GiB and a fiftieth of the GPU.
         verify: check length, version and CRC-32 of each page that is read back from a file.
         pin: lock host buffers for the GPU's copy engines.
         compute: where pages that sleep off the device are updated: "device", or "host" with the CPU's kernel.
@@ -85,6 +86,7 @@ class Offload:
     read_ahead: int | None = None
     device_budget: int | float | None = None
     host_budget: int | float | None = None
+    reserve_bytes: int | None = None
     verify: bool = True
     pin: bool = True
     compute: str = "device"
@@ -242,6 +244,12 @@ def place(
             "or offload less"
         )
     return Placement(param, grad, optimizer, {tier: used[tier] for tier in TIERS})
+
+
+def usable_bytes(offload: Offload, free_bytes: int, total_bytes: int) -> int:
+    """Of a GPU's free memory, what tensors may take: cuBLAS, NCCL and the gaps between tensors need the rest."""
+    auto = GiB + total_bytes // 50
+    return max(0, free_bytes - (auto if offload.reserve_bytes is None else offload.reserve_bytes))
 
 
 def budget_bytes(budget: int | float | None, free_bytes: int) -> int:

@@ -21,7 +21,7 @@ from zero.device import ALIGNMENT, free_host_bytes, round_up
 from zero.errors import ConfigError, PlanError
 from zero.layout import pages
 from zero.optim import Transform
-from zero.placement import Offload, Placement, Room, Tier, budget_bytes, place, size_text
+from zero.placement import Offload, Placement, Room, Tier, budget_bytes, place, size_text, usable_bytes
 from zero.precision import Precision
 from zero.stage import Stage
 from zero.store import Page
@@ -373,7 +373,9 @@ class Plan:
         """What this rank may take. Where it decides about tiers, all ranks go by rank 0's readings."""
         if self.room is not None:
             return self.room
-        mine = f"{self.world.compute.free_bytes()} {free_host_bytes() // self.world.local_size}"
+        device = self.world.compute
+        device_bytes = usable_bytes(self.offload, device.free_bytes(), device.total_bytes())
+        mine = f"{device_bytes} {free_host_bytes() // self.world.local_size}"
         if "auto" in self.offload.kinds or self._has_many_pages(LEAST_PAGE_BYTES):
             mine = self.world.share(mine)
         return Room(*map(int, mine.split()))

@@ -640,6 +640,12 @@ class Offload(Section):
         unit="bytes",
         example="60GiB",
     )
+    reserve: Memory = key(
+        "auto",
+        "of a GPU's free memory, what is left to its libraries, such as 2GiB; auto: 1GiB and a fiftieth of the GPU",
+        unit="bytes",
+        example="2GiB",
+    )
     host_budget: Budget = key(
         "auto",
         "most that a rank holds in host memory: 8GiB, 50% of what is free, or auto: all that is free",
@@ -673,6 +679,7 @@ class Offload(Section):
             grad=self.grad,
             path=None if self.path is None else str(Path(self.path).expanduser()),
             page_bytes=None if self.page == "auto" else self.page,
+            reserve_bytes=None if self.reserve == "auto" else self.reserve,
             threads=None if self.threads == "auto" else self.threads,
             read_ahead=None if self.read_ahead == "auto" else self.read_ahead,
             device_budget=share(self.device_budget) if isinstance(self.device_budget, str) else self.device_budget,

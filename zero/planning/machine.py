@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 
 from zero.config import Config
-from zero.device import free_host_bytes
+from zero.device import Device, free_host_bytes
 from zero.errors import ConfigError, WorldError
-from zero.placement import Room, size_text
+from zero.placement import Room, size_text, usable_bytes
 from zero.world import Handle, World, compute_device
 
 NODE_RANKS = 8
@@ -64,13 +64,19 @@ class Machine:
     def here(config: Config, ranks: int) -> "Machine":
         """This machine, for `ranks` ranks on it, as far as it is free now."""
         device: Literal["cuda", "cpu"] = "cuda" if _has_gpus(config) else "cpu"
-        free_bytes = compute_device(torch.device(device)).free_bytes()
-        return Machine(ranks, ranks, device, free_bytes, free_host_bytes(), _disk_bytes(config))
+        return Machine(
+            ranks,
+            ranks,
+            device,
+            _usable_bytes(config, compute_device(torch.device(device))),
+            free_host_bytes(),
+            _disk_bytes(config),
+        )
 
     @staticmethod
     def of(config: Config, world: World) -> "Machine":
         """What the ranks of a running world may take; all go by the one that has least. Collective."""
-        mine = (world.compute.free_bytes(), free_host_bytes(), _disk_bytes(config))
+        mine = (_usable_bytes(config, world.compute), free_host_bytes(), _disk_bytes(config))
         told = world.gather_texts(" ".join(map(str, mine)), "free memory")
         least = (min(column) for column in zip(*(map(int, text.split()) for text in told), strict=True))
         device: Literal["cuda", "cpu"] = "cuda" if world.device.type == "cuda" else "cpu"
@@ -93,9 +99,9 @@ class Machine:
         ranks, per_node = (on_one_node, on_one_node) if wish.ranks == "auto" else (wish.ranks, NODE_RANKS)
         per_node = min(ranks, per_node if wish.ranks_per_node == "auto" else wish.ranks_per_node)
         device: Literal["cuda", "cpu"] = "cuda" if on_paper or on_gpus else "cpu"
-        device_bytes = (
-            wish.device_memory if wish.device_memory != "auto" else compute_device(torch.device(device)).free_bytes()
-        )
+        device_bytes = wish.device_memory
+        if device_bytes == "auto":
+            device_bytes = _usable_bytes(config, compute_device(torch.device(device)))
         return Machine(
             ranks,
             per_node,
@@ -123,6 +129,10 @@ class Machine:
         device = f"{size_text(self.device_bytes)} on each GPU, " if self.device == "cuda" else ""
         host, disk = size_text(self.host_bytes), size_text(self.disk_bytes)
         return f"{where}; {'asked or free' if self.paper else 'free now'}: {device}{host} host memory, {disk} disk"
+
+
+def _usable_bytes(config: Config, device: Device) -> int:
+    return usable_bytes(config.offload.asked(), device.free_bytes(), device.total_bytes())
 
 
 def _has_gpus(config: Config) -> bool:

@@ -834,6 +834,22 @@ def test_a_client_may_use_any_word(tmp_path: Path):
     engine.destroy()
 
 
+def test_a_client_may_keep_what_numpy_holds(tmp_path: Path):
+    """The state of its generator, an array, a number: read back without a pickle."""
+    numpy = pytest.importorskip("numpy")
+    world, draws = zero.World.from_env(), numpy.random.RandomState(3)
+    engine, *_ = zero.initialize(model=net(), config=config(), world=world)
+    engine.save_checkpoint(tmp_path, client_state={"random": draws.get_state(), "best": numpy.float32(0.5)})
+    expected = draws.rand(3)
+    told = engine.load_checkpoint(tmp_path)[1]
+    draws.set_state(told["random"])
+    assert (draws.rand(3) == expected).all()
+    assert told["best"] == 0.5
+    with pytest.raises(CheckpointError, match="client_state"):
+        engine.save_checkpoint(tmp_path, "texts", {"names": numpy.array(["a"])})
+    engine.destroy()
+
+
 def test_without_moments_training_begins_with_step_1(tmp_path: Path):
     """Its corrections for zero moments would be those of a late step otherwise."""
     world = zero.World.from_env()

@@ -1,13 +1,14 @@
 """What a user's scheduler and script remember, as JSON holds it, and back.
 
 JSON has no keys but texts and no infinities; MultiStepLR has the one and ReduceLROnPlateau the other. Nor has it
-tuples, sets, bytes and tensors, as the states of generators are made of. What is none of these is left as it is, and
-the checkpoint refuses it by name.
+tuples, sets, bytes, tensors and arrays of numpy, as the states of generators are made of. What is none of these is left
+as it is, and the checkpoint refuses it by name.
 """
 
 import base64
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 from zero.device import memory_of
 from zero.errors import CheckpointError, one_line
 
-ITEMS, NUMBER, TENSOR = "zero: items of a mapping", "zero: a number", "zero: a tensor"
+ITEMS, NUMBER = "zero: items of a mapping", "zero: a number"
+TENSOR, ARRAY = "zero: a tensor", "zero: an array of numpy"
 KINDS: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "zero: a tuple": (tuple, list, tuple),
     "zero: a set": (set, lambda value: sorted(value, key=repr), set),
@@ -28,7 +30,7 @@ KINDS: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
 def plain(value: Any) -> Any:
     """As JSON holds it."""
     if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value) and not {ITEMS, NUMBER, TENSOR, *KINDS} & value.keys():
+        if all(isinstance(key, str) for key in value) and not {ITEMS, NUMBER, TENSOR, ARRAY, *KINDS} & value.keys():
             return {key: plain(one) for key, one in value.items()}
         return {ITEMS: [[plain(key), plain(one)] for key, one in value.items()]}
     if isinstance(value, list):
@@ -42,6 +44,9 @@ def plain(value: Any) -> Any:
         held = value.detach().cpu().contiguous()
         octets = base64.b64encode(memory_of(held)).decode()
         return {TENSOR: [str(held.dtype).removeprefix("torch."), list(held.shape), octets]}
+    if type(value).__module__ == "numpy":  # told by its module: numpy need not be there
+        with suppress(TypeError):  # of objects, or of texts
+            return {ARRAY: plain(torch.as_tensor(value))}
     if isinstance(value, float) and not math.isfinite(value):
         return {NUMBER: str(value)}
     return value
@@ -57,6 +62,9 @@ def read_back(value: Any) -> Any:
         return float(value[NUMBER])
     if value.keys() == {TENSOR}:
         return _tensor(value[TENSOR])
+    if value.keys() == {ARRAY}:
+        found = read_back(value[ARRAY])
+        return found.numpy() if isinstance(found, Tensor) else found
     if len(value) == 1 and (mark := next(iter(value))) in KINDS:
         return KINDS[mark][2](read_back(value[mark]))
     if value.keys() == {ITEMS}:

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zero.device import Device
 from zero.order import CollectiveLog, VisitOrder
 from zero.pool import Buffer, Pool
 
-CPU = torch.device("cpu")
+CPU = Device(torch.device("cpu"))
 
 
 def pool(**counts: int) -> Pool:

@@ -111,8 +111,9 @@ class OnHost(InPlace):
 
     away = True
 
-    def __init__(self, device: Device, *, pin: bool = True, least_bytes: int = LEAST_BYTES) -> None:
-        self._device, self._pin, self._least_bytes = device, pin, least_bytes
+    def __init__(self, device: Device, *, pin: bool = True, least_bytes: int | None = None) -> None:
+        self._device, self._pin = device, pin
+        self._least_bytes = LEAST_BYTES if least_bytes is None else least_bytes
         self._homes: weakref.WeakValueDictionary[tuple[int, int], _Home] = weakref.WeakValueDictionary()
         self._last: weakref.ref[_Home] | None = None
         self._free: dict[int, list[Tensor]] = {}  # blocks of host memory that nothing lies in
@@ -190,7 +191,8 @@ class OnHost(InPlace):
     def _let_go(self, held: deque[tuple[Event, Tensor]], most: int) -> None:
         """Memory that a side stream works on may be used again once the compute stream waits for that."""
         while len(held) > most:
-            held.popleft()[0].wait()
+            event, _held = held.popleft()  # until the wait is enqueued
+            event.wait()
 
     def _take(self, nbytes: int) -> Tensor:
         """A block of host memory, whole when its home is gone.

@@ -112,6 +112,10 @@ class Cuda(Device):
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
+    @property
+    def host(self) -> Device:
+        return Device(torch.device("cpu"))
+
     def copy(self, into: Tensor, source: Tensor) -> None:
         into.copy_(source, non_blocking=_is_ordered(into) and _is_ordered(source))
 

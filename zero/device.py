@@ -3,7 +3,7 @@
 What is here is a CPU, whose streams are no-ops: everything happens in program order. `cuda` is a GPU.
 
 Work that should overlap with compute is enqueued inside `with device.aside("gather")`. Entering waits for all compute
-enqueued so far (so a buffer is never overwritten while a kernel still reads it), leaving gives an `Event` that the
+enqueued so far, so a buffer is never overwritten while a kernel still reads it; leaving gives an `Event` that the
 compute stream waits for before it uses the result.
 """
 
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import psutil
 import torch
@@ -149,8 +149,18 @@ class Device:
         return tensor.device.type == self.device.type
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """(numel,) zeros that stay for good: see `aligned_zeros`."""
+        """(numel,) zeros that stay for good, or for long: see `aligned_zeros`."""
         return aligned_zeros(numel, dtype, self.device)
+
+    @property
+    def host(self) -> "Device":
+        """The host as a device that computes: itself where it is that already."""
+        return self
+
+    def numbers(self, tensor: Tensor) -> list[Any]:
+        """The numbers in `tensor`, as nested lists; the host waits for the current stream."""
+        found: list[Any] = tensor.tolist()
+        return found
 
     def copy(self, into: Tensor, source: Tensor) -> None:
         """Copy between tiers, in order with what the current stream does; the host does not wait where it need not."""

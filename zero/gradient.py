@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from zero.device import Device, Event, aligned_zeros
+from zero.device import Device, Event
 from zero.errors import StoreError
 from zero.plan import Plan
 from zero.store import Page, PrefetchStore, Ticket
@@ -129,7 +129,7 @@ class PagedGradients(Gradients):
         return self._free[numel].pop()
 
     def _buffer(self, numel: int) -> Tensor:
-        return aligned_zeros(numel, self._plan.grad_dtype, self._device.device)
+        return self._device.zeros(numel, self._plan.grad_dtype)
 
     def _finish_oldest(self) -> None:
         leaving = self._leaving[0]

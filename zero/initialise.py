@@ -137,8 +137,8 @@ class Sink:
 
 def empty_unit(plan: Plan, spec: UnitSpec) -> UnitState:
     """A unit with this rank's memory for it, all zeros."""
-    compute, where, rank = plan.precision.compute, plan.world.device, plan.world.rank
-    resident = Buffer(spec.trainable.P + spec.frozen.P, compute, where) if plan.resident else None
+    compute, device, rank = plan.precision.compute, plan.world.compute, plan.world.rank
+    resident = Buffer(spec.trainable.P + spec.frozen.P, compute, device) if plan.resident else None
     shards: list[Tensor | None] = [None, None]
     if resident is not None:
         resident.version = 0
@@ -146,9 +146,9 @@ def empty_unit(plan: Plan, spec: UnitSpec) -> UnitState:
             start, stop = layout.shard(rank)
             shards[number] = resident.flat[first + start : first + stop]
     elif not plan.params_away:
-        shards = [torch.zeros(layout.S, dtype=compute, device=where) for layout in (spec.trainable, spec.frozen)]
+        shards = [device.zeros(layout.S, compute) for layout in (spec.trainable, spec.frozen)]
     keeps_grad = spec.trainable.slots and not plan.grads_away
-    grad = aligned_zeros(plan.grad_numel(spec), plan.grad_dtype, where) if keeps_grad else None
+    grad = device.zeros(plan.grad_numel(spec), plan.grad_dtype) if keeps_grad else None
     return UnitState(spec, resident, shards[0], shards[1], grad)
 
 

@@ -268,7 +268,7 @@ def _tell(parts: Machinery, losses: list[Tensor], aux: dict[str, list[Tensor]], 
     what = "norms and losses"
     [told] = parts.tape.under_way("reduce", what, lambda: [world.gather(mine, everyone, what=what)])
     told.wait()
-    ranks = everyone.view(world.size, -1).tolist()
+    ranks = world.compute.numbers(everyone.view(world.size, -1))
     _same_visits(parts, [int(rank[-1]) for rank in ranks])
     sums = [sum(rank[number] for rank in ranks) for number in range(count)]
     means = [sum(rank[number] for rank in ranks) / world.size for number in range(count, len(ranks[0]) - 3)]

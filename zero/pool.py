@@ -17,14 +17,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from zero.device import Event, aligned_zeros
+from zero.device import Device, Event
 from zero.world import Handle
 
 
 class Buffer:
     """One flat buffer: memory, the unit and version it holds, and how many users have pinned it."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, extra: bool = False) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, device: Device, *, extra: bool = False) -> None:
+        self._device = device
         self.flat = _zeros(numel, dtype, device)
         self.extra = extra
         self.unit: int | None = None
@@ -55,11 +56,10 @@ class Buffer:
         while self.arrivals:
             self.arrivals[-1].wait()  # an interrupt leaves it there, to be waited for again
             self.arrivals.pop()
-        self.ready.wait()
 
     def renew(self) -> None:
         """Leave the memory to whoever looks at it and take fresh memory."""
-        self.flat = _zeros(self.flat.numel(), self.flat.dtype, self.flat.device)
+        self.flat = _zeros(self.flat.numel(), self.flat.dtype, self._device)
         self._watch()
 
     def _watch(self) -> None:
@@ -67,9 +67,9 @@ class Buffer:
         self._alone = torch._C._storage_Use_Count(self._storage._cdata)
 
 
-def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _zeros(numel: int, dtype: torch.dtype, device: Device) -> Tensor:
     with torch.inference_mode(False):  # an evaluation may ask for it, and a later step keep it for backward
-        return aligned_zeros(numel, dtype, device)
+        return device.zeros(numel, dtype)
 
 
 class Pool:
@@ -79,7 +79,7 @@ class Pool:
         counts: elements of a buffer to how many of that size there are.
     """
 
-    def __init__(self, counts: Mapping[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, counts: Mapping[int, int], dtype: torch.dtype, device: Device) -> None:
         self._dtype, self._device = dtype, device
         self._buffers = {numel: [Buffer(numel, dtype, device) for _ in range(n)] for numel, n in counts.items()}
         self._by_unit: dict[int, Buffer] = {}

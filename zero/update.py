@@ -83,7 +83,7 @@ class Updater:
         self._device, self._gradients, self._tape = device, gradients, tape
         self._rank, self._whole, self._has_master = plan.world.rank, plan.whole_update, plan.precision.has_master
         self._moments = len(plan.optimizer.moments)
-        self._where = Device(torch.device("cpu")) if plan.offload.compute == "host" else device
+        self._where = device.host if plan.offload.compute == "host" else device
         self._parts = {unit.index: tuple(self._parts_of(unit)) for unit in units}
         self._order = [unit.index for unit in units]
         self._forced: list[int] = []

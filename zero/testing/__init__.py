@@ -3,11 +3,13 @@
 from zero.testing.contract import StoreContract
 from zero.testing.faults import FaultyFiles, ThrottledStore
 from zero.testing.processes import forked_ranks, run_processes
+from zero.testing.races import RaceError
 from zero.testing.simulated import simulated_gpu
 from zero.testing.threads import ThreadWorld, run_ranks
 
 __all__ = [
     "FaultyFiles",
+    "RaceError",
     "StoreContract",
     "ThreadWorld",
     "ThrottledStore",

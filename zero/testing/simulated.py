@@ -4,82 +4,142 @@
         world = zero.World.from_env()
 
 What lies in the arena, which on a GPU is pinned memory of the host, is host memory here, and everything else is the
-device's: what travels between tiers is copied as it would be. Streams run in program order, kernels are the CPU's.
+device's: what travels between tiers is copied as it would be, and kernels are the CPU's. With `races` every operator is
+checked: see `races` for what orders it, and `streams` for when it runs.
 """
 
+import sys
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero.device import Device, GiB
+from zero.device import Clock, Device, Event, GiB, Moment, aligned_zeros, work_alone
+from zero.testing import streams as simulation
+from zero.testing.operators import LOOKS, WAITS, Form, form_of, fresh_tensors, results_of, tensors_of
+from zero.testing.streams import Gate, Handed, Marker, Streams, quietly, thread
 
-NOT_LAUNCHED = frozenset(
-    f"aten::{name}"
-    for name in (
-        *(
-            "alias",
-            "as_strided",
-            "chunk",
-            "detach",
-            "detach_",
-            "expand",
-            "expand_as",
-            "flatten",
-            "lift_fresh",
-            "movedim",
-        ),
-        *("narrow", "numpy_T", "permute", "reshape", "resolve_conj", "resolve_neg", "select", "slice", "split"),
-        *("split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten", "unfold", "unsafe_chunk"),
-        *("unsafe_split", "unsqueeze", "view", "view_as", "_reshape_alias", "_unsafe_view", "view_as_real"),
-        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "contiguous"),
-        *("is_same_size", "result_type", "item", "_local_scalar_dense", "to", "is_pinned", "record_stream"),
-    )
-)
-"""Operators that look at memory, or allocate it, and launch nothing by themselves."""
+ROOT = str(Path(__file__).parents[2])
+LIBRARY, HERE = f"{ROOT}/zero/", str(Path(__file__).parent)
+DOORS = ("zero/device.py", "zero/cuda.py", "zero/timeline.py")
+PASSED_ON = {("zero/world.py", "wait"), ("zero/store/crew.py", "wait"), ("zero/store/prefetch.py", "settle")}
+"""Functions that only pass a wait on."""
+
+
+class Site(NamedTuple):
+    """A wait in the code: which kind, and where it is asked for."""
+
+    kind: str
+    file: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `simulated_gpu` is asked for."""
+
+    memory_bytes: int
+    races: bool
+    order: str
+    seed: int
+    without: Site | None
+
+    @property
+    def is_watching(self) -> bool:
+        """Every operator is looked at."""
+        return self.races or self.order != "program"
+
+
+class Simulation:
+    """What has been seen of the devices that were made within one `simulated_gpu`.
+
+    Attributes:
+        gpus: one for each rank.
+        sites: the waits that were made, if operators were watched.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.gpus: list[SimulatedGpu] = []
+        self.sites: set[Site] = set()
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Launches, waits of the host, bytes each way: of all devices."""
+        return sum((gpu.streams.counts for gpu in self.gpus), Counter())
+
+    def finish(self) -> None:
+        """Raise what nobody could be told before."""
+        for gpu in self.gpus:
+            if gpu.streams.found:
+                raise gpu.streams.found[0]
+
+    def make(self) -> "SimulatedGpu":
+        if not self.settings.is_watching:
+            self.gpus.append(SimulatedGpu(self))
+        else:
+            self.gpus.append(WatchedGpu(self))
+            if thread.watching is not None:
+                thread.gpu = self.gpus[-1]
+        return self.gpus[-1]
 
 
 class SimulatedGpu(Device):
-    """A device with memory of its own, by which memory of the host is told from it.
-
-    Args:
-        memory_bytes: what it has.
-    """
+    """A device with memory of its own, by which memory of the host is told from it."""
 
     shares_memory = False
     piece_numel, sum_numel, batch_bytes = 1 << 26, 1 << 22, 16 << 20
 
-    def __init__(self, memory_bytes: int) -> None:
+    def __init__(self, simulation: Simulation) -> None:
         super().__init__(torch.device("cpu"))
-        self._memory_bytes = memory_bytes
-        self._host: list[tuple[int, int]] = []
+        self.simulation = simulation
+        self._memory_bytes = simulation.settings.memory_bytes
+        self.streams = Streams(simulation.settings.order, simulation.settings.seed)
+        self._host_memory: dict[int, int] = {}  # where pieces of it begin, and where they end
+        self._pinned: set[int] = set()
         self._lock = threading.Lock()
+
+    @property
+    def host(self) -> Device:
+        return _HostOf(self)
 
     def sum_of_squares(self, flat: Tensor) -> Tensor:
         return torch.linalg.vector_norm(flat, dtype=torch.float64).square_()
 
     def is_home_of(self, tensor: Tensor) -> bool:
-        address = tensor.untyped_storage().data_ptr()
-        return not any(first <= address < stop for first, stop in self._host)
+        return self._piece_of_host(tensor) is None
 
     def bring(self, tensor: Tensor) -> Tensor:
-        return tensor if self.is_home_of(tensor) else tensor.clone()
+        if self.is_home_of(tensor):
+            return tensor
+        there = torch.empty_like(tensor)
+        self.copy(there, tensor)
+        return there
 
     def adopt(self, memory: Tensor) -> None:
+        """Memory of the host, for as long as a tensor looks at it."""
+        first = memory.data_ptr()
         with self._lock:
-            self._host = [*self._host, (memory.data_ptr(), memory.data_ptr() + memory.nbytes)]
+            self._host_memory = {**self._host_memory, first: first + memory.nbytes}
+        weakref.finalize(memory.untyped_storage(), self._forget, first).atexit = False
 
     def pin(self, memory: Tensor) -> bool:
+        self._pinned.add(memory.untyped_storage().data_ptr())
         return True
 
     def unpin(self, memory: Tensor) -> None:
-        with self._lock:
-            self._host = [place for place in self._host if place[0] != memory.data_ptr()]
+        self._pinned.discard(memory.untyped_storage().data_ptr())
 
     def give_back_memory(self) -> None:
         """Nothing, as on a GPU."""
@@ -90,13 +150,327 @@ class SimulatedGpu(Device):
     def total_bytes(self) -> int:
         return self._memory_bytes
 
+    is_quiet = True
+
+    def _piece_of_host(self, tensor: Tensor) -> int | None:
+        address = tensor.untyped_storage().data_ptr()
+        return next((first for first, stop in self._host_memory.items() if first <= address < stop), None)
+
+    def _forget(self, first: int) -> None:
+        with self._lock:
+            self._host_memory = {one: stop for one, stop in self._host_memory.items() if one != first}
+
+
+class _HostOf(Device):
+    """The host beside a simulated GPU, where it updates what it holds."""
+
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        super().__init__(gpu.device)
+        self._gpu = gpu
+
+    def is_home_of(self, tensor: Tensor) -> bool:
+        return not self._gpu.is_home_of(tensor)
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        if self.is_home_of(tensor):
+            return tensor
+        here = aligned_zeros(tensor.numel(), tensor.dtype, self.device).view(tensor.shape)
+        self._gpu.adopt(here)
+        here.copy_(tensor)
+        return here
+
+    def number(self, value: float) -> Tensor:
+        here = aligned_zeros(1, torch.float32, self.device)
+        self._gpu.adopt(here)
+        return here.fill_(value).view(())
+
+
+class SimulatedEvent(Event):
+    """A point of a simulated stream."""
+
+    def __init__(self, gpu: "WatchedGpu") -> None:
+        self._gpu, self._marker = gpu, Marker()
+
+    def record(self) -> None:
+        self._gpu.streams.record(self._marker)
+
+    def finish(self) -> None:
+        if self._gpu.is_there("finish"):
+            self._gpu.streams.await_(self._marker)
+
+    def wait(self) -> None:
+        if self._gpu.is_there("wait"):
+            self._gpu.streams.hold_back(self._marker)
+
+
+class SimulatedClock(Clock):
+    """The simulation's time."""
+
+    def __init__(self, gpu: "WatchedGpu") -> None:
+        self._streams = gpu.streams
+        gpu.streams.await_all()
+        self._zero_s = self._streams.host.time_s
+
+    def host(self) -> float:
+        return self._streams.host.time_s
+
+    def here(self) -> Moment:
+        return max(self._streams.current.agent.time_s, self._streams.host.time_s)
+
+    def main(self) -> Moment:
+        return max(self._streams.main.agent.time_s, self._streams.host.time_s)
+
+
+class WatchedGpu(SimulatedGpu):
+    """A simulated GPU with streams, of which every operator is told."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        super().__init__(simulation)
+        self.handed = Handed(self.streams)
+        self.gate = Gate(is_held=simulation.settings.order == "late")
+
+    @contextmanager
+    def aside(self, name: str, *, at_once: bool = False) -> Iterator[Event]:
+        streams = self.streams
+        before, event = Marker(), SimulatedEvent(self)
+        streams.record(before)
+        with streams.on(streams.stream(f"the stream {name!r}")):
+            if not at_once and self.is_there("aside"):
+                streams.hold_back(before)
+            yield event
+            event.record()
+
+    def mark(self) -> Event:
+        event = SimulatedEvent(self)
+        event.record()
+        return event
+
+    def join(self) -> None:
+        if self.is_there("join"):
+            self.streams.await_all()
+
+    def clock(self) -> Clock:
+        return SimulatedClock(self)
+
+    @contextmanager
+    def paging(self, name: str, after: Event, *, now: bool = False) -> Iterator[None]:
+        stream = self.streams.stream(f"the stream of {name!r}")
+        if now:
+            after.finish()
+        with self.streams.on(stream):
+            after.wait()
+            yield
+            if self.is_there("paging"):
+                self.streams.await_stream(stream, counted="waits of the store's threads")
+
+    def prepare_thread(self) -> None:
+        work_alone()
+        self.attend()
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        before, thread.asynchronous = thread.asynchronous, True
+        try:
+            into.copy_(source)
+        finally:
+            thread.asynchronous = before
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        found = super().zeros(numel, dtype)
+        self.streams.touch(self.streams.current.agent, [], [found], f"zeros{_at()}")
+        return found
+
+    def numbers(self, tensor: Tensor) -> list[Any]:
+        self.streams.await_stream(self.streams.current)
+        with quietly():
+            return tensor.tolist()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing is under way, as far as the thread that asks knows."""
+        return self.streams.is_quiet
+
+    # -- what is watched -----------------------------------------------------------------------------------------------
+
+    def attend(self) -> None:
+        """This thread works with this device from here on."""
+        thread.gpu = self
+        if thread.watching is None:
+            thread.watching = _Watching()
+            thread.watching.__enter__()
+
+    def is_there(self, kind: str) -> bool:
+        """A wait is made; it is not the one that is left out."""
+        site = Site(kind, *_asked_at())
+        self.simulation.sites.add(site)
+        return site != self.simulation.settings.without
+
+    def operate(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """One operator: note what it touches, and run it now or later.
+
+        Raises:
+            RaceError: nothing orders it after another one.
+            AssertionError: it was given memory of the host and of the device.
+        """
+        form = form_of(operator)
+        if form.name in WAITS:
+            self.streams.await_stream(self.streams.current)
+        if form.looks:
+            result = operator(*args, **kwargs)
+            if form.allocates:
+                self.streams.allocated(fresh_tensors(result))
+            return result
+        reads, writes = (tensors_of(form, args, kwargs, written=written) for written in (False, True))
+        homes = {self.is_home_of(tensor) for tensor in (*reads, *writes) if tensor.dim()}  # numbers may lie anywhere
+        if homes == {False}:
+            return self._on_host(form, operator, args, kwargs, reads, writes)
+        self._note(form, reads, writes, mixed=len(homes) == 2)
+        result = self._run(form, operator, args, kwargs, writes)
+        if len(homes) == 2 and not self._is_asynchronous(reads, writes):
+            self.streams.await_stream(self.streams.current)
+        return result
+
+    def touch_on_host(self, tensor: Tensor, *, writes: bool) -> None:
+        """The host itself moves bytes between its memory and something else, such as a file."""
+        streams = self.streams
+        streams.takes(streams.host, tensor.nbytes / simulation.HOST_BYTES_PER_S, launched=False)
+        if self.is_home_of(tensor):
+            return  # files move no memory of the device: this is the host's own, of which nothing is known here
+        what = f"{'a read from' if writes else 'a write to'} a file{_at()}"
+        streams.touch(streams.host, *(([], [tensor]) if writes else ([tensor], [])), what)
+
+    def _on_host(
+        self,
+        form: Form,
+        operator: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        reads: list[Tensor],
+        writes: list[Tensor],
+    ) -> Any:
+        streams, moved = self.streams, sum(tensor.nbytes for tensor in (*reads, *writes))
+        streams.takes(streams.host, moved / simulation.HOST_BYTES_PER_S, launched=False)
+        streams.touch(streams.host, reads, writes, f"{form.name}{_at()}")
+        result = operator(*args, **kwargs)
+        for fresh in () if form.in_place else fresh_tensors(result):
+            if fresh.untyped_storage().data_ptr() not in self._host_memory and fresh.numel():
+                self.adopt(fresh)
+        return result
+
+    def _note(self, form: Form, reads: list[Tensor], writes: list[Tensor], *, mixed: bool) -> None:
+        streams, agent = self.streams, self.streams.current.agent
+        rate = simulation.DEVICE_BYTES_PER_S
+        if mixed:
+            if form.name not in COPIES:
+                raise AssertionError(f"{form.name} got memory of the host and of the device{_at()}")
+            rate = simulation.LINK_BYTES_PER_S
+            away = any(not self.is_home_of(tensor) for tensor in writes)
+            streams.counts["bytes to the host" if away else "bytes from the host"] += sum(one.nbytes for one in writes)
+        streams.counts["launches"] += 1
+        streams.takes(agent, sum(tensor.nbytes for tensor in (*reads, *writes)) / rate)
+        streams.touch(agent, reads, writes, f"{form.name}{_at()}")
+
+    def _run(self, form: Form, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], writes: list[Tensor]) -> Any:
+        streams = self.streams
+        if streams.is_late() and form.in_place:
+            streams.launch(lambda: operator(*args, **kwargs), writes)
+            return results_of(form, args, kwargs)
+        if not streams.is_late():
+            streams.launch(lambda: None, ())
+        result = operator(*args, **kwargs)
+        fresh = [] if form.in_place else fresh_tensors(result)
+        streams.touch(streams.current.agent, [], fresh, f"{form.name}{_at()}")
+        if streams.is_late():
+            streams.launch(lambda: _again(operator, args, kwargs, fresh), fresh)
+        return result
+
+    def _is_asynchronous(self, reads: list[Tensor], writes: list[Tensor]) -> bool:
+        away = [piece for tensor in (*reads, *writes) if (piece := self._piece_of_host(tensor)) is not None]
+        return thread.asynchronous and all(piece in self._pinned for piece in away)
+
+
+COPIES = frozenset(("aten::copy_", "aten::_foreach_copy_", "aten::_to_copy", "aten::clone"))
+"""What may have one end in memory of the host and the other on the device."""
+
 
 @contextmanager
-def simulated_gpu(memory_bytes: int = 64 * GiB) -> Iterator[None]:
-    """Worlds that are made in the block have a simulated GPU. A process that is started in it has to say so itself."""
-    before, Device.stand_in = Device.stand_in, lambda: SimulatedGpu(memory_bytes)
+def operators_watched() -> Iterator[None]:
+    """Operators of this thread are told to the device that it makes."""
+    with _Watching() as thread.watching:
+        try:
+            yield
+        finally:
+            thread.watching = thread.gpu = None
+
+
+def leave() -> None:
+    """This thread works with no device any more."""
+    thread.gpu = None
+
+
+class _Watching(TorchDispatchMode):
+    """Tells the thread's device of every operator."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if thread.quiet or thread.gpu is None:
+            return operator(*args, **(kwargs or {}))
+        return thread.gpu.operate(operator, args, kwargs or {})
+
+
+def _again(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Sequence[Tensor]) -> None:
+    """Compute what was computed too early once more, now from what its arguments hold."""
+    for tensor, value in zip(results, fresh_tensors(operator(*args, **kwargs)), strict=True):
+        tensor.data.copy_(value)
+
+
+def _asked_at() -> tuple[str, int]:
+    """The file and line in the library of whoever asks; doors and what passes a wait on are left out."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        is_ours = file.startswith(LIBRARY) and not file.startswith(HERE)
+        if is_ours and not file.endswith(DOORS) and (file[len(ROOT) + 1 :], frame.f_code.co_name) not in PASSED_ON:
+            return file[len(ROOT) + 1 :], frame.f_lineno
+        frame = frame.f_back
+    return "", 0
+
+
+def _at() -> str:
+    file, line = _asked_at()
+    return f" ({file}:{line})" if file else ""
+
+
+@contextmanager
+def simulated_gpu(
+    memory_bytes: int = 64 * GiB,
+    *,
+    races: bool = False,
+    order: str = "program",
+    seed: int = 0,
+    without: Site | None = None,
+) -> Iterator[Simulation]:
+    """Worlds that are made in the block have a simulated GPU, those of `run_ranks` and `run_processes` too.
+
+    Args:
+        memory_bytes: what each GPU has.
+        races: look for accesses to the same bytes that nothing orders.
+        order: when what is launched on side streams runs: "program", "late" or "random".
+        seed: of random moments.
+        without: a wait that is left out, for tests of the simulation.
+
+    Yields:
+        What is seen.
+
+    Raises:
+        RaceError: there is a race; usually from where it is, as the operator is called.
+    """
+    from zero.testing.watching import handovers_watched  # which needs what is above
+
+    seen = Simulation(Settings(memory_bytes, races, order, seed, without))
+    before, Device.stand_in = Device.stand_in, seen.make
     try:
-        yield
+        with handovers_watched() if seen.settings.is_watching else nullcontext():
+            yield seen
+        seen.finish()
     finally:
         Device.stand_in = before
 
@@ -113,4 +487,4 @@ def _is_launch(event: "torch.autograd.profiler_util.FunctionEvent") -> bool:
     around = event.cpu_parent
     while around is not None and not around.name.startswith("aten::"):
         around = around.cpu_parent
-    return around is None and event.name not in NOT_LAUNCHED
+    return around is None and event.name not in LOOKS

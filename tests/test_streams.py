@@ -1,0 +1,262 @@
+"""The laws on a simulated GPU whose streams are checked: nothing races, and no order of execution changes a bit.
+
+That the checks find what they are for is shown by taking every wait of the library away, one at a time.
+"""
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import zero
+from zero import activation
+from zero.checkpoint import load, open_checkpoint, save
+from zero.full import digest
+from zero.interop.parameters import safe_get_full_grad
+from zero.testing import RaceError, run_ranks, simulated_gpu
+from zero.testing.races import Agent, History
+
+ROOT = Path(__file__).resolve().parent.parent
+WIDTH, ROWS, STEPS = 32, 2, 3
+ORDERS = ("program", "late", "random")
+RANKS = (1, 2)
+
+
+# -- the detector, against reachability --------------------------------------------------------------------------------
+
+
+class Act(NamedTuple):
+    """Something that an agent does: touch bytes, leave a mark, or go on after one."""
+
+    agent: int
+    what: str
+    first: int = 0
+    stop: int = 0
+    mark: int = 0
+
+
+def acts() -> st.SearchStrategy[list[Act]]:
+    touch = st.tuples(st.integers(0, 2), st.sampled_from(("read", "write")), st.integers(0, 7), st.integers(1, 4)).map(
+        lambda drawn: Act(drawn[0], drawn[1], drawn[2], drawn[2] + drawn[3])
+    )
+    order = st.builds(Act, st.integers(0, 2), st.sampled_from(("mark", "after")), mark=st.integers(0, 2))
+    return st.lists(touch | order, max_size=14)
+
+
+def is_racy(told: list[Act]) -> bool:
+    """Two touches of a byte, one of which writes, without a path from the first to the second."""
+    before: list[set[int]] = []  # of each act, all that come before it in every execution
+    last: dict[int, int] = {}
+    marked: dict[int, int] = {}
+    for number, act in enumerate(told):
+        sources = [last[act.agent]] if act.agent in last else []
+        if act.what == "after" and act.mark in marked:
+            sources.append(marked[act.mark])
+        before.append({one for source in sources for one in (source, *before[source])})
+        last[act.agent] = number
+        if act.what == "mark":
+            marked[act.mark] = number
+    touches = [(number, act) for number, act in enumerate(told) if act.what in ("read", "write")]
+    return any(
+        "write" in (one.what, other.what) and one.first < other.stop and other.first < one.stop and i not in before[j]
+        for (i, one), (j, other) in itertools.combinations(touches, 2)
+    )
+
+
+@settings(max_examples=400, deadline=None)
+@given(acts())
+def test_a_race_is_what_no_order_of_marks_and_waits_rules_out(told):
+    agents = [Agent(number, f"stream {number}") for number in range(3)]
+    history, marks = History("memory", agents[0]), {}
+    found = False
+    try:
+        for act in told:
+            agent = agents[act.agent]
+            if act.what == "mark":
+                marks[act.mark] = dict(agent.known)
+            elif act.what == "after":
+                agent.hear(marks.get(act.mark, {}))
+            else:
+                history.touch(agent, act.first, act.stop, writes=act.what == "write", what=act.what)
+    except RaceError:
+        found = True
+    assert found == is_racy(told)
+
+
+# -- what is run -------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def stack() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(*(Block() for _ in range(3)))
+
+
+def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).float().square().mean()
+
+
+def rows(number: int, world: zero.World, dtype: torch.dtype, count: int = ROWS) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(10 * number + world.rank)
+    return torch.randn(count, WIDTH, generator=draw).to(dtype)
+
+
+def start(world: zero.World, path: Path, *, preset: str = "none", stage: int = 3, compute: str = "device", **given):
+    with world.exclusive():
+        model = stack()
+    given.setdefault("precision", "bf16")
+    given.setdefault("optimizer", zero.adamw(1e-2, clip=0.5))
+    offload = zero.Offload(preset, path=str(path), page_bytes=4096, compute=compute)
+    plan = zero.Plan(model, world=world, stage=zero.Stage(stage), offload=offload, units=["Block"], **given)
+    return zero.init(plan, zero.open_store(plan)), zero.make_step(plan, loss)
+
+
+def train(world: zero.World, path: Path, *, accumulate: int = 1, count: int = ROWS, **given) -> str:
+    state, step = start(world, path, accumulate=accumulate, **given)
+    dtype = state.plan.precision.compute
+    for number in range(STEPS):
+        state, _ = step(state, [rows(accumulate * number + k, world, dtype, count) for k in range(accumulate)])
+    if state.plan.update == "serial":
+        assert world.compute.is_quiet, "serial leaves nothing under way"
+    told = digest(state)
+    state.machinery.store.close()
+    return told
+
+
+def train_and_save(world: zero.World, path: Path, **given) -> str:
+    """Two steps, a checkpoint, one more; and that one again from the checkpoint."""
+    state, step = start(world, path, **given)
+    for number in range(2):
+        state, _ = step(state, [rows(number, world, torch.bfloat16)])
+    folder = save(state, path / f"saved {given} {world.size}")
+    state, _ = step(state, [rows(2, world, torch.bfloat16)])
+    told = digest(state)
+    state = load(state, open_checkpoint(world, folder))
+    state, _ = step(state, [rows(2, world, torch.bfloat16)])
+    assert digest(state) == told
+    state.machinery.store.close()
+    return told
+
+
+def train_and_edit(world: zero.World, path: Path, **given) -> str:
+    """Parameters are read and changed between steps, and a step is given up in the middle."""
+    state, step = start(world, path, **given)
+    for number in range(STEPS):
+        state, _ = step(state, [rows(number, world, torch.bfloat16)])
+        with zero.gathered(state, ["0.norm.weight", "2.up.bias"], modify=0) as full:
+            if world.rank == 0:
+                full["0.norm.weight"].mul_(1.5)
+                full["2.up.bias"].add_(0.25)
+        given_up = zero.Step(state)
+        given_up.microbatch()
+        given_up.backward(loss(state.model, rows(9, world, torch.bfloat16)))
+        given_up.abandon()
+    told = digest(state)
+    state.machinery.store.close()
+    return told
+
+
+def train_own_loop(world: zero.World, path: Path, stage: int = 3, **offload) -> str:
+    """zero.initialize, gradients read in the middle of the step, an evaluation between steps."""
+    with world.exclusive():
+        model = stack()
+    config = {
+        "train_batch_size": 2 * ROWS * world.size,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, **offload},
+    }
+    engine, *_ = zero.initialize(model=model, config=config, world=world)
+    for number in range(2 * STEPS):
+        engine.backward(loss(engine, rows(number, world, torch.float32)))
+        safe_get_full_grad(engine.module[1].up.weight)
+        engine.step()
+        with torch.no_grad():
+            loss(engine, rows(9, world, torch.float32))
+    told = digest(engine.state)
+    engine.destroy()
+    return told
+
+
+Run = Callable[[zero.World, Path], str]
+
+
+def scenario(run: Callable[..., str] = train, **given) -> Run:
+    return lambda world, path: run(world, path, **given)
+
+
+SCENARIOS: dict[str, Run] = {
+    **{f"stage {stage}": scenario(stage=stage) for stage in range(4)},
+    **{f"stage {stage}, two microbatches": scenario(stage=stage, accumulate=2) for stage in range(4)},
+    **{f"{preset}": scenario(preset=preset) for preset in ("cpu", "nvme", "infinity")},
+    **{f"{preset}, two microbatches": scenario(preset=preset, accumulate=2) for preset in ("cpu", "infinity")},
+    **{f"{preset} at stage 1": scenario(preset=preset, stage=1, accumulate=2) for preset in ("cpu", "nvme")},
+    "cpu, updated by the host": scenario(preset="cpu", compute="host"),
+    "serial": scenario(preset="cpu", update="serial"),
+    "eager": scenario(preset="nvme", update="eager", optimizer=zero.adamw(1e-2)),
+    "fp32": scenario(preset="infinity", precision="fp32"),
+    "activations on the host": scenario(activations="offload", count=64),
+    "recomputed": scenario(activations="remat", preset="cpu"),
+    "saved": scenario(train_and_save),
+    "saved, nvme": scenario(train_and_save, preset="nvme"),
+    "saved, infinity": scenario(train_and_save, preset="infinity"),
+    "edited": scenario(train_and_edit, preset="infinity"),
+    "edited at stage 0": scenario(train_and_edit, stage=0),
+    "a loop of one's own": scenario(train_own_loop),
+    "a loop of one's own at stage 1": scenario(train_own_loop, stage=1, offload_optimizer={"device": "cpu"}),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_activations(monkeypatch):
+    """Everything of a kilobyte goes to the host, where activations do."""
+    monkeypatch.setattr(activation, "LEAST_BYTES", 1 << 10)
+
+
+def result(name: str, ranks: int, path: Path) -> str:
+    found = run_ranks(ranks, SCENARIOS[name], path, timeout_s=60.0)
+    assert len({*found}) == 1
+    return found[0]
+
+
+PLAIN: dict[tuple[str, int], str] = {}
+
+
+def expected(name: str, ranks: int, path: Path) -> str:
+    """On a CPU, whose update is not the GPU's where the host updates, and otherwise is."""
+    if (name, ranks) not in PLAIN:
+        (path / "plain").mkdir(exist_ok=True)
+        with simulated_gpu():
+            PLAIN[name, ranks] = result(name, ranks, path / "plain")
+    return PLAIN[name, ranks]
+
+
+# -- laws --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_nothing_races_and_no_order_of_execution_changes_a_bit(order, name, ranks, tmp_path):
+    wanted = expected(name, ranks, tmp_path)
+    seed = random.randrange(1000)
+    print(f"seed {seed}")
+    with simulated_gpu(races=True, order=order, seed=seed):
+        assert result(name, ranks, tmp_path) == wanted

@@ -71,11 +71,14 @@ class Cuda(Device):
         self._streams: dict[str, torch.cuda.Stream] = {}
 
     @contextmanager
-    def aside(self, name: str) -> Iterator[Event]:
+    def aside(self, name: str, *, after: Event | None = None) -> Iterator[Event]:
         stream = self._stream(name, priority=-1)
         event = CudaEvent()
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if after is None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
+            if after is not None:
+                after.wait()
             yield event
             event.record()
 

@@ -3,8 +3,9 @@
 What is here is a CPU, whose streams are no-ops: everything happens in program order. `cuda` is a GPU.
 
 Work that should overlap with compute is enqueued inside `with device.aside("gather")`. Entering waits for all compute
-enqueued so far, so a buffer is never overwritten while a kernel still reads it; leaving gives an `Event` that the
-compute stream waits for before it uses the result.
+enqueued so far (so a buffer is never overwritten while a kernel still reads it), leaving gives an `Event` that the
+compute stream waits for before it uses the result. Where what has to be over first is known, entering waits for that
+event instead (`after`), and the work also runs beside what was enqueued since.
 """
 
 import ctypes
@@ -102,8 +103,13 @@ class Device:
     # -- streams -------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def aside(self, name: str) -> Iterator[Event]:
-        """Enqueue on the side stream `name` what the body launches; yields the event that marks its end."""
+    def aside(self, name: str, *, after: Event | None = None) -> Iterator[Event]:
+        """Enqueue on the side stream `name` what the body launches; yields the event that marks its end.
+
+        Args:
+            after: begin when it has passed; None: when all has that the current stream was given so far. With an event
+                the body allocates nothing: memory that was freed since may still be in use.
+        """
         yield Event()
 
     def mark(self) -> Event:

@@ -380,6 +380,7 @@ def _gradient(state: State, unit: UnitState) -> Tensor:
     if unit.index not in _summed(state):  # as where a parameter is not used
         return torch.zeros(plan.update_numel(unit.spec), dtype=plan.grad_dtype, device=plan.world.device)
     if unit.grad is None:
+        state.machinery.gradients.left(unit).wait()
         return _pages(state, unit, "grad", plan.grad_dtype)
     return unit.grad if plan.whole_update else unit.own_grad_S(plan.world.rank)
 

@@ -17,6 +17,13 @@ this one sends zeros.
 Sums are in fp32, ranks in rank order; `grad` holds the sum over ranks and microbatches, and the update divides once.
 An all-reduce (stage 0) is this reduce-scatter followed by a gather, so every stage adds alike.
 
+On a GPU flats are filled, and their exchange starts, on the stream that computes; sums, and whatever comes after them
+until the step's end, are on a stream of their own, "reduce", in the order of reductions. So:
+
+    a flat        is taken by the stream that computes, which waits for the event that it was given back with
+    `grad`        belongs to the stream that computes while microbatches are added up in it, and from the start of its
+                  reduction to `reduce`, which is entered after what was computed so far; `finish` hands all of it back
+
 Source: Rajbhandari et al. 2020, "ZeRO", sections 5.2 and 7.
 """
 
@@ -157,6 +164,7 @@ class Reducer:
 
     def settle(self, unit: UnitState) -> None:
         """Every call of this microbatch has delivered: `unit` is ready to be reduced, unless more microbatches come."""
+        self._flush()
         if self._adds_up(unit):
             if not unit.filled or unit.index in self._unwritten:
                 self._complete(unit)
@@ -184,9 +192,8 @@ class Reducer:
             self._publish_oldest()
         while self._under_way:
             self._complete_oldest()
-        for unit in self._units:
-            if unit.filled and unit.index not in self._closed:
-                self._publish(unit)
+        for unit in [one for one in self._units if one.filled and one.index not in self._closed]:
+            self._publish_aside(unit)
         for index in list(self._gathers):
             with self._device.aside("reduce") as self._done:
                 self._complete_gather(index)
@@ -207,12 +214,14 @@ class Reducer:
 
     def _drop(self) -> None:
         handles = [*(one.handle for one in self._under_way), *(handle for _, handle in self._gathers.values())]
+        self._done.wait()
         with suppress(WorldError):  # a broken world is what is being reported already
             for handle in handles:
                 handle.wait()
+        free = self._device.mark()
         for reduction in self._under_way:
-            self._give_back(reduction.flats)
-        self._give_back(tuple(self._filling.values()))
+            self._give_back(reduction.flats, free)
+        self._give_back(tuple(self._filling.values()), free)
         self._gradients.reset()
         for forgotten in (self._filling, self._unwritten, self._under_way, self._gathers, self._parted):
             forgotten.clear()
@@ -232,6 +241,8 @@ class Reducer:
             self._unwritten[unit.index] = set(range(len(unit.spec.trainable.slots)))
         if local:
             self._closed.discard(unit.index)
+            if unit.grad is None:
+                self._flush()
             grad = self._gradients.open(unit, fresh=fresh)
             unit.filled = True
             return grad
@@ -251,6 +262,7 @@ class Reducer:
             self._flush()
 
     def _flush(self) -> None:
+        """Before a gradient is opened, too: to make room another may be sent away, as it is then."""
         if self._written:
             places, grads = zip(*self._written, strict=True)
             torch._foreach_copy_(places, grads)
@@ -276,6 +288,7 @@ class Reducer:
 
     def _take_turn(self) -> None:
         """Start the reduction whose turn it is: of what this rank has of its unit, or of zeros."""
+        self._flush()
         if self._turns.taken == 0:
             self._first()
         was_ready = self._turns.is_due
@@ -333,12 +346,14 @@ class Reducer:
             self._publish_oldest()
         if unit.index in self._gathers:  # closed too early: it had one more call
             self._be_agreed(self._turns.taken)
-            self._gathers.pop(unit.index)[1].wait()
+            with self._device.aside("reduce") as self._done:
+                self._gathers.pop(unit.index)[1].wait()
         self._closed.discard(unit.index)
         received = self._take(unit.spec.trainable.P)
         self._log.note(f"reduction of {unit.spec.name}")
         again = unit.filled and not self._adds_up(unit)
-        self._gradients.open(unit, fresh=not again, held=True)
+        with self._device.aside("reduce") as self._done:  # where the sum will be: what computes need not wait for it
+            self._gradients.open(unit, fresh=not again, held=True)
         sum_S, what = unit.own_grad_S(self._world.rank), f"the gradient of {unit.spec.name}"
         [handle] = self._tape.under_way(
             "reduce",
@@ -356,9 +371,7 @@ class Reducer:
         with self._device.aside("reduce") as self._done:
             reduction.handle.wait()
             self._under_way.popleft()
-            for flat in reduction.flats:
-                flat.free = self._done
-            self._give_back(reduction.flats)
+            self._give_back(reduction.flats, self._device.mark())
             if not reduction.last:
                 self._park(reduction.unit)
             elif not self._whole and not self._awaited(reduction.unit):
@@ -369,6 +382,11 @@ class Reducer:
         if unit not in self._unpublished:  # else more of it is on its way
             while self._awaited(unit):
                 self._complete_oldest()
+            self._publish_aside(unit)
+
+    def _publish_aside(self, unit: UnitState) -> None:
+        """Where its sum was made: a gather that starts elsewhere could send what is not added yet."""
+        with self._device.aside("reduce") as self._done:
             self._publish(unit)
 
     def _complete_gather(self, index: int) -> None:
@@ -429,6 +447,8 @@ class Reducer:
             flat.free.wait()
         return flat
 
-    def _give_back(self, flats: Sequence[GradientFlat]) -> None:
+    def _give_back(self, flats: Sequence[GradientFlat], free: Event) -> None:
+        """To whoever takes them next, who waits for `free`."""
         for flat in flats:
+            flat.free = free
             self._free[flat.flat_P.numel()].append(flat)

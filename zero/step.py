@@ -157,7 +157,7 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
     tape = Tape(device.clock, rank=plan.world.rank, streams=not device.shares_memory)
     store.observe(tape.of_store([unit.spec.name for unit in units]))
     pool = None if plan.resident else Pool(plan.buffer_counts(), plan.precision.compute, device)
-    gradients = PagedGradients(plan, store, device) if plan.grads_away else Gradients()
+    gradients = PagedGradients(plan, store, device, tape) if plan.grads_away else Gradients()
     updater = Updater(plan, store, units, device=device, gradients=gradients, tape=tape)
     residency = Residency(
         units,

@@ -303,6 +303,11 @@ class Tape:
         """The stream that computes is made to wait for another; where there is one."""
         return self.standing(rows, unit) if self._streams else _NOTHING
 
+    def streaming(self, row: str, unit: str) -> AbstractContextManager[None]:
+        """The current stream, beside the one that computes, does the work of `row`; where there is one."""
+        recording = self._recording
+        return recording.streaming(row, unit) if recording is not None and self._streams else _NOTHING
+
     def under_way(self, row: str, unit: str, start: Callable[[], Sequence[Handle]]) -> Sequence[Handle]:
         """Start something that goes on by itself; returns what to wait for."""
         recording = self._recording
@@ -369,6 +374,9 @@ class _Recording:
         name = " ".join(map(str, (row, unit, *part)))
         with self._range(name), self._during(row, name, unit, self._clock.host):
             yield
+
+    def streaming(self, row: str, unit: str) -> AbstractContextManager[None]:
+        return self._during(row, f"{row} {unit}", unit, self._clock.here)
 
     def under_way(self, row: str, unit: str, start: Callable[[], Sequence[Handle]]) -> Handle:
         entry = self._add(row, f"{row} {unit}", unit, self._clock.here())

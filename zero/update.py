@@ -132,11 +132,15 @@ class Updater:
     def owe(self, unit: UnitState, hyper: Hyper) -> None:
         """From here on `unit` waits for an update with `hyper`; the store's threads begin with their parts of it."""
         hyper = unit.waiting = self._told(hyper)
-        after, place = self._device.mark(), self._order.index(unit.index)
+        parts = [part for part in self._parts[unit.index] if not part.here]
+        if not parts:
+            return
+        with self._device.aside("updates") as after:  # also after what stands aside of what computes
+            self._gradients.left(unit).wait()
+        place = self._order.index(unit.index)
         unit.due = [
             self._store.modify(part.group, partial(self._work, unit, hyper, part, after), (place, part.group.number))
-            for part in self._parts[unit.index]
-            if not part.here
+            for part in parts
         ]
 
     def _told(self, hyper: Hyper) -> Hyper:

@@ -14,10 +14,10 @@ from zero.testing.simulated import SimulatedGpu
 
 
 class Stream:
-    """What is still to be done, in order."""
+    """What is still to be done, in order; nothing where it is not `late`."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.given = name, 0
+    def __init__(self, name: str, *, late: bool) -> None:
+        self.name, self.given, self._late = name, 0, late
         self._tasks: list[Callable[[], object]] = []
         self._lock = threading.RLock()
 
@@ -25,6 +25,8 @@ class Stream:
         with self._lock:
             self._tasks.append(task)
             self.given += 1
+            if not self._late:
+                self.run(self.given)
 
     def run(self, until: int) -> None:
         with self._lock:
@@ -57,26 +59,30 @@ class LateGpu(SimulatedGpu):
         late: names of streams.
 
     Attributes:
-        copies: (stream, or None for the one that computes; bytes) of each copy that `copy` was asked for.
+        copies: (name of the stream, bytes) of each copy that `copy` was asked for.
     """
 
     def __init__(self, late: Collection[str]) -> None:
         super().__init__(64 * GiB)
         self._late, self._current = late, threading.local()
         self._streams: dict[str, Stream] = {}
-        self.copies: list[tuple[str | None, int]] = []
+        self.copies: list[tuple[str, int]] = []
 
     @property
     def stream(self) -> Stream | None:
         return getattr(self._current, "stream", None)
 
+    @property
+    def current(self) -> str:
+        """The name of the current stream."""
+        return "compute" if self.stream is None else self.stream.name
+
     @contextmanager
     def aside(self, name: str, *, after: Event | None = None) -> Iterator[Event]:
         before, event = self.stream, LateEvent(self)
-        if name in self._late:
-            first = self.mark() if after is None else after
-            self._current.stream = self._streams.setdefault(name, Stream(name))
-            first.wait()
+        first = self.mark() if after is None else after
+        self._current.stream = self._streams.setdefault(name, Stream(name, late=name in self._late))
+        first.wait()
         try:
             yield event
             event.record()
@@ -95,15 +101,18 @@ class LateGpu(SimulatedGpu):
     @contextmanager
     def paging(self, name: str, after: Event, *, now: bool = False) -> Iterator[None]:
         after.finish()
-        yield
+        before, self._current.stream = self.stream, Stream(name, late=False)
+        try:
+            yield
+        finally:
+            self._current.stream = before
 
     def copy(self, into: Tensor, source: Tensor) -> None:
-        stream = self.stream
-        self.copies.append((None if stream is None else stream.name, into.nbytes))
-        if stream is None:
+        self.copies.append((self.current, into.nbytes))
+        if self.stream is None:
             into.copy_(source)
         else:
-            stream.give(lambda: into.copy_(source))
+            self.stream.give(lambda: into.copy_(source))
 
 
 @contextmanager

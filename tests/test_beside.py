@@ -11,8 +11,10 @@ from small import KiB, Setting, slice_of, small_batch, small_loss, wide
 from torch import Tensor, nn
 
 import zero
+from zero.fetch import _Later
 from zero.full import digest, full_state_dict
 from zero.gradient import PagedGradients
+from zero.store.crew import Crew
 from zero.testing import run_ranks, simulated_gpu
 from zero.update import Updater
 
@@ -125,6 +127,134 @@ def rewrite(patch: pytest.MonkeyPatch, owner: object, name: str, without: str) -
     patch.setattr(owner, name, scope[name])
 
 
+# -- parameters in host memory -----------------------------------------------------------------------------------------
+
+ASIDE = ("gather", *GRADIENTS)
+
+
+@pytest.mark.parametrize("update", ["lazy", "serial", "eager"])
+@pytest.mark.parametrize("page_bytes", [4 * KiB, 8 * KiB])
+@pytest.mark.parametrize("optimizer", ["cpu", "nvme", "none"])
+def test_parameters_that_arrive_late_give_the_same_bits(optimizer, page_bytes, update):
+    setting = HOST.but(page_bytes=page_bytes, update=update, accumulate=2)
+    with simulated_gpu():
+        expected = run_ranks(1, trained, setting.but(offload=()))
+    with late_gpus(*ASIDE):
+        offload = (("preset", "cpu"), ("optimizer", optimizer))
+        assert run_ranks(1, trained, setting.but(offload=offload)) == expected
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", ["cpu", "nvme", "none"])
+def test_parameters_in_host_memory_give_the_same_bits_on_two_ranks(optimizer, precision):
+    setting = HOST.but(accumulate=2, precision=precision, offload=())
+    with simulated_gpu():
+        expected = run_ranks(2, trained, setting)
+        offload = (("preset", "cpu"), ("optimizer", optimizer))
+        assert run_ranks(2, trained, setting.but(offload=offload)) == expected
+
+
+def in_host_memory(world: zero.World, page_bytes: int = 8 * KiB, **settings) -> tuple[zero.State, list[torch.Tensor]]:
+    """A stack of layers of many pages whose parameters are lent, and a batch of one row."""
+    with world.exclusive(), zero.empty():
+        model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+    offload = zero.Offload("cpu", page_bytes=page_bytes)
+    plan = zero.Plan(
+        model, optimizer=zero.adamw(1e-2), world=world, precision="bf16", offload=offload, units=["Linear"],
+        **settings,
+    )  # fmt: skip
+    assert plan.params_lent
+    return zero.init(plan, zero.open_store(plan)), [torch.ones(1, 128, dtype=torch.bfloat16)]
+
+
+def mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).float().square().mean()
+
+
+@pytest.mark.parametrize(("page_bytes", "copies"), [(4 * KiB, 17), (8 * KiB, 1), (64 * KiB, 1)])
+def test_a_unit_is_one_copy_and_no_page_is_asked_of_the_schedule(page_bytes, copies, monkeypatch):
+    """Its pages lie back to back where each is whole blocks of 4 KiB."""
+    with late_gpus() as gpus:
+        state, rows = in_host_memory(zero.World.from_env(device="cpu"), page_bytes)
+        state, _ = zero.make_step(state.plan, mean_square)(state, rows)
+        state.machinery.store.settle()
+        [gpu], asked = gpus, []
+        monkeypatch.setattr(Crew, "do_here", lambda *_: asked.append(_))
+        gpu.copies.clear()
+        zero.make_forward(state.plan, mean_square)(state, *rows)
+        assert [stream for stream, _ in gpu.copies] == ["gather"] * copies * 4
+        assert sum(nbytes for _, nbytes in gpu.copies) == sum(2 * unit.trainable.P for unit in state.plan.units)
+        assert not asked
+
+
+def gathers_and_forwards(world: zero.World) -> list[list[str]]:
+    """What starts in two forwards after a step, in order: the first one finds updates that wait."""
+    state, rows = in_host_memory(world)
+    told: list[str] = []
+    gather = world.gather
+
+    def watched(shard_S: Tensor, full_P: Tensor, *, what: str = ""):
+        assert isinstance(world.compute, LateGpu)
+        told.append(f"{world.compute.current} {what}")
+        return gather(shard_S, full_P, what=what)
+
+    world.gather = watched  # type: ignore[method-assign]
+    for number, layer in enumerate(state.model):
+        layer.register_forward_pre_hook(lambda *_, number=number: told.append(f"forward {number}"))
+    state, _ = zero.make_step(state.plan, mean_square)(state, rows)
+    forward = zero.make_forward(state.plan, mean_square)
+    found = []
+    for _ in range(2):
+        told.clear()
+        forward(state, *rows)
+        found.append([one for one in told if one.split()[0] in ("gather", "forward")])
+    return found
+
+
+def test_ranks_gather_ahead_where_no_update_is_under_way():
+    """On a stream of its own either way; in the first forward when the update has run."""
+    with late_gpus():
+        for first, second in run_ranks(2, gathers_and_forwards):
+            started = [f"{what} {number}" for number in range(4) for what in ("gather", "forward")]
+            assert first == started
+            assert second.index("gather 1") < second.index("forward 0")
+            assert second.index("gather 3") < second.index("forward 2")
+            assert sorted(second) == sorted(started)
+
+
+def test_an_update_comes_after_the_gather_that_still_copies(monkeypatch):
+    """Asked for and not waited for: what arrives is from before the update, all of it."""
+
+    def arrived() -> Tensor:
+        with late_gpus("gather"):
+            state, _ = in_host_memory(zero.World.from_env(device="cpu"))
+            parts, unit = state.machinery, state.machinery.units[0]
+            buffer = parts.gatherer.residency.materialise(unit)
+            before = buffer.clone()
+            buffer.zero_()
+            parts.gatherer.residency.buffer(unit).version = -1
+            parts.gatherer.residency._request(unit)
+            parts.gradients.open(unit, fresh=True).fill_(1.0)
+            parts.gradients.park(unit)
+            parts.updater.train(state.plan.optimizer.groups)
+            parts.updater.owe(unit, state.plan.optimizer.hyper_at(1, 1.0))
+            parts.store.settle()
+            parts.gatherer.residency.buffer(unit).land()
+            return before - buffer
+
+    assert not arrived().any()
+    rewrite(monkeypatch, Updater, "owe", "unit.read.wait()")
+    assert arrived().any()
+
+
+def test_what_starts_later_is_waited_for(monkeypatch):
+    setting = HOST.but(accumulate=2)
+    with late_gpus(*ASIDE):
+        expected = run_ranks(1, trained, setting)
+        rewrite(monkeypatch, _Later, "wait", "self._ready.wait()")
+        assert run_ranks(1, trained, setting) != expected
+
+
 # -- reductions --------------------------------------------------------------------------------------------------------
 
 
@@ -167,16 +297,16 @@ def test_a_gradient_that_makes_room_takes_along_what_was_to_be_written_to_it(siz
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_sum_is_sent_to_the_others_by_the_stream_that_made_it(accumulate, monkeypatch):
     """What a collective sends is what is there when the stream that starts it comes to it."""
-    started: set[str | None] = set()
+    started: set[str] = set()
     gather = zero.World.gather
 
     def watched(world: zero.World, shard_S: Tensor, full_P: Tensor, *, what: str = ""):
         if what.startswith("the gradient of"):
             assert isinstance(world.compute, LateGpu)
-            started.add(None if world.compute.stream is None else world.compute.stream.name)
+            started.add(world.compute.current)
         return gather(world, shard_S, full_P, what=what)
 
     monkeypatch.setattr(zero.World, "gather", watched)
-    with late_gpus("reduce"):
+    with late_gpus():
         run_ranks(2, looped, "none", 0, accumulate)
     assert started == {"reduce"}

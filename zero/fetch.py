@@ -1,27 +1,31 @@
 """What fills a gathered buffer: the shards of all ranks, out of memory or out of the store.
 
-Every rank starts the same collectives in the same order. Reads of the store are local, so they start when the buffer
-is asked for; where there are other ranks, their gather starts when the buffer is first waited for.
+Every rank starts the same collectives in the same order. Where a disk has to be waited for, or an update that the
+store's threads are at, a gather starts when the buffer is first waited for, which is the same moment for all ranks;
+otherwise it starts when the buffer is asked for. Either way it runs beside what computes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
-from zero.device import Device
-from zero.layout import Layout, pages
-from zero.store import Page, PrefetchStore, Ticket
+from zero.device import Device, Event
+from zero.layout import pages
+from zero.store import Page, PrefetchStore
 from zero.transfer import load
 from zero.unit_state import UnitState
 from zero.world import Handle, World
 
-Fetch = Callable[[UnitState, Tensor], list[Handle]]
+Fetch = Callable[[UnitState, Tensor, bool], Sequence[Handle]]
+"""(unit, its buffer, whether its update may be under way still) to what to wait for."""
 
 
 def gathering(world: World) -> Fetch:
     """Fill a buffer (trainable P + frozen P,) with the shards that all ranks hold in memory."""
 
-    def fetch(unit: UnitState, full: Tensor) -> list[Handle]:
+    def fetch(unit: UnitState, full: Tensor, changing: bool) -> list[Handle]:
         split = unit.spec.trainable.P
         return [
             world.gather(shard_S, full_P, what=unit.spec.name)
@@ -33,37 +37,86 @@ def gathering(world: World) -> Fetch:
 
 
 def reading(world: World, device: Device, store: PrefetchStore, page_numel: int) -> Fetch:
-    """Fill a buffer with the shards that all ranks hold in their stores, each one's own straight into its place."""
+    """Fill a buffer with the shards that all ranks hold on disk; this rank's range is read at once, page by page."""
 
-    def fetch(unit: UnitState, full: Tensor) -> list[Handle]:
-        split = unit.spec.trainable.P
-        parts = (("param", unit.spec.trainable, full[:split]), ("frozen", unit.spec.frozen, full[split:]))
-        return [one for kind, layout, full_P in parts if layout.S for one in arriving(unit, kind, layout, full_P)]
+    def fetch(unit: UnitState, full: Tensor, changing: bool) -> list[Handle]:
+        return [one for asleep in _asleep(world, unit, full, page_numel) for one in arriving(unit, asleep)]
 
-    def arriving(unit: UnitState, kind: str, layout: Layout, full_P: Tensor) -> list[Handle]:
-        start, stop = layout.shard(world.rank)
-        own_S = full_P[start:stop]
+    def arriving(unit: UnitState, asleep: _Asleep) -> list[Handle]:
         tickets = [
-            load(store, device, Page(unit.index, kind, number), own_S[a:b])
-            for number, (a, b) in enumerate(pages(layout.S, page_numel))
+            load(store, device, page, asleep.own_S[a:b])
+            for page, (a, b) in zip(asleep.pages, pages(asleep.own_S.numel(), page_numel), strict=True)
         ]
         if world.size == 1:
             return list(tickets)
-        return [_ReadThenGather(tickets, lambda: world.gather(own_S, full_P, what=unit.spec.name))]
+
+        def gather() -> list[Handle]:
+            for ticket in tickets:
+                ticket.wait()
+            return [world.gather(asleep.own_S, asleep.full_P, what=unit.spec.name)]
+
+        return [_Later(device, gather)]
 
     return fetch
 
 
-class _ReadThenGather:
-    """This rank's own range is being read; when it is there, the others' are gathered."""
+def lending(world: World, device: Device, store: PrefetchStore, page_numel: int) -> Fetch:
+    """Fill a buffer with the shards that all ranks hold in host memory, which the device itself copies from.
 
-    def __init__(self, tickets: list[Ticket], gather: Callable[[], Handle]) -> None:
-        self._tickets, self._gather = tickets, gather
-        self._gathered: Handle | None = None
+    A rank's own range is one copy where its pages lie back to back. An update that comes later waits for `unit.read`.
+    """
+
+    def fetch(unit: UnitState, full: Tensor, changing: bool) -> list[Handle]:
+        def copy_and_gather(asleep: _Asleep) -> list[Handle]:
+            place = asleep.own_S
+            for lent in store.lent(asleep.pages):
+                device.copy(place[: lent.numel()], lent)
+                place = place[lent.numel() :]
+            unit.read = device.mark()
+            if world.size == 1:
+                return []
+            return [world.gather(asleep.own_S, asleep.full_P, what=unit.spec.name)]
+
+        found: list[Handle] = []
+        for asleep in _asleep(world, unit, full, page_numel):
+            found += [_Later(device, partial(copy_and_gather, asleep))] if changing else copy_and_gather(asleep)
+        return found
+
+    return fetch
+
+
+class _Asleep(NamedTuple):
+    """Pages of this rank's own range of a flat, and where they go."""
+
+    pages: list[Page]
+    own_S: Tensor
+    full_P: Tensor
+
+
+def _asleep(world: World, unit: UnitState, full: Tensor, page_numel: int) -> list[_Asleep]:
+    split = unit.spec.trainable.P
+    parts = (("param", unit.spec.trainable, full[:split]), ("frozen", unit.spec.frozen, full[split:]))
+    found = []
+    for kind, layout, full_P in parts:
+        numbers = range(len(pages(layout.S, page_numel)))
+        start, stop = layout.shard(world.rank)
+        if layout.S:
+            found.append(_Asleep([Page(unit.index, kind, n) for n in numbers], full_P[start:stop], full_P))
+    return found
+
+
+class _Later:
+    """What starts when it is first waited for, and then runs beside what was enqueued since it was asked for."""
+
+    def __init__(self, device: Device, start: Callable[[], Sequence[Handle]]) -> None:
+        self._device, self._start = device, start
+        self._asked, self._ready = device.mark(), Event()
+        self._started: Sequence[Handle] | None = None
 
     def wait(self) -> None:
-        for ticket in self._tickets:
-            ticket.wait()
-        if self._gathered is None:
-            self._gathered = self._gather()
-        self._gathered.wait()
+        if self._started is None:
+            with self._device.aside("gather", after=self._asked) as self._ready:
+                self._started = self._start()
+        for handle in self._started:
+            handle.wait()
+        self._ready.wait()

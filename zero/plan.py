@@ -160,6 +160,11 @@ class Plan:
         return self._is_away(self.placement.param)
 
     @property
+    def params_lent(self) -> bool:
+        """They sleep in host memory, which the device copies from by itself: on all ranks, as every tier."""
+        return self.params_away and self.placement.param == "host"
+
+    @property
     def grads_away(self) -> bool:
         """Gradients wait for the update where no kernel of the device reads them."""
         return self._is_away(self.placement.grad)

@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from zero.device import Device
+from zero.fetch import Fetch
 from zero.order import CollectiveLog, VisitOrder
 from zero.pool import Buffer, Pool
 from zero.store import Ticket
 from zero.timeline import Tape
 from zero.unit_state import UnitState
-from zero.world import Handle
 
 
 class Residency:
@@ -33,7 +33,7 @@ class Residency:
         force: returns when a unit's waiting update is made.
         follow: the same without waiting: returns what to wait for. What `fetch` starts comes after it by itself. None
             where it does not: then a unit is gathered ahead only if its update is made.
-        fetch: starts to fill a buffer with a unit; returns what to wait for.
+        fetch: starts to fill a buffer with a unit, whose update may be under way still; returns what to wait for.
         in_order: gather units in the plan's order, whichever is asked for first.
         alone: there is no other rank, so what is gathered ahead may depend on what happens to be ready.
         log: where every collective is noted.
@@ -49,7 +49,7 @@ class Residency:
         prefetch: int,
         force: Callable[[UnitState], None],
         follow: Callable[[UnitState], list[Ticket]] | None,
-        fetch: Callable[[UnitState, Tensor], list[Handle]],
+        fetch: Fetch,
         in_order: bool,
         alone: bool,
         log: CollectiveLog,
@@ -157,17 +157,22 @@ class Residency:
             buffer.arrivals += due
             if buffer.version != unit.version:
                 buffer.version = unit.version
-                self._fill(unit, buffer)
+                self._fill(unit, buffer, changing=not self._is_over(due))
 
-    def _fill(self, unit: UnitState, buffer: Buffer) -> None:
+    def _fill(self, unit: UnitState, buffer: Buffer, *, changing: bool) -> None:
         if not self._in_order:  # else there is nothing to compare: one rank may gather before a step begins
             self._log.note(f"gather of {unit.spec.name}")
-        buffer.arrivals += self._tape.under_way("gather", unit.spec.name, lambda: self._fetch(unit, buffer.flat))
+        buffer.arrivals += self._tape.under_way(
+            "gather", unit.spec.name, lambda: self._fetch(unit, buffer.flat, changing)
+        )
+
+    def _is_over(self, due: Sequence[Ticket]) -> bool:
+        """An update is made, so far as this rank may decide by it: several must not decide by time."""
+        return not due or (self._alone and all(ticket.ended for ticket in due))
 
     def _request_ahead(self, unit: UnitState) -> None:
         due = [ticket for one in self._starting(unit) for ticket in one.due]
-        made = not due or (self._alone and all(ticket.ended for ticket in due))
-        if not made and self._follow is None:
+        if not self._is_over(due) and self._follow is None:
             return  # the store's threads are at it: waiting for them here would hold up the unit before it
         self._ahead.add(unit.index)
         if unit.resident is not None:

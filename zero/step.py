@@ -14,7 +14,7 @@ from zero.compiled import Compiler
 from zero.copied import attach, detached_copy, take_over
 from zero.device import ALIGNMENT, Arena, give_back_memory, round_up
 from zero.errors import ConfigError
-from zero.fetch import gathering, reading
+from zero.fetch import Fetch, gathering, lending, reading
 from zero.gather import Gatherer, bind_absent
 from zero.gradient import Gradients, PagedGradients
 from zero.initialise import Values, Weights, empty_unit, fill, values_in, values_of
@@ -166,7 +166,7 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
         prefetch=plan.prefetch,
         force=updater.force,
         follow=updater.follow if plan.params_away else None,
-        fetch=reading(plan.world, device, store, plan.page_numel) if plan.params_away else gathering(plan.world),
+        fetch=_fetch(plan, store),
         alone=plan.world.size == 1,
         in_order=plan.resident and plan.world.size > 1,
         log=log,
@@ -203,6 +203,12 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
     attach(copied, plan.splitting, gatherer.runner)
     originals = {name: one for name, one in plan.model.named_parameters() if not (plan.in_place or one.is_meta)}
     return Machinery(plan, copied, originals, store, units, gatherer, gradients, reducer, updater, log, tape)
+
+
+def _fetch(plan: Plan, store: PrefetchStore) -> Fetch:
+    if not plan.params_away:
+        return gathering(plan.world)
+    return (lending if plan.params_lent else reading)(plan.world, plan.world.compute, store, plan.page_numel)
 
 
 def _goes_to_host(plan: Plan) -> bool:

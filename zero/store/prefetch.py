@@ -86,6 +86,27 @@ class PrefetchStore(Store):
     def in_place(self, page: Page) -> Tensor | None:
         return self._inner.in_place(page)
 
+    def lent(self, pages: Sequence[Page]) -> list[Tensor]:
+        """Pages of one dtype in the memory that the inner store lends, one after the other, in as few tensors as they
+        lie there in one piece; when all that was asked for and changes them has run.
+
+        Whoever reads them beside the host says by events when that is over, to whoever asks for the next change.
+
+        Raises:
+            StoreError: one of them is not lent.
+        """
+        self._crew.await_changes(pages)
+        found: list[Tensor] = []
+        for page in pages:
+            memory = self._inner.in_place(page)
+            if memory is None:
+                raise StoreError(f"{page} is on no tier that lends it")
+            if found and _adjoin(found[-1], memory):
+                found[-1] = _join(found[-1], memory)
+            else:
+                found.append(memory)
+        return found
+
     @property
     def allocated_bytes(self) -> int:
         return self._inner.allocated_bytes
@@ -252,6 +273,16 @@ def _kind_of(group: Group) -> str:
     if group.pages:
         return "work"
     return "read" if group.beside else "write"
+
+
+def _adjoin(one: Tensor, following: Tensor) -> bool:
+    """Two 1-D tensors lie back to back in one piece of memory."""
+    one_piece = one.untyped_storage().data_ptr() == following.untyped_storage().data_ptr()
+    return one_piece and one.data_ptr() + one.nbytes == following.data_ptr()
+
+
+def _join(one: Tensor, following: Tensor) -> Tensor:
+    return one.as_strided((one.numel() + following.numel(),), (1,))
 
 
 def _check_slots(slots: Sequence[Tensor]) -> None:

@@ -184,7 +184,8 @@ class World(ABC):
     ) -> Handle:
         """Add chunk `rank` of every rank's `full_P`: the transpose of `gather`.
 
-        The chunks are added in rank order in sum_S.dtype, (c_0 + c_1) + c_2 and so on, inside `wait`.
+        The chunks are added in rank order in sum_S.dtype, (c_0 + c_1) + c_2 and so on, inside `wait`: on a CUDA world
+        by the stream that waits, to which `recv_P`, `sum_S` and this rank's part of `full_P` belong until then.
 
         Args:
             full_P: (W * S,), this rank's summand.
@@ -438,7 +439,8 @@ class ProcessWorld(World):
             group, self._group = self._group, None
             if self._is_broken and not self.compute.shares_memory:
                 _abort(group)  # to destroy it would wait for kernels whose other half never comes
-            dist.destroy_process_group(None if self._owns_default else group)
+            else:
+                dist.destroy_process_group(None if self._owns_default else group)
 
     @property
     def _is_broken(self) -> bool:
@@ -537,7 +539,7 @@ class ProcessWorld(World):
 
 
 def _abort(group: dist.ProcessGroup) -> None:
-    """End what the group's communicators of GPUs have under way."""
+    """End what the group's communicators of GPUs have under way; torch forgets the group."""
     dist.distributed_c10d._abort_process_group(group)
 
 

@@ -1,6 +1,7 @@
 """What a GPU's torch and system are asked for, and when: seen by the calls, since there need be no GPU."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -10,9 +11,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from small import Setting, slice_of, small_batch, train_small
+from torch import nn
 
 import zero.world
+from zero.config import read
+from zero.cuda import Cuda
+from zero.device import Arena, Device, GiB
 from zero.errors import MachineError
+from zero.placement import budget_bytes
+from zero.planning import machine
+from zero.testing import run_ranks, simulated_gpu
+from zero.testing.simulated import SimulatedGpu
+from zero.update import Updater
 from zero.world import ProcessWorld
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,3 +128,92 @@ def test_settings_are_shared_under_torchrun_without_a_gpu(as_rank_1, monkeypatch
     monkeypatch.setattr(zero.world.World, "from_env", from_env)
     with pytest.raises(Opened, match=r"^cpu$"):
         train._as_one_rank([])
+
+
+# -- memory of the host ------------------------------------------------------------------------------------------------
+
+
+def mapping_of(address: int) -> dict[str, str]:
+    """What the system tells of the memory that an address lies in."""
+    told = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M)
+    for one in told[1:]:
+        begin, end = (int(edge, 16) for edge in one.split(maxsplit=1)[0].split("-"))
+        if begin <= address < end:
+            return dict(re.findall(r"^(\w+):\s+(.*?)\s*$", one, re.M))
+    raise AssertionError
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux only")
+def test_an_arena_is_in_large_pages_and_there_when_it_is_pinned():
+    """To register memory faults it in, by one thread; the threads of torch have done it by then."""
+    nbytes, seen = 16 << 20, []
+
+    class Pinning(SimulatedGpu):
+        def pin(self, memory: torch.Tensor) -> bool:
+            seen.append(mapping_of(memory.data_ptr()))
+            return True
+
+    Arena(nbytes, Pinning(GiB))
+    assert int(seen[0]["Rss"].split()[0]) * 1024 >= nbytes
+    assert "hg" in seen[0]["VmFlags"].split() or not Path("/sys/kernel/mm/transparent_hugepage").exists()
+    touched = Arena(nbytes, Device(torch.device("cpu")), pin=False)
+    assert int(mapping_of(touched.take(1).data_ptr())["Rss"].split()[0]) * 1024 < nbytes, "a CPU's is not touched"
+
+
+def test_freed_memory_of_the_host_stays_with_a_process_on_a_gpu(monkeypatch):
+    """It takes 25 ms, and host memory is not what is short there."""
+    given_back: list[int] = []
+    monkeypatch.setattr(zero.device, "give_back_memory", lambda: given_back.append(1))
+    Cuda(torch.device("cuda", 0)).give_back_memory()
+
+    def in_a_step(world: zero.World, preset: str) -> int:
+        state, step = Setting(offload=(("preset", preset),)).start(world)
+        given_back.clear()
+        step(state, slice_of(small_batch(0, 6), world, 1))
+        return len(given_back)
+
+    with simulated_gpu():
+        assert run_ranks(1, in_a_step, "cpu") == run_ranks(1, in_a_step, "infinity") == [0]
+    assert run_ranks(1, in_a_step, "infinity") == [2]
+
+
+@pytest.mark.parametrize(("budget", "most"), [(None, 0.9), (0.5, 0.5), (1.0, 1.0)])
+def test_what_is_placed_by_itself_leaves_some_of_the_hosts_memory(budget, most, monkeypatch, tmp_path):
+    for module in (zero.plan, machine):
+        monkeypatch.setattr(module, "free_host_bytes", lambda: 8 * GiB)
+    with simulated_gpu(4 * GiB):
+        world = zero.World.from_env(device="cpu")
+        with zero.empty():
+            model = nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(24)))
+        offload = zero.Offload("auto", host_budget=budget, path=str(tmp_path))
+        used = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, offload=offload, units=["Linear"]).placement
+    assert used.bytes["host"] <= most * 8 * GiB
+    assert used.bytes["host"] > most * 8 * GiB - 256 * 2**20, "up to a page group"
+    assert used.bytes["nvme"] > 0
+    room = machine.Machine.of(read({"offload": {"host_budget": f"{budget:.0%}" if budget else "auto"}}), world).room
+    assert budget_bytes(budget, room.host) == int(most * 8 * GiB)
+
+
+# -- the CPU's kernel --------------------------------------------------------------------------------------------------
+
+
+def test_what_the_host_updates_beside_a_gpu_is_the_same_on_every_tier_off_it(monkeypatch):
+    """As the README says it. The CPU's kernel is made to give other bits than what stands for the GPU's."""
+    update = Updater._update
+
+    def with_other_bits(self, unit, hyper, where, pieces):
+        changed = [one._replace(grad_K=one.grad_K * (1 + 2**-8)) for one in pieces] if where.shares_memory else pieces
+        update(self, unit, hyper, where, changed)
+
+    monkeypatch.setattr(Updater, "_update", with_other_bits)
+    plain = Setting(precision="bf16", accumulate=2, page_bytes=4096)
+    asked = [(), (("preset", "cpu"),), (("preset", "nvme"),), (("preset", "infinity"),)]
+    with simulated_gpu():
+        none, *others = (
+            run_ranks(1, train_small, plain.but(offload=(*offload, ("compute", "host"))))[0][0] for offload in asked
+        )
+        larger = plain.but(offload=(("preset", "nvme"), ("compute", "host")), page_bytes=16384, threads=1)
+        others.append(run_ranks(1, train_small, larger)[0][0])
+        assert none == run_ranks(1, train_small, plain)[0][0]
+    assert len(set(others)) == 1
+    assert none not in others

@@ -221,6 +221,8 @@ class Arena:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._taken, self.nbytes, self._device = 0, nbytes, device
         device.adopt(self._bytes)
+        if pin and not device.shares_memory:  # by all of torch's threads: to pin it touches it too, in one
+            self._bytes[:nbytes:ALIGNMENT].zero_()
         self.pinned = pin and nbytes > 0 and device.pin(self._bytes[:nbytes])
 
     def take(self, nbytes: int) -> Tensor:

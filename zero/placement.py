@@ -48,6 +48,11 @@ BLOCK_BYTES = 4096
 
 KiB, MiB, GiB = 1024, 1024**2, 1024**3
 
+HOST_SHARE = 0.9
+"""Of a machine's free memory, what is taken beside a GPU where nobody says: it is pinned, so the system gets none of it
+back for data, checkpoints and libraries.
+"""
+
 _TIER_OF: Mapping[str, Tier] = MappingProxyType({"none": "device", "cpu": "host", "nvme": "nvme"})
 
 
@@ -66,7 +71,7 @@ class Offload:
         threads: threads that read, update and write pages; None: measured at the start, or 4.
         read_ahead: pages of each kind that are read before their turn; None: 2.
         device_budget, host_budget: most that one rank may hold: bytes (int), a share of what is free (float), or None
-            for all that is free.
+            for all that is free; of host memory beside a GPU for nine tenths of it.
         reserve_bytes: of a GPU's free memory, what is left to its libraries; None: 1 GiB and a fiftieth of the GPU.
         verify: check length, version and CRC-32 of each page that is read back from a file.
         pin: lock host buffers for the GPU's copy engines.
@@ -250,6 +255,11 @@ def usable_bytes(offload: Offload, free_bytes: int, total_bytes: int) -> int:
     """Of a GPU's free memory, what tensors may take: cuBLAS, NCCL and the gaps between tensors need the rest."""
     auto = GiB + total_bytes // 50
     return max(0, free_bytes - (auto if offload.reserve_bytes is None else offload.reserve_bytes))
+
+
+def usable_host_bytes(offload: Offload, free_bytes: int, *, device_is_host: bool) -> int:
+    """Of a machine's free memory, what tensors may take: see `HOST_SHARE`."""
+    return free_bytes if device_is_host or offload.host_budget is not None else int(HOST_SHARE * free_bytes)
 
 
 def budget_bytes(budget: int | float | None, free_bytes: int) -> int:

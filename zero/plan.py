@@ -21,7 +21,17 @@ from zero.device import ALIGNMENT, free_host_bytes, round_up
 from zero.errors import ConfigError, PlanError
 from zero.layout import pages
 from zero.optim import Transform
-from zero.placement import Offload, Placement, Room, Tier, budget_bytes, place, size_text, usable_bytes
+from zero.placement import (
+    Offload,
+    Placement,
+    Room,
+    Tier,
+    budget_bytes,
+    place,
+    size_text,
+    usable_bytes,
+    usable_host_bytes,
+)
 from zero.precision import Precision
 from zero.stage import Stage
 from zero.store import Page
@@ -380,7 +390,8 @@ class Plan:
             return self.room
         device = self.world.compute
         device_bytes = usable_bytes(self.offload, device.free_bytes(), device.total_bytes())
-        mine = f"{device_bytes} {free_host_bytes() // self.world.local_size}"
+        host_bytes = usable_host_bytes(self.offload, free_host_bytes(), device_is_host=self._device_is_host)
+        mine = f"{device_bytes} {host_bytes // self.world.local_size}"
         if "auto" in self.offload.kinds or self._has_many_pages(LEAST_PAGE_BYTES):
             mine = self.world.share(mine)
         return Room(*map(int, mine.split()))

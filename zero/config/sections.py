@@ -648,7 +648,7 @@ class Offload(Section):
     )
     host_budget: Budget = key(
         "auto",
-        "most that a rank holds in host memory: 8GiB, 50% of what is free, or auto: all that is free",
+        "most that a rank holds in host memory: 8GiB, 50% of what is free, or auto: all that is free, 90% beside a GPU",
         unit="bytes",
         example="50%",
     )

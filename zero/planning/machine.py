@@ -13,7 +13,7 @@ import torch
 from zero.config import Config
 from zero.device import Device, free_host_bytes
 from zero.errors import ConfigError, WorldError
-from zero.placement import Room, size_text, usable_bytes
+from zero.placement import Room, size_text, usable_bytes, usable_host_bytes
 from zero.world import Handle, World, compute_device
 
 NODE_RANKS = 8
@@ -69,14 +69,15 @@ class Machine:
             ranks,
             device,
             _usable_bytes(config, compute_device(torch.device(device))),
-            free_host_bytes(),
+            _usable_host_bytes(config, on_gpu=device == "cuda"),
             _disk_bytes(config),
         )
 
     @staticmethod
     def of(config: Config, world: World) -> "Machine":
         """What the ranks of a running world may take; all go by the one that has least. Collective."""
-        mine = (_usable_bytes(config, world.compute), free_host_bytes(), _disk_bytes(config))
+        on_host = _usable_host_bytes(config, on_gpu=not world.compute.shares_memory)
+        mine = (_usable_bytes(config, world.compute), on_host, _disk_bytes(config))
         told = world.gather_texts(" ".join(map(str, mine)), "free memory")
         least = (min(column) for column in zip(*(map(int, text.split()) for text in told), strict=True))
         device: Literal["cuda", "cpu"] = "cuda" if world.device.type == "cuda" else "cpu"
@@ -107,7 +108,7 @@ class Machine:
             per_node,
             device,
             device_bytes,
-            free_host_bytes() if wish.host_memory == "auto" else wish.host_memory,
+            _usable_host_bytes(config, on_gpu=device == "cuda") if wish.host_memory == "auto" else wish.host_memory,
             _disk_bytes(config) if wish.disk == "auto" else wish.disk,
             paper=any(one != "auto" for one in (wish.ranks, wish.device_memory, wish.host_memory, wish.disk)),
         )
@@ -133,6 +134,10 @@ class Machine:
 
 def _usable_bytes(config: Config, device: Device) -> int:
     return usable_bytes(config.offload.asked(), device.free_bytes(), device.total_bytes())
+
+
+def _usable_host_bytes(config: Config, *, on_gpu: bool) -> int:
+    return usable_host_bytes(config.offload.asked(), free_host_bytes(), device_is_host=not on_gpu)
 
 
 def _has_gpus(config: Config) -> bool:

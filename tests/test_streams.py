@@ -25,7 +25,7 @@ from zero.testing.races import Agent, History
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, ROWS, STEPS = 32, 2, 3
-ORDERS = ("program", "late", "random")
+ORDERS = ("late", "random")
 RANKS = (1, 2)
 
 

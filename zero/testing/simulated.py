@@ -33,7 +33,12 @@ from zero.testing.streams import Gate, Handed, Marker, Streams, quietly, thread
 ROOT = str(Path(__file__).parents[2])
 LIBRARY, HERE = f"{ROOT}/zero/", str(Path(__file__).parent)
 DOORS = ("zero/device.py", "zero/cuda.py", "zero/timeline.py")
-PASSED_ON = {("zero/world.py", "wait"), ("zero/store/crew.py", "wait"), ("zero/store/prefetch.py", "settle")}
+PASSED_ON = {
+    ("zero/world.py", "wait"),
+    ("zero/store/crew.py", "wait"),
+    ("zero/store/prefetch.py", "settle"),
+    ("zero/store/prefetch.py", "lent"),
+}
 """Functions that only pass a wait on."""
 
 
@@ -150,7 +155,10 @@ class SimulatedGpu(Device):
     def total_bytes(self) -> int:
         return self._memory_bytes
 
-    is_quiet = True
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing is under way, as far as the thread that asks knows."""
+        return True
 
     def _piece_of_host(self, tensor: Tensor) -> int | None:
         address = tensor.untyped_storage().data_ptr()
@@ -230,12 +238,14 @@ class WatchedGpu(SimulatedGpu):
         self.gate = Gate(is_held=simulation.settings.order == "late")
 
     @contextmanager
-    def aside(self, name: str, *, at_once: bool = False) -> Iterator[Event]:
+    def aside(self, name: str, *, after: Event | None = None) -> Iterator[Event]:
         streams = self.streams
         before, event = Marker(), SimulatedEvent(self)
         streams.record(before)
         with streams.on(streams.stream(f"the stream {name!r}")):
-            if not at_once and self.is_there("aside"):
+            if after is not None:
+                after.wait()
+            elif self.is_there("aside"):
                 streams.hold_back(before)
             yield event
             event.record()
@@ -286,7 +296,6 @@ class WatchedGpu(SimulatedGpu):
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing is under way, as far as the thread that asks knows."""
         return self.streams.is_quiet
 
     # -- what is watched -----------------------------------------------------------------------------------------------

@@ -1,0 +1,80 @@
+"""Part 4: the largest models that fit with `offload=auto`; what the plan foretells, and then what happens."""
+
+import time
+from pathlib import Path
+
+import torch
+
+import zero
+from gpu_parts.doors import Gpu
+from gpu_parts.run import Budget, Row, Tell, error_text
+from gpu_parts.sizes import Model, Sizes
+from gpu_parts.training import Running, Values, activation_bytes, optimizer, tokens
+from zero.config import read
+from zero.models import GPT, GPTConfig
+from zero.planning.cost import step_seconds
+from zero.planning.machine import Machine
+from zero.planning.rates import measured
+
+
+def tell_largest(
+    model: Model, host_bytes: int | None, gpu: Gpu, sizes: Sizes, disk: Path, tell: Tell, budget: Budget
+) -> None:
+    """One model: its forecast, then a row for each step."""
+    gpu.fill_gaps()
+    config, rows = GPTConfig(**model.config), model.rows[0]
+    known: Row = {"model": model.name, "parameters": config.parameters_numel, "tokens": rows * config.seq}
+    remat = model.activations == "remat"
+    counted, *flops = activation_bytes(config, rows, torch.bfloat16, remat=remat)
+    try:
+        plan = _plan(model, config, host_bytes, gpu, sizes, disk, counted)
+    except zero.ZeroError as refused:  # it does not fit: the words say why
+        tell({"kind": "forecast", **known, "error": error_text(refused)})
+        return
+    print(plan, flush=True)
+    tell({"kind": "forecast", **known, **_forecast(plan, gpu, disk, (flops[0], flops[1]))})
+    begin_s = time.monotonic()
+    run = Running(plan, Values())
+    tell({"kind": "built", **known, "seconds": round(time.monotonic() - begin_s, 1)})
+    gpu.begin_peak()
+    for number in range(sizes.largest_steps):
+        batch, begin_s = tokens(config, rows, gpu, number), time.monotonic()
+        metrics = run.step(batch)
+        gpu.finish()
+        row: Row = {"kind": "largest", **known, "step": number + 1, "step_s": time.monotonic() - begin_s}
+        row |= {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "peak_bytes": gpu.peak_bytes()}
+        row |= {"flops": config.flops_per_token * known["tokens"], "peak_flops": gpu.peak_flops("bf16")}
+        tell(row)
+    begin_s = time.monotonic()
+    run.settle()  # what the last step decided is written behind it
+    tell({"kind": "settled", **known, "seconds": round(time.monotonic() - begin_s, 1)})
+    run.close()
+
+
+def _plan(
+    model: Model, config: GPTConfig, host_bytes: int | None, gpu: Gpu, sizes: Sizes, disk: Path, counted: int
+) -> zero.Plan:
+    with zero.empty():
+        built = GPT(config)
+    return zero.Plan(
+        built,
+        optimizer=optimizer(),
+        world=gpu.world(),
+        precision="bf16",
+        activations=model.activations,
+        offload=zero.Offload("auto", path=str(disk), page_bytes=sizes.page_bytes),
+        room=gpu.room(host_bytes, disk),
+        activation_bytes=counted,
+    )
+
+
+def _forecast(plan: zero.Plan, gpu: Gpu, disk: Path, flops: tuple[float, float]) -> Row:
+    """What sleeps where, and how long a step will take by rates that are measured here in some seconds."""
+    bytes_of = {tier: sum(kinds.values()) for tier, kinds in plan.bytes.items()}
+    config = read({"precision": {"compute": "bf16"}, "offload": {"path": str(disk)}})
+    room = gpu.room(None, disk)
+    device = "cpu" if gpu.simulated else "cuda"
+    machine = Machine(1, 1, device, room.device, room.host, room.disk)  # type: ignore[arg-type]
+    rates = measured(config, machine, plan.model, disk="nvme" in bytes_of)
+    seconds = step_seconds(plan, rates, forward_flops=flops[0], backward_flops=flops[1])
+    return {"bytes": bytes_of, "step_s": seconds, "rates": rates.source}

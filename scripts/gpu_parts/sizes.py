@@ -1,0 +1,109 @@
+"""How large everything is: for a GPU, and for the dry run, which does the same with next to nothing."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+MiB, GiB = 2**20, 2**30
+
+
+@dataclass(frozen=True)
+class Model:
+    """A GPT to be timed.
+
+    Attributes:
+        config: of `zero.models.GPTConfig`.
+        rows: of a step, one number after the other; a row is `config["seq"]` tokens.
+        activations: kept, or computed again in backward, by every system alike.
+        seconds: that its task may take in a run of the usual length.
+    """
+
+    name: str
+    config: dict[str, Any]
+    rows: tuple[int, ...]
+    activations: Literal["keep", "remat"]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one run.
+
+    Attributes:
+        laws, law_rows, law_steps: the model whose bits are compared, and how long it is trained.
+        compile: backend of the compiled units.
+        speed: what systems are timed with.
+        warm, timed, rounds: steps before those that are timed, those, and how often all systems take turns at most.
+        largest: what is tried with offload=auto, the surest first.
+        largest_steps: made with each.
+        traced: the model whose step is profiled.
+        page_bytes: of the store; None: as the library has it.
+        copy_bytes, disk_bytes, product: of what is copied, written, and the width of what is multiplied, for rates.
+    """
+
+    laws: dict[str, Any]
+    law_rows: int
+    law_steps: int
+    compile: bool | str
+    speed: tuple[Model, ...]
+    warm: int
+    timed: int
+    rounds: int
+    largest: tuple[Model, ...]
+    largest_steps: int
+    traced: Model
+    page_bytes: int | None
+    copy_bytes: int
+    disk_bytes: int
+    product: int
+    law_pages: tuple[int, ...] = field(default=(64 * 1024,))
+
+
+def _gpt(width: int, layers: int, seq: int, vocab: int = 50304, heads: int | None = None) -> dict[str, Any]:
+    return {"vocab": vocab, "width": width, "layers": layers, "heads": heads or width // 64, "seq": seq}
+
+
+SMALL = Model("124M", _gpt(768, 12, 1024), (4, 32), "keep", 35)
+MEDIUM = Model("340M", _gpt(1024, 24, 1024), (4, 16), "keep", 65)
+LARGE = Model("1.3B", _gpt(2048, 24, 2048, heads=16), (16, 2), "remat", 110)
+
+FULL = Sizes(
+    laws=_gpt(256, 4, 128, vocab=1024),
+    law_rows=4,
+    law_steps=4,
+    compile=True,
+    speed=(SMALL, MEDIUM, LARGE),
+    warm=2,
+    timed=4,
+    rounds=3,
+    largest=(
+        Model("6.7B", _gpt(4096, 32, 2048, heads=32), (8,), "remat", 70),
+        Model("14B", _gpt(5120, 44, 2048, heads=40), (8,), "remat", 110),
+    ),
+    largest_steps=3,
+    traced=Model("340M", _gpt(1024, 24, 1024), (8,), "keep", 25),
+    page_bytes=None,
+    copy_bytes=512 * MiB,
+    disk_bytes=1 * GiB,
+    product=8192,
+)
+
+_TINY = _gpt(32, 2, 16, vocab=64, heads=2)
+
+DRY = Sizes(
+    laws=_TINY,
+    law_rows=2,
+    law_steps=2,
+    compile="eager",
+    speed=(Model("tiny", _TINY, (2, 1), "remat", 20),),
+    warm=1,
+    timed=1,
+    rounds=2,
+    largest=(Model("tiny", _TINY, (2,), "remat", 5), Model("tiny, deep", {**_TINY, "layers": 6}, (2,), "remat", 5)),
+    largest_steps=2,
+    traced=Model("tiny", _TINY, (2,), "keep", 5),
+    page_bytes=4096,
+    copy_bytes=MiB,
+    disk_bytes=MiB,
+    product=64,
+    law_pages=(4096,),
+)

@@ -1,0 +1,152 @@
+"""What several parts train with: rows, first values, and a run of this library that is closed at its end."""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import zero
+from gpu_parts.doors import Gpu
+from gpu_parts.sizes import Sizes
+from zero.models import GPT, GPTConfig, loss
+from zero.planning.activations import trace
+from zero.unit import split
+
+LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
+
+TILE = 1_000_003
+"""Values that first values repeat; a prime, so that no two rows of a matrix are the same."""
+
+
+class Away(NamedTuple):
+    """Where states sleep, and who updates them."""
+
+    preset: str
+    compute: str = "device"
+
+
+HERE = Away("none")
+
+
+def tokens(config: GPTConfig, rows: int, gpu: Gpu, step: int = 0) -> Tensor:
+    """(rows, seq + 1) on the GPU, the same for all systems."""
+    draw = torch.Generator().manual_seed(step)
+    return torch.randint(config.vocab, (rows, config.seq + 1), generator=draw).to(gpu.device)
+
+
+class Values:
+    """First values by name, the same for all systems, as fast as memory is: those of a drawn tile, over and over."""
+
+    def __init__(self) -> None:
+        self._tile = torch.randn(TILE, generator=torch.Generator().manual_seed(0)) * 0.02
+
+    def __call__(self, name: str, parameter: Tensor) -> None:
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)
+            return
+        first = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % TILE
+        tile, flat = self._tile.roll(first).to(parameter.device), parameter.view(-1)
+        whole = flat.numel() // TILE
+        flat[: whole * TILE].view(whole, TILE).copy_(tile.expand(whole, TILE))
+        flat[whole * TILE :].copy_(tile[: flat.numel() - whole * TILE])
+
+
+def optimizer(clip: float | None = CLIP) -> Any:
+    """Ours, with decay of matrices only."""
+    return zero.adamw(LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY, clip=clip)
+
+
+def torch_optimizer(parameters: list[Tensor]) -> torch.optim.AdamW:
+    """torch's fused one, which does the same."""
+    matrices = {"params": [one for one in parameters if one.ndim > 1], "weight_decay": WEIGHT_DECAY}
+    others = {"params": [one for one in parameters if one.ndim <= 1], "weight_decay": 0.0}
+    return torch.optim.AdamW([matrices, others], lr=LR, betas=BETAS, eps=EPS, fused=True)
+
+
+def whole_model(config: GPTConfig, gpu: Gpu, values: Values, dtype: torch.dtype = torch.float32) -> GPT:
+    """The model on the GPU, for those who do not shard it."""
+    with gpu.device:
+        model = GPT(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values(name, parameter)
+    return model.to(dtype)
+
+
+def recomputing(model: GPT) -> None:
+    """Keep of each block nothing but its input, as `activations="remat"` does."""
+    from torch.utils.checkpoint import checkpoint
+
+    def again(forward: Any) -> Any:
+        return lambda x: checkpoint(forward, x, use_reentrant=False)
+
+    for block in model.blocks:
+        block.forward = again(block.forward)
+
+
+def activation_bytes(config: GPTConfig, rows: int, dtype: torch.dtype, *, remat: bool) -> tuple[int, float, float]:
+    """(bytes that forward and backward of a microbatch take by the library's count, flops of each of the two)."""
+    with zero.empty():
+        model = GPT(config)
+    meta = torch.empty(rows, config.seq + 1, dtype=torch.int64, device="meta")
+    told = trace(model, split(model, world_size=1, class_names=None), loss, meta, compute=dtype, remat=remat)
+    return told.peak_bytes, told.forward_flops, told.backward_flops
+
+
+class Running:
+    """A run of this library; its state changes with each step."""
+
+    def __init__(self, plan: zero.Plan, values: Values | None, seed: int = 0) -> None:
+        self.plan, self._store = plan, zero.open_store(plan)
+        try:
+            self.state = zero.init(plan, self._store, seed=seed, weights=values)
+        except BaseException:
+            self._store.close()
+            raise
+        self._step = zero.make_step(plan, loss)
+
+    def step(self, rows: Tensor) -> zero.Metrics:
+        self.state, metrics = self._step(self.state, [rows])
+        return metrics
+
+    def settle(self) -> None:
+        """Return when no thread of the store has anything to do."""
+        self._store.settle()
+
+    def settled_step(self, rows: Tensor) -> None:
+        """A step and all that goes on beside it. torch's profiler, told to look at all threads, crashes where one of
+        them is at work as it starts or stops."""
+        self.step(rows)
+        self.settle()
+
+    def close(self) -> None:
+        self._store.close()
+
+
+@contextlib.contextmanager
+def running(
+    config: GPTConfig,
+    gpu: Gpu,
+    sizes: Sizes,
+    disk: Path,
+    *,
+    away: Away = HERE,
+    clip: float | None = CLIP,
+    values: Values | None = None,
+    page_bytes: int | None = None,
+    **plan: Any,
+) -> Iterator[Running]:
+    """A run that is closed whatever happens in the block; `plan` goes to `zero.Plan`."""
+    with zero.empty():
+        model = GPT(config)
+    page_bytes = page_bytes or sizes.page_bytes
+    offload = zero.Offload(away.preset, path=str(disk), compute=away.compute, page_bytes=page_bytes)
+    made = Running(zero.Plan(model, optimizer=optimizer(clip), world=gpu.world(), offload=offload, **plan), values)
+    try:
+        yield made
+    finally:
+        made.close()

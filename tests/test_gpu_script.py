@@ -1,0 +1,273 @@
+"""`scripts/gpu`: its dry run, what is left of it when something hangs, crashes or is killed, and its page.
+
+What only a GPU can say is not here: the doors are the same code with a simulated one behind them.
+"""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "scripts" / "gpu"
+LIMIT_S = 110
+"""Of any process here, on a busy machine; it takes a quarter of that on two quiet cores."""
+
+sys.path.append(str(SCRIPT.parent))
+
+from gpu_parts.page import HEADING, NONE_YET, page, row_text  # noqa: E402 - found through the line above
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, arguments)]
+    found = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a whole dry run leaves."""
+    made = tmp_path_factory.mktemp("gpu")
+    run(SCRIPT, "--dry", "--out", made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def told(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "gpu.json").read_text())
+
+
+def rows(told: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    return [row for task in told["tasks"] for row in task.get("rows", []) if row["kind"] == kind]
+
+
+# -- a dry run ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_part_ends_well_and_says_nothing_of_an_error(told, folder):
+    ends = {f"{task['part']} {task['name']}": task["status"] for task in told["tasks"]}
+    assert set(ends.values()) == {"done"}, (ends, (folder / "log.txt").read_text()[-3000:])
+    assert {task["part"] for task in told["tasks"]} == {1, 2, 3, 4, 5}
+    assert not [row for task in told["tasks"] for row in task["rows"] if "error" in row]
+    assert told["simulated"]
+
+
+def test_all_ways_to_train_have_the_same_bits(told):
+    digests = rows(told, "digest")
+    assert all(row["equal"] for row in digests)
+    families = Counter((row["precision"], row["family"]) for row in digests)
+    assert {precision for precision, _ in families} == {"fp32", "bf16", "fp16"}
+    assert families["bf16", ""] >= 15
+    assert families["bf16", "compiled"] >= 3
+    assert {row["precision"] for row in rows(told, "bound") if row["holds"]} == {"fp32", "bf16", "fp16"}
+
+
+def test_every_system_takes_its_turns_and_is_looked_into(told):
+    timed = Counter(row["system"] for row in rows(told, "speed"))
+    assert len(timed) == 7
+    assert len(set(timed.values())) == 1, "as often as each other"
+    steps = {row["system"]: row for row in rows(told, "step")}
+    assert set(steps) == set(timed)
+    assert all(row["launches"] > 0 for row in steps.values())
+    assert "page in" in steps["stage 3, nvme"]["shares"]
+    assert steps["FSDP2"]["waits"] is None, "not on a simulated GPU"
+
+
+def test_the_largest_lies_on_every_tier(told):
+    forecast = rows(told, "forecast")[-1]
+    assert all(forecast["bytes"][tier] > 0 for tier in ("device", "host", "nvme"))
+    assert forecast["step_s"] > 0
+    assert len([row for row in rows(told, "largest") if row["model"] == forecast["model"]]) == 2
+
+
+def test_traces_are_small_files_that_a_viewer_opens(told, folder):
+    names = [name for row in rows(told, "exposed") for name in row["files"]]
+    assert len(names) == 4
+    for name in names:
+        with gzip.open(folder / name) as file:
+            assert json.load(file)["traceEvents"]
+    left = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(left) <= 8, "as many as a machine that is lent may give back"
+    assert not [path for path in folder.iterdir() if path.is_dir()], "nothing of what slept on the disk"
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_made_from_the_json_alone(told, folder):
+    made = run(SCRIPT, "--page", folder / "gpu.json").stdout
+    assert made == (folder / "gpu.md").read_text() == page(told)
+    assert made.startswith(f"{HEADING}\n\nNothing of this ran on a GPU")
+    for title in ("The machine", "The laws", "Speed", "The largest", "One step", "How the parts ended"):
+        assert f"### {title}" in made
+    for line in made.splitlines():
+        assert not line.startswith("|") or line.endswith("|")
+
+
+def test_there_is_a_page_of_whatever_was_told(told):
+    """A run that is cut short anywhere."""
+    for number, task in enumerate(told["tasks"]):
+        cut = deepcopy(told)
+        for later in cut["tasks"][number:]:
+            later.update(status="not begun", rows=[])
+        for count in range(len(task["rows"])):
+            cut["tasks"][number].update(status="cut after 3 s, its limit", rows=task["rows"][:count])
+            assert "cut after 3 s" in page(cut)
+    for task in told["tasks"]:
+        assert all(row_text(row) for row in task["rows"])
+
+
+def test_a_page_shows_what_only_a_gpu_can_say():
+    speed = {"kind": "speed", "model": "1B", "round": 0, "tokens": 1000, "plan_bytes": 2**30, "flops": 4e13}
+    speed |= {"peak_bytes": 3 * 2**29, "peak_flops": 1e15}
+    given = [
+        {"kind": "fact", "what": "GPU", "value": "NVIDIA H200"},
+        {"kind": "rate", "what": "a way that is shut", "unit": "GB/s", "error": "RuntimeError: no"},
+        {"kind": "digest", "precision": "bf16", "family": "", "case": "nvme", "digest": "abc", "equal": False},
+        {"kind": "bound", "precision": "fp32", "steps": 8, "bound": 1e-5, "loss": 1e-3, "norm": 0.0, "holds": False},
+        {"kind": "hazards", "case": "cpu", "found": 2, "texts": ["2 x write by aten::copy_"]},
+        {"kind": "model", "model": "1B", "parameters": 10**9, "activations": "keep", "seq": 10},
+        {**speed, "system": "forward and backward", "step_s": [0.1]},
+        {**speed, "system": "FSDP2", "step_s": [0.2]},
+        {**speed, "system": "stage 3", "step_s": [0.15, 0.17, 0.16]},
+        {"kind": "speed", "model": "1B", "system": "stage 3, cpu", "round": 0, "error": "OutOfMemoryError: CUDA"},
+        {"kind": "forecast", "model": "14B", "parameters": 14 * 10**9, "tokens": 5, "error": "ConfigError: too little"},
+    ]
+    made = page({"tasks": [{"part": 1, "name": "all", "status": "done", "rows": given}]})
+    assert "NVIDIA H200. One rank" in made
+    assert "| a way that is shut | RuntimeError: no |" in made
+    assert "| bf16 |  | 1 | 0 | nvme: abc |" in made
+    assert "**does not**" in made
+    assert "2 x write by aten::copy_" in made
+    assert "| stage 3 | 160.0 (150.0 to 170.0) | 6,250 | 25.0% | 1.60 | 0.80 | 1.50 | 1.00 |" in made
+    assert "stage 3, cpu: OutOfMemoryError: CUDA" in made
+    assert "ConfigError: too little" in made
+    assert "dry run" not in made
+
+
+def section() -> str:
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    begin = text.index(f"{HEADING}\n")
+    end = text.find("\n## ", begin)
+    return text[begin : len(text) if end < 0 else end + 1].strip() + "\n"
+
+
+def test_documentation_and_readme_say_what_has_been_seen_of_a_gpu():
+    """`docs/gpu.json` is what a run on one left; without it both say that there was none."""
+    readme, seen = (ROOT / "README.md").read_text(), ROOT / "docs" / "gpu.json"
+    if seen.exists():
+        told = json.loads(seen.read_text())
+        assert not told["simulated"], "a dry run has seen no GPU"
+        assert section() == page(told), "scripts/gpu --page docs/gpu.json prints the section"
+        assert "No GPU has run it yet" not in readme
+        assert "docs/benchmarks.md#on-a-gpu" in readme
+    else:
+        assert section() == f"{HEADING}\n\n{NONE_YET}\n"
+        assert "No GPU has run it yet" in readme
+
+
+# -- what is left when something goes wrong ----------------------------------------------------------------------------
+
+BROKEN = """
+import os, signal, sys, threading
+from pathlib import Path
+from gpu_parts.page import page
+from gpu_parts.run import Budget, Ledger, Task, run_all
+
+def hang(tell, budget):
+    tell({"kind": "note", "text": "before it hung"})
+    threading.Event().wait()
+
+def crash(tell, budget):
+    tell({"kind": "note", "text": "before it crashed"})
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def fail(tell, budget):
+    tell({"kind": "note", "text": "before it failed"})
+    raise ValueError("wrong\\nby far")
+
+def leave(tell, budget):
+    os._exit(3)
+
+def well(tell, budget):
+    tell({"kind": "note", "text": f"{budget.limit_s:.0f}"})
+
+tasks = [Task(1, "hang", 3.2, hang), Task(2, "crash", 10, crash), Task(3, "fail", 10, fail),
+         Task(3, "leave", 10, leave), Task(4, "well", 10, well), Task(5, "lacks", 10, well, ("torch", "zlib_ng")),
+         Task(5, "last", 1, well)]
+out = Path(sys.argv[1])
+ledger = Ledger(out, {"simulated": True}, tasks, page)
+run_all(tasks, ledger, Budget(54.2), log=out / "log.txt", missing=["zlib_ng"])
+"""
+
+
+def test_a_task_that_hangs_or_crashes_costs_only_itself(tmp_path):
+    program = tmp_path / "broken.py"
+    program.write_text(f"import sys\nsys.path.append({str(SCRIPT.parent)!r})\n{BROKEN}")
+    printed = run(program, tmp_path / "out").stdout
+    told = json.loads((tmp_path / "out" / "gpu.json").read_text())
+    ends = {task["name"]: task["status"] for task in told["tasks"]}
+    assert ends["hang"].startswith("cut after 3 s")
+    assert ends["crash"] == "killed by SIGSEGV"
+    assert ends["fail"] == "failed: ValueError: wrong"
+    assert ends["leave"] == "ended with 3"
+    assert ends["well"] == ends["last"] == "done"
+    assert ends["lacks"] == "left out: this Python has no zlib_ng"
+    found = [row["text"] for row in rows(told, "note")]
+    assert found[:3] == ["before it hung", "before it crashed", "before it failed"]
+    assert int(found[3]) > 10, "what the others left of their time went to those after them"
+    log = (tmp_path / "out" / "log.txt").read_text()
+    assert "in hang" in log, "where it hung"
+    assert "Segmentation fault" in log
+    assert "part 2, crash: killed by SIGSEGV" in printed
+    assert "killed by SIGSEGV" in (tmp_path / "out" / "gpu.md").read_text()
+
+
+def test_a_run_that_is_killed_leaves_the_parts_that_it_had(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--dry", "--parts", "1,2", "--out", str(tmp_path)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    ) as child:
+        assert child.stdout is not None
+        try:
+            assert any(line.startswith("part 1, ") for line in child.stdout)
+        finally:
+            child.kill()
+    told = json.loads((tmp_path / "gpu.json").read_text())
+    first, second = told["tasks"][:2]
+    assert first["status"] == "done"
+    assert rows({"tasks": [first]}, "rate")
+    assert second["status"] in ("running", "not begun")
+    assert "running" in page(told) or "not begun" in page(told)
+
+
+def test_there_is_a_word_for_a_part_that_does_not_exist(tmp_path):
+    found = subprocess.run(
+        [sys.executable, SCRIPT, "--parts", "7", "--out", tmp_path],
+        capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert found.returncode == 1
+    assert "there are 1 to 5" in found.stderr
+
+
+def test_a_finding_of_the_sanitizer_names_the_lines_of_the_library():
+    from gpu_parts.doors import _hazard_text
+
+    def access(kind: str, line: int) -> SimpleNamespace:
+        frames = [SimpleNamespace(filename=name, lineno=line) for name in ("/x/zero/update.py", "/x/torch/autograd.py")]
+        return SimpleNamespace(type=SimpleNamespace(name=kind), operator="aten::copy_(Tensor self)", stack_trace=frames)
+
+    error = SimpleNamespace(current_access=access("WRITE", 7), previous_access=access("READ", 3))
+    expected = "write by aten::copy_ at zero/update.py:7, and no wait after read by aten::copy_ at zero/update.py:3"
+    assert _hazard_text(error) == expected

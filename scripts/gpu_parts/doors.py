@@ -24,6 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 GiB = 2**30
 Run = Callable[[], object]
 
+LIBRARY = f"{Path(__file__).resolve().parent.parent.parent / 'zero'}{os.sep}"
+
 HOST_RESERVE_BYTES = 8 * GiB
 """Of free host memory, what plans leave to libraries and to first values: a system out of memory ends everything."""
 
@@ -106,7 +108,9 @@ class Gpu:
 
     def fill_gaps(self) -> None:
         """Let the allocator's blocks grow in place, where nearly all memory will be taken; before anything is."""
-        with contextlib.suppress(RuntimeError):  # not every driver can, and then it goes without
+        with contextlib.suppress(
+            RuntimeError, AttributeError
+        ):  # not every driver can, and the door is a private one, and then it goes without
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
     def begin_peak(self) -> None:
@@ -307,9 +311,8 @@ def _hazard_text(error: Any) -> str:
 
 
 def _access_text(access: Any) -> str:
-    library = f"{os.sep}zero{os.sep}"
-    ours = [frame for frame in access.stack_trace if library in frame.filename]
-    where = f" at zero/{ours[-1].filename.rpartition(library)[2]}:{ours[-1].lineno}" if ours else ""
+    ours = [frame for frame in access.stack_trace if frame.filename.startswith(LIBRARY)]
+    where = f" at zero/{ours[-1].filename.removeprefix(LIBRARY)}:{ours[-1].lineno}" if ours else ""
     kind = "write" if access.type.name == "WRITE" else "read"
     return f"{kind} by {str(access.operator).split('(')[0]}{where}"
 

@@ -25,6 +25,9 @@ from zero.models import GPTConfig, loss
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BOUNDS = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 2e-3}
+LOOKED_AT = 3
+"""Steps under the sanitizer, which is slow: the second is the first with an update before it."""
+
 STATIC_SCALE = 1024.0
 """Of fp16 beside plain torch, which has no dynamic one here; a power of two, so it rounds nothing."""
 
@@ -48,6 +51,8 @@ def cases(sizes: Sizes) -> Iterator[Case]:
             yield Case(
                 "", f"{preset}, {page_bytes // 1024} KiB pages", {"away": Away(preset), "page_bytes": page_bytes}
             )
+    for prefetch in (0, 2):
+        yield Case("", f"infinity, prefetch {prefetch}", {"away": Away("infinity"), "prefetch": prefetch})
     for stage in (0, 1, 2):
         yield Case("", f"stage {stage}", {"stage": stage})
     yield Case("", "stage 1, nvme", {"stage": 1, "away": Away("nvme")})
@@ -97,7 +102,7 @@ def tell_hazards(gpu: Gpu, sizes: Sizes, disk: Path, tell: Tell, budget: Budget)
         ("infinity, remat", {"away": Away("infinity"), "activations": "remat"}),
     ):
         try:
-            found = gpu.hazards(partial(_trained, gpu, sizes, disk, "bf16", more))
+            found = gpu.hazards(partial(_trained, gpu, sizes, disk, "bf16", more, LOOKED_AT))
             tell({"kind": "hazards", "case": name, "found": found and len(found), "texts": (found or [])[:20]})
         except Exception as error:  # the sanitizer is torch's own, private, and may not run at all
             tell({"kind": "hazards", "case": name, "error": error_text(error)})
@@ -129,11 +134,11 @@ def _tell_digests(them: Iterator[Case], precision: str, gpu: Gpu, sizes: Sizes, 
         tell({**row, "seconds": round(time.perf_counter() - begin_s, 2)})
 
 
-def _trained(gpu: Gpu, sizes: Sizes, disk: Path, precision: str, plan: dict[str, Any]) -> str:
+def _trained(gpu: Gpu, sizes: Sizes, disk: Path, precision: str, plan: dict[str, Any], steps: int | None = None) -> str:
     """The digest after some steps."""
     config = GPTConfig(**sizes.laws)
     with running(config, gpu, sizes, disk, precision=_precision(precision), **plan) as run:
-        for number in range(sizes.law_steps):
+        for number in range(steps or sizes.law_steps):
             run.step(tokens(config, sizes.law_rows, gpu, number))
         return digest(run.state)
 

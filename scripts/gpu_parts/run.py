@@ -1,8 +1,9 @@
 """Runs tasks one after the other, each in a process of its own that is killed at its limit, and keeps what they tell.
 
 A task tells rows, and every row is in `gpu.json` before the next one comes: whatever ends a task, or all of this, costs
-what was not told yet. Processes are forked, so that torch is imported once; nothing here touches a GPU, which is what
-makes that right. No torch in this file: what a crash of it leaves must still be written.
+what was not told yet. Processes are forked where that can be, so that torch is imported once: a process that was forked
+can use a GPU only if nothing asked for one before, and nothing here does. No torch in this file: what a crash of it
+leaves must still be written.
 """
 
 import contextlib
@@ -101,9 +102,22 @@ class Ledger:
 
 
 def run_all(
-    tasks: Sequence[Task], ledger: Ledger, budget: Budget, *, log: Path, missing: Sequence[str] = (), say: Tell = print
+    tasks: Sequence[Task],
+    ledger: Ledger,
+    budget: Budget,
+    *,
+    log: Path,
+    missing: Sequence[str] = (),
+    say: Tell = print,
+    start: str = "fork",
 ) -> None:
-    """Every task in order. Each gets its share of the time that is left: what one leaves goes to all after it."""
+    """Every task in order. Each gets its share of the time that is left: what one leaves goes to all after it.
+
+    Args:
+        log: file of what the tasks print.
+        missing: packages that this Python has not.
+        start: how processes start, "fork" or "spawn".
+    """
     for number, task in enumerate(tasks):
         weight = task.seconds / sum(later.seconds for later in tasks[number:])
         limit_s, lacking = budget.left_s * weight, [name for name in task.needs if name in missing]
@@ -112,17 +126,34 @@ def run_all(
         elif limit_s < LEAST_S:
             ledger.end(number, "left out: no time was left")
         else:
-            _run(number, task, ledger, limit_s, log, say)
+            print(f"part {task.part}, {task.name}, for at most {limit_s:.0f} s", flush=True)
+            _run(number, task, ledger, limit_s, log, say, start)
         entry = ledger.told["tasks"][number]
         print(f"part {task.part}, {task.name}: {entry['status']} ({entry.get('seconds', 0):.0f} s)", flush=True)
 
 
-def _run(number: int, task: Task, ledger: Ledger, limit_s: float, log: Path, say: Tell) -> None:
+def works_forked(run: Callable[[], object]) -> bool:
+    """Whether `run` succeeds in a process that is forked off now."""
+
+    def attempt() -> None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - it is an answer here, and no error
+        run()
+
+    child = multiprocessing.get_context("fork").Process(target=attempt, daemon=True)
+    child.start()
+    child.join(timeout=LAST_WORDS_S)
+    child.kill()
+    return child.exitcode == 0
+
+
+def _run(number: int, task: Task, ledger: Ledger, limit_s: float, log: Path, say: Tell, start: str) -> None:
     """One task, to its end or its limit."""
     ledger.begin(number, limit_s)
-    context, begin_s = multiprocessing.get_context("fork"), time.monotonic()
+    context: Any = multiprocessing.get_context(start)
+    begin_s = time.monotonic()
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(task, theirs, ours, log, limit_s), daemon=True)
+    other_end = ours if start == "fork" else None  # a process that was spawned has only what it was given
+    child = context.Process(target=_child, args=(task, theirs, other_end, log, limit_s))
     sys.stdout.flush()
     child.start()
     theirs.close()
@@ -171,9 +202,10 @@ def _how_it_ended(code: int | None, rows: list[Row]) -> str:
     return f"killed by {signal.Signals(-code).name}"
 
 
-def _child(task: Task, pipe: Connection, other_end: Connection, log: Path, limit_s: float) -> None:
-    """The task's process, from its fork to its end, which takes no notice of what is still open."""
-    other_end.close()
+def _child(task: Task, pipe: Connection, other_end: Connection | None, log: Path, limit_s: float) -> None:
+    """The task's process, from its start to its end, which takes no notice of what is still open."""
+    if other_end is not None:
+        other_end.close()
     os.setsid()  # so that what it starts ends with it
     _die_with_parent()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

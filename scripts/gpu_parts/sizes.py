@@ -62,9 +62,9 @@ def _gpt(width: int, layers: int, seq: int, vocab: int = 50304, heads: int | Non
     return {"vocab": vocab, "width": width, "layers": layers, "heads": heads or width // 64, "seq": seq}
 
 
-SMALL = Model("124M", _gpt(768, 12, 1024), (4, 32), "keep", 35)
+SMALL = Model("124M", _gpt(768, 12, 1024), (4, 32), "keep", 30)
 MEDIUM = Model("340M", _gpt(1024, 24, 1024), (4, 16), "keep", 65)
-LARGE = Model("1.3B", _gpt(2048, 24, 2048, heads=16), (16, 2), "remat", 110)
+LARGE = Model("1.3B", _gpt(2048, 24, 2048, heads=16), (8, 2), "remat", 130)
 
 FULL = Sizes(
     laws=_gpt(256, 4, 128, vocab=1024),

@@ -292,6 +292,15 @@ def test_a_forked_process_that_cannot_use_the_gpu_is_told_from_one_that_can():
     assert run("-c", program).stdout == "True False\n"
 
 
+def test_there_is_a_word_for_a_machine_without_a_gpu(tmp_path):
+    found = subprocess.run(
+        [sys.executable, SCRIPT, "--out", tmp_path], env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert found.returncode == 1
+    assert "finds no GPU here; --dry does without one" in found.stderr
+
+
 def test_there_is_a_word_for_a_part_that_does_not_exist(tmp_path):
     found = subprocess.run(
         [sys.executable, SCRIPT, "--parts", "7", "--out", tmp_path],

@@ -17,8 +17,8 @@ NONE_YET = "No GPU has been seen yet: this section is what `scripts/gpu --page g
 HEADING = "## On a GPU"
 
 BEGINNING = """\
-`{command}`, {date}, {device}. One rank. A part that was cut or failed says so at the end; what it had told by then is
-here.
+`{command}`, {date}{commit}, {device}. One rank. A part that was cut or failed says so at the end; what it had told by
+then is here.
 """
 
 SPEED = """\
@@ -50,6 +50,7 @@ def _beginning(told: Row) -> str:
     known = {"command": "scripts/gpu", "date": "", "device": "not known yet"}
     found = {row["what"]: row["value"] for row in _rows(told, "fact")}
     known |= {key: told[key] for key in known if told.get(key)} | ({"device": found["GPU"]} if "GPU" in found else {})
+    known["commit"] = f", commit {told['commit']}" if told.get("commit") else ""
     simulated = "Nothing of this ran on a GPU: it is a dry run.\n\n" if told.get("simulated") else ""
     return simulated + BEGINNING.format(**known)
 

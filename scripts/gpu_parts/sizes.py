@@ -77,7 +77,7 @@ FULL = Sizes(
     rounds=3,
     largest=(
         Model("6.7B", _gpt(4096, 32, 2048, heads=32), (8,), "remat", 70),
-        Model("14B", _gpt(5120, 44, 2048, heads=40), (8,), "remat", 110),
+        Model("14B", _gpt(5120, 44, 2048, heads=40), (8,), "remat", 130),
     ),
     largest_steps=3,
     traced=Model("340M", _gpt(1024, 24, 1024), (8,), "keep", 25),

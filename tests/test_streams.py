@@ -3,6 +3,7 @@
 That the checks find what they are for is shown by taking every wait of the library away, one at a time.
 """
 
+import ast
 import itertools
 import random
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from zero.full import digest
 from zero.interop.parameters import safe_get_full_grad
 from zero.testing import RaceError, run_ranks, simulated_gpu
 from zero.testing.races import Agent, History
+from zero.testing.simulated import Site
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, ROWS, STEPS = 32, 2, 3
@@ -172,6 +174,47 @@ def train_and_edit(world: zero.World, path: Path, **given) -> str:
     return told
 
 
+def train_and_forget(world: zero.World, path: Path, **given) -> str:
+    """A step's gradients are dropped as they are on their way, and the step goes on."""
+    state, _ = start(world, path, accumulate=3, **given)
+    for number in range(STEPS):
+        under_way = zero.Step(state)
+        for part in range(3):
+            under_way.microbatch()
+            under_way.backward(loss(state.model, rows(3 * number + part, world, torch.bfloat16)))
+            if part == 1:
+                under_way.forget()
+        state, _ = under_way.finish()
+    told = digest(state)
+    state.machinery.store.close()
+    return told
+
+
+def train_interrupted(world: zero.World, path: Path, **given) -> str:
+    """A gather breaks off after its copies were enqueued, and the step is made again."""
+    state, step = start(world, path, **given)
+    residency, dtype = state.machinery.gatherer.residency, state.plan.precision.compute
+    fetch = residency._fetch
+    for number in range(STEPS):
+        calls = itertools.count()
+
+        def breaks_off(*args, calls=calls):
+            found = fetch(*args)
+            if next(calls) == 1:
+                raise InterruptedError
+            return found
+
+        residency._fetch = breaks_off
+        try:  # where there is nothing to gather nothing breaks off
+            state, _ = step(state, [rows(number, world, dtype)])
+        except InterruptedError:
+            residency._fetch = fetch
+            state, _ = step(state, [rows(number, world, dtype)])
+    told = digest(state)
+    state.machinery.store.close()
+    return told
+
+
 def train_own_loop(world: zero.World, path: Path, stage: int = 3, **offload) -> str:
     """zero.initialize, gradients read in the middle of the step, an evaluation between steps."""
     with world.exclusive():
@@ -209,7 +252,7 @@ SCENARIOS: dict[str, Run] = {
     **{f"{preset}, two microbatches": scenario(preset=preset, accumulate=2) for preset in ("cpu", "infinity")},
     **{f"{preset} at stage 1": scenario(preset=preset, stage=1, accumulate=2) for preset in ("cpu", "nvme")},
     "cpu, updated by the host": scenario(preset="cpu", compute="host"),
-    "serial": scenario(preset="cpu", update="serial"),
+    "serial": scenario(preset="nvme", update="serial"),
     "eager": scenario(preset="nvme", update="eager", optimizer=zero.adamw(1e-2)),
     "fp32": scenario(preset="infinity", precision="fp32"),
     "activations on the host": scenario(activations="offload", count=64),
@@ -219,6 +262,10 @@ SCENARIOS: dict[str, Run] = {
     "saved, infinity": scenario(train_and_save, preset="infinity"),
     "edited": scenario(train_and_edit, preset="infinity"),
     "edited at stage 0": scenario(train_and_edit, stage=0),
+    "forgotten": scenario(train_and_forget, stage=0),
+    "forgotten, infinity": scenario(train_and_forget, preset="infinity"),
+    "interrupted": scenario(train_interrupted),
+    "interrupted, cpu": scenario(train_interrupted, preset="cpu"),
     "a loop of one's own": scenario(train_own_loop),
     "a loop of one's own at stage 1": scenario(train_own_loop, stage=1, offload_optimizer={"device": "cpu"}),
 }
@@ -260,3 +307,124 @@ def test_nothing_races_and_no_order_of_execution_changes_a_bit(order, name, rank
     print(f"seed {seed}")
     with simulated_gpu(races=True, order=order, seed=seed):
         assert result(name, ranks, tmp_path) == wanted
+
+
+# -- every wait is needed, and its absence is found --------------------------------------------------------------------
+
+
+class Wait(NamedTuple):
+    """A call in the library that may be a wait for the device."""
+
+    kinds: tuple[str, ...]
+    file: str
+    function: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.function}:{self.line}"
+
+
+KINDS = {
+    "wait": ("wait", "ticket", "collective"),
+    "aside": ("aside",),
+    "paging": ("wait", "finish", "paging"),
+    "join": ("join",),
+    "settle": ("settle",),
+    "lent": ("changes",),
+}
+"""What is called, to which waits it may be."""
+
+OTHERS = {
+    "zero/device.py": "the doors themselves",
+    "zero/cuda.py": "the doors themselves",
+    "zero/timeline.py": "passes waits on",
+    "zero/failure.py": "waits for a process",
+    "zero/launch/ranks.py": "waits for processes",
+    "zero/evaluate.py": "numbers of a step: `World.all_reduce`, whose wait is in the list",
+    "zero/meter.py": "the same",
+    "zero/world.py:_Timed.wait": "passes waits on",
+    "zero/world.py:World.tell": "between hosts, for numbers in their memory",
+    "zero/world.py:World.share_text": "likewise",
+    "zero/store/prefetch.py:PrefetchStore._copy": "an inner store's, which does its work when it is asked",
+    "zero/gather.py": "activations, whose waits are in the list",
+    "zero/full.py:_settle": "gradients, whose waits are in the list",
+}
+"""Files, or functions, with calls that are named like waits, and why they are none of the list."""
+
+WHERE: dict[str, tuple[str, ...]] = {
+    "zero/activation.py": ("activations on the host",),
+    "zero/checkpoint/save.py": ("saved, nvme",),
+    "zero/fetch.py": ("cpu", "infinity"),
+    "zero/full.py": ("stage 1", "edited", "nvme", "a loop of one's own at stage 1"),
+    "zero/gradient.py": ("cpu, two microbatches", "infinity, two microbatches", "a loop of one's own at stage 1"),
+    "zero/initialise.py": ("nvme",),
+    "zero/interop/original.py": ("a loop of one's own", "buffers"),
+    "zero/passes.py": ("stage 1", "interrupted", "serial"),
+    "zero/pool.py": ("stage 1", "infinity", "interrupted"),
+    "zero/reduce.py": ("stage 0", "forgotten", "stage 0, three backwards"),
+    "zero/residency.py": ("stage 1",),
+    "zero/state.py": ("stage 0",),
+    "zero/transfer.py": ("nvme",),
+    "zero/update.py": ("cpu", "cpu at stage 1", "cpu, updated by the host"),
+    "zero/world.py": ("stage 0", "saved"),
+}
+"""By file, the scenarios in which its waits are taken away."""
+
+
+def waits() -> list[Wait]:
+    """All calls that may be waits, as the library's code has them."""
+    found = []
+    for path in sorted((ROOT / "zero").rglob("*.py")):
+        file = path.relative_to(ROOT).as_posix()
+        if not file.startswith("zero/testing/"):
+            found += [wait for wait in _calls(ast.parse(path.read_text()), file, ()) if not _is_another(wait)]
+    return found
+
+
+def _calls(node: ast.AST, file: str, scope: tuple[str, ...]) -> list[Wait]:
+    found = []
+    for child in ast.iter_child_nodes(node):
+        inner = (*scope, child.name) if isinstance(child, ast.ClassDef | ast.FunctionDef) else scope
+        if isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute):
+            name, bare = child.func.attr, not child.args and not child.keywords
+            waits_for_all = name == "aside" and "PASSED" not in ast.unparse(child)
+            if (name in ("wait", "join", "settle") and bare) or name in ("paging", "lent") or waits_for_all:
+                found.append(Wait(KINDS[name], file, ".".join(scope), child.func.end_lineno or child.lineno))
+        found += _calls(child, file, inner)
+    return found
+
+
+def _is_another(wait: Wait) -> bool:
+    return any(f"{wait.file}:{wait.function}".startswith(other) for other in OTHERS)
+
+
+@pytest.mark.parametrize("wait", waits(), ids=str)
+def test_a_wait_that_is_taken_away_is_found(wait, tmp_path):
+    """By the detector, or by the bits when everything else is late."""
+    exercised = False
+    for kind in wait.kinds:
+        site, is_there, is_found = Site(kind, wait.file, wait.line), False, False
+        for name, ranks, order in itertools.product(WHERE.get(wait.file, ()), (2, 1), ("program", "late")):
+            wanted = expected(name, ranks, tmp_path)
+            seen = None
+            try:
+                with simulated_gpu(races=order == "program", order=order, without=site) as seen:
+                    is_found = result(name, ranks, tmp_path) != wanted
+            except (RaceError, AssertionError, zero.errors.ZeroError):
+                is_found = True
+            is_there = is_there or site in seen.sites
+            if is_found and is_there:
+                break
+        assert is_found or not is_there, f"nobody misses {site}"
+        exercised = exercised or is_there
+    assert exercised, f"no scenario comes to {wait}"
+
+
+def test_each_reason_why_a_call_is_no_wait_is_still_needed():
+    everything = [
+        f"{wait.file}:{wait.function}"
+        for path in sorted((ROOT / "zero").rglob("*.py"))
+        for wait in _calls(ast.parse(path.read_text()), path.relative_to(ROOT).as_posix(), ())
+    ]
+    for other in OTHERS:
+        assert any(name.startswith(other) for name in everything), other

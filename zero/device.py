@@ -48,6 +48,9 @@ class Event:
         """Let the current stream go on only after the marked point; the host does not block."""
 
 
+PASSED = Event()
+"""One that has: there is nothing to wait for."""
+
 Moment = object
 """When a stream gets somewhere, on a clock; a float is a moment of the host."""
 
@@ -107,8 +110,8 @@ class Device:
         """Enqueue on the side stream `name` what the body launches; yields the event that marks its end.
 
         Args:
-            after: begin when it has passed; None: when all has that the current stream was given so far. With an event
-                the body allocates nothing: memory that was freed since may still be in use.
+            after: begin when it has passed; None: when all has that the current stream was given so far. `PASSED`
+                where the body itself waits for whatever it needs.
         """
         yield Event()
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from zero.device import Device, Event
+from zero.device import PASSED, Device
 from zero.layout import pages
 from zero.store import Page, PrefetchStore
 from zero.transfer import load
@@ -63,7 +63,7 @@ def reading(world: World, device: Device, store: PrefetchStore, page_numel: int)
 def lending(world: World, device: Device, store: PrefetchStore, page_numel: int) -> Fetch:
     """Fill a buffer with the shards that all ranks hold in host memory, which the device itself copies from.
 
-    A rank's own range is one copy where its pages lie back to back. An update that comes later waits for `unit.read`.
+    A rank's own range is one copy where its pages lie back to back.
     """
 
     def fetch(unit: UnitState, full: Tensor, changing: bool) -> list[Handle]:
@@ -72,7 +72,6 @@ def lending(world: World, device: Device, store: PrefetchStore, page_numel: int)
             for lent in store.lent(asleep.pages):
                 device.copy(place[: lent.numel()], lent)
                 place = place[lent.numel() :]
-            unit.read = device.mark()
             if world.size == 1:
                 return []
             return [world.gather(asleep.own_S, asleep.full_P, what=unit.spec.name)]
@@ -110,12 +109,12 @@ class _Later:
 
     def __init__(self, device: Device, start: Callable[[], Sequence[Handle]]) -> None:
         self._device, self._start = device, start
-        self._asked, self._ready = device.mark(), Event()
+        self._ready = PASSED
         self._started: Sequence[Handle] | None = None
 
     def wait(self) -> None:
         if self._started is None:
-            with self._device.aside("gather", after=self._asked) as self._ready:
+            with self._device.aside("gather", after=PASSED) as self._ready:  # which asked for it
                 self._started = self._start()
         for handle in self._started:
             handle.wait()

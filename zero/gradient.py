@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from zero.device import Device, Event
+from zero.device import PASSED, Device, Event
 from zero.errors import StoreError
 from zero.plan import Plan
 from zero.store import Page, PrefetchStore, Ticket
@@ -57,13 +57,10 @@ class Gradients:
 
     def left(self, unit: UnitState) -> Event:
         """Passed when what was parked last is where it sleeps: for whoever reads it there."""
-        return _ALWAYS
+        return PASSED
 
     def reset(self) -> None:
         """Forget what was summed up so far: after an exception, or because it is not wanted."""
-
-
-_ALWAYS = Event()
 
 
 class _Buffer(NamedTuple):
@@ -126,7 +123,7 @@ class PagedGradients(Gradients):
         self._leaving.append(_Leaving(buffer, tickets))
 
     def left(self, unit: UnitState) -> Event:
-        return self._left.get(unit.index, _ALWAYS)
+        return self._left.get(unit.index, PASSED)
 
     def reset(self) -> None:
         with suppress(StoreError):  # a broken store is what is being reported already

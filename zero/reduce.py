@@ -35,7 +35,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero.device import Device, Event
+from zero.device import PASSED, Device, Event
 from zero.errors import WorldError
 from zero.gradient import Gradients
 from zero.order import CollectiveLog
@@ -106,7 +106,7 @@ class Reducer:
         self._turns = Turns([unit.index for unit in units if unit.spec.trainable.slots], rounds)
         self._rounds = rounds
         self._free = {
-            numel: [GradientFlat(torch.zeros(numel, dtype=dtype, device=device.device), Event()) for _ in range(count)]
+            numel: [GradientFlat(device.zeros(numel, dtype), PASSED) for _ in range(count)]
             for numel, count in counts.items()
         }
         self._count = Counter(unit.spec.trainable.P for unit in units if unit.spec.trainable.slots)
@@ -120,7 +120,7 @@ class Reducer:
         self._gathers: dict[int, tuple[UnitState, Handle]] = {}  # by unit: the sums of the other ranks' ranges
         self._closed: set[int] = set()  # units that expect nothing more in this step
         self._sent: set[int] = set()  # units whose microbatches were added up, and reduced: `grad` holds the sum
-        self._done = Event()
+        self._done = PASSED
         self._last = False
 
     @property
@@ -195,7 +195,7 @@ class Reducer:
         for unit in [one for one in self._units if one.filled and one.index not in self._closed]:
             self._publish_aside(unit)
         for index in list(self._gathers):
-            with self._device.aside("reduce") as self._done:
+            with self._device.aside("reduce", after=PASSED) as self._done:
                 self._complete_gather(index)
         with self._tape.stream_standing("reduce"):
             self._done.wait()
@@ -346,13 +346,15 @@ class Reducer:
             self._publish_oldest()
         if unit.index in self._gathers:  # closed too early: it had one more call
             self._be_agreed(self._turns.taken)
-            with self._device.aside("reduce") as self._done:
+            with self._device.aside("reduce", after=PASSED) as self._done:
                 self._gathers.pop(unit.index)[1].wait()
         self._closed.discard(unit.index)
         received = self._take(unit.spec.trainable.P)
         self._log.note(f"reduction of {unit.spec.name}")
         again = unit.filled and not self._adds_up(unit)
-        with self._device.aside("reduce") as self._done:  # where the sum will be: what computes need not wait for it
+        with self._device.aside(
+            "reduce", after=PASSED
+        ) as self._done:  # where its sum will be
             self._gradients.open(unit, fresh=not again, held=True)
         sum_S, what = unit.own_grad_S(self._world.rank), f"the gradient of {unit.spec.name}"
         [handle] = self._tape.under_way(
@@ -368,7 +370,7 @@ class Reducer:
     def _complete_oldest(self) -> None:
         reduction = self._under_way[0]
         self._be_agreed(reduction.turn)
-        with self._device.aside("reduce") as self._done:
+        with self._device.aside("reduce", after=PASSED) as self._done:
             reduction.handle.wait()
             self._under_way.popleft()
             self._give_back(reduction.flats, self._device.mark())
@@ -386,7 +388,7 @@ class Reducer:
 
     def _publish_aside(self, unit: UnitState) -> None:
         """Where its sum was made: a gather that starts elsewhere could send what is not added yet."""
-        with self._device.aside("reduce") as self._done:
+        with self._device.aside("reduce", after=PASSED) as self._done:
             self._publish(unit)
 
     def _complete_gather(self, index: int) -> None:

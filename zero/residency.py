@@ -156,8 +156,9 @@ class Residency:
             buffer.ready = ready
             buffer.arrivals += due
             if buffer.version != unit.version:
-                buffer.version = unit.version
+                buffer.version = -1  # until it is known what to wait for: an interrupt may come in between
                 self._fill(unit, buffer, changing=not self._is_over(due))
+                buffer.version = unit.version
 
     def _fill(self, unit: UnitState, buffer: Buffer, *, changing: bool) -> None:
         if not self._in_order:  # else there is nothing to compare: one rank may gather before a step begins

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from zero.device import Event
 from zero.optim import Hyper
 from zero.pool import Buffer
 from zero.store import Ticket
@@ -31,7 +30,6 @@ class UnitState:
         waiting: the update that the next gather must force, or None.
         due: the parts of that update which the store's threads are at.
         torn: that update began and did not end.
-        read: passed when its last gather has copied this rank's range out of the store's memory.
         version: how many times the parameters changed.
         calls: the autograd nodes of this microbatch's forward calls, until all their gradients have arrived.
         returned: how many of them have.
@@ -46,7 +44,6 @@ class UnitState:
     waiting: Hyper | None = None
     due: list[Ticket] = field(default_factory=list)
     torn: bool = False
-    read: Event = field(default_factory=Event)
     version: int = 0
     calls: list[Any] = field(default_factory=list)
     returned: int = 0

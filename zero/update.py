@@ -137,7 +137,6 @@ class Updater:
             return
         with self._device.aside("updates") as after:  # also after what stands aside of what computes
             self._gradients.left(unit).wait()
-            unit.read.wait()
         place = self._order.index(unit.index)
         unit.due = [
             self._store.modify(part.group, partial(self._work, unit, hyper, part, after), (place, part.group.number))

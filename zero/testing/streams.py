@@ -290,10 +290,18 @@ class Streams:
                     history.touch(agent, place.start, place.stop, writes=is_write, what=what)
 
     def allocated(self, tensors: Sequence[Tensor]) -> None:
-        """The current stream made them: when they are freed, what it does next may get their memory."""
+        """The current stream made them, out of what was freed in its order: others must not be at them before it is.
+
+        When they are freed, what it does next may get their memory.
+        """
         with self.lock:
+            agent = self.current.agent
+            agent.hear(self.host.known, self.host.time_s)
             for place in filter(None, map(place_of, tensors)):
-                self._history(place, self.current.agent)
+                if place.storage not in self._histories:
+                    self._history(place, agent).touch(
+                        agent, place.start, place.stop, writes=True, what="its allocation"
+                    )
 
     def launch(self, run: Callable[[], object], written: Sequence[Tensor]) -> None:
         """Run it when its stream gets there."""

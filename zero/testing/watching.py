@@ -244,8 +244,8 @@ def _collective(world: World, op: str, source: Tensor, into: Tensor, start: Call
     assert isinstance(gpu, WatchedGpu)
     streams = gpu.streams
     before, marker = Marker(), Marker()
-    streams.record(before)
     streams.allocated([source, into])
+    streams.record(before)
     lane = streams.lane()
     with streams.on(lane):
         streams.hold_back(before)

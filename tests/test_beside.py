@@ -3,6 +3,7 @@
 import inspect
 import sys
 import textwrap
+from collections import Counter
 
 import pytest
 import torch
@@ -245,6 +246,19 @@ def test_an_update_comes_after_the_gather_that_still_copies(monkeypatch):
     assert not arrived().any()
     rewrite(monkeypatch, Updater, "owe", "unit.read.wait()")
     assert arrived().any()
+
+
+def test_gradients_and_gathers_beside_compute_are_in_the_timeline():
+    with late_gpus():
+        state, rows = in_host_memory(zero.World.from_env(device="cpu"), accumulate=2)
+        step = zero.make_step(state.plan, mean_square)
+        state, _ = step(state, rows * 2)
+        with zero.record(state) as timeline:
+            step(state, rows * 2)
+    units = [unit.name for unit in state.machinery_.plan.units]
+    for row, times in (("page out", 2), ("page in", 1), ("gather", 1)):
+        seen = Counter(span.unit for span in timeline.spans if span.name == f"{row} {span.unit}")
+        assert all(seen[unit] >= times for unit in units), (row, seen)
 
 
 def test_what_starts_later_is_waited_for(monkeypatch):

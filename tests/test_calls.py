@@ -1,5 +1,6 @@
 """What a GPU's torch and system are asked for, and when: seen by the calls, since there need be no GPU."""
 
+import contextlib
 import os
 import re
 import socket
@@ -18,8 +19,8 @@ import zero.world
 from zero.config import read
 from zero.cuda import Cuda
 from zero.device import Arena, Device, GiB
-from zero.errors import MachineError
-from zero.placement import budget_bytes
+from zero.errors import HandshakeError, MachineError
+from zero.placement import Room, budget_bytes
 from zero.planning import machine
 from zero.testing import run_ranks, simulated_gpu
 from zero.testing.simulated import SimulatedGpu
@@ -217,3 +218,27 @@ def test_what_the_host_updates_beside_a_gpu_is_the_same_on_every_tier_off_it(mon
         assert none == run_ranks(1, train_small, plain)[0][0]
     assert len(set(others)) == 1
     assert none not in others
+
+
+# -- tiers -------------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_placed_parameters_elsewhere_are_refused(tmp_path):
+    """When a gather begins depends on the tier, so ranks that differ would start other collectives."""
+
+    def placed(world: zero.World) -> str:
+        room = Room(64 * 2**20 if world.rank else 7_400_000, GiB)  # rank 0 has room for its buffers alone
+        with world.exclusive(), zero.empty():
+            model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
+        plan = zero.Plan(
+            model, optimizer=zero.adamw(1e-3), world=world, room=room, units=["Linear"],
+            offload=zero.Offload("cpu", param="auto", path=str(tmp_path)),
+        )  # fmt: skip
+        assert plan.params_lent == (world.rank == 0)
+        with contextlib.closing(zero.open_store(plan)) as store, pytest.raises(HandshakeError) as refusal:
+            zero.init(plan, store)
+        return str(refusal.value)
+
+    with simulated_gpu():
+        for told in run_ranks(2, placed):
+            assert "tiers of offload=auto" in told

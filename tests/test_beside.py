@@ -223,31 +223,6 @@ def test_ranks_gather_ahead_where_no_update_is_under_way():
             assert sorted(second) == sorted(started)
 
 
-def test_an_update_comes_after_the_gather_that_still_copies(monkeypatch):
-    """Asked for and not waited for: what arrives is from before the update, all of it."""
-
-    def arrived() -> Tensor:
-        with late_gpus("gather"):
-            state, _ = in_host_memory(zero.World.from_env(device="cpu"))
-            parts, unit = state.machinery, state.machinery.units[0]
-            buffer = parts.gatherer.residency.materialise(unit)
-            before = buffer.clone()
-            buffer.zero_()
-            parts.gatherer.residency.buffer(unit).version = -1
-            parts.gatherer.residency._request(unit)
-            parts.gradients.open(unit, fresh=True).fill_(1.0)
-            parts.gradients.park(unit)
-            parts.updater.train(state.plan.optimizer.groups)
-            parts.updater.owe(unit, state.plan.optimizer.hyper_at(1, 1.0))
-            parts.store.settle()
-            parts.gatherer.residency.buffer(unit).land()
-            return before - buffer
-
-    assert not arrived().any()
-    rewrite(monkeypatch, Updater, "owe", "unit.read.wait()")
-    assert arrived().any()
-
-
 def test_gradients_and_gathers_beside_compute_are_in_the_timeline():
     with late_gpus():
         state, rows = in_host_memory(zero.World.from_env(device="cpu"), accumulate=2)

@@ -45,10 +45,8 @@ LAYERS = [
         "interop.saved interop.parameters interop.throughput interop.engine interop.begin interop",
     ),
     ("edges", "report.scale report.chart report.page report.folder report.run report.sweep report"),
-    (
-        "edges",
-        "testing.threads testing.processes testing.simulated testing.contract testing.faults testing.crash",
-    ),
+    ("edges", "testing.threads testing.operators testing.races testing.streams testing.watching testing.simulated"),
+    ("edges", "testing.processes testing.contract testing.faults testing.crash"),
     ("edges", "testing.damage testing"),
 ]
 RANK = {name: place for place, name in enumerate(name for _, names in LAYERS for name in names.split())}

@@ -140,13 +140,11 @@ class PagedGradients(Gradients):
 
     def _bring_back(self, unit: UnitState, buffer: _Buffer) -> None:
         """Load the pages of `unit`, beside what was computed since the buffer got free."""
-        with (
-            self._device.aside("gradients in", after=buffer.free) as here,
-            self._tape.streaming("page in", unit.spec.name),
-        ):
+        with self._device.aside("gradients in", after=buffer.free) as here:
             self.left(unit).wait()
-            for page, part_K in self._pages(unit):
-                self._coming.append(load(self._store, self._device, page, part_K))
+            with self._tape.streaming("page in", unit.spec.name):
+                for page, part_K in self._pages(unit):
+                    self._coming.append(load(self._store, self._device, page, part_K))
         self._await_coming()
         here.wait()
 

@@ -192,8 +192,9 @@ class Reducer:
             self._publish_oldest()
         while self._under_way:
             self._complete_oldest()
+        publish = self._publish_aside if self._world.size > 1 else self._publish  # alone, what computes made the sum
         for unit in [one for one in self._units if one.filled and one.index not in self._closed]:
-            self._publish_aside(unit)
+            publish(unit)
         for index in list(self._gathers):
             with self._device.aside("reduce", after=PASSED) as self._done:
                 self._complete_gather(index)
@@ -214,7 +215,6 @@ class Reducer:
 
     def _drop(self) -> None:
         handles = [*(one.handle for one in self._under_way), *(handle for _, handle in self._gathers.values())]
-        self._done.wait()
         with suppress(WorldError):  # a broken world is what is being reported already
             for handle in handles:
                 handle.wait()
@@ -352,9 +352,7 @@ class Reducer:
         received = self._take(unit.spec.trainable.P)
         self._log.note(f"reduction of {unit.spec.name}")
         again = unit.filled and not self._adds_up(unit)
-        with self._device.aside(
-            "reduce", after=PASSED
-        ) as self._done:  # where its sum will be
+        with self._device.aside("reduce", after=PASSED) as self._done:  # where its sum will be
             self._gradients.open(unit, fresh=not again, held=True)
         sum_S, what = unit.own_grad_S(self._world.rank), f"the gradient of {unit.spec.name}"
         [handle] = self._tape.under_way(

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero.device import Clock, Device, Event, GiB, Moment, aligned_zeros, work_alone
 from zero.testing import streams as simulation
 from zero.testing.operators import LOOKS, WAITS, Form, form_of, fresh_tensors, results_of, tensors_of
 from zero.testing.streams import Gate, Handed, Marker, Streams, quietly, thread
+from zero.testing.watching import Watched, watching
 
 ROOT = str(Path(__file__).parents[2])
 LIBRARY, HERE = f"{ROOT}/zero/", str(Path(__file__).parent)
@@ -92,7 +92,7 @@ class Simulation:
 
     def make(self) -> "SimulatedGpu":
         if not self.settings.is_watching:
-            self.gpus.append(SimulatedGpu(self))
+            self.gpus.append(SimulatedGpu(self.settings.memory_bytes))
         else:
             self.gpus.append(WatchedGpu(self))
             if thread.watching is not None:
@@ -101,16 +101,20 @@ class Simulation:
 
 
 class SimulatedGpu(Device):
-    """A device with memory of its own, by which memory of the host is told from it."""
+    """A device with memory of its own, by which memory of the host is told from it.
+
+    Args:
+        memory_bytes: what it has.
+        order, seed: see `streams`.
+    """
 
     shares_memory = False
     piece_numel, sum_numel, batch_bytes = 1 << 26, 1 << 22, 16 << 20
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, memory_bytes: int, order: str = "program", seed: int = 0) -> None:
         super().__init__(torch.device("cpu"))
-        self.simulation = simulation
-        self._memory_bytes = simulation.settings.memory_bytes
-        self.streams = Streams(simulation.settings.order, simulation.settings.seed)
+        self._memory_bytes = memory_bytes
+        self.streams = Streams(order, seed)
         self._host_memory: dict[int, int] = {}  # where pieces of it begin, and where they end
         self._pinned: set[int] = set()
         self._lock = threading.Lock()
@@ -229,11 +233,13 @@ class SimulatedClock(Clock):
         return max(self._streams.main.agent.time_s, self._streams.host.time_s)
 
 
-class WatchedGpu(SimulatedGpu):
+class WatchedGpu(SimulatedGpu, Watched):
     """A simulated GPU with streams, of which every operator is told."""
 
     def __init__(self, simulation: Simulation) -> None:
-        super().__init__(simulation)
+        settings = simulation.settings
+        super().__init__(settings.memory_bytes, settings.order, settings.seed)
+        self.simulation = simulation
         self.handed = Handed(self.streams)
         self.gate = Gate(is_held=simulation.settings.order == "late")
 
@@ -299,13 +305,6 @@ class WatchedGpu(SimulatedGpu):
         return self.streams.is_quiet
 
     # -- what is watched -----------------------------------------------------------------------------------------------
-
-    def attend(self) -> None:
-        """This thread works with this device from here on."""
-        thread.gpu = self
-        if thread.watching is None:
-            thread.watching = _Watching()
-            thread.watching.__enter__()
 
     def is_there(self, kind: str) -> bool:
         """A wait is made; it is not the one that is left out."""
@@ -401,30 +400,6 @@ COPIES = frozenset(("aten::copy_", "aten::_foreach_copy_", "aten::_to_copy", "at
 """What may have one end in memory of the host and the other on the device."""
 
 
-@contextmanager
-def operators_watched() -> Iterator[None]:
-    """Operators of this thread are told to the device that it makes."""
-    with _Watching() as thread.watching:
-        try:
-            yield
-        finally:
-            thread.watching = thread.gpu = None
-
-
-def leave() -> None:
-    """This thread works with no device any more."""
-    thread.gpu = None
-
-
-class _Watching(TorchDispatchMode):
-    """Tells the thread's device of every operator."""
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if thread.quiet or thread.gpu is None:
-            return operator(*args, **(kwargs or {}))
-        return thread.gpu.operate(operator, args, kwargs or {})
-
-
 def _again(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Sequence[Tensor]) -> None:
     """Compute what was computed too early once more, now from what its arguments hold."""
     for tensor, value in zip(results, fresh_tensors(operator(*args, **kwargs)), strict=True):
@@ -472,12 +447,10 @@ def simulated_gpu(
     Raises:
         RaceError: there is a race; usually from where it is, as the operator is called.
     """
-    from zero.testing.watching import handovers_watched  # which needs what is above
-
     seen = Simulation(Settings(memory_bytes, races, order, seed, without))
     before, Device.stand_in = Device.stand_in, seen.make
     try:
-        with handovers_watched() if seen.settings.is_watching else nullcontext():
+        with watching() if seen.settings.is_watching else nullcontext():
             yield seen
         seen.finish()
     finally:

@@ -5,6 +5,7 @@ had before it on the same pages and the same slot, and before whoever waits for 
 their own, the network's: they begin where the current stream is, and a stream that waits for one goes on after it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -12,21 +13,71 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero.store.base import Page, Ticket
 from zero.store.crew import Crew
 from zero.store.paging import Action, Asked, Copy, Due, Move, Work
 from zero.store.prefetch import PrefetchStore
 from zero.testing.races import Known
-from zero.testing.simulated import WatchedGpu, leave, operators_watched
-from zero.testing.streams import NETWORK_BYTES_PER_S, Marker, quietly, thread
+from zero.testing.streams import NETWORK_BYTES_PER_S, Gate, Handed, Marker, Streams, quietly, thread
 from zero.testing.threads import ThreadWorld
 from zero.world import Handle, ProcessWorld, World
 
 
+class Watched(ABC):
+    """A device that is told.
+
+    Attributes:
+        streams: what it keeps of streams and threads.
+        handed: what threads have handed over.
+        gate: where its store's threads may be held back.
+    """
+
+    streams: Streams
+    handed: Handed
+    gate: Gate
+
+    def attend(self) -> None:
+        """This thread works with this device from here on."""
+        thread.gpu = self
+        if thread.watching is None:
+            thread.watching = _Watching()
+            thread.watching.__enter__()
+
+    @abstractmethod
+    def operate(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """One operator."""
+
+    @abstractmethod
+    def touch_on_host(self, tensor: Tensor, *, writes: bool) -> None:
+        """The host itself moves bytes between `tensor` and something else, such as a file."""
+
+    @abstractmethod
+    def is_there(self, kind: str) -> bool:
+        """A wait is made; it is not the one that is left out."""
+
+    @abstractmethod
+    def is_home_of(self, tensor: Tensor) -> bool:
+        """It is memory of the device."""
+
+
+class _Watching(TorchDispatchMode):
+    """Tells the thread's device of every operator."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if thread.quiet or thread.gpu is None:
+            return operator(*args, **(kwargs or {}))
+        return thread.gpu.operate(operator, args, kwargs or {})
+
+
+def _leave_thread() -> None:
+    thread.watching = thread.gpu = None
+
+
 @contextmanager
-def handovers_watched() -> Iterator[None]:
-    """In the block simulated GPUs hear of what threads and ranks hand over."""
+def watching() -> Iterator[None]:
+    """In the block simulated GPUs are told of operators, and of what threads and ranks hand over."""
     wrapped: list[tuple[type, str, Callable[[Any], Any]]] = [
         (Crew, "ask", _ask),
         (Crew, "do_here", _do_here),
@@ -44,7 +95,8 @@ def handovers_watched() -> Iterator[None]:
     with ExitStack() as undo:
         for kind, name, way in wrapped:
             undo.enter_context(patch.object(kind, name, way(getattr(kind, name))))
-        undo.enter_context(operators_watched())
+        thread.watching = undo.enter_context(_Watching())
+        undo.callback(_leave_thread)
         yield
 
 
@@ -172,7 +224,7 @@ def _copy(original: Any) -> Any:
 
 def _enter(original: Any) -> Any:
     def enter(world: World) -> Any:
-        if isinstance(world.compute, WatchedGpu):
+        if isinstance(world.compute, Watched):
             world.compute.attend()
         return original(world)
 
@@ -184,7 +236,7 @@ def _exit(original: Any) -> Any:
         try:
             return original(world, *error)
         finally:
-            leave()
+            thread.gpu = None
 
     return exit_
 
@@ -222,13 +274,13 @@ COLLECTIVES = {"_gather": _gather, "_exchange": _exchange, "_broadcast": _broadc
 
 def _is_watched(world: World, tensor: Tensor) -> bool:
     gpu = world.compute
-    return thread.gpu is gpu and isinstance(gpu, WatchedGpu) and gpu.is_home_of(tensor)
+    return thread.gpu is gpu and isinstance(gpu, Watched) and gpu.is_home_of(tensor)
 
 
 class _Arrival:
     """A collective under way: what waits for it goes on after it. Its memory stays until then."""
 
-    def __init__(self, gpu: WatchedGpu, marker: Marker, started: Handle, memory: Sequence[Tensor]) -> None:
+    def __init__(self, gpu: Watched, marker: Marker, started: Handle, memory: Sequence[Tensor]) -> None:
         self._gpu, self._marker, self._started, self._memory = gpu, marker, started, memory
 
     def wait(self) -> None:
@@ -241,7 +293,7 @@ class _Arrival:
 def _collective(world: World, op: str, source: Tensor, into: Tensor, start: Callable[[Tensor], Handle]) -> Handle:
     """Start it on the network's stream. Where side streams are late, so is what arrives."""
     gpu = world.compute
-    assert isinstance(gpu, WatchedGpu)
+    assert isinstance(gpu, Watched)
     streams = gpu.streams
     before, marker = Marker(), Marker()
     streams.allocated([source, into])

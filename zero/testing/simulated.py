@@ -25,9 +25,18 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from zero.device import Clock, Device, Event, GiB, Moment, aligned_zeros, work_alone
-from zero.testing import streams as simulation
 from zero.testing.operators import LOOKS, WAITS, Form, form_of, fresh_tensors, results_of, tensors_of
-from zero.testing.streams import Gate, Handed, Marker, Streams, quietly, thread
+from zero.testing.streams import (
+    DEVICE_BYTES_PER_S,
+    HOST_BYTES_PER_S,
+    LINK_BYTES_PER_S,
+    Gate,
+    Handed,
+    Marker,
+    Streams,
+    quietly,
+    thread,
+)
 from zero.testing.watching import Watched, watching
 
 ROOT = str(Path(__file__).parents[2])
@@ -340,7 +349,7 @@ class WatchedGpu(SimulatedGpu, Watched):
     def touch_on_host(self, tensor: Tensor, *, writes: bool) -> None:
         """The host itself moves bytes between its memory and something else, such as a file."""
         streams = self.streams
-        streams.takes(streams.host, tensor.nbytes / simulation.HOST_BYTES_PER_S, launched=False)
+        streams.takes(streams.host, tensor.nbytes / HOST_BYTES_PER_S, launched=False)
         if self.is_home_of(tensor):
             return  # files move no memory of the device: this is the host's own, of which nothing is known here
         what = f"{'a read from' if writes else 'a write to'} a file{_at()}"
@@ -356,7 +365,7 @@ class WatchedGpu(SimulatedGpu, Watched):
         writes: list[Tensor],
     ) -> Any:
         streams, moved = self.streams, sum(tensor.nbytes for tensor in (*reads, *writes))
-        streams.takes(streams.host, moved / simulation.HOST_BYTES_PER_S, launched=False)
+        streams.takes(streams.host, moved / HOST_BYTES_PER_S, launched=False)
         streams.touch(streams.host, reads, writes, f"{form.name}{_at()}")
         result = operator(*args, **kwargs)
         for fresh in () if form.in_place else fresh_tensors(result):
@@ -366,11 +375,11 @@ class WatchedGpu(SimulatedGpu, Watched):
 
     def _note(self, form: Form, reads: list[Tensor], writes: list[Tensor], *, mixed: bool) -> None:
         streams, agent = self.streams, self.streams.current.agent
-        rate = simulation.DEVICE_BYTES_PER_S
+        rate = DEVICE_BYTES_PER_S
         if mixed:
             if form.name not in COPIES:
                 raise AssertionError(f"{form.name} got memory of the host and of the device{_at()}")
-            rate = simulation.LINK_BYTES_PER_S
+            rate = LINK_BYTES_PER_S
             away = any(not self.is_home_of(tensor) for tensor in writes)
             streams.counts["bytes to the host" if away else "bytes from the host"] += sum(one.nbytes for one in writes)
         streams.counts["launches"] += 1

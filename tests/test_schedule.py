@@ -8,7 +8,7 @@ import pytest
 from test_paging import SCENARIOS, due, get, put
 
 from zero.store import paging
-from zero.store.paging import Due, Expect, Finished, Group, Phase
+from zero.store.paging import Expect, Finished, Group
 from zero.store.schedule import Schedule
 
 PAGES, LENT = "abcdefgh", 2
@@ -61,18 +61,7 @@ def test_a_random_trace_is_that_of_the_specification(seed):
         assert tuple(schedule.advance(event)) == actions, event
         assert schedule.running == state.running
         assert schedule.is_quiet == state.is_quiet
-        assert {page for page in PAGES if schedule.will_change(page)} == changing(state)
         under_way += actions
-
-
-def changing(state: paging.State) -> set[Any]:
-    """Pages that something writes whose work has not run."""
-    found: set[Any] = set()
-    for number, operation in state.asked.items():
-        held = state.awake.get(operation.event.group) if isinstance(operation.event, Due) else None
-        if held is None or held.number != number or held.phase not in (Phase.WRITING, Phase.LEAVING):
-            found |= operation.written
-    return found
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.name)

@@ -7,6 +7,7 @@ import ast
 import itertools
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -275,6 +276,7 @@ SCENARIOS: dict[str, Run] = {
     "recomputed": scenario(activations="remat", preset="cpu"),
     "saved": scenario(train_and_save),
     "saved, nvme": scenario(train_and_save, preset="nvme"),
+    "saved, cpu": scenario(train_and_save, preset="cpu"),
     "saved, infinity": scenario(train_and_save, preset="infinity"),
     "edited": scenario(train_and_edit, preset="infinity"),
     "edited at stage 0": scenario(train_and_edit, stage=0),
@@ -326,6 +328,38 @@ def test_nothing_races_and_no_order_of_execution_changes_a_bit(order, name, rank
         assert result(name, ranks, tmp_path) == wanted
 
 
+# -- what the host waits for -------------------------------------------------------------------------------------------
+
+
+def waits_of_a_step(world: zero.World, path: Path, **given) -> tuple[int, int]:
+    """(of the thread that trains, of the store's threads), in a step that follows others."""
+    state, step = start(world, path, **given)
+    counts = world.compute.streams.counts
+    for number in range(STEPS):
+        before = counts.copy()
+        state, _ = step(state, [rows(number, world, torch.bfloat16)])
+    state.machinery.store.settle()
+    found = counts - before
+    state.machinery.store.close()
+    return found["waits of the host"], found["waits of the store's threads"]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("given", [*({"stage": stage} for stage in range(4)), {"preset": "cpu"}], ids=str)
+def test_in_a_step_the_host_waits_once_for_the_device(given, ranks, tmp_path):
+    """For its numbers; and nobody waits for the copies of what is in host memory."""
+    with simulated_gpu(races=True):
+        assert {*run_ranks(ranks, partial(waits_of_a_step, **given), tmp_path)} == {(1, 0)}
+
+
+@pytest.mark.parametrize("preset", ["nvme", "infinity"])
+def test_what_goes_to_a_disk_is_waited_for_by_the_threads_that_write_it(preset, tmp_path):
+    with simulated_gpu(races=True):
+        [(training, beside)] = run_ranks(1, partial(waits_of_a_step, preset=preset), tmp_path)
+    assert training == 1
+    assert beside > 0
+
+
 # -- every wait is needed, and its absence is found --------------------------------------------------------------------
 
 
@@ -347,7 +381,6 @@ KINDS = {
     "paging": ("wait", "finish", "paging"),
     "join": ("join",),
     "settle": ("settle",),
-    "lent": ("changes",),
 }
 """What is called, to which waits it may be."""
 
@@ -359,6 +392,7 @@ OTHERS = {
     "zero/evaluate.py": "numbers of a step: `World.all_reduce`, whose wait is in the list",
     "zero/meter.py": "the same",
     "zero/world.py:_Timed.wait": "passes waits on",
+    "zero/update.py:Launched.wait": "passes waits on",
     "zero/reduce.py:Reducer._complete_oldest": "passes on to `World.reduce_scatter`, whose wait is in the list",
     "zero/world.py:World.tell": "between hosts, for numbers in their memory",
     "zero/store/prefetch.py:PrefetchStore._copy": "an inner store's, which does its work when it is asked",
@@ -393,8 +427,8 @@ WHERE: dict[str, tuple[str, ...]] = {
     "zero/residency.py": ("stage 1",),
     "zero/state.py": ("stage 0",),
     "zero/transfer.py": ("nvme",),
-    "zero/update.py:Updater.force": ("cpu at stage 1",),
-    "zero/update.py": ("cpu", "cpu, updated by the host"),
+    "zero/update.py:Updater.force": ("cpu at stage 1", "nvme at stage 1"),
+    "zero/update.py": ("cpu", "cpu, updated by the host", "nvme"),
     "zero/world.py:World.all_reduce": ("a loop of one's own",),
     "zero/world.py:World.share": ("a loop of one's own",),
     "zero/world.py:World.gather_texts": ("saved",),
@@ -419,7 +453,7 @@ def _calls(node: ast.AST, file: str, scope: tuple[str, ...]) -> list[Wait]:
         inner = (*scope, child.name) if isinstance(child, ast.ClassDef | ast.FunctionDef) else scope
         if isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute):
             name, bare = child.func.attr, not child.args and not child.keywords
-            if (name in ("wait", "join", "settle") and bare) or name in ("aside", "paging", "lent"):
+            if (name in ("wait", "join", "settle") and bare) or name in ("aside", "paging"):
                 after = [ast.unparse(one.value) for one in child.keywords if one.arg == "after"]
                 if after != ["PASSED"]:
                     kinds = ("wait",) if name == "aside" and after else KINDS[name]

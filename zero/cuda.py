@@ -82,6 +82,9 @@ class Cuda(Device):
             yield event
             event.record()
 
+    def event(self) -> Event:
+        return CudaEvent()
+
     def mark(self) -> Event:
         event = CudaEvent()
         event.record()
@@ -94,14 +97,17 @@ class Cuda(Device):
         return CudaClock(self.device)
 
     @contextmanager
-    def paging(self, name: str, after: Event, *, now: bool = False) -> Iterator[None]:
+    def paging(self, name: str, after: Event, *, now: bool = False, end: Event | None = None) -> Iterator[None]:
         stream = self._stream(name)
         if now:
             after.finish()
         with torch.cuda.stream(stream):
             after.wait()
             yield
-            stream.synchronize()
+            if end is None:
+                stream.synchronize()
+            else:
+                end.record()
 
     def prepare_thread(self) -> None:
         """A thread begins on GPU 0, whoever's it is: every rank would open a context there, of half a gigabyte."""

@@ -115,6 +115,10 @@ class Device:
         """
         yield Event()
 
+    def event(self) -> Event:
+        """One that somebody will record."""
+        return Event()
+
     def mark(self) -> Event:
         """The point that the current stream has reached."""
         return Event()
@@ -127,9 +131,13 @@ class Device:
         return Clock()
 
     @contextmanager
-    def paging(self, name: str, after: Event, *, now: bool = False) -> Iterator[None]:
-        """Let the body copy between tiers and compute on a stream of its own, from `after` on; the host waits at the
-        end, and with `now` also before, because the host itself computes. For threads beside the one that trains.
+    def paging(self, name: str, after: Event, *, now: bool = False, end: Event | None = None) -> Iterator[None]:
+        """Let the body copy between tiers and compute on a stream of its own, from `after` on. For threads beside the
+        one that trains.
+
+        Args:
+            now: the host waits for `after`, because the host itself computes.
+            end: recorded at the end; None: the host waits there.
         """
         yield
 

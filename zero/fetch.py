@@ -13,19 +13,19 @@ from torch import Tensor
 
 from zero.device import PASSED, Device
 from zero.layout import pages
-from zero.store import Page, PrefetchStore
+from zero.store import Page, PrefetchStore, Ticket
 from zero.transfer import load
 from zero.unit_state import UnitState
 from zero.world import Handle, World
 
-Fetch = Callable[[UnitState, Tensor, bool], Sequence[Handle]]
-"""(unit, its buffer, whether its update may be under way still) to what to wait for."""
+Fetch = Callable[[UnitState, Tensor, Sequence[Ticket], bool], Sequence[Handle]]
+"""(unit, its buffer, what is left of its update, whether the host may have to wait for that) to what to wait for."""
 
 
 def gathering(world: World) -> Fetch:
     """Fill a buffer (trainable P + frozen P,) with the shards that all ranks hold in memory."""
 
-    def fetch(unit: UnitState, full: Tensor, changing: bool) -> list[Handle]:
+    def fetch(unit: UnitState, full: Tensor, due: Sequence[Ticket], changing: bool) -> list[Handle]:
         split = unit.spec.trainable.P
         return [
             world.gather(shard_S, full_P, what=unit.spec.name)
@@ -39,7 +39,7 @@ def gathering(world: World) -> Fetch:
 def reading(world: World, device: Device, store: PrefetchStore, page_numel: int) -> Fetch:
     """Fill a buffer with the shards that all ranks hold on disk; this rank's range is read at once, page by page."""
 
-    def fetch(unit: UnitState, full: Tensor, changing: bool) -> list[Handle]:
+    def fetch(unit: UnitState, full: Tensor, due: Sequence[Ticket], changing: bool) -> list[Handle]:
         return [one for asleep in _asleep(world, unit, full, page_numel) for one in arriving(unit, asleep)]
 
     def arriving(unit: UnitState, asleep: _Asleep) -> list[Handle]:
@@ -66,8 +66,10 @@ def lending(world: World, device: Device, store: PrefetchStore, page_numel: int)
     A rank's own range is one copy where its pages lie back to back.
     """
 
-    def fetch(unit: UnitState, full: Tensor, changing: bool) -> list[Handle]:
+    def fetch(unit: UnitState, full: Tensor, due: Sequence[Ticket], changing: bool) -> list[Handle]:
         def copy_and_gather(asleep: _Asleep) -> list[Handle]:
+            for ticket in due:
+                ticket.wait()
             place = asleep.own_S
             for lent in store.lent(asleep.pages):
                 device.copy(place[: lent.numel()], lent)

@@ -8,6 +8,7 @@ Losses and norms are added in rank order, so all ranks know the same bits.
 Source: Rajbhandari et al. 2020, "ZeRO"; Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
 """
 
+import ctypes
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -250,7 +251,7 @@ class _Told(NamedTuple):
         """The global norm of the mean gradient, added in unit order and rounded once to fp32."""
         total = sum(self.sums)
         root = math.sqrt(total) if math.isfinite(total) else math.nan
-        return float(torch.tensor(root / divisor, dtype=torch.float32))
+        return ctypes.c_float(root / divisor).value
 
 
 def _tell(parts: Machinery, losses: list[Tensor], aux: dict[str, list[Tensor]], word: float, heard: int) -> _Told:
@@ -262,8 +263,9 @@ def _tell(parts: Machinery, losses: list[Tensor], aux: dict[str, list[Tensor]], 
         (torch.stack(losses).sum() / parts.plan.accumulate if losses else nothing / 0).to(world.device),
         *(torch.stack(aux[name]).mean().to(world.device) for name in names),
     ]
-    counted = torch.tensor([heard, word, parts.log.fingerprint], dtype=torch.float64, device=world.device)
-    mine = torch.cat([torch.stack(measured), counted])
+    # `full` and not `tensor`: see `optim.on_device`
+    counted = [nothing.new_full((), value) for value in (heard, word, parts.log.fingerprint)]
+    mine = torch.stack([*measured, *counted])
     everyone = torch.zeros(world.size * mine.numel(), dtype=torch.float64, device=world.device)
     what = "norms and losses"
     [told] = parts.tape.under_way("reduce", what, lambda: [world.gather(mine, everyone, what=what)])
@@ -327,4 +329,4 @@ def _wait_for_update(parts: Machinery, hyper: Hyper) -> None:
             if unit.waiting is not None:
                 parts.updater.force(unit)
         parts.store.settle()
-        parts.align()
+        parts.come_to_rest()

@@ -157,14 +157,14 @@ class Residency:
             buffer.arrivals += due
             if buffer.version != unit.version:
                 buffer.version = -1  # until it is known what to wait for: an interrupt may come in between
-                self._fill(unit, buffer, changing=not self._is_over(due))
+                self._fill(unit, buffer, due)
                 buffer.version = unit.version
 
-    def _fill(self, unit: UnitState, buffer: Buffer, *, changing: bool) -> None:
+    def _fill(self, unit: UnitState, buffer: Buffer, due: Sequence[Ticket]) -> None:
         if not self._in_order:  # else there is nothing to compare: one rank may gather before a step begins
             self._log.note(f"gather of {unit.spec.name}")
         buffer.arrivals += self._tape.under_way(
-            "gather", unit.spec.name, lambda: self._fetch(unit, buffer.flat, changing)
+            "gather", unit.spec.name, lambda: self._fetch(unit, buffer.flat, due, not self._is_over(due))
         )
 
     def _is_over(self, due: Sequence[Ticket]) -> bool:

@@ -41,6 +41,24 @@ class Part(NamedTuple):
     group: Group
     here: bool
     """All of it lies on the device: worked on in place, by the thread that trains."""
+    lent: bool
+    """All of it lies in memory: nothing of it moves from or to a disk."""
+
+
+class Launched(Ticket):
+    """Work of a thread of the store that is over for the host when it is launched, and for a stream after `end`."""
+
+    def __init__(self, ticket: Ticket, end: Event) -> None:
+        self._ticket, self._end = ticket, end
+
+    @property
+    def ended(self) -> bool:
+        return self._ticket.ended
+
+    def wait(self) -> None:
+        """Have the current stream wait for it."""
+        self._ticket.wait()
+        self._end.wait()
 
 
 class Piece(NamedTuple):
@@ -138,10 +156,14 @@ class Updater:
         with self._device.aside("updates") as after:  # also after what stands aside of what computes
             self._gradients.left(unit).wait()
         place = self._order.index(unit.index)
-        unit.due = [
-            self._store.modify(part.group, partial(self._work, unit, hyper, part, after), (place, part.group.number))
-            for part in parts
-        ]
+        unit.due = [self._begin(unit, hyper, part, after, place) for part in parts]
+
+    def _begin(self, unit: UnitState, hyper: Hyper, part: Part, after: Event, place: int) -> Ticket:
+        """Have one part updated; where the device does it and no disk is behind it, no host waits for the device."""
+        end = self._device.event() if part.lent and not self._where.shares_memory else None
+        work = partial(self._work, unit, hyper, part, after, end)
+        ticket = self._store.modify(part.group, work, (place, part.group.number))
+        return ticket if end is None else Launched(ticket, end)
 
     def _told(self, hyper: Hyper) -> Hyper:
         """With the groups that train in this step, each with its own count of updates."""
@@ -203,9 +225,12 @@ class Updater:
 
     # -- one part ------------------------------------------------------------------------------------------------------
 
-    def _work(self, unit: UnitState, hyper: Hyper, part: Part, after: Event, tensors: Sequence[Tensor]) -> None:
+    def _work(
+        self, unit: UnitState, hyper: Hyper, part: Part, after: Event, end: Event | None, tensors: Sequence[Tensor]
+    ) -> None:
         """What a thread of the store does with a group in memory: its pages, what is beside, what goes out."""
-        with self._device.paging(threading.current_thread().name, after, now=self._where.shares_memory):
+        name, now = threading.current_thread().name, self._where.shares_memory
+        with self._device.paging(name, after, now=now, end=end), self._tape.streaming("update", unit.spec.name):
             self._apply(unit, hyper, part, tensors, self._where)
 
     def _in_place(self, unit: UnitState, part: Part) -> Piece:
@@ -277,7 +302,8 @@ class Updater:
             here = (
                 not group.beside and not group.out and all(t is not None and self._device.is_home_of(t) for t in lent)
             )
-            found.append(Part(start, stop, group, here))
+            beside = [self._store.in_place(page) for page in (*group.beside, *group.out)]
+            found.append(Part(start, stop, group, here, all(one is not None for one in (*lent, *beside))))
         return found
 
     def _parameters(self, unit: UnitState) -> Tensor | None:

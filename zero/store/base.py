@@ -23,13 +23,11 @@ class Page(NamedTuple):
 
 
 class Ticket(Protocol):
-    """A read or a write under way.
+    """A read or a write under way."""
 
-    Attributes:
-        ended: `wait` would return at once.
-    """
-
-    ended: bool
+    @property
+    def ended(self) -> bool:
+        """`wait` would return at once."""
 
     def wait(self) -> None:
         """Return when the bytes are there; raise what went wrong."""

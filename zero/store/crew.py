@@ -10,14 +10,14 @@ The first error ends everything: whoever waits or asks afterwards gets its text,
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from zero.beside import Beside
 from zero.errors import StoreError
-from zero.store.base import Page, Ticket, Watch, nobody
+from zero.store.base import Ticket, Watch, nobody
 from zero.store.paging import Action, Asked, Copy, Due, Event, Finished, Move, Read, Work, Write
 from zero.store.schedule import Schedule
 from zero.store.traffic import Counter
@@ -125,11 +125,10 @@ class Crew:
         finally:
             self._finish(move, keep_first=False)
 
-    def await_changes(self, pages: Sequence[Page]) -> None:
-        """Return when whatever changes `pages`, which are lent, and was asked for before has run."""
+    def check(self) -> None:
+        """Raise what has failed."""
         with self._lock:
             self._refuse()
-            self._wait(lambda: not self._schedule.will_change(pages), Asked(0, pages[0], False))
 
     def await_end(self, ticket: _Ticket) -> None:
         if ticket.ended and self._failure is None:

@@ -88,14 +88,12 @@ class PrefetchStore(Store):
 
     def lent(self, pages: Sequence[Page]) -> list[Tensor]:
         """Pages of one dtype in the memory that the inner store lends, one after the other, in as few tensors as they
-        lie there in one piece; when all that was asked for and changes them has run.
-
-        Whoever reads them beside the host says by events when that is over, to whoever asks for the next change.
+        lie there in one piece. Who reads them waits for what changes them: the tickets of `modify`.
 
         Raises:
-            StoreError: one of them is not lent.
+            StoreError: one of them is not lent, or something has failed.
         """
-        self._crew.await_changes(pages)
+        self._crew.check()
         found: list[Tensor] = []
         for page in pages:
             memory = self._inner.in_place(page)

@@ -127,19 +127,6 @@ class Schedule:
             return event.page not in self._touching and not self._is_being_read(event.page)
         return not self._is_written(event.page)
 
-    def will_change(self, pages: Iterable[Page]) -> bool:
-        """Something that writes one of `pages` was asked for, and its work has not run; for pages that are lent, which
-        are what they will be as soon as it has, whatever else is still to be written back.
-        """
-        return any(
-            writes and not self._has_worked(number) for page in pages for number, writes in self._touching.get(page, ())
-        )
-
-    def _has_worked(self, number: int) -> bool:
-        event = self._asked[number].event
-        held = self._awake.get(event.group) if isinstance(event, Due) else None
-        return held is not None and held.number == number and held.phase in (Phase.WRITING, Phase.LEAVING)
-
     # -- events --------------------------------------------------------------------------------------------------------
 
     def _expect(self, groups: Iterable[Group]) -> None:

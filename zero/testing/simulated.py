@@ -46,7 +46,7 @@ PASSED_ON = {
     ("zero/world.py", "wait"),
     ("zero/store/crew.py", "wait"),
     ("zero/store/prefetch.py", "settle"),
-    ("zero/store/prefetch.py", "lent"),
+    ("zero/update.py", "wait"),
 }
 """Functions that only pass a wait on."""
 
@@ -265,6 +265,9 @@ class WatchedGpu(SimulatedGpu, Watched):
             yield event
             event.record()
 
+    def event(self) -> Event:
+        return SimulatedEvent(self)
+
     def mark(self) -> Event:
         event = SimulatedEvent(self)
         event.record()
@@ -278,18 +281,21 @@ class WatchedGpu(SimulatedGpu, Watched):
         return SimulatedClock(self)
 
     @contextmanager
-    def paging(self, name: str, after: Event, *, now: bool = False) -> Iterator[None]:
+    def paging(self, name: str, after: Event, *, now: bool = False, end: Event | None = None) -> Iterator[None]:
         stream = self.streams.stream(f"the stream of {name!r}")
         if now:
             after.finish()
         with self.streams.on(stream):
             after.wait()
             yield
-            if self.is_there("paging"):
-                self.streams.await_stream(stream, counted="waits of the store's threads")
+            if end is not None:
+                end.record()
+            elif self.is_there("paging"):
+                self.streams.await_stream(stream)
 
     def prepare_thread(self) -> None:
         work_alone()
+        thread.beside = True
         self.attend()
 
     def copy(self, into: Tensor, source: Tensor) -> None:

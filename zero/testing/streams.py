@@ -135,13 +135,13 @@ class Stream:
 class _OfThread(threading.local):
     """What a thread is at: its agent and its current stream, by number of the device.
 
-    It is quiet while the simulation itself works.
+    It is quiet while the simulation itself works; `beside` are threads of the store.
     """
 
     def __init__(self) -> None:
         self.agents: dict[int, Agent] = {}
         self.streams: dict[int, Stream] = {}
-        self.quiet = self.asynchronous = False
+        self.quiet = self.asynchronous = self.beside = False
         self.gpu: Any = None
         self.watching: Any = None
 
@@ -253,19 +253,28 @@ class Streams:
     def await_(self, marker: Marker) -> None:
         """The host goes on after `marker`."""
         with self.lock:
+            self._count_wait()
             self.host.hear(marker.known, marker.time_s)
             if marker.stream is not None:
                 self.run(marker.stream, marker.count)
 
-    def await_stream(self, stream: Stream, *, counted: str = "waits of the host") -> None:
+    def await_stream(self, stream: Stream) -> None:
         with self.lock:
-            self.counts[counted] += 1
-            self.host.hear(stream.agent.known, stream.agent.time_s)
-            self.run(stream, stream.launched)
+            self._count_wait()
+            self._await_stream(stream)
 
     def await_all(self) -> None:
-        for stream in [*self._streams.values()]:
-            self.await_stream(stream, counted="")
+        with self.lock:
+            self._count_wait()
+            for stream in [*self._streams.values()]:
+                self._await_stream(stream)
+
+    def _await_stream(self, stream: Stream) -> None:
+        self.host.hear(stream.agent.known, stream.agent.time_s)
+        self.run(stream, stream.launched)
+
+    def _count_wait(self) -> None:
+        self.counts["waits of the store's threads" if thread.beside else "waits of the host"] += 1
 
     @property
     def is_quiet(self) -> bool:
@@ -380,11 +389,11 @@ class Streams:
         return history
 
     def _freed(self, storage: int, history: History) -> None:
+        if self._histories.get(storage) is history:
+            del self._histories[storage]
+        if self._number not in thread.agents:
+            return  # a thread that has no part in this; another rank's, or when it is all over
         with self.lock:
-            if self._histories.get(storage) is history:
-                del self._histories[storage]
-            if self._number not in thread.agents:
-                return  # a thread that has no part in this, when it is all over
             try:
                 history.free(self.host)
             except RaceError as error:  # nobody can be told here: the next touch raises it

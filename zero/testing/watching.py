@@ -82,7 +82,6 @@ def watching() -> Iterator[None]:
         (Crew, "ask", _ask),
         (Crew, "do_here", _do_here),
         (Crew, "await_end", _await_end),
-        (Crew, "await_changes", _await_changes),
         (Crew, "settle", _settle),
         (Crew, "leave", _leave),
         (Crew, "_wait", _wait),
@@ -149,17 +148,6 @@ def _wait(original: Any) -> Any:
             original(crew, *what)
 
     return wait
-
-
-def _await_changes(original: Any) -> Any:
-    def await_changes(crew: Crew, pages: Sequence[Page]) -> None:
-        original(crew, pages)
-        gpu = thread.gpu
-        if gpu is not None and gpu.is_there("changes"):
-            for page in pages:
-                gpu.handed.hear((id(crew), page))
-
-    return await_changes
 
 
 def _settle(original: Any) -> Any:

@@ -80,8 +80,8 @@ def train(config: Config, folder: Path) -> "Summary":
         if world.rank == 0:
             _write_config(config, folder)
         _, micro, _ = config.batch.numbers()
-        taken_bytes = activations.bytes(micro, world.device.type)
-        lighter = partial(activations.lighter, micro, world.device.type)
+        taken_bytes = activations.bytes(micro, world.compute.kind)
+        lighter = partial(activations.lighter, micro, world.compute.kind)
         plan = build_plan(config, model, world, activation_bytes=taken_bytes, lighter=lighter)
         tracker.note(f"{plan}\ndata {data.digest}\nfolder {folder}")
         restarts = launch.restart_count()

@@ -15,13 +15,12 @@ from torch import nn
 
 import zero
 from zero.checkpoint import load, open_checkpoint, save
-from zero.cuda import Cuda
+from zero.cuda import Cuda, claim_device
 from zero.device import Arena, Device, GiB
 from zero.errors import MachineError
 from zero.full import digest
 from zero.testing import run_ranks, simulated_gpu
 from zero.testing.simulated import SimulatedGpu, count_launches
-from zero.world import _claim_device
 
 PRESETS = ("none", "cpu", "nvme", "infinity")
 ROWS = 2
@@ -274,14 +273,13 @@ def test_an_arena_that_a_gpu_reads_is_not_for_children_that_are_forked():
      (0, 0, "torch finds no GPU; use launch.device=cpu")],
 )  # fmt: skip
 def test_a_rank_takes_its_gpu_or_the_only_one_that_it_is_shown(count, local_rank, expected, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
     if expected.startswith("cuda"):
-        assert str(_claim_device("cuda")) == expected
+        assert str(claim_device("cuda", local_rank)) == expected
     else:
         with pytest.raises(MachineError, match=expected):
-            _claim_device("cuda")
+            claim_device("cuda", local_rank)
 
 
 def test_nothing_is_left_of_a_simulated_gpu_after_its_block():

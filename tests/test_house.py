@@ -54,6 +54,7 @@ ARITHMETIC = LAYERS[0][1].split()
 DOORS = LAYERS[1][1].split() + LAYERS[2][1].split()
 
 FILES = sorted(PACKAGE.rglob("*.py"))
+DEVICES = ("device.py", "cuda.py", "testing/simulated.py", "testing/operators.py")
 
 
 def name_of(path: Path) -> str:
@@ -198,3 +199,16 @@ def test_public_names_tell_the_story():
     assert set(zero.__all__) == set(zero._HOME)
     for name in zero.__all__:
         assert getattr(zero, name).__doc__, f"zero.{name} has no docstring"
+
+
+ASKED_OF_THE_DOOR = re.compile(
+    r"\bdevice\.type\b|\bis_cuda\b(?!\")|torch\.cuda\.(Stream|Event|stream|synchronize|mem_get_info)\b"
+)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(PACKAGE).as_posix())
+def test_what_the_device_is_only_its_doors_know(file):
+    """Streams, events and what a decision depends on are asked of `Device`, so a simulated GPU stands for a real one."""
+    if file.relative_to(PACKAGE).as_posix() not in DEVICES:
+        found = [line.strip() for line in file.read_text().splitlines() if ASKED_OF_THE_DOOR.search(line)]
+        assert not found, "ask zero.device.Device instead"

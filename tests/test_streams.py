@@ -22,7 +22,7 @@ from zero import activation
 from zero.checkpoint import load, open_checkpoint, save
 from zero.full import digest
 from zero.interop.parameters import safe_get_full_grad
-from zero.testing import RaceError, run_ranks, simulated_gpu
+from zero.testing import RaceError, run_processes, run_ranks, simulated_gpu
 from zero.testing.races import Agent, History
 from zero.testing.simulated import Site
 
@@ -503,3 +503,22 @@ def test_each_reason_why_a_call_is_no_wait_is_still_needed():
     ]
     for other in OTHERS:
         assert any(name.startswith(other) for name in everything), other
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def trained_in_a_process(world: zero.World, path: str, given: dict[str, object]) -> tuple[str, dict[str, int]]:
+    told = train(world, Path(path), **given)
+    return told, dict(world.compute.streams.counts)
+
+
+@pytest.mark.parametrize("given", [{"stage": 0}, {"preset": "infinity"}], ids=str)
+def test_ranks_that_are_processes_have_the_same_device_and_bits(given, tmp_path):
+    """Gloo moves the bytes; what is asked of it begins and is waited for on streams all the same."""
+    with simulated_gpu():
+        wanted = run_ranks(2, partial(train, **given), tmp_path)
+    with simulated_gpu(races=True, order="late"):
+        found = run_processes(2, trained_in_a_process, str(tmp_path), given)
+    assert [told for told, _ in found] == wanted
+    assert all(counts["launches"] > 100 for _, counts in found)

@@ -3,6 +3,7 @@
 Nothing here was written for speed alone: each wait is what keeps an overlap right, and says why.
 """
 
+import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zero.device import Clock, Device, Event, Moment, work_alone
+from zero.errors import MachineError
 
 
 class CudaEvent(Event):
@@ -60,6 +62,8 @@ class CudaClock(Clock):
 class Cuda(Device):
     """One GPU."""
 
+    kind = "cuda"
+    backend = "cpu:gloo,cuda:nccl"
     shares_memory = False
     piece_numel = 1 << 26
     """Nothing would stay in a cache, so only what it takes to have gradients in fp32 is bounded: 256 MiB."""
@@ -69,6 +73,16 @@ class Cuda(Device):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._streams: dict[str, torch.cuda.Stream] = {}
+
+    @property
+    def bound(self) -> torch.device | None:
+        return self.device
+
+    def name(self) -> str:
+        return f"{socket.gethostname()} {torch.cuda.get_device_properties(self.device).uuid}"
+
+    def product(self) -> str:
+        return torch.cuda.get_device_name(self.device)
 
     @contextmanager
     def aside(self, name: str, *, after: Event | None = None) -> Iterator[Event]:
@@ -164,6 +178,38 @@ class Cuda(Device):
         if name not in self._streams:
             self._streams[name] = torch.cuda.Stream(self.device, priority=priority)
         return self._streams[name]
+
+
+def compute_device(device: torch.device) -> Device:
+    """The door to what computes there."""
+    if Device.stand_in is not None:
+        return Device.stand_in()
+    return Cuda(device) if device.type == "cuda" else Device(device)
+
+
+def claim_device(kind: str | None, local_rank: int) -> torch.device:
+    """Where this process computes: of several GPUs that of rank `local_rank` of the machine, now torch's current one.
+
+    Args:
+        kind: "cpu", "cuda", or None: CUDA where torch finds it.
+
+    Raises:
+        MachineError: there is no such GPU.
+    """
+    kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind != "cuda":
+        return torch.device(kind)
+    count = torch.cuda.device_count()
+    if not count:
+        raise MachineError("launch.device=cuda, and torch finds no GPU; use launch.device=cpu, or auto")
+    if local_rank >= count > 1:
+        raise MachineError(
+            f"LOCAL_RANK is {local_rank} and this machine has {count} GPUs; type launch.ranks={count}, or "
+            "launch.device=cpu"
+        )
+    number = 0 if count == 1 else local_rank  # a rank that is shown one GPU has that one, whatever its number
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
 
 
 def _is_ordered(tensor: Tensor) -> bool:

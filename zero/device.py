@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import psutil
 import torch
@@ -85,7 +85,9 @@ class Device:
     """One rank's compute device, and whatever about it the engine's decisions depend on: here a CPU.
 
     Attributes:
+        kind: what plans know it as.
         device: where its tensors are, as torch says it.
+        backend: what connects ranks that compute on such, as torch.distributed names it.
         shares_memory: it computes in host memory.
         piece_numel: elements that an update takes at a time: on a CPU what stays in its cache, else all there are.
         sum_numel: elements that a sum over ranks takes at a time, in scratch of its own.
@@ -95,6 +97,8 @@ class Device:
     stand_in: ClassVar["Callable[[], Device] | None"] = None
     """Makes another device than the one that a world asks for: see `zero.testing.simulated_gpu`."""
 
+    kind: ClassVar[Literal["cpu", "cuda"]] = "cpu"
+    backend: ClassVar[str] = "gloo"
     shares_memory = True
     piece_numel = 256 * 1024
     sum_numel = 65_536
@@ -102,6 +106,19 @@ class Device:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    @property
+    def bound(self) -> torch.device | None:
+        """What a process group has to itself: the GPU, None on a CPU."""
+        return None
+
+    def name(self) -> str:
+        """The same for every process that sees this GPU and for no other GPU; "" of a CPU, which may be shared."""
+        return ""
+
+    def product(self) -> str:
+        """What the GPU is called; "" of a CPU."""
+        return ""
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
@@ -165,14 +182,14 @@ class Device:
         """Kernels of this device can work on `tensor` where it lies."""
         return tensor.device.type == self.device.type
 
-    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """(numel,) zeros that stay for good, or for long: see `aligned_zeros`."""
-        return aligned_zeros(numel, dtype, self.device)
-
     @property
     def host(self) -> "Device":
         """The host as a device that computes: itself where it is that already."""
         return self
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """(numel,) zeros that stay for good, or for long: see `aligned_zeros`."""
+        return aligned_zeros(numel, dtype, self.device)
 
     def numbers(self, tensor: Tensor) -> list[Any]:
         """The numbers in `tensor`, as nested lists; the host waits for the current stream."""
@@ -351,6 +368,11 @@ def host_peak_bytes() -> int:
         return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024)
+
+
+def in_host_memory(tensor: Tensor) -> bool:
+    """Its bytes can be read by their address."""
+    return tensor.device.type == "cpu"
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

@@ -293,10 +293,8 @@ def figures(
 
 
 def _peak_flops(world: World, plan: Plan) -> float | None:
-    if world.compute.shares_memory:
-        return None
     compute = next(name for name, dtype in DTYPES.items() if dtype == plan.precision.compute)
-    return peak_flops(torch.cuda.get_device_name(world.device), compute)
+    return peak_flops(product, compute) if (product := world.compute.product()) else None
 
 
 def endurance(step_bytes: float) -> str:

@@ -57,7 +57,7 @@ def peak_flops(name: str, dtype: str) -> float | None:
     """Floating point operations per second that a GPU can do at most; None where that is not known.
 
     Args:
-        name: as `torch.cuda.get_device_name` says it.
+        name: as `Device.product` says it.
         dtype: "bf16", "fp16" or "fp32".
     """
     words = set(name.split()) | set(re.split(r"[\s-]+", name))

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero.cuda import Cuda
+from zero.cuda import claim_device, compute_device
 from zero.device import Device
 from zero.errors import (
     ConfigError,
@@ -163,7 +163,7 @@ class World(ABC):
             DeadlineError: the other ranks did not come.
         """
         if _env_int("WORLD_SIZE", "1") == 1:
-            return SoloWorld(_claim_device(device), timeout_s=timeout_s)
+            return SoloWorld(claim_device(device, _env_int("LOCAL_RANK", "0")), timeout_s=timeout_s)
         return ProcessWorld(timeout_s=timeout_s, device=device)
 
     def gather(self, shard_S: Tensor, full_P: Tensor, *, what: str = "") -> Handle:
@@ -362,10 +362,16 @@ class ProcessWorld(World):
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ConfigError(f"the environment lacks {', '.join(missing)}; start the ranks with torchrun")
-        super().__init__(_env_int("RANK"), _env_int("WORLD_SIZE"), device=_claim_device(device), timeout_s=timeout_s)
+        super().__init__(
+            _env_int("RANK"),
+            _env_int("WORLD_SIZE"),
+            device=claim_device(device, _env_int("LOCAL_RANK", "0")),
+            timeout_s=timeout_s,
+        )
         self.local_size = _env_int("LOCAL_WORLD_SIZE", str(self.size))
         self._store = _open_store(self.rank, self.size, timeout_s)
-        if self.device.type == "cuda" and self._store.add(f"gpu {_gpu(self.device)}", 1) > 1:
+        gpu = self.compute.name()
+        if gpu and self._store.add(f"gpu {gpu}", 1) > 1:
             raise MachineError(
                 f"rank {self.rank} of {self.size} sees one GPU, which another rank has; type launch.ranks=1, or "
                 "launch.device=cpu"
@@ -416,7 +422,7 @@ class ProcessWorld(World):
 
     def _connect(self) -> dist.ProcessGroup | None:
         timeout = timedelta(seconds=self.timeout_s)
-        backend, device_id = ("cpu:gloo,cuda:nccl", self.device) if self.device.type == "cuda" else ("gloo", None)
+        backend, device_id = self.compute.backend, self.compute.bound
         if not self._owns_default:
             return dist.new_group(backend=backend, timeout=timeout)
         dist.init_process_group(
@@ -549,8 +555,7 @@ def open_default_group() -> None:
         return
     world = World.from_env()
     if world.size == 1:
-        backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(world.compute.backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
@@ -653,36 +658,6 @@ def _tag(operation: str) -> int:
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
-
-
-def compute_device(device: torch.device) -> Device:
-    """The door to what computes there."""
-    if Device.stand_in is not None:
-        return Device.stand_in()
-    return Cuda(device) if device.type == "cuda" else Device(device)
-
-
-def _claim_device(device: str | None) -> torch.device:
-    """Where this process computes; LOCAL_RANK picks the GPU and it becomes torch's current one."""
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind != "cuda":
-        return torch.device(kind)
-    local_rank, count = _env_int("LOCAL_RANK", "0"), torch.cuda.device_count()
-    if not count:
-        raise MachineError("launch.device=cuda, and torch finds no GPU; use launch.device=cpu, or auto")
-    if local_rank >= count > 1:
-        raise MachineError(
-            f"LOCAL_RANK is {local_rank} and this machine has {count} GPUs; type launch.ranks={count}, or "
-            "launch.device=cpu"
-        )
-    number = 0 if count == 1 else local_rank  # a rank that is shown one GPU has that one, whatever its number
-    torch.cuda.set_device(number)
-    return torch.device("cuda", number)
-
-
-def _gpu(device: torch.device) -> str:
-    """A GPU's name, the same for every process that sees it and for no other GPU."""
-    return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
 
 
 def _env_int(name: str, default: str = "") -> int:

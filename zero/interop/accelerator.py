@@ -89,7 +89,7 @@ class Accelerator:
         return self._kind == "cpu"
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == self._kind
+        return tensor.is_cpu == (self._kind == "cpu")
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
         return tensor if self._kind == "cpu" else tensor.pin_memory()

@@ -37,6 +37,6 @@ def activation_bytes(config: Config, model: nn.Module, device: str) -> int:
 
     Args:
         config: its batch as numbers.
-        device: "cuda" or "cpu", `world.device.type`.
+        device: "cuda" or "cpu", `world.compute.kind`.
     """
     return Activations(config, model).bytes(config.batch.numbers()[1], device)

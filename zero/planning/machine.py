@@ -11,10 +11,11 @@ from typing import Any, Literal
 import torch
 
 from zero.config import Config
+from zero.cuda import compute_device
 from zero.device import Device, free_host_bytes
 from zero.errors import ConfigError, WorldError
 from zero.placement import Room, size_text, usable_bytes, usable_host_bytes
-from zero.world import Handle, World, compute_device
+from zero.world import Handle, World
 
 NODE_RANKS = 8
 """Ranks that share one host memory at most, where nobody says how many."""
@@ -80,8 +81,7 @@ class Machine:
         mine = (_usable_bytes(config, world.compute), on_host, _disk_bytes(config))
         told = world.gather_texts(" ".join(map(str, mine)), "free memory")
         least = (min(column) for column in zip(*(map(int, text.split()) for text in told), strict=True))
-        device: Literal["cuda", "cpu"] = "cuda" if world.device.type == "cuda" else "cpu"
-        return Machine(world.size, world.local_size, device, *least)
+        return Machine(world.size, world.local_size, world.compute.kind, *least)
 
     @staticmethod
     def asked(config: Config) -> "Machine":

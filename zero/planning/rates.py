@@ -7,10 +7,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zero.build import build_optimizer, build_precision
 from zero.config import Config
+from zero.cuda import compute_device
+from zero.device import Arena, Device
 from zero.errors import StoreError
 from zero.planning.cost import Rates
 from zero.planning.machine import Machine
@@ -73,15 +75,15 @@ def measured(config: Config, machine: Machine, model: nn.Module, *, disk: bool, 
     Raises:
         StoreError: no file can be made there, or the disk reports an error; nothing else was measured yet.
     """
-    device, rates = torch.device(machine.device), assumed(config, machine)
+    device, rates = compute_device(torch.device(machine.device)), assumed(config, machine)
     probes: dict[str, Callable[[], float]] = {}
     if disk:
         probes["disk_bytes"] = lambda: _disk_bytes(config) / machine.ranks_per_node
     probes["flops"] = lambda: _flops(config, model, device)
     probes["update_numel"] = lambda: _update_numel(config, device)
-    if device.type == "cuda":
+    if not device.shares_memory:
         probes["copy_bytes"] = lambda: _copy_bytes(device)
-        probes["host_update_numel"] = lambda: _update_numel(config, torch.device("cpu"))
+        probes["host_update_numel"] = lambda: _update_numel(config, device.host)
     found: dict[str, float] = {}
     for done, (name, probed) in enumerate(probes.items()):
         progress("probe", done, len(probes))
@@ -108,7 +110,7 @@ def with_disk_or_without(
         return replace(machine, disk_bytes=0), rates, [told]
 
 
-def _rate(work: Callable[[int], object], device: torch.device, most: int = 1) -> float:
+def _rate(work: Callable[[int], object], device: Device, most: int = 1) -> float:
     """By how many a second `work(count)` goes on: the best of several turns, because others may use the machine too.
 
     Args:
@@ -121,8 +123,7 @@ def _rate(work: Callable[[int], object], device: torch.device, most: int = 1) ->
         for _ in range(2):
             begin_s = time.perf_counter()
             work(count)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            device.join()
             times_s.append(time.perf_counter() - begin_s)
         return max(min(times_s), 1e-6)
 
@@ -142,20 +143,20 @@ def _disk_bytes(config: Config) -> float:
     return 1e9 * (speed.read_gbps + speed.write_gbps)
 
 
-def _flops(config: Config, model: nn.Module, device: torch.device) -> float:
+def _flops(config: Config, model: nn.Module, device: Device) -> float:
     """Operations per second of forward and backward of the largest matrices that the model multiplies with.
 
     The model itself may be too large to run, so a stack of products of its shapes runs in its place.
     """
     matrices = {
-        tuple(p.shape) for p in model.parameters() if p.ndim == 2 and p.numel() <= PROBE_MATRIX_NUMEL[device.type]
+        tuple(p.shape) for p in model.parameters() if p.ndim == 2 and p.numel() <= PROBE_MATRIX_NUMEL[device.kind]
     }
     shapes = sorted(matrices, key=lambda shape: shape[0] * shape[1])[-3:] or [(1024, 1024)]
     compute = build_precision(config).compute
-    weights = [torch.randn(shape, device=device).to(compute) for shape in shapes]
+    weights = [torch.randn(shape, device=device.device).to(compute) for shape in shapes]
     flops = 6 * sum(weight.numel() for weight in weights)
-    most = max(16, min(int(PROBE_FLOPS[device.type] / flops), PROBE_TOKENS))
-    inputs = [torch.randn(most, weight.shape[1], device=device).to(compute) for weight in weights]
+    most = max(16, min(int(PROBE_FLOPS[device.kind] / flops), PROBE_TOKENS))
+    inputs = [torch.randn(most, weight.shape[1], device=device.device).to(compute) for weight in weights]
 
     def work(tokens: int) -> None:
         for rows, weight in zip(inputs, weights, strict=True):
@@ -166,20 +167,23 @@ def _flops(config: Config, model: nn.Module, device: torch.device) -> float:
     return flops * _rate(work, device, most)
 
 
-def _update_numel(config: Config, device: torch.device) -> float:
+def _update_numel(config: Config, device: Device) -> float:
     optimizer = build_optimizer(config)
-    master, grad, *rest = torch.zeros(2 + len(optimizer.moments), PROBE_NUMEL, device=device).unbind()
+    master, grad, *rest = torch.zeros(2 + len(optimizer.moments), PROBE_NUMEL, device=device.device).unbind()
     now, moments = optimizer.groups[0](1)._replace(lr=0.0, weight_decay=0.0), tuple([one] for one in rest)
 
     return PROBE_NUMEL * _rate(lambda _: optimizer.update([master], [grad], moments, now, 1.0, {}), device)
 
 
-def _copy_bytes(device: torch.device) -> float:
-    host = torch.zeros(PROBE_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-    there: Tensor = host.to(device)
+def _copy_bytes(device: Device) -> float:
+    arena = Arena(PROBE_COPY_BYTES, device)
+    host, there = arena.take(PROBE_COPY_BYTES), device.zeros(PROBE_COPY_BYTES, torch.uint8)
 
     def work(_: int) -> None:
-        there.copy_(host, non_blocking=True)
-        host.copy_(there, non_blocking=True)
+        device.copy(there, host)
+        device.copy(host, there)
 
-    return 2 * PROBE_COPY_BYTES * _rate(work, device)
+    try:
+        return 2 * PROBE_COPY_BYTES * _rate(work, device)
+    finally:
+        arena.close()

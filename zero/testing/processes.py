@@ -26,6 +26,7 @@ import torch.multiprocessing
 
 from zero.errors import DeadlineError, RankFailedError, WorldError
 from zero.failure import GRACE_S, some_ranks
+from zero.testing.simulated import surroundings, within
 from zero.world import World
 
 START_S = 90.0
@@ -56,7 +57,7 @@ def run_processes(size: int, fn: Callable[..., Any], *args: Any, timeout_s: floa
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = _forking()
-    job = pickle.dumps((fn, args))
+    job = pickle.dumps((fn, args, surroundings()))
     with tempfile.TemporaryDirectory() as folder:
         ranks = [_RankProcess(context, rank, size, store.port, folder, job, timeout_s) for rank in range(size)]
         try:
@@ -261,8 +262,8 @@ def _leave_with_parent() -> None:
 def _outcome(job: bytes, timeout_s: float) -> bytes:
     """What a rank sends home: its result, or its error and traceback, as far as they pickle."""
     try:
-        fn, args = pickle.loads(job)
-        with World.from_env(timeout_s, device="cpu") as world:
+        fn, args, settings = pickle.loads(job)
+        with within(settings), World.from_env(timeout_s, device="cpu") as world:
             result = fn(world, *args)
         return pickle.dumps(_Outcome(result))
     except BaseException as error:

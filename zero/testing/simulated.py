@@ -117,6 +117,7 @@ class SimulatedGpu(Device):
         order, seed: see `streams`.
     """
 
+    kind = "cuda"
     shares_memory = False
     piece_numel, sum_numel, batch_bytes = 1 << 26, 1 << 22, 16 << 20
 
@@ -438,6 +439,25 @@ def _at() -> str:
     return f" ({file}:{line})" if file else ""
 
 
+_SETTINGS: list[Settings] = []
+"""Of the blocks that this process is in."""
+
+
+def surroundings() -> Settings | None:
+    """What a new process has to be told, so that its worlds have what those of this one have."""
+    return _SETTINGS[-1] if _SETTINGS else None
+
+
+@contextmanager
+def within(settings: Settings | None) -> Iterator[None]:
+    """The surroundings of another process."""
+    if settings is None:
+        yield
+        return
+    with _simulated(settings):
+        yield
+
+
 @contextmanager
 def simulated_gpu(
     memory_bytes: int = 64 * GiB,
@@ -462,13 +482,21 @@ def simulated_gpu(
     Raises:
         RaceError: there is a race; usually from where it is, as the operator is called.
     """
-    seen = Simulation(Settings(memory_bytes, races, order, seed, without))
+    with _simulated(Settings(memory_bytes, races, order, seed, without)) as seen:
+        yield seen
+
+
+@contextmanager
+def _simulated(settings: Settings) -> Iterator[Simulation]:
+    seen = Simulation(settings)
     before, Device.stand_in = Device.stand_in, seen.make
+    _SETTINGS.append(settings)
     try:
         with watching() if seen.settings.is_watching else nullcontext():
             yield seen
         seen.finish()
     finally:
+        _SETTINGS.pop()
         Device.stand_in = before
 
 

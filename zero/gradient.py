@@ -104,7 +104,8 @@ class PagedGradients(Gradients):
             unit.grad = buffer.flat
             self._open[unit.index] = unit
             if fresh:
-                buffer.free.wait()
+                with self._tape.stream_standing("page out", unit.spec.name):
+                    buffer.free.wait()
             else:
                 self._bring_back(unit, buffer)
         if held:
@@ -146,7 +147,8 @@ class PagedGradients(Gradients):
                 for page, part_K in self._pages(unit):
                     self._coming.append(load(self._store, self._device, page, part_K))
         self._await_coming()
-        here.wait()
+        with self._tape.stream_standing("page in", unit.spec.name):
+            here.wait()
 
     def _await_coming(self) -> None:
         while self._coming:

@@ -6,6 +6,7 @@ That the checks find what they are for is shown by taking every wait of the libr
 import ast
 import itertools
 import random
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from zero.interop.parameters import safe_get_full_grad
 from zero.testing import RaceError, run_processes, run_ranks, simulated_gpu
 from zero.testing.races import Agent, History
 from zero.testing.simulated import Site
+from zero.testing.streams import Streams
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, ROWS, STEPS = 32, 2, 3
@@ -91,6 +93,17 @@ def test_a_race_is_what_no_order_of_marks_and_waits_rules_out(told):
     except RaceError:
         found = True
     assert found == is_racy(told)
+
+
+def test_memory_is_freed_without_the_lock_of_the_device_that_it_is_of():
+    """Ranks hand memory over: each may free some of the other's while it holds its own lock."""
+    device, memory = Streams("program", 0), [torch.zeros(4)]
+    device.allocated(memory)
+    freeing = threading.Thread(target=memory.clear, daemon=True)
+    with device.lock:
+        freeing.start()
+        freeing.join(5.0)
+        assert not freeing.is_alive()
 
 
 # -- what is run -------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry
 
 LOOKS = frozenset(
     f"aten::{name}"
@@ -26,6 +27,9 @@ WAITS = frozenset(
     for name in ("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2", "unique_dim")
 )
 """Operators for which the host waits for the device: a number or a size comes back."""
+
+PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm"))
+"""Products of matrices, which take as long as their arithmetic; other operators are done when their bytes are moved."""
 
 
 class Place(NamedTuple):
@@ -105,6 +109,13 @@ def results_of(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     names = {one.number: one.name for one in form.arguments}
     found = [args[number] if number < len(args) else kwargs[names[number]] for number in form.returned]
     return None if not found else found[0] if len(found) == 1 else tuple(found)
+
+
+def flops_of(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Of a product of matrices; 0 for other operators."""
+    if form_of(operator).name not in PRODUCTS:
+        return 0
+    return int(flop_registry[operator.overloadpacket](*args, **kwargs))
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

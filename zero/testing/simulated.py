@@ -24,19 +24,10 @@ from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
+import zero.testing.streams as simulation
 from zero.device import Clock, Device, Event, GiB, Moment, aligned_zeros, work_alone
-from zero.testing.operators import LOOKS, WAITS, Form, form_of, fresh_tensors, results_of, tensors_of
-from zero.testing.streams import (
-    DEVICE_BYTES_PER_S,
-    HOST_BYTES_PER_S,
-    LINK_BYTES_PER_S,
-    Gate,
-    Handed,
-    Marker,
-    Streams,
-    quietly,
-    thread,
-)
+from zero.testing.operators import LOOKS, WAITS, Form, flops_of, form_of, fresh_tensors, results_of, tensors_of
+from zero.testing.streams import Gate, Handed, Marker, Streams, quietly, thread
 from zero.testing.watching import Watched, watching
 
 ROOT = str(Path(__file__).parents[2])
@@ -57,6 +48,14 @@ class Site(NamedTuple):
     kind: str
     file: str
     line: int
+
+
+class Copied(NamedTuple):
+    """A copy between the host and the device."""
+
+    stream: str
+    to_host: bool
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -244,7 +243,11 @@ class SimulatedClock(Clock):
 
 
 class WatchedGpu(SimulatedGpu, Watched):
-    """A simulated GPU with streams, of which every operator is told."""
+    """A simulated GPU with streams, of which every operator is told.
+
+    Attributes:
+        copies: between it and the host, in the order in which they were launched.
+    """
 
     def __init__(self, simulation: Simulation) -> None:
         settings = simulation.settings
@@ -252,6 +255,7 @@ class WatchedGpu(SimulatedGpu, Watched):
         self.simulation = simulation
         self.handed = Handed(self.streams)
         self.gate = Gate(is_held=simulation.settings.order == "late")
+        self.copies: list[Copied] = []
 
     @contextmanager
     def aside(self, name: str, *, after: Event | None = None) -> Iterator[Event]:
@@ -347,7 +351,7 @@ class WatchedGpu(SimulatedGpu, Watched):
         homes = {self.is_home_of(tensor) for tensor in (*reads, *writes) if tensor.dim()}  # numbers may lie anywhere
         if homes == {False}:
             return self._on_host(form, operator, args, kwargs, reads, writes)
-        self._note(form, reads, writes, mixed=len(homes) == 2)
+        self._note(form, reads, writes, flops_of(operator, args, kwargs), mixed=len(homes) == 2)
         result = self._run(form, operator, args, kwargs, writes)
         if len(homes) == 2 and not self._is_asynchronous(reads, writes):
             self.streams.await_stream(self.streams.current)
@@ -380,17 +384,18 @@ class WatchedGpu(SimulatedGpu, Watched):
                 self.adopt(fresh)
         return result
 
-    def _note(self, form: Form, reads: list[Tensor], writes: list[Tensor], *, mixed: bool) -> None:
+    def _note(self, form: Form, reads: list[Tensor], writes: list[Tensor], flops: int, *, mixed: bool) -> None:
         streams, agent = self.streams, self.streams.current.agent
-        rate = DEVICE_BYTES_PER_S
+        written = sum(tensor.nbytes for tensor in writes)
+        seconds = (written + sum(tensor.nbytes for tensor in reads)) / simulation.DEVICE_BYTES_PER_S
         if mixed:
             if form.name not in COPIES:
                 raise AssertionError(f"{form.name} got memory of the host and of the device{_at()}")
-            rate = LINK_BYTES_PER_S
-            away = any(not self.is_home_of(tensor) for tensor in writes)
-            streams.counts["bytes to the host" if away else "bytes from the host"] += sum(one.nbytes for one in writes)
+            seconds = written / simulation.LINK_BYTES_PER_S
+            self.copies.append(Copied(agent.name, any(not self.is_home_of(tensor) for tensor in writes), written))
+            streams.counts["bytes to the host" if self.copies[-1].to_host else "bytes from the host"] += written
         streams.counts["launches"] += 1
-        streams.takes(agent, sum(tensor.nbytes for tensor in (*reads, *writes)) / rate)
+        streams.takes(agent, max(seconds, flops / simulation.FLOPS_PER_S))
         streams.touch(agent, reads, writes, f"{form.name}{_at()}")
 
     def _run(self, form: Form, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], writes: list[Tensor]) -> Any:

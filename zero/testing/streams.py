@@ -5,8 +5,11 @@ every execution. And it is executed: at once, in the order of the program; or, o
 somebody waits for allows, or at a random moment before. What it will write is poison until then, so whoever reads too
 early computes nonsense, and whoever overwrites what is still to be read spoils the result.
 
-Time is made up: every operation takes as long as its bytes need at the rates of a GPU, streams run beside one another,
-and the host takes a little for each launch. What overlaps does so by the order of events alone, on any machine.
+Time is made up: every operation takes as long as its bytes or its arithmetic need, streams run beside one another, and
+the host takes a little for each launch. What overlaps does so by the order of events alone, on any machine.
+
+Rates are a GPU's divided by a thousand, and of arithmetic by a hundred thousand: the tensors of a test are that much
+smaller, and have that many fewer rows, than those that keep a GPU busy for longer than their launches keep the host.
 """
 
 import itertools
@@ -26,8 +29,10 @@ from zero.testing.races import Agent, History, Known, RaceError
 
 LAUNCH_S = 5e-6
 """What a launch takes of the host."""
-DEVICE_BYTES_PER_S, LINK_BYTES_PER_S, HOST_BYTES_PER_S, NETWORK_BYTES_PER_S = 1e12, 5e10, 5e9, 1e11
+DEVICE_BYTES_PER_S, LINK_BYTES_PER_S, HOST_BYTES_PER_S, NETWORK_BYTES_PER_S = 1e9, 5e7, 5e6, 1e8
 """Of the GPU's own memory, of the way between it and the host, of what the host does, and of collectives."""
+FLOPS_PER_S = 5e9
+"""Of products of matrices."""
 
 _NUMBERS = itertools.count()
 
@@ -389,15 +394,15 @@ class Streams:
         return history
 
     def _freed(self, storage: int, history: History) -> None:
+        """Without the lock: two ranks may each free, at work under their own, the last of what the other one made."""
         if self._histories.get(storage) is history:
             del self._histories[storage]
         if self._number not in thread.agents:
-            return  # a thread that has no part in this; another rank's, or when it is all over
-        with self.lock:
-            try:
-                history.free(self.host)
-            except RaceError as error:  # nobody can be told here: the next touch raises it
-                self.found.append(error)
+            return  # a thread that has no part in this, when it is all over
+        try:
+            history.free(self.host)
+        except RaceError as error:  # nobody can be told here: the next touch raises it
+            self.found.append(error)
 
 
 def poison(tensor: Tensor) -> None:

@@ -79,6 +79,7 @@ def _leave_thread() -> None:
 def watching() -> Iterator[None]:
     """In the block simulated GPUs are told of operators, and of what threads and ranks hand over."""
     wrapped: list[tuple[type, str, Callable[[Any], Any]]] = [
+        (Crew, "_run", _run),
         (Crew, "ask", _ask),
         (Crew, "do_here", _do_here),
         (Crew, "await_end", _await_end),
@@ -110,6 +111,21 @@ class _Job:
 
     def __call__(self, *args: Any) -> None:
         self.job(*args)
+
+
+def _run(original: Any) -> Any:
+    def run(crew: Crew) -> None:
+        """A thread of the store ends unwatched: with what torch would let go of after its last line of Python, the
+        interpreter's end, which waits for that line alone, would end the process by a signal."""
+        try:
+            original(crew)
+        finally:
+            watching = thread.watching
+            _leave_thread()
+            if watching is not None:
+                watching.__exit__(None, None, None)
+
+    return run
 
 
 def _ask(original: Any) -> Any:

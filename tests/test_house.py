@@ -208,7 +208,7 @@ ASKED_OF_THE_DOOR = re.compile(
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(PACKAGE).as_posix())
 def test_what_the_device_is_only_its_doors_know(file):
-    """Streams, events and what a decision depends on are asked of `Device`, so a simulated GPU stands for a real one."""
+    """Streams, events and what a decision depends on are asked of `Device`, which a simulated GPU can stand for."""
     if file.relative_to(PACKAGE).as_posix() not in DEVICES:
         found = [line.strip() for line in file.read_text().splitlines() if ASKED_OF_THE_DOOR.search(line)]
         assert not found, "ask zero.device.Device instead"

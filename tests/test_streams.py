@@ -409,6 +409,7 @@ OTHERS = {
     "zero/reduce.py:Reducer._complete_oldest": "passes on to `World.reduce_scatter`, whose wait is in the list",
     "zero/world.py:World.tell": "between hosts, for numbers in their memory",
     "zero/store/prefetch.py:PrefetchStore._copy": "an inner store's, which does its work when it is asked",
+    "zero/planning/rates.py": "a probe's time is taken when all is done",
     "zero/gather.py": "activations, whose waits are in the list",
     "zero/full.py:_summed": "gradients, whose waits are in the list",
     "zero/store/prefetch.py:PrefetchStore.settle": "passes waits on",

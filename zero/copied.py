@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from zero.absent import Absent, hooks_of
 from zero.copyable import made_by_hooks, naming_what_cannot, refuse_own_copies, refuse_shared_memory
-from zero.device import in_host_memory, memory_of
+from zero.device import memory_of
 from zero.errors import ConfigError, StaleStateError
 from zero.functions import Closures, Held
 from zero.unit import Site, Splitting
@@ -72,7 +72,7 @@ def _version(tensor: Tensor) -> int:
 
 def _seen(tensor: Tensor, doubted: bool, watched: bool) -> Tensor | int | None:
     """What to compare with later."""
-    if watched and not doubted and in_host_memory(tensor):
+    if watched and not doubted and tensor.is_cpu:
         return _checksum(tensor)
     return tensor.detach().clone() if doubted or watched else None
 

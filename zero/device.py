@@ -370,11 +370,6 @@ def host_peak_bytes() -> int:
     return peak * (1 if sys.platform == "darwin" else 1024)
 
 
-def in_host_memory(tensor: Tensor) -> bool:
-    """Its bytes can be read by their address."""
-    return tensor.device.type == "cpu"
-
-
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory, not copied; they keep it alive."""
     if not tensor.numel():

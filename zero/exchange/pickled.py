@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero.device import in_host_memory, memory_of
+from zero.device import memory_of
 from zero.errors import CheckpointError
 from zero.exchange.stream import Source, Stream, new_file, refused_by_the_system
 
@@ -189,7 +189,7 @@ def stream_of(value: Any, what: str) -> Stream:
     Raises:
         CheckpointError: it is none that a checkpoint can hold.
     """
-    plain = type(value) in (Tensor, Parameter) and value.layout is torch.strided and in_host_memory(value)
+    plain = type(value) in (Tensor, Parameter) and value.layout is torch.strided and value.is_cpu
     if not plain or value.dtype not in STORAGES:
         seen = f"{value.layout}, {value.dtype}, {value.device}" if isinstance(value, Tensor) else type(value).__name__
         raise CheckpointError(f"{what}: is {seen}, not a dense tensor of a dtype that a checkpoint holds")

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from zlib_ng.zlib_ng import crc32  # zlib's own takes five times as long, a core and a half on a fast disk
 
-from zero.device import in_host_memory
 from zero.errors import StoreError
 from zero.store.base import Done, Page, Store, Ticket
 from zero.store.files import REQUEST_BYTES, Files, ScratchFile, memory_of, named, round_up
@@ -162,7 +161,7 @@ class NvmeStore(Store):
             raise StoreError(
                 f"{page} holds {(entry.numel,)} {entry.dtype}, the other side is {tuple(other.shape)} {other.dtype}"
             )
-        if not in_host_memory(other) or not other.is_contiguous():
+        if not other.is_cpu or not other.is_contiguous():
             raise StoreError(f"{page} moves only from and to contiguous host memory, the other side is {other.device}")
         return entry
 

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero.device import in_host_memory
 from zero.errors import StoreError
 from zero.store.base import Done, Page, Store, Ticket, Watch
 from zero.store.crew import Crew
@@ -286,7 +285,7 @@ def _join(one: Tensor, following: Tensor) -> Tensor:
 
 def _check_slots(slots: Sequence[Tensor]) -> None:
     for slot in slots:
-        if slot.dtype != torch.uint8 or slot.dim() != 1 or not in_host_memory(slot) or slot.nbytes != slots[0].nbytes:
+        if slot.dtype != torch.uint8 or slot.dim() != 1 or not slot.is_cpu or slot.nbytes != slots[0].nbytes:
             raise StoreError("slots are 1-D uint8 tensors of one size in host memory")
         if slot.data_ptr() % ALIGNMENT_BYTES:
             raise StoreError(f"slots begin at multiples of {ALIGNMENT_BYTES} bytes")

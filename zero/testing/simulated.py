@@ -360,7 +360,7 @@ class WatchedGpu(SimulatedGpu, Watched):
     def touch_on_host(self, tensor: Tensor, *, writes: bool) -> None:
         """The host itself moves bytes between its memory and something else, such as a file."""
         streams = self.streams
-        streams.takes(streams.host, tensor.nbytes / HOST_BYTES_PER_S, launched=False)
+        streams.takes(streams.host, tensor.nbytes / simulation.HOST_BYTES_PER_S, launched=False)
         if self.is_home_of(tensor):
             return  # files move no memory of the device: this is the host's own, of which nothing is known here
         what = f"{'a read from' if writes else 'a write to'} a file{_at()}"
@@ -376,7 +376,7 @@ class WatchedGpu(SimulatedGpu, Watched):
         writes: list[Tensor],
     ) -> Any:
         streams, moved = self.streams, sum(tensor.nbytes for tensor in (*reads, *writes))
-        streams.takes(streams.host, moved / HOST_BYTES_PER_S, launched=False)
+        streams.takes(streams.host, moved / simulation.HOST_BYTES_PER_S, launched=False)
         streams.touch(streams.host, reads, writes, f"{form.name}{_at()}")
         result = operator(*args, **kwargs)
         for fresh in () if form.in_place else fresh_tensors(result):

@@ -25,7 +25,7 @@ from zero.full import digest
 from zero.interop.parameters import safe_get_full_grad
 from zero.testing import RaceError, run_processes, run_ranks, simulated_gpu
 from zero.testing.races import Agent, History
-from zero.testing.simulated import Site
+from zero.testing.simulated import Site, WatchedGpu
 from zero.testing.streams import Streams
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -399,6 +399,7 @@ KINDS = {
 
 OTHERS = {
     "zero/cuda.py": "the door itself",
+    "zero/device.py": "likewise; `test_a_store_that_closes_waits_for_what_is_on_its_way` has the one that is there",
     "zero/timeline.py": "passes waits on",
     "zero/failure.py": "waits for a process",
     "zero/launch/ranks.py": "waits for processes",
@@ -517,6 +518,23 @@ def test_each_reason_why_a_call_is_no_wait_is_still_needed():
     ]
     for other in OTHERS:
         assert any(name.startswith(other) for name in everything), other
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_store_that_closes_waits_for_what_is_on_its_way(waits, tmp_path, monkeypatch):
+    """Copies that were launched go on when the threads that launched them have ended."""
+    if not waits:
+        monkeypatch.setattr(WatchedGpu, "join", lambda gpu: None)
+    with simulated_gpu(races=True) as seen:
+        run_ranks(1, step_and_close, tmp_path)
+    assert seen.counts["unpinned in use"] == (0 if waits else 1)
+
+
+def step_and_close(world: zero.World, path: Path) -> None:
+    state, step = start(world, path, preset="cpu")
+    state, _ = step(state, [rows(0, world, torch.bfloat16)])
+    state.machinery.store.settle()
+    state.machinery.store.close()
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

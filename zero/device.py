@@ -266,8 +266,9 @@ class Arena:
         return self._bytes[start : start + nbytes]
 
     def close(self) -> None:
-        """Unpin. The memory itself goes with its last tensor."""
+        """Unpin, when nothing is on its way any more. The memory itself goes with its last tensor."""
         if self.pinned:
+            self._device.join()
             self._device.unpin(self._bytes)
             self.pinned = False
 

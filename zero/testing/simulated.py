@@ -298,6 +298,10 @@ class WatchedGpu(SimulatedGpu, Watched):
             elif self.is_there("paging"):
                 self.streams.await_stream(stream)
 
+    def unpin(self, memory: Tensor) -> None:
+        self.streams.counts["unpinned in use"] += not self.is_quiet
+        super().unpin(memory)
+
     def prepare_thread(self) -> None:
         work_alone()
         thread.beside = True

@@ -17,7 +17,7 @@ from torch import nn
 
 import zero.world
 from zero.config import read
-from zero.cuda import Cuda
+from zero.cuda import Cuda, compute_device
 from zero.device import Arena, Device, GiB
 from zero.errors import HandshakeError, MachineError
 from zero.placement import Room, budget_bytes
@@ -111,7 +111,7 @@ def test_nccl_is_opened_for_a_gpu_alone(device, backend, monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: asked.append((backend, how["device_id"])))
     where = torch.device(device)
     ProcessWorld._connect(
-        SimpleNamespace(timeout_s=20.0, device=where, _owns_default=True, _store=None, rank=0, size=2)  # type: ignore[arg-type]
+        SimpleNamespace(timeout_s=20.0, compute=compute_device(where), _owns_default=True, _store=None, rank=0, size=2)  # type: ignore[arg-type]
     )
     assert asked == [(backend, where if device == "cuda" else None)]
 

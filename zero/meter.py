@@ -293,8 +293,11 @@ def figures(
 
 
 def _peak_flops(world: World, plan: Plan) -> float | None:
+    product = world.compute.product()
+    if not product:
+        return None
     compute = next(name for name, dtype in DTYPES.items() if dtype == plan.precision.compute)
-    return peak_flops(product, compute) if (product := world.compute.product()) else None
+    return peak_flops(product, compute)
 
 
 def endurance(step_bytes: float) -> str:

@@ -22,6 +22,7 @@ import zero
 from zero import planning
 from zero.build import build_plan
 from zero.config import Config, read
+from zero.device import Device
 from zero.errors import ConfigError, WorldError
 from zero.models import GPT, loss
 from zero.models.gpt_config import GPTConfig
@@ -702,7 +703,7 @@ def test_slow_compute_is_not_measured_for_long(monkeypatch):
         now_s[0] += 0.1 + 0.5 * count
 
     monkeypatch.setattr("time.perf_counter", lambda: now_s[0])
-    assert rate_of(work, torch.device("cpu"), most=4096) == pytest.approx(8 / 4.1)
+    assert rate_of(work, Device(torch.device("cpu")), most=4096) == pytest.approx(8 / 4.1)
     assert max(asked) == 8
     assert now_s[0] < 20
 
@@ -710,7 +711,7 @@ def test_slow_compute_is_not_measured_for_long(monkeypatch):
         asked.append(count)
         now_s[0] += 0.02 + 1e-5 * count
 
-    assert rate_of(quick, torch.device("cpu"), most=4096) == pytest.approx(4096 / (0.02 + 0.04096))
+    assert rate_of(quick, Device(torch.device("cpu")), most=4096) == pytest.approx(4096 / (0.02 + 0.04096))
     assert max(asked) == 4096
 
 

@@ -93,8 +93,10 @@ class Cuda(Device):
         with torch.cuda.stream(stream):
             if after is not None:
                 after.wait()
-            yield event
-            event.record()
+            try:
+                yield event
+            finally:
+                event.record()  # also of what an error broke off: nobody waits for an event that was never recorded
 
     def event(self) -> Event:
         return CudaEvent()
@@ -117,11 +119,13 @@ class Cuda(Device):
             after.finish()
         with torch.cuda.stream(stream):
             after.wait()
-            yield
-            if end is None:
-                stream.synchronize()
-            else:
-                end.record()
+            try:
+                yield
+            finally:
+                if end is None:
+                    stream.synchronize()
+                else:
+                    end.record()
 
     def prepare_thread(self) -> None:
         """A thread begins on GPU 0, whoever's it is: every rank would open a context there, of half a gigabyte."""

@@ -268,9 +268,11 @@ class Arena:
     def close(self) -> None:
         """Unpin, when nothing is on its way any more. The memory itself goes with its last tensor."""
         if self.pinned:
-            self._device.join()
-            self._device.unpin(self._bytes)
-            self.pinned = False
+            try:
+                self._device.join()
+            finally:
+                self.pinned = False
+                self._device.unpin(self._bytes)
 
 
 def round_up(count: int, multiple: int) -> int:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from zero.absent import Absent
 from zero.copied import buffers_of
-from zero.device import aligned_zeros, memory_of
+from zero.device import Device, aligned_zeros, memory_of
 from zero.errors import PlanError
 from zero.layout import Layout, pages
 from zero.meta import BEGIN, write_again
@@ -98,6 +98,7 @@ class Sink:
         start, stop: the range.
         cuts: the pages, as (start, stop) within the range.
         keep: called with the number and the fp32 values, (K,), of each page that is complete; they are valid only then.
+        host: whose memory a page is put together in.
         at: the flat's element that `take` begins with.
     """
 
@@ -108,11 +109,12 @@ class Sink:
         cuts: Sequence[tuple[int, int]],
         keep: Callable[[int, Tensor], None],
         *,
+        host: Device,
         at: int = 0,
     ) -> None:
         self.start, self.stop = start, stop
         self._cuts, self._keep = cuts, keep
-        self._page_K = torch.zeros(max((b - a for a, b in cuts), default=0))
+        self._page_K = host.zeros(max((b - a for a, b in cuts), default=0), torch.float32)
         self._at, self._number = at, 0
 
     def zeros(self, numel: int) -> None:
@@ -187,7 +189,10 @@ def sinks_of(plan: Plan, store: Store, unit: UnitState, kind: str, *, at: int | 
     if kind == "param" and plan.precision.has_master:
         wanted.append((updated, _to_pages(store, unit.index, "master", torch.float32)))
     first = min(extent[0] for extent, _ in wanted) if at is None else at
-    return [Sink(*extent, pages(extent[1] - extent[0], plan.page_numel), keep, at=first) for extent, keep in wanted]
+    return [
+        Sink(*extent, pages(extent[1] - extent[0], plan.page_numel), keep, host=plan.world.compute.host, at=first)
+        for extent, keep in wanted
+    ]
 
 
 def _to_memory(flat: Tensor, page_numel: int) -> Callable[[int, Tensor], None]:

@@ -215,6 +215,7 @@ class Reducer:
 
     def _drop(self) -> None:
         handles = [*(one.handle for one in self._under_way), *(handle for _, handle in self._gathers.values())]
+        self._done.wait()
         with suppress(WorldError):  # a broken world is what is being reported already
             for handle in handles:
                 handle.wait()

@@ -51,9 +51,13 @@ class Machinery:
         self.gatherer.residency.complete()
 
     def come_to_rest(self) -> None:
-        """Before pages and parameters are read or written from outside of a step: nothing is at them any more."""
+        """Before pages and parameters are read or written from outside of a step, by the host too: no update waits any
+        more, and nothing is at them."""
         self.align()
-        self.plan.world.compute.join()
+        for unit in self.units:
+            if unit.waiting is not None:
+                self.updater.force(unit)
+        self.plan.world.compute.join()  # for the host an update was made when it was launched
 
 
 @dataclass(frozen=True, eq=False)

@@ -202,7 +202,10 @@ class Updater:
 
     @torch.no_grad()
     def force(self, unit: UnitState) -> None:
-        """Return when the waiting update of `unit` is made: shard, master and moments have moved on by one step."""
+        """Make the waiting update of `unit`: for the current stream all that it has moves on by one step.
+
+        A host that reads them itself has to `join` after it.
+        """
         if unit.torn:
             raise StaleStateError(
                 f"the update of {unit.spec.name} was interrupted half-way, so this state is no state; start again from "

@@ -27,7 +27,7 @@ from zero.checkpoint.disk import Disk
 from zero.checkpoint.hashes import BLOCK_BYTES
 from zero.checkpoint.manifest import Entry, Manifest, Piece, file_name, step_name, step_of
 from zero.checkpoint.publish import MANIFEST_NAME, Root
-from zero.checkpoint.save import by_rank_0, force_all, join, told_by_all
+from zero.checkpoint.save import by_rank_0, join, told_by_all
 from zero.checkpoint.shard import THREADS, ShardReader, compare
 from zero.copied import buffers_of
 from zero.device import memory_of
@@ -244,7 +244,6 @@ def load(
         note(f"checkpoint.partial: {len(named)} of {len(wanted)} tensors keep the values they have" + _listed(named))
         if left := [_words(key) for key in there if key not in wanted and _named(key, partial)]:
             note(f"checkpoint.partial: {len(left)} tensors of the checkpoint are left behind" + _listed(left))
-    force_all(state)
     stays = _current(state, kept - _untouched(plan, kept))
     following = state.restored(step=step, scale=plan.precision.scale.resumed(saved, dynamic=dynamic))
     told_by_all(plan.world, lambda: _fill(following, checkpoint, there, stays, buffers, kept, progress))
@@ -449,7 +448,7 @@ def _fill(
                 first, last = min(sink.start for sink in sinks), max(sink.stop for sink in sinks)
                 for start in range(first, last, plan.page_numel):
                     stop = min(start + plan.page_numel, last)
-                    page_K = torch.zeros(stop - start)
+                    page_K = plan.world.compute.host.zeros(stop - start, torch.float32)
                     for slot, a, b, place in layout.pieces(start, stop):
                         page_K[place : place + b - a].copy_(values(slot, kind, a, b))
                     for sink in sinks:

@@ -39,7 +39,7 @@ from zero.checkpoint.manifest import FORMAT, Entry, Manifest, file_name, to_text
 from zero.checkpoint.publish import Root
 from zero.checkpoint.shard import ShardWriter
 from zero.copied import buffers_of
-from zero.device import aligned_zeros, memory_of, work_alone
+from zero.device import memory_of, work_alone
 from zero.errors import CheckpointError, StoreError
 from zero.failure import first_line
 from zero.layout import pages
@@ -102,7 +102,6 @@ def begin(
         return str(root.begin(number, secrets.token_hex(8)))
 
     world.at(f"step {number}, save")
-    force_all(state)
     folder = Path(by_rank_0(world, prepare))
     try:
         manifest = Manifest(
@@ -265,13 +264,6 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return {name: first[id(one)] for name, one in tensors.items() if first[id(one)] != name}
 
 
-def force_all(state: State) -> None:
-    """Make every waiting update."""
-    for unit in state.machinery.units:
-        if unit.waiting is not None:
-            state.machinery.updater.force(unit)
-
-
 # -- together ----------------------------------------------------------------------------------------------------------
 
 
@@ -367,9 +359,9 @@ def _read(
     state: State, unit: int, kind: str, dtype: torch.dtype, wanted: list[tuple[int, int, int]]
 ) -> Iterator[tuple[int, Tensor]]:
     """Pages of the store in order, `AHEAD` of them on their way; each valid until the next."""
-    store, host = state.machinery.store, torch.device("cpu")
+    store, host = state.machinery.store, state.plan.world.compute.host
     most = max((numel for _, _, numel in wanted), default=0)
-    free = [aligned_zeros(most, dtype, host) for _ in wanted[: AHEAD + 1]]
+    free = [host.zeros(most, dtype) for _ in wanted[: AHEAD + 1]]
     under_way: deque[tuple[int, Tensor, Tensor, Ticket]] = deque()
     coming = iter(wanted)
     while True:

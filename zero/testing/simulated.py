@@ -195,15 +195,15 @@ class _HostOf(Device):
     def bring(self, tensor: Tensor) -> Tensor:
         if self.is_home_of(tensor):
             return tensor
-        here = aligned_zeros(tensor.numel(), tensor.dtype, self.device).view(tensor.shape)
-        self._gpu.adopt(here)
+        here = self.zeros(tensor.numel(), tensor.dtype).view(tensor.shape)
         here.copy_(tensor)
         return here
 
-    def number(self, value: float) -> Tensor:
-        here = aligned_zeros(1, torch.float32, self.device)
-        self._gpu.adopt(here)
-        return here.fill_(value).view(())
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        here = aligned_zeros(numel, dtype, self.device)
+        if numel:
+            self._gpu.adopt(here)
+        return here
 
 
 class SimulatedEvent(Event):
@@ -267,8 +267,10 @@ class WatchedGpu(SimulatedGpu, Watched):
                 after.wait()
             elif self.is_there("aside"):
                 streams.hold_back(before)
-            yield event
-            event.record()
+            try:
+                yield event
+            finally:
+                event.record()
 
     def event(self) -> Event:
         return SimulatedEvent(self)
@@ -292,11 +294,13 @@ class WatchedGpu(SimulatedGpu, Watched):
             after.finish()
         with self.streams.on(stream):
             after.wait()
-            yield
-            if end is not None:
-                end.record()
-            elif self.is_there("paging"):
-                self.streams.await_stream(stream)
+            try:
+                yield
+            finally:
+                if end is not None:
+                    end.record()
+                elif self.is_there("paging"):
+                    self.streams.await_stream(stream)
 
     def unpin(self, memory: Tensor) -> None:
         self.streams.counts["unpinned in use"] += not self.is_quiet

@@ -36,9 +36,6 @@ FLOPS_PER_S = 5e9
 
 _NUMBERS = itertools.count()
 
-LANES = 8
-"""So many collectives may be under way in any order: how libraries order them among themselves is not relied on."""
-
 HELD_S = 5.0
 """The longest that a thread of the store is held back: who waits for it in another way would wait for ever."""
 
@@ -171,7 +168,6 @@ class Streams:
     Args:
         order: of `ORDERS`: when what was launched on side streams runs.
         seed: of random moments.
-        trainer: whose waits are counted as those of the step; others are the store's threads.
 
     Attributes:
         counts: launches, waits of the host, bytes each way.
@@ -189,8 +185,7 @@ class Streams:
         self._streams: dict[str, Stream] = {}
         self._poisoned: list[tuple[Tensor, Tensor]] = []  # where, and what was there before
         self.main = self.stream("the compute stream")
-        self._lanes = [self.stream(f"the network's lane {number}") for number in range(LANES)]
-        self._collectives = 0
+        self._network: list[Stream] = []
 
     # -- who -----------------------------------------------------------------------------------------------------------
 
@@ -205,11 +200,10 @@ class Streams:
                 self._streams[name] = Stream(self.agent(name))
             return self._streams[name]
 
-    def lane(self) -> Stream:
-        """The stream of the next collective, which comes after the one that was there before and after no other."""
-        with self.lock:
-            self._collectives += 1
-            return self._lanes[self._collectives % LANES]
+    def collective(self) -> Stream:
+        """A stream for one collective: how libraries order them among themselves is not relied on."""
+        self._network.append(self.stream(f"collective {len(self._network)}"))
+        return self._network[-1]
 
     @property
     def host(self) -> Agent:
@@ -366,7 +360,7 @@ class Streams:
     def _maybe_run(self) -> None:
         """At random moments some stream gets one further."""
         if self._order == "random" and self._draw.random() < 0.3:
-            waiting = [one for one in self._streams.values() if one.queue and one not in self._lanes]
+            waiting = [one for one in self._streams.values() if one.queue and one not in self._network]
             if waiting:
                 stream = self._draw.choice(waiting)
                 self.run(stream, stream.done + 1)

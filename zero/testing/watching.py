@@ -91,6 +91,7 @@ def watching() -> Iterator[None]:
         (World, "__enter__", _enter),
         (World, "__exit__", _exit),
     ]
+    wrapped += [(World, name, _between_hosts) for name in ("agree", "barrier", "gather_texts", "share")]
     wrapped += [(kind, name, way) for kind in (ThreadWorld, ProcessWorld) for name, way in COLLECTIVES.items()]
     with ExitStack() as undo:
         for kind, name, way in wrapped:
@@ -245,6 +246,16 @@ def _exit(original: Any) -> Any:
     return exit_
 
 
+def _between_hosts(original: Any) -> Any:
+    """Small tensors of the host, which on a GPU travel over gloo: no stream has to do with them."""
+
+    def between_hosts(*args: Any, **kwargs: Any) -> Any:
+        with quietly():
+            return original(*args, **kwargs)
+
+    return between_hosts
+
+
 def _gather(original: Any) -> Any:
     def gather(world: World, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
         if aside or not _is_watched(world, full_P):
@@ -278,7 +289,7 @@ COLLECTIVES = {"_gather": _gather, "_exchange": _exchange, "_broadcast": _broadc
 
 def _is_watched(world: World, tensor: Tensor) -> bool:
     gpu = world.compute
-    return thread.gpu is gpu and isinstance(gpu, Watched) and gpu.is_home_of(tensor)
+    return thread.gpu is gpu and isinstance(gpu, Watched) and not thread.quiet and gpu.is_home_of(tensor)
 
 
 class _Arrival:
@@ -302,7 +313,7 @@ def _collective(world: World, op: str, source: Tensor, into: Tensor, start: Call
     before, marker = Marker(), Marker()
     streams.allocated([source, into])
     streams.record(before)
-    lane = streams.lane()
+    lane = streams.collective()
     with streams.on(lane):
         streams.hold_back(before)
         streams.run(lane, lane.launched)  # what is sent is read now: the other side needs it

@@ -159,7 +159,8 @@ class PrefetchStore(Store):
             priority: of the groups that are asked for, the smallest goes first.
 
         Returns:
-            A ticket whose `wait` returns when `work` has run. The pages are written behind.
+            A ticket whose `wait` returns when `work` has run; what it launched on a device may still be under way. The
+            pages are written behind.
 
         Raises:
             StoreError: an unknown page, or a group that is larger than a slot.

@@ -26,18 +26,27 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from zero import launch, refusal
-from zero.config import HF, Config, flat, keys, keys_of, read, unknown_key
-from zero.data import check_data, open_data
-from zero.errors import CheckpointError, ConfigError, MachineError, Preempted, RankFailedError, SettingError, one_line
-from zero.explain import explain, overview
-from zero.placement import Offload
-from zero.secret import refuse_secret_words, refuse_secrets
-from zero.written import making, publish, writing
+from zero.core import suggest
+from zero.core.placement import Offload
+from zero.errors import (
+    CheckpointError,
+    ConfigError,
+    MachineError,
+    Preempted,
+    RankFailedError,
+    SettingError,
+    one_line,
+)
+from zero.platform.run_files import making, publish, writing
+from zero.trainer import launch
+from zero.trainer.config import HF, Config, flat, keys, keys_of, read, unknown_key
+from zero.trainer.data import check_data, open_data
+from zero.trainer.explain import explain, overview
+from zero.trainer.secret import refuse_secret_words, refuse_secrets
 
 if TYPE_CHECKING:
-    from zero.meter import Summary
-    from zero.plan import Plan
+    from zero.engine.plan import Plan
+    from zero.trainer.meter import Summary
 
 CONF = Path(__file__).resolve().parent / "conf"
 
@@ -54,13 +63,13 @@ def train(config: Config, folder: Path) -> "Summary":
     import torch
 
     import zero
-    from zero import planning
-    from zero.build import build_plan
-    from zero.report.run import write as write_report
-    from zero.saver import find
-    from zero.task import build_task
-    from zero.tracker import open_tracker, write_failure, write_summary
-    from zero.training import STOPPED, Training
+    from zero.trainer import planning
+    from zero.trainer.build import build_plan
+    from zero.trainer.loop import STOPPED, Training
+    from zero.trainer.report.run import write as write_report
+    from zero.trainer.saver import find
+    from zero.trainer.task import build_task
+    from zero.trainer.tracker import open_tracker, write_failure, write_summary
 
     if config.deterministic != torch.are_deterministic_algorithms_enabled():  # setting it imports torch's compiler
         torch.use_deterministic_algorithms(config.deterministic)
@@ -76,7 +85,7 @@ def train(config: Config, folder: Path) -> "Summary":
 
         model = task.model
         activations = planning.Activations(config, model)  # traced once, for what is settled and for the plan
-        config = planning.settle(config, model, world, tracker.note, activations, tracker.progress)
+        config = planning.resolve_auto(config, model, world, tracker.note, activations, tracker.progress)
         if world.rank == 0:
             _write_config(config, folder)
         _, micro, _ = config.batch.numbers()
@@ -117,7 +126,7 @@ def _explained(config: Config, plan: "Plan", model: Any) -> Iterator[None]:
     """A GPU that runs out of memory is answered with what was planned, what was taken and what would fit."""
     import torch
 
-    from zero.planning import out_of_memory
+    from zero.trainer.planning import out_of_memory
 
     try:
         yield
@@ -137,7 +146,7 @@ def run(config: Config, folder: Path, *, apart: bool = False) -> "Summary":
     Raises:
         Preempted: a signal asked the run to stop, and it has saved.
     """
-    from zero.training import STOPPED
+    from zero.trainer.loop import STOPPED
 
     ranks = launch.count_ranks(config.launch.ranks, config.launch.device)
     config.on(ranks)  # whether the batch divides; what is auto is settled by the ranks
@@ -164,8 +173,8 @@ def run(config: Config, folder: Path, *, apart: bool = False) -> "Summary":
 
 def _leave_failure(folder: Path, error: BaseException, *, final: bool) -> None:
     """summary.json and report.html of a run that failed, as far as it goes: the disk may be what failed."""
-    from zero.report.run import write as write_report
-    from zero.tracker import write_failure
+    from zero.trainer.report.run import write as write_report
+    from zero.trainer.tracker import write_failure
 
     with contextlib.suppress(MachineError):
         write_failure(folder, {"exit_reason": launch.describe(error)}, final=final)
@@ -193,7 +202,7 @@ def _write_config(config: Config, folder: Path) -> None:
 # From a command line to settings
 
 
-def settle(raw: Mapping[str, Any]) -> Config:
+def parse_config(raw: Mapping[str, Any]) -> Config:
     """Everything that can be refused without torch, a process or a folder.
 
     Raises:
@@ -228,7 +237,7 @@ def _check_path(offload: Offload) -> None:
 def _check_checkpoints(config: Config) -> None:
     """Whether there is something to go on from, and whether a checkpoint can be made where it is wanted."""
     if config.resume not in ("none", "latest") and not Path(config.resume).exists():
-        instead = "" if "/" in config.resume else refusal.meant(config.resume, ("latest", "none"))
+        instead = "" if "/" in config.resume else suggest.meant(config.resume, ("latest", "none"))
         instead = instead or "; give latest, or the folder of a step, a run or several"
         raise ConfigError(f"resume={config.resume} does not exist{instead}")
     if config.checkpoint.dir is None:
@@ -307,7 +316,7 @@ def _of_their_kinds(settings: dict[str, Any], hydra: Any) -> dict[str, Any]:
 
 def _on_ds_config(composed: Any) -> Any:
     """The same command line with the settings of its ds_config before its own words; a section's option replaces it."""
-    from zero.ds_config import overrides, translate
+    from zero.deepspeed.config import overrides, translate
 
     typed = [one for one in _hydra_of(composed).overrides.task if _key_of(one) != "ds_config"]
     replaced = {_key_of(one) for one in typed if (CONF / _key_of(one)).is_dir()}
@@ -327,7 +336,7 @@ def _typed_keys(hydra: Any) -> set[str]:
 def _notes(composed: Any) -> Iterator[str]:
     """What is not as it was typed: words of a ds_config without meaning here, a model that debug=tiny makes small."""
     if composed.ds_config:
-        from zero.ds_config import translate
+        from zero.deepspeed.config import translate
 
         yield from translate(composed.ds_config).notes
     hydra = _hydra_of(composed)
@@ -337,7 +346,7 @@ def _notes(composed: Any) -> Iterator[str]:
 
         own = yaml.safe_load((CONF / "model" / f"{choices.model}.yaml").read_text())
         others = {f"model.{name}": value for name in own if (value := composed.model.get(name)) != own[name]}
-        if changed := [f"{key}={refusal.shown(value)}" for key, value in others.items() if key not in typed]:
+        if changed := [f"{key}={suggest.shown(value)}" for key, value in others.items() if key not in typed]:
             by = " ".join(f"{one}={choices[one]}" for one in PRESETS if choices.get(one) not in (None, "none"))
             yield f"{by} sets {' '.join(changed)} in place of what model={choices.model} says"
 
@@ -367,11 +376,11 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
         if (CONF / key).is_dir():
             options = sorted(path.stem for path in (CONF / key).glob("*.yaml"))
             if value is not None and value not in options:
-                return f"{key}={value} does not exist; {refusal.nearest(str(value), options)}"
+                return f"{key}={value} does not exist; {suggest.nearest(str(value), options)}"
         elif key not in keys() and not any(known.startswith(f"{key}.") for known in keys()):
             named = CONF.glob(f"*/{value}.yaml") if _NAME.fullmatch(str(value)) else ()
             groups = [path.parent.name for path in named]
-            if group := refusal.meant(key, groups):  # the value tells more than the letters
+            if group := suggest.meant(key, groups):  # the value tells more than the letters
                 return f"unknown key {key}{group.removesuffix('?')}={value}?"
             return unknown_key(key)
     found = re.match(r"Could not override '([^']+)'", str(error))
@@ -405,7 +414,7 @@ def _print(answer: str) -> None:
 
 
 def _plan(config: Config, overrides: Sequence[str]) -> int:
-    from zero.planning import plan_text
+    from zero.trainer.planning import plan_text
 
     text, fits = plan_text(config, overrides)
     _print(text)
@@ -413,7 +422,7 @@ def _plan(config: Config, overrides: Sequence[str]) -> int:
 
 
 def _doctor(config: Config, overrides: Sequence[str]) -> int:
-    from zero import doctor
+    from zero.trainer import doctor
 
     found = list(doctor.checks(config))
     _print(doctor.report(found))
@@ -489,7 +498,7 @@ def _with_hydra(arguments: Sequence[str]) -> int:
     key = "hydra.sweep.dir" if asked.multirun else "hydra.run.dir"
     if folder is not None:
         # the time in its name is read once, so that we know where the jobs are, whoever runs them
-        words.append(f"{key}={refusal.word(str(folder))}")
+        words.append(f"{key}={suggest.word(str(folder))}")
     if asked.multirun:
         # a launcher's processes find `train` by its name
         os.environ["PYTHONPATH"] = os.pathsep.join([str(CONF.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -564,7 +573,7 @@ def _settled_runs(asked: Any) -> _Settled:
             folders.append(_folder_of(composed, "sweep" if asked.multirun else "run"))
             settings = settings_in(composed)
             notes |= dict.fromkeys(_notes(composed))
-            found.append((settle(settings), overrides))
+            found.append((parse_config(settings), overrides))
         except SettingError:
             raise
         except ConfigError as error:
@@ -636,7 +645,7 @@ def _run_job(composed: Any, codes: list[int]) -> float | None:
         return None  # the other runs of a sweep go on
     finally:
         if sweep:
-            from zero.report.sweep import write as write_sweep  # and torch with it
+            from zero.trainer.report.sweep import write as write_sweep  # and torch with it
 
             with contextlib.suppress(Exception):  # what is wrong with its page is said when the sweep ends
                 write_sweep(Path(hydra.runtime.cwd) / hydra.sweep.dir)
@@ -645,7 +654,7 @@ def _run_job(composed: Any, codes: list[int]) -> float | None:
 def _settled_job(composed: Any, folder: Path) -> Config:
     """A job whose settings do not go together is a row of its sweep like any that fails."""
     try:
-        return settle(settings_in(composed))
+        return parse_config(settings_in(composed))
     except ConfigError as error:
         _leave_failure(folder, error, final=True)
         raise
@@ -653,7 +662,7 @@ def _settled_job(composed: Any, folder: Path) -> Config:
 
 def _tell_sweep(folder: Path, *, told: bool) -> list[int]:
     """Say where the table is; exit codes of failures that were not `told`, as those of jobs in other processes."""
-    from zero.report import sweep
+    from zero.trainer.report import sweep
 
     found = sweep.write(folder)
     print(f"\n{sweep.counts(found.jobs)}: {found.page}")
@@ -681,7 +690,7 @@ def _runs_in(overrides: Sequence[str], limit: int = 64) -> Iterator[list[str]]:
 
 def _as_one_rank(arguments: Sequence[str]) -> int:
     """Under torchrun rank 0 composes and makes the folder; the others are told."""
-    from zero.world import World
+    from zero.distributed.world import World
 
     letter = ""
     if os.environ["RANK"] == "0":
@@ -689,7 +698,7 @@ def _as_one_rank(arguments: Sequence[str]) -> int:
             raise ConfigError("torchrun starts one run: give key=value only, or sweep with python train.py -m")
         composed = compose(arguments)
         _refuse_secrets_of(composed)
-        config = settle(settings_in(composed))
+        config = parse_config(settings_in(composed))
         if config.mode in ANSWERS:
             raise ConfigError(f"mode={config.mode} asks one process: python train.py mode={config.mode}")
         _warn(_notes(composed))

@@ -35,9 +35,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import bench_systems
 from bench_systems import BETAS, CLIP, EPS, LR, SEED, WEIGHT_DECAY, fill, forget_peak, replica
 
-from zero.data import TextConfig, open_data
-from zero.device import host_peak_bytes
-from zero.models import GPT, GPTConfig, loss
+from zero.platform.device import host_peak_bytes
+from zero.trainer.data import TextConfig, open_data
+from zero.trainer.models import GPT, GPTConfig, loss
 
 Step = Callable[[Tensor], dict[str, float]]
 
@@ -228,7 +228,7 @@ class _Traffic:
         for unit in self._order:
             self._params.move(unit, self._store.read)
         self._params.wait()
-        self._store.settle()
+        self._store.drain()
 
     def backward(self) -> None:
         for unit in reversed(self._order):
@@ -237,7 +237,7 @@ class _Traffic:
             self._grads.move(unit, self._store.write)
         self._params.wait()
         self._grads.wait()
-        self._store.settle()
+        self._store.drain()
 
 
 def _held_at_the_turn(plan: Any) -> set[int]:
@@ -252,7 +252,7 @@ class _Buffers:
     """Three buffers in turn, each as long as the longest unit's pages of one kind: in use, ahead and behind."""
 
     def __init__(self, units: dict[int, dict[Any, Any]]) -> None:
-        from zero.device import aligned_zeros
+        from zero.platform.device import aligned_zeros
 
         self._units, self._turn = units, 0
         lengths = [sum(spec.numel for spec in pages.values()) for pages in units.values()]

@@ -21,9 +21,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from zero.data import TextConfig, open_data
-from zero.device import host_peak_bytes
-from zero.models import GPT, GPTConfig, loss
+from zero.platform.device import host_peak_bytes
+from zero.trainer.data import TextConfig, open_data
+from zero.trainer.models import GPT, GPTConfig, loss
 
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 SEED = 0

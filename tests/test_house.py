@@ -2,6 +2,7 @@
 
 import ast
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -9,52 +10,24 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "zero"
 
-# From the bottom up: a file may import from zero only what stands in an earlier line.
-LAYERS = [
-    ("arithmetic", "errors nested progress secret peak refusal schedule stage layout precision optim placement"),
-    ("arithmetic", "order turns"),
-    (
-        "doors",
-        "beside failure stalled written timeline device cuda world store.base store.memory store.files store.nvme",
-    ),
-    ("doors", "store.paging store.schedule store.traffic store.crew store.prefetch store.tiers store"),
-    ("engine", "activation compiled unit meta absent functions copyable copied pool unit_state plan transfer gradient"),
-    ("engine", "reduce update fetch residency recompute gather state weights initialise passes step full"),
-    ("edges", "checkpoint.hashes checkpoint.manifest checkpoint.disk checkpoint.shard checkpoint.publish"),
-    ("edges", "checkpoint.contents checkpoint.save checkpoint.load checkpoint"),
-    ("edges", "exchange.stream exchange.hf exchange.pickled exchange.dcp exchange.deepspeed"),
-    ("edges", "exchange.export exchange.converted exchange.adopt exchange.shown exchange"),
-    ("edges", "data.order data.tokenizer data.source data.windows data.text data.tokens data.synthetic data.hf"),
-    ("edges", "data"),
-    ("edges", "models.gpt_config models.gpt models.hf_config models.hf models"),
-    ("edges", "config.values config.sections config build task evaluate"),
-    ("edges", "ds_config.keys ds_config.source ds_config"),
-    ("edges", "planning.papers planning.machine planning.shapes planning.activations planning.cost planning.rates"),
-    ("edges", "planning.measured planning.choices planning.exhausted planning.settle planning.table planning"),
-    ("edges", "tracker.view tracker.behind tracker.jsonl tracker.console tracker.wandb tracker"),
-    ("edges", "explain meter doctor watch launch.process launch.ending launch.board launch.request launch.ranks"),
-    ("edges", "launch resumed saver training"),
-    (
-        "edges",
-        "elsewhere interop.grads interop.optimizers interop.schedulers interop.classes interop.loader interop.plain",
-    ),
-    ("edges", "interop.precompiled interop.checkpoints interop.original interop.watched interop.whole interop.answers"),
-    ("edges", "interop.accelerator interop.aside"),
-    (
-        "edges",
-        "interop.saved interop.parameters interop.throughput interop.engine interop.begin interop",
-    ),
-    ("edges", "report.scale report.chart report.page report.folder report.run report.sweep report"),
-    ("edges", "testing.threads testing.operators testing.races testing.streams testing.watching testing.simulated"),
-    ("edges", "testing.processes testing.contract testing.faults testing.crash"),
-    ("edges", "testing.damage testing"),
+# From the bottom up: what is in a room imports only from rooms below it, and from its own.
+ROOMS = [
+    "errors",
+    "progress",
+    "renamed",
+    "core",
+    "platform",
+    "distributed",
+    "store",
+    "engine",
+    "checkpoint",
+    "formats",
+    "testing",
+    "trainer",
+    "deepspeed",
 ]
-RANK = {name: place for place, name in enumerate(name for _, names in LAYERS for name in names.split())}
-ARITHMETIC = LAYERS[0][1].split()
-DOORS = LAYERS[1][1].split() + LAYERS[2][1].split()
-
 FILES = sorted(PACKAGE.rglob("*.py"))
-DEVICES = ("device.py", "cuda.py", "testing/simulated.py", "testing/operators.py")
+DEVICES = ("platform/device.py", "platform/cuda.py", "testing/simulated_gpu.py", "testing/operators.py")
 
 
 def name_of(path: Path) -> str:
@@ -78,40 +51,58 @@ def zero_imports(path: Path) -> list[str]:
     return [name.removeprefix("zero.") for name in imports(path) if name.startswith("zero.")]
 
 
+def room_of(name: str) -> str:
+    return name.split(".")[0]
+
+
 @pytest.mark.parametrize("path", [p for p in FILES if p != PACKAGE / "__init__.py"], ids=name_of)
 def test_arrows_point_downward(path):
     name = name_of(path)
-    assert name in RANK, f"zero/{name} is not in the table of layers: say which sentence describes it, then add it"
+    assert room_of(name) in ROOMS, (
+        f"zero/{room_of(name)} is no room of the house: say in ARCHITECTURE.md what it is for"
+    )
     for other in zero_imports(path):
-        if (other + ".").startswith(f"{name}.") and path.name == "__init__.py":
-            continue  # a family's front door shows what is inside
-        assert RANK[other] < RANK[name], (
+        assert ROOMS.index(room_of(other)) <= ROOMS.index(room_of(name)), (
             f"zero/{name} imports zero/{other}, which stands above it: a file that knows its users cannot be read alone"
         )
 
 
-@pytest.mark.parametrize("name", ARITHMETIC)
-def test_arithmetic_touches_nothing_outside(name):
-    found = imports(PACKAGE / f"{name}.py")
+def test_no_import_goes_in_a_circle():
+    """Not within a room either. A folder's own list of names may show what is inside."""
+    graph = {
+        name_of(path): {other for other in zero_imports(path) if other != name_of(path)}
+        for path in FILES
+        if path.name != "__init__.py"
+    }
+    order = list(TopologicalSorter({name: others & set(graph) for name, others in graph.items()}).static_order())
+    assert len(order) == len(graph)
+
+
+def test_tests_stand_where_the_code_stands():
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and not path.name.startswith("__")}
+    assert folders - {"common", "faults"} <= set(ROOMS)
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "core").glob("*.py")), ids=name_of)
+def test_arithmetic_touches_nothing_outside(path):
     outside = {"os", "time", "threading", "socket", "subprocess", "pathlib", "psutil", "torch.distributed"}
-    assert not outside & set(found), (
-        f"zero/{name} is arithmetic: no ranks, no files, no clock, so that it needs no mock"
+    assert not outside & set(imports(path)), (
+        f"zero/{name_of(path)} is arithmetic: no ranks, no files, no clock, so that it needs no mock"
     )
-    assert not set(DOORS) & set(zero_imports(PACKAGE / f"{name}.py")), f"zero/{name} is arithmetic and opens no door"
 
 
 @pytest.mark.parametrize(
     ("module", "allowed", "why"),
     [
         (r"hydra|omegaconf", set(), "the library works without Hydra"),
-        (r"wandb", {"tracker.wandb"}, "one file talks to W&B"),
+        (r"wandb", {"trainer.tracker.wandb"}, "one file talks to W&B"),
         (
             r"torch\.distributed(?!\.(elastic|launcher|checkpoint))",
-            {"world", "testing.processes"},
+            {"distributed.world", "testing.processes"},
             "one file talks to ranks",
         ),
-        (r"torch\.distributed\.(elastic|launcher)", {"launch.ranks"}, "one file starts ranks"),
-        (r"torch\.distributed\.checkpoint", {"exchange.dcp"}, "one file knows DCP"),
+        (r"torch\.distributed\.(elastic|launcher)", {"trainer.launch.ranks"}, "one file starts ranks"),
+        (r"torch\.distributed\.checkpoint", {"formats.dcp"}, "one file knows DCP"),
         (r"numpy|jax|deepspeed", set(), "torch is enough"),
     ],
 )
@@ -120,21 +111,22 @@ def test_one_file_owns_each_outside_thing(module, allowed, why):
     assert users <= allowed, f"{module} is imported in {sorted(users - allowed)}: {why}"
 
 
-@pytest.mark.parametrize("name", [name for name in RANK if name.startswith("store")])
-def test_a_store_knows_keys_and_bytes(name):
-    path = PACKAGE / (name.replace(".", "/") + ".py")
-    path = path if path.exists() else PACKAGE / name / "__init__.py"
-    known = [other for other in zero_imports(path) if not other.startswith(("store", "errors", "beside"))]
-    assert not known, f"zero/{name} imports {known}: a store does not know what its pages mean"
-
-
-def test_the_optimizer_does_not_know_where_its_moments_sleep():
-    assert not {"store", "world", "device"} & set(zero_imports(PACKAGE / "optim.py"))
+@pytest.mark.parametrize("path", sorted((PACKAGE / "store").glob("*.py")), ids=name_of)
+def test_a_store_knows_keys_and_bytes(path):
+    below = ("store", "errors", "platform.files", "platform.threads")
+    known = [other for other in zero_imports(path) if not other.startswith(below)]
+    assert not known, f"zero/{name_of(path)} imports {known}: a store does not know what its pages mean"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_a_stage_is_three_booleans(path):
-    if name_of(path) in ("stage", "config.values", "config.sections", "config", "refusal"):
+    if name_of(path) in (
+        "core.stage",
+        "trainer.config.values",
+        "trainer.config.sections",
+        "trainer.config",
+        "core.suggest",
+    ):
         return
     text = path.read_text()
     asked = re.findall(r"(?:level|stage)\s*(?:==|>=|<=|!=|>|<|in)\s*[\[({]?\d", text)
@@ -142,11 +134,13 @@ def test_a_stage_is_three_booleans(path):
 
 
 def test_threads_that_may_be_inside_torch_are_waited_for():
-    without_torch = {"beside", "failure", "watch", "device", "store.nvme", "checkpoint.load"}
-    without_torch |= {"launch.request", "launch.ranks"}
+    without_torch = {"platform.threads", "distributed.failure", "platform.memory_watch", "platform.device"}
+    without_torch |= {"store.nvme", "checkpoint.load", "trainer.launch.request", "trainer.launch.ranks"}
     users = {name_of(path) for path in FILES if re.search(r"\bThread[()]", path.read_text())}
     own = {name for name in users - without_torch if not name.startswith("testing.")}
-    assert not own, f"{sorted(own)} starts a thread: a zero.beside.Beside does not abort the process when Python ends"
+    assert not own, (
+        f"{sorted(own)} starts a thread: a zero.platform.threads.Beside does not abort the process when Python ends"
+    )
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -211,4 +205,4 @@ def test_what_the_device_is_only_its_doors_know(file):
     """Streams, events and what a decision depends on are asked of `Device`, which a simulated GPU can stand for."""
     if file.relative_to(PACKAGE).as_posix() not in DEVICES:
         found = [line.strip() for line in file.read_text().splitlines() if ASKED_OF_THE_DOOR.search(line)]
-        assert not found, "ask zero.device.Device instead"
+        assert not found, "ask zero.platform.device.Device instead"

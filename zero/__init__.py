@@ -9,116 +9,111 @@ import sys
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
-from zero import elsewhere
+from zero import renamed
+from zero.deepspeed import missing_names
 
 if TYPE_CHECKING:
-    from zero.checkpoint import load, open_checkpoint, open_latest, save
-    from zero.errors import ZeroError
-    from zero.full import full_state_dict, gathered, get_full, set_full
-    from zero.interop import Engine, add_config_arguments, init_distributed, initialize
-    from zero.meta import empty
-    from zero.optim import Group, adagrad, adam, adamw, lion, sgd, with_ema
-    from zero.passes import Metrics, Step
-    from zero.placement import Offload
-    from zero.plan import Plan
-    from zero.precision import LossScaling, Precision
-    from zero.stage import Stage
-    from zero.state import State
-    from zero.step import init, make_forward, make_step, open_store, record
-    from zero.timeline import Timeline
-    from zero.world import World
+    from zero.checkpoint import (
+        load as load,
+        open_checkpoint as open_checkpoint,
+        open_latest as open_latest,
+        save as save,
+    )
+    from zero.core.optim import (
+        Group as Group,
+        adagrad as adagrad,
+        adam as adam,
+        adamw as adamw,
+        lion as lion,
+        sgd as sgd,
+        with_ema as with_ema,
+    )
+    from zero.core.placement import Offload as Offload
+    from zero.core.precision import LossScaling as LossScaling, Precision as Precision
+    from zero.core.stage import Stage as Stage
+    from zero.deepspeed.engine import Engine as Engine
+    from zero.deepspeed.initialize import (
+        add_config_arguments as add_config_arguments,
+        init_distributed as init_distributed,
+        initialize as initialize,
+    )
+    from zero.distributed.world import World as World
+    from zero.engine.empty import empty as empty
+    from zero.engine.full import (
+        full_state_dict as full_state_dict,
+        gathered as gathered,
+        get_full as get_full,
+        set_full as set_full,
+    )
+    from zero.engine.init import (
+        init as init,
+        make_forward as make_forward,
+        make_step as make_step,
+        open_store as open_store,
+        record as record,
+    )
+    from zero.engine.plan import Plan as Plan
+    from zero.engine.state import State as State
+    from zero.engine.step import Metrics as Metrics, Step as Step
+    from zero.errors import ZeroError as ZeroError
+    from zero.platform.timeline import Timeline as Timeline
 
 _HOME = {
-    "World": "world",
-    "Stage": "stage",
-    "Precision": "precision",
-    "LossScaling": "precision",
-    "Offload": "placement",
-    "adamw": "optim",
-    "adam": "optim",
-    "sgd": "optim",
-    "lion": "optim",
-    "adagrad": "optim",
-    "Group": "optim",
-    "with_ema": "optim",
-    "empty": "meta",
-    "Plan": "plan",
-    "open_store": "step",
-    "init": "step",
-    "State": "state",
-    "make_step": "step",
-    "Step": "passes",
-    "Metrics": "passes",
-    "make_forward": "step",
-    "record": "step",
-    "Timeline": "timeline",
-    "full_state_dict": "full",
-    "gathered": "full",
-    "get_full": "full",
-    "set_full": "full",
+    "World": "distributed.world",
+    "Stage": "core.stage",
+    "Precision": "core.precision",
+    "LossScaling": "core.precision",
+    "Offload": "core.placement",
+    "adamw": "core.optim",
+    "adam": "core.optim",
+    "sgd": "core.optim",
+    "lion": "core.optim",
+    "adagrad": "core.optim",
+    "Group": "core.optim",
+    "with_ema": "core.optim",
+    "empty": "engine.empty",
+    "Plan": "engine.plan",
+    "open_store": "engine.init",
+    "init": "engine.init",
+    "State": "engine.state",
+    "make_step": "engine.init",
+    "Step": "engine.step",
+    "Metrics": "engine.step",
+    "make_forward": "engine.init",
+    "record": "engine.init",
+    "Timeline": "platform.timeline",
+    "full_state_dict": "engine.full",
+    "gathered": "engine.full",
+    "get_full": "engine.full",
+    "set_full": "engine.full",
     "save": "checkpoint",
     "load": "checkpoint",
     "open_checkpoint": "checkpoint",
     "open_latest": "checkpoint",
-    "initialize": "interop",
-    "init_distributed": "interop",
-    "add_config_arguments": "interop",
-    "Engine": "interop",
+    "initialize": "deepspeed.initialize",
+    "init_distributed": "deepspeed.initialize",
+    "add_config_arguments": "deepspeed.initialize",
+    "Engine": "deepspeed.engine",
     "ZeroError": "errors",
 }
 
-__all__ = [
-    "Engine",
-    "Group",
-    "LossScaling",
-    "Metrics",
-    "Offload",
-    "Plan",
-    "Precision",
-    "Stage",
-    "State",
-    "Step",
-    "Timeline",
-    "World",
-    "ZeroError",
-    "adagrad",
-    "adam",
-    "adamw",
-    "add_config_arguments",
-    "empty",
-    "full_state_dict",
-    "gathered",
-    "get_full",
-    "init",
-    "init_distributed",
-    "initialize",
-    "lion",
-    "load",
-    "make_forward",
-    "make_step",
-    "open_checkpoint",
-    "open_latest",
-    "open_store",
-    "record",
-    "save",
-    "set_full",
-    "sgd",
-    "with_ema",
-]
+__all__ = sorted(_HOME)
 
 
-sys.modules.update(_theirs := elsewhere.modules())
+sys.modules.update(_theirs := missing_names.modules())
 globals().update({name.removeprefix("zero."): one for name, one in _theirs.items() if name.count(".") == 1})
-sys.meta_path.append(elsewhere.Unfound)
+sys.meta_path += [renamed.Finder, missing_names.Unfound]
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return metadata.version("functional-zero")
-    if name in elsewhere.HERE:
-        return elsewhere.found(name)
-    if elsewhere.answer(name) is not None:
-        raise elsewhere.missing("zero", name)
+    if name in missing_names.HERE:
+        return missing_names.found(name)
+    if missing_names.answer(name) is not None:
+        raise missing_names.missing("zero", name)
+    if name in renamed.MODULES:
+        return import_module(f"zero.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'zero' has no attribute {name!r}")
     return getattr(import_module(f"zero.{_HOME[name]}"), name)

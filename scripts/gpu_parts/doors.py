@@ -63,20 +63,20 @@ class Gpu:
         }
 
     def peak_flops(self, dtype: str) -> float | None:
-        from zero.peak import peak_flops
+        from zero.platform.peak_flops import peak_flops
 
         return peak_flops(self.name, dtype)
 
     def world(self) -> Any:
         """A world of one rank that computes here."""
-        from zero.world import World
+        from zero.distributed.world import World
 
         return World.from_env(device="cuda")
 
     def room(self, host_bytes: int | None, folder: Path) -> Any:
         """What a plan may take."""
-        from zero.device import free_host_bytes
-        from zero.placement import Offload, Room, usable_bytes
+        from zero.core.placement import Offload, Room, usable_bytes
+        from zero.platform.device import free_host_bytes
 
         device = usable_bytes(Offload(), self.free_bytes(), torch.cuda.get_device_properties(self.device).total_memory)
         host = max(0, free_host_bytes() - HOST_RESERVE_BYTES) if host_bytes is None else host_bytes
@@ -214,15 +214,15 @@ class Simulated(Gpu):
         return None
 
     def world(self) -> Any:
+        from zero.distributed.world import World
         from zero.testing import simulated_gpu
-        from zero.world import World
 
         with simulated_gpu():
             return World.from_env(device="cpu")
 
     def room(self, host_bytes: int | None, folder: Path) -> Any:
         """Little, so that the models of a dry run lie on all tiers."""
-        from zero.placement import Room
+        from zero.core.placement import Room
 
         return Room(600_000, 1_000_000, _free_disk_bytes(folder))
 
@@ -265,7 +265,7 @@ class Simulated(Gpu):
 
     def launches(self, run: Run) -> dict[str, int | None]:
         """Operators that would launch something."""
-        from zero.testing.simulated import count_launches
+        from zero.testing.simulated_gpu import count_launches
 
         return {"launches": sum(count_launches(run).values()), "copies": None, "waits": None}
 

@@ -10,11 +10,11 @@ from gpu_parts.doors import Gpu
 from gpu_parts.run import Budget, Row, Tell, error_text
 from gpu_parts.sizes import Model, Sizes
 from gpu_parts.training import Running, Values, activation_bytes, optimizer, tokens
-from zero.config import read
-from zero.models import GPT, GPTConfig
-from zero.planning.cost import step_seconds
-from zero.planning.machine import Machine
-from zero.planning.rates import measured
+from zero.trainer.config import read
+from zero.trainer.models import GPT, GPTConfig
+from zero.trainer.planning.cost import step_seconds
+from zero.trainer.planning.machine import Machine
+from zero.trainer.planning.rates import measured
 
 
 def tell_largest(

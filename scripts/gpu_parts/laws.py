@@ -1,8 +1,8 @@
 """Part 2: the laws on this device. Whatever is chosen the bits are the same, and training is what plain torch does.
 
-Bounds. In fp32 those of `tests/test_against_torch.py`, where they are reasoned. In half types a difference in the last
-bit of the master may round to another half number, whose last bit is 2^-9 (bf16) or 2^-12 (fp16) of it, and a loss is a
-mean over many such: a wrong rate, decay or scale shows as more than a hundredth.
+Bounds. In fp32 those of `tests/engine/test_against_torch.py`, where they are reasoned. In half types a difference in
+the last bit of the master may round to another half number, whose last bit is 2^-9 (bf16) or 2^-12 (fp16) of it, and
+a loss is a mean over many such: a wrong rate, decay or scale shows as more than a hundredth.
 """
 
 import time
@@ -19,9 +19,9 @@ from gpu_parts.doors import Gpu
 from gpu_parts.run import Budget, Row, Tell, error_text
 from gpu_parts.sizes import Sizes
 from gpu_parts.training import CLIP, Away, Running, Values, running, tokens, torch_optimizer, whole_model
+from zero.engine.full import digest
 from zero.errors import ZeroError
-from zero.full import digest
-from zero.models import GPTConfig, loss
+from zero.trainer.models import GPTConfig, loss
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BOUNDS = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 2e-3}

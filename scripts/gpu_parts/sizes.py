@@ -11,7 +11,7 @@ class Model:
     """A GPT to be timed.
 
     Attributes:
-        config: of `zero.models.GPTConfig`.
+        config: of `zero.trainer.models.GPTConfig`.
         rows: of a step, one number after the other; a row is `config["seq"]` tokens.
         activations: kept, or computed again in backward, by every system alike.
         seconds: that its task may take in a run of the usual length.

@@ -33,7 +33,7 @@ from gpu_parts.training import (
     torch_optimizer,
     whole_model,
 )
-from zero.models import GPT, GPTConfig, loss
+from zero.trainer.models import GPT, GPTConfig, loss
 
 OURS = {
     "stage 3": Away("none"),
@@ -129,7 +129,7 @@ def _fsdp2(job: Job) -> System:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from zero.world import open_default_group
+    from zero.distributed.world import open_default_group
 
     open_default_group()
     mesh = init_device_mesh(job.gpu.device.type, (1,))
@@ -170,7 +170,7 @@ def _ours(away: Away, job: Job, stack: ExitStack) -> System:
 
 def _room(job: Job) -> Any:
     """On a simulated GPU all there is: that one is made small for the part that needs little."""
-    from zero.placement import NO_LIMIT
+    from zero.core.placement import NO_LIMIT
 
     return NO_LIMIT if job.gpu.simulated else job.gpu.room(job.host_bytes, job.disk)
 

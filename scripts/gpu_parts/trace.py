@@ -10,7 +10,7 @@ from gpu_parts.doors import Gpu
 from gpu_parts.run import Budget, Tell, error_text
 from gpu_parts.sizes import Sizes
 from gpu_parts.training import Away, Values, running, tokens
-from zero.models import GPTConfig
+from zero.trainer.models import GPTConfig
 
 MOST_BYTES = 15 * 2**20
 """Of a file: larger ones are not worth sending, and are removed."""

@@ -12,9 +12,9 @@ from torch import Tensor
 import zero
 from gpu_parts.doors import Gpu
 from gpu_parts.sizes import Sizes
-from zero.models import GPT, GPTConfig, loss
-from zero.planning.activations import trace
-from zero.unit import split
+from zero.engine.unit import split
+from zero.trainer.models import GPT, GPTConfig, loss
+from zero.trainer.planning.activations import trace
 
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 
@@ -115,7 +115,7 @@ class Running:
 
     def settle(self) -> None:
         """Return when no thread of the store has anything to do."""
-        self._store.settle()
+        self._store.drain()
 
     def settled_step(self, rows: Tensor) -> None:
         """A step and all that goes on beside it. torch's profiler, told to look at all threads, crashes where one of

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from zero.checkpoint.manifest import Entry, Piece
 from zero.checkpoint.shard import NAMES, Part, by_width, offsets
+from zero.core.layout import Layout
+from zero.engine.plan import Plan
 from zero.errors import CheckpointError
-from zero.layout import Layout
-from zero.plan import Plan
 
 PARAMETER, FROZEN, BUFFER = "parameter", "frozen", "buffer"
 

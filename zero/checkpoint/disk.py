@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from zero.errors import CheckpointError
-from zero.store.files import named
+from zero.platform.files import named
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600

@@ -29,18 +29,18 @@ from zero.checkpoint.manifest import Entry, Manifest, Piece, file_name, step_nam
 from zero.checkpoint.publish import MANIFEST_NAME, Root
 from zero.checkpoint.save import by_rank_0, join, told_by_all
 from zero.checkpoint.shard import THREADS, ShardReader, compare
-from zero.copied import buffers_of
-from zero.device import memory_of
+from zero.core.layout import Slot
+from zero.core.precision import LossScale
+from zero.core.suggest import some
+from zero.distributed.world import World
+from zero.engine.first_values import sinks_of
+from zero.engine.full import full_values
+from zero.engine.module_copy import buffers_of
+from zero.engine.plan import Plan
+from zero.engine.state import State
 from zero.errors import CheckpointError
-from zero.full import full_values
-from zero.initialise import sinks_of
-from zero.layout import Slot
-from zero.plan import Plan
-from zero.precision import LossScale
+from zero.platform.device import memory_of
 from zero.progress import Progress, silent
-from zero.refusal import some
-from zero.state import State
-from zero.world import World
 
 FOLDER = "checkpoints"
 """Of a run, inside its folder, unless it was told otherwise."""
@@ -216,8 +216,8 @@ def load(
             such `weights`, and nothing was changed; or damage that came after the checkpoint was opened: then the state
             is spent.
     """
-    machinery, plan = state.machinery, state.plan
-    machinery.come_to_rest()
+    runtime, plan = state.runtime, state.plan
+    runtime.come_to_rest()
     partial, convert = tuple(partial), tuple(convert)
     buffers = buffers_of(state.model)
     wanted = {(name, kind): (dtype, shape) for name, kind, dtype, shape in tensors(plan, buffers)}
@@ -247,8 +247,8 @@ def load(
     stays = _current(state, kept - _untouched(plan, kept))
     following = state.restored(step=step, scale=plan.precision.scale.resumed(saved, dynamic=dynamic))
     told_by_all(plan.world, lambda: _fill(following, checkpoint, there, stays, buffers, kept, progress))
-    machinery.updater.resume(rested)
-    for unit in machinery.units:
+    runtime.updater.resume(rested)
+    for unit in runtime.units:
         unit.version += 1
         if unit.resident is not None:
             unit.resident.version = unit.version
@@ -430,7 +430,7 @@ def _fill(
     kept: set[Key],
     progress: Progress,
 ) -> dict[str, Any]:
-    plan, store = state.plan, state.machinery.store
+    plan, store = state.plan, state.runtime.store
     untouched = _untouched(plan, kept)
     with Tensors(checkpoint) as files, torch.no_grad():
 
@@ -438,8 +438,8 @@ def _fill(
             key = (slot.name, kind)
             return stays[key].view(-1)[start:stop] if key in stays else files.read(entries[key], start, stop)
 
-        for unit in state.machinery.units:
-            progress("loading", unit.spec.index, len(state.machinery.units))
+        for unit in state.runtime.units:
+            progress("loading", unit.spec.index, len(state.runtime.units))
             for kind in (PARAMETER, *plan.optimizer.moments, FROZEN):
                 layout = unit.spec.frozen if kind == FROZEN else unit.spec.trainable
                 if any((slot.name, kind) in untouched for slot in layout.slots):
@@ -453,7 +453,7 @@ def _fill(
                         page_K[place : place + b - a].copy_(values(slot, kind, a, b))
                     for sink in sinks:
                         sink.take(page_K)
-        progress("loading", len(state.machinery.units), len(state.machinery.units))
+        progress("loading", len(state.runtime.units), len(state.runtime.units))
         for name, buffer in buffers.items():
             if (name, BUFFER) not in kept:
                 buffer.copy_(files.read(entries[name, BUFFER], 0, buffer.numel()).view(buffer.shape))

@@ -33,7 +33,7 @@ from typing import NamedTuple
 from zero.checkpoint.disk import Disk, move, naming
 from zero.checkpoint.manifest import CAP_BYTES, Manifest, file_name, from_text, step_name, step_of
 from zero.errors import CheckpointError, ConfigError
-from zero.store.files import named
+from zero.platform.files import named
 
 MANIFEST_NAME = "manifest.json"
 

@@ -32,23 +32,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.beside import Beside
 from zero.checkpoint.contents import FROZEN, PARAMETER, Held, Stretch, entries, parts
 from zero.checkpoint.hashes import FileHash
 from zero.checkpoint.manifest import FORMAT, Entry, Manifest, file_name, to_text
 from zero.checkpoint.publish import Root
 from zero.checkpoint.shard import ShardWriter
-from zero.copied import buffers_of
-from zero.device import memory_of, work_alone
+from zero.core.layout import pages
+from zero.core.precision import LossScale
+from zero.distributed.failure import first_line
+from zero.distributed.world import World
+from zero.engine.module_copy import buffers_of
+from zero.engine.plan import Plan
+from zero.engine.state import State
 from zero.errors import CheckpointError, StoreError
-from zero.failure import first_line
-from zero.layout import pages
-from zero.plan import Plan
-from zero.precision import LossScale
+from zero.platform.device import memory_of, work_alone
+from zero.platform.threads import Beside
 from zero.progress import Progress, silent
-from zero.state import State
 from zero.store import Page, Ticket
-from zero.world import World
 
 AHEAD = 8
 """Pages of the store that are read before the writer needs them."""
@@ -92,7 +92,7 @@ def begin(
     Raises:
         CheckpointError: no folder could be made.
     """
-    state.machinery.come_to_rest()
+    state.runtime.come_to_rest()
     root = root if isinstance(root, Root) else Root(Path(root))
     world, number = state.plan.world, state.tried
     listed: list[Entry] = []  # by who publishes them
@@ -117,7 +117,7 @@ def begin(
                 dynamic=state.plan.precision.scale.static is None,
                 ties=tied_names(state.plan.model),
                 given=facts or {},
-                rested=state.machinery.updater.rested,
+                rested=state.runtime.updater.rested,
             ),
         )
         return Saving(state, root, folder, manifest, behind=behind, progress=progress)
@@ -336,7 +336,7 @@ def _values(state: State, stretch: Stretch) -> Iterator[Tensor]:
 
 def _pages(state: State, stretch: Stretch) -> Iterator[tuple[int, Tensor]]:
     """What this rank has of the stretch's flat, page by page: the first element's place in the flat, and values."""
-    plan, unit = state.plan, state.machinery.units[stretch.unit]
+    plan, unit = state.plan, state.runtime.units[stretch.unit]
     kind = stored_kind(plan, stretch.kind)
     own = stretch.layout.shard(plan.world.rank)
     if kind is None:
@@ -359,7 +359,7 @@ def _read(
     state: State, unit: int, kind: str, dtype: torch.dtype, wanted: list[tuple[int, int, int]]
 ) -> Iterator[tuple[int, Tensor]]:
     """Pages of the store in order, `AHEAD` of them on their way; each valid until the next."""
-    store, host = state.machinery.store, state.plan.world.compute.host
+    store, host = state.runtime.store, state.plan.world.compute.host
     most = max((numel for _, _, numel in wanted), default=0)
     free = [host.zeros(most, dtype) for _ in wanted[: AHEAD + 1]]
     under_way: deque[tuple[int, Tensor, Tensor, Ticket]] = deque()
@@ -389,9 +389,9 @@ def random_state() -> dict[str, Any]:
 def stored_kind(plan: Plan, kind: str) -> str | None:
     """What the store calls a kind of a checkpoint; None where it is in memory."""
     if kind == PARAMETER:
-        return "master" if plan.precision.has_master else "param" if plan.params_away else None
+        return "master" if plan.precision.has_master else "param" if plan.params_offloaded else None
     if kind == FROZEN:
-        return "frozen" if plan.params_away else None
+        return "frozen" if plan.params_offloaded else None
     return kind
 
 

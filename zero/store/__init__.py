@@ -1,11 +1,11 @@
 """The one open family of zero: a tier is a class that passes `zero.testing.StoreContract`."""
 
+from zero.platform.files import REQUEST_BYTES
 from zero.store.base import Page, Store, Ticket
-from zero.store.files import REQUEST_BYTES
 from zero.store.memory import MemoryStore
 from zero.store.nvme import NvmeStore, probe
-from zero.store.paging import Group
 from zero.store.prefetch import PrefetchStore
+from zero.store.schedule import Group
 from zero.store.tiers import Tiers
 from zero.store.traffic import Traffic
 

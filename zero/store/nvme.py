@@ -25,8 +25,8 @@ from torch import Tensor
 from zlib_ng.zlib_ng import crc32  # zlib's own takes five times as long, a core and a half on a fast disk
 
 from zero.errors import StoreError
+from zero.platform.files import REQUEST_BYTES, Files, ScratchFile, memory_of, named, round_up
 from zero.store.base import Done, Page, Store, Ticket
-from zero.store.files import REQUEST_BYTES, Files, ScratchFile, memory_of, named, round_up
 
 _PROBE_BYTES = 256 * 2**20
 
@@ -288,14 +288,14 @@ class _Race:
         for memory in memories:
             memory[:] = self._noise[:request_bytes]
         start_s = self._clock()
-        crew = [threading.Thread(target=work, args=(memory,), daemon=True) for memory in memories]
-        for thread in crew:
+        workers = [threading.Thread(target=work, args=(memory,), daemon=True) for memory in memories]
+        for thread in workers:
             thread.start()
-        for thread in crew:
+        for thread in workers:
             thread.join(max(0.0, self._end_s - self._clock()))
         if failures:
             raise failures[0]
-        late = any(thread.is_alive() for thread in crew)
+        late = any(thread.is_alive() for thread in workers)
         return _Moved(0 if late else next(made), self._clock() - start_s)
 
 

@@ -6,7 +6,7 @@ written on its own. Operations on one page happen in the order in which they wer
 
 A page that the inner store lends is never copied to a slot: work gets the page itself.
 
-The threads are `crew`'s, and so are waiting and failing; here is what one action does to pages and slots.
+The threads are `workers`'s, and so are waiting and failing; here is what one action does to pages and slots.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from zero.errors import StoreError
 from zero.store.base import Done, Page, Store, Ticket, Watch
-from zero.store.crew import Crew
-from zero.store.paging import Action, Asked, Copy, Due, Expect, Group, Move, Read, Work, Write
+from zero.store.schedule import Action, Asked, Copy, Due, Expect, Group, Move, Read, Work, Write
 from zero.store.traffic import Counter, Traffic
+from zero.store.workers import WorkerPool
 
 ALIGNMENT_BYTES = 4096
 """Where slots, and the pages in them, begin: direct I/O asks for it."""
@@ -61,7 +61,7 @@ class PrefetchStore(Store):
         self._opened: list[tuple[Tensor, ...]] = [()] * len(slots)  # what lies in each slot
         self._meter = Counter()
         self._claimed = False
-        self._crew = Crew(
+        self._workers = WorkerPool(
             slots=len(slots),
             threads=threads,
             read_ahead=read_ahead,
@@ -93,7 +93,7 @@ class PrefetchStore(Store):
         Raises:
             StoreError: one of them is not lent, or something has failed.
         """
-        self._crew.check()
+        self._workers.check()
         found: list[Tensor] = []
         for page in pages:
             memory = self._inner.in_place(page)
@@ -120,7 +120,7 @@ class PrefetchStore(Store):
         Raises:
             StoreError: a thread is still at work after `timeout_s`. The inner store stays open then.
         """
-        self._crew.leave()
+        self._workers.leave()
         self._shapes.clear()
         self._inner.close()
 
@@ -136,7 +136,7 @@ class PrefetchStore(Store):
 
     def observe(self, watch: Watch) -> None:
         """Tell `watch` of everything from here on: reads, writes and work in the threads, and callers that wait."""
-        self._crew.watch = watch
+        self._workers.watch = watch
 
     # -- groups --
 
@@ -146,7 +146,7 @@ class PrefetchStore(Store):
         Raises:
             StoreError: an unknown page, or a group that is larger than a slot.
         """
-        self._crew.tell(Expect(tuple(group for group in groups if self._shape(group).reads)))
+        self._workers.tell(Expect(tuple(group for group in groups if self._shape(group).reads)))
 
     def modify(
         self, group: Group, work: Callable[[tuple[Tensor, ...]], None], priority: tuple[int, ...] = ()
@@ -165,15 +165,15 @@ class PrefetchStore(Store):
         Raises:
             StoreError: an unknown page, or a group that is larger than a slot.
         """
-        return self._crew.ask(Due(0, group, priority, self._shape(group).is_lent), work)
+        return self._workers.ask(Due(0, group, priority, self._shape(group).is_lent), work)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Return when everything that was asked for is done and written. Expected groups may lie in slots.
 
         Raises:
             StoreError: something went wrong, now or earlier; or `timeout_s` went by.
         """
-        self._crew.settle()
+        self._workers.drain()
 
     @property
     def traffic(self) -> Traffic:
@@ -187,8 +187,8 @@ class PrefetchStore(Store):
             raise StoreError(f"{page} holds ({numel},) {dtype}, the other side is {tuple(tensor.shape)} {tensor.dtype}")
         asked = Asked(0, page, writes)
         if self._inner.in_place(page) is None:
-            return self._crew.ask(asked, partial(self._move, page, tensor, writes))
-        self._crew.do_here(asked, partial(self._copy_here, page, tensor, writes))
+            return self._workers.ask(asked, partial(self._move, page, tensor, writes))
+        self._workers.do_here(asked, partial(self._copy_here, page, tensor, writes))
         return Done()
 
     def _size(self, page: Page) -> tuple[int, torch.dtype]:
@@ -242,7 +242,7 @@ class PrefetchStore(Store):
                 self._move_all(shape, shape.reads, opened, writes=False)
             case Work():
                 self._move_all(shape, shape.beside, opened, writes=False)
-                with self._crew.watch(_kind_of(action.group), action.group.unit, action.group.number):
+                with self._workers.watch(_kind_of(action.group), action.group.unit, action.group.number):
                     job(opened)
             case Write():
                 self._move_all(shape, shape.writes, opened, writes=True)
@@ -252,7 +252,7 @@ class PrefetchStore(Store):
             self._move(shape.places[number].page, opened[number], writes)
 
     def _move(self, page: Page, tensor: Tensor, writes: bool, slot_K: Tensor | None = None) -> None:
-        with self._crew.watch("write" if writes else "read", *page):
+        with self._workers.watch("write" if writes else "read", *page):
             if slot_K is not None:  # a page that is being written: it is in memory still
                 tensor.copy_(slot_K)
                 return
@@ -263,7 +263,7 @@ class PrefetchStore(Store):
         (self._inner.write if writes else self._inner.read)(page, tensor).wait()
 
     def _copy_here(self, page: Page, tensor: Tensor, writes: bool) -> None:
-        with self._crew.watch("wait"), self._crew.watch("write" if writes else "read", *page):
+        with self._workers.watch("wait"), self._workers.watch("write" if writes else "read", *page):
             self._copy(page, tensor, writes)
 
 

@@ -1,367 +1,456 @@
-"""The schedule of `paging` for many groups: the same actions for the same events, without a look at all that waits.
+"""The schedule of read-ahead and write-behind, as one pure function: (state, event) -> (state, actions).
 
-`paging.advance` says what is right: it is a pure function, and every order of events is searched there. Each of its
-events looks at everything. Here what was asked for is found by page, what can start by its turn, and what has to wait
-knows what it waits for, so an event costs O(log asked). `tests/test_schedule.py` holds the two together.
+Memory has a few **slots**; a **group** of pages sleeps in a store, and wakes in a slot to be changed:
+
+    asleep -> READING -> READY -> WORKING -> WRITING -> asleep
+
+A group is **due** when somebody has asked for its modification. One that is only expected is read ahead and waits,
+READY; it is clean, so its slot can be taken back for free. Beside groups there are **transfers**: single pages that
+are read or written.
+
+What was asked for is an **operation** until it ends, and operations that touch one page with at least one write keep
+the order in which they were asked for. A page that a group is writing back is still in its slot, so a read that comes
+next is a copy from there, and the slot stays until it ends. Read-ahead is not asked for: it never starts on a page that
+somebody is to write, and a write that is asked for makes what was read ahead of it stale.
+
+Nothing here waits, reads a clock or knows a thread, so every order of events can be searched;
+`tests/store/test_schedule.py` does. Each event costs O(awake + due).
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from heapq import heappop, heappush
+from bisect import bisect
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import NamedTuple, TypeVar
 
 from zero.store.base import Page
-from zero.store.paging import Action, Asked, Copy, Due, Event, Expect, Finished, Group, Move, Phase, Read, Work, Write
 
-Turn = tuple[int, ...]
+T = TypeVar("T")
 
-
-_NONE: frozenset[int] = frozenset()
-"""What most operations wait for. Few objects for each keep Python's collector from looking at all of them for long."""
+# -- what there is -----------------------------------------------------------------------------------------------------
 
 
-class _Operation:
-    """What was asked for and has not ended.
+class Group(NamedTuple):
+    """Pages that one piece of work needs together: one stretch of a unit's master and moments, for example."""
 
-    Attributes:
-        turn: of those that could start, the smallest goes first.
-        after: numbers of earlier operations that must end before this one starts.
-        before: later ones that have it in their `after`.
-    """
+    unit: int
+    number: int
+    pages: tuple[Page, ...]
+    """Read, changed and written back."""
+    beside: tuple[Page, ...] = ()
+    """Only read, just before the work: never read ahead."""
+    out: tuple[Page, ...] = ()
+    """Only written, after the work."""
 
-    __slots__ = ("after", "before", "event", "turn")
-
-    def __init__(self, event: Due | Asked, turn: tuple[Turn, int]) -> None:
-        self.event, self.turn = event, turn
-        self.after: set[int] | frozenset[int] = _NONE
-        self.before: tuple[int, ...] = ()
-
-
-class _Held:
-    """A group in a slot; `number` is that of the operation it is awake for, None where it was read ahead."""
-
-    __slots__ = ("number", "phase", "slot", "stale")
-
-    def __init__(self, slot: int, number: int | None) -> None:
-        self.slot, self.number = slot, number
-        self.phase, self.stale = Phase.READING, False
+    def __str__(self) -> str:
+        return f"group {self.number} of unit {self.unit}"
 
 
-class _Queue:
-    """Operations in one of the places where they wait to be started.
+class Phase(Enum):
+    """Where an awake group is on its way through a slot."""
 
-    Those that wait for others are members only; `push` puts one in line once it waits for none.
-    """
-
-    def __init__(self) -> None:
-        self.members: set[int] = set()
-        self._line: list[tuple[tuple[Turn, int], int]] = []
-
-    def push(self, turn: tuple[Turn, int], number: int) -> None:
-        heappush(self._line, (turn, number))
-
-    def take(self, start: Callable[[int], Action | None]) -> Action | None:
-        """The first for which `start` gives an action, which leaves; the others keep their places."""
-        passed, action = [], None
-        while self._line and action is None:
-            entry = heappop(self._line)
-            if entry[1] in self.members:  # else it left, and stood here twice
-                action = start(entry[1])
-                if action is None:
-                    passed.append(entry)
-                else:
-                    self.members.discard(entry[1])
-        for entry in passed:
-            heappush(self._line, entry)
-        return action
+    READING = "reading"
+    READY = "ready"
+    WORKING = "working"
+    WRITING = "writing"
+    LEAVING = "leaving"
+    """Written; somebody still copies from the slot."""
 
 
-class Schedule:
-    """What `paging.State` is, changed in place.
+class Awake(NamedTuple):
+    """A group in a slot."""
 
-    Args:
-        slots, workers, read_ahead: see `paging.start`.
+    slot: int
+    phase: Phase
+    number: int | None
+    """The operation it is awake for; None: read ahead."""
+    stale: bool = False
+    """Somebody is to write one of its pages while it is being read ahead: drop it when the read ends."""
 
-    Attributes:
-        running: what workers do now.
-    """
 
-    def __init__(self, *, slots: int, workers: int, read_ahead: int) -> None:
-        self._workers, self._most_ahead = workers, read_ahead
-        self._free = list(range(slots))
-        self._expected: dict[Group, int] = {}  # with its place
-        self._awake: dict[Group, _Held] = {}
-        self._ahead: dict[Group, _Held] = {}  # of those the ones that were read ahead
-        self._ahead_with: dict[Page, list[Group]] = {}
-        self._asked: dict[int, _Operation] = {}
-        self._touching: dict[Page, tuple[tuple[int, bool], ...]] = {}  # operations, and whether they write the page
-        self._asleep, self._ready, self._queued = _Queue(), _Queue(), _Queue()
-        self.running: set[Action] = set()
+# -- what happens, and what is to be done ------------------------------------------------------------------------------
+
+
+class Expect(NamedTuple):
+    """These groups will be due, in this order; replaces what was expected before."""
+
+    groups: tuple[Group, ...]
+
+
+class Due(NamedTuple):
+    """A group is to be modified."""
+
+    number: int
+    """Of the operation: larger than every earlier one."""
+    group: Group
+    priority: tuple[int, ...]
+    """Smallest first."""
+    lent: bool = False
+    """The store lends all its pages: no slot, no read, no write."""
+
+
+class Asked(NamedTuple):
+    """A page is to be read or written."""
+
+    number: int
+    page: Page
+    writes: bool
+    here: bool = False
+    """If it can start at once, then in the asking thread: it takes no worker."""
+
+
+class Read(NamedTuple):
+    """Bring the group's `pages` into the slot."""
+
+    group: Group
+    slot: int
+
+
+class Work(NamedTuple):
+    """Read what is `beside`, then do the work. Without a slot: on the lent pages."""
+
+    number: int
+    group: Group
+    slot: int | None
+
+
+class Write(NamedTuple):
+    """Write `pages` and `out` back. The worker that did the work goes on with it."""
+
+    number: int
+    group: Group
+    slot: int
+
+
+class Move(NamedTuple):
+    """Carry out a transfer."""
+
+    number: int
+    page: Page
+    writes: bool
+
+
+class Copy(NamedTuple):
+    """Carry out a read from the slot that the page is being written from."""
+
+    number: int
+    page: Page
+    group: Group
+    slot: int
+
+
+Action = Read | Work | Write | Move | Copy
+
+
+class Finished(NamedTuple):
+    """An action has ended well."""
+
+    action: Action
+
+
+Event = Expect | Due | Asked | Finished
+
+
+# -- the state ---------------------------------------------------------------------------------------------------------
+
+
+class Operation(NamedTuple):
+    """What was asked for and has not ended."""
+
+    event: Due | Asked
+    touched: frozenset[Page]
+    written: frozenset[Page]
+    after: frozenset[int]
+    """Earlier operations that must end before this one starts."""
+
+
+Turn = tuple[tuple[int, ...], int]
+"""Priority and number of a due group: what sorts first goes first."""
+
+
+class State(NamedTuple):
+    """Everything the schedule knows. A value: the mappings are replaced, never changed."""
+
+    workers: int
+    read_ahead: int
+    free: tuple[int, ...]
+    """Slots that nobody has, in order."""
+    expected: tuple[Group, ...]
+    awake: Mapping[Group, Awake]
+    asked: Mapping[int, Operation]
+    """By number, so in the order of asking."""
+    asleep: tuple[Turn, ...]
+    """Due groups that need a slot and a read."""
+    ready: tuple[Turn, ...]
+    """Due groups whose pages are in a slot, or lent."""
+    queued: tuple[int, ...]
+    """Transfers that have not started."""
+    running: frozenset[Action]
+    """What workers do now."""
 
     @property
     def is_quiet(self) -> bool:
         """Nothing is due, queued or under way; groups that were read ahead may lie READY."""
-        return not self._asked and not self.running
+        return not self.asked and not self.running
 
-    def advance(self, event: Event) -> list[Action]:
-        """Take in one event; returns the actions to start now, in order of urgency."""
-        actions: list[Action] = []
-        match event:
-            case Expect(groups):
-                self._expect(groups)
-            case Due():
-                self._due(event)
-            case Asked():
-                self._ask(event, actions)
-            case Finished(action):
-                self._finished(action, actions)
-        for _ in range(self._workers - len(self.running)):
-            following = self._next_move() or self._next_work() or self._next_read() or self._next_ahead()
-            if following is None:
-                break
-            self.running.add(following)
-            actions.append(following)
-        return actions
 
-    def would_start(self, event: Asked) -> bool:
-        """`event`, asked for with `here`, would start at once."""
-        if event.writes:
-            return event.page not in self._touching and not self._is_being_read(event.page)
-        return not self._is_written(event.page)
+def start(*, slots: int, workers: int, read_ahead: int) -> State:
+    """Nothing asked for yet.
 
-    # -- events --------------------------------------------------------------------------------------------------------
+    Args:
+        slots: how many groups fit in memory.
+        workers: most actions under way at once.
+        read_ahead: most groups in slots that are not due.
+    """
+    return State(workers, read_ahead, tuple(range(slots)), (), {}, {}, (), (), (), frozenset())
 
-    def _expect(self, groups: Iterable[Group]) -> None:
-        self._expected = {group: place for place, group in enumerate(dict.fromkeys(groups))}
-        for group in [one for one, held in self._ahead.items() if held.phase is Phase.READY]:
-            if group not in self._expected:
-                self._release(group)
 
-    def _due(self, event: Due) -> None:
-        group, number = event.group, event.number
-        self._enter(_Operation(event, (event.priority, number)), group.pages + group.out, group.beside)
-        self._expected.pop(group, None)
-        if event.lent:
-            self._wait_in(self._ready, number)
-            return
-        held = self._awake.get(group)
-        if held is None or held.number is not None or held.stale:
-            self._wait_in(self._asleep, number)
-            return
-        self._forget_ahead(group)
-        held.number = number
-        if held.phase is Phase.READY:
-            self._wait_in(self._ready, number)
+def advance(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
+    """Take in one event; returns the actions to start now, in order of urgency."""
+    actions: tuple[Action, ...] = ()
+    match event:
+        case Expect(groups):
+            state = _expect(state, groups)
+        case Due():
+            state = _due(state, event)
+        case Asked():
+            state, actions = _asked(state, event)
+        case Finished(action):
+            state, actions = _finished(state, action)
+    return _start(state, actions)
 
-    def _ask(self, event: Asked, actions: list[Action]) -> None:
-        operation, pages = _Operation(event, ((), event.number)), (event.page,)
-        self._enter(operation, *((pages, ()) if event.writes else ((), pages)))
-        if event.here and self._can_start(event.number):
-            actions.append(Move(event.number, event.page, event.writes))
-        else:
-            self._wait_in(self._queued, event.number)
 
-    def _enter(self, operation: _Operation, written: Sequence[Page], read: Sequence[Page]) -> None:
-        """Queue up behind every conflicting operation, and drop what was read ahead of a write."""
-        event, number = operation.event, operation.event.number
-        self._asked[number] = operation
-        for pages, writes in ((written, True), (read, False)):
-            for page in pages:
-                others = self._touching.get(page, ())
-                for other, wrote in others:
-                    if (writes or wrote) and other != number and other not in operation.after:
-                        operation.after = {*operation.after, other}
-                        self._asked[other].before += (number,)
-                self._touching[page] = (*others, (number, writes))
-        own = event.group if isinstance(event, Due) else None
-        for page in written:
-            for group in [one for one in self._ahead_with.get(page, ()) if one != own]:
-                if self._ahead[group].phase is Phase.READING:
-                    self._ahead[group].stale = True
-                else:
-                    self._release(group)
+# -- events ------------------------------------------------------------------------------------------------------------
 
-    def _finished(self, action: Action, actions: list[Action]) -> None:
-        self.running.discard(action)
-        match action:
-            case Read(group):
-                self._arrived(group)
-            case Work(number, group, int(slot)):
-                self._awake[group].phase = Phase.WRITING
-                write = Write(number, group, slot)
-                self.running.add(write)
-                actions.append(write)
-                for later in self._asked[number].before:
-                    if later in self._asked:
-                        self._may_copy(later)
-            case Write(number, group):
-                self._awake[group].phase = Phase.LEAVING
-                self._leave(group)
-                self._end(number)
-            case Copy(number, _, group):
-                self._leave(group)
-                self._end(number)
-            case _:
-                self._end(action.number)
 
-    def _arrived(self, group: Group) -> None:
-        held = self._awake[group]
-        if held.stale or (held.number is None and group not in self._expected):
-            self._release(group)
-            return
-        held.phase = Phase.READY
-        if held.number is not None:
-            self._wait_in(self._ready, held.number)
+def _expect(state: State, groups: tuple[Group, ...]) -> State:
+    state = state._replace(expected=tuple(dict.fromkeys(groups)))
+    dropped = _read_ahead_of(state) - set(state.expected)
+    return _release(state, dropped) if dropped else state
 
-    def _leave(self, group: Group) -> None:
-        """Free the slot of a group that is written, unless somebody still copies from it."""
-        held = self._awake[group]
-        copied = any(isinstance(action, Copy) and action.slot == held.slot for action in self.running)
-        if not copied and held.phase is Phase.LEAVING:
-            self._release(group)
 
-    def _end(self, number: int) -> None:
-        operation = self._asked.pop(number)
-        event = operation.event
-        pages = (event.page,) if isinstance(event, Asked) else event.group.pages + event.group.out + event.group.beside
-        for page in pages:
-            others = tuple(one for one in self._touching.pop(page, ()) if one[0] != number)
-            if others:
-                self._touching[page] = others
-        for later in operation.before:
-            if later not in self._asked:  # a copy from the slot: it ended first
-                continue
-            self._asked[later].after -= {number}
-            if self._asked[later].after:
-                self._may_copy(later)
-                continue
-            for queue in (self._asleep, self._ready, self._queued):
-                if later in queue.members:
-                    queue.push(self._asked[later].turn, later)
+def _due(state: State, event: Due) -> State:
+    group, turn = event.group, (event.priority, event.number)
+    written = frozenset(group.pages + group.out)
+    state = _enter(state, event, written.union(group.beside), written)
+    state = state._replace(expected=_without(state.expected, group))
+    held = state.awake.get(group)
+    if event.lent:
+        return state._replace(ready=_with(state.ready, turn))
+    if held is None or held.number is not None or held.stale:
+        return state._replace(asleep=_with(state.asleep, turn))
+    state = _hold(state, group, held._replace(number=event.number))
+    return state._replace(ready=_with(state.ready, turn)) if held.phase is Phase.READY else state
 
-    # -- what to start when a worker is free, the most urgent first ----------------------------------------------------
 
-    def _next_move(self) -> Action | None:
-        return self._queued.take(self._move)
+def _asked(state: State, event: Asked) -> tuple[State, tuple[Action, ...]]:
+    touched = frozenset((event.page,))
+    state = _enter(state, event, touched, touched if event.writes else frozenset())
+    if event.here and _can_start(state, event.number):
+        return state, (_plain(event),)
+    return state._replace(queued=(*state.queued, event.number)), ()
 
-    def _move(self, number: int) -> Action | None:
-        event = self._asked[number].event
-        assert isinstance(event, Asked)
-        if self._can_start(number):
-            return Move(number, event.page, event.writes)
-        written = self._written_by(number)
-        return None if written is None else Copy(number, event.page, written, self._awake[written].slot)
 
-    def _next_work(self) -> Action | None:
-        return self._ready.take(self._work)
+def _enter(state: State, event: Due | Asked, touched: frozenset[Page], written: frozenset[Page]) -> State:
+    """Queue up behind every conflicting operation, and drop what was read ahead of a write."""
+    after = [
+        number
+        for number, (_, touched_too, written_too, _) in state.asked.items()
+        if not touched.isdisjoint(touched_too)
+        and not (written.isdisjoint(touched_too) and touched.isdisjoint(written_too))
+    ]
+    state = state._replace(asked={**state.asked, event.number: Operation(event, touched, written, frozenset(after))})
+    own = event.group if isinstance(event, Due) else None
+    for group, held in state.awake.items():
+        if held.number is None and group != own and not written.isdisjoint(group.pages):
+            reading = held.phase is Phase.READING
+            state = _hold(state, group, held._replace(stale=True)) if reading else _release(state, {group})
+    return state
 
-    def _work(self, number: int) -> Action | None:
-        if not self._can_start(number):
-            return None
-        due = self._due_of(number)
-        if due.lent:
-            return Work(number, due.group, None)
-        held = self._awake[due.group]
-        held.phase = Phase.WORKING
-        return Work(number, due.group, held.slot)
 
-    def _next_read(self) -> Action | None:
-        return self._asleep.take(self._read_due) if self._asleep.members and self._has_slot() else None
+def _finished(state: State, action: Action) -> tuple[State, tuple[Action, ...]]:
+    state = state._replace(running=state.running - {action})
+    match action:
+        case Read(group):
+            return _arrived(state, group), ()
+        case Work(number, group, int(slot)):
+            write = Write(number, group, slot)
+            state = _hold(state, group, state.awake[group]._replace(phase=Phase.WRITING))
+            return state._replace(running=state.running | {write}), (write,)
+        case Write(number, group, slot):
+            held = state.awake[group]._replace(phase=Phase.LEAVING)
+            return _end(_left(_hold(state, group, held), group), number), ()
+        case Copy(number, _, group):
+            return _end(_left(state, group), number), ()
+    return _end(state, action.number), ()
 
-    def _read_due(self, number: int) -> Action | None:
-        if not self._can_start(number):
-            return None
-        if not self._free:
-            self._give_up_one()
-        return self._read(self._due_of(number).group, number)
 
-    def _next_ahead(self) -> Action | None:
-        if not self._free or len(self._ahead) >= self._most_ahead:
-            return None
-        group = next((one for one in self._expected if one not in self._awake), None)
-        if group is None or any(self._is_written(page) for page in group.pages):
-            return None  # of a page that is to be written: the groups after it wait as well, they are needed later
-        return self._read(group, None)
+def _left(state: State, group: Group) -> State:
+    """Free the slot of a group that is written, unless somebody still copies from it."""
+    held = state.awake[group]
+    copied = any(isinstance(action, Copy) and action.slot == held.slot for action in state.running)
+    return state if copied or held.phase is not Phase.LEAVING else _release(state, {group})
 
-    def _has_slot(self) -> bool:
-        """One is free, or can be made so: see `paging`."""
-        if self._free or any(held.phase is Phase.READY for held in self._ahead.values()):
-            return True
-        return not self.running and any(held.number in self._ready.members for held in self._awake.values())
 
-    def _give_up_one(self) -> None:
-        """Free a slot whose group is clean."""
-        ahead = [group for group, held in self._ahead.items() if held.phase is Phase.READY]
-        if ahead:
-            self._release(max(ahead, key=self._expected.__getitem__))
-            return
-        held = (held.number for held in self._awake.values() if held.number in self._ready.members)
-        _, number = max(self._asked[one].turn for one in held if one is not None)
-        self._ready.members.discard(number)
-        self._wait_in(self._asleep, number)
-        self._release(self._due_of(number).group)
+def _arrived(state: State, group: Group) -> State:
+    held = state.awake[group]
+    if held.stale or (held.number is None and group not in state.expected):
+        return _release(state, {group})
+    state = _hold(state, group, held._replace(phase=Phase.READY))
+    if held.number is None:
+        return state
+    return state._replace(ready=_with(state.ready, _turn(state, held.number)))
 
-    # -- small moves ---------------------------------------------------------------------------------------------------
 
-    def _wait_in(self, queue: _Queue, number: int) -> None:
-        queue.members.add(number)
-        operation = self._asked[number]
-        if not operation.after:
-            queue.push(operation.turn, number)
-        elif queue is self._queued:
-            self._may_copy(number)
+# -- what to start when a worker is free, the most urgent first --------------------------------------------------------
 
-    def _may_copy(self, number: int) -> None:
-        """Put a read in line that waits for nothing but a page on its way out of its slot."""
-        if number in self._queued.members and self._written_by(number) is not None:
-            self._queued.push(self._asked[number].turn, number)
 
-    def _written_by(self, number: int) -> Group | None:
-        """The group from whose slot a read can be copied, as all that it waits for is that the page is written."""
-        operation = self._asked[number]
-        if not isinstance(operation.event, Asked) or operation.event.writes or len(operation.after) != 1:
-            return None
-        (before,) = (self._asked[one].event for one in operation.after)
-        if not isinstance(before, Due):
-            return None
-        held = self._awake.get(before.group)
-        return before.group if held is not None and held.phase is Phase.WRITING else None
-
-    def _can_start(self, number: int) -> bool:
-        """Every earlier conflicting operation has ended, and nothing that is being read ahead would be overwritten."""
-        operation = self._asked[number]
-        if operation.after:
-            return False
-        event = operation.event
-        written = (
-            event.group.pages + event.group.out if isinstance(event, Due) else (event.page,) if event.writes else ()
+def _start(state: State, actions: tuple[Action, ...]) -> tuple[State, tuple[Action, ...]]:
+    for _ in range(state.workers - len(state.running)):
+        state, action = (
+            _next_move(state) or _next_work(state) or _next_read(state) or _next_ahead(state) or (state, None)
         )
-        return not any(self._is_being_read(page) for page in written)
+        if action is None:
+            break
+        state = state._replace(running=state.running | {action})
+        actions = (*actions, action)
+    return state, actions
 
-    def _is_written(self, page: Page) -> bool:
-        return any(writes for _, writes in self._touching.get(page, ()))
 
-    def _is_being_read(self, page: Page) -> bool:
-        return any(isinstance(action, Read) and page in action.group.pages for action in self.running)
+def _next_move(state: State) -> tuple[State, Action] | None:
+    for number in state.queued:
+        event = state.asked[number].event
+        assert isinstance(event, Asked)
+        action = _plain(event) if _can_start(state, number) else _copy(state, event)
+        if action is not None:
+            return state._replace(queued=_without(state.queued, number)), action
+    return None
 
-    def _due_of(self, number: int) -> Due:
-        event = self._asked[number].event
-        assert isinstance(event, Due)
-        return event
 
-    def _read(self, group: Group, number: int | None) -> Action:
-        held = self._awake[group] = _Held(heappop(self._free), number)
-        if number is None:
-            self._ahead[group] = held
-            for page in group.pages:
-                self._ahead_with.setdefault(page, []).append(group)
-        return Read(group, held.slot)
+def _next_work(state: State) -> tuple[State, Action] | None:
+    number = _first(state, (number for _, number in state.ready))
+    if number is None:
+        return None
+    due = _due_event(state, number)
+    state = state._replace(ready=_without(state.ready, _turn(state, number)))
+    if due.lent:
+        return state, Work(number, due.group, None)
+    held = state.awake[due.group]
+    return _hold(state, due.group, held._replace(phase=Phase.WORKING)), Work(number, due.group, held.slot)
 
-    def _release(self, group: Group) -> None:
-        self._forget_ahead(group)
-        heappush(self._free, self._awake.pop(group).slot)
 
-    def _forget_ahead(self, group: Group) -> None:
-        if self._ahead.pop(group, None) is not None:
-            for page in group.pages:
-                self._ahead_with[page].remove(group)
-                if not self._ahead_with[page]:
-                    del self._ahead_with[page]
+def _next_read(state: State) -> tuple[State, Action] | None:
+    number = _first(state, (number for _, number in state.asleep))
+    if number is None:
+        return None
+    state = state if state.free else _give_up_one(state)
+    if not state.free:
+        return None
+    state = state._replace(asleep=_without(state.asleep, _turn(state, number)))
+    return _read(state, _due_event(state, number).group, number)
+
+
+def _next_ahead(state: State) -> tuple[State, Action] | None:
+    if not state.free or sum(held.number is None for held in state.awake.values()) >= state.read_ahead:
+        return None
+    group = next((group for group in state.expected if group not in state.awake), None)
+    if group is None:
+        return None
+    pages = frozenset(group.pages)
+    if any(not pages.isdisjoint(written) for _, _, written, _ in state.asked.values()):
+        return None  # the ones after it wait as well: they are needed later
+    return _read(state, group, None)
+
+
+def _give_up_one(state: State) -> State:
+    """Free a slot whose group is clean: the one read ahead that is needed last.
+
+    If there is none, nothing runs and yet a due group cannot start, then all slots are held by due groups that were
+    read ahead and must come after it: one of them goes back to sleep.
+    """
+    ahead = _read_ahead_of(state)
+    if ahead:
+        return _release(state, {max(ahead, key=state.expected.index)})
+    held = [turn for turn in state.ready if not _due_event(state, turn[1]).lent]
+    if state.running or not held:
+        return state
+    state = state._replace(ready=_without(state.ready, held[-1]), asleep=_with(state.asleep, held[-1]))
+    return _release(state, {_due_event(state, held[-1][1]).group})
+
+
+# -- small moves -------------------------------------------------------------------------------------------------------
+
+
+def _can_start(state: State, number: int) -> bool:
+    """Every earlier conflicting operation has ended, and nothing that is being read ahead would be overwritten."""
+    _, _, written, after = state.asked[number]
+    return state.asked.keys().isdisjoint(after) and not any(
+        isinstance(action, Read) and not written.isdisjoint(action.group.pages) for action in state.running
+    )
+
+
+def _plain(event: Asked) -> Move:
+    return Move(event.number, event.page, event.writes)
+
+
+def _copy(state: State, event: Asked) -> Copy | None:
+    """The read as a copy from a slot, if all that it waits for is that its page is written from there."""
+    before = [state.asked[number].event for number in state.asked[event.number].after if number in state.asked]
+    if event.writes or len(before) != 1 or not isinstance(before[0], Due):
+        return None
+    held = state.awake.get(before[0].group)
+    if held is None or held.phase is not Phase.WRITING:
+        return None
+    return Copy(event.number, event.page, before[0].group, held.slot)
+
+
+def _first(state: State, numbers: Iterable[int]) -> int | None:
+    return next((number for number in numbers if _can_start(state, number)), None)
+
+
+def _read(state: State, group: Group, number: int | None) -> tuple[State, Action]:
+    slot, *free = state.free
+    state = _hold(state._replace(free=tuple(free)), group, Awake(slot, Phase.READING, number))
+    return state, Read(group, slot)
+
+
+def _hold(state: State, group: Group, held: Awake) -> State:
+    return state._replace(awake={**state.awake, group: held})
+
+
+def _release(state: State, groups: set[Group]) -> State:
+    awake = {group: held for group, held in state.awake.items() if group not in groups}
+    free = sorted([*state.free, *(state.awake[group].slot for group in groups)])
+    return state._replace(awake=awake, free=tuple(free))
+
+
+def _end(state: State, number: int) -> State:
+    asked = dict(state.asked)
+    del asked[number]
+    return state._replace(asked=asked)
+
+
+def _read_ahead_of(state: State) -> set[Group]:
+    """The groups that lie READY and are not due."""
+    return {group for group, held in state.awake.items() if held.number is None and held.phase is Phase.READY}
+
+
+def _due_event(state: State, number: int) -> Due:
+    event = state.asked[number].event
+    assert isinstance(event, Due)
+    return event
+
+
+def _turn(state: State, number: int) -> Turn:
+    return _due_event(state, number).priority, number
+
+
+def _with(turns: tuple[Turn, ...], turn: Turn) -> tuple[Turn, ...]:
+    place = bisect(turns, turn)
+    return (*turns[:place], turn, *turns[place:])
+
+
+def _without(items: tuple[T, ...], item: T) -> tuple[T, ...]:
+    if item not in items:
+        return items
+    place = items.index(item)
+    return items[:place] + items[place + 1 :]

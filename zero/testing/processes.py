@@ -24,15 +24,23 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from zero.distributed.failure import GRACE_S, some_ranks
+from zero.distributed.world import World
 from zero.errors import DeadlineError, RankFailedError, WorldError
-from zero.failure import GRACE_S, some_ranks
-from zero.testing.simulated import surroundings, within
-from zero.world import World
+from zero.testing.simulated_gpu import surroundings, within
 
 START_S = 90.0
 """How long processes may take to import what they need, on a busy machine."""
 
-PRELOADED = ("zero.training", "zero.planning", "zero.report.run", "rich.console", "omegaconf", "pytest", "hypothesis")
+PRELOADED = (
+    "zero.trainer.loop",
+    "zero.trainer.planning",
+    "zero.trainer.report.run",
+    "rich.console",
+    "omegaconf",
+    "pytest",
+    "hypothesis",
+)
 """What most ranks need, as far as it is installed."""
 
 _STARTED = b"started"
@@ -69,7 +77,7 @@ def run_processes(size: int, fn: Callable[..., Any], *args: Any, timeout_s: floa
 
 @contextlib.contextmanager
 def forked_ranks() -> Iterator[None]:
-    """Ranks that `zero.launch` starts in here are forked as those of `run_processes` are, and start at once.
+    """Ranks that `zero.trainer.launch` starts in here are forked as those of `run_processes` are, and start at once.
 
     Not for what malloc is told as a process begins, nor for ranks that are stopped (SIGSTOP), nor for a parent that
     dies: only one that lives ends such ranks whatever they are in.

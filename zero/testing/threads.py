@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zero.distributed.failure import GRACE_S, by_rank, first_line, some_ranks
+from zero.distributed.world import Handle, World, signature_of
 from zero.errors import DeadlineError, RankFailedError, WorldError
-from zero.failure import GRACE_S, by_rank, first_line, some_ranks
-from zero.world import Handle, World, signature_of
 
 
 class _Seat(NamedTuple):

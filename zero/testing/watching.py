@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zero.distributed.world import Handle, ProcessWorld, World
 from zero.store.base import Page, Ticket
-from zero.store.crew import Crew
-from zero.store.paging import Action, Asked, Copy, Due, Move, Work
 from zero.store.prefetch import PrefetchStore
+from zero.store.schedule import Action, Asked, Copy, Due, Move, Work
+from zero.store.workers import WorkerPool
 from zero.testing.races import Known
 from zero.testing.streams import NETWORK_BYTES_PER_S, Gate, Handed, Marker, Streams, quietly, thread
 from zero.testing.threads import ThreadWorld
-from zero.world import Handle, ProcessWorld, World
 
 
 class Watched(ABC):
@@ -79,13 +79,13 @@ def _leave_thread() -> None:
 def watching() -> Iterator[None]:
     """In the block simulated GPUs are told of operators, and of what threads and ranks hand over."""
     wrapped: list[tuple[type, str, Callable[[Any], Any]]] = [
-        (Crew, "_run", _run),
-        (Crew, "ask", _ask),
-        (Crew, "do_here", _do_here),
-        (Crew, "await_end", _await_end),
-        (Crew, "settle", _settle),
-        (Crew, "leave", _leave),
-        (Crew, "_wait", _wait),
+        (WorkerPool, "_run", _run),
+        (WorkerPool, "ask", _ask),
+        (WorkerPool, "do_here", _do_here),
+        (WorkerPool, "await_end", _await_end),
+        (WorkerPool, "drain", _drain),
+        (WorkerPool, "leave", _leave),
+        (WorkerPool, "_wait", _wait),
         (PrefetchStore, "_carry_out", _carry_out),
         (PrefetchStore, "_copy", _copy),
         (World, "__enter__", _enter),
@@ -115,11 +115,11 @@ class _Job:
 
 
 def _run(original: Any) -> Any:
-    def run(crew: Crew) -> None:
+    def run(workers: WorkerPool) -> None:
         """A thread of the store ends unwatched: with what torch would let go of after its last line of Python, the
         interpreter's end, which waits for that line alone, would end the process by a signal."""
         try:
-            original(crew)
+            original(workers)
         finally:
             watching = thread.watching
             _leave_thread()
@@ -130,59 +130,59 @@ def _run(original: Any) -> Any:
 
 
 def _ask(original: Any) -> Any:
-    def ask(crew: Crew, event: Due | Asked, job: Callable[..., None]) -> Ticket:
+    def ask(workers: WorkerPool, event: Due | Asked, job: Callable[..., None]) -> Ticket:
         host = None if thread.gpu is None else thread.gpu.streams.host
-        return original(crew, event, job if host is None else _Job(job, dict(host.known), host.time_s))
+        return original(workers, event, job if host is None else _Job(job, dict(host.known), host.time_s))
 
     return ask
 
 
 def _do_here(original: Any) -> Any:
-    def do_here(crew: Crew, event: Asked, job: Callable[..., None]) -> None:
+    def do_here(workers: WorkerPool, event: Asked, job: Callable[..., None]) -> None:
         if thread.gpu is None:
-            return original(crew, event, job)
+            return original(workers, event, job)
         done = thread.gpu.handed
-        return original(crew, event, lambda: done.between([(id(crew), event.page)], job))
+        return original(workers, event, lambda: done.between([(id(workers), event.page)], job))
 
     return do_here
 
 
 def _await_end(original: Any) -> Any:
-    def await_end(crew: Crew, ticket: Any) -> None:
+    def await_end(workers: WorkerPool, ticket: Any) -> None:
         gpu = thread.gpu
         there = gpu is None or gpu.is_there("ticket")
         if there or not gpu.gate.is_held:  # the order of the program holds even where a wait is left out
-            original(crew, ticket)
+            original(workers, ticket)
         if gpu is not None and there:
-            gpu.handed.hear((id(crew), ticket.event.number))
+            gpu.handed.hear((id(workers), ticket.event.number))
 
     return await_end
 
 
 def _wait(original: Any) -> Any:
-    def wait(crew: Crew, *what: Any) -> None:
+    def wait(workers: WorkerPool, *what: Any) -> None:
         with nullcontext() if thread.gpu is None else thread.gpu.gate.opened():
-            original(crew, *what)
+            original(workers, *what)
 
     return wait
 
 
-def _settle(original: Any) -> Any:
-    def settle(crew: Crew) -> None:
-        original(crew)
+def _drain(original: Any) -> Any:
+    def drain(workers: WorkerPool) -> None:
+        original(workers)
         gpu = thread.gpu
-        if gpu is not None and gpu.is_there("settle"):
-            gpu.handed.hear_all(id(crew))
+        if gpu is not None and gpu.is_there("drain"):
+            gpu.handed.hear_all(id(workers))
 
-    return settle
+    return drain
 
 
 def _leave(original: Any) -> Any:
-    def leave_(crew: Crew) -> None:
+    def leave_(workers: WorkerPool) -> None:
         with nullcontext() if thread.gpu is None else thread.gpu.gate.opened():
-            original(crew)
+            original(workers)
         if thread.gpu is not None:
-            thread.gpu.handed.hear_all(id(crew))  # its threads have ended
+            thread.gpu.handed.hear_all(id(workers))  # its threads have ended
 
     return leave_
 
@@ -195,13 +195,13 @@ def _carry_out(original: Any) -> Any:
         gpu.gate.pass_through()
         if isinstance(job, _Job):
             gpu.streams.host.hear(job.known, job.time_s)
-        crew = id(store._crew)
-        keys: list[Any] = [(crew, page) for page in _pages(action)]
+        workers = id(store._workers)
+        keys: list[Any] = [(workers, page) for page in _pages(action)]
         if not isinstance(action, Move) and action.slot is not None:
-            keys.append((crew, "slot", action.slot))
+            keys.append((workers, "slot", action.slot))
         gpu.handed.between(keys, lambda: original(store, action, job))
         if isinstance(action, Work | Move | Copy):
-            gpu.handed.say((crew, action.number))
+            gpu.handed.say((workers, action.number))
         return None
 
     return carry_out

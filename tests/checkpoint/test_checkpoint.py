@@ -1,0 +1,628 @@
+"""A checkpoint loads anywhere: any stage, tier, world, precision, page and choice of units gives the same state."""
+
+import contextlib
+import gc
+import itertools
+import json
+import os
+import random
+import re
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+import zero
+from tests.common.small import Setting, Small, slice_of, small_batch, small_loss
+from zero.checkpoint import Root, Tensors, begin, load, open_checkpoint, open_latest, save, snapshot_bytes
+from zero.checkpoint.disk import Disk
+from zero.checkpoint.manifest import from_text
+from zero.checkpoint.save import version
+from zero.checkpoint.shard import ShardReader, ShardWriter
+from zero.engine.full import digest, full_state_dict
+from zero.engine.module_copy import buffers_of
+from zero.errors import CheckpointError, StaleStateError
+from zero.testing import run_processes, run_ranks
+from zero.testing.threads import ThreadWorld
+from zero.trainer.config import Config
+from zero.trainer.saver import Saver, open_named
+
+PRESETS = ("none", "cpu", "nvme", "infinity", "auto")
+CELLS = [
+    Setting(stage=stage, offload=(("preset", preset),))
+    for stage, preset in itertools.product(range(4), PRESETS)
+    if preset != "infinity" or stage == 3
+]
+
+
+@contextlib.contextmanager
+def opened(world, setting, build=Small):
+    """(state, step) on a store that is closed afterwards."""
+    plan = setting.plan(world, build)
+    with contextlib.closing(zero.open_store(plan)) as store:
+        yield zero.init(plan, store, seed=setting.seed), zero.make_step(plan, small_loss)
+        store.drain()
+
+
+def trained(world, state, step, steps, accumulate=1):
+    """Steps of a global batch of 12 rows, which is cut alike for every world."""
+    told = []
+    for number in steps:
+        state, metrics = step(state, slice_of(small_batch(number, 24), world, accumulate))
+        told.append(metrics)
+    return state, told
+
+
+def saved(world, setting, folder, steps=2, build=Small):
+    """Train, save; returns the digest and the published folder."""
+    with opened(world, setting, build) as (state, step):
+        state, _ = trained(world, state, step, range(steps), setting.accumulate)
+        path = save(state, folder, {"note": "mine"})
+        return digest(state), path
+
+
+def loaded(world, setting, path, **options):
+    """The digest after loading into a state of other values."""
+    with opened(world, setting.but(seed=7)) as (state, _):
+        checkpoint = open_checkpoint(world, path)
+        return digest(load(state, checkpoint, **options))
+
+
+# -- any to any --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", CELLS, ids=lambda s: f"{s.stage}-{s.offload[0][1]}")
+def test_every_stage_and_tier_loads_every_other(setting: Setting, tmp_path: Path):
+    (was, path), *_ = run_ranks(2, saved, setting, tmp_path)
+    for other in CELLS:
+        assert run_ranks(2, loaded, other, path)[0] == was, f"stage {other.stage}, {other.offload}"
+
+
+@pytest.mark.parametrize("stages", [(0, 3), (3, 0), (2, 1), (3, 3)], ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_world_loads_every_other(stages, precision: str, tmp_path: Path):
+    first, second = (Setting(stage=stage, precision=precision) for stage in stages)
+    for size in range(1, 5):
+        (was, path), *_ = run_ranks(size, saved, first, tmp_path / str(size))
+        for other in range(1, 5):
+            assert run_ranks(other, loaded, second, path)[0] == was, f"{size} ranks to {other}"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"page_bytes": 4096},
+        {"page_bytes": 1 << 20},
+        {"units": ("Small",)},
+        {"units": ("Linear", "Embedding")},
+        {"activations": "remat"},
+        {"prefetch": 0},
+        {"accumulate": 2},
+        {"update": "serial"},
+    ],
+    ids=str,
+)
+def test_what_shapes_the_state_in_memory_is_not_in_the_file(change, tmp_path: Path):
+    start = Setting(offload=(("preset", "nvme"),))
+    (was, path), *_ = run_ranks(2, saved, start, tmp_path)
+    with_units = "units" in change
+    again = run_ranks(2, values_of, start.but(**change), path)[0]
+    assert again == run_ranks(2, values_of, start, path)[0]
+    if not with_units:
+        assert run_ranks(2, loaded, start.but(**change), path)[0] == was
+
+
+def values_of(world, setting, path):
+    """Everything that a state holds, by name: units do not matter to it."""
+    with opened(world, setting.but(seed=7)) as (state, _):
+        state = load(state, open_checkpoint(world, path))
+        kinds = ("param", "compute", *state.plan.optimizer.moments)
+        return {
+            (kind, name): tensor.tolist()
+            for kind in kinds
+            for name, tensor in sorted(full_state_dict(state, kind).items())
+        }
+
+
+@pytest.mark.parametrize(("wrote", "reads"), list(itertools.permutations(("fp32", "bf16", "fp16"), 2)), ids=str)
+def test_another_precision_of_compute_reads_the_same_masters(wrote: str, reads: str, tmp_path: Path):
+    (_, path), *_ = run_ranks(2, saved, Setting(precision=wrote), tmp_path)
+    kept = run_ranks(2, masters, Setting(precision=wrote), path)[0]
+    assert run_ranks(2, masters, Setting(precision=reads), path)[0] == kept
+
+
+def masters(world, setting, path):
+    with opened(world, setting.but(seed=7)) as (state, _):
+        state = load(state, open_checkpoint(world, path))
+        frozen = {name for unit in state.plan.units for name in (slot.name for slot in unit.frozen.slots)}
+        compute, param = full_state_dict(state, "compute"), full_state_dict(state)
+        for name, value in param.items():
+            assert torch.equal(compute[name], value.to(state.plan.precision.compute).float()), name
+        return {name: value.tolist() for name, value in param.items() if name not in frozen}
+
+
+# -- resume = never stopped --------------------------------------------------------------------------------------------
+
+
+def whole_run(world, setting, steps):
+    with opened(world, setting) as (state, step):
+        state, told = trained(world, state, step, range(steps), setting.accumulate)
+        return digest(state), told
+
+
+def first_half(world, setting, folder, at):
+    with opened(world, setting) as (state, step):
+        state, told = trained(world, state, step, range(at), setting.accumulate)
+        return save(state, folder), told
+
+
+def second_half(world, setting, path, steps):
+    with opened(world, setting.but(seed=3)) as (state, step):
+        checkpoint = open_checkpoint(world, path)
+        state = load(state, checkpoint)
+        state, told = trained(world, state, step, range(checkpoint.step, steps), setting.accumulate)
+        return digest(state), told
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("setting", CELLS, ids=lambda s: f"{s.stage}-{s.offload[0][1]}")
+def test_a_resumed_run_ends_as_the_one_that_never_stopped(setting: Setting, precision: str, tmp_path: Path):
+    setting = setting.but(precision=precision, clip=0.5, accumulate=2)
+    steps, at = 6, random.randrange(1, 6)
+    print(f"saved after step {at}")
+    was, told = run_ranks(2, whole_run, setting, steps)[0]
+    path, before = run_ranks(2, first_half, setting, tmp_path, at)[0]
+    now, after = run_ranks(2, second_half, setting, path, steps)[0]
+    assert before + after == told
+    assert now == was
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("preset", ["none", "infinity"])
+def test_the_same_holds_for_fresh_processes(preset: str, tmp_path: Path):
+    setting = Setting(offload=(("preset", preset),), precision="bf16")
+    was, _ = run_processes(2, whole_run, setting, 4)[0]
+    path, _ = run_processes(2, first_half, setting, tmp_path, 2)[0]
+    assert run_processes(2, second_half, setting, path, 4)[0][0] == was
+
+
+def test_a_moving_loss_scale_goes_on_where_it_was(tmp_path: Path):
+    setting = Setting(precision="fp16")
+
+    def scale(world, path):
+        with opened(world, setting) as (state, _):
+            return load(state, open_checkpoint(world, path)).scale
+
+    with opened(zero.World.from_env(), setting) as (state, step):
+        state, _ = trained(zero.World.from_env(), state, step, range(5))
+        path, was = save(state, tmp_path), state.scale
+    assert was.scale != setting.plan(zero.World.from_env()).precision.scale.initial
+    assert run_ranks(1, scale, path)[0] == was
+
+
+def test_saving_and_loading_fifty_times_changes_nothing(tmp_path: Path):
+    setting, world = Setting(offload=(("preset", "nvme"),)), zero.World.from_env()
+    was, _ = whole_run(world, setting, 3)
+    held: list[tuple[int, int]] = []
+    with opened(world, setting) as (state, step):
+        state, _ = trained(world, state, step, range(2))
+        for number in range(50):
+            path = save(state, tmp_path / str(number % 2))
+            state = load(state, open_checkpoint(world, path))
+            if number in (9, 49):
+                gc.collect()
+                tensors = sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+                held.append((tensors, resident_bytes()))
+        (tensors, resident), (tensors_after, resident_after) = held
+        assert tensors_after == tensors
+        assert resident_after - resident < 8 * 2**20  # a leaked block or MiB of a reader would make forty or more
+        state, _ = trained(world, state, step, range(2, 3))
+        assert digest(state) == was
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_file_is_plain_safetensors(tmp_path: Path):
+    (_, path), *_ = run_ranks(2, saved, Setting(precision="bf16"), tmp_path)
+    values = run_ranks(2, whole_values, Setting(precision="bf16"), path)[0]
+    manifest = json.loads((path / "manifest.json").read_text())
+    names = {(entry["name"], entry["kind"]) for entry in manifest["entries"]}
+    assert {name for name, kind in names if kind == "mu"} == {name for name, kind in names if kind == "parameter"}
+    found: dict[str, torch.Tensor] = {}
+    for rank in range(2):
+        with safe_open(path / f"rank-0000{rank}-of-00002.safetensors", framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - no mapping
+                found[key] = torch.cat([found.get(key, torch.zeros(0)), file.get_tensor(key).view(-1).float()])
+    for name, value in values.items():
+        key = f"parameter/{name}" if f"parameter/{name}" in found else f"frozen/{name}"
+        if value.numel():
+            assert torch.equal(found[key], value.view(-1)), name
+
+
+def whole_values(world, setting, path):
+    with opened(world, setting) as (state, _):
+        return full_state_dict(load(state, open_checkpoint(world, path)))
+
+
+def test_what_was_given_is_found_again(tmp_path: Path):
+    _, path = saved(zero.World.from_env(), Setting(), tmp_path)
+    assert open_checkpoint(zero.World.from_env(), path).facts == {"note": "mine"}
+    assert path.name == "step-0000000002"
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+class Longer(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(3, 3)
+
+
+class Wider(Small):
+    def __init__(self) -> None:
+        super().__init__(vocab=12)
+
+
+def refusal_of(world, path, build, optimizer=zero.adamw, **options):
+    """What `load` says, and that nothing was changed by it."""
+    with opened(world, Setting(optimizer=optimizer), build) as (state, _):
+        before = digest(state)
+        with pytest.raises(CheckpointError) as caught:
+            load(state, open_checkpoint(world, path), **options)
+        assert digest(state) == before
+        return str(caught.value)
+
+
+def test_a_model_with_more_less_or_other_tensors_is_refused_by_name(tmp_path: Path):
+    world = zero.World.from_env()
+    _, path = saved(world, Setting(), tmp_path / "a")
+    _, longer = saved(world, Setting(), tmp_path / "b", build=LongerRun)
+    missing = refusal_of(world, path, Longer)
+    for words in ("extra.weight, extra.bias, ", "missing", "checkpoint.partial"):
+        assert words in missing
+    unknown = refusal_of(world, longer, Small)
+    assert "extra.weight" in unknown
+    assert "not in the model" in unknown
+    assert "(11, 13) for (12, 13)" in refusal_of(world, path, Wider)
+    assert "\n" not in missing
+
+
+class LongerRun(Longer):
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_partial_keeps_what_it_names(tmp_path: Path):
+    world = zero.World.from_env()
+    _, path = saved(world, Setting(), tmp_path)
+    with opened(world, Setting(seed=5), Longer) as (state, _):
+        fresh, said = full_state_dict(state), []
+        checkpoint = open_checkpoint(world, path)
+        with pytest.raises(CheckpointError, match=r"checkpoint\.partial=extar\.\*: the model has no such tensor, nor"):
+            load(state, checkpoint, partial=["extra.*", "extar.*"])
+        state = load(state, checkpoint, partial=["extra.*", "blocks.0.*"], note=said.append)
+        assert re.match(r"checkpoint\.partial: \d+ of \d+ tensors keep the values they have: ", said[0])
+        now = full_state_dict(state)
+    with opened(world, Setting()) as (state, _):
+        there = full_state_dict(load(state, open_checkpoint(world, path)))
+    for name, value in now.items():
+        kept = name.startswith(("extra.", "blocks.0."))
+        assert torch.equal(value, fresh[name] if kept else there[name]), name
+
+
+def test_all_ranks_read_what_stays_in_one_order_whatever_the_order_of_their_sets(monkeypatch):
+    """Strings hash differently in each process, and reading is collective: ranks in different orders would hang."""
+    from zero.checkpoint import load as module
+
+    asked = []
+    monkeypatch.setattr(sys.modules[module.__module__], "full_values", lambda state, kind: asked.append(kind) or ())
+    kinds = ["parameter", "mu", "nu", "frozen"]
+    for order in itertools.permutations(kinds):
+        asked.clear()
+        sys.modules[module.__module__]._current(None, dict.fromkeys(("w", kind) for kind in order).keys())
+        assert asked == ["param", "mu", "nu", "param"], order
+
+
+def test_partial_may_name_a_kind_so_another_optimizer_takes_over(tmp_path: Path):
+    world = zero.World.from_env()
+    _, path = saved(world, Setting(), tmp_path)
+    lion = Setting(optimizer=zero.lion)
+    assert "mu/embed.weight" not in refusal_of(world, path, Small, optimizer=zero.lion)
+    assert "nu/embed.weight" in refusal_of(world, path, Small, optimizer=zero.lion)
+    _, written_by_lion = saved(world, lion, tmp_path / "lion")
+    for setting, source in ((lion, path), (Setting(), written_by_lion)):
+        with opened(world, setting.but(seed=5)) as (state, _), opened(world, setting.but(seed=5)) as (fresh, _):
+            state = load(state, open_checkpoint(world, source), partial=["nu/*"])
+            there = values_of_kind(source, "mu")
+            assert all(torch.equal(value, there[name]) for name, value in full_state_dict(state, "mu").items())
+            if "nu" in state.plan.optimizer.moments:
+                untouched = full_state_dict(fresh, "nu")
+                assert all(torch.equal(value, untouched[name]) for name, value in full_state_dict(state, "nu").items())
+
+
+def values_of_kind(path: Path, kind: str) -> dict[str, torch.Tensor]:
+    checkpoint = open_checkpoint(zero.World.from_env(), path)
+    with Tensors(checkpoint) as files:
+        return {
+            entry.name: files.read(entry, 0, entry.numel).view(entry.shape)
+            for entry in checkpoint.manifest.entries
+            if entry.kind == kind
+        }
+
+
+def test_without_moments_any_optimizers_checkpoint_is_evaluated(tmp_path: Path):
+    world = zero.World.from_env()
+    _, path = saved(world, Setting(), tmp_path)
+    for optimizer in (zero.lion, zero.sgd):
+        with opened(world, Setting(seed=5, optimizer=optimizer)) as (state, _):
+            state = load(state, open_checkpoint(world, path), moments=False)
+            there = values_of_kind(path, "parameter")
+            assert all(torch.equal(full_state_dict(state)[name], value) for name, value in there.items())
+
+
+class Frozen(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].linear.weight.requires_grad_(False)
+
+
+def test_what_was_trained_may_be_frozen_and_the_other_way_round(tmp_path: Path):
+    world, name = zero.World.from_env(), "blocks.0.linear.weight"
+    _, trained_path = saved(world, Setting(), tmp_path / "trained")
+    _, frozen_path = saved(world, Setting(), tmp_path / "frozen", build=Frozen)
+    assert f"mu/{name}, nu/{name} are not in the model" in refusal_of(world, trained_path, Frozen)
+    assert f"mu/{name}, nu/{name} are missing" in refusal_of(world, frozen_path, Small)
+    for path, build, kind in ((trained_path, Frozen, "parameter"), (frozen_path, Small, "frozen")):
+        with opened(world, Setting(seed=5), build) as (state, _):
+            state = load(state, open_checkpoint(world, path), partial=[f"mu/{name}", f"nu/{name}"])
+            assert torch.equal(full_state_dict(state)[name], values_of_kind(path, kind)[name])
+
+
+# -- what goes wrong on one rank ---------------------------------------------------------------------------------------
+
+
+class Spectral(Small):
+    """With a buffer of a dtype that no checkpoint holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("freqs", torch.ones(4, dtype=torch.complex64))
+
+
+def saver_of(world, plan, folder, **keys):
+    config = Config.model_validate({"checkpoint": {"dir": str(folder), **keys}})
+    return Saver(config, plan, folder.parent, facts=dict, note=lambda text: None, asked_to_stop=lambda: False)
+
+
+def test_a_dtype_that_no_file_holds_is_refused_by_every_rank_and_leaves_no_folder(tmp_path: Path):
+    root = tmp_path / "root"
+
+    def go(world):
+        with opened(world, Setting(), Spectral) as (state, step):
+            with pytest.raises(CheckpointError, match=r"freqs.*complex64"):
+                save(state, root)
+            with pytest.raises(CheckpointError, match=r"buffer freqs is torch\.complex64.*persistent=False"):
+                saver_of(world, state.plan, root, every=1)
+            saver = saver_of(world, state.plan, root, on_failure="continue")
+            saver.save(state)
+            assert saver.last_published is None
+            trained(world, state, step, range(1))  # together
+            return True
+
+    assert run_ranks(2, go, timeout_s=30) == [True, True]
+    assert not root.exists()
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_whatever_goes_wrong_while_one_rank_writes_all_ranks_hear_of(behind: bool, tmp_path: Path, monkeypatch):
+    real = ShardWriter.write
+
+    def write(writer, view):
+        if "rank-00001" in writer._path.name:
+            raise MemoryError("no memory for a block\nand more")
+        real(writer, view)
+
+    monkeypatch.setattr(ShardWriter, "write", write)
+
+    def go(world):
+        with opened(world, Setting()) as (state, _):
+            with pytest.raises(CheckpointError) as caught:
+                begin(state, tmp_path, behind=behind).finish()
+            return str(caught.value)
+
+    said = "rank 1: its file was not written: MemoryError: no memory for a block"
+    assert run_ranks(2, go, timeout_s=30) == [said, said]
+    assert not list(tmp_path.iterdir())
+
+
+class SlowDisk(Disk):
+    """Every transfer of more than a page takes a while."""
+
+    def __init__(self, delay_s: float) -> None:
+        self.delay_s = delay_s
+
+    def pread(self, fd, view, offset):
+        time.sleep(self.delay_s * (len(view) > 4096))
+        return super().pread(fd, view, offset)
+
+    def pwrite(self, fd, view, offset):
+        time.sleep(self.delay_s * (len(view) > 4096))
+        return super().pwrite(fd, view, offset)
+
+
+def test_the_deadline_is_for_waits_and_not_for_work(tmp_path: Path):
+    """One rank writes or reads for longer than any wait may take; the other one waits for it."""
+    (_, alone), *_ = run_ranks(1, saved, Setting(), tmp_path / "alone")
+    assert len(list(alone.glob("*.safetensors"))) == 1
+    timeout_s, slow = 0.6, SlowDisk(1.5)
+
+    def go(world):
+        checkpoint = open_checkpoint(world, alone, slow)
+        with opened(world, Setting()) as (state, _):
+            saving = begin(state, Root(tmp_path / "root", slow if world.rank else None), behind=True)
+            return checkpoint.step, saving.finish().name
+
+    worlds = ThreadWorld.all_ranks(2, timeout_s=timeout_s)
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(go, worlds)) == [(2, "step-0000000000")] * 2
+
+
+def test_blocks_are_shared_by_ranks_and_threads_and_damage_is_found_wherever_it_is(tmp_path: Path, monkeypatch):
+    for module in ("hashes", "shard", "load"):
+        monkeypatch.setattr(sys.modules[f"zero.checkpoint.{module}"], "BLOCK_BYTES", 2**20)
+    _, path = saved(zero.World.from_env(), Setting(), tmp_path, steps=0, build=lambda: Small(width=500))
+    (file,) = path.glob("*.safetensors")
+    whole = file.read_bytes()
+    assert len(whole) > 6 * 2**20
+    read: list[int] = []
+    real = ShardReader.digest
+    monkeypatch.setattr(
+        ShardReader, "digest", lambda one, number, block: read.append(number) or real(one, number, block)
+    )
+
+    def look(world):
+        try:
+            return open_checkpoint(world, path).step
+        except CheckpointError as error:
+            return str(error)
+
+    for size in (1, 2, 3, 20):
+        read.clear()
+        assert run_ranks(size, look) == [0] * size
+        assert sorted(read) == list(range(-(-len(whole) // 2**20))), "each block once"
+    begins = sorted((one.pieces[0].offset, f"{one.kind}/{one.name}") for one in manifest_of(path).entries if one.pieces)
+    place = random.randrange(begins[0][0], len(whole))
+    mib = place // 2**20 * 2**20
+    first = max([begins[0], *(one for one in begins if one[0] <= mib)])[1]
+    file.write_bytes(whole[:place] + bytes([whole[place] ^ 8]) + whole[place + 1 :])
+    for size in (1, 3):
+        for line in run_ranks(size, look):
+            assert f"{file}: bytes {mib} to" in line, place
+            assert f"in '{first}' or after it" in line, place
+
+
+def manifest_of(path: Path):
+    return from_text((path / "manifest.json").read_bytes())
+
+
+def test_few_files_are_open_at_once(tmp_path: Path):
+    (_, path), *_ = run_ranks(12, saved, Setting(), tmp_path, 0)
+    checkpoint = open_checkpoint(zero.World.from_env(), path)
+    before = len(os.listdir("/proc/self/fd"))
+    with Tensors(checkpoint) as files:
+        for entry in checkpoint.manifest.entries:
+            files.read(entry, 0, entry.numel)
+            assert len(os.listdir("/proc/self/fd")) - before <= 8
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_copy_that_leaves_no_room_is_not_made(tmp_path: Path, monkeypatch):
+    world = zero.World.from_env()
+    with opened(world, Setting()) as (state, _):
+        for beside, written_behind in ((2**28 + 1, True), (2**28 - 1, False)):
+            monkeypatch.setattr("zero.trainer.saver.free_host_bytes", lambda: snapshot_bytes(state.plan) + beside)  # noqa: B023
+            saver = saver_of(world, state.plan, tmp_path / "root", **{"async": True})
+            assert saver._fits_beside(state) == written_behind
+
+
+# -- what is said of it ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_finite_or_not_of_this_run_is_said_in_a_line(tmp_path: Path):
+    world, said = zero.World.from_env(), []
+    with opened(world, Setting()) as (state, _):
+        config = Config.model_validate({"checkpoint": {"dir": str(tmp_path / "root")}})
+
+        def saver_with(config, data, began=None):
+            facts = {"config": config.plain(), "data": data}
+            return Saver(
+                config, state.plan, tmp_path, facts=lambda: facts, note=said.append, asked_to_stop=lambda: False,
+                began_from=began,
+            )  # fmt: skip
+
+        saver = saver_with(config, "abc")
+        assert saver.last_published is None
+        next(iter(buffers_of(state.model).values())).fill_(float("nan"))
+        saver.save(state)
+        path = saver.last_published
+    assert path == tmp_path / "root" / "step-0000000000"
+    began = open_named(path, world, said.append)
+    assert said[-1] == f"warning: {path} holds values that are NaN or infinite"
+    assert began.manifest.facts["versions"]["zero"] == version()
+    assert len(began.facts["digest of the config"]) == 64
+    said.clear()
+    saver_with(config, "abc", began)
+    assert not said
+    saver_with(config.model_copy(update={"seed": 5}), "xyz", began)
+    assert said == [
+        "warning: the digest of the data is xyz, and was abc in the run that saved the checkpoint",
+        "settings that differ from those of the run that saved the checkpoint: seed=5 (was 0)",
+    ]
+
+
+def test_a_state_that_was_loaded_into_is_spent(tmp_path: Path):
+    world = zero.World.from_env()
+    _, path = saved(world, Setting(), tmp_path)
+    with opened(world, Setting()) as (state, _):
+        load(state, open_checkpoint(world, path))
+        with pytest.raises(StaleStateError):
+            _ = state.step
+
+
+# -- the newest one ----------------------------------------------------------------------------------------------------
+
+
+def test_latest_walks_back_to_the_newest_valid_one_and_names_what_it_rejected(tmp_path: Path):
+    world = zero.World.from_env()
+    with opened(world, Setting()) as (state, step):
+        for number in range(12):
+            state, _ = trained(world, state, step, [number])
+            if number >= 8:
+                save(state, tmp_path)
+    file = tmp_path / "step-0000000012" / "rank-00000-of-00001.safetensors"
+    damage(file, 5000)
+    (tmp_path / "step-0000000011" / "manifest.json").unlink()
+    (tmp_path / "step-99").mkdir()
+    found, rejected = open_latest(world, tmp_path)
+    assert found is not None
+    assert found.step == 10
+    assert ["rank-00000-of-00001.safetensors" in rejected[0], "manifest.json" in rejected[1]] == [True, True]
+
+
+def test_only_rejected_ones_are_an_error_and_none_is_none(tmp_path: Path):
+    world = zero.World.from_env()
+    assert open_latest(world, tmp_path / "nothing") == (None, [])
+    _, path = saved(world, Setting(), tmp_path)
+    damage(path / "rank-00000-of-00001.safetensors", 6000)
+    with pytest.raises(CheckpointError, match="none of its 1 checkpoints is valid"):
+        open_latest(world, tmp_path)
+
+
+def test_every_rank_hears_of_damage_that_one_rank_found(tmp_path: Path):
+    (_, path), *_ = run_ranks(2, saved, Setting(), tmp_path)
+    damage(path / "rank-00001-of-00002.safetensors", 4500)
+
+    def told(world):
+        with pytest.raises(CheckpointError, match="rank-00001-of-00002"):
+            open_checkpoint(world, path)
+        return True
+
+    assert run_ranks(2, told) == [True, True]
+
+
+def damage(path: Path, place: int) -> None:
+    octets = bytearray(path.read_bytes())
+    octets[place] ^= 1 << random.randrange(8)
+    path.chmod(0o600)
+    path.write_bytes(octets)

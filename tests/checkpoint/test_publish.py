@@ -1,0 +1,1056 @@
+"""A save that was acknowledged survives every crash, and what is published is whole, whatever fails or is put there."""
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import json
+import math
+import os
+import random
+import shutil
+import stat
+import struct
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from tests.faults.crash import CrashDisk, Killed, Tree
+from zero.checkpoint.disk import Disk
+from zero.checkpoint.manifest import CAP_BYTES, Entry, Manifest, Piece, file_name, step_name, to_text
+from zero.checkpoint.publish import MANIFEST_NAME, Root
+from zero.checkpoint.shard import Part, ShardReader, ShardWriter, offsets
+from zero.errors import CheckpointError, ConfigError
+
+WORLD = 2
+NUMEL = 1024  # of each rank
+PARTS = (Part("weight", torch.float32, (NUMEL,)),)
+RUN = Path("/run")
+ROOT = RUN / "checkpoints"
+BARE: Tree = (("run", ()),)
+
+nonces = random.Random(0)
+
+
+def content(step: int, version: int, rank: int) -> bytes:
+    """Never zeros: those are what a lost write leaves."""
+    return struct.pack("<i", 1 + step % 10_000 + 100_000 * version + 50_000 * rank) * NUMEL
+
+
+def contents(step: int, version: int) -> bytes:
+    return b"".join(content(step, version, rank) for rank in range(WORLD))
+
+
+def manifest(step: int, files: list, world: int = WORLD) -> Manifest:
+    begin = offsets(PARTS)[0]
+    pieces = tuple(Piece(rank, rank * NUMEL, (rank + 1) * NUMEL, begin) for rank in range(world))
+    entry = Entry("weight", "parameter", "float32", (world * NUMEL,), pieces)
+    return Manifest(1, step, world, (entry,), tuple(files), True, {})
+
+
+def write_files(root: Root, tmp: Path, step: int, version: int) -> str:
+    """As the ranks do it: all write at once, then each synchronises its own. Returns the manifest."""
+    with contextlib.ExitStack() as writers:
+        ranks = [
+            writers.enter_context(ShardWriter(root.disk, tmp / file_name(rank, WORLD), PARTS)) for rank in range(WORLD)
+        ]
+        for rank, writer in enumerate(ranks):
+            writer.write(memoryview(content(step, version, rank)))
+        return to_text(manifest(step, [writer.finish() for writer in ranks]))
+
+
+def save(root: Root, step: int, version: int = 1) -> Path:
+    tmp = root.begin(step, f"{nonces.getrandbits(64):016x}")
+    try:
+        return root.publish(tmp, step, write_files(root, tmp, step, version))
+    except CheckpointError:
+        root.abandon(tmp)
+        raise
+
+
+def one_line(error: CheckpointError, about: Path) -> None:
+    assert "\n" not in str(error)
+    assert str(about) in str(error)
+
+
+def accepted(root: Root, folder: Path) -> bytes | None:
+    """What the folder holds, if manifest and hashes say that it is what was written."""
+    try:
+        found = root.read_manifest(folder)
+        data = bytearray(WORLD * 4 * NUMEL)
+        for rank, file in enumerate(found.files):
+            path = folder / file_name(rank, found.world)
+            with ShardReader(root.disk, path, file, PARTS) as reader, memoryview(data) as view:
+                reader.verify()
+                reader.read(offsets(PARTS)[0], view[rank * 4 * NUMEL : (rank + 1) * 4 * NUMEL])
+        return bytes(data)
+    except CheckpointError as error:
+        one_line(error, folder)
+        return None
+
+
+def published(root: Root) -> dict[int, bytes | None]:
+    return {step: accepted(root, root.path / step_name(step)) for step in root.steps()}
+
+
+# Crash states: everything that a strict disk may hold after a power failure at any moment.
+
+
+@functools.cache
+def accepted_tree(name: str, folder: Tree) -> bytes | None:
+    root = Root(Path("/"), CrashDisk(((name, folder),)))
+    return accepted(root, root.path / name)
+
+
+Held = tuple[tuple[int, bytes | None], ...]
+
+
+def published_in(disk: CrashDisk) -> Held:
+    """As `published`; each folder is judged once, for most states differ in one."""
+    checkpoints = dict(dict(dict(disk.tree())["run"]).get(ROOT.name, ()))
+    names = [step_name(step) for step in Root(ROOT, disk).steps()]
+    return tuple((int(name[5:]), accepted_tree(name, checkpoints[name])) for name in names)
+
+
+@functools.cache
+def recovered(tree: Tree) -> tuple[Held, Held, bool]:
+    """What is published there as it lies, what after a sweep, and whether anything else is left."""
+    disk = CrashDisk(tree)
+    before = published_in(disk)
+    Root(ROOT, disk).sweep()
+    litter = ROOT.name in disk.names(RUN) and any(name.startswith(".") for name in disk.names(ROOT))
+    return before, published_in(disk), litter
+
+
+class Story:
+    """What a run does, what it may rely on at each moment, and whether every crash state keeps that.
+
+    Attributes:
+        promised: step to contents of which one must be found after a crash.
+        states: those seen, each with the promise at that moment.
+        broken: how often which law did not hold.
+    """
+
+    def __init__(self, *, skip: frozenset[int] = frozenset(), most_bytes: int = 4096, nested: bool = False) -> None:
+        self.disk = CrashDisk(BARE, most_bytes=most_bytes, skip=skip, watch=self.look)
+        self.root = Root(ROOT, self.disk)
+        self.promised: dict[int, frozenset[bytes]] = {}
+        self.states: set[tuple] = set()
+        self.broken: Counter[str] = Counter()
+        self.watching = True
+        self._complete: dict[int, set[bytes]] = {}
+        self._version = 0
+        self._nested = nested
+
+    def save(self, step: int) -> None:
+        self._version += 1
+        new = contents(step, self._version)
+        before = self.promised.get(step)
+        self._complete.setdefault(step, set()).add(new)
+        if before is not None:
+            self.promised[step] = before | {new}  # until it is acknowledged, either one is right
+        save(self.root, step, self._version)
+        self.promised[step] = frozenset({new})
+        self.look()
+
+    def retain(self, keep: int, every: int | None = None) -> None:
+        newest = self.root.steps()[-keep:]  # one may be whole, and not acknowledged since its last fsync failed
+        for step in set(self.promised) - set(newest):
+            if not every or step % every:
+                del self.promised[step]
+        self.root.retain(keep, every, lambda folder: True)
+        self.look()
+
+    def start_again(self) -> None:
+        """Another process, on the machine as it is: what was told to the system is still there to be seen."""
+        self.disk.kill_at = None
+        self.disk.held.clear()
+        self.root = Root(ROOT, self.disk)
+        self.root.sweep()
+        self.look()
+        self.judge(published_in(self.disk), self.promised)
+
+    def look(self) -> None:
+        if not self.watching:
+            return
+        promise = tuple(sorted(self.promised.items()))
+        for tree in self.disk.crashes():
+            if (tree, promise) in self.states:
+                continue
+            self.states.add((tree, promise))
+            before, after, litter = recovered(tree)
+            self.judge(before, {})
+            self.judge(after, self.promised)
+            self.broken["litter"] += litter
+            if self._nested:
+                self._crash_in_the_sweep(tree)
+
+    def judge(self, found: Held, promised: dict[int, frozenset[bytes]]) -> None:
+        held = dict(found)
+        self.broken["lost"] += any(held.get(step) not in allowed for step, allowed in promised.items())
+        self.broken["partial"] += any(data is None for data in held.values())
+        self.broken["wrong"] += any(data not in self._complete[step] for step, data in found if data is not None)
+
+    def _crash_in_the_sweep(self, tree: Tree) -> None:
+        def look() -> None:
+            for again in disk.crashes():
+                before, after, _ = recovered(again)
+                self.judge(before, {})
+                self.judge(after, self.promised)
+
+        disk = CrashDisk(tree, watch=look)
+        Root(ROOT, disk).sweep()
+
+    @property
+    def verdict(self) -> dict[str, int]:
+        return {law: count for law, count in self.broken.items() if count}
+
+
+def over_nothing(story: Story) -> None:
+    story.save(20)
+
+
+def beside_older_ones(story: Story) -> None:
+    for step in (0, 20, 40):
+        story.save(step)
+
+
+def the_same_step_again(story: Story) -> None:
+    for step in (20, 40, 40, 40):
+        story.save(step)
+
+
+def with_retention(story: Story) -> None:
+    for step in (0, 20, 40, 60):
+        story.save(step)
+        story.retain(2)
+
+
+def with_retention_of_many(story: Story) -> None:
+    for step in (0, 20, 40, 60, 80):
+        story.save(step)
+    story.retain(2, every=40)
+
+
+def again_where_the_name_was_not_synchronised(story: Story) -> None:
+    """The old one is still aside when the step is saved once more."""
+    story.save(20)
+    story.save(40)
+    story.disk.fail_at = len(story.disk.synced) + 5  # parent, two ranks, manifest, folder, root
+    with pytest.raises(CheckpointError, match="EIO"):
+        story.save(40)
+    assert any(name.startswith(".old-") for name in story.disk.names(ROOT))
+    story.save(40)
+    story.retain(2)
+
+
+STORIES = [
+    over_nothing,
+    beside_older_ones,
+    the_same_step_again,
+    with_retention,
+    with_retention_of_many,
+    again_where_the_name_was_not_synchronised,
+]
+
+
+def test_no_crash_loses_what_was_acknowledged_or_shows_what_is_not_whole():
+    states = Counter()
+    for tell in STORIES:
+        story = Story(most_bytes=1024)
+        tell(story)
+        assert not story.verdict, f"{tell.__name__}: {story.verdict} in {len(story.states)} states"
+        assert not story.disk.held
+        states[tell.__name__] = len(story.states)
+    print(dict(states), states.total())
+    assert min(states.values()) >= 200
+
+
+@pytest.mark.parametrize("tell", STORIES, ids=lambda tell: tell.__name__)
+def test_no_crash_in_the_sweep_after_a_crash_does_either(tell):
+    story = Story(nested=True)
+    tell(story)
+    assert not story.verdict, f"{story.verdict} in {len(story.states)} states"
+
+
+def role(path: Path) -> str:
+    """Which of the fsyncs that the protocol lists."""
+    if path == RUN:
+        return "parent"
+    if path == ROOT:
+        return "root"
+    if path.name == MANIFEST_NAME:
+        return "manifest"
+    return "folder" if path.name.startswith(".tmp-") else "rank"
+
+
+@pytest.mark.parametrize("tell", STORIES, ids=lambda tell: tell.__name__)
+def test_every_fsync_is_needed(tell):
+    """Each is left out in turn, and some crash state shows it."""
+    whole = Story()
+    tell(whole)
+    for number, path in enumerate(whole.disk.synced):
+        story = Story(skip=frozenset({number}))
+        tell(story)
+        if role(path) == "parent" and number > 0:
+            assert not story.verdict  # it matters again where a run was killed before it, see below
+            continue
+        if number == whole.disk.fail_at:  # it is left out as it is
+            continue
+        broken = set(story.verdict)
+        print(f"{tell.__name__}: without fsync {number} ({role(path)}): {story.verdict} of {len(story.states)} states")
+        assert "wrong" not in broken, "hashes see to that, with or without fsyncs"
+        assert broken & {"lost", "partial"}, f"nothing tells that fsync {number}, of {path}, is left out"
+
+
+def test_each_fsync_protects_what_its_comment_says():
+    whole = Story()
+    with_retention_of_many(whole)
+    roles = [role(path) for path in whole.disk.synced]
+    assert roles == ["parent", "rank", "rank", "manifest", "folder", "root"] * 5 + ["root"]
+    last = len(roles) - 7
+    for number, law in [(0, "lost"), *((last + place, "lost") for place in range(1, 6)), (len(roles) - 1, "partial")]:
+        story = Story(skip=frozenset({number}))
+        with_retention_of_many(story)
+        assert law in story.verdict, roles[number]
+
+
+def test_fsyncs_do_not_replace_hashes_nor_hashes_fsyncs():
+    """Without its fsync a rank's file may have a lost write in its middle: names and sizes are right, data is not."""
+
+    def look() -> None:
+        for tree in disk.crashes():
+            crashed = CrashDisk(tree)
+            root = Root(ROOT, crashed)
+            for step in root.steps():
+                folder = root.path / step_name(step)
+                with contextlib.suppress(CheckpointError):
+                    root.read_manifest(folder)
+                    checkpoints = dict(dict(dict(tree)["run"])["checkpoints"])
+                    files = dict(checkpoints[folder.name])
+                    by_size = b"".join(files[file_name(rank, WORLD)][4096:] for rank in range(WORLD))
+                    believed[by_size == contents(20, 1), accepted(root, folder) is not None] += 1
+
+    believed: Counter[tuple[bool, bool]] = Counter()
+    disk = CrashDisk(BARE, most_bytes=2048, skip=frozenset({1}), watch=look)
+    save(Root(ROOT, disk), 20)
+    assert role(disk.synced[1]) == "rank"
+    assert believed[False, False], "no wrong data has the right size: the model is too kind"
+    assert believed[True, True]
+    assert not believed[False, True]
+    assert not believed[True, False] or believed[False, False]
+
+
+def calls_of(tell: Callable[[Story], None]) -> int:
+    story = Story()
+    story.watching = False
+    tell(story)
+    return story.disk.count
+
+
+def killed_and_started_again(tell: Callable[[Story], None], at: int, skip: frozenset[int] = frozenset()) -> Story:
+    """Killed in place of a call; a new run sweeps, saves the newest step again and two others, and removes old ones.
+
+    The machine goes on, so what is seen may be on no disk yet: this is where a sweep that deletes too early shows.
+    """
+    story = Story(skip=skip)
+    story.watching = False
+    story.disk.kill_at = at
+    with pytest.raises(Killed):
+        tell(story)
+    story.watching = True
+    story.look()
+    story.start_again()
+    for step in (40, 80, 100):
+        story.save(step)
+    story.retain(2)
+    return story
+
+
+KILLED = [over_nothing, the_same_step_again, with_retention]
+
+
+@pytest.mark.parametrize("tell", KILLED, ids=lambda tell: tell.__name__)
+def test_a_run_killed_at_any_call_leaves_the_next_one_everything(tell):
+    for at in range(1, calls_of(tell) + 1):
+        story = killed_and_started_again(tell, at)
+        assert not story.verdict, f"killed at call {at}: {story.verdict} of {len(story.states)} states"
+
+
+def test_a_sweep_synchronises_what_it_sees_before_it_deletes():
+    """A killed run's renames may not be on the disk: the old one's files must not go before its name has."""
+    found = Counter()
+    for at in range(1, calls_of(the_same_step_again) + 1):
+        story = Story()
+        story.watching = False
+        story.disk.kill_at = at
+        with pytest.raises(Killed):
+            the_same_step_again(story)
+        story.watching = True
+        story.disk.skip = range(len(story.disk.synced), 10**6)
+        story.start_again()
+        found.update(story.verdict)
+    assert found["lost"]
+    assert found["partial"]
+
+
+def test_the_root_of_a_killed_run_is_synchronised_by_the_next_one():
+    """The first run made it, and died before the fsync of its parent."""
+    assert not killed_and_started_again(over_nothing, at=2).verdict
+    assert "lost" in killed_and_started_again(over_nothing, at=2, skip=frozenset({1})).verdict
+
+
+def test_no_failed_fsync_is_repeated_and_none_loses_anything():
+    for tell in STORIES[:5]:
+        whole = Story()
+        tell(whole)
+        for number, path in enumerate(whole.disk.synced):
+            story = Story()
+            story.disk.fail_at = number
+            with pytest.raises(CheckpointError, match="EIO"):
+                tell(story)
+            assert story.disk.synced[-1].name.split("-")[:2] == path.name.split("-")[:2]  # it was the last one
+            story.save(40)
+            story.save(60)
+            story.retain(2)
+            assert not story.verdict, f"{tell.__name__}, fsync {number} of {path} failed: {story.verdict}"
+            assert not story.disk.held
+
+
+@pytest.mark.parametrize("tell", [the_same_step_again, with_retention], ids=lambda tell: tell.__name__)
+def test_another_run_that_sweeps_while_this_one_saves_costs_a_save_and_no_more(tell):
+    """At any call: two runs in one root are a mistake, not a disaster."""
+    for at in range(1, calls_of(tell) + 1):
+        story = Story()
+        watch = story.look
+
+        def sweep_once(story=story, watch=watch, at=at) -> None:
+            watch()
+            if story.disk.count == at and story.watching:
+                story.watching = False
+                Root(ROOT, story.disk).sweep()
+                story.watching = True
+                watch()
+
+        story.disk.watch = sweep_once
+        with warnings.catch_warnings(), contextlib.suppress(CheckpointError):
+            warnings.simplefilter("ignore")  # both delete the same folder
+            tell(story)
+        story.disk.watch = story.look
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            story.start_again()
+        assert not story.verdict, f"swept at call {at}: {story.verdict}"
+
+
+# Every call fails in turn, once and for ever, over a real folder.
+
+CALLS = [name for name in vars(Disk) if not name.startswith("_")]
+
+
+class FaultyDisk(Disk):
+    """A real disk whose `at`th call (counted from 1), or that and every later one, raises; a close closes first."""
+
+    def __init__(self, code: int = 0, *, at: int = 0, on: bool = False, kill: bool = False) -> None:
+        self.count = 0
+        self.log: list[tuple[str, tuple]] = []
+        self._code = code
+        self._at = at
+        self._on = on
+        self._kill = kill
+
+    def make(self, name: str, args: tuple):
+        self.count += 1
+        self.log.append((name, args))
+        if self.count == self._at or (self._on and 0 < self._at < self.count):
+            if name == "close":
+                getattr(Disk, name)(self, *args)
+            if self._kill:
+                raise Killed
+            raise OSError(self._code, os.strerror(self._code))
+        return getattr(Disk, name)(self, *args)
+
+
+for _name in CALLS:
+    setattr(FaultyDisk, _name, lambda self, *args, _name=_name: self.make(_name, args))
+
+
+@contextlib.contextmanager
+def leftovers_are_warned_of():
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        yield
+    for warning in warned:
+        assert "while removing it; it is no checkpoint any more" in str(warning.message), warning.message
+
+
+def live(root: Root, promised: dict[int, set[bytes]]) -> int:
+    """A run's life: sweep, save, save again, remove. Returns how many of these failed; `promised` says what must be."""
+    errors = 0
+    for number, step in enumerate((None, 40, 40, 60, 0)):
+        try:
+            if step is None:
+                root.sweep()
+            elif step:
+                new = contents(step, number)
+                if step in promised:
+                    promised[step].add(new)
+                save(root, step, number)
+                promised[step] = {new}
+            else:
+                seen = published(Root(root.path))  # with one, perhaps, that is whole and was not acknowledged
+                for old in set(promised) - set(sorted(seen)[-2:]):
+                    del promised[old]
+                root.retain(2, None, lambda folder: accepted(root, folder) is not None)
+        except CheckpointError as error:
+            one_line(error, root.path.parent)
+            errors += 1
+    return errors
+
+
+@pytest.mark.parametrize("on", [False, True], ids=["once", "for ever"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
+def test_the_nth_call_fails_and_the_last_good_one_is_intact(tmp_path, code, on):
+    made = tmp_path / "made" / "checkpoints"
+    made.parent.mkdir()
+    for step in (0, 20):
+        save(Root(made), step)
+    Root(made).begin(30, "f" * 16)
+
+    def one_life(number: int, disk: FaultyDisk) -> tuple[int, dict]:
+        folder = tmp_path / str(number)
+        shutil.copytree(made.parent, folder)
+        root, promised = Root(folder / "checkpoints", disk), {step: {contents(step, 1)} for step in (0, 20)}
+        with leftovers_are_warned_of():
+            errors = live(root, promised)
+        after = Root(root.path)
+        found = published(after)
+        assert None not in found.values(), f"call {number} failing leaves something partial published"
+        after.sweep()
+        found = published(after)
+        assert None not in found.values()
+        lost = [step for step, allowed in promised.items() if found.get(step) not in allowed]
+        assert not lost, f"call {number} failing loses steps {lost}"
+        assert not [name for name in os.listdir(root.path) if name.startswith(".")]
+        shutil.rmtree(folder)
+        return errors, found
+
+    undisturbed = FaultyDisk()
+    assert one_life(0, undisturbed) == (0, {40: contents(40, 2), 60: contents(60, 3)})
+    assert undisturbed.count > 100
+    descriptors = os.listdir("/proc/self/fd")
+    failed = sum(one_life(at, FaultyDisk(code, at=at, on=on))[0] > 0 for at in range(1, undisturbed.count + 1))
+    assert failed > undisturbed.count // 2
+    assert os.listdir("/proc/self/fd") == descriptors
+
+
+def test_a_kill_at_each_call_of_retention_keeps_what_is_to_be_kept(tmp_path):
+    made = tmp_path / "made"
+    made.mkdir()
+    for step in (0, 20, 40, 60):
+        save(Root(made / "checkpoints"), step)
+
+    def one_life(number: int, disk: FaultyDisk) -> None:
+        folder = tmp_path / str(number)
+        shutil.copytree(made, folder)
+        root = Root(folder / "checkpoints", disk)
+        with contextlib.suppress(Killed):
+            root.retain(2, None, lambda folder: True)
+        after = Root(root.path)
+        for _ in range(2):
+            found = published(after)
+            assert None not in found.values()
+            assert set(found) >= {40, 60}
+            after.sweep()
+        after.retain(2, None, lambda folder: True)
+        assert after.steps() == [40, 60]
+        assert len(os.listdir(root.path)) == 2
+
+    undisturbed = FaultyDisk()
+    one_life(0, undisturbed)
+    assert undisturbed.count > 10
+    for at in range(1, undisturbed.count + 1):
+        one_life(at, FaultyDisk(at=at, on=True, kill=True))
+
+
+def test_nothing_is_ever_written_under_a_published_name(tmp_path):
+    disk = FaultyDisk()
+    root = Root(tmp_path / "checkpoints", disk)
+    live(root, {})
+    changing = [args[-1] for name, args in disk.log if name in ("make_folder", "create", "unlink")]
+    assert len(changing) > 15
+    assert not [path for path in changing if path.parent.name.startswith("step-")]
+    removed = [args[0] for name, args in disk.log if name == "remove_folder"]
+    assert removed
+    assert all(path.name.startswith(".del-") for path in removed)
+
+
+# What may lie in a root, and in a checkpoint.
+
+
+@pytest.fixture
+def root(tmp_path) -> Root:
+    return Root(tmp_path / "checkpoints")
+
+
+def test_what_is_made_belongs_to_its_owner_alone(root):
+    before = os.umask(0)
+    try:
+        folder = save(root, 20)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(os.stat(root.path).st_mode) == 0o700
+    assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+    assert {stat.S_IMODE(os.stat(path).st_mode) for path in folder.iterdir()} == {0o600}
+    assert sorted(path.name for path in folder.iterdir()) == [MANIFEST_NAME, file_name(0, 2), file_name(1, 2)]
+
+
+def test_steps_are_in_order_of_numbers(root):
+    assert root.steps() == []
+    for step in (10, 9, 100, 9_999_999_999, 0):
+        save(root, step)
+    assert root.steps() == [0, 9, 10, 100, 9_999_999_999]
+
+
+JUNK = [
+    "step-9",
+    "step-10",
+    "step-00000000020",
+    "step-000000020",
+    "step-0000000020 (copy)",
+    "step-0000000020\n",
+    "step-0000000020.tmp",
+    "step-٠٠٠٠٠٠٠٠٢٠",
+    "step-+000000020",
+    "step--000000020",
+    "step-0x00000020",
+    "Step-0000000020",
+    " step-0000000020",
+    ".step-0000000020",
+    ".tmp-0000000020-" + "0" * 16,
+    ".old-0000000020-" + "0" * 15,
+    ".del-0000000020-" + "0" * 16,
+    "latest",
+    "20",
+]
+
+
+def test_junk_is_no_step_and_stays(root):
+    folder = save(root, 9)
+    save(root, 10)
+    for name in JUNK:
+        shutil.copytree(folder, root.path / name)
+    (root.path / "step-0000000011").write_text("a file")
+    (root.path / "step-0000000012").symlink_to(folder)
+    (root.path / "step-0000000013").symlink_to("nowhere")
+    os.mkfifo(root.path / "step-0000000014")
+    assert root.steps() == list(range(9, 15))
+    for step in range(11, 15):
+        with pytest.raises(CheckpointError, match="is not a folder, or a link to one"):
+            root.read_manifest(root.path / step_name(step))
+    root.sweep()
+    root.retain(2, None, lambda folder: True)
+    swept = {name for name in JUNK if name.startswith((".tmp-", ".del-"))}
+    assert set(os.listdir(root.path)) == (set(JUNK) - swept) | {step_name(step) for step in range(9, 15)}
+
+
+def test_links_are_not_swept_and_what_they_lead_to_least_of_all(root, tmp_path):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.tex").write_text("x")
+    save(root, 20)
+    for kind in ("tmp", "old", "del"):
+        (root.path / f".{kind}-0000000040-{'0' * 16}").symlink_to(precious)
+    root.sweep()
+    assert root.steps() == [20]
+    assert (precious / "thesis.tex").exists()
+    tmp = root.begin(60, "0" * 16)
+    tmp.rmdir()
+    tmp.symlink_to(precious)
+    root.abandon(tmp)
+    assert (precious / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize(
+    "put", [lambda path: path.write_text("x"), lambda path: path.symlink_to("/")], ids=["file", "link"]
+)
+def test_what_is_in_the_way_of_a_step_is_not_removed(root, put):
+    save(root, 20)
+    put(root.path / step_name(40))
+    with pytest.raises(CheckpointError, match="step-0000000040: is in the way and is not a folder; remove it"):
+        save(root, 40)
+    assert os.path.lexists(root.path / step_name(40))
+    assert published(root) == {20: contents(20, 1), 40: None}
+    assert not [name for name in os.listdir(root.path) if name.startswith(".")]
+
+
+@pytest.mark.parametrize("nonce", ["", "0" * 15, "0" * 17, "F" * 16, "../../../../../x", "0" * 15 + "\n", "٠" * 16])
+def test_a_nonce_cannot_lead_elsewhere(root, nonce):
+    with pytest.raises(CheckpointError, match="is no folder's name"):
+        root.begin(20, nonce)
+    assert not root.path.exists()
+
+
+@pytest.mark.parametrize("step", [-1, 10**10])
+def test_a_step_has_ten_digits(root, step):
+    with pytest.raises(CheckpointError, match="is no folder's name"):
+        root.begin(step, "0" * 16)
+
+
+def test_a_nonce_is_used_once(root):
+    root.begin(20, "0" * 16)
+    with pytest.raises(CheckpointError, match="EEXIST"):
+        root.begin(20, "0" * 16)
+
+
+def test_the_root_is_made_and_what_is_above_it_is_not(tmp_path):
+    with pytest.raises(CheckpointError, match=r"run/checkpoints: ENOENT .* while making it"):
+        save(Root(tmp_path / "run" / "checkpoints"), 20)
+    (tmp_path / "run").write_text("x")
+    with pytest.raises(CheckpointError, match="ENOTDIR"):
+        save(Root(tmp_path / "run" / "checkpoints"), 20)
+
+
+def test_a_root_may_be_reached_through_a_link_and_by_a_relative_name(tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "disk")
+    monkeypatch.chdir(tmp_path)
+    root = Root(Path("checkpoints"))
+    save(root, 20)
+    save(root, 20, 2)
+    root.sweep()
+    assert published(root) == {20: contents(20, 2)}
+    assert os.listdir("disk") == ["step-0000000020"]
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_world_writable_root_is_refused(tmp_path, linked):
+    path = tmp_path / "disk"
+    folder = save(Root(path), 20)
+    if linked:
+        (tmp_path / "link").symlink_to(path)
+        path = tmp_path / "link"
+    root = Root(path)
+    for mode in (0o755, 0o775, 0o1777):
+        path.chmod(mode)
+        root.read_manifest(path / folder.name)
+    path.chmod(0o757)
+    for look in (lambda: root.read_manifest(path / folder.name), root.sweep, lambda: save(root, 40)):
+        with pytest.raises(CheckpointError, match=rf"^{tmp_path}/\w+: anybody may write here; chmod o-w it"):
+            look()
+    assert os.listdir(path) == [folder.name]
+
+
+def move(old: str, new: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / old).rename(folder / new)
+
+
+def replaced(name: str, put: Callable[[Path], object]) -> Callable[[Path], object]:
+    def damage(folder: Path) -> None:
+        (folder / name).rename(folder.parent / "elsewhere")
+        put(folder / name)
+
+    return damage
+
+
+def grow(name: str, by: int) -> Callable[[Path], object]:
+    return lambda folder: os.truncate(folder / name, os.path.getsize(folder / name) + by)
+
+
+def retold(change: Callable[[Manifest], Manifest]) -> Callable[[Path], object]:
+    """A manifest that is right in itself and wrong about the folder."""
+
+    def damage(folder: Path) -> None:
+        found = Root(folder.parent).read_manifest(folder)
+        (folder / MANIFEST_NAME).write_text(to_text(change(found)))
+
+    return damage
+
+
+def larger(found: Manifest) -> Manifest:
+    pieces = tuple(
+        dataclasses.replace(piece, start=2 * piece.start, stop=2 * piece.stop) for piece in found.entries[0].pieces
+    )
+    entry = dataclasses.replace(found.entries[0], shape=(4 * NUMEL,), pieces=pieces)
+    files = tuple(file._replace(size=file.size + 4 * NUMEL) for file in found.files)
+    return dataclasses.replace(found, entries=(entry,), files=files)
+
+
+def reworded(old: str, new: str) -> Callable[[Path], object]:
+    """With a hash that fits: whoever damages a file on purpose can compute one."""
+
+    def damage(folder: Path) -> None:
+        text = (folder / MANIFEST_NAME).read_text()
+        assert old in text
+        head = text.replace(old, new).rpartition('"sha256"')[0]
+        (folder / MANIFEST_NAME).write_text(f'{head}"sha256":"{sha256(head.encode()).hexdigest()}"}}\n')
+        assert json.loads((folder / MANIFEST_NAME).read_text())
+
+    return damage
+
+
+A, B = file_name(0, WORLD), file_name(1, WORLD)
+DAMAGE = {
+    "no manifest": (lambda folder: (folder / MANIFEST_NAME).unlink(), "has no manifest.json"),
+    "an empty manifest": (lambda folder: os.truncate(folder / MANIFEST_NAME, 0), "manifest.json: the manifest is cut"),
+    "half a manifest": (grow(MANIFEST_NAME, -100), "manifest.json: the manifest is cut"),
+    "a manifest and more": (grow(MANIFEST_NAME, 1), "manifest.json: the manifest is cut"),
+    "a manifest that fills the disk": (grow(MANIFEST_NAME, CAP_BYTES), f"at most {CAP_BYTES} are read"),
+    "a FIFO as manifest": (replaced(MANIFEST_NAME, os.mkfifo), "manifest.json: EINVAL .not a regular file"),
+    "a folder as manifest": (replaced(MANIFEST_NAME, os.mkdir), "manifest.json: EINVAL .not a regular file"),
+    "a device as manifest": (
+        replaced(MANIFEST_NAME, lambda path: path.symlink_to("/dev/zero")),
+        "manifest.json: ELOOP",
+    ),
+    "a link as manifest": (
+        replaced(MANIFEST_NAME, lambda path: path.symlink_to("../elsewhere")),
+        "manifest.json: ELOOP",
+    ),
+    "a rank's file missing": (lambda folder: (folder / B).unlink(), f"'{B}' is missing, of 2 ranks' files"),
+    "no rank's file": (lambda folder: [(folder / name).unlink() for name in (A, B)], r"\(2 files\) are missing"),
+    "renamed": (move(B, "rank-00002-of-00002.safetensors"), f"'{B}' is missing"),
+    "renamed to another world": (move(B, "rank-00001-of-00003.safetensors"), f"'{B}' is missing"),
+    "a copy": (
+        lambda folder: shutil.copy(folder / B, folder / "rank-00002-of-00003.safetensors"),
+        "not in the manifest",
+    ),
+    "a copy elsewhere": (lambda folder: shutil.copy(folder / B, folder / f"{B}.bak"), f"'{B}.bak' is not in the manif"),
+    "something with a strange name": (lambda folder: (folder / "a\nb").mkdir(), r"'a\\nb' is not in the manifest"),
+    "many things": (lambda folder: [(folder / f"x{n}").mkdir() for n in range(9)], r"'x4' ... \(9 files\) are not in"),
+    "a link as a rank's file": (replaced(B, lambda path: path.symlink_to("../elsewhere")), f"{B}: ELOOP"),
+    "a link to the other": (replaced(B, lambda path: path.symlink_to(A)), f"{B}: ELOOP"),
+    "a FIFO as a rank's file": (replaced(B, os.mkfifo), f"{B}: EINVAL .not a regular file"),
+    "a folder as a rank's file": (replaced(B, os.mkdir), f"{B}: EINVAL .not a regular file"),
+    "longer": (grow(B, 1), f"{B}: has 8193 bytes, the manifest says 8192"),
+    "shorter": (grow(B, -1), f"{B}: has 8191 bytes, the manifest says 8192"),
+    "empty": (grow(B, -8192), f"{B}: has 0 bytes, the manifest says 8192"),
+    "a manifest of larger files": (retold(larger), f"{A}: has 8192 bytes, the manifest says 12288"),
+    "a manifest of fewer ranks": (retold(lambda m: manifest(m.step, m.files[:1], 1)), "'rank-00000-of-00001.safetens"),
+    "a manifest of more ranks": (retold(lambda m: manifest(m.step, [m.files[0]] * 9, 9)), r"\(9 files\) are missing"),
+    "a manifest of another step": (
+        retold(lambda m: dataclasses.replace(m, step=60)),
+        "0020: holds step 60; it was ren",
+    ),
+    "a newer format": (reworded('"format":1', '"format":3'), "format 3, this library reads up to 1"),
+    "a size that is none": (reworded('"size":8192', '"size":-1'), "rank-00000.*size is -1"),
+    "a size beyond all disks": (reworded('"size":8192', f'"size":{2**62}'), "rank-00000.* CRCs for"),
+    "another name": (
+        lambda folder: folder.rename(folder.parent / step_name(40)),
+        "0040: holds step 20; it was renamed",
+    ),
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", DAMAGE)
+def test_what_is_not_whole_is_refused_in_one_line(root, name):
+    damage, expected = DAMAGE[name]
+    folder = save(root, 20)
+    assert root.read_manifest(folder).step == 20
+    damage(folder)
+    folder = root.path / step_name(root.steps()[-1])
+    descriptors = os.listdir("/proc/self/fd")
+    with pytest.raises(CheckpointError, match=expected) as refused:
+        root.read_manifest(folder)
+    assert str(refused.value).startswith(str(root.path))
+    assert "\n" not in str(refused.value)
+    assert os.listdir("/proc/self/fd") == descriptors
+
+
+def test_files_of_equal_size_that_changed_places_are_told_by_their_hashes(root):
+    folder = save(root, 20)
+    (folder / A).rename(root.path / "x")
+    (folder / B).rename(folder / A)
+    (root.path / "x").rename(folder / B)
+    root.read_manifest(folder)
+    assert accepted(root, folder) is None
+
+
+def test_a_link_to_a_checkpoint_is_none_and_a_folder_of_any_name_is(root, tmp_path):
+    folder = save(root, 20)
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(CheckpointError, match="link: is not a folder, or a link to one"):
+        root.read_manifest(tmp_path / "link")
+    with pytest.raises(CheckpointError, match="nowhere: is not a folder"):
+        root.read_manifest(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        root.read_manifest(folder / MANIFEST_NAME)
+    shutil.copytree(folder, tmp_path / "the best one")
+    assert root.read_manifest(tmp_path / "the best one").step == 20
+
+
+def test_only_what_would_be_accepted_is_published(root):
+    """A rank that wrote to a disk of its own, a manifest of another save."""
+    save(root, 20)
+    for spoil, expected in [
+        (lambda tmp, text: ((tmp / B).unlink(), text)[1], f"'{B}' is missing"),
+        (lambda tmp, text: (os.truncate(tmp / A, 100), text)[1], "has 100 bytes"),
+        (lambda tmp, text: ((tmp / "core").write_text("x"), text)[1], "'core' is not in the manifest"),
+        (lambda tmp, text: text[:-5], "cut short"),
+        (lambda tmp, text: text.replace('"step":40', '"step":41'), "does not match"),
+        (
+            lambda tmp, text: to_text(dataclasses.replace(root.read_manifest(root.path / step_name(20)))),
+            "that of step 20",
+        ),
+    ]:
+        tmp = root.begin(40, "0" * 16)
+        text = write_files(root, tmp, 40, 1)
+        with pytest.raises(CheckpointError, match=expected):
+            root.publish(tmp, 40, spoil(tmp, text))
+        root.abandon(tmp)
+        assert os.listdir(root.path) == [step_name(20)]
+
+
+def test_abandoning_touches_nothing_but_what_was_begun(root):
+    folder = save(root, 20)
+    other = Root(root.path).begin(40, "0" * 16)
+    for path in (folder, other, root.path, root.path / "nothing"):
+        root.abandon(path)
+    assert folder.exists()
+    assert other.exists()
+    mine = root.begin(40, "1" * 16)
+    write_files(root, mine, 40, 1)
+    root.abandon(mine)
+    root.abandon(mine)
+    assert not mine.exists()
+
+
+def test_a_sweep_leaves_what_this_run_has_begun(root):
+    dead = Root(root.path).begin(40, "0" * 16)
+    mine = root.begin(40, "1" * 16)
+    text = write_files(root, mine, 40, 1)
+    root.sweep()
+    assert not dead.exists()
+    root.publish(mine, 40, text)
+    assert published(root) == {40: contents(40, 1)}
+
+
+def test_a_sweep_gives_an_old_one_its_name_back_only_where_there_is_no_new_one(root):
+    save(root, 20).rename(root.path / f".old-0000000020-{'0' * 16}")
+    assert root.steps() == []
+    root.sweep()
+    assert published(root) == {20: contents(20, 1)}
+    shutil.copytree(root.path / step_name(20), root.path / f".old-0000000020-{'0' * 16}")
+    shutil.rmtree(root.path / step_name(20))
+    save(root, 20, 2)
+    root.sweep()
+    assert published(root) == {20: contents(20, 2)}
+    assert os.listdir(root.path) == [step_name(20)]
+
+
+def test_the_last_of_two_old_ones_is_what_comes_back(tmp_path):
+    """The first could not be deleted when the second was published; then a run dies between the two renames."""
+    made = Root(tmp_path / "made")
+    save(made, 20, 1).rename(made.path / f".old-0000000020-{'0' * 16}")  # sorted, it is the first
+    save(made, 20, 2)
+
+    def one_life(number: int, disk: FaultyDisk) -> bytes | None:
+        folder = tmp_path / str(number)
+        shutil.copytree(made.path, folder)
+        with contextlib.suppress(Killed):
+            save(Root(folder, disk), 20, 3)
+        Root(folder).sweep()
+        return published(Root(folder))[20]
+
+    undisturbed = FaultyDisk()
+    assert one_life(0, undisturbed) == contents(20, 3)
+    found = [one_life(at, FaultyDisk(at=at, on=True, kill=True)) for at in range(1, undisturbed.count + 1)]
+    assert set(found) == {contents(20, 2), contents(20, 3)}
+
+
+def test_where_the_new_one_cannot_take_the_name_the_old_one_has_it_back_at_once(root):
+    class Refusing(Disk):
+        def rename(self, old: Path, new: Path) -> None:
+            if old.name.startswith(".tmp-"):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            super().rename(old, new)
+
+    save(root, 40)
+    with pytest.raises(CheckpointError, match=r"step-0000000040: EIO .* while publishing it"):
+        save(Root(root.path, Refusing()), 40, 2)
+    assert published(root) == {40: contents(40, 1)}
+    assert os.listdir(root.path) == [step_name(40)]
+
+
+def test_what_cannot_be_deleted_is_said_and_the_save_stands(root):
+    save(root, 40)
+
+    class Denying(Disk):
+        def unlink(self, path: Path) -> None:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with pytest.warns(UserWarning, match=r"\.old-0000000040-.*: EACCES .* while removing it"):
+        save(Root(root.path, Denying()), 40, 2)
+    assert published(root) == {40: contents(40, 2)}
+
+
+# Retention.
+
+
+def test_retention_keeps_the_last_ones_and_every_nth(root):
+    for step in range(0, 140, 20):
+        save(root, step)
+    root.retain(3, 60, lambda folder: accepted(root, folder) is not None)
+    assert root.steps() == [0, 60, 80, 100, 120]
+    root.retain(3, None, lambda folder: True)
+    assert root.steps() == [80, 100, 120]
+    assert sorted(os.listdir(root.path)) == [step_name(step) for step in root.steps()]
+
+
+def test_the_newest_valid_one_stays_however_many_newer_ones_are_not(root):
+    for step in range(0, 120, 20):
+        save(root, step)
+    for step in (60, 80, 100):
+        os.truncate(root.path / step_name(step) / A, 10)
+    root.retain(2, None, lambda folder: accepted(root, folder) is not None)
+    assert root.steps() == [20, 40, 60, 80, 100]
+    os.truncate(root.path / step_name(40) / A, 10)
+    root.retain(2, None, lambda folder: accepted(root, folder) is not None)
+    assert root.steps() == [20, 40, 60, 80, 100], "with one valid one left, nothing is removed"
+
+
+@pytest.mark.parametrize("keep", [1, 0, -1])
+def test_one_is_not_enough(root, keep):
+    with pytest.raises(ConfigError, match=f"checkpoint.keep={keep}: at least 2"):
+        root.retain(keep, None, lambda folder: True)
+
+
+def test_what_cannot_be_judged_is_not_removed(root):
+    for step in range(0, 100, 20):
+        save(root, step)
+
+    def judge(folder: Path) -> bool:
+        if folder.name == step_name(60):
+            raise CheckpointError("the disk is gone")
+        return True
+
+    with pytest.raises(CheckpointError, match="gone"):
+        root.retain(2, None, judge)
+    assert root.steps() == [0, 20, 40, 60, 80]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    steps=st.dictionaries(st.integers(0, 50), st.booleans(), max_size=12),
+    keep=st.integers(2, 5),
+    every=st.none() | st.integers(1, 20),
+)
+def test_retention_keeps_enough_valid_ones_and_removes_only_older_ones(steps, keep, every):
+    tree = tuple(sorted((step_name(step), ()) for step in steps))
+    root = Root(ROOT, CrashDisk((("run", (("checkpoints", tree),)),)))
+    root.retain(keep, every, lambda folder: steps[int(folder.name[5:])])
+    left = root.steps()
+    valid = sorted(step for step, good in steps.items() if good)
+    assert set(valid[-keep:]) <= set(left)
+    removed = set(steps) - set(left)
+    assert all(step < valid[-keep] for step in removed)
+    assert not removed or len(valid) >= keep
+    assert all(every is None or step % every for step in removed)
+    oldest = valid[-keep] if len(valid) >= keep else -math.inf
+    assert not [step for step in left if step < oldest and (every is None or step % every)]

@@ -1,0 +1,795 @@
+"""One rank's file: what safetensors reads, whole or refused; and the narrow door that it goes through."""
+
+import contextlib
+import errno
+import hashlib
+import mmap
+import os
+import random
+import re
+import stat
+import threading
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings, strategies as st
+from safetensors import safe_open
+from torch import Tensor
+
+from tests.conftest import SEED
+from tests.faults.disks import Call, Fault, fail
+from zero.checkpoint import shard
+from zero.checkpoint.disk import Disk
+from zero.checkpoint.hashes import FileHash
+from zero.checkpoint.shard import Part, ShardReader, ShardWriter, header, offsets, widest_first
+from zero.errors import CheckpointError
+from zero.platform.files import memory_of
+
+MIB = 2**20
+NAME = "rank-00000-of-00001.safetensors"
+
+
+def noise(nbytes: int, seed: int) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
+
+
+def bytes_part(nbytes: int, key: str = "a") -> Part:
+    return Part(key, torch.uint8, (nbytes,))
+
+
+def write(path: Path, parts: list[Part], data: bytes, disk: Disk | None = None) -> FileHash:
+    with ShardWriter(disk or Disk(), path, parts) as writer:
+        writer.write(memoryview(data))
+        return writer.finish()
+
+
+def hash_of(whole: bytes) -> FileHash:
+    """The contract's words in the standard library's."""
+    digests = [hashlib.sha256(whole[start : start + 16 * MIB]).digest() for start in range(0, len(whole), 16 * MIB)]
+    crcs = tuple(zlib.crc32(whole[start : start + MIB]) for start in range(0, len(whole), MIB))
+    return FileHash(len(whole), hashlib.sha256(b"".join(digests)).hexdigest(), crcs)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / NAME
+
+
+@pytest.fixture(autouse=True)
+def _no_descriptor_is_left():
+    before = set(os.listdir("/proc/self/fd"))
+    yield
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+# The format: safetensors is the judge.
+
+
+def tensor_of(part: Part, seed: int) -> Tensor:
+    octets = torch.frombuffer(bytearray(noise(part.nbytes, seed) or b"\0"), dtype=torch.uint8)[: part.nbytes]
+    if part.dtype == torch.bool:
+        octets = octets & 1
+    return octets.view(part.dtype).reshape(part.shape)
+
+
+def octets_of(tensor: Tensor) -> bytes:
+    return bytes(memory_of(tensor.contiguous()))
+
+
+def is_read_by_safetensors(path: Path, parts: list[Part]) -> None:
+    tensors = {part.key: tensor_of(part, seed) for seed, part in enumerate(parts)}
+    path.unlink(missing_ok=True)
+    found = write(path, parts, b"".join(octets_of(tensors[part.key]) for part in parts))
+    assert found == hash_of(path.read_bytes())
+    with safe_open(path, "pt") as opened:
+        assert sorted(opened.keys()) == sorted(tensors)
+        for part in parts:
+            read = opened.get_tensor(part.key)
+            assert (read.dtype, tuple(read.shape)) == (part.dtype, part.shape)
+            assert octets_of(read) == octets_of(tensors[part.key])
+    with ShardReader(Disk(), path, found, parts) as reader:
+        for part, offset in zip(parts, offsets(parts), strict=True):
+            into = bytearray(part.nbytes)
+            reader.read(offset, memoryview(into))
+            assert into == octets_of(tensors[part.key])
+        reader.verify()
+
+
+MANY = [
+    Part("step", torch.int64, ()),
+    Part("order", torch.int64, (3, 5)),
+    Part("h.0.weight", torch.float32, (17, 3)),
+    Part("scale", torch.float32, ()),
+    Part("nothing", torch.float32, (0, 7)),
+    Part("half", torch.float16, (5,)),
+    Part("brain", torch.bfloat16, (2, 3, 5)),
+    Part("mask", torch.bool, (13,)),
+    Part("größe", torch.uint8, (1,)),
+    Part("none", torch.bool, (0,)),
+]
+
+a_part = st.builds(
+    Part, st.text(max_size=8), st.sampled_from(list(shard.NAMES)), st.lists(st.integers(0, 4)).map(tuple)
+)
+some_parts = st.lists(
+    a_part.filter(lambda part: part.key.isprintable() and part.nbytes < 10_000), max_size=12, unique_by=lambda p: p.key
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(parts=some_parts.map(widest_first))
+@example(parts=MANY)
+@example(parts=[])
+def test_safetensors_reads_the_tensors_that_were_written(path, parts):
+    is_read_by_safetensors(path, parts)
+
+
+def test_a_header_longer_than_a_mib_is_read_and_checked(path):
+    is_read_by_safetensors(path, [Part(f"h.{number}.{'weight' * 8}", torch.float32, (1,)) for number in range(12_000)])
+    assert path.stat().st_size > MIB
+
+
+def test_the_data_begins_at_a_whole_page():
+    for count in (0, 1, 30, 100, 1000):
+        parts = [bytes_part(5, str(number)) for number in range(count)]
+        begin = header(parts)
+        assert len(begin) % 4096 == 0
+        assert offsets(parts) == tuple(len(begin) + 5 * number for number in range(count))
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([bytes_part(1), bytes_part(2)], r"part 'a' has a name that is taken"),
+        ([bytes_part(1, "__metadata__")], r"part '__metadata__' has a name that is taken"),
+        ([bytes_part(1, "\ud800")], r"part '\\ud800' has a name that cannot be printed"),
+        ([bytes_part(1, "a\nb")], r"part 'a\\nb' has a name that cannot be printed"),
+        ([Part("a", torch.complex64, (1,))], r"part 'a' is torch.complex64"),
+        ([Part("a", torch.uint8, (-1, -1))], r"part 'a' has shape \(-1, -1\)"),
+        ([bytes_part(3), Part("b", torch.float32, (1,))], r"part 'b' begins at byte 3 .* widest_first"),
+    ],
+)
+def test_parts_that_safetensors_cannot_hold_are_refused_by_name(path, parts, said):
+    for call in (lambda: header(parts), lambda: offsets(parts), lambda: ShardWriter(Disk(), path, parts)):
+        with pytest.raises(CheckpointError, match=said) as refused:
+            call()
+        assert "\n" not in str(refused.value)
+    assert not path.exists()
+
+
+# The writer.
+
+
+def test_however_the_data_is_cut_the_file_and_its_hash_are_the_same(tmp_path):
+    rng, nbytes = random.Random(SEED), 17 * MIB + 4321
+    data, parts = noise(nbytes, SEED), [bytes_part(nbytes)]
+    whole = header(parts) + data
+    for case in range(16):
+        path = tmp_path / str(case)
+        most = rng.choice([1000, 70_000, MIB, 5 * MIB, 20 * MIB])
+        with ShardWriter(Disk(), path, parts) as writer:
+            done = 0
+            while done < nbytes:
+                count = min(rng.randint(0, most), nbytes - done)
+                piece = bytearray(data[done : done + count])
+                writer.write(memoryview(piece))
+                piece[:] = bytes(count)  # it was taken, so it may be reused
+                done += count
+            found = writer.finish()
+        assert path.read_bytes() == whole, f"ZERO_TEST_SEED={SEED}, case {case}"
+        assert found == hash_of(whole), f"ZERO_TEST_SEED={SEED}, case {case}"
+        path.unlink()
+
+
+def test_any_contiguous_memory_is_written(path):
+    source = torch.randn(6, 5)
+    part = Part("w", torch.float32, (6, 5))
+    with ShardWriter(Disk(), path, [part]) as writer:
+        writer.write(memoryview(source.numpy()))  # two dimensions, format "f"
+        found = writer.finish()
+    into = torch.zeros(6, 5)
+    with ShardReader(Disk(), path, found, [part]) as reader:
+        reader.read(offsets([part])[0], memoryview(into.numpy()))
+    assert torch.equal(into, source)
+
+
+@pytest.mark.parametrize("given_bytes", [0, 99, 101])
+def test_all_bytes_must_come_and_no_others(path, given_bytes):
+    with pytest.raises(CheckpointError, match=rf"{NAME}: \d+ bytes came, \d+ belong in"):
+        write(path, [bytes_part(100)], bytes(given_bytes))
+
+
+def test_a_file_that_exists_is_never_written_into(path):
+    path.write_bytes(b"published")
+    with pytest.raises(CheckpointError, match="EEXIST"):
+        ShardWriter(Disk(), path, [bytes_part(1)])
+    assert path.read_bytes() == b"published"
+
+
+def test_a_writer_or_reader_that_is_closed_says_so(path):
+    with ShardWriter(Disk(), path, [bytes_part(1)]) as writer:
+        writer.write(memoryview(b"1"))
+        found = writer.finish()
+        for call in (writer.finish, lambda: writer.write(memoryview(b""))):
+            with pytest.raises(CheckpointError, match=f"{NAME}: is closed"):
+                call()
+    with ShardReader(Disk(), path, found, [bytes_part(1)]) as reader:
+        reader.close()
+        for call in (reader.verify, lambda: reader.read(0, memoryview(bytearray(1)))):
+            with pytest.raises(CheckpointError, match=f"{NAME}: is closed"):
+                call()
+
+
+def test_an_exception_in_the_middle_closes_the_file(path):
+    disk = FaultyDisk()
+
+    def write_a_part() -> None:
+        with ShardWriter(disk, path, [bytes_part(8)]) as writer:
+            writer.write(memoryview(b"1234"))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_a_part()
+    assert not disk.held
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_the_file_is_written_in_large_requests_then_synchronised_then_closed(path, direct):
+    disk = FaultyDisk(refuses_direct="" if direct else "at once")
+    nbytes = 70 * MIB
+    found = write(path, [bytes_part(nbytes)], noise(nbytes, SEED), disk)
+    names = [name for name, _ in disk.calls]
+    assert names[-3:] == ["fsync", "forget", "close"]
+    assert (names.count("fsync"), names.count("forget")) == (1, 1 if direct else 6)
+    assert {len(args[1]) for name, args in disk.calls if name == "pwrite"} == {4 * MIB, 2 * MIB + 4096}
+    assert found == hash_of(path.read_bytes())
+
+
+@pytest.mark.parametrize("refuses", ["", "at once", "at the first transfer"])
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 4 * MIB, 16 * MIB - 4096, 16 * MIB, 40 * MIB + 513])
+def test_any_length_past_the_page_cache_or_through_it(path, nbytes, refuses):
+    data = noise(nbytes, SEED)
+    disk = FaultyDisk(refuses_direct=refuses)
+    found = write(path, [bytes_part(nbytes)], data, disk)
+    assert path.read_bytes() == header([bytes_part(nbytes)]) + data
+    assert found == hash_of(header([bytes_part(nbytes)]) + data)
+
+
+def resident_bytes(kind: str) -> int:
+    return 1024 * int(re.search(rf"^{kind}:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)[1])
+
+
+def test_memory_is_bounded_however_large_the_file_is(path):
+    """300 MB through less than 96 MiB, in both directions."""
+    page, pages = bytearray(noise(3_000_000, SEED)), 100
+    part, into = bytes_part(pages * len(page)), memoryview(bytearray(len(page)))
+    Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins anew
+    before = resident_bytes("VmRSS")
+    with ShardWriter(Disk(), path, [part]) as writer:
+        for _ in range(pages):
+            writer.write(memoryview(page))
+        found = writer.finish()
+    with ShardReader(Disk(), path, found, [part]) as reader:
+        reader.verify()
+        for number in range(pages):
+            reader.read(4096 + number * len(page), into)
+            assert into == page
+    assert resident_bytes("VmHWM") - before < 96 * MIB
+    assert found.size > 300e6
+
+
+# The reader.
+
+
+def test_any_range_in_any_order_reads_what_was_written(path):
+    rng, nbytes = random.Random(SEED), 3 * MIB + 77
+    parts, data = [bytes_part(nbytes)], noise(nbytes, SEED)
+    found = write(path, parts, data)
+    whole = header(parts) + data
+    edges = [at + by for at in (0, 4096, MIB, 2 * MIB, 3 * MIB, len(whole)) for by in (-1, 0, 1)]
+    with ShardReader(Disk(), path, found, parts) as reader:
+        for case in range(400):
+            start, end = sorted(min(max(rng.choice([*edges, rng.randrange(len(whole))]), 0), len(whole)) for _ in "se")
+            into = bytearray(end - start)
+            reader.read(start, memoryview(into))
+            assert into == whole[start:end], f"ZERO_TEST_SEED={SEED}, case {case}: {start} to {end}"
+
+
+def test_small_reads_in_order_read_the_file_once(path):
+    nbytes = 5 * MIB
+    found = write(path, [bytes_part(nbytes)], noise(nbytes, 0))
+    disk = FaultyDisk()
+    with ShardReader(disk, path, found, [bytes_part(nbytes)]) as reader:
+        for start in range(4096, found.size, 10_000):
+            reader.read(start, memoryview(bytearray(min(10_000, found.size - start))))
+    assert sum(len(args[1]) for name, args in disk.calls if name == "pread") == found.size
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(-1, 2), (4096 + 99, 2), (10**12, 1), (0, 10_000)])
+def test_a_range_outside_the_file_is_refused(path, offset, nbytes):
+    found = write(path, [bytes_part(100)], bytes(100))
+    with (
+        ShardReader(Disk(), path, found, [bytes_part(100)]) as reader,
+        pytest.raises(CheckpointError, match=rf"{NAME}: bytes {offset} to {offset + nbytes} are not in its 4196"),
+    ):
+        reader.read(offset, memoryview(bytearray(nbytes)))
+
+
+def test_a_manifest_that_lies_about_the_file_is_refused(path):
+    parts = [bytes_part(100)]
+    found = write(path, parts, bytes(100))
+    for lie, others, said in [
+        (found._replace(size=4195), parts, "has 4196 bytes, the manifest says 4195"),
+        (found._replace(crcs=()), parts, "has 0 CRC-32"),
+        (found._replace(crcs=found.crcs * 2), parts, "has 2 CRC-32"),
+        (found, [bytes_part(99)], "has 4196 bytes, the manifest's parts have 4195"),
+        (found, [bytes_part(100, "b")], "its header does not list the parts"),
+        (found, [Part("a", torch.int8, (100,))], "its header does not list the parts"),
+        (found, [Part("a", torch.uint8, (10, 10))], "its header does not list the parts"),
+        (found, [Part("a", torch.float64, (2**70,))], "the manifest's parts have"),
+    ]:
+        with pytest.raises(CheckpointError, match=f"{NAME}: .*{said}"):
+            ShardReader(Disk(), path, lie, others)
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe", "nothing"])
+def test_only_a_regular_file_is_read(path, kind):
+    real = path.with_name("real")
+    found = write(real, [bytes_part(10)], bytes(10))
+    make: dict[str, Callable[[], Any]] = {
+        "link": lambda: path.symlink_to(real),
+        "folder": path.mkdir,
+        "pipe": lambda: os.mkfifo(path),
+        "nothing": lambda: None,
+    }
+    make[kind]()
+    said = {"link": "ELOOP", "nothing": "ENOENT"}.get(kind, "not a regular file")
+    with pytest.raises(CheckpointError, match=f"{NAME}: .*{said}"):
+        ShardReader(Disk(), path, found, [bytes_part(10)])
+
+
+# Damage.
+
+Damage = Callable[[bytes, random.Random], tuple[bytes, int]]
+"""What becomes of the file, and where the damage begins."""
+
+
+def flipped(whole: bytes, rng: random.Random) -> tuple[bytes, int]:
+    spoiled, at = bytearray(whole), rng.randrange(len(whole))
+    spoiled[at] ^= 1 << rng.randrange(8)
+    return bytes(spoiled), at
+
+
+def cut_off(whole: bytes, rng: random.Random) -> tuple[bytes, int]:
+    at = rng.randrange(len(whole))
+    return whole[:at], at
+
+
+def cut_off_and_grown(whole: bytes, rng: random.Random) -> tuple[bytes, int]:
+    at = rng.randrange(4096, len(whole) - 16)
+    return whole[:at].ljust(len(whole), b"\0"), at
+
+
+def zeroed(whole: bytes, rng: random.Random) -> tuple[bytes, int]:
+    at = rng.randrange(len(whole) // 512) * 512
+    if not any(whole[at : at + 512]):
+        return flipped(whole, rng)
+    return whole[:at] + bytes(512) + whole[at + 512 :], at
+
+
+def exchanged(whole: bytes, rng: random.Random) -> tuple[bytes, int]:
+    nbytes = rng.choice([512, 4096, 65536])
+    one, other = sorted(rng.sample(range(len(whole) // nbytes), 2))
+    first, second = (whole[at * nbytes : (at + 1) * nbytes] for at in (one, other))
+    if first == second:
+        return flipped(whole, rng)
+    between = whole[(one + 1) * nbytes : other * nbytes]
+    return whole[: one * nbytes] + second + between + first + whole[(other + 1) * nbytes :], one * nbytes
+
+
+def overwrite(path: Path, whole: bytes) -> None:
+    with path.open("r+b") as opened:
+        opened.write(whole)
+        opened.truncate()
+
+
+def refusal_of(call: Callable[[], Any], note: str) -> str:
+    said = ""
+    try:
+        call()
+    except CheckpointError as error:
+        said = str(error)
+    assert said, f"{note}: not refused"
+    assert "\n" not in said
+    return said
+
+
+def test_a_thousand_damages_are_all_refused(path):
+    rng, nbytes = random.Random(SEED), MIB + 4321
+    parts, data = [bytes_part(nbytes)], noise(nbytes, SEED)
+    found = write(path, parts, data)
+    whole = header(parts) + data
+    damages: list[Damage] = [flipped, cut_off, cut_off_and_grown, zeroed, exchanged]
+    for case in range(1000):
+        damage = damages[case % len(damages)]
+        spoiled, at = damage(whole, rng)
+        note = f"ZERO_TEST_SEED={SEED}, case {case}: {damage.__name__} at {at}"
+        start, end = rng.randint(0, at), rng.randint(at + 1, len(whole))
+
+        def open_and_read(start: int = start, end: int = end) -> None:
+            with ShardReader(Disk(), path, found, parts) as reader:
+                reader.read(start, memoryview(bytearray(end - start)))
+
+        overwrite(path, whole)
+        with ShardReader(Disk(), path, found, parts) as opened_before:
+            overwrite(path, spoiled)
+            said = refusal_of(opened_before.verify, note), refusal_of(open_and_read, note)
+        if damage is not cut_off:
+            first = at // MIB * MIB
+            place = f"{path}: bytes {first} to {min(first + MIB, len(whole))} are damaged (CRC-32 is "
+            assert all(one.startswith(place) for one in said), f"{note}: {said}"
+
+
+def test_damage_that_crc_32_does_not_see_sha_256_does(path):
+    """The CRC's own polynomial, laid over the data, changes nothing in it."""
+    data = noise(1000, SEED)
+    found = write(path, [bytes_part(1000)], data)
+    spoiled = bytearray(path.read_bytes())
+    polynomial = int(f"{0x104C11DB7:033b}"[::-1], 2).to_bytes(5, "little")
+    spoiled[4500:4505] = bytes(a ^ b for a, b in zip(spoiled[4500:4505], polynomial, strict=True))
+    path.write_bytes(spoiled)
+    assert hash_of(spoiled).crcs == found.crcs
+    with (
+        ShardReader(Disk(), path, found, [bytes_part(1000)]) as reader,
+        pytest.raises(CheckpointError, match=rf"{NAME}: is damaged \(SHA-256 is [0-9a-f]{{64}}, the manifest says"),
+    ):
+        reader.verify()
+
+
+# The fault loop: every call of a file's life fails in turn, once and for ever.
+
+
+class FaultyDisk(Disk):
+    """A real disk, but for the call number `at` (and with `on` all later ones), which a fault gets."""
+
+    def __init__(
+        self, fault: Fault = Call.through, *, at: int = 0, on: bool = False, only: str = "", refuses_direct: str = ""
+    ) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.count = 0
+        self.held: set[int] = set()
+        self._fault, self._at, self._on, self._only = fault, at, on, only
+        self._refuses_direct = refuses_direct
+        self._is_direct = False
+        self._lock = threading.Lock()
+
+    def create(self, path: Path) -> int:
+        return self._do("create", self._held(super().create), path)
+
+    def open(self, path: Path) -> int:
+        return self._do("open", self._held(super().open), path)
+
+    def size(self, fd: int) -> int:
+        return self._do("size", super().size, fd)
+
+    def pwrite(self, fd: int, view: memoryview, offset: int) -> int:
+        if self._is_direct and self._refuses_direct:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return self._do("pwrite", super().pwrite, fd, view, offset)
+
+    def pread(self, fd: int, view: memoryview, offset: int) -> int:
+        return self._do("pread", super().pread, fd, view, offset)
+
+    def fsync(self, fd: int) -> None:
+        self._do("fsync", super().fsync, fd)
+
+    def direct(self, fd: int, on: bool) -> None:
+        if on and self._refuses_direct == "at once":
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self._do("direct", super().direct, fd, on)
+        self._is_direct = on
+
+    def forget(self, fd: int, nbytes: int) -> None:
+        self._do("forget", super().forget, fd, nbytes)
+
+    def close(self, fd: int) -> None:
+        def really(fd: int) -> None:
+            self.held.discard(fd)
+            Disk.close(self, fd)
+
+        self._do("close", really, fd)
+
+    def _held(self, opening: Callable[[Path], int]) -> Callable[[Path], int]:
+        def really(path: Path) -> int:
+            fd = opening(path)
+            self.held.add(fd)
+            return fd
+
+        return really
+
+    def _do(self, name: str, make: Callable[..., Any], *args: Any) -> Any:
+        with self._lock:
+            self.calls.append((name, args))
+            self.count += not self._only or name == self._only
+            chosen = self.count == self._at or (self._on and self.count > self._at)
+            chosen = chosen and (not self._only or name == self._only)
+        return self._fault(Call(name, args, make)) if chosen else make(*args)
+
+
+def short(nbytes: int) -> Fault:
+    """A transfer stops after `nbytes`; what lies behind is spoiled, in the file or in memory."""
+
+    def fault(call: Call) -> Any:
+        if call.name == "pwrite":
+            fd, view, offset = call.args
+            spoiled = memoryview(mmap.mmap(-1, len(view)))  # aligned, as direct transfers want it
+            spoiled[:] = bytes(view[:nbytes]).ljust(len(view), b"\xa5")
+            return min(nbytes, call.make(fd, spoiled, offset))
+        count = call.through()
+        if call.name == "pread":
+            view = call.args[1]
+            view[nbytes:] = b"\xa5" * len(view[nbytes:])
+            return min(nbytes, count)
+        return count
+
+    return fault
+
+
+def flip(call: Call) -> Any:
+    """One bit of a transfer is inverted on its way."""
+    if call.name == "pwrite":
+        fd, view, offset = call.args
+        spoiled = memoryview(mmap.mmap(-1, len(view)))
+        spoiled[:] = view
+        spoiled[len(spoiled) // 2] ^= 16
+        return call.make(fd, spoiled, offset)
+    count = call.through()
+    if call.name == "pread" and count:
+        call.args[1][count // 2] ^= 16
+    return count
+
+
+def drop(call: Call) -> Any:
+    """A transfer that never takes place and says that it did."""
+    return len(call.args[1]) if call.name in ("pwrite", "pread") else call.through()
+
+
+def misplace(call: Call) -> Any:
+    """A transfer takes place at another offset."""
+    if call.name in ("pwrite", "pread"):
+        fd, view, offset = call.args
+        return call.make(fd, view, max(0, offset - 4096))
+    return call.through()
+
+
+FAULTS: dict[str, Fault] = {
+    "EIO": fail(errno.EIO),
+    "ENOSPC": fail(errno.ENOSPC),
+    "short by all": short(0),
+    "short by most": short(10_000),
+    "short by some": short(200_000),
+    "a bit": flip,
+    "drop": drop,
+    "elsewhere": misplace,
+}
+SAID = [
+    r"E[A-Z]+ \(.+\) while (making it|opening|asking for its size|synchronising|closing)",
+    r"E[A-Z]+ \(.+\) while (writing|reading) at offset \d+",
+    r"bytes \d+ to \d+ are damaged \(CRC-32",
+    r"has \d+ bytes, the manifest says \d+$",
+]
+
+
+def live(path: Path, disk: Disk, data: bytes) -> int:
+    """Write, open, verify, read in order. How many errors there were, all typed; what is delivered is right."""
+    parts, errors = [bytes_part(len(data))], 0
+    path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def counting():
+        nonlocal errors
+        said = ""
+        try:
+            yield
+        except CheckpointError as error:
+            said = str(error)
+            errors += 1
+        if said:
+            assert "\n" not in said
+            assert any(re.match(f"{path}: {one}", said) for one in SAID), said
+
+    with counting():
+        found = write(path, parts, data, disk)
+        assert found == hash_of(header(parts) + data)
+        with ShardReader(disk, path, found, parts) as reader:
+            with counting():
+                reader.verify()
+            for start in range(0, len(data), 700_000):
+                into = bytearray(len(data[start : start + 700_000]))
+                with counting():
+                    reader.read(4096 + start, memoryview(into))
+                    assert into == data[start : start + 700_000]
+    return errors
+
+
+@pytest.mark.parametrize("refuses_direct", ["", "at once"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_nth_call_fails(path, monkeypatch, name, refuses_direct):
+    monkeypatch.setattr(shard, "REQUEST_BYTES", 2**18)  # more calls
+    data = noise(MIB + 9000, SEED)
+    undisturbed = FaultyDisk(refuses_direct=refuses_direct)
+    assert live(path, undisturbed, data) == 0
+    count = len(undisturbed.calls)
+    assert {called for called, _ in undisturbed.calls} >= {
+        "create", "direct", "pwrite", "fsync", "forget", "close", "open", "size", "pread"
+    } - ({"direct"} if refuses_direct else set())  # fmt: skip
+    errors = 0
+    for at in range(1, count + 1):
+        for on in (False, True):
+            disk = FaultyDisk(FAULTS[name], at=at, on=on, refuses_direct=refuses_direct)
+            errors += live(path, disk, data)
+            assert not disk.held, f"call {at} failing leaves a descriptor open"
+    if name in ("short by most", "short by some"):
+        assert errors == 0  # what is short is completed, everything else shows
+    else:
+        assert errors >= count // 2
+
+
+@pytest.mark.parametrize("on", [False, True])
+@pytest.mark.parametrize("name", ["EIO", "ENOSPC", "short by all", "drop"])
+def test_a_failing_thread_is_heard(path, name, on):
+    """Three blocks, some of them under way when one fails."""
+    data = noise(40 * MIB, SEED)
+    for at in range(1, 12):
+        disk = FaultyDisk(FAULTS[name], at=at, on=on, only="pwrite")
+        assert live(path, disk, data) > 0
+        assert not disk.held
+
+
+@pytest.mark.parametrize("nbytes", [1, 7, 512])
+def test_a_disk_that_moves_a_few_bytes_at_a_time_is_slow_and_right(path, nbytes):
+    assert live(path, FaultyDisk(short(nbytes), at=1, on=True), noise(9000, SEED)) == 0
+
+
+def test_a_full_disk_says_where_and_what_to_do(path):
+    disk = FaultyDisk(fail(errno.ENOSPC), at=2, on=True, only="pwrite")
+    said = rf"^{re.escape(str(path))}: ENOSPC \(.*\) while writing at offset 4194304; free space there, or set "
+    with pytest.raises(CheckpointError, match=said + r"checkpoint\.dir") as full:
+        write(path, [bytes_part(9 * MIB)], bytes(9 * MIB), disk)
+    assert isinstance(full.value.__cause__, OSError)
+    assert not disk.held
+
+
+def test_a_failed_fsync_is_final(path):
+    disk = FaultyDisk(fail(errno.EIO), at=1, on=True, only="fsync")
+    with ShardWriter(disk, path, [bytes_part(1)]) as writer:
+        writer.write(memoryview(b"1"))
+        with pytest.raises(CheckpointError, match=r"EIO .* while synchronising"):
+            writer.finish()
+        with pytest.raises(CheckpointError, match="is closed"):
+            writer.finish()
+    assert [name for name, _ in disk.calls].count("fsync") == 1
+    assert not disk.held
+
+
+def test_a_writer_that_failed_takes_nothing_more(path):
+    disk = FaultyDisk(fail(errno.EIO), at=2, only="pwrite")
+    with ShardWriter(disk, path, [bytes_part(200 * MIB)]) as writer:
+        with pytest.raises(CheckpointError, match="EIO"):
+            writer.write(memoryview(bytes(100 * MIB)))
+        with pytest.raises(CheckpointError, match="is closed"):
+            writer.write(memoryview(bytes(100 * MIB)))
+        with pytest.raises(CheckpointError, match="is closed"):
+            writer.finish()
+        assert not disk.held
+
+
+def test_a_descriptor_is_not_closed_under_a_transfer(path):
+    """Its number may already be another file's."""
+    started, closed, early = threading.Event(), threading.Event(), []
+
+    class SlowDisk(FaultyDisk):
+        def pwrite(self, fd: int, view: memoryview, offset: int) -> int:
+            started.set()
+            early.append(closed.wait(0.3))  # as long as the transfer takes
+            return super().pwrite(fd, view, offset)
+
+        def close(self, fd: int) -> None:
+            closed.set()
+            super().close(fd)
+
+    disk = SlowDisk()
+    with ShardWriter(disk, path, [bytes_part(20 * MIB)]) as writer:
+        writer.write(memoryview(bytes(17 * MIB)))
+        assert started.wait(10)
+    assert closed.is_set()
+    assert early
+    assert not any(early)
+
+
+def test_an_interrupt_closes_the_file(path):
+    def interrupt(call: Call) -> Any:
+        raise KeyboardInterrupt
+
+    disk = FaultyDisk(interrupt, at=1, only="pwrite")
+    with pytest.raises(KeyboardInterrupt):
+        write(path, [bytes_part(1)], b"1", disk)
+    assert not disk.held
+
+
+# The door.
+
+
+def rights(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def test_what_is_made_belongs_to_its_owner_alone(tmp_path):
+    disk, folder = Disk(), tmp_path / "folder"
+    before = os.umask(0)
+    try:
+        disk.make_folder(folder)
+        disk.close(disk.create(folder / "file"))
+    finally:
+        os.umask(before)
+    assert (rights(folder), rights(folder / "file")) == (0o700, 0o600)
+    assert disk.mode(folder) == stat.S_IFDIR | 0o700
+    disk.fsync_folder(folder)
+    assert disk.names(tmp_path) == ["folder"]
+    for call in (lambda: disk.make_folder(folder), lambda: disk.create(folder / "file")):
+        with pytest.raises(FileExistsError):
+            call()
+    disk.unlink(folder / "file")
+    disk.remove_folder(folder)
+    assert disk.names(tmp_path) == []
+    assert disk.free_bytes(tmp_path) > 0
+
+
+@pytest.mark.parametrize("there", ["folder", "full folder", "file", "link", "dead link"])
+def test_nothing_is_renamed_onto_something(tmp_path, there, monkeypatch):
+    disk, old, new, other = Disk(), tmp_path / "old", tmp_path / "new", tmp_path / "other"
+    (old / "inside").mkdir(parents=True)
+    other.mkdir()
+    make: dict[str, Callable[[], Any]] = {
+        "folder": new.mkdir,
+        "full folder": lambda: (new / "inside").mkdir(parents=True),
+        "file": lambda: new.write_bytes(b"file"),
+        "link": lambda: new.symlink_to(other),
+        "dead link": lambda: new.symlink_to(tmp_path / "nowhere"),
+    }
+    make[there]()
+    with pytest.raises(FileExistsError):
+        disk.rename(old, new)
+    if there != "folder":  # taken between the question and the answer: then the system says so
+        monkeypatch.setattr(os.path, "lexists", lambda path: False)
+        with pytest.raises(FileExistsError if there == "full folder" else NotADirectoryError):
+            disk.rename(old, new)
+    assert (old / "inside").is_dir()
+
+
+def test_only_a_folder_is_renamed(tmp_path):
+    disk, old, new = Disk(), tmp_path / "old", tmp_path / "new"
+    old.write_bytes(b"file")
+    with pytest.raises(NotADirectoryError):
+        disk.rename(old, new)
+    old.unlink()
+    (tmp_path / "folder").mkdir()
+    old.symlink_to(tmp_path / "folder")
+    with pytest.raises(NotADirectoryError):
+        disk.rename(old, new)
+    disk.rename(tmp_path / "folder", new)
+    assert disk.names(tmp_path) == ["new", "old"]
+
+
+def test_no_link_is_followed_into_a_file(tmp_path):
+    (tmp_path / "real").write_bytes(b"real")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for call in (Disk().open, Disk().create):
+        with pytest.raises(OSError):
+            call(tmp_path / "link")
+    assert stat.S_ISLNK(Disk().mode(tmp_path / "link"))
+    assert (tmp_path / "real").read_bytes() == b"real"

@@ -1,0 +1,168 @@
+"""A small model with everything that makes sharding hard, and a way to train it in any setting.
+
+Sizes divide by nothing. There is a tied weight (one slot, two sites), a block that is used twice in one forward,
+frozen parameters beside trained ones, a parameter that nobody uses, one without elements, one without dimensions,
+and running statistics.
+"""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zero
+from zero.engine.full import digest
+
+KiB = 1024
+
+
+class Norm(nn.BatchNorm1d):
+    """Batch normalisation in fp32 whatever the parameters' dtype, because its statistics are fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.num_batches_tracked is not None
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        weight, bias = self.weight.float(), self.bias.float()
+        y = F.batch_norm(x.float(), self.running_mean, self.running_var, weight, bias, self.training, 0.1, self.eps)
+        return y.to(x.dtype)
+
+
+class Block(nn.Module):
+    """x + gain * gelu(norm(linear(x)))"""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = Norm(width)
+        self.gain = nn.Parameter(torch.empty(()))
+        self.unused = nn.Parameter(torch.empty(5))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
+        nn.init.ones_(self.unused)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * F.gelu(self.norm(self.linear(x)))
+
+
+class Small(nn.Module):
+    """Tokens (b,) to logits (b, vocab)."""
+
+    def __init__(self, vocab: int = 11, width: int = 13) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab)
+        self.head.weight = self.embed.weight
+        self.blocks[0].linear.bias.requires_grad_(False)
+        for parameter in self.blocks[2].parameters():
+            parameter.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in (*self.blocks, self.blocks[1]):
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def small_loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """batch: (b, 2) tokens and targets."""
+    logits = model(batch[:, 0]).float()
+    right = (logits.argmax(dim=-1) == batch[:, 1]).float().mean()
+    return F.cross_entropy(logits, batch[:, 1]), {"right": right}
+
+
+def small_batch(step: int, numel: int) -> Tensor:
+    return torch.randint(0, 11, (numel, 2), generator=torch.Generator().manual_seed(1000 + step))
+
+
+def slice_of(batch: Tensor, world: zero.World, accumulate: int) -> list[Tensor]:
+    """This rank's microbatches: microbatch m of rank r is slice m * ranks + r of the global batch."""
+    parts = batch.chunk(world.size * accumulate)
+    assert len(parts) == world.size * accumulate
+    return [parts[m * world.size + world.rank] for m in range(accumulate)]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything a plan is made of, but the model and the world."""
+
+    stage: int = 3
+    precision: str = "fp32"
+    reduce: str = "fp32"
+    optimizer: Callable[..., zero.core.optim.Transform] = zero.adamw
+    lr: Any = 1e-2
+    clip: float | None = None
+    weight_decay: float = 0.1
+    accumulate: int = 1
+    prefetch: int = 1
+    activations: str = "keep"
+    update: str = "lazy"
+    page_bytes: int = 8 * KiB
+    offload: tuple[tuple[str, str], ...] = ()
+    threads: int = 2
+    read_ahead: int = 2
+    units: tuple[str, ...] | None = None
+    seed: int = 0
+
+    def but(self, **changes: Any) -> "Setting":
+        return replace(self, **changes)
+
+    def plan(self, world: zero.World, build: Callable[[], nn.Module] = Small) -> zero.Plan:
+        # the scale grows within a few steps and is small enough not to overflow: fp16 steps are steps
+        scale = zero.LossScaling(initial=2.0**4, window=2) if self.precision == "fp16" else None
+        with world.exclusive(), zero.empty():
+            model = build()
+        return zero.Plan(
+            model,
+            optimizer=self.optimizer(self.lr, clip=self.clip, weight_decay=self.weight_decay),
+            world=world,
+            stage=zero.Stage(self.stage),
+            precision=zero.Precision(self.precision, reduce=self.reduce, scale=scale),
+            units=self.units,
+            prefetch=self.prefetch,
+            activations=self.activations,  # type: ignore[arg-type]
+            update=self.update,  # type: ignore[arg-type]
+            accumulate=self.accumulate,
+            offload=zero.Offload(
+                **dict(self.offload),  # type: ignore[arg-type]
+                path=tempfile.gettempdir(),
+                page_bytes=self.page_bytes,
+                threads=self.threads,
+                read_ahead=self.read_ahead,
+            ),
+        )
+
+    def start(
+        self, world: zero.World, build: Callable[[], nn.Module] = Small, loss: Callable[..., Any] = small_loss
+    ) -> tuple[zero.State, Callable[[zero.State, Sequence[Any]], tuple[zero.State, zero.Metrics]]]:
+        """The first state and the step."""
+        plan = self.plan(world, build)
+        return zero.init(plan, zero.open_store(plan), seed=self.seed), zero.make_step(plan, loss)
+
+
+def wide() -> Small:
+    """Units of many pages of 4 KiB, the last one ragged."""
+    return Small(width=83)
+
+
+def train_small(
+    world: zero.World, setting: Setting, steps: int = 3, build: Callable[[], nn.Module] = Small
+) -> tuple[str, list[zero.Metrics]]:
+    """Digest and metrics after `steps` steps of `Small` on 6 rows per microbatch."""
+    state, step = setting.start(world, build)
+    told = []
+    for number in range(steps):
+        batch = small_batch(number, 6 * world.size * setting.accumulate)
+        state, metrics = step(state, slice_of(batch, world, setting.accumulate))
+        told.append(metrics)
+    assert state.step == steps, "a skipped step proves nothing"
+    return digest(state), told

@@ -1,0 +1,1356 @@
+"""A DeepSpeed user's loop: the same losses and weights as plain torch, whatever the stage and tier."""
+
+import copy
+import gc
+import json
+import os
+import re
+import runpy
+import textwrap
+import threading
+import tokenize
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from safetensors.torch import load_file
+from torch import nn
+
+import zero
+from zero.checkpoint import open_checkpoint
+from zero.deepspeed import missing_names
+from zero.deepspeed.engine import MANY_FORWARDS
+from zero.deepspeed.optimizers import Optimizer
+from zero.errors import CheckpointError, ConfigError
+from zero.testing import run_ranks
+from zero.trainer.report import run as report
+from zero.trainer.tracker import RUNNING
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS, WIDTH = 8, 12
+
+
+class Net(nn.Module):
+    """(b, WIDTH) to a loss: three linear layers, the middle ones in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = self.first(batch).tanh()
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.last(x).square().mean()
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def rows(step: int, world: zero.World, count: int = ROWS) -> torch.Tensor:
+    """This rank's rows of a global batch of `count`."""
+    whole = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(step))
+    return whole.chunk(world.size)[world.rank]
+
+
+def config(tmp: Path | None = None, stage: int = 3, **more):
+    settings = {
+        "train_batch_size": ROWS,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage},
+        **more,
+    }
+    if tmp is not None:
+        settings["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp)}
+    return settings
+
+
+def reference(steps: int, optimizer=None, losses=lambda model, batch: [model(batch)], scheduler=None, accumulate=1):
+    """Plain torch on the whole batch."""
+    model = net()
+    optimizer = (optimizer or (lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1)))(model)
+    schedule = scheduler(optimizer) if scheduler else None
+    told = []
+    for step in range(steps):
+        whole = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+        parts = losses(model, whole)
+        sum(parts).backward()
+        told.append(float(sum(parts).detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+        if schedule:
+            schedule.step()
+    return told, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def trained(world, settings, steps=3, prepare=lambda model: {}, loop=None, accumulate=1):
+    """Losses and full parameters after a DeepSpeed-shaped loop."""
+    with world.exclusive():
+        model = net(seed=world.rank)  # rank 0's values count
+        how = prepare(model)
+    engine, _, _, _ = zero.initialize(model=model, config=settings, world=world, **how)
+    told = []
+    try:
+        for step in range(steps):
+            for part in rows(step, world).chunk(accumulate):
+                if loop:
+                    loop(engine, part)
+                else:
+                    engine.backward(engine(part))
+                engine.step()
+            told.append(engine.metrics.loss)
+        return told, zero.full_state_dict(engine.state)
+    finally:
+        engine.destroy()
+
+
+def alike(one, other, tolerance=2e-6):
+    (losses, values), (wanted, reference_values) = one, other
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=tolerance, atol=tolerance)
+    for name, value in reference_values.items():
+        torch.testing.assert_close(values[name], value, rtol=tolerance * 10, atol=tolerance * 10)
+
+
+# The loop
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_loop_is_plain_torch(stage: int, ranks: int, tmp_path: Path):
+    offload = tmp_path if stage in (1, 3) else None
+    for one in run_ranks(ranks, trained, config(offload, stage)):
+        alike(one, reference(3))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_accumulated_microbatches_are_one_batch(stage: int):
+    settings = config(stage=stage, gradient_accumulation_steps=2)
+    one = run_ranks(2, lambda world: trained(world, settings, accumulate=2))[0]
+    alike(one, reference(3))
+
+
+def two_forwards(engine, part):
+    first, second = engine(part), engine(part.flip(0))
+    engine.backward(first)
+    engine.backward(second * 0.5)
+
+
+def one_after_the_other(engine, part):
+    engine.backward(engine(part))
+    engine.backward(engine(part.flip(0)) * 0.5)
+
+
+def by_hand(engine, part):
+    loss = engine(part)
+    engine.scale(loss + engine(part.flip(0)) * 0.5).backward()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("loop", [two_forwards, one_after_the_other, by_hand])
+def test_several_losses_and_backwards_add_up(loop, stage: int, accumulate: int):
+    settings = config(stage=stage, gradient_accumulation_steps=accumulate)
+    wanted = reference(2, losses=lambda model, batch: [model(batch), model(batch.flip(0)) * 0.5])
+    for ranks in (1, 2):
+        told = run_ranks(ranks, lambda world: trained(world, settings, 2, loop=loop, accumulate=accumulate))
+        alike(told[0], wanted)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("microbatches", [1, 3, 4])
+def test_who_counts_on_his_own_may_have_more_microbatches_than_he_said_or_fewer(microbatches: int, stage: int):
+    settings = config(stage=stage, gradient_accumulation_steps=2, managed_gradient_accumulation=False)
+
+    def run(world):
+        with world.exclusive():
+            model = net()
+        engine, *_ = zero.initialize(model=model, config=settings, world=world)
+        for number in range(microbatches):
+            engine.backward(engine(rows(number, world)))
+            engine.set_gradient_accumulation_boundary(number == microbatches - 1)
+            engine.step()
+        engine.destroy()
+        return engine.metrics.grad_norm
+
+    model = net()
+    for number in range(microbatches):
+        (model(rows(number, zero.World.from_env())) / 2).backward()
+    wanted = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+    assert run_ranks(2, run) == pytest.approx([wanted] * 2, rel=1e-5)
+
+
+def test_a_backward_without_the_scale_is_refused_in_fp16_and_with_it_trains():
+    settings = config(fp16={"enabled": True, "initial_scale_power": 4})
+
+    def forgetful(engine, part):
+        engine(part).backward()
+
+    def half(engine, part):
+        engine.scale(engine(part)).backward()
+        engine(part).backward()
+
+    for loop in (forgetful, half, lambda engine, part: half(engine, part) or engine.backward(engine(part))):
+        with pytest.raises(ConfigError, match="backward in fp16 without the loss scale"):
+            trained(zero.World.from_env(), settings, loop=loop)
+    losses, _ = trained(
+        zero.World.from_env(), settings, loop=lambda engine, part: engine.scale(engine(part)).backward()
+    )
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(reference(3)[0]), rtol=2e-2, atol=2e-2)
+
+
+def test_after_an_exception_the_engine_goes_on_as_if_nothing_had_happened():
+    def stumbling(engine, part):
+        with pytest.raises(RuntimeError):
+            engine(part[:, :3])
+        loss = engine(part)
+        with pytest.raises(RuntimeError, match="grad"):
+            engine.backward(loss.detach())
+        engine.backward(engine(part))
+
+    alike(trained(zero.World.from_env(), config(), loop=stumbling), reference(3))
+
+
+@pytest.mark.parametrize("mistake", ["a bad batch", "an update too early"])
+def test_what_was_accumulated_before_an_exception_is_forgotten_and_counting_begins_anew(mistake: str):
+    world = zero.World.from_env()
+    engine, *_ = zero.initialize(model=net(), config=config(gradient_accumulation_steps=2), world=world)
+    part = rows(0, world)
+    engine.backward(engine(part) * 100)
+    engine.step()
+    with pytest.raises(RuntimeError if mistake == "a bad batch" else ConfigError):
+        _ = engine(part[:, :3]) if mistake == "a bad batch" else engine.optimizer.step()
+    for half in part.chunk(2):
+        engine.backward(engine(half))
+        engine.step()
+    assert engine.global_steps == 1
+    alike(([engine.metrics.loss], zero.full_state_dict(engine.state)), reference(1))
+    engine.destroy()
+
+
+def test_evaluation_between_steps_changes_nothing():
+    def looking(engine, part):
+        engine.eval()
+        with torch.no_grad():
+            before = engine(part)
+        engine.train()
+        loss = engine(part)
+        with torch.no_grad():
+            assert torch.equal(engine(part), before)  # in the middle of a step
+        assert torch.equal(loss.detach(), before)
+        engine.backward(loss)
+
+    for one in run_ranks(2, lambda world: trained(world, config(), loop=looking)):
+        alike(one, reference(3))
+
+
+def test_zero_grad_forgets_what_has_arrived_and_not_what_is_under_way():
+    def twice(engine, part):
+        engine.backward(engine(part) * 100)
+        loss = engine(part)
+        engine.optimizer.zero_grad()
+        engine.backward(loss)
+
+    for stage in (0, 3):
+        for one in run_ranks(2, lambda world, stage=stage: trained(world, config(stage=stage), loop=twice)):
+            torch.testing.assert_close(one[1], reference(3)[1], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_caller_may_say_when_to_step(stage: int, offload: bool, tmp_path: Path):
+    """Any number of backwards before a step, in memory and in a file; the norm is that of their sum."""
+    settings = config(tmp_path if offload else None, stage, managed_gradient_accumulation=False)
+    norms = []
+
+    def varying(engine, part):
+        for share in [1.0] if engine.global_steps == 0 else [0.25, 0.5, 0.25]:
+            engine.backward(engine(part) * share)
+
+    def told(world):
+        engine_norms = []
+
+        def loop(engine, part):
+            varying(engine, part)
+            engine_norms.append(engine)
+
+        result = trained(world, settings, 3, loop=loop)
+        return result, engine_norms[0].get_global_grad_norm()
+
+    def counted(model, batch):
+        loss = model(batch)
+        norms.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*model.parameters()])]).norm())
+        return [model(batch)]
+
+    wanted = reference(3, losses=counted)
+    for result, norm in run_ranks(2, told):
+        alike(result, wanted)
+        assert norm == pytest.approx(float(norms[-1]), rel=1e-5)
+
+
+def test_what_the_engine_tells():
+    world = zero.World.from_env()
+    settings = config(gradient_accumulation_steps=4, gradient_clipping=0.5)
+    engine, _, loader, scheduler = zero.initialize(
+        model=net(), config=settings, world=world, training_data=torch.randn(10, WIDTH), collate_fn=torch.stack
+    )
+    assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (8, 2)
+    assert engine.gradient_accumulation_steps() == 4
+    assert (engine.global_rank, engine.local_rank, engine.world_size, engine.device.type) == (0, 0, 1, "cpu")
+    assert scheduler is None
+    assert engine.get_lr() == [1e-2]
+    assert len(loader) == 5
+    assert engine.get_global_grad_norm() is None
+    boundaries, applied = [], []
+    for _ in range(2):
+        for batch in loader:
+            boundaries.append(engine.is_gradient_accumulation_boundary())
+            engine.backward(engine(batch))
+            engine.step()
+            applied.append(engine.was_step_applied())
+    assert boundaries == applied == [False, False, False, True] * 2 + [False, False]
+    assert (engine.micro_steps, engine.global_steps, engine.skipped_steps) == (10, 2, 0)
+    assert engine.get_global_grad_norm() > 0
+    assert engine.blocks is engine.module.blocks  # what it has not is the model's
+    engine.destroy()
+
+
+def test_the_users_model_says_which_modules_train():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
+    engine, *_ = zero.initialize(model=model, config=config(), world=zero.World.from_env())
+    part, dropout = rows(0, engine.plan.world), model[1]
+    with torch.no_grad():
+        assert not torch.equal(engine(part), engine(part))
+        model.eval()
+        assert torch.equal(engine(part), engine(part))
+        dropout.train()
+        assert not torch.equal(engine(part), engine(part))
+        engine.eval()
+        assert torch.equal(engine(part), engine(part))
+    assert not dropout.training
+    engine.destroy()
+
+
+def test_a_habit_of_zero_grad_drops_nothing_that_was_added_up(caplog):
+    def habit(engine, part):
+        engine.optimizer.zero_grad()
+        loss = engine(part)
+        engine.optimizer.zero_grad()
+        engine.backward(loss)
+
+    settings = config(gradient_accumulation_steps=4)
+    alike(trained(zero.World.from_env(), settings, loop=habit, accumulate=4), reference(3))
+    assert sum("optimizer.zero_grad() does nothing" in record.message for record in caplog.records) == 1
+
+
+def test_a_model_is_saved_in_sixteen_bits(tmp_path: Path):
+    def run(world):
+        with world.exclusive():
+            model = net()
+        engine, *_ = zero.initialize(model=model, config=config(bf16={"enabled": True}), world=world)
+        with pytest.raises(ConfigError, match="safetensors"):
+            engine.save_16bit_model(tmp_path / "made", "pytorch_model.bin")
+        path = engine.save_16bit_model(tmp_path / "made")
+        engine.destroy()
+        return path, (engine.zero_optimization_stage(), engine.gradient_clipping(), engine.bfloat16_enabled())
+
+    [(path, told), _] = run_ranks(2, run)
+    assert told == (3, 0.0, True)
+    found = load_file(path)
+    for name, value in net().named_parameters():
+        assert torch.equal(found[name], value.detach().bfloat16()), name
+
+
+def test_no_sync_adds_up_and_refuses_to_step():
+    world = zero.World.from_env()
+    engine, *_ = zero.initialize(model=net(), config=config(gradient_accumulation_steps=1), world=world)
+    part = rows(0, world)
+    with engine.no_sync():
+        with engine.no_sync():
+            engine.backward(engine(part) / 2)
+        with pytest.raises(ConfigError, match="no_sync"):
+            engine.step()
+    engine.backward(engine(part) / 2)
+    engine.step()
+    for name, value in zero.full_state_dict(engine.state).items():
+        torch.testing.assert_close(value, reference(1)[1][name])
+    engine.destroy()
+
+
+# Optimizers and schedulers
+
+
+def grouped(model):
+    """Biases apart, with other numbers."""
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    others = [p for name, p in model.named_parameters() if not name.endswith("bias")]
+    return [{"params": others}, {"params": biases, "lr": 3e-3, "weight_decay": 0.0}]
+
+
+TORCH = {
+    "AdamW": lambda m: torch.optim.AdamW(grouped(m), lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9)),
+    "Adam": lambda m: torch.optim.Adam(grouped(m), lr=1e-2, weight_decay=0.1),
+    "SGD": lambda m: torch.optim.SGD(grouped(m), lr=1e-2, weight_decay=0.1, momentum=0.9, nesterov=True),
+    "Adagrad": lambda m: torch.optim.Adagrad(grouped(m), lr=1e-2, weight_decay=0.1, lr_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_a_torch_optimizer_is_translated_with_its_groups(name: str):
+    settings = {key: value for key, value in config().items() if key != "optimizer"}
+    told = run_ranks(2, lambda world: trained(world, settings, 4, lambda model: {"optimizer": TORCH[name](model)}))
+    alike(told[0], reference(4, TORCH[name]))
+
+
+def test_the_optimizer_that_is_passed_wins_over_the_configs():
+    told = trained(zero.World.from_env(), config(), 2, lambda model: {"optimizer": TORCH["SGD"](model)})
+    alike(told, reference(2, TORCH["SGD"]))
+
+
+@pytest.mark.parametrize("where", ["on the given", "from the returned"])
+def test_a_torch_scheduler_writes_the_learning_rate(where: str):
+    def scheduler(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+    def prepare(model):
+        optimizer = TORCH["AdamW"](model)
+        return {"optimizer": optimizer, "lr_scheduler": scheduler(optimizer) if "given" in where else scheduler}
+
+    alike(trained(zero.World.from_env(), config(), 4, prepare), reference(4, TORCH["AdamW"], scheduler=scheduler))
+
+
+def test_a_peak_in_the_json_is_every_groups_and_without_one_each_keeps_its_own():
+    def rates(**params):
+        schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 1, "warmup_type": "linear", **params}}
+        model = net()
+        engine, *_ = zero.initialize(
+            model=model, optimizer=TORCH["AdamW"](model), config=config(scheduler=schedule), world=zero.World.from_env()
+        )
+        for step in range(2):
+            engine.backward(engine(rows(step, zero.World.from_env())))
+            engine.step()
+        engine.destroy()
+        return engine.get_lr()
+
+    assert rates(warmup_max_lr=0.02) == [0.02, 0.02]
+    assert rates() == [1e-2, 3e-3]
+
+
+def test_what_a_scheduler_wants_to_be_told_is_passed_on():
+    def plateau(optimizer):
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+
+    world = zero.World.from_env()
+    engine, *_ = zero.initialize(model=net(), config=config(), world=world, lr_scheduler=plateau)
+    for loss in (1.0, 2.0):
+        engine.backward(engine(rows(0, world)))
+        engine.step(lr_kwargs={"metrics": loss})
+    assert engine.get_lr() == [5e-3]
+    engine.destroy()
+
+
+@pytest.mark.parametrize("how", ["returned", "given", "loaded"])
+def test_groups_that_come_too_late_are_refused(how: str):
+    world, model = zero.World.from_env(), net()
+    given = TORCH["AdamW"](model)
+    engine, returned, _, _ = zero.initialize(model=model, optimizer=given, config=config(), world=world)
+    engine.backward(engine(rows(0, world)))
+    late = {"params": [nn.Parameter(torch.ones(1))]}
+    if how == "returned":
+        with pytest.raises(ConfigError, match="give every group"):
+            returned.add_param_group(late)
+    else:
+        _ = given.add_param_group(late) if how == "given" else given.load_state_dict(given.state_dict())
+        with pytest.raises(ConfigError, match="got other groups"):
+            engine.step()
+    engine.destroy()
+
+
+def test_what_was_frozen_from_the_start_cannot_thaw():
+    world, model = zero.World.from_env(), net()
+    model.first.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=config(), world=world)
+    model.first.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"first.weight was frozen in zero.initialize"):
+        engine(rows(0, world))
+    engine.destroy()
+
+
+def test_a_group_freezes_in_the_middle_of_training():
+    def halfway(engine, part):
+        if engine.global_steps == 1:
+            for parameter in engine.optimizer.param_groups[1]["params"]:
+                parameter.requires_grad_(False)
+            halfway.before = zero.full_state_dict(engine.state)
+        engine.backward(engine(part))
+
+    _, after = trained(zero.World.from_env(), config(), 3, lambda m: {"optimizer": TORCH["AdamW"](m)}, halfway)
+    for name, value in after.items():
+        assert torch.equal(value, halfway.before[name]) == name.endswith("bias"), name
+
+
+class Two(nn.Sequential):
+    """(b, WIDTH) to the same: two units."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_model_that_is_frozen_in_a_forward_gets_no_gradient_of_it(stage: int, remat: bool):
+    """As a discriminator while the generator is trained through it: the flags at the forward decide, as in torch."""
+
+    def losses(generator, discriminator, its, x, real):
+        its.requires_grad_(False)
+        yield -discriminator(generator(x)).mean()
+        its.requires_grad_(True)
+        yield (discriminator(generator(x).detach()) - discriminator(real)).square().mean()
+
+    torch.manual_seed(0)
+    pair = Two(), Two()
+    plain = copy.deepcopy(pair)
+    checkpointing = {"activation_checkpointing": {"partition_activations": True}} if remat else {}
+    settings = config(stage=stage, optimizer={"type": "SGD", "params": {"lr": 0.1}}, **checkpointing)
+    engines = [zero.initialize(model=model, config=settings)[0] for model in pair]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in plain]
+    for number in range(3):
+        x, real = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+        for engine, loss in zip(engines, losses(*engines, pair[1], x, real), strict=True):
+            engine.backward(loss)
+            engine.step()
+        for optimizer, loss in zip(optimizers, losses(*plain, plain[1], x, real), strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for engine, model in zip(engines, plain, strict=True):
+        torch.testing.assert_close(zero.full_state_dict(engine), dict(model.named_parameters()), rtol=0, atol=1e-6)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("frozen_in", [0, 1])
+def test_a_group_that_is_frozen_in_one_microbatch_has_the_others_gradient(stage: int, frozen_in: int):
+    def groups(model):
+        return torch.optim.SGD([{"params": [*part.parameters()]} for part in model], lr=0.1)
+
+    torch.manual_seed(0)
+    model = Two()
+    plain = copy.deepcopy(model)
+    settings = config(stage=stage, gradient_accumulation_steps=2, train_batch_size=2 * ROWS)
+    engine, *_ = zero.initialize(model=model, optimizer=groups(model), config=settings)
+    for number in range(2):
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+        for one in (model, plain):
+            one[1].requires_grad_(number != frozen_in)
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        (plain(x).square().mean() / 2).backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), torch.inf)
+    groups(plain).step()
+    torch.testing.assert_close(zero.full_state_dict(engine), dict(plain.named_parameters()), rtol=0, atol=1e-6)
+    assert engine.get_global_grad_norm() == pytest.approx(float(norm), rel=1e-5)
+    engine.destroy()
+
+
+def test_a_microbatch_that_is_refused_has_not_begun():
+    """Mended flags, and the step goes on: it ends after as many microbatches as ever."""
+    torch.manual_seed(0)
+    model = Two()
+    model[0].bias.requires_grad_(False)
+    plain = copy.deepcopy(model)
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    settings = config(optimizer=sgd, gradient_accumulation_steps=2, train_batch_size=2 * ROWS)
+    engine, *_ = zero.initialize(model=model, model_parameters=model.parameters(), config=settings)
+    for number in range(2):
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+        model[0].bias.requires_grad_(True)
+        with pytest.raises(ConfigError, match=r"0\.bias was frozen in zero\.initialize"):
+            engine(x)
+        model[0].bias.requires_grad_(False)
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        (plain(x).square().mean() / 2).backward()
+    assert engine.global_steps == 1
+    torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1).step()
+    torch.testing.assert_close(zero.full_state_dict(engine), dict(plain.named_parameters()), rtol=0, atol=1e-6)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_parameter_that_is_frozen_alone_has_a_gradient_of_zero(stage, caplog):
+    """As in DeepSpeed; in torch it would have none, and rest."""
+    torch.manual_seed(0)
+    model = Two()
+    plain = copy.deepcopy(model)
+    engine, *_ = zero.initialize(model=model, config=config(stage=stage))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    for number in range(4):
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+        model[0].bias.requires_grad_(number % 2 == 0)
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        optimizer.zero_grad()
+        plain(x).square().mean().backward()
+        if number % 2:
+            plain[0].bias.grad.zero_()
+        optimizer.step()
+    torch.testing.assert_close(zero.full_state_dict(engine), dict(plain.named_parameters()), rtol=0, atol=1e-5)
+    assert sum("0.bias was frozen, and others" in one.message for one in caplog.records) <= 1
+    engine.destroy()
+
+
+def test_a_backward_whose_gradient_has_the_scale_already_is_said_to():
+    """A head on its own, as where a loss is computed in pieces."""
+    model, head = Two(), nn.Linear(WIDTH, 1)
+    plain = copy.deepcopy(model)
+    settings = config(
+        fp16={"enabled": True, "initial_scale_power": 8}, optimizer={"type": "SGD", "params": {"lr": 0.1}}
+    )
+    engine, *_ = zero.initialize(model=model, config=settings)
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+    hidden = engine(x)
+    cut = hidden.detach().float().requires_grad_()
+    engine.scale(head(cut).mean()).backward()
+    engine.scale(hidden, already=True).backward(cut.grad.half())
+    engine.step()
+    head(plain(x)).mean().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    torch.testing.assert_close(zero.full_state_dict(engine), dict(plain.named_parameters()), rtol=0, atol=1e-4)
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda m: torch.optim.RMSprop(m.parameters()), "torch.optim.RMSprop has no counterpart"),
+        (lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), "amsgrad=True is not supported"),
+        (lambda m: torch.optim.SGD(m.parameters(), momentum=0.9, dampening=0.5), "dampening=0.5"),
+        (lambda m: torch.optim.AdamW([*m.parameters(), nn.Parameter(torch.ones(7))]), r"shape \(7,\).*does not have"),
+        (
+            lambda m: torch.optim.AdamW([{"params": [p], "eps": 10.0**-n} for n, p in enumerate(m.parameters(), 3)]),
+            "eps=0.0001, group 0 has 0.001",
+        ),
+    ],
+)
+def test_what_cannot_be_translated_is_refused_by_name(make, says: str):
+    with pytest.raises(ConfigError, match=says):
+        trained(zero.World.from_env(), config(), prepare=lambda model: {"optimizer": make(model)})
+
+
+def test_a_schedule_of_the_config_is_deepspeeds_formula():
+    settings = config(
+        scheduler={
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 4, "warmup_type": "linear"},
+        }
+    )
+    rates = []
+    trained(
+        zero.World.from_env(),
+        settings,
+        6,
+        loop=lambda engine, part: (rates.append(engine.get_lr()[0]), engine.backward(engine(part))),
+    )
+    assert rates == sorted(rates)
+    assert rates[-1] == 0.02
+
+
+def test_a_schedule_of_the_config_leaves_the_groups_momenta_alone():
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 2, "warmup_type": "linear"}}
+    settings = {key: value for key, value in config(scheduler=schedule).items() if key != "optimizer"}
+    for name, wanted in (("AdamW", (0.8, 0.9)), ("SGD", 0.9)):
+        engine, *_ = zero.initialize(
+            model=(model := net()), optimizer=TORCH[name](model), config=settings, world=zero.World.from_env()
+        )
+        engine.backward(engine(rows(0, engine.plan.world)))
+        engine.step()
+        assert engine.get_mom() == [wanted] * 2
+        engine.destroy()
+
+
+def test_the_optimizer_that_was_passed_cannot_be_stepped_in_vain():
+    model = net()
+    given = torch.optim.AdamW(model.parameters())
+    engine, *_ = zero.initialize(model=model, optimizer=given, config=config(), world=zero.World.from_env())
+    engine.backward(engine(rows(0, engine.plan.world)))
+    with pytest.raises(ConfigError, match=r"call engine\.step\(\)"):
+        given.step()
+    engine.step()
+    assert engine.global_steps == 1
+    engine.destroy()
+
+
+def test_moments_of_torch_are_not_taken_for_settings():
+    engine, optimizer, *_ = zero.initialize(model=net(), config=config(), world=zero.World.from_env())
+    model = net()
+    other = torch.optim.AdamW(model.parameters())
+    model(rows(0, engine.plan.world)).backward()
+    other.step()
+    with pytest.raises(ConfigError, match="moments are sharded"):
+        optimizer.load_state_dict(other.state_dict())
+    optimizer.load_state_dict({"param_groups": [{"lr": 0.5, "params": [0]}]})
+    assert engine.get_lr() == [0.5]
+    assert all(isinstance(one, nn.Parameter) for one in optimizer.param_groups[0]["params"])
+    engine.destroy()
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("tag", [None, "first"])
+def test_a_run_goes_on_from_its_checkpoint_as_if_never_stopped(tag, tmp_path: Path):
+    settings = config(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 4}})
+
+    def run(world, first, last, save=None, load=None):
+        with world.exclusive():
+            model = net(seed=7 + world.rank)
+        engine, *_ = zero.initialize(model=model, config=settings, world=world)
+        if load:
+            found, mine = engine.load_checkpoint(load, tag=tag)
+            assert found is not None
+            assert mine == {"rows": [1, 2]}
+            assert engine.global_steps == first
+        for step in range(first, last):
+            engine.backward(engine(rows(step, world)))
+            engine.step()
+        if save:
+            engine.save_checkpoint(save, tag=tag, client_state={"rows": [1, 2]})
+        told = zero.engine.full.digest(engine.state), engine.get_lr()
+        engine.destroy()
+        return told
+
+    never_stopped = run_ranks(2, lambda world: run(world, 0, 5))[0]
+    run_ranks(2, lambda world: run(world, 0, 3, save=tmp_path))
+    assert run_ranks(2, lambda world: run(world, 3, 5, load=tmp_path))[0] == never_stopped
+
+
+def test_a_folder_that_cannot_be_made_is_one_line_on_every_rank(tmp_path: Path):
+    (tmp_path / "file").touch()
+
+    def run(world):
+        with world.exclusive():
+            model = net()
+        engine, *_ = zero.initialize(model=model, config=config(), world=world)
+        with pytest.raises(CheckpointError, match="making it"):
+            engine.save_checkpoint(tmp_path / "file", tag="best")
+        engine.destroy()
+
+    run_ranks(2, run)
+
+
+def test_an_empty_folder_has_no_checkpoint_and_one_line_says_where_none_was_found(tmp_path: Path, caplog):
+    engine, *_ = zero.initialize(model=net(), config=config(), world=zero.World.from_env())
+    caplog.clear()
+    assert engine.load_checkpoint(tmp_path / "none") == (None, {})
+    assert engine.load_checkpoint(tmp_path, tag="best") == (None, {})
+    wheres = [f"{tmp_path / 'none'} and its tags", str(tmp_path / "best")]
+    assert [line.partition(";")[0] for line in caplog.messages] == [
+        f"load_checkpoint: there is no checkpoint in {where}" for where in wheres
+    ]
+    engine.destroy()
+
+
+SCHEDULERS = {
+    "MultiStepLR": lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4]),
+    "ReduceLROnPlateau": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+    "SequentialLR": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.ConstantLR(optimizer, 0.1, 2),
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+        ],
+        [2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_torch_scheduler_goes_on_from_a_checkpoint_whatever_it_remembers(name: str, tmp_path: Path):
+    world = zero.World.from_env()
+    told = {"metrics": 1.0} if name == "ReduceLROnPlateau" else {}
+
+    def run(first, last, load=False):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        how = {"optimizer": optimizer, "lr_scheduler": SCHEDULERS[name](optimizer)}
+        engine, *_ = zero.initialize(model=model, config=config(), world=world, **how)
+        if load:
+            engine.load_checkpoint(tmp_path)
+        rates = []
+        for step in range(first, last):
+            engine.backward(engine(rows(step, world)))
+            engine.step(lr_kwargs=told)
+            rates += engine.get_lr()
+        engine.save_checkpoint(tmp_path)
+        engine.destroy()
+        return rates
+
+    assert [*run(0, 3), *run(3, 6, load=True)] == run(0, 6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_a_checkpoint_from_the_middle_of_an_accumulation_goes_on_in_any_other(accumulate: int, tmp_path: Path):
+    world = zero.World.from_env()
+    for count, load in ((2, False), (accumulate, True)):
+        settings = config(train_batch_size=count * 2, gradient_accumulation_steps=count)
+        engine, *_ = zero.initialize(model=net(), config=settings, world=world)
+        if load:
+            engine.load_checkpoint(tmp_path)
+        for _ in range(3):
+            engine.backward(engine(rows(0, world)))
+            engine.step()
+        engine.save_checkpoint(tmp_path)
+        engine.destroy()
+    assert engine.global_steps == 1 + 3 // accumulate
+
+
+def test_without_a_tag_the_newest_of_all_tags_is_loaded_and_a_checkpoint_by_its_own_path(tmp_path: Path):
+    world = zero.World.from_env()
+    engine, *_ = zero.initialize(model=net(), config=config(), world=world)
+    saved = []
+    for tag in ("b", "a"):
+        engine.backward(engine(rows(0, world)))
+        engine.step()
+        saved.append(engine.save_checkpoint(tmp_path, tag, {tag: {7: float("inf")}}))
+    assert engine.load_checkpoint(tmp_path) == (saved[1], {"a": {7: float("inf")}})
+    assert engine.load_checkpoint(saved[0]) == (saved[0], {"b": {7: float("inf")}})
+    engine.destroy()
+
+
+def test_a_client_may_use_any_word(tmp_path: Path):
+    world, said = zero.World.from_env(), {"number": 3, "zero: a number": "text", "list": [1.5, None]}
+    engine, *_ = zero.initialize(model=net(), config=config(), world=world)
+    engine.save_checkpoint(tmp_path, client_state=said)
+    assert engine.load_checkpoint(tmp_path)[1] == said
+    engine.destroy()
+
+
+def test_a_client_may_keep_what_numpy_holds(tmp_path: Path):
+    """The state of its generator, an array, a number: read back without a pickle."""
+    numpy = pytest.importorskip("numpy")
+    world, draws = zero.World.from_env(), numpy.random.RandomState(3)
+    engine, *_ = zero.initialize(model=net(), config=config(), world=world)
+    engine.save_checkpoint(tmp_path, client_state={"random": draws.get_state(), "best": numpy.float32(0.5)})
+    expected = draws.rand(3)
+    told = engine.load_checkpoint(tmp_path)[1]
+    draws.set_state(told["random"])
+    assert (draws.rand(3) == expected).all()
+    assert told["best"] == 0.5
+    with pytest.raises(CheckpointError, match="client_state"):
+        engine.save_checkpoint(tmp_path, "texts", {"names": numpy.array(["a"])})
+    engine.destroy()
+
+
+def test_without_moments_training_begins_with_step_1(tmp_path: Path):
+    """Its corrections for zero moments would be those of a late step otherwise."""
+    world = zero.World.from_env()
+    engine, *_ = zero.initialize(model=net(), config=config(), world=world)
+    for step in range(4):
+        engine.backward(engine(rows(step, world)))
+        engine.step()
+    engine.save_checkpoint(tmp_path)
+    values = zero.full_state_dict(engine.state)
+    engine.load_checkpoint(tmp_path, load_module_only=True)
+    engine.backward(engine(rows(9, world)))
+    engine.step()
+    model = net()
+    model.load_state_dict(values)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    model(rows(9, world)).backward()
+    optimizer.step()
+    for name, value in zero.full_state_dict(engine.state).items():
+        torch.testing.assert_close(value, model.get_parameter(name).detach(), rtol=1e-5, atol=1e-5)
+    engine.destroy()
+
+
+class Tied(nn.Module):
+    """A root with a parameter of its own, a tie, and a buffer that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.first.weight
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("table", torch.ones(3, 2).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.last(self.first(x * self.scale))).square().mean()
+
+
+def test_a_root_with_parameters_of_its_own_follows_and_is_saved_under_every_name():
+    model = Tied().eval()
+    engine, *_ = zero.initialize(model=model, config=config(), world=zero.World.from_env())
+    part = rows(0, engine.plan.world)
+    engine.train()
+    engine.backward(engine(part))
+    engine.step()
+    engine.eval()
+    assert torch.equal(engine(part), engine(part))
+    with pytest.raises(ConfigError, match=r"no forward in training mode.* engine\.module\.blocks\.eval\(\)"):
+        engine.step()
+    Tied().load_state_dict(engine.module_state_dict(), strict=True)
+    engine.destroy()
+
+
+def test_a_backward_outside_a_step_and_what_was_dropped_count_in_none():
+    def stray(engine, part):
+        engine.eval()
+        (engine(part) * 1e3).backward()
+        engine.train()
+        engine.backward(engine(part) * 1e3)
+        engine.zero_grad()
+        engine.backward(engine(part))
+
+    for stage in (0, 2, 3):
+        for one in run_ranks(2, lambda world, stage=stage: trained(world, config(stage=stage), loop=stray)):
+            alike(one, reference(3))
+
+
+# What is left behind
+
+
+def test_a_run_leaves_the_files_that_a_report_is_made_from(tmp_path: Path):
+    def run(world):
+        with world.exclusive():
+            model = net()
+        settings = config(steps_per_print=2)
+        engine, *_ = zero.initialize(model=model, config=settings, world=world, folder=tmp_path / "run")
+        for step in range(4):
+            engine.backward(engine(rows(step, world)))
+            engine.step()
+        engine.destroy()
+
+    run_ranks(2, run)
+    told = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["tokens"]) for row in told] == [(2, 2 * ROWS), (4, 4 * ROWS)]
+    assert [row["train/loss"] for row in told] == pytest.approx(reference(4)[0][1::2], rel=1e-5)
+    report.write(tmp_path / "run")
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "<svg" in page
+    assert "of 200" not in page, "the default of a loop that is not the user's"
+
+
+def test_what_is_left_behind_says_the_optimizer_that_was_passed_and_nothing_of_our_model(tmp_path: Path):
+    model, world = net(), zero.World.from_env()
+    engine, *_ = zero.initialize(
+        model=model, optimizer=TORCH["SGD"](model), config=config(), world=world, folder=tmp_path / "run"
+    )
+    lr = engine.get_lr()[0]
+    engine.save_checkpoint(tmp_path / "kept")
+    engine.destroy()
+    told = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert told.keys() == {"mode", "zero", "offload", "batch", "precision", "tracker", "optimizer"}
+    assert (told["optimizer"]["kind"], told["optimizer"]["groups"]["0"]["lr"]) == ("sgd", lr)
+    report.write(tmp_path / "run")
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "optimizer.kind" in page
+    assert "model." not in page.partition("Settings that differ")[2]
+
+
+def test_rows_follow_those_of_the_run_that_goes_on_and_never_those_of_another(tmp_path: Path, caplog):
+    world, folder = zero.World.from_env(), tmp_path / "run"
+
+    def run(steps: int, load: bool = False, **how):
+        settings = config(steps_per_print=1)
+        engine, *_ = zero.initialize(model=net(), config=settings, world=world, folder=folder)
+        if load:
+            assert engine.load_checkpoint(tmp_path / "kept", **how)[0]
+        for step in range(steps):
+            engine.backward(engine(rows(step, world)))
+            engine.step()
+        engine.save_checkpoint(tmp_path / "kept")
+        engine.destroy()
+
+    def told(place: Path) -> list[int]:
+        return [json.loads(line)["step"] for line in (place / "metrics.jsonl").read_text().splitlines()]
+
+    def said() -> list[str]:
+        return [line for line in caplog.messages if "rows of another run" in line]
+
+    run(2)
+    run(1, load=True)
+    assert told(folder) == [1, 2, 3]
+    assert not said()
+    run(1)
+    run(1, load=True, load_module_only=True)  # begins anew
+    assert (told(folder), told(folder / "run-2"), told(folder / "run-3")) == ([1, 2, 3], [1], [1])
+    assert [line.rpartition("go to ")[2] for line in said()] == [f"{folder}/run-2", f"{folder}/run-3"]
+    assert all((place / "config.yaml").exists() for place in (folder, folder / "run-2", folder / "run-3"))
+
+
+def test_two_engines_at_once_leave_their_rows_in_folders_of_their_own(tmp_path: Path, caplog):
+    world = zero.World.from_env()
+    made = [
+        zero.initialize(model=net(), config=config(steps_per_print=2), world=world, folder=tmp_path)[0] for _ in "gd"
+    ]
+    for step in range(4):
+        for engine in made:
+            engine.backward(engine(rows(step, world)))
+            engine.step()
+    for engine in made:
+        engine.destroy()
+    for place in (tmp_path, tmp_path / "run-2"):
+        assert [json.loads(line)["step"] for line in (place / "metrics.jsonl").read_text().splitlines()] == [2, 4]
+        assert (place / "config.yaml").exists()
+    assert f"these go to {tmp_path}/run-2" in caplog.text
+
+
+def test_wandb_knows_a_run_that_goes_on_in_another_folder(tmp_path: Path, monkeypatch):
+    opened: list[str] = []
+    shown = SimpleNamespace(log=lambda row: None, saved=lambda *_: None, close=lambda *_: None)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr("zero.trainer.tracker.wandb.WandbRun", lambda *_, run_id, say: opened.append(run_id) or shown)
+    world, settings = zero.World.from_env(), config(wandb={"enabled": True})
+    for number, load in enumerate([None, {}, {"load_module_only": True}]):
+        engine, *_ = zero.initialize(model=net(), config=settings, world=world, folder=tmp_path / f"{number}")
+        if load is not None:
+            engine.load_checkpoint(tmp_path / "kept", **load)
+        engine.backward(engine(rows(0, world)))
+        engine.step()
+        if load is None:
+            engine.save_checkpoint(tmp_path / "kept")
+        engine.destroy()
+    first, goes_on, another = opened
+    assert first == goes_on != another
+
+
+def test_an_engine_that_is_dropped_gives_back_its_threads_and_its_files(tmp_path: Path):
+    def collect() -> None:
+        gc.collect()
+        for thread in threading.enumerate():
+            if thread.name == "closing":
+                thread.join()
+
+    world, model = zero.World.from_env(), net()
+    given = TORCH["AdamW"](model)
+    collect()  # what other tests have left
+    before = set(threading.enumerate())
+    files = len(os.listdir("/proc/self/fd"))
+    engine, *_ = zero.initialize(
+        model=model, optimizer=given, config=config(tmp_path, steps_per_print=1), world=world, folder=tmp_path / "run"
+    )
+    engine.backward(engine(rows(0, world)))
+    engine.step()
+    workers = set(threading.enumerate()) - before
+    assert workers
+    assert len(os.listdir("/proc/self/fd")) > files
+    del engine, _
+    collect()
+    assert not any(thread.is_alive() for thread in workers)
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit_reason"] == RUNNING
+    assert given.param_groups, "it may outlive the engine"
+
+
+# What is asked for
+
+
+def test_a_name_that_is_not_here_says_what_to_use_instead():
+    settings = config(scheduler={"type": "WarmupLR", "params": {}})
+    engine, *_ = zero.initialize(model=net(), config=settings, world=zero.World.from_env())
+    for owner, holder, table, theirs in (
+        ("zero", zero, missing_names.OF_THE_MODULE, "deepspeed"),
+        ("engine", engine, missing_names.OF_THE_ENGINE, "DeepSpeed's"),
+    ):
+        for name, instead in table.items():
+            with pytest.raises(AttributeError) as refused:
+                getattr(holder, name)
+            assert str(refused.value) == f"{owner} has no {name}, as {theirs} has; in its place: {instead}"
+            for word in re.findall(r"\b(zero|engine)\.([a-z]\w+)\b(?!=)", instead):
+                assert getattr({"zero": zero, "engine": engine}[word[0]], word[1]) is not None
+    engine.module.monitor = "the model's own"
+    assert engine.monitor == "the model's own"
+    engine.destroy()
+
+
+def test_an_optimizer_tells_the_loss_scale_and_whether_it_overflowed():
+    world, settings = zero.World.from_env(), config(fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
+    engine, optimizer, *_ = zero.initialize(model=net(), config=settings, world=world)
+    assert engine.get_batch_info() == (ROWS, ROWS, 1)
+    assert (optimizer.loss_scale, optimizer.cur_scale, optimizer.overflow) == (16.0, 16.0, False)
+    engine.backward(engine(rows(0, world)) * float("inf"))
+    engine.step()
+    assert (optimizer.loss_scale, optimizer.overflow, engine.was_step_applied()) == (8.0, True, False)
+    engine.destroy()
+    with pytest.raises(ConfigError, match="belongs to no engine"):
+        _ = Optimizer.of(TORCH["AdamW"](net())).loss_scale
+
+
+def test_init_distributed_opens_the_group_that_scripts_ask_for_their_rank():
+    for _ in range(2):
+        zero.init_distributed("nccl", dist_init_required=True)
+    try:
+        assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (0, 1)
+        trained(zero.World.from_env(), config(), steps=1)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# Mistakes
+
+
+def test_a_forgotten_step_is_said_once(caplog):
+    world = zero.World.from_env()
+    engine, *_ = zero.initialize(model=net(), config=config(), world=world)
+    part = rows(0, world)[:1]
+    with engine.no_sync():
+        for _ in range(MANY_FORWARDS):
+            engine(part)
+    engine.backward(engine(part))
+    engine.step()
+    assert not [line for line in caplog.messages if "engine.step()" in line]
+    for _ in range(2 * MANY_FORWARDS):
+        engine.backward(engine(part))
+    engine.destroy()
+    told = [line for line in caplog.messages if "engine.step()" in line]
+    assert ["forwards since the last" in line for line in told] == [True, False]
+    assert told[1] == "engine.destroy(): gradients have arrived that no engine.step() has taken"
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"model": None}, "needs model="),
+        ({"config": None}, "takes one config, and was given none"),
+        ({"config_params": {}}, "was given config=; config_params="),
+        ({"mpu": object()}, "model parallelism"),
+        ({"modle": 1}, "no argument modle"),
+        ({"config": config(train_batch_size="auto")}, "train_batch_size=auto: write the rows"),
+        ({"config": config(zero_optimization={"stage": "auto"})}, "stage=auto: write the number"),
+    ],
+    ids=["no model", "no config", "two configs", "mpu", "a typo", "auto rows", "auto stage"],
+)
+def test_wrong_arguments_are_one_line(how, says: str):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        zero.initialize(**{"model": net(), "config": config(), "world": zero.World.from_env(), **how})
+
+
+def test_an_engine_is_destroyed_once_and_says_so(tmp_path: Path):
+    engine, *_ = zero.initialize(model=net(), config=config(), world=zero.World.from_env(), folder=tmp_path / "run")
+    engine.destroy()
+    engine.destroy()
+    part = rows(0, engine.plan.world)
+    uses = (
+        lambda: engine(part),
+        engine.module_state_dict,
+        lambda: engine.save_checkpoint(tmp_path),
+        lambda: engine.state,
+    )
+    for use in (*uses, lambda: engine.load_checkpoint(tmp_path)):
+        with pytest.raises(ConfigError, match="was destroyed"):
+            use()
+    assert engine.global_steps == 0
+
+
+def test_a_model_that_was_taken_over_is_refused():
+    model, world = net(), zero.World.from_env()
+    engine, *_ = zero.initialize(model=model, config=config(), world=world)
+    with pytest.raises(ConfigError, match="taken over by an earlier"):
+        zero.initialize(model=model, config=config(), world=world)
+    engine.destroy()
+
+
+def test_a_step_without_a_backward_is_refused_unless_the_gradient_was_dropped_on_purpose():
+    """On any rank: one that skips its own bad batch has a zero gradient, and the others go on."""
+
+    def run(world):
+        with world.exclusive():
+            model = net()
+        engine, *_ = zero.initialize(model=model, config=config(), world=world)
+        engine(rows(0, world))
+        with pytest.raises(ConfigError, match="no gradient has arrived since the last update, on any rank"):
+            engine.step()
+        loss = engine(rows(0, world))
+        if world.rank == 0:
+            engine.backward(loss)
+        else:
+            (loss * 0).backward()
+        engine.step()
+        engine.backward(engine(rows(1, world)))
+        engine.zero_grad()
+        engine.step()
+        engine.destroy()
+        return engine.global_steps, engine.get_global_grad_norm()
+
+    assert run_ranks(2, run) == [(2, 0.0)] * 2
+
+
+def test_a_loop_in_the_wrong_order_is_told():
+    engine, *_ = zero.initialize(model=net(), config=config(), world=zero.World.from_env())
+    with pytest.raises(ConfigError, match="no forward"):
+        engine.step()
+    with pytest.raises(ConfigError, match="no forward"):
+        engine.backward(torch.ones((), requires_grad=True))
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = engine.nonsense
+    engine.destroy()
+
+
+# The documents' own scripts: only `deepspeed` is replaced
+
+
+class Tokens(nn.Module):
+    """A model as the scripts leave it to the reader: a batch in, a loss out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = self.embed(batch[:, :-1])
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+SCRIPTS = {
+    "offload to CPU and NVMe": (
+        """
+        import torch
+        from torch import nn
+        from zero import initialize
+
+        class LargeModel(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer1 = nn.Linear(1024, 1024)
+                self.layer2 = nn.Linear(1024, 1024)
+
+            def forward(self, x):
+                return self.layer2(torch.relu(self.layer1(x)))
+
+        model = LargeModel()
+        ds_config = CONFIG
+        model_engine, optimizer, _, _ = initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+        for _ in range(ds_config["gradient_accumulation_steps"]):
+            loss = model_engine(torch.randn(1, 1024)).square().mean()
+            model_engine.backward(loss)
+            model_engine.step()
+        """,
+        {
+            "fp16": {"enabled": True},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "cpu", "pin_memory": True},
+                "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                "nvme_offload_path": "PATH",
+                "offload_param_nvme": True,
+                "offload_optimizer_nvme": True,
+            },
+            "train_batch_size": 32,
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 32,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+        },
+        {"param": "nvme", "optimizer": "nvme"},
+    ),
+    "stage 2 in four lines": (
+        """
+        import zero
+        model = MyLargeModel()
+        model_engine, optimizer, _, _ = zero.initialize(model=model, config="ds_config.json")
+        for batch in dataloader:
+            loss = model_engine(batch)
+            model_engine.backward(loss)
+            model_engine.step()
+        """,
+        {
+            "train_batch_size": 256,
+            "gradient_accumulation_steps": 4,
+            "fp16": {"enabled": True},
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "none"},
+                "contiguous_gradients": True,
+                "overlap_comm": True,
+                "reduce_scatter": True,
+            },
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
+        },
+        {"param": "none", "optimizer": "none"},
+    ),
+    "stage 2 with an optimizer of torch": (
+        """
+        import torch
+        import zero
+        model = MyTransformerModel()
+        optimizer = torch.optim.AdamW(model.parameters())
+        model_engine, optimizer, _, _ = zero.initialize(model=model, optimizer=optimizer, config='ds_config.json')
+        for step, batch in enumerate(data_loader):
+            batch = to_device(batch, model_engine.local_rank)
+            loss = model_engine(batch)
+            model_engine.backward(loss)
+            model_engine.step()
+        """,
+        {
+            "train_batch_size": 16,
+            "train_micro_batch_size_per_gpu": 2,
+            "steps_per_print": 100,
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": 0.0001, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
+            },
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                "contiguous_gradients": True,
+                "overlap_comm": True,
+            },
+            "fp16": {"enabled": True},
+        },
+        {"param": "none", "optimizer": "cpu"},
+    ),
+}
+
+
+@pytest.mark.parametrize("title", SCRIPTS)
+def test_a_script_of_the_documents_runs_with_its_own_json(title: str, tmp_path: Path, monkeypatch):
+    script, settings, tiers = SCRIPTS[title]
+    settings = json.loads(json.dumps(settings).replace("PATH", str(tmp_path)))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds_config.json").write_text(json.dumps(settings))
+    batches = [torch.randint(0, 16, (2, 9)) for _ in range(8)]
+    names = {
+        "CONFIG": settings, "MyLargeModel": Tokens, "MyTransformerModel": Tokens, "dataloader": batches,
+        "data_loader": batches, "to_device": lambda batch, rank: batch,
+    }  # fmt: skip
+    exec(compile(textwrap.dedent(script), title, "exec"), names)
+    engine = names["model_engine"]
+    assert engine.global_steps == (2 if title == "stage 2 in four lines" else 1)
+    assert engine.plan.stage.level == settings["zero_optimization"]["stage"]
+    asked = engine.config.offload
+    assert {"param": asked.param, "optimizer": asked.optimizer} == tiers
+    if title == "stage 2 with an optimizer of torch":
+        assert engine.get_lr() == [1e-3], "torch's own, not the config's"
+    engine.destroy()
+
+
+def test_the_example_needs_two_words(tmp_path: Path, monkeypatch, capsys):
+    script = ROOT / "scripts" / "examples" / "deepspeed_user"
+    with tokenize.open(script) as file:
+        words = [token.string for token in tokenize.generate_tokens(file.readline) if token.type == tokenize.NAME]
+    assert words.count("zero") == 2
+    config = json.loads((ROOT / "scripts" / "examples" / "ds_config.json").read_text().replace("/tmp", str(tmp_path)))
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    arguments = ["--deepspeed_config", "ds_config.json", "--steps", "20", "--save", "kept"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(script), *arguments])
+    runpy.run_path(str(script), run_name="__main__")
+    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0] < 4
+    checkpoint = open_checkpoint(zero.World.from_env(), tmp_path / "kept" / "step-0000000020")
+    assert checkpoint.facts["engine"]["client_state"] == {"steps": 20}

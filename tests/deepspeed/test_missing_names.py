@@ -1,0 +1,539 @@
+"""DeepSpeed's names: each is here and does what it does there, or answers with what to use instead."""
+
+import io
+import random
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero
+from tests.deepspeed.test_engine import WIDTH, Net, config, net, rows
+from zero.deepspeed import missing_names
+from zero.deepspeed.plain import read_back
+from zero.errors import ConfigError
+from zero.testing import run_ranks
+
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+
+
+@pytest.mark.parametrize("path", missing_names.HERE)
+def test_every_name_is_found_by_attribute_and_by_import(path):
+    found = zero
+    for part in path.split("."):
+        found = getattr(found, part)
+    module, _, name = path.rpartition(".")
+    assert found is missing_names.found(path)
+    assert getattr(import_module(f"zero.{module}" if module else "zero"), name) is found
+
+
+def test_a_script_imports_them_before_torch_is_there():
+    """As its first lines do; nothing is imported until something is asked for."""
+    script = """
+import sys
+import zero as deepspeed
+import zero.comm as dist
+assert "torch" not in sys.modules
+from zero.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from zero.accelerator import get_accelerator
+from zero.runtime.zero import GatheredParameters
+from zero.utils import logger
+from zero.utils.logging import logger as same
+assert same is logger is deepspeed.logger
+assert dist.get_world_size is __import__("torch").distributed.get_world_size
+assert deepspeed.zero.Init is deepspeed.Init
+assert deepspeed.__version__[0].isdigit()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", missing_names.OF_THE_MODULE)
+def test_what_is_not_here_says_what_to_use(name):
+    """However it is asked for: by attribute, so that a script may try, or by either kind of import."""
+    with pytest.raises(AttributeError, match="in its place: "):
+        getattr(zero, name)
+    above, _, own = name.rpartition(".")
+    for line in (
+        f"import zero.{name}",
+        f"import zero.{name}.deeper",
+        f"from zero{'.' * bool(above)}{above} import {own}",
+    ):
+        with pytest.raises(ImportError, match="in its place: "):
+            exec(line)
+
+
+def test_what_nobody_knows_says_where_the_names_are():
+    with pytest.raises(AttributeError, match=r"'nothing'; docs/coming-from-deepspeed\.md has the names"):
+        _ = zero.utils.nothing
+    for line in ("from zero.utils import nothing", "import zero.runtime.nothing", "from zero.comm import nothing"):
+        with pytest.raises(ImportError, match=r"has no nothing; docs/coming-from-deepspeed\.md has the names"):
+            exec(line)
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'zero\.nothing'"):
+        import_module("zero.nothing")
+
+
+def test_no_name_of_deepspeeds_hides_a_file_of_ours():
+    package = Path(zero.__file__).parent
+    for name in [*missing_names.modules(), *(f"zero.{path}" for path in missing_names.OF_THE_MODULE)]:
+        place = package.joinpath(*name.split(".")[1:])
+        assert not place.exists(), name
+        assert not place.with_suffix(".py").exists(), name
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda p: zero.ops.adam.FusedAdam(p, lr=0.1, weight_decay=0.2), "adamw"),
+        (lambda p: zero.ops.adam.FusedAdam(p, adam_w_mode=False), "adam"),
+        (lambda p: zero.ops.adam.DeepSpeedCPUAdam([{"params": p, "lr": 0.3}], betas=(0.8, 0.9)), "adamw"),
+        (lambda p: zero.ops.adagrad.DeepSpeedCPUAdagrad(p), "adagrad"),
+        (lambda p: zero.ops.lion.FusedLion(p), "lion"),
+    ],
+)
+def test_their_classes_of_optimizers_train(make, kind):
+    model, world = net(), zero.World.from_env()
+    engine, optimizer, *_ = zero.initialize(
+        model=model, optimizer=make(list(model.parameters())), config={"train_batch_size": 8}, world=world
+    )
+    assert optimizer.kind == kind
+    engine.backward(engine(rows(0, world)))
+    engine.step()
+    assert not torch.equal(model.first.weight, net().first.weight)
+    engine.destroy()
+
+
+SCHEDULERS = {
+    "WarmupLR": {"warmup_min_lr": 0.01, "warmup_max_lr": 0.2, "warmup_num_steps": 4},
+    "WarmupDecayLR": {"total_num_steps": 8, "warmup_max_lr": 0.2, "warmup_num_steps": 3, "warmup_type": "linear"},
+    "WarmupCosineLR": {"total_num_steps": 8, "warmup_min_ratio": 0.1, "warmup_num_steps": 3},
+    "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.4, "cycle_first_step_size": 3},
+    "LRRangeTest": {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2},
+}
+
+
+@pytest.mark.parametrize("where", ["given", "called"])
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_their_schedulers_as_objects_are_those_of_the_json(kind, where):
+    """Learning rates, momenta and weights; tests/deepspeed/test_config.py has the formulas."""
+    world, params = zero.World.from_env(), SCHEDULERS[kind]
+    adam = {"type": "Adam", "params": {"lr": 0.2, "weight_decay": 0.01}}
+
+    def trained(**how):
+        torch.manual_seed(0)
+        model = net()
+        optimizer = zero.ops.adam.FusedAdam(model.parameters(), lr=0.2, weight_decay=0.01)
+        how = {key: made(optimizer) if where == "given" else made for key, made in how.items()}
+        section = {} if how else {"scheduler": {"type": kind, "params": params}, "optimizer": adam}
+        given = {"optimizer": optimizer} if how else {}
+        engine, *_, scheduler = zero.initialize(model=model, config=config(**section), world=world, **given, **how)
+        rates = []
+        for step in range(6):
+            rates.append((engine.get_lr(), engine.get_mom()))
+            engine.backward(engine(rows(step, world)))
+            engine.step()
+        assert scheduler.get_last_lr() == engine.get_lr()
+        values = zero.full_state_dict(engine)
+        engine.destroy()
+        return rates, values
+
+    rates, values = trained()
+    found, same = trained(lr_scheduler=lambda optimizer: getattr(zero.runtime.lr_schedules, kind)(optimizer, **params))
+    assert found == rates
+    assert len({str(one) for one in rates}) > 3
+    assert all(torch.equal(same[name], value) for name, value in values.items())
+
+
+def test_a_scheduler_takes_what_it_took_there_or_says_what_it_does_not():
+    group = [nn.Parameter(torch.ones(2))]
+    schedules = zero.runtime.lr_schedules
+    optimizer = torch.optim.SGD(group, lr=0.3)
+    assert schedules.WarmupLR(optimizer, 0.0, None, 2).get_last_lr() == [0.0]
+    optimizer = torch.optim.SGD(group, lr=0.3)
+    again = schedules.WarmupLR(optimizer, warmup_num_steps=4, last_batch_iteration=3)
+    assert again.get_last_lr() == [group["lr"] for group in optimizer.param_groups] == [0.3]
+    with pytest.raises(ConfigError, match=r"needs scheduler\.params\.total_num_steps"):
+        schedules.WarmupDecayLR(optimizer)
+    with pytest.raises(ConfigError, match=r"unknown key scheduler\.params\.warmup_max; did you mean"):
+        schedules.WarmupLR(optimizer, warmup_max=0.1)
+
+
+def test_lines_of_some_ranks_and_memory_in_use(caplog, capsys, monkeypatch):
+    caplog.set_level("INFO", "zero")
+    monkeypatch.setenv("RANK", "1")
+    for ranks in ([0], [1], [-1], None):
+        zero.utils.log_dist(f"for {ranks}", ranks=ranks)
+    assert [record.getMessage() for record in caplog.records] == ["[Rank 1] for [1]", "[Rank 1] for [-1]"]
+    zero.runtime.utils.see_memory_usage("of rank 1", force=True)
+    monkeypatch.setenv("RANK", "0")
+    zero.runtime.utils.see_memory_usage("unless it is forced")
+    zero.runtime.utils.see_memory_usage("after a step", force=True)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("after a step: device ")
+    assert "GiB" in line
+
+
+def test_a_loader_repeats_with_another_order_each_time():
+    world, data = zero.World.from_env(), torch.arange(8.0).repeat(WIDTH, 1).T.contiguous()
+    engine, _, loader, _ = zero.initialize(model=net(), config=config(), world=world, training_data=data)
+    batches = iter(zero.utils.RepeatingLoader(loader))
+    epochs = [torch.cat([next(batches) for _ in loader])[:, 0].tolist() for _ in range(2)]
+    engine.destroy()
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(8))
+    assert epochs[0] != epochs[1]
+    with pytest.raises(StopIteration):
+        next(zero.utils.RepeatingLoader([]))
+
+
+class Recomputed(Net):
+    def forward(self, batch: Tensor) -> Tensor:
+        h = zero.checkpointing.checkpoint(self.first, batch)
+        for block in self.blocks:
+            h = zero.checkpointing.checkpoint(block, h)
+        return super().forward(batch) + h.square().mean()
+
+
+class Kept(Net):
+    def forward(self, batch: Tensor) -> Tensor:
+        h = self.first(batch)
+        for block in self.blocks:
+            h = block(h)
+        return super().forward(batch) + h.square().mean()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_checkpointed_by_their_name_learns_the_same(stage):
+    def rank_main(world):
+        trained = []
+        for kind in (Recomputed, Kept):
+            with world.exclusive():
+                torch.manual_seed(0)
+                model = kind()
+            engine, *_ = zero.initialize(model=model, config=config(stage=stage), world=world)
+            for step in range(2):
+                engine.backward(engine(rows(step, world)))
+                engine.step()
+            trained.append(zero.full_state_dict(engine))
+            engine.destroy()
+        return trained
+
+    zero.checkpointing.configure(None, partition_activations=True, checkpoint_in_cpu=True)
+    assert zero.checkpointing.is_configured()
+    for one, other in run_ranks(2, rank_main, timeout_s=30):
+        assert all(torch.equal(one[name], value) for name, value in other.items())
+
+
+def test_weights_of_a_checkpoint_of_several_ranks_are_read_and_written_whole(tmp_path: Path):
+    """By the names of zero_to_fp32, in a process of its own, with what is frozen and without."""
+    convert = zero.utils.zero_to_fp32
+
+    def rank_main(world):
+        with world.exclusive():
+            model = net()
+            model.first.requires_grad_(False)
+        engine, *_ = zero.initialize(model=model, config=config(stage=3, bf16={"enabled": True}), world=world)
+        engine.backward(engine(rows(0, world)))
+        engine.step()
+        engine.save_checkpoint(tmp_path, tag="best")
+        wanted = engine.module_state_dict()
+        engine.destroy()
+        return wanted
+
+    wanted = run_ranks(2, rank_main, timeout_s=30)[0]
+    found = convert.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) and value.dtype == torch.float32 for name, value in wanted.items())
+    trained = convert.get_fp32_state_dict_from_zero_checkpoint(tmp_path, "best", exclude_frozen_parameters=True)
+    assert wanted.keys() - trained.keys() == {"first.weight", "first.bias"}
+    other = convert.load_state_dict_from_zero_checkpoint(net(5), tmp_path, tag="best")
+    assert all(torch.equal(other.state_dict()[name], value) for name, value in wanted.items())
+    convert.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "made")
+    written = torch.load(tmp_path / "made/pytorch_model.bin")
+    assert all(torch.equal(written[name], value) for name, value in wanted.items())
+    convert.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "files", safe_serialization=True)
+    assert list((tmp_path / "files").glob("*.safetensors"))
+    with pytest.raises(ConfigError, match="scripts/export --shard-size"):
+        convert.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "more", max_shard_size="1GB")
+    with pytest.raises(zero.ZeroError, match="there is no checkpoint; give the folder"):
+        convert.get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag="worst")
+
+
+def test_engine_and_optimizer_are_recognised_by_their_class(monkeypatch):
+    from zero.runtime.base_optimizer import DeepSpeedOptimizer
+    from zero.runtime.engine import DeepSpeedEngine
+
+    engine, optimizer, *_ = zero.initialize(model=net(), config=config(stage=2), world=zero.World.from_env())
+    assert isinstance(engine, DeepSpeedEngine)
+    assert isinstance(optimizer, DeepSpeedOptimizer)
+    engine.destroy()
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert zero.comm.get_local_rank() == 3
+    assert not isinstance(torch.optim.SGD([nn.Parameter(torch.ones(1))]), DeepSpeedOptimizer)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("bf16", [False, True])
+def test_gathered_parameters_are_whole_inside_and_edits_of_one_rank_count(stage, bf16):
+    """Read and written as it is there, by name or through .data; what is outside reads the edit."""
+
+    def rank_main(world):
+        with world.exclusive():
+            model = net()
+        settings = config(stage=stage, optimizer=SGD, bf16={"enabled": bf16})
+        zero.initialize(model=model, config=settings, world=world)[0].train()
+        weight, bias = model.first.weight, model.first.bias
+        with zero.zero.GatheredParameters([weight, bias], modifier_rank=0):
+            if world.rank == 0:
+                nn.init.ones_(weight)
+                bias.data[0] = 5.0
+                bias.data.mul_(2)
+                assert float(weight.sum()) == weight.numel()
+        with zero.zero.GatheredParameters(weight):
+            assert bool((weight == 1).all())
+        edited = pytest.raises(ConfigError, match="was edited, but it is a copy")
+        with edited, zero.zero.GatheredParameters(weight), torch.no_grad():
+            weight.zero_()
+        return weight.detach().clone().float(), bias.detach()[0].item()
+
+    engines = []  # held, as a script does
+    original = zero.initialize
+
+    def kept(**how):
+        engines.append(original(**how))
+        return engines[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero, "initialize", kept)
+        for values, first in run_ranks(2, rank_main, timeout_s=30):
+            assert bool((values == 1).all())
+            assert first == 10.0
+    for engine, *_ in engines:
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_are_saved_one_by_one_by_a_script_that_asks_for_their_status(stage):
+    """As DeepSpeed-Chat and PEFT do: there is nothing to gather, because a parameter reads as whole by itself."""
+    status = zero.runtime.zero.partition_parameters.ZeroParamStatus
+
+    def rank_main(world):
+        with world.exclusive():
+            model = net()
+        engine, *_ = zero.initialize(model=model, config=config(stage=stage), world=world)
+        engine.backward(engine(rows(0, world)))
+        engine.step()
+        saved = {}
+        for name, p in engine.module.named_parameters():
+            absent = [one for one in [p] if hasattr(one, "ds_id") and one.ds_status == status.NOT_AVAILABLE]
+            with zero.zero.GatheredParameters(absent, enabled=stage == 3):
+                saved[name] = p.data.cpu()
+        file = io.BytesIO()
+        torch.save(saved, file)
+        wanted = engine.module_state_dict()
+        engine.destroy()
+        return file.getvalue(), wanted
+
+    for written, wanted in run_ranks(2, rank_main, timeout_s=30):
+        found = torch.load(io.BytesIO(written))
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        assert found.keys() == wanted.keys()
+
+
+def test_full_values_are_read_and_written_by_the_parameter_itself():
+    world, model = zero.World.from_env(), net()
+    engine, *_ = zero.initialize(model=model, config=config(), world=world)
+    weight = model.last.weight
+    utils = zero.utils
+    assert utils.safe_get_full_grad(weight) is None
+    engine.backward(engine(rows(0, world)))
+    grad = utils.safe_get_full_grad(weight)
+    assert torch.equal(grad, zero.get_full(engine, "last.weight", "grad"))
+    engine.step()
+    assert torch.equal(utils.safe_get_full_optimizer_state(weight, "exp_avg"), zero.get_full(engine, weight, "mu"))
+    utils.safe_set_full_fp32_param(weight, torch.zeros_like(weight))
+    utils.safe_set_full_optimizer_state(weight, torch.ones(1, WIDTH), "exp_avg_sq")
+    assert not zero.get_full(engine, weight).any()
+    assert bool((zero.get_full(engine, weight, "nu") == 1).all())
+    with zero.gathered(engine, [weight], modify=True) as full:
+        full["last.weight"].fill_(2)
+    assert bool((weight == 2).all())
+    engine.destroy()
+    with pytest.raises(ConfigError, match="belongs to no engine"):
+        utils.safe_get_full_fp32_param(nn.Parameter(torch.ones(2)))
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.experts[0](x)
+
+
+class Mixture(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture = Experts()
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return super().forward(self.mixture(batch))
+
+
+@pytest.mark.parametrize("by", ["json", "call"])
+def test_a_leaf_module_is_gathered_whole(by):
+    model, world = Mixture(), zero.World.from_env()
+    settings = config()
+    if by == "json":
+        settings["zero_optimization"]["leaf_module"] = {"classes": ["Experts"]}
+    else:
+        assert zero.utils.set_z3_leaf_modules(model, [Experts]) == [model.mixture]
+    engine, *_ = zero.initialize(model=model, config=settings, world=world)
+    names = [unit.name for unit in engine.plan.units]
+    assert "mixture" in names
+    assert not any(name.startswith("mixture.") for name in names)
+    assert "blocks.1" in names
+    engine.backward(engine(rows(0, world)))
+    engine.step()
+    engine.destroy()
+    with pytest.raises(ConfigError, match="no module of class Expert"):
+        zero.utils.set_z3_leaf_modules(Mixture(), ["Expert"])
+
+
+def test_what_an_engine_is_asked_by_scripts(tmp_path: Path):
+    world = zero.World.from_env()
+    engine, optimizer, loader, _ = zero.initialize(
+        model=net(), config=config(steps_per_print=7), world=world, training_data=torch.randn(16, WIDTH)
+    )
+    assert engine.training_dataloader is loader
+    assert (engine.dp_world_size, engine.steps_per_print()) == (1, 7)
+    for batch in loader:
+        engine.backward(engine(batch), allreduce_gradients=True, release_loss=False)
+        engine.step()
+    engine.tput_timer.update_epoch_count()
+    assert engine.global_samples == 16
+    engine.set_lr(0.5)
+    assert engine.get_lr() == [0.5]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5]
+    engine.destroy()
+
+
+def test_the_accelerator_is_torchs_or_the_cpu():
+    accelerator = zero.get_accelerator()
+    torch.ones(1, device=accelerator.current_device_name())
+    assert accelerator.device_count() >= 1
+    assert accelerator.communication_backend_name() in ("gloo", "nccl")
+    accelerator.synchronize()
+    accelerator.empty_cache()
+    assert accelerator._name == accelerator.device_name()
+    assert 0 <= accelerator.memory_allocated() <= accelerator.memory_reserved() <= accelerator.total_memory()
+    assert 0 < accelerator.available_memory() <= accelerator.total_memory()
+    accelerator.reset_max_memory_allocated()
+    assert torch.bfloat16 in accelerator.supported_dtypes() or not accelerator.is_bf16_supported()
+    value = accelerator.pin_memory(torch.ones(2))
+    assert accelerator.on_accelerator(value.to(accelerator.device()))
+    with accelerator.stream(accelerator.current_stream()):
+        accelerator.set_rng_state(accelerator.get_rng_state())
+    with pytest.raises(AttributeError, match=r"get_accelerator\(\) has no nothing"):
+        _ = accelerator.nothing
+
+
+def test_steps_are_counted_on_where_the_optimizer_is_left_out(tmp_path: Path):
+    world = zero.World.from_env()
+
+    def engine_of():
+        return zero.initialize(model=net(), config=config(), world=world)[0]
+
+    first = engine_of()
+    for step in range(3):
+        first.backward(first(rows(step, world)))
+        first.step()
+    first.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    first.destroy()
+    for how, steps in (({}, 3), ({"load_optimizer_states": False}, 3), ({"load_module_only": True}, 0)):
+        again = engine_of()
+        again.load_checkpoint(tmp_path, **how)
+        assert again.global_steps == steps
+        again.destroy()
+
+
+def test_a_folder_of_deepspeeds_is_no_start_from_scratch(tmp_path: Path):
+    (tmp_path / "global_step5").mkdir()
+    (tmp_path / "global_step5" / "mp_rank_00_model_states.pt").write_bytes(b"")
+    (tmp_path / "latest").write_text("global_step5")
+    engine, *_ = zero.initialize(model=net(), config=config(), world=zero.World.from_env())
+    with pytest.raises(zero.ZeroError, match=r"is a checkpoint of DeepSpeed's .*scripts/import --from deepspeed"):
+        engine.load_checkpoint(tmp_path)
+    engine.destroy()
+
+
+def test_what_a_script_remembers_comes_back_as_it_was(tmp_path: Path):
+    """Whatever needs no pickle: states of generators, tensors, tuples, sets, bytes, keys that are no texts."""
+    world = zero.World.from_env()
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "shape": (2, (3, "x")),
+        "seen": {1, 5},
+        "raw": b"\x00\xff",
+        3: [torch.ones(2, 3, dtype=torch.bfloat16), torch.empty(0), torch.ones(1)],
+        "limit": float("inf"),
+    }
+    engine, *_ = zero.initialize(model=net(), config=config(), world=world)
+    engine.backward(engine(rows(0, world)))
+    engine.step()
+    engine.save_checkpoint(tmp_path, client_state=state)
+    found = engine.load_checkpoint(tmp_path)[1]
+    engine.destroy()
+    assert found.keys() == state.keys()
+    torch.testing.assert_close(found.pop("torch"), state.pop("torch"), rtol=0, atol=0)
+    for one, other in zip(found.pop(3), state.pop(3), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert found == state
+    random.setstate(found["python"])
+
+
+@pytest.mark.parametrize("said", [["load", [1], "AAAA"], ["int8", [5], "AAAA"], ["int8", "x", "AAAA"], ["int8"], 3])
+def test_a_tensor_that_a_file_cannot_mean_is_refused(said):
+    with pytest.raises(zero.ZeroError, match="the client state has a tensor that cannot be read"):
+        read_back({"zero: a tensor": said})
+
+
+class WithHead(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(1, 1)
+
+
+def test_a_checkpoint_of_a_model_that_had_less_loads_where_that_is_allowed(tmp_path: Path):
+    """What only one side has stays as it is, on either side."""
+    world = zero.World.from_env()
+
+    def engine_of(model: nn.Module):
+        return zero.initialize(model=model, config=config(), world=world)[0]
+
+    first = engine_of(net())
+    first.backward(first(rows(0, world)))
+    first.step()
+    first.save_checkpoint(tmp_path / "less")
+    values = zero.full_state_dict(first)
+    first.destroy()
+    torch.manual_seed(3)
+    more = WithHead()
+    head = more.head.weight.detach().clone()
+    second = engine_of(more)
+    with pytest.raises(zero.ZeroError, match="missing"):
+        second.load_checkpoint(tmp_path / "less")
+    second.load_checkpoint(tmp_path / "less", load_module_strict=False)
+    found = zero.full_state_dict(second)
+    assert all(torch.equal(found[name], value) for name, value in values.items())
+    assert torch.equal(found["head.weight"], head)
+    second.save_checkpoint(tmp_path / "more")
+    second.destroy()
+    third = engine_of(net(5))
+    third.load_checkpoint(tmp_path / "more", load_module_strict=False)
+    assert all(torch.equal(zero.full_state_dict(third)[name], value) for name, value in values.items())
+    third.destroy()

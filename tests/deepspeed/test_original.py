@@ -1,0 +1,677 @@
+"""The model that was given to zero.initialize is the one that trains: what a script does with it means what it did."""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zero
+from tests.deepspeed.test_engine import ROWS, WIDTH, Net, config, net, rows
+from zero.engine.full import Source
+from zero.errors import ConfigError, OutsideUnitError
+from zero.testing import run_ranks
+
+STAGES = pytest.mark.parametrize("stage", range(4))
+RANKS = pytest.mark.parametrize("ranks", [1, 2])
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+
+
+def begin(world: zero.World, model: nn.Module, stage: int, **more):
+    engine, *_ = zero.initialize(model=model, config=config(stage=stage, optimizer=SGD, **more), world=world)
+    return engine
+
+
+def plain(steps: int = 2, model: nn.Module | None = None, change=lambda model: None) -> nn.Module:
+    """Plain torch on the whole batch; `change` is called between backward and step."""
+    model = net() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.cat([rows(step, world) for world in [_One()]])).backward()
+        change(model)
+        optimizer.step()
+    return model
+
+
+class _One:
+    rank, size = 0, 1
+
+
+def train(engine: zero.Engine, model: nn.Module, steps: int = 2, change=lambda model: None) -> None:
+    """By the model that was given, not by the engine."""
+    for step in range(steps):
+        engine.backward(model(rows(step, engine.plan.world)))
+        change(model)
+        engine.step()
+
+
+def whole(source: Source) -> dict[str, Tensor]:
+    return zero.full_state_dict(source)
+
+
+def close(found, wanted) -> None:
+    torch.testing.assert_close(dict(found), dict(wanted), rtol=1e-5, atol=1e-6)
+
+
+@STAGES
+@RANKS
+def test_the_given_model_is_the_one_that_trains(ranks, stage):
+    """Its identity, class, names, parameters and their sizes; called by itself it computes and evaluates."""
+    expected = plain()
+    evaluated = expected(torch.ones(2, WIDTH)).item()
+
+    def rank_main(world):
+        with world.exclusive():
+            model = net(world.rank)
+        names, held = [name for name, _ in model.named_modules()], dict(model.named_parameters())
+        engine = begin(world, model, stage)
+        assert engine.module is model
+        assert isinstance(model, Net)
+        assert type(model).__name__ == "Net"
+        assert [name for name, _ in model.named_modules()] == names
+        assert all(one is held[name] for name, one in model.named_parameters())
+        assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in net().parameters())
+        train(engine, model)
+        model.eval()
+        with torch.no_grad():
+            assert model(torch.ones(2, WIDTH)).item() == pytest.approx(evaluated, rel=1e-5)
+        assert not engine.module.training
+        return {name: one.detach().clone() for name, one in model.named_parameters()}, model.state_dict()
+
+    for values, state_dict in run_ranks(ranks, rank_main, timeout_s=30):
+        close(values, {name: one.detach() for name, one in expected.named_parameters()})
+        close(state_dict, expected.state_dict())
+        assert all(type(one) is Tensor and one.untyped_storage().nbytes() == one.nbytes for one in state_dict.values())
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_one_rank_alone_reads_saves_and_evaluates_where_parameters_are_whole(stage):
+    """`if rank == 0: torch.save(model.state_dict())`, as scripts for stages 0 to 2 do; the others go on, or end."""
+    expected = plain()
+
+    def rank_main(world):
+        with world.exclusive():
+            model = net(world.rank)
+        engine = begin(world, model, stage)
+        train(engine, model, 1)
+        if world.rank == 1:
+            with torch.no_grad():
+                model(torch.ones(2, WIDTH))
+        engine.backward(model(rows(1, world)))
+        engine.step()
+        world.barrier()  # nobody helps from here on
+        return model.state_dict() if world.rank == 0 else None
+
+    close(run_ranks(2, rank_main, timeout_s=30)[0], expected.state_dict())
+
+
+@STAGES
+def test_a_saved_state_dict_is_loaded_by_plain_torch_and_back(stage, tmp_path: Path):
+    world, model = zero.World.from_env(), net()
+    engine = begin(world, model, stage)
+    train(engine, model)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    torch.save({"first": model.first.weight}, tmp_path / "one.pt")
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    bare = net(1)
+    bare.load_state_dict(saved)
+    close(bare.state_dict(), plain().state_dict())
+    assert torch.equal(torch.load(tmp_path / "one.pt", weights_only=True)["first"], saved["first.weight"])
+    train(engine, model)
+    other = net(7).state_dict()
+    assert model.load_state_dict(other).missing_keys == []
+    close(whole(engine), other)
+    with pytest.raises(ConfigError, match=r"missing first\.weight.*unknown more"):
+        model.load_state_dict({**{k: v for k, v in other.items() if k != "first.weight"}, "more": torch.ones(1)})
+    told = engine.load_module_state_dict({"last.bias": torch.full((1,), 5.0), "more": torch.ones(1)}, strict=False)
+    assert told.unexpected_keys == ["more"]
+    assert float(whole(engine)["last.bias"]) == 5.0
+    engine.destroy()
+
+
+@STAGES
+def test_hooks_and_flags_that_are_set_on_it_later_count(stage):
+    world, model, seen = zero.World.from_env(), net(), []
+    engine = begin(world, model, stage)
+    model.register_forward_hook(lambda module, args, output: seen.append("model"))
+    model.blocks[1].register_forward_hook(lambda module, args, output: seen.append("block"))
+    model.last.weight.register_hook(lambda grad: grad * 0)
+    train(engine, model, 1)
+    assert seen == ["block", "model"]
+    before = net().state_dict()
+    assert torch.equal(model.last.weight, before["last.weight"])
+    assert not torch.equal(model.last.bias, before["last.bias"])
+    engine.destroy()
+
+
+@STAGES
+@RANKS
+def test_grad_is_the_gradient_below_stage_2_and_a_named_answer_from_there(ranks, stage):
+    """The mean over the global batch; what is written into it counts."""
+
+    def bound(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad.clamp_(-0.01, 0.01)
+            parameter.grad.data.mul_(3)
+
+    expected = plain(change=bound)
+
+    def rank_main(world):
+        with world.exclusive():
+            model = net()
+        engine = begin(world, model, stage)
+        assert model.first.weight.grad is None
+        if stage >= 2:
+            engine.backward(model(rows(0, world)))
+            with pytest.raises(ConfigError, match=rf"first\.weight\.grad: stage {stage} shards gradients.*get_full"):
+                _ = model.first.weight.grad
+            engine.step()
+        else:
+            train(engine, model, change=bound)
+            close(whole(engine), {name: one.detach() for name, one in expected.named_parameters()})
+        assert model.first.weight.grad is None
+        return True
+
+    run_ranks(ranks, rank_main, timeout_s=30)
+
+
+@STAGES
+def test_zero_grad_of_the_model_drops_what_has_arrived(stage):
+    world, model = zero.World.from_env(), net()
+    engine = begin(world, model, stage, gradient_accumulation_steps=1)
+    engine.backward(model(rows(5, world)))
+    model.zero_grad()
+    assert model.first.weight.grad is None
+    engine.backward(model(rows(0, world)))
+    engine.step()
+    close(whole(engine), {name: one.detach() for name, one in plain(1).named_parameters()})
+    engine.destroy()
+
+
+class Encoder(Net):
+    def encode(self, batch: Tensor) -> Tensor:
+        return self.blocks[0](self.first(batch)).square().mean() + 0.1 * self.last.weight.square().sum()
+
+
+@STAGES
+def test_a_method_that_is_not_forward_trains(stage):
+    torch.manual_seed(0)
+    world, model = zero.World.from_env(), Encoder()
+    expected = copy.deepcopy(model)
+    engine = begin(world, model, stage)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        expected.encode(rows(step, world)).backward()
+        optimizer.step()
+        engine.backward(model.encode(rows(step, world)))
+        engine.step()
+    close(whole(engine), {name: one.detach() for name, one in expected.named_parameters()})
+    engine.destroy()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_to_where_it_is_is_nothing_and_anywhere_else_is_refused(bf16):
+    world, model = zero.World.from_env(), net()
+    engine = begin(world, model, 3, bf16={"enabled": bf16})
+    assert model.to("cpu") is model
+    assert (model.bfloat16() if bf16 else model.float()) is model
+    for move in (model.half, model.double, lambda: model.to("meta"), lambda: model.first.half()):
+        with pytest.raises((ConfigError, OutsideUnitError), match=r"leave out \.to\(\)|first\.weight was written to"):
+            move()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("use", [copy.deepcopy, pickle.dumps, lambda model: copy.deepcopy(model.blocks)])
+def test_a_copy_or_a_pickle_of_it_says_what_to_take_instead(use):
+    model = net()
+    engine = begin(zero.World.from_env(), model, 3)
+    with pytest.raises(ConfigError, match=r"trains in shards cannot be copied or pickled.*state_dict\(\)"):
+        use(model)
+    engine.destroy()
+
+
+def test_values_of_one_parameter_can_be_copied():
+    model = net()
+    engine = begin(zero.World.from_env(), model, 3)
+    copied = copy.deepcopy(model.first.weight)
+    assert isinstance(copied, nn.Parameter)
+    close([("w", copied.detach())], [("w", net().first.weight.detach())])
+    engine.destroy()
+
+
+def test_a_model_that_cannot_be_copied_is_taken_over():
+    """A lock, an open file, a lambda, a tensor with a history, an old weight_norm."""
+    torch.manual_seed(0)
+    model = net()
+    model.guard, model.sign = threading.Lock(), lambda x: -x
+    model.last_seen = model.first.weight.sum() * 2
+    with open(__file__) as model.source:
+        expected = plain(1)
+        engine = begin(zero.World.from_env(), model, 3)
+        train(engine, model, 1)
+        close(whole(engine), {name: one.detach() for name, one in expected.named_parameters()})
+        engine.destroy()
+
+
+def test_what_fails_before_it_trains_leaves_the_model_as_it_was():
+    model, held = net(), net().state_dict()
+    kinds = {name: type(one) for name, one in model.named_modules()}
+    with pytest.raises(zero.ZeroError, match="weights hold"):
+        zero.initialize(
+            model=model, config=config(), weights={**held, "last.bias": torch.ones(3)}, world=zero.World.from_env()
+        )
+    assert {name: type(one) for name, one in model.named_modules()} == kinds
+    assert all(type(one) is nn.Parameter for one in model.parameters())
+    close(model.state_dict(), held)
+    model(torch.ones(ROWS, WIDTH)).backward()
+
+
+def test_an_engine_that_is_dropped_is_not_kept_alive_by_the_model():
+    model = net()
+    engine = begin(zero.World.from_env(), model, 3)
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(ConfigError, match="the engine that had this model is gone"):
+        model(torch.ones(2, WIDTH))
+
+
+def test_a_file_of_safetensors_has_the_names_of_the_model(tmp_path: Path):
+    model = net()
+    engine = begin(zero.World.from_env(), model, 3)
+    assert set(load_file(engine.save_16bit_model(tmp_path))) == set(net().state_dict())
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    "placed", [{}, {"offload_optimizer": "cpu"}, {"offload_optimizer": "nvme"}, {"offload_param": "nvme"}]
+)
+@pytest.mark.parametrize("frozen", [False, True])
+@STAGES
+def test_an_engine_that_does_not_train_runs(stage, frozen, placed, tmp_path: Path):
+    """A reference model: no optimizer, or one whose parameters are all frozen. Its gradient goes to the input."""
+    if stage < 3 and "offload_param" in placed:
+        pytest.skip("parameters leave at stage 3 only")
+    how = {kind: {"device": device, "nvme_path": str(tmp_path)} for kind, device in placed.items()}
+    settings = {"train_batch_size": 2, "zero_optimization": {"stage": stage, **how}}
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    expected = net()(x)
+    (slope,) = torch.autograd.grad(expected, x)
+
+    def rank_main(world):
+        with world.exclusive():
+            model = net()
+        given = {"optimizer": torch.optim.AdamW(model.requires_grad_(False).parameters())} if frozen else {}
+        engine, optimizer, _, _ = zero.initialize(model=model, config=settings, world=world, **given)
+        assert (optimizer is not None) == frozen
+        mine = x.detach().clone().requires_grad_()
+        with torch.no_grad():
+            found = [engine(mine), model(mine)]
+        engine(mine).backward()
+        with pytest.raises(ConfigError, match=r"engine\.step\(\): nothing trains here"):
+            engine.step()
+        close(enumerate([*found, mine.grad]), enumerate([expected.detach(), expected.detach(), slope]))
+        engine.destroy()
+
+    run_ranks(2, rank_main, timeout_s=30)
+
+
+def row(model: nn.Module) -> None:
+    model.first.weight.data[0].zero_()
+
+
+def view(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.first.weight.view(-1).mul_(0.5)
+
+
+def row_with_history(model: nn.Module) -> None:
+    nn.init.zeros_(model.first.weight[0])
+
+
+def rows_in_turn(model: nn.Module) -> None:
+    with torch.no_grad():
+        for one in model.first.weight:
+            one.mul_(0.5)
+
+
+def list_of_them(model: nn.Module) -> None:
+    torch._foreach_mul_([one.data for one in model.parameters()], 0.5)
+
+
+def overload(model: nn.Module) -> None:
+    torch.ops.aten.mul_.Scalar(model.first.weight.data, 0.5)
+
+
+def in_place(model: nn.Module) -> None:
+    nn.functional.relu(model.first.weight.data, inplace=True)
+
+
+def renormalised(model: nn.Module) -> None:
+    with torch.no_grad():
+        nn.functional.embedding(torch.tensor([0]), model.first.weight, max_norm=0.01)
+
+
+@STAGES
+@pytest.mark.parametrize(
+    "write", [row, view, row_with_history, rows_in_turn, list_of_them, overload, in_place, renormalised]
+)
+def test_what_would_write_past_an_absent_parameter_is_refused_by_name(write, stage):
+    """Into a view of it, or by a function that does not say so: the write would be lost."""
+
+    def rank_main(world):
+        with world.exclusive():
+            model = net()
+        engine = begin(world, model, stage)
+        train(engine, model, 1)
+        with pytest.raises(OutsideUnitError, match=r"parameter first\.weight was written to by.*zero\.gathered"):
+            write(model)
+        return True
+
+    assert run_ranks(2, rank_main, timeout_s=30) == [True, True]
+
+
+def test_what_was_read_is_read_as_any_tensor_and_a_clone_is_written_to():
+    model = net()
+    engine = begin(zero.World.from_env(), model, 3)
+    row, wanted = model.first.weight.data[0], net().first.weight.detach()
+    for one in (row, copy.deepcopy(row), pickle.loads(pickle.dumps(row)), row.clone().mul_(1)):
+        assert torch.equal(one, wanted[0])
+    assert type(copy.deepcopy(row)) is type(pickle.loads(pickle.dumps(row))) is type(row + 1) is Tensor
+    with pytest.raises(ValueError, match="read-only"):
+        model.first.weight.detach().numpy()[0] = 0
+    with pytest.raises(OutsideUnitError, match=r"first\.weight was written to by mul_"):
+        row.view(-1).mul_(2)
+    model.first.weight[:2].square().sum().backward()
+    engine.step()
+    assert torch.allclose(model.first.weight[0], wanted[0] * 0.8)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("make", [lambda w: w.detach().requires_grad_(), lambda w: nn.Parameter(w.data)])
+def test_a_constant_does_not_get_a_gradient_of_its_own(make):
+    """Its gradient would arrive in the model."""
+    model = net()
+    engine = begin(zero.World.from_env(), model, 3)
+    with pytest.raises(OutsideUnitError, match=r"first\.weight without its history.*clone\(\)\.requires_grad_"):
+        make(model.first.weight)
+    assert nn.Parameter(model.first.weight.detach().clone()).requires_grad
+    with pytest.raises(OutsideUnitError, match=r"torch\.autograd\.grad by first\.weight"):
+        torch.autograd.grad(model(torch.ones(2, WIDTH)), [model.last.bias.detach().clone(), model.first.weight])
+    engine.destroy()
+
+
+class Nested(Net):
+    """Each block is a list, so that there is something inside a site."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(one, nn.Tanh()) for one in self.blocks)
+
+
+def another_module(model: nn.Module) -> None:
+    torch.manual_seed(5)
+    model.blocks[0][0] = nn.Linear(WIDTH, WIDTH)
+
+
+def another_place(model: nn.Module) -> None:
+    model.blocks[0][0], model.blocks[1][0] = nn.Identity(), nn.Sequential(model.blocks[1][0], model.blocks[0][0])
+
+
+def tied(model: nn.Module) -> None:
+    model.blocks[0][0].weight = model.blocks[1][0].weight
+
+
+def without(model: nn.Module) -> None:
+    model.blocks[0][0].bias = None
+
+
+@STAGES
+@RANKS
+@pytest.mark.parametrize("change", [another_module, another_place, tied, without])
+def test_what_is_put_into_a_unit_later_counts(change, ranks, stage):
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Nested()
+
+    expected = build()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    change(expected)
+    for step in range(2):
+        optimizer.zero_grad()
+        expected(rows(step, _One())).backward()
+        optimizer.step()
+
+    def rank_main(world):
+        with world.exclusive():
+            model = build()
+        engine = begin(world, model, stage, activation_checkpointing={"partition_activations": True})
+        with world.exclusive():
+            change(model)
+        train(engine, model)
+        return {name: one.detach().clone() for name, one in model.named_parameters()}
+
+    for values in run_ranks(ranks, rank_main, timeout_s=30):
+        close(values, {name: one.detach() for name, one in expected.named_parameters()})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_parameters_put_in_place_as_constants_get_no_gradient(stage):
+    model, expected = net(), net()
+    engine = begin(zero.World.from_env(), model, stage, activation_checkpointing={"partition_activations": True})
+
+    def loss(model: nn.Module) -> Tensor:
+        held = {name: one.detach() for name, one in model.named_parameters()} | {"last.weight": model.last.weight}
+        return torch.func.functional_call(model, held, (torch.ones(2, WIDTH),))
+
+    engine.backward(loss(model))
+    engine.step()
+    loss(expected).backward()
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    close(whole(engine), {name: one.detach() for name, one in expected.named_parameters()})
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@RANKS
+def test_grad_that_was_read_is_read_again_after_another_backward(ranks, stage):
+    """By `loss.backward()` of torch, which tells nobody."""
+    expected = net()
+    (expected(rows(0, _One())) + expected(rows(1, _One()))).backward()
+
+    def rank_main(world):
+        with world.exclusive():
+            model = net()
+        engine = begin(world, model, stage)
+        losses = [model(rows(step, world)) for step in range(2)]
+        losses[0].backward()
+        first = model.first.weight.grad
+        losses[1].backward()
+        close([("g", model.first.weight.grad)], [("g", expected.first.weight.grad)])
+        first.mul_(2)
+        with pytest.raises(ConfigError, match=r"first\.weight\.grad that was read before another backward was edited"):
+            engine.step()
+        losses = [model(rows(step, world)) for step in range(2)]
+        losses[0].backward()
+        model.first.weight.grad.mul_(2)
+        with pytest.raises(ConfigError, match=r"first\.weight\.grad was edited, and then came a backward"):
+            losses[1].backward()
+        return True
+
+    run_ranks(ranks, rank_main, timeout_s=30)
+
+
+@STAGES
+def test_what_is_frozen_between_forward_and_backward_is_refused(stage):
+    """Torch would drop its gradient, and update it or not by what else there is."""
+    model = net()
+    engine = begin(zero.World.from_env(), model, stage)
+    loss = model(rows(0, engine.plan.world))
+    model.requires_grad_(False)
+    with pytest.raises(zero.ZeroError, match="was frozen between this graph's forward and its backward"):
+        engine.backward(loss)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("way", ["weights", "plan", "part of another"])
+def test_a_model_that_was_taken_over_is_not_taken_over_again(way):
+    world, model = zero.World.from_env(), nn.Linear(WIDTH, WIDTH, bias=False)
+    begin(world, model, 3).destroy()
+    given = nn.Sequential(model) if way == "part of another" else model
+    again = {
+        "weights": lambda: zero.initialize(
+            model=model, config=config(), weights={"weight": torch.ones(1)}, world=world
+        ),
+        "plan": lambda: zero.Plan(given, optimizer=zero.sgd(0.1), world=world),
+    }
+    with pytest.raises(ConfigError, match=r"weight was taken over by an earlier zero\.initialize.*build it again"):
+        again["weights" if way == "weights" else "plan"]()
+
+
+@STAGES
+def test_what_is_frozen_for_a_while_is_trained_through_and_not_trained(stage):
+    """As the teacher of another model, in eval mode, where no microbatch of its own begins."""
+    model, other = net(), nn.Linear(WIDTH, WIDTH)
+    expected = net()
+    engine = begin(zero.World.from_env(), model, stage)
+    train(engine, model, 1)
+    model.eval().requires_grad_(False)
+    model(other(rows(0, _One()))).backward()
+    assert other.weight.grad is not None
+    model.train().requires_grad_(True)
+    for step in (0, 0):
+        optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+        optimizer.zero_grad()
+        expected(rows(step, _One())).backward()
+        optimizer.step()
+    train(engine, model, 1)
+    close(whole(engine), {name: one.detach() for name, one in expected.named_parameters()})
+    engine.destroy()
+
+
+class ByClass(Net):
+    """Asks its parts for their classes, in the ways that are usual."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.first(batch)
+        for block in self.blocks:
+            known = type(block) == nn.Linear and type(block) in {nn.Linear}  # noqa: E721
+            x = x + (block(x) if known and block.__class__ == nn.Linear else 0) * {nn.Linear: 2}.get(type(block), 1)
+        return self.last(x).square().mean()
+
+
+@STAGES
+def test_a_class_is_what_it_was_to_whoever_compares(stage):
+    torch.manual_seed(0)
+    expected = ByClass()
+    model = copy.deepcopy(expected)
+    engine = begin(zero.World.from_env(), model, stage)
+    train(engine, model, 2)
+    close(whole(engine), {name: one.detach() for name, one in plain(2, expected).named_parameters()})
+    assert type(model) == ByClass  # noqa: E721
+    assert type(model) != Net  # noqa: E721
+    engine.destroy()
+
+
+class Recomputed(Net):
+    """One block at two places, with statistics; and a checkpoint of the old kind, whose forward leaves no trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(one, nn.BatchNorm1d(WIDTH)) for one in self.blocks)
+        self.blocks.append(self.blocks[0])
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.first(batch).tanh()
+        x = checkpoint(self.blocks[0], x, use_reentrant=True)
+        return self.last(x).square().mean() + self.blocks[1](x).square().mean()
+
+
+@STAGES
+def test_a_state_dict_and_a_log_between_steps_leave_gradients_whole(stage):
+    """They read parameters, and no backward comes by what they have read."""
+    torch.manual_seed(0)
+    model = Recomputed()
+    expected = copy.deepcopy(model)
+    engine = begin(zero.World.from_env(), model, stage)
+    assert model.load_state_dict(model.state_dict()).missing_keys == []
+    for step in range(2):
+        model.state_dict()
+        assert sum(one.norm() for one in model.parameters()).item() > 0
+        loss = model(rows(step, _One()))
+        engine.backward(loss)
+        full = zero.get_full(engine, "blocks.0.0.weight", kind="grad")
+        expected.zero_grad()
+        expected(rows(step, _One())).backward()
+        close([("grad", full)], [("grad", expected.blocks[0][0].weight.grad)])
+        engine.step()
+        torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    close(whole(engine), {name: one.detach() for name, one in expected.named_parameters()})
+    engine.destroy()
+
+
+# -- compiled before ---------------------------------------------------------------------------------------------------
+
+
+def whole_model(model: nn.Module, backend) -> nn.Module:
+    return torch.compile(model, backend=backend)
+
+
+def in_its_place(model: nn.Module, backend) -> nn.Module:
+    model.compile(backend=backend)
+    return model
+
+
+def each_block(model: nn.Module, backend) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend=backend)
+    return model
+
+
+def each_block_wrapped(model: nn.Module, backend) -> nn.Module:
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = torch.compile(block, backend=backend)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch hides its own, for all threads or none
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("compiled", [whole_model, in_its_place, each_block, each_block_wrapped])
+def test_a_model_that_was_compiled_before_is_taken_over_and_its_units_are_compiled(compiled, stage):
+    torch.compiler.reset()
+    made: list[int] = []
+
+    def backend(graph, inputs):
+        made.append(len(inputs))
+        return graph.forward
+
+    inner = net()
+    model = compiled(inner, backend)
+    engine = begin(zero.World.from_env(), model, stage)
+    assert engine.module is inner
+    for module in model.modules():  # torch's compiler is asked for units alone, and not for what gathers them
+        assert module._compiled_call_impl is None
+        assert "zero.deepspeed" in module.forward.__module__ or type(module).__name__ != "OptimizedModule"
+    train(engine, model)
+    assert made
+    values = {name.replace("_orig_mod.", ""): one for name, one in whole(engine).items()}
+    close(values, plain().state_dict())
+    engine.destroy()
+
+
+def test_a_compiled_model_that_is_refused_is_left_compiled():
+    model = torch.compile(net(), backend="eager")
+    forward = model.forward
+    with pytest.raises(ConfigError, match="no module of class Missing"):
+        begin(zero.World.from_env(), model, 3, zero_optimization={"stage": 3, "units": ["Missing"]})
+    assert model.forward is forward

@@ -1,0 +1,716 @@
+"""Laws of communication: they hold on any number of ranks, whether ranks are threads or processes."""
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zero.distributed.stalled import PATIENCE_S, PERIOD_S
+from zero.distributed.world import ProcessWorld, SoloWorld, World, ordered_sum
+from zero.errors import ConfigError, DeadlineError, HandshakeError, LayoutError, RankFailedError, WorldError
+from zero.platform.device import Device
+from zero.testing import run_processes, run_ranks
+
+SIZES = [1, 2, 3, 8]
+PROCESSES = [2, 3]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [*FLOATS, torch.float64, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
+SHORT_S = 1.0
+RAGGED = Device.sum_numel + 7
+
+
+def integers(numel: int, *seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(part * 1000**i for i, part in enumerate(seed)))
+    return torch.randint(-9, 10, (numel,), generator=generator).float()
+
+
+def rough(numel: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
+    """Values of very different size: any other order or precision of addition shows."""
+    generator = torch.Generator().manual_seed(7 + rank)
+    exponents = torch.randint(-8, 8, (numel,), generator=generator)
+    return torch.ldexp(torch.randn(numel, generator=generator), exponents).to(dtype)
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    return tensor.contiguous().view(torch.uint8).tolist()
+
+
+# The laws, each a function of one rank's world, so that threads and processes run the very same lines.
+
+
+def transpose(world: World) -> tuple[float, float]:
+    """This rank's part of <gather(x), y> and of <x, reduce_scatter(y)>."""
+    numel = 5
+    x_S, y_P = integers(numel, world.rank, 1), integers(numel * world.size, world.rank, 2)
+    full_P, sum_S = torch.empty_like(y_P), torch.empty(numel)
+    world.gather(x_S, full_P).wait()
+    world.reduce_scatter(y_P, torch.empty_like(y_P), sum_S).wait()
+    return float(full_P @ y_P), float(x_S @ sum_S)
+
+
+def placed(world: World) -> list[bool]:
+    """Rank r's shard lands at place r: every dtype, apart and in place, empty too."""
+    right = []
+    for dtype in DTYPES:
+        for numel in (0, 3):
+            ranks = torch.arange(world.size).repeat_interleave(numel) % 2
+            expected_P = ranks.to(torch.float32).to(dtype)
+            own_S = expected_P[world.rank * numel : (world.rank + 1) * numel]
+            apart_P, inside_P = torch.zeros_like(expected_P), torch.zeros_like(expected_P)
+            inside_S = inside_P[world.rank * numel : (world.rank + 1) * numel]
+            inside_S.copy_(own_S)
+            world.gather(own_S, apart_P, what="apart").wait()
+            world.gather(inside_S, inside_P, what="inside").wait()
+            right += [bits(apart_P) == bits(expected_P), bits(inside_P) == bits(expected_P)]
+    return right
+
+
+def sums(world: World) -> dict[str, tuple[bool, int]]:
+    """For every kind of sum: does it equal a plain loop's, and a hash of its bits."""
+    numel = RAGGED if world.size <= 3 else 71
+    results = {}
+    for dtype in FLOATS:
+        full_P = rough(numel * world.size, dtype, world.rank)
+        chunks = [rough(numel * world.size, dtype, r).view(world.size, -1)[world.rank] for r in range(world.size)]
+        for sum_dtype in {torch.float32, dtype}:
+            total_S = chunks[0].to(sum_dtype)
+            for chunk in chunks[1:]:
+                total_S = total_S + chunk.to(sum_dtype)
+            for accumulate in (False, True):
+                start_S = rough(numel, sum_dtype, 99)
+                sum_S = start_S.clone()
+                world.reduce_scatter(full_P, torch.empty_like(full_P), sum_S, accumulate=accumulate).wait()
+                equal = torch.equal(sum_S, start_S + total_S if accumulate else total_S)
+                name = f"{dtype} into {sum_dtype}, accumulate={accumulate}"
+                results[name] = (equal, torch.hash_tensor(sum_S.float()).item())
+    return results
+
+
+def small_things(world: World) -> dict[str, object]:
+    scalar, table = torch.tensor(1.0 + world.rank), torch.full((2, 3), world.rank)
+    world.all_reduce(scalar, what="norm").wait()
+    world.all_reduce(table).wait()
+    sent = []
+    for source in range(world.size):
+        flags = torch.tensor([[world.rank == source], [True]])
+        world.broadcast(flags, source).wait()
+        sent.append(flags.flatten().tolist())
+    world.barrier("the end")
+    world.agree({"stage": "3", "dtype": "bf16"})
+    return {
+        "scalar": scalar.item(),
+        "table": table.flatten().tolist(),
+        "sent": sent,
+        "texts": [world.share(f"from {world.rank} ü", source) for source in range(world.size)] + [world.share("")],
+    }
+
+
+def out_of_order(world: World) -> tuple[list[float], list[float]]:
+    """Handles are waited for in reverse, and one of them twice."""
+    full_P, sum_S = torch.empty(world.size), torch.zeros(1)
+    gather = world.gather(torch.tensor([float(world.rank)]), full_P)
+    reduce = world.reduce_scatter(torch.ones(world.size), torch.empty(world.size), sum_S, accumulate=True)
+    reduce.wait()
+    reduce.wait()
+    gather.wait()
+    return full_P.tolist(), sum_S.tolist()
+
+
+LAWS = (transpose, placed, sums, small_things, out_of_order)
+
+
+def all_laws(world: World) -> dict[str, object]:
+    with pytest.raises(UserWarning, match="in a rank"):
+        warnings.warn("in a rank", stacklevel=1)
+    return {
+        "threads": torch.get_num_threads(),
+        "kind": type(world).__name__,
+        **{law.__name__: law(world) for law in LAWS},
+    }
+
+
+class CollectiveWorld(ProcessWorld):
+    """The way that GPU tensors take, on host tensors."""
+
+    def _by_collective(self, tensor: torch.Tensor) -> bool:
+        return True
+
+
+def laws_and_stories(world: World) -> dict[str, object]:
+    seen = all_laws(world)
+    with CollectiveWorld(timeout_s=30, device="cpu") as collective:
+        seen["by collective"] = {law.__name__: law(collective) for law in LAWS}
+    return seen | {"stories": stories(world)}
+
+
+@pytest.fixture(scope="module")
+def three_processes():
+    """One start of three processes for all that three processes have to show."""
+    return run_processes(3, laws_and_stories, timeout_s=60)
+
+
+@pytest.fixture(scope="module", params=[*SIZES, *(-size for size in PROCESSES)], ids=lambda n: f"{abs(n)}{'tp'[n < 0]}")
+def outcome(request):
+    """What every rank saw; a positive size means threads, a negative one processes."""
+    size = request.param
+    if size > 0:
+        return run_ranks(size, lambda world: {law.__name__: law(world) for law in LAWS})
+    return request.getfixturevalue("three_processes") if size == -3 else run_processes(-size, all_laws, timeout_s=60)
+
+
+def test_gather_and_reduce_scatter_are_transposes(outcome):
+    """<gather(x), y> = <x, reduce_scatter(y)>, exactly, since the values are small integers."""
+    left, right = zip(*(rank["transpose"] for rank in outcome), strict=True)
+    assert sum(left) == sum(right)
+
+
+def test_a_shard_lands_at_its_ranks_place(outcome):
+    assert all(all(rank["placed"]) for rank in outcome)
+
+
+def test_chunks_are_added_in_rank_order_in_the_dtype_of_the_sum(outcome):
+    for rank in outcome:
+        assert all(equal for equal, _ in rank["sums"].values()), rank["sums"]
+
+
+def test_small_things_reach_every_rank(outcome):
+    size = len(outcome)
+    expected = {
+        "scalar": sum(range(1, size + 1)),
+        "table": [sum(range(size))] * 6,
+        "sent": [[True, True]] * size,
+        "texts": [f"from {source} ü" for source in range(size)] + [""],
+    }
+    assert [rank["small_things"] for rank in outcome] == [expected] * size
+
+
+def test_handles_may_be_waited_for_in_any_order_and_again(outcome):
+    size = len(outcome)
+    assert [rank["out_of_order"] for rank in outcome] == [([float(r) for r in range(size)], [float(size)])] * size
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("outcome", [-size for size in PROCESSES], indirect=True, ids=["2p", "3p"])
+def test_threads_and_processes_give_the_same_bits(outcome):
+    threads = run_ranks(len(outcome), sums)
+    assert [rank["sums"] for rank in outcome] == threads
+    assert {rank["threads"] for rank in outcome} == {1}
+    assert {rank["kind"] for rank in outcome} == {"ProcessWorld"}
+
+
+@pytest.mark.process
+def test_collectives_obey_the_same_laws_with_the_same_bits(three_processes):
+    for rank in three_processes:
+        assert rank["by collective"] == {law.__name__: rank[law.__name__] for law in LAWS}
+
+
+# The local sum.
+
+
+@pytest.mark.parametrize("numel", [0, 1, Device.sum_numel, RAGGED])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_the_chunked_sum_is_the_plain_sum(numel, size, accumulate):
+    for dtype in FLOATS:
+        chunks = [rough(numel, dtype, r) for r in range(size)]
+        start = rough(numel, torch.float32, 99)
+        total = chunks[0].float()
+        for chunk in chunks[1:]:
+            total = total + chunk.float()
+        out = start.clone()
+        ordered_sum(chunks, out, accumulate=accumulate)
+        assert torch.equal(out, start + total if accumulate else total)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_the_sum_allocates_only_its_scratch(dtype, accumulate):
+    chunks, out = [rough(4 * RAGGED, dtype, r) for r in range(3)], torch.zeros(4 * RAGGED)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        ordered_sum(chunks, out, accumulate=accumulate)
+    allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.events())
+    scratches = int(accumulate) + int(dtype != torch.float32)
+    assert allocated <= scratches * Device.sum_numel * 4
+
+
+# What a world refuses.
+
+
+def test_sizes_and_dtypes_that_do_not_fit_are_refused():
+    world = SoloWorld()
+    with pytest.raises(LayoutError, match=r"gather of head: got shape \(3,\)"):
+        world.gather(torch.zeros(2), torch.zeros(3), what="head")
+    with pytest.raises(LayoutError, match="bfloat16"):
+        world.gather(torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16))
+    with pytest.raises(LayoutError, match="strides"):
+        world.reduce_scatter(torch.zeros(4)[::2], torch.zeros(2), torch.zeros(2))
+    with pytest.raises(WorldError, match="ranks 0 to 0"):
+        world.broadcast(torch.zeros(1), source=1)
+
+
+def test_a_sum_inside_its_own_summand_is_refused():
+    def inside(world: World) -> None:
+        full_P = torch.zeros(2 * world.size)
+        world.reduce_scatter(full_P, torch.zeros_like(full_P), full_P[:2])
+
+    with pytest.raises(LayoutError, match="still read"):
+        run_ranks(2, inside)
+
+
+def test_a_solo_sum_may_be_its_summand_and_needs_no_scratch():
+    full_P = torch.arange(3.0)
+    SoloWorld().reduce_scatter(full_P, torch.empty(0), full_P).wait()
+    assert full_P.tolist() == [0, 1, 2]
+
+
+# The handshake.
+
+SETTINGS = {"layouts": "h.0: 4096; h.1: 4096", "precision": "bf16", "seed": "0", "torch": "2.13.0", "zero.stage": "3"}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("odd", [0, 2])
+def test_the_handshake_names_the_field_that_differs(name, odd):
+    def greet(world: World) -> str:
+        fields = SETTINGS | ({name: "other"} if world.rank == odd else {})
+        with pytest.raises(HandshakeError) as refusal:
+            world.agree(fields)
+        return str(refusal.value)
+
+    same = ", ".join(str(r) for r in range(3) if r != odd)
+    messages = run_ranks(3, greet)
+    assert len(set(messages)) == 1
+    assert f"different settings: {name} is" in messages[0]
+    assert f"other on rank {odd}" in messages[0]
+    assert f"{SETTINGS[name]} on ranks {same}" in messages[0]
+
+
+def test_the_handshake_names_a_field_that_only_one_rank_has():
+    with pytest.raises(HandshakeError, match=r"extra is \(absent\) on rank 0; 1 on rank 1"):
+        run_ranks(2, lambda world: world.agree({"seed": "0"} | ({"extra": "1"} if world.rank else {})))
+
+
+def test_the_handshake_cuts_long_values_to_where_they_differ():
+    with pytest.raises(HandshakeError, match=r"xyz0x.*on rank 0.*xyz1x") as refusal:
+        run_ranks(2, lambda world: world.agree({"config": "x" * 9000 + f"xyz{world.rank}" + "x" * 9000}))
+    assert len(str(refusal.value)) < 600
+
+
+# Threads that cannot go on.
+
+
+def test_ranks_that_run_different_operations_are_named():
+    def differ(world: World) -> None:
+        world.barrier("start")
+        if world.rank == 1:
+            world.barrier("the end")
+        else:
+            world.all_reduce(torch.zeros(2), what="norm").wait()
+
+    with pytest.raises(WorldError, match=r"barrier of the end, .* on rank 1") as refusal:
+        run_ranks(3, differ)
+    assert "all_reduce of norm, 6 elements of torch.float32 on rank" in str(refusal.value)
+
+
+@pytest.mark.parametrize("other", [torch.zeros(3), torch.zeros(2, dtype=torch.int32)], ids=["shape", "dtype"])
+def test_ranks_that_bring_other_shapes_or_dtypes_are_named(other):
+    with pytest.raises(WorldError, match="different operations: all_reduce"):
+        run_ranks(2, lambda world: world.all_reduce(torch.zeros(2) if world.rank else other.clone()).wait())
+
+
+def test_a_rank_that_never_comes_is_named_with_its_last_operation():
+    release = threading.Event()
+
+    def late(world: World) -> None:
+        world.barrier("start")
+        world.timeout_s = 0.2
+        if world.rank == 1:
+            release.wait(20)
+        else:
+            try:
+                world.barrier("the end")
+            finally:
+                release.set()
+
+    with pytest.raises(
+        DeadlineError, match=r"waited 0\.2 s in barrier of the end; not there: rank 1, last .* of start"
+    ):
+        run_ranks(2, late)
+
+
+def test_a_rank_that_raises_releases_the_others_and_is_raised():
+    seen: dict[int, str] = {}
+
+    def fall(world: World) -> None:
+        if world.rank == 2:
+            raise ValueError("bad batch")
+        try:
+            world.barrier("the end")
+        except RankFailedError as error:
+            seen[world.rank] = str(error)
+            raise
+
+    start_s = time.monotonic()
+    with pytest.raises(ValueError, match="bad batch") as failure:
+        run_ranks(3, fall)
+    assert time.monotonic() - start_s < 5
+    assert failure.value.__notes__ == ["raised on rank 2 of 3"]
+    assert seen == {
+        r: f"rank 2 failed first: ValueError: bad batch; rank {r} was in barrier of the end" for r in (0, 1)
+    }
+
+
+def test_a_rank_that_leaves_early_is_named_at_once():
+    with pytest.raises(WorldError, match="rank 0 left the world; rank 1 was in barrier of the end"):
+        run_ranks(2, lambda world: world.barrier("the end") if world.rank else None)
+
+
+def test_a_rank_that_hangs_is_shown_with_its_stack():
+    release = threading.Event()
+
+    def stand_still(world: World) -> None:
+        release.wait(20)
+
+    with pytest.raises(DeadlineError, match=r"(?s)ranks 0, 1 of 2 still running after 0\.2 s.*in stand_still"):
+        run_ranks(2, stand_still, timeout_s=0.2)
+    release.set()
+
+
+def test_exclusive_keeps_torchs_generator_to_one_rank():
+    def draw(world: World) -> list[float]:
+        values = []
+        for seed in range(50):
+            with world.exclusive():
+                torch.manual_seed(seed)
+                values += [torch.rand(()).item() for _ in range(5)]
+        return values
+
+    first, *rest = run_ranks(4, draw)
+    assert rest == [first] * 3
+
+
+def save_the_generator_amid_garbage(world):
+    """What checkpoints do, with cycles of tensors lying about."""
+    for _ in range(300):
+        cycle = [2 * torch.zeros(1, requires_grad=True)]
+        cycle.append(cycle)
+        torch.set_rng_state(torch.get_rng_state())
+    return gc.isenabled()
+
+
+def test_ranks_that_save_torchs_generator_do_not_lock_each_other_out():
+    """A collection inside torch's generator lock gives Python's away: two threads then wait for each other for ever."""
+    before = gc.get_threshold()
+    gc.set_threshold(5, 2, 2)  # without the rule, this hangs at once
+    try:
+        assert run_ranks(3, save_the_generator_amid_garbage) == [False] * 3
+    finally:
+        gc.set_threshold(*before)
+    assert gc.isenabled()
+
+
+# The environment.
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_without_torchruns_environment_the_world_is_solo(bare):
+    world = World.from_env(device="cpu")
+    assert (type(world), world.rank, world.size, world.device.type) == (SoloWorld, 0, 1, "cpu")
+
+
+def test_half_an_environment_is_refused(bare):
+    bare.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="lacks RANK, MASTER_ADDR, MASTER_PORT; start the ranks with torchrun"):
+        World.from_env(device="cpu")
+    bare.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match="WORLD_SIZE must be a whole number, not 'two'"):
+        World.from_env(device="cpu")
+
+
+def test_a_rank_that_never_starts_is_named(bare):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in environment.items():
+        bare.setenv(name, value)
+    with pytest.raises(DeadlineError, match="rank 0 of 3 waited 1 s for ranks 1, 2 to start"):
+        World.from_env(timeout_s=SHORT_S, device="cpu")
+
+
+def one_of_two(bare, connect) -> tuple[dist.TCPStore, str]:
+    """Rank 0 of a world of two whose rank 1 is a store; `connect` is what connecting does."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    for name, value in {**environment, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        bare.setenv(name, value)
+    bare.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    bare.setattr(dist, "init_process_group", connect)
+    store.set("zero/0/1/here/1", "")
+    return store, "zero/0/1/connected/1"
+
+
+def test_nobody_enters_a_world_before_all_are_connected(bare):
+    """Who enters may leave, and would tear the connections that others still make."""
+    store, connected = one_of_two(bare, lambda *_, **__: None)
+    with pytest.raises(DeadlineError, match="rank 0 of 2 waited 1 s for rank 1 to connect"):
+        World.from_env(timeout_s=SHORT_S, device="cpu")
+    store.delete_key("zero/opened/0/0")
+    store.set(connected, "rank 1 of 2 could not connect to the others: no route")
+    with pytest.raises(RankFailedError, match="rank 1 of 2 could not connect to the others: no route"):
+        World.from_env(timeout_s=60.0, device="cpu")
+
+
+def test_a_connection_that_is_torn_is_no_deadline(bare):
+    def torn(*_, **__):
+        raise RuntimeError("Connection closed by peer")
+
+    _store, _ = one_of_two(bare, torn)
+    with pytest.raises(RankFailedError, match="rank 0 of 2 could not connect to the others: Connection closed by peer"):
+        World.from_env(timeout_s=60.0, device="cpu")
+
+
+# Processes that cannot go on. A process group is there already, so each case opens a world beside it.
+
+
+def raises(world: World) -> None:
+    if world.rank == 1:
+        raise ValueError("bad batch")
+    world.barrier("the end")
+
+
+def leaves(world: World) -> None:
+    if world.rank != 1:
+        world.barrier("the end")
+
+
+def differs(world: World) -> None:
+    world.barrier("start")
+    full_P = torch.zeros(world.size, dtype=torch.int32 if world.rank == 1 else torch.float32)
+    handle = world.gather(full_P[:1].clone(), full_P, what="h.0")
+    with pytest.raises(WorldError):
+        handle.wait()
+    handle.wait()
+
+
+def comes_late(world: World) -> None:
+    if world.rank != 1:
+        world.barrier("the end")
+
+
+CASES = (raises, leaves, differs, comes_late)
+
+
+def stories(outer: World) -> dict[str, str]:
+    """What each case told this rank."""
+    told = {}
+    for case in CASES:
+        world = ProcessWorld(timeout_s=SHORT_S, device="cpu")
+        try:
+            if case is comes_late:
+                case(world)
+                outer.barrier("rank 1 waits here until the others have given up")
+                world.close()
+            else:
+                with world:
+                    case(world)
+        except Exception as error:
+            told[case.__name__] = f"{type(error).__name__}: {error}"
+            if case is comes_late:
+                outer.barrier("rank 1 waits here until the others have given up")
+            with pytest.raises(WorldError):
+                world.barrier("after a failure")
+        world.close()
+        outer.barrier("next case")
+    return told
+
+
+@pytest.fixture
+def told(three_processes):
+    return [rank["stories"] for rank in three_processes]
+
+
+@pytest.mark.process
+def test_processes_name_the_rank_that_raised(told):
+    assert told[1]["raises"] == "ValueError: bad batch"
+    for r in (0, 2):
+        assert told[r]["raises"] == (
+            f"RankFailedError: rank 1 failed first: ValueError: bad batch; rank {r} was in barrier of the end"
+        )
+
+
+@pytest.mark.process
+def test_processes_name_the_rank_that_left(told):
+    assert "leaves" not in told[1]
+    for r in (0, 2):
+        assert told[r]["leaves"] == f"WorldError: rank 1 left the world; rank {r} was in barrier of the end"
+
+
+UNCLOSED = """
+import sys
+import zero
+
+world = zero.World.from_env(20.0, "cpu")
+world.barrier("start")
+if world.rank == 1:
+    exec(sys.argv[1])
+else:
+    try:
+        world.barrier("the end")
+    except zero.errors.WorldError as error:
+        print(type(error).__name__, error)
+"""
+
+
+def scripts(*arguments: str) -> list[subprocess.Popen[str]]:
+    """A process for each rank of two; rank 0 hosts the store."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return [
+        subprocess.Popen([sys.executable, "-c", *arguments], env={**shared, "RANK": str(rank)}, **pipes)
+        for rank in range(2)
+    ]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("raise ValueError('bad batch')", "RankFailedError rank 1 failed first: ValueError: bad batch"),
+        ("sys.exit(3)", "WorldError rank 1 left the world (its process came to its end)"),
+    ],
+)
+def test_a_script_that_ends_without_closing_its_world_says_why(end, said):
+    ranks = scripts(UNCLOSED, end)
+    answers = [rank.communicate(timeout=60) for rank in ranks]
+    assert answers[0] == (f"{said}; rank 0 was in barrier of the end\n", "")
+    assert ("ValueError: bad batch" in answers[1][1]) == ("bad batch" in said)  # its traceback is its own
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("opened", ["world = zero.World.from_env(20.0, 'cpu')", "with zero.World.from_env() as world:"])
+def test_a_script_that_ends_when_the_stores_host_is_gone_has_nothing_to_say(opened):
+    """torch would print a stack of its C++."""
+    indent = "    " if opened.endswith(":") else ""
+    ranks = scripts(f"import zero\n{opened}\n{indent}world.barrier('start')\n{indent}world.rank and input()\n")
+    assert ranks[0].communicate(timeout=60) == ("", "")
+    assert ranks[1].communicate("go on\n", timeout=60) == ("", "")
+
+
+@pytest.mark.process
+def test_processes_name_what_they_did_differently(told):
+    """Gloo alone would have mixed the dtypes up and gone on."""
+    for r in range(3):
+        assert told[r]["differs"] == (
+            "WorldError: the ranks run different operations: gather of h.0, 3 elements of torch.float32 on ranks 0, 2; "
+            "gather of h.0, 3 elements of torch.int32 on rank 1"
+        )
+
+
+def differs_for_long(world: World, busy_s: float) -> tuple[str, float]:
+    """Rank 1 starts another operation, and then is not in a wait but elsewhere."""
+    world.barrier("start")
+    begin_s = time.monotonic()
+    handle = world.all_reduce(torch.zeros(2 + (world.rank == 1)), what="norm")
+    if world.rank == 1:
+        threading.Event().wait(busy_s)
+    with pytest.raises(WorldError) as refusal:
+        handle.wait()
+    assert type(refusal.value) is WorldError
+    return str(refusal.value), time.monotonic() - begin_s
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("busy_s", [0.0, 6.0])
+def test_processes_whose_operations_differ_are_told_long_before_the_deadline(busy_s):
+    """Gloo's waits would go on for the 120 s that a world of run_processes has."""
+    answers = run_processes(3, differs_for_long, busy_s)
+    for r, (said, after_s) in enumerate(answers):
+        assert said == (
+            "the ranks run different operations: all_reduce of norm, 6 elements of torch.float32 on ranks 0, 2; "
+            "all_reduce of norm, 9 elements of torch.float32 on rank 1"
+        )
+        assert after_s < 12 + busy_s * (r == 1)
+
+
+def is_slow(world: World) -> float:
+    world.barrier("start")
+    if world.rank == 1:
+        threading.Event().wait(PATIENCE_S + 3 * PERIOD_S)
+    told = torch.ones(2)
+    world.all_reduce(told).wait()
+    return float(told.sum())
+
+
+@pytest.mark.process
+def test_a_slow_process_is_asked_and_waited_for():
+    assert run_processes(2, is_slow) == [4.0, 4.0]
+
+
+@pytest.mark.process
+def test_processes_name_the_rank_that_did_not_come(told):
+    for r in (0, 2):
+        assert told[r]["comes_late"].startswith(f"DeadlineError: rank {r} ")
+        assert "in barrier of the end" in told[r]["comes_late"]
+        assert "no word from rank 1: busy elsewhere, stopped or dead" in told[r]["comes_late"]
+
+
+def is_killed(world: World) -> None:
+    world.barrier("start")
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RankFailedError, match=r"rank 0 lost rank 1 in barrier of the end; .* signal 9"):
+        world.barrier("the end")
+
+
+@pytest.mark.process
+def test_a_killed_process_is_named_by_the_others_and_by_the_parent():
+    with pytest.raises(RankFailedError, match=r"rank 1 left without a result: killed by signal 9 \(SIGKILL\)"):
+        run_processes(2, is_killed, timeout_s=30)
+
+
+def is_wrong(world: World) -> None:
+    raise ValueError("bad batch")
+
+
+@pytest.mark.process
+def test_processes_that_raised_leave_no_descriptor_to_the_collector():
+    left = []
+    gc.disable()
+    try:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="bad batch"):
+                run_processes(1, is_wrong)
+            left.append(len(os.listdir("/proc/self/fd")))
+    finally:
+        gc.enable()
+    assert left[0] == left[1]
+
+
+def stands_still(world: World) -> None:
+    threading.Event().wait(600)
+
+
+@pytest.mark.process
+def test_a_process_that_hangs_is_stopped_and_shown_with_its_stack():
+    with pytest.raises(DeadlineError, match=r"(?s)rank 0 of 1 still running after 1 s.*in stands_still"):
+        run_processes(1, stands_still, timeout_s=SHORT_S)

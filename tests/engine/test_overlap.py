@@ -1,0 +1,157 @@
+"""What should happen meanwhile does happen meanwhile: an engine that did all in a row would give the same bits."""
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero
+from zero.testing import run_ranks
+
+WIDTH, LAYERS = 16, 5
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Watched:
+    """A handle that says when it is waited for."""
+
+    def __init__(self, handle, events: list[str], name: str) -> None:
+        self._handle, self._events, self._name = handle, events, name
+
+    def wait(self) -> None:
+        self._events.append(f"wait {self._name}")
+        self._handle.wait()
+
+
+def watch(world: zero.World, events: list[str]) -> None:
+    """Note every gather and reduction, when it starts and when it is waited for."""
+    gather, reduce_scatter = world.gather, world.reduce_scatter
+
+    def watched_gather(shard_S, full_P, *, what=""):
+        events.append(f"gather {what}")
+        return Watched(gather(shard_S, full_P, what=what), events, f"gather {what}")
+
+    def watched_reduce(full_P, recv_P, sum_S, *, accumulate=False, what=""):
+        events.append(f"reduce {what}")
+        handle = reduce_scatter(full_P, recv_P, sum_S, accumulate=accumulate, what=what)
+        return Watched(handle, events, f"reduce {what}")
+
+    world.gather, world.reduce_scatter = watched_gather, watched_reduce
+
+
+def events_of(steps: int, **settings) -> list[str]:
+    """The last of `steps` steps of rank 0, with the forward and backward of each layer."""
+
+    def rank_main(world: zero.World) -> list[str]:
+        with world.exclusive(), zero.empty():
+            model = Stack()
+        plan = zero.Plan(model, optimizer=zero.adamw(1e-3, clip=1.0), world=world, **settings)
+        state = zero.init(plan, zero.open_store(plan))
+        events: list[str] = []
+        watch(world, events)
+        for number, unit in enumerate(state.model.layers):
+            unit.register_forward_pre_hook(lambda *_, n=number: events.append(f"forward {n}"))
+            unit.register_full_backward_hook(lambda *_, n=number: events.append(f"backward {n}"))
+        apply = state.runtime.updater.apply
+        forced = lambda unit: (events.append(f"update {unit.spec.name}"), apply(unit))  # noqa: E731
+        state.runtime.gatherer.residency._force = forced
+        step = zero.make_step(plan, lambda model, x: model(x).square().mean())
+        for _ in range(steps):
+            events.clear()
+            state, _ = step(state, [torch.ones(2, WIDTH, requires_grad=True)])
+        return events
+
+    return run_ranks(2, rank_main)[0]
+
+
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_a_gather_starts_before_the_unit_ahead_of_it_computes(prefetch):
+    events = events_of(3, prefetch=prefetch)
+    for number in range(1, LAYERS):
+        before = events.index(f"forward {max(0, number - prefetch)}")
+        assert events.index(f"gather layers.{number}") < before
+        assert events.index(f"wait gather layers.{number}") > events.index(f"forward {number - 1}")
+
+
+def test_without_prefetch_nothing_is_gathered_ahead():
+    events = events_of(3, prefetch=0)
+    for number in range(1, LAYERS):
+        assert events.index(f"gather layers.{number}") > events.index(f"forward {number - 1}")
+
+
+def test_backward_gathers_ahead_too():
+    """Layers 4 and 3 are still there when backward begins; layer 2 comes while 3 computes, so before 4 is reduced."""
+    events = events_of(3, prefetch=1)
+    backward = events[events.index(f"forward {LAYERS - 1}") :]
+    assert "gather layers.4" not in backward
+    assert backward.index("gather layers.2") < backward.index("reduce the gradient of layers.3")
+    assert backward.index("wait gather layers.2") > backward.index("reduce the gradient of layers.3")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_reduction_is_under_way_while_the_next_unit_goes_backward(stage):
+    events = events_of(2, stage=zero.Stage(stage))
+    for number in range(2, LAYERS):
+        waited = events.index(f"wait reduce the gradient of layers.{number}")
+        assert waited > events.index(f"reduce the gradient of layers.{number - 1}")
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_an_update_waits_for_its_unit(stage):
+    """With clipping on, unit n is updated in the next forward, just before unit n - 1 computes."""
+    events = events_of(3, stage=zero.Stage(stage))
+    for number in range(1, LAYERS):
+        update = events.index(f"update layers.{number}")
+        assert update < events.index(f"forward {number - 1}")
+        assert number == 1 or update > events.index(f"forward {number - 2}")
+
+
+@pytest.mark.parametrize("update", ["lazy", "serial", "eager"])
+def test_what_waits_after_a_step(update):
+    def rank_main(world: zero.World) -> set[bool]:
+        with world.exclusive(), zero.empty():
+            model = Stack()
+        plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, update=update)
+        state, _ = zero.make_step(plan, lambda model, x: model(x).square().mean())(
+            zero.init(plan, zero.open_store(plan)), [torch.ones(2, WIDTH)]
+        )
+        return {unit.waiting is not None for unit in state.runtime.units}
+
+    assert run_ranks(2, rank_main)[0] == {update == "lazy"}
+
+
+def test_nothing_is_ever_whole_at_stage_3(monkeypatch):
+    """While `init` runs, one owner at a time has real parameters; afterwards a rank holds its shards."""
+    real: list[int] = []
+    reset = nn.Linear.reset_parameters
+
+    def counted(module: nn.Linear) -> None:
+        reset(module)
+        everywhere = [one for one in gc.get_objects() if type(one) is nn.Parameter]
+        real.append(sum(one.numel() for one in everywhere if not one.is_meta))
+
+    with zero.empty():
+        model = Stack()
+    monkeypatch.setattr(nn.Linear, "reset_parameters", counted)
+    before = sum(one.numel() for one in gc.get_objects() if type(one) is nn.Parameter and not one.is_meta)
+
+    def rank_main(world: zero.World) -> int:
+        plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world)
+        state = zero.init(plan, zero.open_store(plan))
+        return sum(unit.shard_S.untyped_storage().nbytes() for unit in state.runtime.units)
+
+    shards = run_ranks(4, rank_main)
+    assert len(real) == 4 * LAYERS
+    assert max(real) - before == WIDTH * WIDTH + WIDTH
+    assert max(shards) < 4 * sum(parameter.numel() for parameter in model.parameters()) / 2

@@ -1,0 +1,229 @@
+"""Gradients that arrive late, in parts, or only sometimes: no stage loses or double-counts one."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero
+from zero.engine.full import digest, full_state_dict
+from zero.engine.gather import Gatherer
+from zero.errors import ConfigError, HandshakeError, StaleStateError
+from zero.testing import run_ranks
+
+WIDTH = 8
+
+
+class Stack(nn.Module):
+    """Layers of one size; a batch says how often the stack is run over and which layers are left out."""
+
+    def __init__(self, layers: int = 5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+
+    def forward(self, x: Tensor, loops: int, skip: frozenset[int]) -> Tensor:
+        for _ in range(loops):
+            for number, layer in enumerate(self.layers):
+                if number not in skip:
+                    x = x + torch.tanh(layer(x))
+        return x
+
+
+def square(model: nn.Module, batch: tuple[Tensor, int, frozenset[int]]) -> Tensor:
+    return model(*batch).square().mean()
+
+
+def batch_of(step: int, rank: int, micro: int, *, loops: int = 1, skip: tuple[int, ...] = ()):
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
+    return torch.randn(4, WIDTH, generator=generator), loops, frozenset(skip)
+
+
+def start(world: zero.World, optimizer=None, **settings):
+    with world.exclusive(), zero.empty():
+        model = Stack()
+    plan = zero.Plan(model, optimizer=optimizer or zero.adamw(1e-2), world=world, **settings)
+    return zero.init(plan, zero.open_store(plan), seed=3), zero.make_step(plan, square)
+
+
+def plain(world_size: int, batches, *, steps: int, clip: float | None) -> dict[str, Tensor]:
+    """The same training in one process with torch's optimizer; unused parameters have zero gradients."""
+    state = run_ranks(1, lambda world: full_state_dict(start(world)[0]))[0]
+    model = Stack()
+    model.load_state_dict(state)
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decay, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=False)
+        for rank in range(world_size):
+            several = batches(step, rank)
+            for batch in several:
+                (square(model, batch) / (world_size * len(several))).backward()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return {name: tensor.detach() for name, tensor in model.named_parameters()}
+
+
+@pytest.mark.parametrize("update", ["lazy", "serial", "eager"])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_unit_of_an_earlier_microbatch_counts(size, stage, update):
+    """Layer 2 runs in the first microbatch only: its gradient is reduced, is in the norm and is applied."""
+    clip = None if update == "eager" else 0.05
+
+    def batches(step: int, rank: int):
+        return [batch_of(step, rank, 0), batch_of(step, rank, 1, skip=(2,))]
+
+    def rank_main(world: zero.World):
+        state, step = start(world, zero.adamw(1e-2, clip=clip), stage=zero.Stage(stage), update=update, accumulate=2)
+        for number in range(3):
+            state, _ = step(state, batches(number, world.rank))
+        return full_state_dict(state)
+
+    expected = plain(size, batches, steps=3, clip=clip)
+    for found in run_ranks(size, rank_main):
+        for name, tensor in found.items():
+            # the order of addition differs from torch's; Adam's first steps divide by small roots
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_nan_of_an_earlier_microbatch_is_skipped(size, stage):
+    def rank_main(world: zero.World):
+        state, step = start(world, stage=zero.Stage(stage), accumulate=2)
+        before = full_state_dict(state)
+        bad, _, _ = batch_of(0, world.rank, 0)
+        only_layer_2 = (bad * torch.nan, 1, frozenset({0, 1, 3, 4}))
+        state, metrics = step(state, [only_layer_2, batch_of(0, world.rank, 1, skip=(2,))])
+        after = full_state_dict(state)
+        return metrics.skipped, metrics.nonfinite_unit, all(torch.equal(before[name], after[name]) for name in before)
+
+    assert run_ranks(size, rank_main) == [(True, "layers.2", True)] * size
+
+
+@pytest.mark.parametrize("update", ["lazy", "eager"])
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_eager_is_serial_with_accumulation(update, accumulate):
+    """Reductions of an early microbatch may complete during a later one; they are not final for that."""
+
+    def rank_main(world: zero.World, stage: int, update: str) -> str:
+        state, step = start(world, stage=zero.Stage(stage), update=update, accumulate=accumulate)
+        for number in range(3):
+            state, _ = step(state, [batch_of(number, world.rank, micro) for micro in range(accumulate)])
+        return digest(state)
+
+    for size in (1, 2):
+        for stage in range(4):
+            assert run_ranks(size, rank_main, stage, update) == run_ranks(size, rank_main, stage, "serial")
+
+
+@pytest.mark.parametrize("update", ["lazy", "eager"])
+@pytest.mark.parametrize("loops", [2, 3])
+def test_a_stack_that_is_looped_over_needs_no_more_memory(loops, update):
+    """Every unit's calls are spread over the whole backward, and still no pool grows."""
+
+    def rank_main(world: zero.World, stage: int):
+        state, step = start(world, stage=zero.Stage(stage), update=update)
+        for number in range(3):
+            state, _ = step(state, [batch_of(number, world.rank, 0, loops=loops)])
+        parts, planned = state.runtime, state.plan.bytes["device"]
+        flats = sum(flat.flat_P.nbytes for several in parts.reducer._free.values() for flat in several)
+        assert flats == planned["gradient flats"]
+        if parts.gatherer.pool is not None:
+            assert parts.gatherer.pool.overflowed == 0
+            assert parts.gatherer.pool.allocated_bytes == planned["gathered units"]
+        return digest(state)
+
+    found = {one for stage in range(4) for one in run_ranks(2, rank_main, stage)}
+    assert len(found) == 1
+
+
+def test_an_interrupted_update_is_never_taken_for_a_state(monkeypatch):
+    """Ctrl-C in the middle of a page: whoever comes next is told, at every later use."""
+    state, step = start(zero.World.from_env())
+    state, _ = step(state, [batch_of(0, 0, 0)])
+
+    def interrupted(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(state.runtime.updater, "_update", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(state, [batch_of(1, 0, 0)])
+    with pytest.raises(StaleStateError, match="interrupted"):
+        step(state, [batch_of(1, 0, 0)])
+    with pytest.raises(StaleStateError, match="interrupted"):
+        full_state_dict(state)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_that_arrives_and_is_never_settled_is_not_left_out(monkeypatch, stage):
+    state, step = start(zero.World.from_env(), stage=stage)
+    monkeypatch.setattr(Gatherer, "_close", lambda self, unit: unit.calls.clear())
+    with pytest.raises(AssertionError, match="have arrived and were never reduced"):
+        step(state, [batch_of(0, 0, 0)])
+
+
+def test_evaluation_leaves_every_module_in_its_mode():
+    state, _ = start(zero.World.from_env())
+    state.model.layers[1].eval()
+    modes = [module.training for module in state.model.modules()]
+    zero.make_forward(state.plan, lambda model: model.training)(state)
+    assert [module.training for module in state.model.modules()] == modes
+
+
+def test_a_state_belongs_to_its_plan():
+    (state, _), (_, other) = start(zero.World.from_env()), start(zero.World.from_env())
+    with pytest.raises(ConfigError, match="another Plan"):
+        other(state, [batch_of(0, 0, 0)])
+
+
+@pytest.mark.parametrize("what", ["lr", "beta1", "weights"])
+def test_ranks_that_start_apart_are_refused(what):
+    def rank_main(world: zero.World) -> None:
+        with world.exclusive(), zero.empty():
+            model = Stack()
+        odd = world.rank == 1
+        optimizer = zero.adamw(2e-2 if odd and what == "lr" else 1e-2, beta1=0.8 if odd and what == "beta1" else 0.9)
+        plan = zero.Plan(model, optimizer=optimizer, world=world)
+
+        def fill(name: str, tensor: Tensor) -> None:
+            tensor.fill_(1.0 + (odd and what == "weights"))
+
+        zero.init(plan, zero.open_store(plan), weights=fill)
+
+    with pytest.raises(HandshakeError, match={"lr": "lr", "beta1": "settings", "weights": "first values"}[what]):
+        run_ranks(2, rank_main)
+
+
+def test_a_model_that_was_built_whole_keeps_its_values():
+    """Finetuning must not begin with noise."""
+    model = Stack()
+    world = zero.World.from_env()
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-2), world=world, stage=3, precision="fp32", units=[nn.Linear])
+    found = full_state_dict(zero.init(plan, zero.open_store(plan), seed=5))
+    assert all(torch.equal(found[name], parameter) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("given", [torch.ones(1, 8), {"x": 1}, "batch"])
+def test_microbatches_are_a_list(given):
+    """A tensor has a length and elements too: rows would be taken for microbatches."""
+    state, step = start(zero.World.from_env())
+    with pytest.raises(ConfigError, match="list"):
+        step(state, given)
+
+
+def test_a_loss_is_a_scalar():
+    state, _ = start(zero.World.from_env())
+    step = zero.make_step(state.plan, lambda model, batch: model(*batch))
+    with pytest.raises(ConfigError, match="scalar"):
+        step(state, [batch_of(0, 0, 0)])
+
+
+def test_units_are_a_list_of_classes_or_names():
+    with pytest.raises(ConfigError, match=r"\['Linear'\]"):
+        zero.Plan(Stack(), optimizer=zero.adamw(1e-2), world=zero.World.from_env(), units="Linear")

@@ -1,0 +1,187 @@
+"""Placement is not arithmetic: on one world, nothing that says where a tensor sleeps or when it moves changes a bit.
+
+Digests hold parameters, moments, buffers, step and loss scale; metrics are compared bit for bit beside them. Buffers
+are a rank's own, so a rank is compared with the same rank.
+"""
+
+import pytest
+import torch
+
+import zero
+from tests.common.small import Setting, slice_of, small_batch, train_small
+from zero.engine.full import digest, full_state_dict
+from zero.testing import run_processes, run_ranks
+from zero.trainer.models import GPT, GPTConfig, loss as gpt_loss
+
+KiB = 1024
+
+
+def placements(*, eager: bool) -> list[Setting]:
+    """16 placements in which every pair of choices of any two columns occurs: an orthogonal array over GF(4)."""
+    times = ((0, 0, 0, 0), (0, 1, 2, 3), (0, 2, 3, 1), (0, 3, 1, 2))
+    updates = ("lazy", "serial", "lazy", "eager" if eager else "serial")
+    return [
+        Setting(
+            stage=a,
+            prefetch=b,
+            update=updates[a ^ b],
+            activations=("keep", "remat")[(a ^ times[2][b]) % 2],
+            page_bytes=(8 * KiB, 16 * KiB)[(a ^ times[3][b]) % 2],
+        )
+        for a in range(4)
+        for b in range(4)
+    ]
+
+
+def test_the_placements_cover_every_pair():
+    """The array is what it says: every stage meets every prefetch, update, kind of activations and page size."""
+    for eager, updates in ((True, 3), (False, 2)):
+        rows = placements(eager=eager)
+        for key, count in (("prefetch", 4), ("update", updates), ("activations", 2), ("page_bytes", 2)):
+            assert len({(row.stage, getattr(row, key)) for row in rows}) == 4 * count
+        assert len({(row.update, row.activations) for row in rows}) == updates * 2
+        assert len({(row.prefetch, row.activations) for row in rows}) == 8
+
+
+@pytest.mark.parametrize(
+    ("size", "precision", "clip"),
+    [
+        *((3, precision, clip) for precision in ("fp32", "bf16", "fp16") for clip in (None, 0.5)),
+        *((2, precision, clip) for precision, clip in (("fp32", 0.5), ("bf16", None), ("fp16", 0.5))),
+        *((1, precision, clip) for precision, clip in (("fp32", None), ("bf16", 0.5), ("fp16", 0.5))),
+        *((8, precision, clip) for precision, clip in (("fp32", 0.5), ("bf16", None), ("fp16", 0.5))),
+    ],
+)
+def test_no_placement_changes_a_bit(size, precision, clip):
+    """Stage, prefetch, update, activations and page size: the same digests and metrics on every rank."""
+    eager = clip is None and precision != "fp16"
+    first, *others = (setting.but(precision=precision, clip=clip) for setting in placements(eager=eager))
+    expected = run_ranks(size, train_small, first)
+    for other in others if size < 8 else others[3::4]:  # 8 ranks: one for each stage
+        assert run_ranks(size, train_small, other) == expected, other
+
+
+@pytest.mark.parametrize("optimizer", [zero.sgd, zero.lion, zero.adam])
+def test_no_stage_changes_a_bit_with_other_optimizers(optimizer):
+    """Moments are counted, not known by name."""
+    setting = Setting(optimizer=optimizer, clip=0.5)
+    expected = run_ranks(3, train_small, setting.but(stage=0))
+    for stage in (1, 2, 3):
+        assert run_ranks(3, train_small, setting.but(stage=stage)) == expected
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_stage_changes_a_bit_with_a_narrow_reduction(size):
+    """Gradients that travel in bf16 are rounded before any rank adds them, so every stage rounds alike."""
+    setting = Setting(reduce="bf16", clip=0.5)
+    expected = run_ranks(size, train_small, setting.but(stage=0))
+    for stage in (1, 2, 3):
+        assert run_ranks(size, train_small, setting.but(stage=stage)) == expected
+    exact = run_ranks(size, train_small, setting.but(reduce="fp32"))
+    assert (expected == exact) is (size == 1), "one rank sends nothing"
+
+
+def test_the_same_run_twice_gives_the_same_bits():
+    assert run_ranks(3, train_small, Setting()) == run_ranks(3, train_small, Setting())
+
+
+def test_another_seed_gives_other_bits():
+    """The digest is not blind."""
+    assert run_ranks(1, train_small, Setting()) != run_ranks(1, train_small, Setting(seed=1))
+
+
+# -- accumulation ------------------------------------------------------------------------------------------------------
+
+
+def parameters_after(world, setting):
+    state, step = setting.start(world)
+    for number in range(3):
+        batch = small_batch(number, 6 * world.size * setting.accumulate)
+        state, metrics = step(state, slice_of(batch, world, setting.accumulate))
+    return metrics, full_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("size", "accumulate", "precision"),
+    [(1, 2, "fp32"), (1, 3, "bf16"), (2, 4, "fp16"), (3, 2, "bf16"), (3, 3, "fp32"), (3, 4, "fp32"), (8, 3, "bf16")],
+)
+def test_accumulation_is_bitwise_within_the_pairs(size, accumulate, precision):
+    """Stages 0 and 1 add microbatches before ranks, 2 and 3 after: the same bits within each pair, and all four equal
+    where there is one rank."""
+    setting = Setting(accumulate=accumulate, precision=precision, clip=0.5)
+    told = {
+        stage: run_ranks(size, train_small, setting.but(stage=stage, activations=activations, prefetch=stage))
+        for stage, activations in enumerate(("keep", "remat", "remat", "keep"))
+    }
+    assert told[0] == told[1]
+    assert told[2] == told[3]
+    if size == 1:
+        assert told[0] == told[2]
+
+
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_accumulation_agrees_between_the_pairs(accumulate):
+    """Between the pairs only the order of addition differs: A * W fp32 terms, so about A * W * 2^-24 of the gradient's
+    size. SGD passes a gradient on in proportion, and batch normalisation amplifies it a little in three steps: 1e-5 of
+    the largest parameter is tenfold room (adaptive optimizers would turn a gradient near zero into a full step)."""
+    setting = Setting(accumulate=accumulate, optimizer=zero.sgd)
+    before, after = (run_ranks(2, parameters_after, setting.but(stage=stage))[0] for stage in (1, 2))
+    assert before[0].loss == pytest.approx(after[0].loss, rel=1e-5)
+    assert before[0].grad_norm == pytest.approx(after[0].grad_norm, rel=1e-5)
+    for name, value in before[1].items():
+        torch.testing.assert_close(value, after[1][name], rtol=0, atol=1e-5)
+
+
+# -- a deeper model, and real processes --------------------------------------------------------------------------------
+
+CONFIG = GPTConfig(vocab=50, width=32, layers=3, heads=2, seq=16)
+
+
+def train_gpt(world, setting, steps=3):
+    state, step = setting.start(world, lambda: GPT(CONFIG), gpt_loss)
+    told = []
+    for number in range(steps):
+        tokens = torch.randint(0, 50, (2 * world.size, 17), generator=torch.Generator().manual_seed(number))
+        state, metrics = step(state, slice_of(tokens, world, 1))
+        told.append(metrics)
+    pool = state.runtime.gatherer.pool
+    leaks = (pool.overflowed, pool.pinned) if pool is not None else (0, 0)
+    return digest(state), told, leaks
+
+
+@pytest.mark.parametrize("activations", ["keep", "remat"])
+def test_no_prefetch_depth_changes_a_bit_of_a_gpt(activations):
+    """And at no depth does a gather find every buffer taken, or a step leave one pinned."""
+    setting = Setting(clip=1.0, activations=activations)
+    expected = run_ranks(2, train_gpt, setting.but(stage=0))
+    for prefetch in range(4):
+        assert run_ranks(2, train_gpt, setting.but(prefetch=prefetch)) == expected
+    assert expected[0][2] == (0, 0)
+    assert expected[0][0] == expected[1][0], "no running statistics here: all ranks hold the same state"
+
+
+def over_gloo(world, settings):
+    """One gloo world for all of them: starting processes is what takes long."""
+    return [train_small(world, setting) for setting in settings]
+
+
+@pytest.mark.process
+def test_processes_agree_with_threads():
+    """Gloo moves bytes and the ranks add in order, so processes give the bits that threads give.
+
+    Every precision with clipping and without, eager where there is none, and microbatches added before ranks and after.
+    """
+    expected: list[Setting] = []
+    asked: list[Setting] = []
+    for precision in ("fp32", "bf16", "fp16"):
+        for clip in (None, 0.5):
+            for row in placements(eager=clip is None and precision != "fp16")[::3]:
+                asked.append(row.but(precision=precision, clip=clip))
+                expected.append(Setting(precision=precision, clip=clip, stage=0, update="serial"))
+        for stage in range(4):
+            asked.append(Setting(precision=precision, clip=0.5, stage=stage, accumulate=2))
+            expected.append(asked[-1].but(stage=stage // 2 * 2, update="serial", prefetch=0))
+    alone = {setting: run_ranks(2, train_small, setting) for setting in set(expected)}
+    for rank, told in enumerate(run_processes(2, over_gloo, asked)):
+        for one, setting, reference in zip(told, asked, expected, strict=True):
+            assert one == alone[reference][rank], setting

@@ -1,0 +1,458 @@
+"""A state is a value: it is spent once, survives a step that fails, and can be looked at without being changed."""
+
+import copy
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import zero
+from tests.common.small import Setting, Small, slice_of, small_batch, small_loss
+from zero.distributed.world import SoloWorld
+from zero.engine.full import digest, full_state_dict
+from zero.errors import ConfigError, HandshakeError, PlanError, RankFailedError, StaleStateError
+from zero.testing import run_ranks
+
+STAGES = (0, 1, 2, 3)
+
+
+def batch_for(world, number, accumulate=1):
+    return slice_of(small_batch(number, 6 * world.size * accumulate), world, accumulate)
+
+
+# -- spent -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_spent_state_says_what_to_write():
+    """Whoever forgets to keep the new state must not see numbers of a later step."""
+    world = SoloWorld()
+    first, step = Setting().start(world)
+    second, _ = step(first, batch_for(world, 0))
+    for use in (
+        lambda: step(first, batch_for(world, 1)),
+        lambda: digest(first),
+        lambda: first.step,
+        lambda: first.scale,
+        lambda: first.model,
+    ):
+        with pytest.raises(StaleStateError, match=r"consumed by step 1; write `state, metrics = step\(state, micro"):
+            use()
+    assert second.step == 1
+    step(second, batch_for(world, 1))
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_wrong_number_of_microbatches_is_refused(count):
+    """And the state is still good."""
+    world = SoloWorld()
+    state, step = Setting(accumulate=2).start(world)
+    with pytest.raises(ConfigError, match=f"accumulate=2 microbatches, not {count}"):
+        step(state, batch_for(world, 0, 3)[:count])
+    state, _ = step(state, batch_for(world, 0, 2))
+    assert state.step == 1
+
+
+# -- steps that fail ---------------------------------------------------------------------------------------------------
+
+
+class Trip(torch.autograd.Function):
+    """The identity, which raises in backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        raise ArithmeticError("tripped in backward")
+
+
+class Fragile(nn.Module):
+    """Layers without running statistics, which raise where `where` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: Tensor, where: str) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x, where if number == 2 else "")
+        return x
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, where: str) -> Tensor:
+        if where == "forward":
+            raise ArithmeticError("tripped in forward")
+        return Trip.apply(self.linear(x)).tanh() if where == "backward" else self.linear(x).tanh()
+
+
+def fragile_loss(model, batch):
+    x, where = batch
+    if where == "before":
+        raise ArithmeticError("tripped before")
+    loss = model(x, where).square().mean()
+    if where == "after":
+        raise ArithmeticError("tripped after")
+    return loss
+
+
+def fragile_batch(world, number, accumulate, where=""):
+    """The last microbatch trips."""
+    x = torch.randn(3 * world.size * accumulate, 5, generator=torch.Generator().manual_seed(number))
+    parts = slice_of(x, world, accumulate)
+    return [(part, where if m == accumulate - 1 else "") for m, part in enumerate(parts)]
+
+
+def stumble(world, setting, where):
+    """A step, one that fails and one that would fail again, the digest; a last step, and the digest then."""
+    state, step = setting.start(world, Fragile, fragile_loss)
+    state, _ = step(state, fragile_batch(world, 0, setting.accumulate))
+    if where:
+        for _ in range(2):
+            with pytest.raises(ArithmeticError, match=f"tripped.*{where}"):
+                step(state, fragile_batch(world, 1, setting.accumulate, where))
+        between = digest(state)
+        with pytest.raises(ArithmeticError):
+            step(state, fragile_batch(world, 1, setting.accumulate, where))
+        assert digest(state) == between
+    else:
+        between = digest(state)
+    state, metrics = step(state, fragile_batch(world, 2, setting.accumulate))
+    pool = state.runtime.gatherer.pool
+    assert pool is None or (pool.overflowed, pool.pinned) == (0, 0)
+    return between, digest(state), metrics
+
+
+@pytest.mark.parametrize("where", ["before", "forward", "after", "backward"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_that_fails_on_every_rank_leaves_the_state_good(stage, where):
+    """Not a bit changes, though an update was waiting; the next step is the one that would have been taken."""
+    for size, accumulate, activations in ((1, 1, "remat"), (2, 1, "keep"), (2, 2, "remat"), (3, 2, "keep")):
+        setting = Setting(stage=stage, accumulate=accumulate, activations=activations, clip=0.5)
+        assert run_ranks(size, stumble, setting, where) == run_ranks(size, stumble, setting, "")
+
+
+def eager_stumble(world, where):
+    """Whether the state may be used after a step that failed, and whether it still holds what it held."""
+    state, step = Setting(update="eager").start(world, Fragile, fragile_loss)
+    state, _ = step(state, fragile_batch(world, 0, 1))
+    before = digest(state)
+    with pytest.raises(ArithmeticError):
+        step(state, fragile_batch(world, 1, 1, where))
+    try:
+        return digest(state) == before
+    except StaleStateError:
+        return "spent"
+
+
+@pytest.mark.parametrize("where", ["before", "forward", "after"])
+def test_an_eager_step_that_fails_before_backward_leaves_the_state_good(where):
+    assert run_ranks(2, eager_stumble, where) == [True, True]
+
+
+def test_an_eager_step_that_fails_in_backward_spends_the_state():
+    """Some units are updated already: half a step must not pass for the old state."""
+    assert run_ranks(1, eager_stumble, "backward") == ["spent"]
+
+
+def bits_here(state):
+    """What this rank holds, read without the other ranks."""
+    units = state.runtime.units
+    tensors = [tensor.clone() for unit in units for tensor in (unit.shard_S, unit.frozen_S)]
+    for page, spec in state.plan.store_pages().items():
+        tensors.append(torch.empty(spec.numel))
+        state.runtime.store.read(page, tensors[-1]).wait()
+    return tensors
+
+
+def one_rank_stumbles(world, stage, where, seen):
+    """Notes in `seen` what each rank met and whether it still holds what it held."""
+    state, step = Setting(stage=stage, update="serial").start(world, Fragile, fragile_loss)
+    state, _ = step(state, fragile_batch(world, 0, 1))
+    world.barrier("the first step")  # it ends with gathers, so a rank may still be at them
+    before = bits_here(state)
+    try:
+        step(state, fragile_batch(world, 1, 1, where if world.rank == 1 else ""))
+    except Exception as error:
+        same = all(torch.equal(*pair) for pair in zip(before, bits_here(state), strict=True))
+        seen[world.rank] = error, same and state.step == 1
+        raise
+
+
+@pytest.mark.parametrize("where", ["before", "forward", "after", "backward"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_that_fails_on_one_rank_ends_all_and_changes_nothing(stage, where):
+    """The first cause is what is reported, with its rank; the others name it, and no rank keeps half a step."""
+    seen = {}
+    with pytest.raises(ArithmeticError, match=f"tripped.*{where}") as caught:
+        run_ranks(3, one_rank_stumbles, stage, where, seen)
+    assert "raised on rank 1 of 3" in caught.value.__notes__
+    assert sorted(seen) == [0, 1, 2]
+    assert all(same for _, same in seen.values())
+    for rank in (0, 2):
+        assert isinstance(seen[rank][0], RankFailedError)
+        assert "rank 1 failed first: ArithmeticError: tripped" in str(seen[rank][0])
+
+
+# -- looking -----------------------------------------------------------------------------------------------------------
+
+
+def look(world, setting, looks):
+    """Train `Small`; between steps, evaluate it and compare with a plain model of the same parameters."""
+    state, step = setting.start(world)
+    forward = zero.make_forward(state.plan, lambda model, tokens: model(tokens))
+    tokens = small_batch(99, 8)[:, 0]
+    for number in range(3):
+        state, _ = step(state, batch_for(world, number))
+        if looks:
+            seen = forward(state, tokens)
+            assert not seen.requires_grad
+            assert state.model.training
+            plain = Small().eval()
+            buffers = {name.replace("module.", ""): buffer for name, buffer in state.model.named_buffers()}
+            plain.load_state_dict(full_state_dict(state, "compute") | buffers, strict=False)
+            for parameter in plain.parameters():
+                parameter.data = parameter.data.to(seen.dtype)
+            assert torch.equal(seen, plain(tokens))
+            before = digest(state)
+            assert torch.equal(forward(state, tokens), seen)
+            assert digest(state) == before
+    return digest(state)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_forward_sees_the_waiting_update_and_changes_nothing(stage, precision):
+    """Evaluation between steps: the state's own step is what is seen, and training goes on as if nobody had looked."""
+    setting = Setting(stage=stage, precision=precision, clip=0.5)
+    assert run_ranks(2, look, setting, True) == run_ranks(2, look, setting, False)
+
+
+def failing_look(world, stage):
+    state, step = Setting(stage=stage).start(world)
+    state, _ = step(state, batch_for(world, 0))
+
+    def fn(model, tokens):
+        model(tokens)
+        raise ArithmeticError("tripped while looking")
+
+    with pytest.raises(ArithmeticError):
+        zero.make_forward(state.plan, fn)(state, small_batch(99, 8)[:, 0])
+    assert state.model.training
+    state, _ = step(state, batch_for(world, 1))
+    return digest(state)
+
+
+def two_steps(world, stage):
+    state, step = Setting(stage=stage).start(world)
+    for number in range(2):
+        state, _ = step(state, batch_for(world, number))
+    return digest(state)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_forward_that_fails_changes_nothing(stage):
+    assert run_ranks(2, failing_look, stage) == run_ranks(2, two_steps, stage)
+
+
+# -- first values ------------------------------------------------------------------------------------------------------
+
+
+def first_values(world, setting):
+    state, _ = setting.start(world)
+    return full_state_dict(state)
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_first_values_depend_on_the_seed_alone():
+    """Not on stage, world, precision, prefetch, or on what is called a unit."""
+    expected = first_values(SoloWorld(), Setting())
+    for size in (1, 2, 3, 8):
+        for stage in STAGES:
+            units = (None, ("Block",), ("Small",), ("Linear", "Norm", "Embedding"))[stage]
+            setting = Setting(stage=stage, units=units, precision=("fp32", "bf16", "fp16")[size % 3])
+            for found in run_ranks(size, first_values, setting):
+                if setting.precision == "fp32":
+                    assert_same(found, expected)
+                else:  # frozen parameters have no master
+                    trained = {name for name in found if not name.startswith("blocks.2") and name != FROZEN}
+                    assert_same({n: found[n] for n in trained}, {n: expected[n] for n in trained})
+    other = first_values(SoloWorld(), Setting(seed=1))
+    assert not torch.equal(other["blocks.0.linear.weight"], expected["blocks.0.linear.weight"])
+    assert not torch.equal(expected["blocks.0.linear.weight"], expected["blocks.1.linear.weight"])
+
+
+FROZEN = "blocks.0.linear.bias"
+
+
+def test_making_first_values_leaves_torchs_generator_alone():
+    before = torch.get_rng_state()
+    first_values(SoloWorld(), Setting())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fine = nn.Linear(3, 3)
+        self.odd = nn.Module()
+        self.odd.scale = nn.Parameter(torch.empty(3))
+
+
+def test_an_owner_that_cannot_reset_itself_is_named():
+    plan = Setting().plan(SoloWorld(), Bare)
+    with pytest.raises(PlanError, match=r"at odd holds odd\.scale and has no reset_parameters\(\).*weights="):
+        zero.init(plan, zero.open_store(plan))
+
+
+def given_values() -> dict[str, Tensor]:
+    """A plain model's values, the tied one under its first name."""
+    torch.manual_seed(5)
+    plain = Small()
+    for block in plain.blocks:
+        block.reset_parameters()
+    return {name: parameter.detach() for name, parameter in plain.named_parameters()}
+
+
+def with_weights(world, stage, weights):
+    plan = Setting(stage=stage).plan(world)
+    return full_state_dict(zero.init(plan, zero.open_store(plan), weights=weights))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_come_from_a_mapping_a_file_or_a_function(tmp_path, stage):
+    """All three give exactly the values given, on every rank; a file may hold more than is asked for."""
+    values = given_values()
+    save_file({**values, "head.weight": values["embed.weight"].clone()}, tmp_path / "w.safetensors")
+
+    def fill(name: str, tensor: Tensor) -> None:
+        tensor.copy_(values[name])
+
+    for weights in (values, tmp_path / "w.safetensors", str(tmp_path / "w.safetensors"), fill):
+        for found in run_ranks(2, with_weights, stage, weights):
+            assert_same(found, values)
+
+
+def test_weights_that_do_not_fit_are_refused_by_name(tmp_path):
+    values = given_values()
+    missing = {name: value for name, value in values.items() if name != "norm.weight"}
+    save_file(missing, tmp_path / "missing.safetensors")
+    for weights in (missing, tmp_path / "missing.safetensors"):
+        with pytest.raises(PlanError, match=r"hold nothing named norm\.weight"):
+            with_weights(SoloWorld(), 3, weights)
+    with pytest.raises(PlanError, match=r"hold norm\.bias as \(4,\), the model has \(13,\)"):
+        with_weights(SoloWorld(), 3, values | {"norm.bias": torch.zeros(4)})
+    with pytest.raises(PlanError, match="there is no such file"):
+        with_weights(SoloWorld(), 3, tmp_path / "nothing.safetensors")
+
+
+def test_the_users_model_is_not_touched():
+    """Neither its values, nor its buffers, nor its mode, nor its modules."""
+    torch.manual_seed(1)
+    model = Small().eval()
+    kept = copy.deepcopy(model.state_dict())
+    modules = dict(model.named_modules())
+    world = SoloWorld()
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-2), world=world)
+    state, step = zero.init(plan, zero.open_store(plan)), zero.make_step(plan, small_loss)
+    state.model.train()
+    state, _ = step(state, batch_for(world, 0))
+    assert_same(model.state_dict(), kept)
+    assert all(found is modules[name] for name, found in model.named_modules())
+    assert not model.training
+
+
+# -- what is agreed, what is held --------------------------------------------------------------------------------------
+
+
+def disagree(world, key, values):
+    setting = Setting().but(**{key: values[world.rank]})
+    with pytest.raises(HandshakeError) as caught:
+        setting.start(world)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "told", "values"),
+    [
+        ("stage", "zero.stage", (3, 2)),
+        ("prefetch", "zero.prefetch", (1, 2)),
+        ("clip", "optim", (None, 1.0)),
+        ("accumulate", "batch.accumulate", (1, 2)),
+        ("seed", "seed", (0, 1)),
+    ],
+)
+def test_ranks_that_were_started_differently_are_refused(key, told, values):
+    """By every rank, with the field and both values."""
+    for message in run_ranks(2, disagree, key, values):
+        assert told in message
+        assert all(str(value) in message for value in values)
+
+
+def held_bytes(world, setting):
+    """What the plan says beside what exists after two steps, tier by tier and kind by kind."""
+    state, step = setting.start(world)
+    for number in range(2):
+        state, _ = step(state, batch_for(world, number, setting.accumulate))
+    digest(state)
+    parts = state.runtime
+    pages = {"master": 0, "moments": 0}
+    for page in state.plan.store_pages():
+        lent = parts.store.in_place(page)
+        pages["master" if page.kind == "master" else "moments"] += lent.nbytes
+    assert parts.store.allocated_bytes == sum(pages.values())
+    flats = [flat for several in parts.reducer._free.values() for flat in several]
+    held = {
+        "parameters": storages(
+            [unit.resident.flat] if unit.resident is not None else [unit.shard_S, unit.frozen_S] for unit in parts.units
+        ),
+        "gathered units": parts.gatherer.pool.allocated_bytes if parts.gatherer.pool is not None else 0,
+        "gradients": storages([unit.grad] for unit in parts.units if unit.grad is not None),
+        "gradient flats": storages([flat.flat_P] for flat in flats),
+        **pages,
+        "buffers": sum(buffer.nbytes for buffer in state.model.buffers()),
+    }
+    return state.plan.bytes["device"], held
+
+
+def storages(groups) -> int:
+    """Bytes of the memory behind tensors, which may be more than the tensors show."""
+    tensors = [tensor for group in groups for tensor in group]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_plan_is_true(stage, size, precision):
+    """Every byte that the plan announces is there, and no other."""
+    for accumulate, prefetch in ((1, 0), (2, 2)):
+        setting = Setting(stage=stage, precision=precision, accumulate=accumulate, prefetch=prefetch)
+        for planned, held in run_ranks(size, held_bytes, setting):
+            assert planned == held
+
+
+def test_a_plan_follows_the_formula():
+    """bf16 and Adam on W ranks, padding aside: 18P, 6P + 12P/W, 2P + 16P/W, 18P/W bytes of model state. Where nothing
+    is accumulated, stage 1 keeps no more of the gradient than stage 2."""
+    formula = {(0, 2): (18, 0), (1, 2): (6, 12), (1, 1): (2, 16), (2, 2): (2, 16), (3, 2): (0, 18)}
+    for (stage, accumulate), (whole, shared) in formula.items():
+        for told, numel in run_ranks(4, planned_states, Setting(stage=stage, accumulate=accumulate, precision="bf16")):
+            assert math.isclose(told / numel, whole + shared / 4, rel_tol=0.02)
+
+
+def planned_states(world, setting):
+    plan = setting.plan(world, lambda: nn.Sequential(nn.Linear(99, 301), nn.Linear(301, 99)))
+    device = plan.bytes["device"]
+    return sum(device[kind] for kind in ("parameters", "gradients", "master", "moments")), plan.numel

@@ -1,0 +1,633 @@
+"""The laws on a simulated GPU whose streams are checked: nothing races, and no order of execution changes a bit.
+
+That the checks find what they are for is shown by taking every wait of the library away, one at a time.
+"""
+
+import ast
+import itertools
+import random
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+import zero
+from zero.checkpoint import load, open_checkpoint, save
+from zero.deepspeed.parameters import safe_get_full_grad
+from zero.engine import saved_tensors
+from zero.engine.full import digest
+from zero.testing import RaceError, run_processes, run_ranks, simulated_gpu
+from zero.testing.races import Agent, History
+from zero.testing.simulated_gpu import Site, WatchedGpu
+from zero.testing.streams import Streams
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDTH, ROWS, STEPS = 32, 2, 3
+ORDERS = ("late", "random")
+RANKS = (1, 2)
+
+
+# -- the detector, against reachability --------------------------------------------------------------------------------
+
+
+class Act(NamedTuple):
+    """Something that an agent does: touch bytes, leave a mark, or go on after one."""
+
+    agent: int
+    what: str
+    first: int = 0
+    stop: int = 0
+    mark: int = 0
+
+
+def acts() -> st.SearchStrategy[list[Act]]:
+    touch = st.tuples(st.integers(0, 2), st.sampled_from(("read", "write")), st.integers(0, 7), st.integers(1, 4)).map(
+        lambda drawn: Act(drawn[0], drawn[1], drawn[2], drawn[2] + drawn[3])
+    )
+    order = st.builds(Act, st.integers(0, 2), st.sampled_from(("mark", "after")), mark=st.integers(0, 2))
+    return st.lists(touch | order, max_size=14)
+
+
+def is_racy(told: list[Act]) -> bool:
+    """Two touches of a byte, one of which writes, without a path from the first to the second."""
+    before: list[set[int]] = []  # of each act, all that come before it in every execution
+    last: dict[int, int] = {}
+    marked: dict[int, int] = {}
+    for number, act in enumerate(told):
+        sources = [last[act.agent]] if act.agent in last else []
+        if act.what == "after" and act.mark in marked:
+            sources.append(marked[act.mark])
+        before.append({one for source in sources for one in (source, *before[source])})
+        last[act.agent] = number
+        if act.what == "mark":
+            marked[act.mark] = number
+    touches = [(number, act) for number, act in enumerate(told) if act.what in ("read", "write")]
+    return any(
+        "write" in (one.what, other.what) and one.first < other.stop and other.first < one.stop and i not in before[j]
+        for (i, one), (j, other) in itertools.combinations(touches, 2)
+    )
+
+
+@settings(max_examples=400, deadline=None)
+@given(acts())
+def test_a_race_is_what_no_order_of_marks_and_waits_rules_out(told):
+    agents = [Agent(number, f"stream {number}") for number in range(3)]
+    history, marks = History("memory", agents[0]), {}
+    found = False
+    try:
+        for act in told:
+            agent = agents[act.agent]
+            if act.what == "mark":
+                marks[act.mark] = dict(agent.known)
+            elif act.what == "after":
+                agent.hear(marks.get(act.mark, {}))
+            else:
+                history.touch(agent, act.first, act.stop, writes=act.what == "write", what=act.what)
+    except RaceError:
+        found = True
+    assert found == is_racy(told)
+
+
+def test_memory_is_freed_without_the_lock_of_the_device_that_it_is_of():
+    """Ranks hand memory over: each may free some of the other's while it holds its own lock."""
+    device, memory = Streams("program", 0), [torch.zeros(4)]
+    device.allocated(memory)
+    freeing = threading.Thread(target=memory.clear, daemon=True)
+    with device.lock:
+        freeing.start()
+        freeing.join(5.0)
+        assert not freeing.is_alive()
+
+
+# -- what is run -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def one_way_to_multiply():
+    """oneDNN takes other kernels where memory is aligned otherwise, and their bits are others."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    yield
+    torch._C._set_mkldnn_enabled(before)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Loop(nn.Sequential):
+    """Blocks that are run over twice, so that all of their gradients are open at once."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(super().forward(x))
+
+
+def stack(count: int = 3, kind: type[nn.Sequential] = nn.Sequential) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return kind(*(Block() for _ in range(count)))
+
+
+def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).float().square().mean()
+
+
+def rows(number: int, world: zero.World, dtype: torch.dtype, count: int = ROWS) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(10 * number + world.rank)
+    return torch.randn(count, WIDTH, generator=draw).to(dtype)
+
+
+def start(
+    world: zero.World,
+    path: Path,
+    *,
+    preset: str = "none",
+    stage: int = 3,
+    compute: str = "device",
+    blocks: int = 3,
+    kind: type[nn.Sequential] = nn.Sequential,
+    **given,
+):
+    with world.exclusive():
+        model = stack(blocks, kind)
+    given.setdefault("precision", "bf16")
+    given.setdefault("optimizer", zero.adamw(1e-2, clip=0.5))
+    offload = zero.Offload(preset, path=str(path), page_bytes=4096, compute=compute)
+    plan = zero.Plan(model, world=world, stage=zero.Stage(stage), offload=offload, units=["Block"], **given)
+    return zero.init(plan, zero.open_store(plan)), zero.make_step(plan, loss)
+
+
+def train(world: zero.World, path: Path, *, accumulate: int = 1, count: int = ROWS, **given) -> str:
+    state, step = start(world, path, accumulate=accumulate, **given)
+    dtype = state.plan.precision.compute
+    for number in range(STEPS):
+        state, _ = step(state, [rows(accumulate * number + k, world, dtype, count) for k in range(accumulate)])
+    if state.plan.update == "serial":
+        assert world.compute.is_quiet, "serial leaves nothing under way"
+    told = digest(state)
+    state.runtime.store.close()
+    return told
+
+
+def train_and_save(world: zero.World, path: Path, **given) -> str:
+    """Two steps, a checkpoint, one more; and that one again from the checkpoint."""
+    state, step = start(world, path, **given)
+    for number in range(2):
+        state, _ = step(state, [rows(number, world, torch.bfloat16)])
+    folder = save(state, path / f"saved {given} {world.size}")
+    state, _ = step(state, [rows(2, world, torch.bfloat16)])
+    state = load(state, open_checkpoint(world, folder))  # at once: an update is under way
+    state, _ = step(state, [rows(2, world, torch.bfloat16)])
+    told = digest(state)
+    state.runtime.store.close()
+    return told
+
+
+def train_and_edit(world: zero.World, path: Path, **given) -> str:
+    """Parameters are read and changed between steps, and a step is given up in the middle."""
+    state, step = start(world, path, **given)
+    for number in range(STEPS):
+        state, _ = step(state, [rows(number, world, torch.bfloat16)])
+        with zero.gathered(state, ["0.norm.weight", "2.up.bias"], modify=0) as full:
+            if world.rank == 0:
+                full["0.norm.weight"].mul_(1.5)
+                full["2.up.bias"].add_(0.25)
+        given_up = zero.Step(state)
+        given_up.microbatch()
+        given_up.backward(loss(state.model, rows(9, world, torch.bfloat16)))
+        given_up.abandon()
+    told = digest(state)
+    state.runtime.store.close()
+    return told
+
+
+def train_and_forget(world: zero.World, path: Path, **given) -> str:
+    """A step's gradients are dropped as they are on their way, and the step goes on."""
+    state, _ = start(world, path, accumulate=3, **given)
+    for number in range(STEPS):
+        under_way = zero.Step(state)
+        for part in range(4):
+            under_way.microbatch()
+            under_way.backward(loss(state.model, rows(4 * number + part, world, torch.bfloat16)))
+            if part in (1, 2):
+                under_way.forget()
+        state, _ = under_way.finish()
+    told = digest(state)
+    state.runtime.store.close()
+    return told
+
+
+def train_and_leave(world: zero.World, path: Path, **given) -> str:
+    """A step is begun and never ended, and another one begun."""
+    state, step = start(world, path, **given)
+    for number in range(STEPS):
+        left = zero.Step(state)
+        left.microbatch()
+        left.backward(loss(state.model, rows(9, world, torch.bfloat16)))
+        state, _ = step(state, [rows(number, world, torch.bfloat16)])
+    told = digest(state)
+    state.runtime.store.close()
+    return told
+
+
+def train_and_hold(world: zero.World, path: Path, **given) -> str:
+    """More gradients are open at once than there are buffers for."""
+    state, step = start(world, path, **given)
+    for number in range(STEPS):
+        state, _ = step(state, [rows(number, world, torch.bfloat16)])
+        parts = state.runtime
+        parts.come_to_rest()
+        for unit in parts.units:
+            parts.gradients.open(unit, fresh=True, held=True).zero_()
+        for unit in parts.units:
+            parts.gradients.park(unit)
+        parts.gradients.reset()
+    told = digest(state)
+    assert parts.gradients.overflowed
+    state.runtime.store.close()
+    return told
+
+
+def train_with_more_losses(world: zero.World, path: Path, **given) -> str:
+    """A forward and a backward more in each step: what was complete in the last one is not yet in this one."""
+    state, _ = start(world, path, **given)
+    for number in range(STEPS):
+        under_way = zero.Step(state)
+        under_way.microbatch()
+        for part in range(number + 1):
+            under_way.backward(loss(state.model, rows(3 * number + part, world, torch.bfloat16)))
+        state, _ = under_way.finish()
+    told = digest(state)
+    state.runtime.store.close()
+    return told
+
+
+def train_interrupted(world: zero.World, path: Path, **given) -> str:
+    """A gather breaks off after its copies were enqueued, and the step is made again."""
+    state, step = start(world, path, **given)
+    residency, dtype = state.runtime.gatherer.residency, state.plan.precision.compute
+    fetch = residency._fetch
+    for number in range(STEPS):
+        calls = itertools.count()
+
+        def breaks_off(*args, calls=calls):
+            found = fetch(*args)
+            if next(calls) == 1:
+                raise InterruptedError
+            return found
+
+        residency._fetch = breaks_off
+        try:  # where there is nothing to gather nothing breaks off
+            state, _ = step(state, [rows(number, world, dtype)])
+        except InterruptedError:
+            residency._fetch = fetch
+            state, _ = step(state, [rows(number, world, dtype)])
+    told = digest(state)
+    state.runtime.store.close()
+    return told
+
+
+def train_own_loop(world: zero.World, path: Path, stage: int = 3, **offload) -> str:
+    """zero.initialize, gradients read in the middle of the step, an evaluation between steps; a module with buffers."""
+    with world.exclusive():
+        model = stack()
+    model.append(nn.BatchNorm1d(WIDTH))
+    config = {
+        "train_batch_size": 2 * ROWS * world.size,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, **offload},
+    }
+    engine, *_ = zero.initialize(model=model, config=config, world=world)
+    for number in range(2 * STEPS):
+        engine.backward(loss(engine, rows(number, world, torch.float32)))
+        safe_get_full_grad(engine.module[1].up.weight)
+        engine.step()
+        with torch.no_grad():
+            mean = loss(engine, rows(9, world, torch.float32)).double()
+        world.all_reduce(mean, what="losses").wait()
+    told = f"{digest(engine.state)} {mean.item()} {world.share(str(world.rank))}"
+    engine.destroy()
+    return told
+
+
+Run = Callable[[zero.World, Path], str]
+
+
+def scenario(run: Callable[..., str] = train, **given) -> Run:
+    return lambda world, path: run(world, path, **given)
+
+
+SCENARIOS: dict[str, Run] = {
+    **{f"stage {stage}": scenario(stage=stage) for stage in range(4)},
+    **{f"stage {stage}, two microbatches": scenario(stage=stage, accumulate=2) for stage in range(4)},
+    **{f"{preset}": scenario(preset=preset) for preset in ("cpu", "nvme", "infinity")},
+    **{f"{preset}, two microbatches": scenario(preset=preset, accumulate=2) for preset in ("cpu", "infinity")},
+    **{f"{preset} at stage 1": scenario(preset=preset, stage=1, accumulate=2) for preset in ("cpu", "nvme")},
+    "cpu, updated by the host": scenario(preset="cpu", compute="host"),
+    "serial": scenario(preset="nvme", update="serial"),
+    "eager": scenario(preset="nvme", update="eager", optimizer=zero.adamw(1e-2)),
+    "fp32": scenario(preset="infinity", precision="fp32"),
+    "activations on the host": scenario(activations="offload", count=64),
+    "recomputed": scenario(activations="remat", preset="cpu"),
+    "saved": scenario(train_and_save),
+    "saved, nvme": scenario(train_and_save, preset="nvme"),
+    "saved, cpu": scenario(train_and_save, preset="cpu"),
+    "saved, infinity": scenario(train_and_save, preset="infinity"),
+    "edited": scenario(train_and_edit, preset="infinity"),
+    "edited at stage 0": scenario(train_and_edit, stage=0),
+    "forgotten": scenario(train_and_forget, stage=0),
+    "forgotten at stage 2": scenario(train_and_forget, stage=2),
+    "forgotten, of many": scenario(train_and_forget, stage=1, blocks=9),
+    "forgotten, of many, cpu": scenario(train_and_forget, preset="cpu", blocks=9),
+    "left, of many": scenario(train_and_leave, preset="cpu", blocks=9),
+    "held": scenario(train_and_hold, preset="cpu", blocks=5),
+    "looped": scenario(preset="cpu", stage=1, accumulate=2, blocks=5, kind=Loop),
+    "forgotten, infinity": scenario(train_and_forget, preset="infinity"),
+    "more and more losses": scenario(train_with_more_losses, stage=0),
+    "more and more losses at stage 3": scenario(train_with_more_losses),
+    "interrupted": scenario(train_interrupted),
+    "interrupted, cpu": scenario(train_interrupted, preset="cpu"),
+    "a loop of one's own": scenario(train_own_loop),
+    "a loop of one's own at stage 1": scenario(train_own_loop, stage=1, offload_optimizer={"device": "cpu"}),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_activations(monkeypatch):
+    """Everything of a kilobyte goes to the host, where activations do."""
+    monkeypatch.setattr(saved_tensors, "LEAST_BYTES", 1 << 10)
+
+
+def result(name: str, ranks: int, path: Path, timeout_s: float = 60.0) -> str:
+    return " ".join(run_ranks(ranks, SCENARIOS[name], path, timeout_s=timeout_s))
+
+
+PLAIN: dict[tuple[str, int], str] = {}
+
+
+def expected(name: str, ranks: int, path: Path) -> str:
+    """On a CPU, whose update is not the GPU's where the host updates, and otherwise is."""
+    if (name, ranks) not in PLAIN:
+        (path / "plain").mkdir(exist_ok=True)
+        with simulated_gpu():
+            PLAIN[name, ranks] = result(name, ranks, path / "plain")
+    return PLAIN[name, ranks]
+
+
+# -- laws --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_nothing_races_and_no_order_of_execution_changes_a_bit(order, name, ranks, tmp_path):
+    wanted = expected(name, ranks, tmp_path)
+    seed = random.randrange(1000)
+    print(f"seed {seed}")
+    with simulated_gpu(races=True, order=order, seed=seed):
+        assert result(name, ranks, tmp_path) == wanted
+
+
+# -- what the host waits for -------------------------------------------------------------------------------------------
+
+
+def waits_of_a_step(world: zero.World, path: Path, **given) -> tuple[int, int]:
+    """(of the thread that trains, of the store's threads), in a step that follows others."""
+    state, step = start(world, path, **given)
+    counts = world.compute.streams.counts
+    for number in range(STEPS):
+        before = counts.copy()
+        state, _ = step(state, [rows(number, world, torch.bfloat16)])
+    state.runtime.store.drain()
+    found = counts - before
+    state.runtime.store.close()
+    return found["waits of the host"], found["waits of the store's threads"]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("given", [*({"stage": stage} for stage in range(4)), {"preset": "cpu"}], ids=str)
+def test_in_a_step_the_host_waits_once_for_the_device(given, ranks, tmp_path):
+    """For its numbers; and nobody waits for the copies of what is in host memory."""
+    with simulated_gpu(races=True):
+        assert {*run_ranks(ranks, partial(waits_of_a_step, **given), tmp_path)} == {(1, 0)}
+
+
+@pytest.mark.parametrize("preset", ["nvme", "infinity"])
+def test_what_goes_to_a_disk_is_waited_for_by_the_threads_that_write_it(preset, tmp_path):
+    with simulated_gpu(races=True):
+        [(training, beside)] = run_ranks(1, partial(waits_of_a_step, preset=preset), tmp_path)
+    assert training == 1
+    assert beside > 0
+
+
+# -- every wait is needed, and its absence is found --------------------------------------------------------------------
+
+
+class Wait(NamedTuple):
+    """A call in the library that may be a wait for the device."""
+
+    kinds: tuple[str, ...]
+    file: str
+    function: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.function}:{self.line}"
+
+
+KINDS = {
+    "wait": ("wait", "ticket", "collective"),
+    "finish": ("finish",),
+    "aside": ("aside",),
+    "paging": ("wait", "finish", "paging"),
+    "join": ("join",),
+    "drain": ("drain",),
+}
+"""What is called, to which waits it may be."""
+
+OTHERS = {
+    "zero/platform/cuda.py": "the door itself",
+    "zero/platform/device.py": "`test_a_store_that_closes_waits_for_what_is_on_its_way` has the one that is there",
+    "zero/platform/timeline.py": "passes waits on",
+    "zero/distributed/failure.py": "waits for a process",
+    "zero/trainer/launch/ranks.py": "waits for processes",
+    "zero/trainer/evaluate.py": "numbers of a step: `World.all_reduce`, whose wait is in the list",
+    "zero/trainer/meter.py": "the same",
+    "zero/distributed/world.py:_Timed.wait": "passes waits on",
+    "zero/engine/update.py:Launched.wait": "passes waits on",
+    "zero/engine/reduce.py:Reducer._complete_oldest": "passes on to `World.reduce_scatter`, whose wait is in the list",
+    **dict.fromkeys(
+        (f"zero/distributed/world.py:World.{name}" for name in ("tell", "agree", "barrier", "gather_texts", "share")),
+        "between hosts, for what is in their memory",
+    ),
+    **dict.fromkeys(
+        (
+            "zero/trainer/saver.py",
+            "zero/trainer/loop.py",
+            "zero/checkpoint/save.py:Saving._write",
+            "zero/checkpoint/save.py:save",
+            "zero/formats/import_checkpoint.py",
+        ),
+        "the end of a file",
+    ),
+    "zero/store/prefetch.py:PrefetchStore._copy": "an inner store's, which does its work when it is asked",
+    "zero/trainer/planning/rates.py": "a probe's time is taken when all is done",
+    "zero/engine/gather.py": "activations, whose waits are in the list",
+    "zero/engine/step.py:Step.finish": "the reducer, whose waits are in the list",
+    "zero/deepspeed/engine.py": "a step, whose waits are in the list",
+    "zero/engine/full.py:_summed": "gradients, whose waits are in the list",
+    "zero/store/prefetch.py:PrefetchStore.drain": "passes waits on",
+}
+"""Files, or functions, with calls that are named like waits, and why they are none of the list."""
+
+WHERE: dict[str, tuple[str, ...]] = {
+    "zero/engine/saved_tensors.py": ("activations on the host",),
+    "zero/checkpoint/save.py": ("saved, nvme",),
+    "zero/engine/fetch.py": ("cpu", "infinity"),
+    "zero/engine/full.py:_from_rank": ("edited at stage 0",),
+    "zero/engine/full.py:_whole": ("stage 1",),
+    "zero/engine/full.py:_pages": ("nvme",),
+    "zero/engine/full.py:_gradient": ("a loop of one's own at stage 1",),
+    "zero/engine/gradient.py:PagedGradients.open": ("cpu",),
+    "zero/engine/gradient.py:PagedGradients.park": ("cpu",),
+    "zero/engine/gradient.py:PagedGradients._bring_back": ("a loop of one's own at stage 1",),
+    "zero/engine/gradient.py:PagedGradients._await_coming": ("infinity, two microbatches",),
+    "zero/engine/gradient.py:PagedGradients._give_back": ("held",),
+    "zero/engine/gradient.py:PagedGradients._finish_oldest": ("infinity",),
+    "zero/engine/first_values.py": ("nvme",),
+    "zero/deepspeed/original.py": ("a loop of one's own",),
+    "zero/engine/step.py:Step": ("interrupted",),
+    "zero/engine/step.py:_tell": ("stage 1",),
+    "zero/engine/step.py:_wait_for_update": ("serial",),
+    "zero/engine/pool.py": ("stage 1", "infinity"),
+    "zero/engine/reduce.py:Reducer._drop": ("forgotten", "forgotten, of many"),
+    "zero/engine/reduce.py:Reducer._start": ("more and more losses",),
+    "zero/engine/reduce.py": ("stage 0",),
+    "zero/engine/residency.py": ("stage 1",),
+    "zero/engine/state.py": ("stage 0",),
+    "zero/engine/transfer.py": ("nvme",),
+    "zero/engine/update.py:Updater.force": ("cpu at stage 1", "nvme at stage 1"),
+    "zero/engine/update.py": ("cpu", "cpu, updated by the host", "nvme"),
+    "zero/distributed/world.py:World.all_reduce": ("a loop of one's own",),
+    "zero/distributed/world.py": ("stage 0",),
+}
+"""By file and function, the scenarios in which their waits are taken away."""
+
+
+def waits() -> list[Wait]:
+    """All calls that may be waits, as the library's code has them."""
+    found = []
+    for path in sorted((ROOT / "zero").rglob("*.py")):
+        file = path.relative_to(ROOT).as_posix()
+        if not file.startswith("zero/testing/"):
+            found += [wait for wait in _calls(ast.parse(path.read_text()), file, ()) if not _is_another(wait)]
+    return found
+
+
+def _calls(node: ast.AST, file: str, scope: tuple[str, ...]) -> list[Wait]:
+    found = []
+    for child in ast.iter_child_nodes(node):
+        inner = (*scope, child.name) if isinstance(child, ast.ClassDef | ast.FunctionDef) else scope
+        if isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute):
+            name, bare = child.func.attr, not child.args and not child.keywords
+            if (name in ("wait", "finish", "join", "drain") and bare) or name in ("aside", "paging"):
+                after = [ast.unparse(one.value) for one in child.keywords if one.arg == "after"]
+                if after != ["PASSED"]:
+                    kinds = ("wait",) if name == "aside" and after else KINDS[name]
+                    found.append(Wait(kinds, file, ".".join(scope), child.func.end_lineno or child.lineno))
+        found += _calls(child, file, inner)
+    return found
+
+
+def _is_another(wait: Wait) -> bool:
+    return any(f"{wait.file}:{wait.function}".startswith(other) for other in OTHERS)
+
+
+@pytest.mark.parametrize("wait", waits(), ids=str)
+def test_a_wait_that_is_taken_away_is_found(wait, tmp_path):
+    """By the detector, or by the bits when everything else is late."""
+    names = next((names for place, names in WHERE.items() if f"{wait.file}:{wait.function}".startswith(place)), ())
+    seen: dict[str, bool] = {}  # of each kind of wait that is made there: somebody misses it
+    for name, ranks, kind in itertools.product(names, (2, 1), wait.kinds):
+        if not seen.get(kind):
+            wanted = expected(name, ranks, tmp_path)
+            site = Site(kind, wait.file, wait.line)
+            for order in ("program", "late"):
+                if order == "program" or seen.get(kind) is False:
+                    there, missed = without(site, order, name, ranks, tmp_path, wanted)
+                    if there:
+                        seen[kind] = missed
+    assert seen, f"no scenario comes to {wait}"
+    assert all(seen.values()), f"nobody misses {wait}: {seen}"
+
+
+def without(site: Site, order: str, name: str, ranks: int, path: Path, wanted: str) -> tuple[bool, bool]:
+    """Whether the wait is made, and whether somebody notices that it is not."""
+    found = None
+    try:
+        with simulated_gpu(races=order == "program", order=order, without=site) as simulation:
+            found = result(name, ranks, path, timeout_s=8.0)
+    except zero.errors.DeadlineError:  # of a machine that is busy
+        raise
+    except Exception as error:  # whatever comes of wrong bytes
+        print(f"{type(error).__name__}: {error}")
+    return site in simulation.sites, found != wanted
+
+
+def test_each_reason_why_a_call_is_no_wait_is_still_needed():
+    everything = [
+        f"{wait.file}:{wait.function}"
+        for path in sorted((ROOT / "zero").rglob("*.py"))
+        for wait in _calls(ast.parse(path.read_text()), path.relative_to(ROOT).as_posix(), ())
+    ]
+    for other in OTHERS:
+        assert any(name.startswith(other) for name in everything), other
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_store_that_closes_waits_for_what_is_on_its_way(waits, tmp_path, monkeypatch):
+    """Copies that were launched go on when the threads that launched them have ended."""
+    if not waits:
+        monkeypatch.setattr(WatchedGpu, "join", lambda gpu: None)
+    with simulated_gpu(races=True) as seen:
+        run_ranks(1, step_and_close, tmp_path)
+    assert seen.counts["unpinned in use"] == (0 if waits else 1)
+
+
+def step_and_close(world: zero.World, path: Path) -> None:
+    state, step = start(world, path, preset="cpu")
+    state, _ = step(state, [rows(0, world, torch.bfloat16)])
+    state.runtime.store.drain()
+    state.runtime.store.close()
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def trained_in_a_process(world: zero.World, path: str, given: dict[str, object]) -> tuple[str, dict[str, int]]:
+    told = train(world, Path(path), **given)
+    return told, dict(world.compute.streams.counts)
+
+
+@pytest.mark.parametrize("given", [{"stage": 0}, {"preset": "infinity"}], ids=str)
+def test_ranks_that_are_processes_have_the_same_device_and_bits(given, tmp_path):
+    """Gloo moves the bytes; what is asked of it begins and is waited for on streams all the same."""
+    with simulated_gpu():
+        wanted = run_ranks(2, partial(train, **given), tmp_path)
+    with simulated_gpu(races=True, order="late"):
+        found = run_processes(2, trained_in_a_process, str(tmp_path), given)
+    assert [told for told, _ in found] == wanted
+    assert all(counts["launches"] > 100 for _, counts in found)

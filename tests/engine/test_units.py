@@ -1,0 +1,494 @@
+"""Any model splits into units: every parameter in exactly one, every reader covered, the user's model untouched."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero
+from zero.engine.module_copy import attach, detached_copy
+from zero.engine.placeholder import ParameterPlaceholder
+from zero.engine.unit import Splitting, split
+from zero.errors import OutsideUnitError, PlanError
+from zero.testing import run_ranks
+from zero.trainer.models.gpt import GPT
+from zero.trainer.models.gpt_config import GPTConfig
+
+WIDTH = 5
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class HuggingFaceLike(nn.Module):
+    """A transformer as a ModuleDict inside the model, blocks as its `h`, head beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(7, WIDTH),
+                "drop": nn.Dropout(0.0),
+                "h": nn.ModuleList(Block() for _ in range(3)),
+                "ln_f": nn.LayerNorm(WIDTH),
+            }
+        )
+        self.lm_head = nn.Linear(WIDTH, 7, bias=False)
+        self.lm_head.weight = self.transformer["wte"].weight
+
+
+class TwoLists(nn.Module):
+    """Blocks two lists deep; nothing but lists above them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(2))
+
+
+class Bare(nn.Module):
+    """Parameters that no callable module owns, and tables beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalar = nn.Parameter(torch.tensor(2.0))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.rows = nn.ParameterList(torch.randn(WIDTH) for _ in range(2))
+        self.named = nn.ParameterDict({"a": torch.randn(3)})
+        self.register_buffer("table", torch.arange(4.0))
+        self.attention = nn.MultiheadAttention(WIDTH, 1)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+
+
+@pytest.mark.parametrize(
+    ("build", "names"),
+    [
+        (deep, ["0", "2"]),
+        (lambda: nn.Linear(3, 3), ["(root)"]),
+        (HuggingFaceLike, ["transformer.wte", *(f"transformer.h.{n}" for n in range(3)), "transformer.ln_f"]),
+        (TwoLists, [f"stages.{a}.{b}" for a in range(2) for b in range(2)]),
+        (Bare, ["(root)", "attention", "norm"]),
+        (
+            lambda: GPT(GPTConfig(vocab=7, width=8, layers=2, heads=2, seq=4, tied=False)),
+            ["embed", "blocks.0", "blocks.1", "norm", "head"],
+        ),
+    ],
+    ids=["sequential", "one module", "hugging face", "two lists", "bare", "gpt"],
+)
+def test_default_units(build, names):
+    """Each element of an outermost list, and what owns parameters beside the lists; the rest is the ancestors' own."""
+    splitting = split(build(), world_size=2)
+    assert sorted(unit.name for unit in splitting.units) == sorted(names)
+
+
+MODELS = [deep, HuggingFaceLike, TwoLists, Bare]
+
+
+@pytest.mark.parametrize("units", [None, ("Linear",), ("Block", "Linear", "Bare")], ids=str)
+@pytest.mark.parametrize("build", MODELS)
+def test_every_parameter_is_one_slot_and_every_place_is_bound(build, units):
+    model = build()
+    present = {type(module).__name__ for module in model.modules()}
+    if units is not None:
+        units = [name for name in units if name in present] or None
+    splitting = split(model, world_size=3, class_names=units)
+    slots = [slot.name for unit in splitting.units for layout in (unit.trainable, unit.frozen) for slot in layout.slots]
+    assert sorted(slots) == sorted(name for name, _ in model.named_parameters())
+    for site in splitting.sites:
+        module = model.get_submodule(site.path)
+        for bound in site.bindings:
+            unit = splitting.units[bound.unit]
+            slot = (unit.trainable if bound.trainable else unit.frozen).slots[bound.slot]
+            assert module.get_parameter(bound.local) is model.get_parameter(slot.name)
+            assert module.get_parameter(bound.local).shape == slot.shape
+    places = sum(len(module._parameters) - list(module._parameters.values()).count(None) for module in model.modules())
+    assert sum(len(site.bindings) for site in splitting.sites) == places
+
+
+def test_a_tied_weight_is_one_slot_with_two_sites():
+    splitting = split(HuggingFaceLike(), world_size=2)
+    sites = {site.path: site.units for site in splitting.sites}
+    assert sites["lm_head"] == sites["transformer.wte"] == (0,)
+
+
+def test_frozen_parameters_have_their_own_flat():
+    model = nn.Sequential(nn.Linear(3, 3))
+    model[0].bias.requires_grad_(False)
+    (unit,) = split(model, world_size=2).units
+    assert [slot.name for slot in unit.trainable.slots] == ["0.weight"]
+    assert [slot.name for slot in unit.frozen.slots] == ["0.bias"]
+
+
+def test_depth_counts_what_is_gathered_beside_one_unit():
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.Parameter(torch.zeros(1))
+            self.blocks = nn.ModuleList([Block(), Block()])
+
+    assert split(deep(), world_size=1).depth == 0
+    assert split(Root(), world_size=1).depth == 1
+    assert split(Root(), world_size=1, class_names=["Block", "Linear"]).depth == 1  # a block owns nothing itself
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    tied[1].weight = tied[0].weight
+    assert split(tied, world_size=1).depth == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("Lienar", "; did you mean Linear?"), ("block", "; did you mean Block?"), ("Zzz", "")]
+)
+def test_an_unknown_class_gets_the_nearest_name(name, near):
+    with pytest.raises(PlanError) as caught:
+        split(HuggingFaceLike(), world_size=1, class_names=[name])
+    assert str(caught.value) == f"zero.units: no module of class {name} in the model{near}"
+
+
+def test_what_cannot_be_a_parameter_is_refused_by_name():
+    model = Block()
+    model.inner[0].codes = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(PlanError, match=r"parameter inner\.0\.codes is torch\.int8: register it as a buffer"):
+        split(model, world_size=1)
+
+
+# -- empty -------------------------------------------------------------------------------------------------------------
+
+
+def test_empty_sends_parameters_to_meta_and_nothing_else():
+    with zero.empty():
+        model = Bare()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert torch.equal(model.table, torch.arange(4.0))
+    assert torch.equal(model.norm.running_var, torch.ones(WIDTH))
+    assert not any(parameter.is_meta for parameter in Bare().parameters())
+
+
+def test_empty_keeps_ties_whichever_way_they_are_made():
+    class Ties(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            real = nn.Parameter(torch.zeros(3))
+            self.a, self.b = nn.Module(), nn.Module()
+            self.a.weight = self.b.weight = real
+            self.b.again = self.a.weight
+
+    with zero.empty():
+        model, tied = Ties(), HuggingFaceLike()
+    assert model.a.weight is model.b.weight is model.b.again
+    assert tied.lm_head.weight is tied.transformer["wte"].weight
+    assert [slot.name for unit in split(model, world_size=1).units for slot in unit.trainable.slots] == ["a.weight"]
+
+
+def test_empty_keeps_requires_grad_and_dtype():
+    with zero.empty():
+        module = nn.Module()
+        module.weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16), requires_grad=False)
+    assert not module.weight.requires_grad
+    assert module.weight.dtype == torch.bfloat16
+
+
+def test_empty_never_holds_two_parameters_at_once():
+    """Each real parameter is dropped as soon as it is registered."""
+    alive: list[weakref.ref[Tensor]] = []
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            assert not any(one() is not None for one in alive)
+            value = torch.zeros(1000)
+            alive.append(weakref.ref(value))
+            self.weight = nn.Parameter(value)
+
+    with zero.empty():
+        nn.Sequential(*(Counted() for _ in range(3)))
+
+
+def test_a_buffer_without_values_is_refused_by_name():
+    with torch.device("meta"):
+        model = Bare()
+    with pytest.raises(
+        PlanError, match=r"buffer .*table is on meta and has no values; build the model under zero\.empty"
+    ):
+        split(model, world_size=1)
+
+
+# -- the copy ----------------------------------------------------------------------------------------------------------
+
+
+class Looks(nn.Module):
+    """A model that looks at and sets things on its blocks from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.own = nn.Parameter(torch.zeros(WIDTH))
+        self.captured = [self.own]
+
+
+def copied(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Splitting]:
+    splitting = split(model, world_size=1)
+    inside = detached_copy(model, splitting, dtype, torch.device("cpu"))
+    attach(inside, splitting, lambda site: lambda body, args, kwargs: (site.path, args, kwargs))
+    return inside, splitting
+
+
+def test_the_users_model_is_untouched():
+    model = Looks()
+    before = {
+        name: (dict(module.__dict__), dict(module._parameters), dict(module._buffers), dict(module._modules))
+        for name, module in model.named_modules()
+    }
+    values = copy.deepcopy(model.state_dict())
+
+    def train(world: zero.World) -> None:
+        plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=world)
+        state = zero.init(plan, zero.open_store(plan), seed=3, weights=values)
+
+        def loss(copied: nn.Module, x: Tensor) -> Tensor:
+            copied.blocks[0].seen = True
+            return copied.norm(copied.blocks[1](copied.blocks[0](x))).square().sum()
+
+        state, _ = zero.make_step(plan, loss)(state, [torch.randn(4, WIDTH)])
+        assert int(state.model.norm.num_batches_tracked) == 1
+
+    for ranks in (1, 2):
+        run_ranks(ranks, train)
+    for name, module in model.named_modules():
+        own, *held = before[name]
+        assert module.__dict__ == own
+        for now, then in zip((module._parameters, module._buffers, module._modules), held, strict=True):
+            assert now.keys() == then.keys()
+            assert all(now[key] is then[key] for key in then)
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+
+
+def test_the_copy_has_real_buffers_and_no_values():
+    model = Looks()
+    copy_, _ = copied(model)
+    assert all(isinstance(parameter, ParameterPlaceholder) for parameter in copy_.parameters())
+    assert torch.equal(copy_.norm.running_var, model.norm.running_var)
+    assert copy_.norm.running_var is not model.norm.running_var
+    assert len({id(p) for p in copy_.parameters()}) == len(list(model.parameters()))
+
+
+def test_an_absent_parameter_tells_its_metadata():
+    """As the gathered one will have them: models ask for dtype and device to make their inputs."""
+    weight = copied(Looks())[0].blocks[0].weight
+    assert weight.shape == (WIDTH, WIDTH)
+    assert weight.numel() == WIDTH * WIDTH
+    assert len(weight) == WIDTH
+    assert weight.dtype == torch.bfloat16
+    assert weight.device == torch.device("cpu")
+    assert weight.is_cpu
+    assert not weight.is_cuda
+    assert not weight.is_meta
+    assert weight.requires_grad
+    assert torch.arange(3, device=weight.device).tolist() == [0, 1, 2]
+
+
+READS = [
+    lambda model: model.blocks[0].weight + 1,
+    lambda model: model.blocks[0].weight.sum(),
+    lambda model: torch.cat([torch.zeros(WIDTH), model.own]),
+    lambda model: torch.stack(tensors=[model.own]),
+    lambda model: torch.zeros(WIDTH).add_(model.own),
+    lambda model: model.blocks[0].weight[0],
+    lambda model: model.own.data + 1,
+    lambda model: model.own.detach().clone(),
+    lambda model: model.own.tolist(),
+    lambda model: nn.functional.linear(torch.zeros(WIDTH), model.blocks[0].weight),
+    lambda model: copy.deepcopy(model.state_dict()["own"]).add(1),
+    lambda model: model.captured[0] * 2,
+    lambda model: float(model.own[0]),
+]
+
+
+@pytest.mark.parametrize("read", READS, ids=range(len(READS)))
+def test_reading_a_parameter_that_has_no_values_is_refused_by_name(read):
+    model, _ = copied(Looks())
+    with pytest.raises(OutsideUnitError, match=r"parameter (own|blocks\.0\.weight) has no values yet"):
+        read(model)
+
+
+def grown(parameter: Tensor) -> None:
+    parameter += 1
+
+
+def written(parameter: Tensor) -> None:
+    parameter[0] = 1
+
+
+def put(parameter: Tensor) -> None:
+    parameter.data = torch.zeros(WIDTH)
+
+
+WRITES = [
+    lambda own: own.copy_(torch.zeros(WIDTH)),
+    lambda own: own.data.clamp_(0, 1),
+    lambda own: nn.init.zeros_(own),
+    lambda own: nn.init.normal_(own),
+    lambda own: torch.add(torch.zeros(WIDTH), 1, out=own.detach()),
+    grown,
+    written,
+    put,
+]
+
+
+@pytest.mark.parametrize("write", WRITES, ids=range(len(WRITES)))
+def test_writing_to_a_parameter_outside_its_unit_is_refused_by_name(write):
+    model, _ = copied(Looks())
+    with torch.no_grad(), pytest.raises(OutsideUnitError, match=r"parameter own was written to by .*zero\.gathered"):
+        write(model.own)
+
+
+def test_a_site_is_what_it_was_but_for_its_call():
+    model, _ = copied(Looks())
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in Looks().named_modules()]
+    site = model.blocks[0]
+    assert isinstance(site, nn.Linear)
+    assert repr(site) == repr(Looks().blocks[0])
+    assert site(1, key=2) == ("blocks.0", (1,), {"key": 2})
+    assert [site][0](3) == ("blocks.0", (3,), {})
+
+
+def test_one_module_at_two_places_is_one_unit():
+    class Places(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shared = nn.Linear(2, 2)
+            self.blocks = nn.ModuleList([shared, nn.Linear(2, 2), shared])
+            self.last = shared
+
+    model, splitting = copied(Places())
+    assert [unit.name for unit in splitting.units] == ["blocks.0", "blocks.1"]
+    assert model.blocks[0] is model.blocks[2] is model.last
+    assert model.last(1) == ("blocks.0", (1,), {})
+
+
+# -- first values ------------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_under_two_names_of_one_owner_keeps_its_value():
+    class Owner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.zeros(3))
+            self.b = self.a
+
+        def reset_parameters(self) -> None:
+            nn.init.ones_(self.a)
+
+    def values(world: zero.World) -> dict[str, Tensor]:
+        with zero.empty():
+            model = nn.Sequential(Owner())
+        plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=world)
+        return zero.full_state_dict(zero.init(plan, zero.open_store(plan)))
+
+    (made,) = run_ranks(1, values)
+    assert made.keys() == {"0.a"}
+    assert torch.equal(made["0.a"], torch.ones(3))
+
+
+# -- what a constructor writes -----------------------------------------------------------------------------------------
+
+
+class Writes(nn.Module):
+    """Into its own parameters and into those of its children, in every way that constructors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.words = nn.Embedding(7, WIDTH)
+        self.own = nn.Parameter(torch.arange(3.0))
+        self.gain = nn.Parameter(torch.empty(2))
+        nn.init.constant_(self.up.weight, 0.5)
+        self.up.bias.data.fill_(2).mul_(3)
+        self.down.weight.data[1].zero_()
+        with torch.no_grad():
+            self.down.bias[0] = 7.0
+            self.words.weight[2:4].copy_(torch.ones(2, WIDTH))
+            self.gain.copy_(torch.tensor([1.0, -1.0]))
+        nn.init.normal_(tensor=self.words.weight.data[0], std=0.0)
+
+
+class Corrected(nn.Module):
+    """The last word is another's: what was written before it is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        nn.init.zeros_(self.linear.weight)
+        self.linear.reset_parameters()
+        self.apply(self._init_weights)
+        nn.init.ones_(self.linear.bias)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.bias, 5.0)
+
+
+class Half(nn.Module):
+    """One of its own that its reset_parameters does not touch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.empty(3)), nn.Parameter(torch.ones(3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 4.0)
+
+
+def first_values(build) -> dict[str, Tensor]:
+    def values(world: zero.World) -> dict[str, Tensor]:
+        with world.exclusive(), zero.empty():
+            model = nn.Sequential(build())
+        assert all(parameter.is_meta for parameter in model.parameters())
+        plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=world)
+        return zero.full_state_dict(zero.init(plan, zero.open_store(plan)))
+
+    one, other = run_ranks(2, values)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    return one
+
+
+def test_what_a_constructor_writes_into_empty_parameters_is_written_again():
+    made, whole = first_values(Writes), nn.Sequential(Writes()).state_dict()
+    for name in ("0.own", "0.gain", "0.up.weight", "0.up.bias"):
+        assert torch.equal(made[name], whole[name]), name
+    assert not made["0.down.weight"][1].any()
+    assert made["0.down.weight"][0].any()
+    assert made["0.down.bias"][0] == 7
+    assert bool((made["0.words.weight"][2:4] == 1).all())
+    assert not made["0.words.weight"][0].any()
+    assert made["0.words.weight"][5].any()
+
+
+def test_who_writes_last_counts():
+    made = first_values(Corrected)
+    assert made["0.linear.weight"].any(), "reset_parameters came after zeros_"
+    assert bool((made["0.linear.bias"] == 1).all())
+    half = first_values(Half)
+    assert bool((half["0.weight"] == 4).all())
+    assert bool((half["0.scale"] == 1).all())
+
+
+def test_an_owner_whose_reset_leaves_something_out_is_refused_by_name():
+    class Forgets(Half):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = nn.Parameter(torch.empty(2))
+
+    with pytest.raises(PlanError, match=r"Forgets at 0 holds 0\.more and its reset_parameters\(\) leaves it out"):
+        first_values(Forgets)

@@ -1,0 +1,741 @@
+"""Checkpoints that are damaged in every way that was thought of, and the question whether one loads all the same.
+
+There are two checkpoints of one model, steps 10 and 20, with files of the same sizes. Of step 20 a copy is damaged;
+step 10 beside it stays good, and serves as the source of files that are whole and belong elsewhere. A checkpoint that
+was damaged must be refused in one line that names it, or give exactly what was saved (a damage that changed nothing):
+
+    folder/kept/step-0000000010     as they were saved                 folder/root/step-0000000010      never touched
+    folder/kept/step-0000000020                                        folder/root/step-0000000020      damaged
+
+Manifests that lie come with the hash made right. One kind of lie is not here: who writes other values, or exchanges
+two tensors of one shape, in file, header and manifest alike, or states another loss scale, and makes all hashes right,
+has made another checkpoint, and no hash without a key tells it from one that was saved.
+"""
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from itertools import combinations
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from zero.checkpoint import load, open_checkpoint, open_latest
+from zero.checkpoint.manifest import CAP_BYTES, step_name
+from zero.checkpoint.publish import MANIFEST_NAME
+from zero.distributed.world import World
+from zero.engine.full import digest
+from zero.engine.state import State
+from zero.errors import CheckpointError
+from zero.testing.threads import run_ranks
+
+GOOD, HURT = step_name(10), step_name(20)
+BLOCK_BYTES = 512
+TENSOR = "tensor"
+"""What the refusal of a lie about a tensor names: that tensor, or the file that the tensor would be in."""
+
+BATCH = 100
+"""Cases that share a world: its ranks collect no garbage."""
+
+
+class Victim(NamedTuple):
+    """What a damage does its work on."""
+
+    folder: Path
+    """The copy that is damaged."""
+    good: Path
+    """Another step, whole. Read only, but links to it are allowed."""
+    random: Random
+
+    def rank_file(self) -> Path:
+        return self.random.choice(sorted(self.folder.glob("rank-*")))
+
+    def any_file(self) -> Path:
+        return self.random.choice(sorted(self.folder.iterdir()))
+
+
+class Verdict(NamedTuple):
+    """What became of one damaged checkpoint.
+
+    Attributes:
+        outcome: "refused", "harmless" (loaded, bit for bit as it was saved), "silent" (loaded, with other bits), or
+            "wrong" (anything else).
+        line: what was said.
+    """
+
+    seed: int
+    kind: str
+    outcome: str
+    line: str
+
+
+Damage = Callable[[Victim], str | None]
+"""Returns what the refusal has to name beside the checkpoint's folder, if that is certain."""
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def _flip(path: Path, random: Random, bits: int = 1) -> str:
+    octets = bytearray(path.read_bytes())
+    for bit in random.sample(range(8 * len(octets)), bits):
+        octets[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(octets)
+    return path.name
+
+
+def _flipped(victim: Victim) -> str:
+    return _flip(victim.rank_file(), victim.random)
+
+
+def _flipped_header(victim: Victim) -> str:
+    path = victim.rank_file()
+    octets = bytearray(path.read_bytes())
+    octets[victim.random.randrange(4096)] ^= 1 << victim.random.randrange(8)
+    path.write_bytes(octets)
+    return path.name
+
+
+def _flipped_many(victim: Victim) -> str:
+    return _flip(victim.rank_file(), victim.random, victim.random.randint(2, 200))
+
+
+def _flipped_manifest(victim: Victim) -> str:
+    return _flip(victim.folder / MANIFEST_NAME, victim.random)
+
+
+def _cut(path: Path, random: Random) -> str:
+    size = path.stat().st_size
+    os.truncate(path, random.choice([random.randrange(size), size - 1, random.randrange(0, size, BLOCK_BYTES)]))
+    return path.name
+
+
+def _truncated(victim: Victim) -> str:
+    return _cut(victim.rank_file(), victim.random)
+
+
+def _truncated_manifest(victim: Victim) -> str:
+    return _cut(victim.folder / MANIFEST_NAME, victim.random)
+
+
+def _emptied(victim: Victim) -> str:
+    path = victim.any_file()
+    os.truncate(path, 0)
+    return path.name
+
+
+def _grown(victim: Victim) -> str:
+    path = victim.any_file()
+    more = victim.random.choice([b"\0", b" ", b"\n", victim.random.randbytes(BLOCK_BYTES)])
+    path.write_bytes(path.read_bytes() + more)
+    return path.name
+
+
+def _grown_far(victim: Victim) -> str:
+    """A file that claims a terabyte, in no block of the disk: must not be read."""
+    path = victim.any_file()
+    os.truncate(path, victim.random.choice([CAP_BYTES + 1, 2**40]))
+    return path.name
+
+
+def _zeroed(victim: Victim) -> str:
+    path = victim.any_file()
+    with path.open("r+b") as file:
+        file.seek(_block(path, victim.random))
+        file.write(bytes(min(BLOCK_BYTES, path.stat().st_size - file.tell())))
+    return path.name
+
+
+def _exchanged_blocks(victim: Victim) -> str | None:
+    first, second = victim.rank_file(), victim.rank_file()
+    places = _block(first, victim.random), _block(second, victim.random)
+    with first.open("r+b") as one, second.open("r+b") as other:
+        blocks = []
+        for file, place in zip((one, other), places, strict=True):
+            file.seek(place)
+            blocks.append(file.read(BLOCK_BYTES))
+        for file, place, block in zip((one, other), places, reversed(blocks), strict=True):
+            file.seek(place)
+            file.write(block)
+    return first.name if first == second else None
+
+
+def _stale_block(victim: Victim) -> str:
+    """A write that was lost: what the disk has there is of another step."""
+    path = victim.rank_file()
+    place = _block(path, victim.random)
+    old = (victim.good / path.name).read_bytes()[place : place + BLOCK_BYTES]
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(old)
+    return path.name
+
+
+def _torn(victim: Victim) -> str | None:
+    """The beginning of one step's file, the end of another's."""
+    path = victim.any_file()
+    place = _block(path, victim.random)
+    path.write_bytes(path.read_bytes()[:place] + (victim.good / path.name).read_bytes()[place:])
+    return path.name if path.name != MANIFEST_NAME else None  # if all of it is another's, only the step is wrong
+
+
+def _block(path: Path, random: Random) -> int:
+    return random.randrange(0, path.stat().st_size, BLOCK_BYTES)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def _exchanged_ranks(victim: Victim) -> None:
+    first, second = victim.random.sample(sorted(victim.folder.glob("rank-*")), 2)
+    first.rename(victim.folder / "aside")
+    second.rename(first)
+    (victim.folder / "aside").rename(second)
+
+
+def _doubled_rank(victim: Victim) -> str:
+    first, second = victim.random.sample(sorted(victim.folder.glob("rank-*")), 2)
+    shutil.copyfile(first, second)
+    return second.name
+
+
+def _missing(victim: Victim) -> str:
+    path = victim.any_file()
+    path.unlink()
+    return path.name
+
+
+def _renamed(victim: Victim) -> str:
+    path = victim.any_file()
+    names = [
+        path.name.upper(),
+        path.name + ".bak",
+        path.name.replace("0", "1", 1),
+        "." + path.name,
+        "rank-00009-of-00009.safetensors",
+        "rank-1-of-2.safetensors",
+    ]
+    path.rename(path.with_name(victim.random.choice([name for name in names if name != path.name])))
+    return path.name
+
+
+def _extra(victim: Victim) -> str:
+    names = ["rank-00009-of-00010.safetensors", "junk", ".hidden", "manifest.json~", "-rf", "a\nb", "\x1b[31mred", "é"]
+    path = victim.folder / victim.random.choice([*names, "data.pkl", "x" * 255, "\udcff", " ", "..."])
+    if victim.random.random() < 0.3:
+        path.mkdir()
+    else:
+        shutil.copyfile(victim.rank_file(), path)
+    return repr(path.name)
+
+
+def _of_another_step(victim: Victim) -> str | None:
+    path = victim.any_file()
+    shutil.copyfile(victim.good / path.name, path)
+    return path.name if path.name != MANIFEST_NAME else None
+
+
+def _all_of_another_step(victim: Victim) -> None:
+    for path in victim.folder.iterdir():
+        shutil.copyfile(victim.good / path.name, path)
+
+
+def _linked(victim: Victim) -> str:
+    """A link where a file should be: to the file itself, to another step's, to a device, to nothing, to itself."""
+    path = victim.any_file()
+    kept = victim.folder.parent / "elsewhere"
+    path.rename(kept)
+    targets = [str(kept), str(victim.good / path.name), "/dev/zero", "/nowhere", path.name, ".."]
+    path.symlink_to(victim.random.choice(targets))
+    return path.name
+
+
+def _special(victim: Victim) -> str:
+    """A pipe, a socket or a folder where a file should be. Opening must not wait for anybody."""
+    path = victim.any_file()
+    path.unlink()
+    kind = victim.random.choice(["pipe", "socket", "folder"])
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        _make_socket(path)
+    return path.name
+
+
+def _make_socket(path: Path) -> None:
+    """By way of /proc, since the name of a socket may have 107 bytes only."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(f"/proc/self/fd/{folder}/{path.name}")
+    finally:
+        os.close(folder)
+
+
+def _folder_replaced(victim: Victim) -> None:
+    """The folder itself is a link, a file, a pipe, empty, or not there."""
+    kept = victim.folder.parent / "elsewhere"
+    victim.folder.rename(kept)
+    kind = victim.random.choice(["link", "link to another", "circle", "file", "pipe", "empty", "gone"])
+    if kind.startswith(("link", "circle")):
+        target = {"link": kept, "link to another": victim.good}.get(kind, victim.folder)
+        victim.folder.symlink_to(target, target_is_directory=True)
+    elif kind == "file":
+        victim.folder.write_bytes(b"")
+    elif kind == "pipe":
+        os.mkfifo(victim.folder)
+    elif kind == "empty":
+        victim.folder.mkdir()
+
+
+def _harmless(victim: Victim) -> None:
+    """Times, rights, a second name or a fresh copy of a file, the manifest in another order, junk beside."""
+    path = victim.any_file()
+    kind = victim.random.choice(["time", "rights", "second name", "copy", "order", "junk"])
+    if kind == "time":
+        os.utime(path, (0, victim.random.randrange(2**31)))
+    elif kind == "rights":
+        path.chmod(victim.random.choice([0o400, 0o644, 0o777]))
+    elif kind == "second name":
+        os.link(path, victim.folder.parent / "elsewhere")
+    elif kind == "copy":
+        shutil.copy(path, victim.folder.parent / "elsewhere")
+        os.replace(victim.folder.parent / "elsewhere", path)
+    elif kind == "order":
+        body = _body(victim)
+        _stamp(victim, dict(victim.random.sample(sorted(body.items()), len(body))))
+    else:
+        _junk(victim)
+
+
+def _junk(victim: Victim) -> None:
+    root = victim.folder.parent
+    (root / "step-30").mkdir()
+    (root / "step-00000000099").mkdir()
+    (root / "step-0000000030.tmp").mkdir()
+    (root / "step-0000000031").write_bytes(b"")
+    (root / "step-0000000032").symlink_to(victim.good, target_is_directory=True)
+    (root / ".tmp-0000000040-0123456789abcdef").mkdir()
+    shutil.copytree(victim.good, root / ".del-0000000050-0123456789abcdef")
+
+
+# -- manifests that lie ------------------------------------------------------------------------------------------------
+
+
+def _body(victim: Victim) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads((victim.folder / MANIFEST_NAME).read_text())
+    del body["sha256"]
+    return body
+
+
+def _stamp(victim: Victim, body: dict[str, Any]) -> None:
+    """Write this manifest, with its hash made right."""
+    write_manifest(victim.folder, json.dumps(body, separators=(",", ":"))[:-1] + ",\n")
+
+
+def write_manifest(folder: Path, head: str) -> None:
+    """A manifest of any text at all, which ends as its hash does."""
+    text = f'{head}"sha256":"{sha256(head.encode("ascii")).hexdigest()}"}}\n'
+    (folder / MANIFEST_NAME).write_bytes(text.encode("ascii"))
+
+
+def _lie(change: Callable[[dict[str, Any], Random], str | None]) -> Damage:
+    def damage(victim: Victim) -> str | None:
+        body = _body(victim)
+        named = change(body, victim.random)
+        _stamp(victim, body)
+        return named
+
+    return damage
+
+
+def _other_number(value: int, random: Random) -> Any:
+    near = [value + 1, value - 1, value + 4, value - 4, value * 2, value + 4096, random.randrange(2**16)]
+    far = [-value - 1, 2**31, 2**63 - 1, 2**63, 2**64 + value, 10**300]
+    odd: list[Any] = [True, None, str(value), value + 0.5, [value], {}]
+    return random.choice([one for one in (*near, *far, *odd) if one is True or one != value])
+
+
+def _with_pieces(body: dict[str, Any], random: Random) -> dict[str, Any]:
+    found: dict[str, Any] = random.choice([entry for entry in body["entries"] if entry["pieces"]])
+    return found
+
+
+def _size_lie(body: dict[str, Any], random: Random) -> None:
+    file = random.choice(body["files"])
+    file["size"] = _other_number(file["size"], random)
+
+
+def _hash_lie(body: dict[str, Any], random: Random) -> None:
+    file = random.choice(body["files"])
+    key = random.choice(["sha256", "crcs"])
+    text = file[key]
+    place = random.randrange(len(text))
+    digit = random.choice([one for one in "0123456789abcdef" if one != text[place]])
+    longer = text + "00000000"
+    file[key] = random.choice([text[:place] + digit + text[place + 1 :], longer, text[:-8], text.upper() + "A", "", 7])
+
+
+def _piece_lie(body: dict[str, Any], random: Random) -> str:
+    entry = _with_pieces(body, random)
+    piece = random.choice(entry["pieces"])
+    key = random.choice(["rank", "start", "stop", "offset"])
+    piece[key] = _other_number(piece[key], random)
+    return TENSOR
+
+
+def _pieces_lie(body: dict[str, Any], random: Random) -> str:
+    entry = _with_pieces(body, random)
+    pieces = entry["pieces"]
+    kind = random.choice(["dropped", "doubled", "none", "extra key", "no list", "cut elsewhere"])
+    if kind == "dropped":
+        pieces.pop(random.randrange(len(pieces)))
+    elif kind == "doubled":
+        pieces.append(dict(random.choice(pieces)))
+    elif kind == "none":
+        pieces.clear()
+    elif kind == "extra key":
+        pieces[0]["path"] = "../../../etc/passwd"
+    elif kind == "no list":
+        entry["pieces"] = random.choice([None, {}, "pieces", 3, pieces[0], [pieces]])
+    else:  # both halves are where they were: only the file's own header tells
+        piece = pieces[-1]
+        middle = (piece["start"] + piece["stop"]) // 2
+        if middle == piece["start"]:
+            piece["stop"] += 1
+        else:
+            offset = piece["offset"] + (middle - piece["start"]) * 4
+            pieces.append({**piece, "start": middle, "offset": offset})
+            piece["stop"] = middle
+    return TENSOR
+
+
+def _exchanged(*keys: str) -> Callable[[dict[str, Any], Random], None]:
+    """Two tensors of one dtype and shape get each other's; in the manifest alone, so the file's own header tells."""
+
+    def change(body: dict[str, Any], random: Random) -> None:
+        entries = [entry for entry in body["entries"] if entry["pieces"]]
+        first, second = random.choice([pair for pair in combinations(entries, 2) if len(set(map(_extent, pair))) == 1])
+        for key in keys:
+            first[key], second[key] = second[key], first[key]
+
+    return change
+
+
+def _extent(entry: dict[str, Any]) -> tuple[Any, ...]:
+    return entry["dtype"], *entry["shape"]
+
+
+def _shape_lie(body: dict[str, Any], random: Random) -> str:
+    entry = random.choice(body["entries"])
+    shape = entry["shape"]
+    changed: list[Any] = [[*shape, 1], [1, *shape], [*shape, 0], [*shape, -1], [2**40, 2**40], [1] * 65, None, "3", 7]
+    if shape:
+        place = random.randrange(len(shape))
+        changed += [[*shape[:place], _other_number(shape[place], random), *shape[place + 1 :]]] * 6
+    if shape != shape[::-1]:
+        changed += [shape[::-1]] * 4
+    entry["shape"] = random.choice(changed)
+    return TENSOR
+
+
+def _name_lie(body: dict[str, Any], random: Random) -> str:
+    entry = random.choice(body["entries"])
+    odd = ["../../etc/passwd", "/etc/passwd", "a\0b", "a\nb", "", "x" * 5000, "\ud800", "..", "\x1b[2J", "__metadata__"]
+    entry["name"] = random.choice([*odd, entry["name"] + " ", entry["name"].upper(), 5, None, ["a"], {"a": "b"}])
+    return TENSOR
+
+
+def _kind_lie(body: dict[str, Any], random: Random) -> str:
+    entry = random.choice(body["entries"])
+    kinds = ["parameter", "frozen", "buffer", "mu", "nu", "pickle", "../x", "a\nb", "", "k" * 65, None, 3, ["mu"]]
+    entry["kind"] = random.choice([kind for kind in kinds if kind != entry["kind"]])
+    return TENSOR
+
+
+def _dtype_lie(body: dict[str, Any], random: Random) -> str:
+    entry = random.choice(body["entries"])
+    dtypes = ["float64", "float16", "int32", "int8", "bool", "bfloat16", "float31", "load", "complex64", "", None, 4]
+    entry["dtype"] = random.choice([dtype for dtype in dtypes if dtype != entry["dtype"]])
+    return TENSOR
+
+
+def _entries_lie(body: dict[str, Any], random: Random) -> None:
+    entries = body["entries"]
+    one = random.randrange(len(entries))
+    kind = random.choice(["dropped", "doubled", "new", "none", "no list", "no object", "lacks a key", "extra key"])
+    if kind == "dropped":
+        entries.pop(one)
+    elif kind == "doubled":
+        entries.append(entries[one])
+    elif kind == "new":
+        entries.append({"name": "new", "kind": "parameter", "dtype": "float32", "shape": [0], "pieces": []})
+    elif kind in ("none", "no list"):
+        body["entries"] = [] if kind == "none" else random.choice([None, {}, "all", 3])
+    elif kind == "no object":
+        entries[one] = random.choice([None, [], "all", 3])
+    elif kind == "lacks a key":
+        del entries[one][random.choice(sorted(entries[one]))]
+    else:
+        entries[one]["file"] = "/etc/passwd"
+
+
+def _world_lie(body: dict[str, Any], random: Random) -> None:
+    files = body["files"]
+    kind = random.choice(["world", "more files", "fewer files", "files in another order"])
+    if kind == "world":
+        body["world"] = _other_number(body["world"], random)
+    elif kind == "more files":
+        files.append(dict(files[0]))
+        body["world"] += random.randrange(2)
+    elif kind == "fewer files":
+        files.pop()
+        body["world"] -= random.randrange(2)
+    else:
+        body["files"] = files[1:] + files[:1]
+
+
+def _step_lie(body: dict[str, Any], random: Random) -> None:
+    body["step"] = _other_number(body["step"], random)
+
+
+def _newer_format(body: dict[str, Any], random: Random) -> str:
+    body["format"] = random.choice([2, 3, 10**9])
+    if random.random() < 0.5:  # what a newer one looks like, nobody knows
+        body["shards"] = body.pop(random.choice(["entries", "files", "world"]))
+    return f"format {body['format']}, this library reads up to 1"
+
+
+def _format_lie(body: dict[str, Any], random: Random) -> None:
+    body["format"] = random.choice([0, -1, "1", 1.0, True, None, [1], 2**70])
+
+
+def _top_lie(body: dict[str, Any], random: Random) -> None:
+    key = random.choice(sorted(body))
+    if random.random() < 0.5:
+        del body[key]
+    else:
+        body[key + "s"] = body[key]
+
+
+def _facts_lie(body: dict[str, Any], random: Random) -> None:
+    """Facts that are no facts: of another type, missing, or nested. (Other facts that could be true are not seen.)"""
+    facts = body["facts"]
+    places: list[tuple[dict[str, Any], str]] = [(body, "facts"), (facts, "state"), (facts, "random"), (facts, "given")]
+    places += [(facts["state"], key) for key in ("step", "scale", "dynamic")] * 2
+    rank = random.choice(facts["random"])
+    places += [(rank, key) for key in ("python", "torch")] * 2
+    where, key = random.choice(places)
+    deep: Any = 0
+    for _ in range(40):
+        deep = [deep]
+    odd = [
+        None,
+        -1,
+        2**70,
+        0.5,
+        "x",
+        "",
+        "zz" * 2528,
+        [],
+        {},
+        [{}],
+        [[]],
+        [1, 2],
+        [None] * 4,
+        ["a"] * 4,
+        {"a": 1},
+        deep,
+    ]
+    if random.random() < 0.2:
+        del where[key]
+    else:
+        where[key] = random.choice(odd)
+
+
+# -- manifests that are no JSON of ours --------------------------------------------------------------------------------
+
+
+def _odd_text(victim: Victim) -> str:
+    """Texts that end in their own hash and are nothing that was ever written."""
+    text = (victim.folder / MANIFEST_NAME).read_text().rsplit("\n", 2)[0] + "\n"
+    twice = text.replace('"step":20', '"step":20,"step":20')
+    odd = [
+        twice,
+        text[:-2] + "],\n",
+        "{\n",
+        "[\n",
+        "\n",
+        "",
+        text * 2,
+        "{" + '"a":[' * 100_000 + "\n",
+        "[" * 3000 + "\n",
+    ]
+    odd += [text.replace('"step":20', f'"step":{value}') for value in ("NaN", "Infinity", "1e999", "9" * 5000, "020")]
+    odd += ['!!python/object/apply:os.system ["touch x"]\n', '{"__reduce__":["os.system",["touch x"]],\n', "\0\0\0\0\n"]
+    write_manifest(victim.folder, victim.random.choice(odd))
+    return MANIFEST_NAME
+
+
+KINDS: dict[str, Damage] = {
+    "one bit": _flipped,
+    "one bit of a header": _flipped_header,
+    "many bits": _flipped_many,
+    "one bit of the manifest": _flipped_manifest,
+    "cut short": _truncated,
+    "manifest cut short": _truncated_manifest,
+    "emptied": _emptied,
+    "grown": _grown,
+    "grown to a terabyte": _grown_far,
+    "512 zeros": _zeroed,
+    "exchanged blocks": _exchanged_blocks,
+    "block of another step": _stale_block,
+    "torn between steps": _torn,
+    "exchanged rank files": _exchanged_ranks,
+    "one rank's file twice": _doubled_rank,
+    "missing file": _missing,
+    "renamed file": _renamed,
+    "extra file": _extra,
+    "file of another step": _of_another_step,
+    "all of another step": _all_of_another_step,
+    "link for a file": _linked,
+    "pipe, socket, folder": _special,
+    "folder replaced": _folder_replaced,
+    "nothing that matters": _harmless,
+    "lie: size": _lie(_size_lie),
+    "lie: hash": _lie(_hash_lie),
+    "lie: piece": _lie(_piece_lie),
+    "lie: pieces": _lie(_pieces_lie),
+    "lie: exchanged pieces": _lie(_exchanged("pieces")),
+    "lie: exchanged names": _lie(_exchanged("name", "kind")),
+    "lie: shape": _lie(_shape_lie),
+    "lie: name": _lie(_name_lie),
+    "lie: kind": _lie(_kind_lie),
+    "lie: dtype": _lie(_dtype_lie),
+    "lie: list of tensors": _lie(_entries_lie),
+    "lie: world": _lie(_world_lie),
+    "lie: step": _lie(_step_lie),
+    "lie: facts": _lie(_facts_lie),
+    "lie: keys": _lie(_top_lie),
+    "format: newer": _lie(_newer_format),
+    "format: none": _lie(_format_lie),
+    "no manifest": _odd_text,
+}
+
+
+# -- the trial ---------------------------------------------------------------------------------------------------------
+
+Start = Callable[[World], State]
+
+
+class Case(NamedTuple):
+    seed: int
+    kind: str
+
+
+def cases(count: int, seed: int) -> list[Case]:
+    """So many, of all kinds in turn."""
+    kinds = list(KINDS)
+    return [Case(seed + number, kinds[number % len(kinds)]) for number in range(count)]
+
+
+def fuzz(size: int, start: Start, folder: Path, wanted: Sequence[Case]) -> list[Verdict]:
+    """A verdict on each case, by a world of `size` thread ranks.
+
+    Args:
+        start: makes a state; called on each rank, several times.
+        folder: has `kept`, see above.
+    """
+    found: list[Verdict] = []
+    while len(found) < len(wanted):
+        batch = wanted[len(found) : len(found) + BATCH]
+        before = len(found)
+        try:
+            run_ranks(size, _judge, start, folder, batch, found, timeout_s=300.0)
+        except Exception as error:  # whatever it is, it is not what a damaged checkpoint may raise
+            if len(found) - before == len(batch):
+                raise
+            case = batch[len(found) - before]
+            found.append(Verdict(*case, "wrong", f"{type(error).__name__}: {error}"))
+    return found
+
+
+def _judge(world: World, start: Start, folder: Path, batch: Sequence[Case], found: list[Verdict]) -> None:
+    kept, root = folder / "kept", folder / "root"
+    state = load(start(world), open_checkpoint(world, kept / HURT))
+    saved = digest(state)
+    state = load(state, open_checkpoint(world, kept / GOOD))
+    good = digest(state)
+    assert saved != good, "the two checkpoints are to differ"
+    for case in batch:
+        named = world.share(json.dumps(_hurt(folder, case)) if world.rank == 0 else "")
+        state, outcome, line = _tried(world, state, root, (good, saved), json.loads(named))
+        everyone = world.gather_texts(json.dumps([outcome, line]), "verdicts")
+        if world.rank == 0:
+            if len(set(everyone)) > 1:
+                outcome, line = "wrong", f"the ranks differ: {everyone}"
+            found.append(Verdict(*case, outcome, line))
+
+
+def _hurt(folder: Path, case: Case) -> str | None:
+    """Damage a new copy. Returns what the refusal has to name."""
+    kept, root = folder / "kept", folder / "root"
+    if not (root / GOOD).exists():
+        shutil.copytree(kept / GOOD, root / GOOD)
+    for path in root.iterdir():
+        if path.name == GOOD:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    shutil.copytree(kept / HURT, root / HURT)
+    return KINDS[case.kind](Victim(root / HURT, root / GOOD, Random(case.seed)))
+
+
+def _tried(
+    world: World, state: State, root: Path, digests: tuple[str, str], named: str | None
+) -> tuple[State, str, str]:
+    """The state, with the good checkpoint's values as before; outcome and line."""
+    good, saved = digests
+    outcome, line, opened = "refused", "", False
+    try:
+        checkpoint = open_checkpoint(world, root / HURT)
+        opened = True
+        dict(checkpoint.facts)
+        state = load(state, checkpoint)
+        outcome = "harmless" if digest(state) == saved else "silent"
+    except CheckpointError as error:
+        line = str(error)
+    complaint = _complaint(line, root, named) if outcome == "refused" else ""
+    if outcome == "refused" and digest(state) != good:
+        complaint = "refused, and the state was changed"
+    newest, rejected = open_latest(world, root)
+    if newest is None or newest.folder.name != (HURT if opened else GOOD):
+        complaint = f"the newest valid one is not {newest}"
+    about = [one for one in rejected if str(root / HURT) in one]  # others are junk beside it
+    if about != ([] if opened or not os.path.lexists(root / HURT) else [line]):
+        complaint = f"not rejected as it was refused: {rejected}, {line}"
+    state = load(state, open_checkpoint(world, root / GOOD))
+    if digest(state) != good:
+        complaint = "the good one beside it no longer loads as it was"
+    return (state, "wrong", f"{complaint}: {line}") if complaint else (state, outcome, line)
+
+
+def _complaint(line: str, root: Path, named: str | None) -> str:
+    if len(line.splitlines()) != 1 or not line.isprintable():
+        return f"not one line: {line!r}"
+    if str(root / HURT) not in line:
+        return "the checkpoint is not named"
+    if named == TENSOR:
+        names = {entry["name"] for entry in json.loads((root / GOOD / MANIFEST_NAME).read_text())["entries"]}
+        if "tensor" not in line and "rank-" not in line and not any(name in line for name in names):
+            return "neither tensor nor file is named"
+    elif named is not None and named not in line:
+        return f"{named} is not named"
+    return ""

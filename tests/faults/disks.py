@@ -1,0 +1,307 @@
+"""A disk that fails as told, and a disk of exactly so many bytes per second.
+
+`FaultyFiles` stands where a store calls the file system. It counts the calls and lets a `Fault` have some of them:
+
+    store = NvmeStore(folder, files=FaultyFiles(fail(errno.EIO), at=7))                     # the 7th call, once
+    store = NvmeStore(folder, files=FaultyFiles(drop(), at=2, only="pwritev", on=True))     # all writes from the 2nd
+
+`ThrottledStore` gives a tier a fixed bandwidth, so that what is measured does not depend on the machine's disk. Both
+are for tests of your own, too.
+"""
+
+import errno
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero.platform.files import DIRECT, NAMELESS, Files
+from zero.store.base import Done, Page, Store, Ticket
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a store to its files: its name, its arguments, and how to really make it (with any arguments)."""
+
+    name: str
+    args: tuple[Any, ...]
+    make: Callable[..., Any]
+
+    def through(self) -> Any:
+        return self.make(*self.args)
+
+
+Fault = Callable[[Call], Any]
+"""What happens in place of a call: returns what the call would, or raises OSError."""
+
+
+def fail(code: int) -> Fault:
+    """The call does nothing and raises OSError with this errno; a descriptor that was to be closed is closed."""
+
+    def fault(call: Call) -> Any:
+        if call.name == "close":
+            call.through()
+        raise OSError(code, os.strerror(code))
+
+    return fault
+
+
+def short(nbytes: int) -> Fault:
+    """A transfer stops after at most `nbytes`; what lies behind is spoiled, in the file or in memory."""
+
+    def fault(call: Call) -> Any:
+        if call.name == "pwritev":
+            fd, (buffer,), offset = call.args
+            copy = _copy_of(buffer)
+            copy[nbytes:] = b"\xa5" * len(copy[nbytes:])
+            return min(nbytes, call.make(fd, [copy], offset))
+        count = call.through()
+        if call.name == "preadv":
+            _, (buffer,), _ = call.args
+            buffer[nbytes:] = b"\xa5" * len(buffer[nbytes:])
+            return min(nbytes, count)
+        return count
+
+    return fault
+
+
+def flip(bit: int) -> Fault:
+    """One bit of a transfer is inverted on its way (counted around, if the transfer is shorter)."""
+
+    def fault(call: Call) -> Any:
+        if call.name == "pwritev":
+            fd, (buffer,), offset = call.args
+            copy = _copy_of(buffer)
+            _invert(copy, bit)
+            return call.make(fd, [copy], offset)
+        count = call.through()
+        if call.name == "preadv":
+            _invert(call.args[1][0], bit)
+        return count
+
+    return fault
+
+
+def drop() -> Fault:
+    """A write that never reaches the disk and says that it did; a read that leaves memory as it was."""
+
+    def fault(call: Call) -> Any:
+        if call.name in ("pwritev", "preadv"):
+            return sum(len(buffer) for buffer in call.args[1])
+        return call.through()
+
+    return fault
+
+
+def misplace(by_bytes: int) -> Fault:
+    """A transfer takes place at another offset, that of another page."""
+
+    def fault(call: Call) -> Any:
+        if call.name in ("pwritev", "preadv"):
+            fd, buffers, offset = call.args
+            return call.make(fd, buffers, max(0, offset + by_bytes))
+        return call.through()
+
+    return fault
+
+
+class FaultyFiles(Files):
+    """Real files, but for the calls that a fault is given.
+
+    Args:
+        fault: takes the place of the chosen calls. None: every call is made, and counted.
+        at: the first chosen call, counted from 1 among those that `only` allows.
+        on: that call and every later one; else that call alone.
+        only: names of the calls that are counted, such as "preadv pwritev"; empty for all.
+        direct: whether direct I/O is to be had: "yes", or refused at "open", or at the first "transfer".
+        nameless: whether files without a name (O_TMPFILE) are.
+        before: called with each call before it is made, from the thread that makes it: the place for a delay.
+
+    Attributes:
+        count: calls so far, of those that `only` allows.
+        held: descriptors that are open now.
+    """
+
+    def __init__(
+        self,
+        fault: Fault | None = None,
+        *,
+        at: int = 1,
+        on: bool = False,
+        only: str = "",
+        direct: str = "yes",
+        nameless: bool = True,
+        before: Callable[[Call], None] | None = None,
+    ) -> None:
+        self.count = 0
+        self.held: set[int] = set()
+        self._fault = fault
+        self._at = at
+        self._on = on
+        self._only = only.split()
+        self._refuses_direct = direct
+        self._nameless = nameless
+        self._before = before
+        self._direct: set[int] = set()
+        self._lock = threading.Lock()
+
+    def stat(self, path: Path) -> os.stat_result:
+        return self._do("stat", super().stat, path)
+
+    def free_bytes(self, folder: Path) -> int:
+        return self._do("free_bytes", super().free_bytes, folder)
+
+    def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
+        return self._do("open", self._really_open, path, flags, mode)
+
+    def unlink(self, path: Path) -> None:
+        self._do("unlink", super().unlink, path)
+
+    def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
+        self._do("fallocate", super().fallocate, fd, offset, nbytes)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        self._do("truncate", super().truncate, fd, nbytes)
+
+    def clear_direct(self, fd: int) -> None:
+        self._do("clear_direct", self._really_clear_direct, fd)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return self._do("preadv", self._really_preadv, fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return self._do("pwritev", self._really_pwritev, fd, buffers, offset)
+
+    def close(self, fd: int) -> None:
+        self._do("close", self._really_close, fd)
+
+    def _do(self, name: str, make: Callable[..., Any], *args: Any) -> Any:
+        call = Call(name, args, make)
+        if self._before is not None:
+            self._before(call)
+        return self._fault(call) if self._chosen(name) and self._fault is not None else call.through()
+
+    def _chosen(self, name: str) -> bool:
+        if self._only and name not in self._only:
+            return False
+        with self._lock:
+            self.count += 1
+            return self.count == self._at or (self._on and self.count > self._at)
+
+    def _really_open(self, path: Path, flags: int, mode: int) -> int:
+        if not self._nameless and flags & NAMELESS == NAMELESS:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        if flags & DIRECT and self._refuses_direct == "open":
+            if flags & os.O_CREAT:
+                super().close(super().open(path, flags & ~DIRECT, mode))  # as Linux does: the name is made first
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fd = super().open(path, flags, mode)
+        self.held.add(fd)
+        if flags & DIRECT:
+            self._direct.add(fd)
+        return fd
+
+    def _really_clear_direct(self, fd: int) -> None:
+        super().clear_direct(fd)
+        self._direct.discard(fd)
+
+    def _really_preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._check_direct(fd)
+        return super().preadv(fd, buffers, offset)
+
+    def _really_pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._check_direct(fd)
+        return super().pwritev(fd, buffers, offset)
+
+    def _check_direct(self, fd: int) -> None:
+        if fd in self._direct and self._refuses_direct == "transfer":
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    def _really_close(self, fd: int) -> None:
+        self.held.discard(fd)
+        self._direct.discard(fd)
+        super().close(fd)
+
+
+class ThrottledStore(Store):
+    """Any store, at the pace of a device that moves `bytes_per_s` in all, reads and writes together.
+
+    Each transfer gets its turn on one clock, in the order in which they begin, and returns when its turn is over: eight
+    threads get an eighth each. Time in which nobody asks is not saved up. Pages are not lent, but read and written.
+
+    Args:
+        bytes_per_s: what the device moves.
+        clock: seconds, as time.monotonic gives them.
+        sleep: waits so many seconds.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        bytes_per_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._inner = inner
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._free_s = 0.0
+
+    def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
+        self._inner.allocate(page, numel, dtype)
+
+    def read(self, page: Page, into: Tensor) -> Ticket:
+        end_s = self._turn(into.nbytes)
+        self._inner.read(page, into).wait()
+        self._await(end_s)
+        return Done()
+
+    def write(self, page: Page, source: Tensor) -> Ticket:
+        end_s = self._turn(source.nbytes)
+        self._inner.write(page, source).wait()
+        self._await(end_s)
+        return Done()
+
+    def in_place(self, page: Page) -> Tensor | None:
+        self._inner.in_place(page)  # refuses an unknown page
+        return None
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._inner.allocated_bytes
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _turn(self, nbytes: int) -> float:
+        """When this transfer is over."""
+        with self._lock:
+            self._free_s = max(self._free_s, self._clock()) + nbytes / self._bytes_per_s
+            return self._free_s
+
+    def _await(self, end_s: float) -> None:
+        left_s = end_s - self._clock()
+        if left_s > 0:
+            self._sleep(left_s)
+
+
+def _copy_of(buffer: memoryview) -> memoryview:
+    """The same bytes elsewhere, aligned as direct I/O wants it."""
+    copy = memoryview(mmap.mmap(-1, len(buffer)))
+    copy[:] = buffer
+    return copy
+
+
+def _invert(buffer: memoryview, bit: int) -> None:
+    bit %= 8 * len(buffer)
+    buffer[bit // 8] ^= 1 << bit % 8

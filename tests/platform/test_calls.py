@@ -1,0 +1,244 @@
+"""What a GPU's torch and system are asked for, and when: seen by the calls, since there need be no GPU."""
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zero.distributed.world
+from tests.common.small import Setting, slice_of, small_batch, train_small
+from zero.core.placement import Room, budget_bytes
+from zero.distributed.world import ProcessWorld
+from zero.engine.update import Updater
+from zero.errors import HandshakeError, MachineError
+from zero.platform.cuda import Cuda, compute_device
+from zero.platform.device import Arena, Device, GiB
+from zero.testing import run_ranks, simulated_gpu
+from zero.testing.simulated_gpu import SimulatedGpu
+from zero.trainer.config import read
+from zero.trainer.planning import machine
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# -- the end of a world ------------------------------------------------------------------------------------------------
+
+BROKEN = """
+import sys, torch.distributed as dist
+import zero.distributed.world
+from zero.failure import Notes
+from zero.testing import simulated_gpu
+
+def told(owner, name, word):
+    function = getattr(owner, name)
+    def telling(*args):
+        print(word, getattr(args[-1], "kind", ""))
+        return function(*args)
+    setattr(owner, name, telling)
+
+told(Notes, "post", "note")
+told(zero.distributed.world, "_abort", "abort")
+told(dist, "destroy_process_group", "destroy")
+if sys.argv[1] == "theirs":
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+with simulated_gpu():
+    try:
+        with zero.distributed.world.ProcessWorld(timeout_s=20, device="cpu"):
+            if sys.argv[2] == "broken":
+                raise ValueError("bad batch")
+        print("left")
+    except ValueError as error:
+        print(error)
+print(dist.is_initialized())
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("group", ["own", "theirs"])
+@pytest.mark.parametrize("how", ["broken", "whole"])
+def test_a_world_that_broke_says_why_first_and_then_waits_for_no_kernel(group, how):
+    """To destroy a group waits for kernels whose other half never comes; one that is aborted is gone already."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    one = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", BROKEN, group, how]
+    done = subprocess.run(command, env=os.environ | one, capture_output=True, text=True, check=True, timeout=60)
+    told = [line.strip() for line in done.stdout.splitlines()]
+    posts = ["note raised", "note left", "abort"] if how == "broken" else ["note left", "destroy"]
+    assert told == [*posts, "bad batch" if how == "broken" else "left", str(group == "theirs")], done.stderr
+
+
+# -- which device ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_rank_1(monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_two_ranks_on_one_gpu_are_answered_with_the_words_to_type(as_rank_1, monkeypatch):
+    """Each is shown the same GPU, so NCCL would refuse them with a page of its own."""
+    store = dist.HashStore()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7"))
+    monkeypatch.setattr(zero.distributed.world, "_open_store", lambda *_: store)
+    connected = []
+    monkeypatch.setattr(ProcessWorld, "_open_group", lambda self: connected.append(self.rank))
+    monkeypatch.setattr(zero.distributed.world, "StallWatch", lambda *_, **__: None)
+    ProcessWorld(timeout_s=20)  # the first to come has it
+    with pytest.raises(MachineError) as refusal:
+        ProcessWorld(timeout_s=20)
+    assert str(refusal.value) == (
+        "rank 1 of 2 sees one GPU, which another rank has; type launch.ranks=1, or launch.device=cpu"
+    )
+    assert connected == [1]
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl")])
+def test_nccl_is_opened_for_a_gpu_alone(device, backend, monkeypatch):
+    asked = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: asked.append((backend, how["device_id"])))
+    where = torch.device(device)
+    ProcessWorld._connect(
+        SimpleNamespace(timeout_s=20.0, compute=compute_device(where), _owns_default=True, _store=None, rank=0, size=2)  # type: ignore[arg-type]
+    )
+    assert asked == [(backend, where if device == "cuda" else None)]
+
+
+def test_settings_are_shared_under_torchrun_without_a_gpu(as_rank_1, monkeypatch):
+    """NCCL would be opened twice, and closed in between."""
+    import train
+
+    class Opened(Exception):
+        pass
+
+    def from_env(timeout_s: float = 0.0, device: str | None = None):
+        raise Opened(device)
+
+    monkeypatch.setattr(zero.distributed.world.World, "from_env", from_env)
+    with pytest.raises(Opened, match=r"^cpu$"):
+        train._as_one_rank([])
+
+
+# -- memory of the host ------------------------------------------------------------------------------------------------
+
+
+def mapping_of(address: int) -> dict[str, str]:
+    """What the system tells of the memory that an address lies in."""
+    told = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M)
+    for one in told[1:]:
+        begin, end = (int(edge, 16) for edge in one.split(maxsplit=1)[0].split("-"))
+        if begin <= address < end:
+            return dict(re.findall(r"^(\w+):\s+(.*?)\s*$", one, re.M))
+    raise AssertionError
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux only")
+def test_an_arena_is_in_large_pages_and_there_when_it_is_pinned():
+    """To register memory faults it in, by one thread; the threads of torch have done it by then."""
+    nbytes, seen = 16 << 20, []
+
+    class Pinning(SimulatedGpu):
+        def pin(self, memory: torch.Tensor) -> bool:
+            seen.append(mapping_of(memory.data_ptr()))
+            return True
+
+    Arena(nbytes, Pinning(GiB))
+    assert int(seen[0]["Rss"].split()[0]) * 1024 >= nbytes
+    assert "hg" in seen[0]["VmFlags"].split() or not Path("/sys/kernel/mm/transparent_hugepage").exists()
+    touched = Arena(nbytes, Device(torch.device("cpu")), pin=False)
+    assert int(mapping_of(touched.take(1).data_ptr())["Rss"].split()[0]) * 1024 < nbytes, "a CPU's is not touched"
+
+
+def test_freed_memory_of_the_host_stays_with_a_process_on_a_gpu(monkeypatch):
+    """It takes 25 ms, and host memory is not what is short there."""
+    given_back: list[int] = []
+    monkeypatch.setattr(zero.platform.device, "give_back_memory", lambda: given_back.append(1))
+    Cuda(torch.device("cuda", 0)).give_back_memory()
+
+    def in_a_step(world: zero.World, preset: str) -> int:
+        state, step = Setting(offload=(("preset", preset),)).start(world)
+        given_back.clear()
+        step(state, slice_of(small_batch(0, 6), world, 1))
+        return len(given_back)
+
+    with simulated_gpu():
+        assert run_ranks(1, in_a_step, "cpu") == run_ranks(1, in_a_step, "infinity") == [0]
+    assert run_ranks(1, in_a_step, "infinity") == [2]
+
+
+@pytest.mark.parametrize(("budget", "most"), [(None, 0.9), (0.5, 0.5), (1.0, 1.0)])
+def test_what_is_placed_by_itself_leaves_some_of_the_hosts_memory(budget, most, monkeypatch, tmp_path):
+    for module in (zero.engine.plan, machine):
+        monkeypatch.setattr(module, "free_host_bytes", lambda: 8 * GiB)
+    with simulated_gpu(4 * GiB):
+        world = zero.World.from_env(device="cpu")
+        with zero.empty():
+            model = nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(24)))
+        offload = zero.Offload("auto", host_budget=budget, path=str(tmp_path))
+        used = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, offload=offload, units=["Linear"]).placement
+    assert used.bytes["host"] <= most * 8 * GiB
+    assert used.bytes["host"] > most * 8 * GiB - 256 * 2**20, "up to a page group"
+    assert used.bytes["nvme"] > 0
+    room = machine.Machine.of(read({"offload": {"host_budget": f"{budget:.0%}" if budget else "auto"}}), world).room
+    assert budget_bytes(budget, room.host) == int(most * 8 * GiB)
+
+
+# -- the CPU's kernel --------------------------------------------------------------------------------------------------
+
+
+def test_what_the_host_updates_beside_a_gpu_is_the_same_on_every_tier_off_it(monkeypatch):
+    """As the README says it. The CPU's kernel is made to give other bits than what stands for the GPU's."""
+    update = Updater._update
+
+    def with_other_bits(self, unit, hyper, where, pieces):
+        changed = [one._replace(grad_K=one.grad_K * (1 + 2**-8)) for one in pieces] if where.shares_memory else pieces
+        update(self, unit, hyper, where, changed)
+
+    monkeypatch.setattr(Updater, "_update", with_other_bits)
+    plain = Setting(precision="bf16", accumulate=2, page_bytes=4096)
+    asked = [(), (("preset", "cpu"),), (("preset", "nvme"),), (("preset", "infinity"),)]
+    with simulated_gpu():
+        none, *others = (
+            run_ranks(1, train_small, plain.but(offload=(*offload, ("compute", "host"))))[0][0] for offload in asked
+        )
+        larger = plain.but(offload=(("preset", "nvme"), ("compute", "host")), page_bytes=16384, threads=1)
+        others.append(run_ranks(1, train_small, larger)[0][0])
+        assert none == run_ranks(1, train_small, plain)[0][0]
+    assert len(set(others)) == 1
+    assert none not in others
+
+
+# -- tiers -------------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_placed_parameters_elsewhere_are_refused(tmp_path):
+    """When a gather begins depends on the tier, so ranks that differ would start other collectives."""
+
+    def placed(world: zero.World) -> str:
+        room = Room(64 * 2**20 if world.rank else 7_400_000, GiB)  # rank 0 has room for its buffers alone
+        with world.exclusive(), zero.empty():
+            model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
+        plan = zero.Plan(
+            model, optimizer=zero.adamw(1e-3), world=world, room=room, units=["Linear"],
+            offload=zero.Offload("cpu", param="auto", path=str(tmp_path)),
+        )  # fmt: skip
+        assert plan.params_on_host == (world.rank == 0)
+        with contextlib.closing(zero.open_store(plan)) as store, pytest.raises(HandshakeError) as refusal:
+            zero.init(plan, store)
+        return str(refusal.value)
+
+    with simulated_gpu():
+        for told in run_ranks(2, placed):
+            assert "tiers of offload=auto" in told

@@ -1,0 +1,290 @@
+"""What a GPU would be asked for, as far as it can be seen without one: on a simulated GPU, or by the call that is made.
+
+A test with a real GPU is marked `gpu`. `scripts/launches` prints the table that the budgets here keep.
+"""
+
+import gc
+import re
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from zero.checkpoint import load, open_checkpoint, save
+from zero.engine.full import digest
+from zero.errors import MachineError
+from zero.platform.cuda import Cuda, claim_device
+from zero.platform.device import Arena, Device, GiB
+from zero.testing import run_ranks, simulated_gpu
+from zero.testing.simulated_gpu import SimulatedGpu, count_launches
+
+PRESETS = ("none", "cpu", "nvme", "infinity")
+ROWS = 2
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def stack(width: int, count: int = 3) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(*(Block(width) for _ in range(count)))
+
+
+def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).float().square().mean()
+
+
+def start(world: zero.World, width: int = 64, stage: int = 3, preset: str = "none", **settings):
+    precision = settings.pop("precision", "bf16")
+    offload = zero.Offload(preset, path=str(settings.pop("path", ".")), page_bytes=settings.pop("page_bytes", None))
+    with world.exclusive():
+        model = stack(width)
+    plan = zero.Plan(
+        model, optimizer=zero.adamw(1e-2, clip=0.5), world=world, stage=zero.Stage(stage), precision=precision,
+        offload=offload, units=["Block"], **settings,
+    )  # fmt: skip
+    return zero.init(plan, zero.open_store(plan)), zero.make_step(plan, loss)
+
+
+def rows(step: int, world: zero.World, width: int, dtype: torch.dtype) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(10 * step + world.rank)
+    return torch.randn(ROWS, width, generator=draw).to(dtype)
+
+
+def trained(world: zero.World, steps: int = 3, width: int = 64, **settings) -> str:
+    state, step = start(world, width, **settings)
+    for number in range(steps):
+        state, _ = step(state, [rows(number, world, width, state.plan.precision.compute)])
+    told = digest(state)
+    state.runtime.store.close()
+    return told
+
+
+# -- laws --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_stage_tier_or_page_changes_a_bit_on_a_simulated_gpu(ranks, precision, tmp_path):
+    asked = [{"stage": stage} for stage in range(4)]
+    asked += [{"stage": 3, "preset": preset, "page_bytes": page} for preset in PRESETS[1:] for page in (4096, None)]
+    asked += [{"stage": 1, "preset": "cpu", "page_bytes": 4096}, {"stage": 3, "update": "serial"}]
+    with simulated_gpu():
+        told = {
+            str(one): run_ranks(ranks, lambda world, one=one: trained(world, precision=precision, **one, path=tmp_path))
+            for one in ({**each} for each in asked)
+        }
+    assert len({bits for ranks_bits in told.values() for bits in ranks_bits}) == 1, told
+
+
+# -- budgets -----------------------------------------------------------------------------------------------------------
+
+
+def launches(width: int, preset: str = "none", **settings) -> tuple[int, int]:
+    """Of the third step, and how many page groups move in it."""
+    with simulated_gpu():
+        world = zero.World.from_env(device="cpu")
+        state, step = start(world, width, preset=preset, **settings)
+
+        def one() -> None:
+            nonlocal state
+            state, _ = step(state, [rows(0, world, width, state.plan.precision.compute)])
+            state.runtime.store.drain()
+
+        one()
+        one()
+        found = count_launches(one)
+        groups = sum(not part.here for parts in state.runtime.updater._parts.values() for part in parts)
+        state.runtime.store.close()
+    return sum(found.values()), groups
+
+
+def plain_launches(width: int) -> int:
+    model = stack(width).bfloat16()
+    x = torch.ones(ROWS, width, dtype=torch.bfloat16)
+    loss(model, x).backward()
+    model.zero_grad()
+    return sum(count_launches(lambda: loss(model, x).backward()).values())
+
+
+def test_launches_count_units_and_not_bytes():
+    """Of every stage, whatever the width: twelve for a unit beside forward and backward, and some for the step."""
+    plain = plain_launches(64)
+    for stage in range(4):
+        found = [launches(width, stage=stage)[0] for width in (64, 512)]
+        assert max(found) <= 1.05 * min(found)
+        assert max(found) - plain <= 12 * 3 + 20
+
+
+@pytest.mark.parametrize("preset", ["cpu", "nvme", "infinity"])
+def test_a_page_group_that_moves_costs_at_most_twelve_launches(preset, tmp_path):
+    few, _ = launches(256)
+    found, groups = launches(256, preset, path=tmp_path, page_bytes=64 * 1024)
+    assert groups > 20
+    assert found - few <= 12 * groups
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("reserve", "left"), [(None, GiB + 4 * GiB // 50), (GiB // 2, GiB // 2)])
+def test_what_is_placed_by_itself_leaves_room_for_the_gpus_libraries(reserve, left):
+    """auto fills the GPU up to that, and the rest goes to the host."""
+    with simulated_gpu(4 * GiB):
+        world = zero.World.from_env(device="cpu")
+        with zero.empty():
+            model = nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(8)))
+        offload = zero.Offload("auto", reserve_bytes=reserve)
+        plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, stage=3, offload=offload, units=["Linear"])
+    used = plan.placement.bytes
+    assert used["device"] <= 4 * GiB - left
+    assert used["device"] > 4 * GiB - left - 64 * 2**20 * 3, "up to a page group"
+    assert used["host"] > 0
+
+
+# -- what is asked of the device ---------------------------------------------------------------------------------------
+
+
+class Recorded(SimulatedGpu):
+    """Notes which calls were made."""
+
+    def __init__(self) -> None:
+        super().__init__(8 * GiB)
+        self.joins = self.prepared = 0
+
+    def join(self) -> None:
+        self.joins += 1
+
+    def prepare_thread(self) -> None:
+        self.prepared += 1
+        super().prepare_thread()
+
+
+@pytest.fixture
+def device(monkeypatch) -> Recorded:
+    made = Recorded()
+    monkeypatch.setattr(Device, "stand_in", lambda: made)
+    return made
+
+
+def test_side_streams_are_waited_for_before_a_save_a_read_and_a_reset(device, tmp_path):
+    state, step = start(zero.World.from_env(device="cpu"))
+    x = torch.ones(ROWS, 64, dtype=torch.bfloat16)
+    state, _ = step(state, [x])
+    before = device.joins
+    zero.full_state_dict(state)
+    assert device.joins > before
+    before = device.joins
+    folder = save(state, tmp_path)
+    assert device.joins > before
+    before = device.joins
+    load(state, open_checkpoint(state.plan.world, folder))
+    assert device.joins > before
+    state, step = start(zero.World.from_env(device="cpu"))
+    under_way = zero.Step(state)
+    before = device.joins
+    under_way.abandon()
+    assert device.joins == before + 1
+
+
+def test_each_thread_of_the_store_is_prepared_for_the_device(device, tmp_path):
+    state, step = start(zero.World.from_env(device="cpu"), preset="nvme", path=tmp_path)
+    state, _ = step(state, [torch.ones(ROWS, 64, dtype=torch.bfloat16)])
+    state.runtime.store.drain()
+    assert device.prepared == len(state.runtime.store._workers._threads) > 0
+    state.runtime.store.close()
+
+
+def test_a_thread_says_which_gpu_it_is_for_before_it_does_anything(monkeypatch):
+    """Else it would open a context on the first one."""
+    asked: list[object] = []
+    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    monkeypatch.setattr("zero.platform.cuda.work_alone", lambda: asked.append("work alone"))
+    Cuda(torch.device("cuda", 3)).prepare_thread()
+    assert asked == [torch.device("cuda", 3), "work alone"]
+
+
+def test_memory_that_cannot_be_pinned_is_a_warning_and_leaves_no_error_behind(monkeypatch):
+    """CUDA's last error stays until the next launch raises it: that launch is made at once, and asked to."""
+    launched: list[str] = []
+
+    def zeros(*args, device=None, **more):
+        launched.append(str(device))
+        raise RuntimeError("CUDA error: out of memory")
+
+    runtime = SimpleNamespace(cudaHostRegister=lambda *args: 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    gpu, memory = Cuda(torch.device("cuda", 0)), torch.empty(4096, dtype=torch.uint8)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.warns(UserWarning, match=r"could not be pinned \(CUDA error 2\)"):
+        assert not gpu.pin(memory)
+    assert launched == ["cuda:0"]
+
+
+def test_a_copy_is_behind_only_where_both_ends_keep_the_order_of_the_stream():
+    """Pageable memory may be read after the call has returned."""
+    asked: list[bool] = []
+
+    class End:
+        def __init__(self, *, on_gpu: bool = False, pinned: bool = False) -> None:
+            self.is_cuda, self.pinned = on_gpu, pinned
+
+        def is_pinned(self) -> bool:
+            return self.pinned
+
+        def copy_(self, source: "End", *, non_blocking: bool) -> None:
+            asked.append(non_blocking)
+
+    gpu = Cuda(torch.device("cuda", 0))
+    for other in (End(pinned=True), End(on_gpu=True), End()):
+        gpu.copy(End(on_gpu=True), other)
+        gpu.copy(other, End(on_gpu=True))
+    assert asked == [True, True, True, True, False, False]
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux only")
+def test_an_arena_that_a_gpu_reads_is_not_for_children_that_are_forked():
+    arena = Arena(8 << 20, SimulatedGpu(GiB))
+    address = arena.take(4096).data_ptr()
+    found = next(
+        flags
+        for begin, end, flags in re.findall(
+            r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: ([a-z ]+)$", Path("/proc/self/smaps").read_text(), re.M | re.S
+        )
+        if int(begin, 16) <= address < int(end, 16)
+    )
+    assert "dc" in found.split(), "dontcopy"
+
+
+@pytest.mark.parametrize(
+    ("count", "local_rank", "expected"),
+    [(4, 2, "cuda:2"), (1, 0, "cuda:0"), (1, 3, "cuda:0"), (2, 2, "LOCAL_RANK is 2 and this machine has 2 GPUs; type "),
+     (0, 0, "torch finds no GPU; use launch.device=cpu")],
+)  # fmt: skip
+def test_a_rank_takes_its_gpu_or_the_only_one_that_it_is_shown(count, local_rank, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
+    if expected.startswith("cuda"):
+        assert str(claim_device("cuda", local_rank)) == expected
+    else:
+        with pytest.raises(MachineError, match=expected):
+            claim_device("cuda", local_rank)
+
+
+def test_nothing_is_left_of_a_simulated_gpu_after_its_block():
+    with simulated_gpu():
+        assert not zero.World.from_env(device="cpu").compute.shares_memory
+    with warnings.catch_warnings():
+        gc.collect()
+    assert zero.World.from_env(device="cpu").compute.shares_memory

@@ -1,0 +1,786 @@
+"""Pages on a disk: the right bits, or one typed error that names page, offset and cause; and nothing left behind."""
+
+import contextlib
+import errno
+import gc
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.faults.disks import Call, Fault, FaultyFiles, drop, fail, flip, misplace, short
+from zero.errors import StoreError
+from zero.platform.files import NAMELESS
+from zero.store import Page, Store, nvme
+from zero.store.nvme import NvmeStore, Speed, probe
+from zero.testing import StoreContract
+
+NUMEL = 2048 + 64  # two blocks and a part of one
+PAGES = [Page(0, kind, number) for kind in ("master", "mu") for number in (0, 1)]
+
+
+@contextlib.contextmanager
+def whatever_is_warned():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def noise(numel: int, seed: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def open_descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def aligned_buffers() -> int:
+    return Path("/proc/self/maps").read_text().count("/dev/zero")
+
+
+class TestNvmeStore(StoreContract):
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path):
+        self.folder = tmp_path
+        yield
+        assert not os.listdir(tmp_path)
+
+    def open(self) -> Store:
+        return NvmeStore(self.folder)
+
+
+class TestNvmeStoreInSmallRequests(TestNvmeStore):
+    def open(self) -> Store:
+        return NvmeStore(self.folder, request_bytes=4096)
+
+
+class TestNvmeStoreWithoutChecksums(TestNvmeStore):
+    def open(self) -> Store:
+        return NvmeStore(self.folder, verify=False)
+
+
+class TestNvmeStoreReservedAhead(TestNvmeStore):
+    def open(self) -> Store:
+        return NvmeStore(self.folder, capacity_bytes=2**20)
+
+
+class TestNvmeStoreWhereDirectIsRefusedAtOpen(TestNvmeStore):
+    def open(self) -> Store:
+        with pytest.warns(UserWarning, match="direct I/O is refused"):
+            return NvmeStore(self.folder, files=FaultyFiles(direct="open"))
+
+
+class TestNvmeStoreWhereDirectIsRefusedAtTheFirstTransfer(TestNvmeStore):
+    def open(self) -> Store:
+        with pytest.warns(UserWarning, match="direct I/O is refused"):
+            return NvmeStore(self.folder, files=FaultyFiles(direct="transfer"))
+
+
+class TestNvmeStoreWhereTransfersStopEarly(TestNvmeStore):
+    def open(self) -> Store:
+        return NvmeStore(self.folder, files=FaultyFiles(short(127 * 512), on=True))
+
+
+def without_nameless(code: int) -> Fault:
+    """A file system that does not know O_TMPFILE."""
+
+    def fault(call: Call):
+        _, flags, _ = call.args
+        if flags & NAMELESS == NAMELESS:
+            raise OSError(code, os.strerror(code))
+        return call.through()
+
+    return fault
+
+
+@pytest.mark.parametrize("direct", ["yes", "open", "transfer"])
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL])
+def test_where_files_need_a_name_it_is_taken_away_at_once(tmp_path, code, direct):
+    files = FaultyFiles(without_nameless(code), on=True, only="open", direct=direct)
+    with whatever_is_warned():
+        store = NvmeStore(tmp_path, files=files)
+    assert files.count > 2
+    with contextlib.closing(store):
+        assert not os.listdir(tmp_path)
+        holds_what_is_written(store)
+    assert not files.held
+
+
+def holds_what_is_written(store: Store) -> None:
+    page, source, into = Page(9, "mu", 9), noise(NUMEL, 9), torch.empty(NUMEL)
+    store.allocate(page, NUMEL, torch.float32)
+    store.write(page, source).wait()
+    store.read(page, into).wait()
+    assert same(into, source)
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
+def test_where_space_cannot_be_reserved_that_is_said_once(tmp_path, code):
+    files = FaultyFiles(fail(code), on=True, only="fallocate")
+    with contextlib.closing(NvmeStore(tmp_path, files=files)) as store, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        store.allocate(Page(0, "mu", 0), NUMEL, torch.float32)
+        holds_what_is_written(store)
+        (fd,) = files.held
+        assert os.fstat(fd).st_size == store.allocated_bytes
+    assert ["cannot reserve space" in str(warning.message) for warning in warned] == [True]
+
+
+@pytest.mark.parametrize("request_bytes", [4096, 8192, 2**22])
+@pytest.mark.parametrize("numel", [0, 1, 1023, 1024, 1025, 2 * 2048 + 64])
+@pytest.mark.parametrize("start", [0, 1, 64])
+def test_any_length_from_and_to_any_address(tmp_path, request_bytes, numel, start):
+    with contextlib.closing(NvmeStore(tmp_path, request_bytes=request_bytes)) as store:
+        pages = [Page(0, "mu", number) for number in range(3)]
+        for page in pages:
+            store.allocate(page, numel, torch.float32)
+        for number, page in enumerate(pages):
+            store.write(page, noise(start + numel, number)[start:]).wait()
+        for number, page in enumerate(pages):
+            around = torch.full((start + numel + 5,), -1.0)
+            store.read(page, around[start : start + numel]).wait()
+            assert same(around[start : start + numel], noise(start + numel, number)[start:])
+            assert (around[:start] == -1).all()
+            assert (around[start + numel :] == -1).all()
+
+
+def test_only_contiguous_host_memory_is_moved(tmp_path):
+    with contextlib.closing(NvmeStore(tmp_path)) as store:
+        page = Page(0, "mu", 0)
+        store.allocate(page, 64, torch.float32)
+        for tensor in (torch.zeros(128)[::2], torch.zeros(64, device="meta"), torch.zeros(8, 8)):
+            for move in (store.read, store.write):
+                with pytest.raises(StoreError, match="mu"):
+                    move(page, tensor)
+
+
+def test_a_request_is_whole_blocks(tmp_path):
+    for request_bytes in (0, -4096, 1000):
+        with pytest.raises(StoreError, match="multiple of 4096"):
+            NvmeStore(tmp_path, request_bytes=request_bytes)
+
+
+# The fault loop: every call of a store's life fails in turn, once and for ever.
+
+FAULTS = {
+    "EIO": fail(errno.EIO),
+    "ENOSPC": fail(errno.ENOSPC),
+    "EINVAL": fail(errno.EINVAL),
+    "EBADF": fail(errno.EBADF),
+    "short by all": short(0),
+    "short by most": short(1000),
+    "short by some": short(4096),
+    "a bit": flip(12_345),
+    "drop": drop(),
+    "elsewhere": misplace(4096),
+    "far away": misplace(2**20),
+}
+REFUSED = re.compile(r"offload\.path=|, .* has .* free|^what was written")
+NAMED = re.compile(r"^page (master|mu) \d of unit 0 at offset \d+: (E[A-Z]+ \(|checksum differs|lost since E)")
+
+
+def live(folder: Path, files: FaultyFiles) -> int:
+    """Open, allocate, write, read, write again, read again, close. How many errors there were, all of them typed.
+
+    A page that is delivered holds what was last written with success; a page whose write failed is not delivered.
+    """
+    errors = 0
+    try:
+        store = NvmeStore(folder, capacity_bytes=2 * 12288, files=files)
+    except StoreError as error:
+        one_line(error, REFUSED)
+        return 1
+    with contextlib.closing(store):
+        held = {}
+        for page in PAGES:
+            try:
+                store.allocate(page, NUMEL, torch.float32)
+                held[page] = torch.zeros(NUMEL)
+            except StoreError as error:
+                one_line(error, REFUSED)
+                errors += 1
+        for turn in range(2):
+            for number, page in enumerate(list(held)):
+                source = noise(NUMEL, 10 * turn + number)
+                try:
+                    store.write(page, source).wait()
+                    held[page] = source
+                except StoreError as error:
+                    one_line(error, NAMED)
+                    held[page] = None
+                    errors += 1
+            for page, expected in held.items():
+                into = noise(NUMEL, 99)
+                try:
+                    store.read(page, into).wait()
+                    assert expected is not None, f"{page} is delivered, and its write had failed"
+                    assert same(into, expected)
+                except StoreError as error:
+                    one_line(error, NAMED)
+                    errors += 1
+    return errors
+
+
+def one_line(error: StoreError, pattern: re.Pattern) -> None:
+    assert pattern.search(str(error)), str(error)
+    assert "\n" not in str(error)
+
+
+DISKS = {
+    "": {},
+    "refuses direct at open": {"direct": "open"},
+    "refuses direct transfers": {"direct": "transfer"},
+    "wants names": {"nameless": False},
+}
+
+
+@pytest.mark.parametrize("disk", DISKS)
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_nth_call_fails(tmp_path, name, disk):
+    descriptors, buffers = open_descriptors(), aligned_buffers()
+    with whatever_is_warned():
+        undisturbed = FaultyFiles(**DISKS[disk])
+        assert live(tmp_path, undisturbed) == 0
+        assert undisturbed.count > 20
+        for at in range(1, undisturbed.count + 1):
+            for on in (False, True):
+                files = FaultyFiles(FAULTS[name], at=at, on=on, **DISKS[disk])
+                live(tmp_path, files)
+                assert not files.held, f"call {at} failing leaves a descriptor open"
+    gc.collect()
+    assert (open_descriptors(), aligned_buffers()) == (descriptors, buffers)
+    if disk != "wants names":  # there a name stays if it cannot be unlinked
+        assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("nbytes", [1, 7, 511, 512])
+def test_a_disk_that_moves_a_few_bytes_at_a_time_is_slow_and_right(tmp_path, nbytes):
+    with whatever_is_warned():
+        store = NvmeStore(tmp_path, files=FaultyFiles(short(nbytes), on=True))
+        holds_what_is_written(store)
+        store.close()
+
+
+def test_no_damaged_stale_or_misplaced_page_is_delivered(tmp_path):
+    """10,000 of them."""
+    rng = random.Random(0)
+    fault: list[Fault] = []
+    files = FaultyFiles(lambda call: fault[0](call) if fault else call.through(), on=True, direct="open")
+    with whatever_is_warned():
+        store = NvmeStore(tmp_path, files=files)
+    pages = [Page(0, "mu", number) for number in range(16)]
+    sources = torch.randint(0, 2**31 - 1, (10_000 + 16, 64), dtype=torch.int32).view(torch.float32)
+    for number, page in enumerate(pages):
+        store.allocate(page, 64, torch.float32)
+        store.write(page, sources[10_000 + number]).wait()
+
+    def delivered(page: Page) -> int:
+        with contextlib.suppress(StoreError):
+            store.read(page, torch.empty(64)).wait()
+            return 1
+        return 0
+
+    wrong = 0
+    for case in range(10_000):
+        page = pages[case % 16]
+        other = rng.choice([number for number in range(16) if number != page.number])
+        elsewhere = misplace(4096 * (other - page.number))
+        kind = rng.choice(["flip on read", "flip on write", "stale", "misplaced read", "misplaced write"])
+        fault[:] = [{"flip": flip(rng.randrange(64 * 32)), "stal": drop(), "misp": elsewhere}[kind[:4]]]
+        if "read" in kind:
+            wrong += delivered(page)
+            fault.clear()
+            continue
+        store.write(page, sources[case]).wait()
+        fault.clear()
+        wrong += delivered(page)
+        if kind == "misplaced write":
+            wrong += delivered(pages[other])
+            store.write(pages[other], sources[10_000 + other]).wait()
+        store.write(page, sources[case]).wait()
+        assert delivered(page)
+    store.close()
+    assert wrong == 0
+
+
+def test_a_page_whose_write_failed_is_lost_until_it_is_written_again(tmp_path):
+    with contextlib.closing(NvmeStore(tmp_path, files=FaultyFiles(fail(errno.EIO), at=3, only="pwritev"))) as store:
+        for page in PAGES[:2]:
+            store.allocate(page, 3072, torch.float32)
+        first, second, into = noise(3072, 1), noise(3072, 2), torch.empty(3072)
+        expected = r"page master 1 of unit 0 at offset 12288: EIO \(Input/output error\) while writing"
+        store.write(PAGES[0], first)
+        with pytest.raises(StoreError, match=expected) as failed:
+            store.write(PAGES[1], first)
+        assert isinstance(failed.value.__cause__, OSError)
+        for _ in range(2):
+            with pytest.raises(StoreError, match="master 1 of unit 0 at offset 12288: lost since EIO"):
+                store.read(PAGES[1], into)
+        store.write(PAGES[1], second)
+        store.read(PAGES[1], into)
+        assert same(into, second)
+
+
+def test_an_interrupted_write_is_a_lost_page(tmp_path):
+    def interrupt(call: Call):
+        raise KeyboardInterrupt
+
+    with contextlib.closing(NvmeStore(tmp_path, files=FaultyFiles(interrupt, at=2, only="pwritev"))) as store:
+        store.allocate(PAGES[0], NUMEL, torch.float32)
+        with pytest.raises(KeyboardInterrupt):
+            store.write(PAGES[0], noise(NUMEL, 1))
+        with pytest.raises(StoreError, match="is not complete"):
+            store.read(PAGES[0], torch.empty(NUMEL))
+        holds_what_is_written(store)
+
+
+class Gate:
+    """Holds the first transfer with this name, once it is armed, until it is let go."""
+
+    def __init__(self, name: str) -> None:
+        self.armed = False
+        self._name = name
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, call: Call) -> None:
+        if self.armed and call.name == self._name:
+            self.armed = False
+            self.reached.set()
+            assert self.go_on.wait(10)
+
+
+@pytest.fixture
+def crew():
+    with ThreadPoolExecutor(8) as crew:
+        yield crew
+
+
+def test_what_is_under_way_when_a_store_is_closed_ends_well(tmp_path, crew):
+    """And its descriptor stays its own until then."""
+    gate = Gate("preadv")
+    files = FaultyFiles(before=gate)
+    store, source, into = NvmeStore(tmp_path, files=files), noise(NUMEL, 1), torch.empty(NUMEL)
+    store.allocate(PAGES[0], NUMEL, torch.float32)
+    store.write(PAGES[0], source)
+    gate.armed = True
+    reading = crew.submit(store.read, PAGES[0], into)
+    assert gate.reached.wait(10)
+    store.close()
+    with pytest.raises(StoreError, match="closed"):
+        store.read(PAGES[0], into)
+    assert len(files.held) == 1
+    gate.go_on.set()
+    reading.result(10)
+    assert same(into, source)
+    assert not files.held
+
+
+def test_a_page_that_is_written_while_it_is_read_is_not_delivered(tmp_path, crew):
+    gate = Gate("preadv")
+    with contextlib.closing(NvmeStore(tmp_path, files=FaultyFiles(before=gate))) as store:
+        store.allocate(PAGES[0], NUMEL, torch.float32)
+        store.write(PAGES[0], noise(NUMEL, 1))
+        gate.armed = True
+        reading = crew.submit(store.read, PAGES[0], torch.empty(NUMEL))
+        assert gate.reached.wait(10)
+        store.write(PAGES[0], noise(NUMEL, 2))
+        gate.go_on.set()
+        with pytest.raises(StoreError, match="written while it was read"):
+            reading.result(10)
+
+
+@pytest.mark.parametrize("direct", ["yes", "transfer"])
+def test_threads_move_different_pages_at_once(tmp_path, crew, direct):
+    with whatever_is_warned():
+        store = NvmeStore(tmp_path, request_bytes=8192, files=FaultyFiles(direct=direct))
+    pages = [Page(0, "mu", number) for number in range(64)]
+    for page in pages:
+        store.allocate(page, NUMEL, torch.float32)
+
+    def round_trip(page: Page) -> bool:
+        into = torch.empty(NUMEL)
+        for turn in range(5):
+            source = noise(NUMEL, 1000 * turn + page.number)
+            store.write(page, source)
+            store.read(page, into)
+            if not same(into, source):
+                return False
+        return True
+
+    assert all(crew.map(round_trip, pages, timeout=30))
+    store.close()
+
+
+def test_two_stores_work_in_one_folder_at_once(tmp_path, crew):
+    (tmp_path / "junk").write_bytes(b"somebody else's")
+
+    def run(seed: int) -> bool:
+        with contextlib.closing(NvmeStore(tmp_path, capacity_bytes=2**20)) as store:
+            sources = {Page(0, "mu", number): noise(NUMEL, 100 * seed + number) for number in range(20)}
+            for page in sources:
+                store.allocate(page, NUMEL, torch.float32)
+            for _ in range(5):
+                for page, source in sources.items():
+                    store.write(page, source)
+            into = torch.empty(NUMEL)
+            return all(store.read(page, into) and same(into, source) for page, source in sources.items())
+
+    assert all(crew.map(run, range(4), timeout=30))
+    assert os.listdir(tmp_path) == ["junk"]
+    assert (tmp_path / "junk").read_bytes() == b"somebody else's"
+
+
+# Folders that cannot be used.
+
+
+BAD_FOLDERS = {
+    "missing": ("no", "does not exist"),
+    "a file": ("file", "is not a folder"),
+    "below a file": ("file/folder", "ENOTDIR"),
+    "a device": ("/dev/null", "is not a folder"),
+    "a link to nowhere": ("dangling", "does not exist"),
+    "a link to itself": ("loop", "ELOOP"),
+    "a name too long": ("n" * 300, "ENAMETOOLONG"),
+    "no name at all": ("a\0b", "is no path"),
+    "where nobody may make files": ("/proc/self", "no file can be made"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FOLDERS)
+@pytest.mark.parametrize("use", [NvmeStore, probe])
+def test_a_bad_folder_is_refused_in_one_line(tmp_path, use, name):
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    folder, cause = BAD_FOLDERS[name]
+    descriptors = open_descriptors()
+    with pytest.raises(StoreError, match=cause) as refused:
+        use(tmp_path / folder)
+    one_line(refused.value, re.compile("offload.path"))
+    assert open_descriptors() == descriptors
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENOSPC])
+def test_a_folder_where_no_file_can_be_made_is_refused_by_cause(tmp_path, code):
+    with pytest.raises(StoreError, match=rf"offload\.path={tmp_path}: no file can be made: {errno.errorcode[code]} \("):
+        NvmeStore(tmp_path, files=FaultyFiles(fail(code), on=True, only="open"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "cause"),
+    [(flip(3), "pwritev", "differently"), (flip(3), "preadv", "differently"), (drop(), "pwritev", "nothing more")],
+)
+def test_a_disk_that_returns_something_else_is_refused_at_once(tmp_path, fault, name, cause):
+    with pytest.raises(StoreError, match=f"offload.path={tmp_path}: the first block .*{cause}"):
+        NvmeStore(tmp_path, files=FaultyFiles(fault, only=name))
+
+
+def test_too_little_space_is_refused_with_both_numbers(tmp_path):
+    free_bytes = shutil.disk_usage(tmp_path).free
+    with pytest.raises(StoreError, match=r"needs [\d.]+ GiB, .* has [\d.]+ GiB free; set offload.path") as refused:
+        NvmeStore(tmp_path, capacity_bytes=4 * free_bytes)
+    assert str(tmp_path) in str(refused.value)
+
+
+# The system's own limits, in processes of their own.
+
+
+def child(script: str, *args: object, before: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [
+        *(before or []),
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        PRELUDE + textwrap.dedent(script),
+        *map(str, args),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+PRELUDE = """
+import errno, os, resource, signal, sys, threading
+import torch
+from pathlib import Path
+from zero.errors import StoreError
+from zero.store import Page
+from zero.store.nvme import NvmeStore
+from tests.faults.disks import FaultyFiles
+
+def refused(call, *args, **named):
+    try:
+        call(*args, **named)
+    except StoreError as error:
+        return str(error)
+    raise AssertionError("a StoreError was expected")
+"""
+
+
+@pytest.mark.process
+def test_a_real_short_write_at_the_limit_of_a_files_size(tmp_path):
+    run = child(
+        """
+        stores = [NvmeStore(sys.argv[1], files=FaultyFiles(direct=direct)) for direct in ("yes", "open")]
+        for store in stores:
+            for number in (0, 1):
+                store.allocate(Page(0, "mu", number), 2048, torch.float32)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        source, into = torch.ones(2048), torch.empty(2048)
+        for store in stores:
+            store.write(Page(0, "mu", 0), source)
+            said = refused(store.write, Page(0, "mu", 1), source)
+            assert said == "page mu 1 of unit 0 at offset 8192: EFBIG (File too large) while writing", said
+            assert "lost since EFBIG" in refused(store.read, Page(0, "mu", 1), into)
+            store.read(Page(0, "mu", 0), into)
+            assert torch.equal(into, source)
+            assert "EFBIG" in refused(store.allocate, Page(0, "mu", 2), 2048, torch.float32)
+            store.close()
+        """,
+        tmp_path,
+    )
+    assert run.returncode == 0, run.stderr
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.process
+def test_a_thousand_pages_need_one_descriptor(tmp_path):
+    run = child(
+        """
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        before = len(os.listdir("/proc/self/fd"))
+        store = NvmeStore(sys.argv[1], capacity_bytes=1000 * 4096)
+        pages = [Page(0, "mu", number) for number in range(1000)]
+        for page in pages:
+            store.allocate(page, 64, torch.float32)
+            store.write(page, torch.full((64,), float(page.number)))
+        into = torch.empty(64)
+        for page in pages:
+            store.read(page, into)
+            assert (into == page.number).all()
+        assert len(os.listdir("/proc/self/fd")) == before + 1
+        store.close()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+        taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(65 - before)]
+        assert "EMFILE" in refused(NvmeStore, sys.argv[1])
+        """,
+        tmp_path,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+KILLED = """
+        def free_bytes():
+            found = os.statvfs(sys.argv[1])
+            return found.f_bavail * found.f_frsize
+
+        capacity_bytes = int(sys.argv[2])
+        before = free_bytes()
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                store = NvmeStore(sys.argv[1], capacity_bytes=capacity_bytes)
+                store.allocate(Page(0, "mu", 0), 2048, torch.float32)
+                store.write(Page(0, "mu", 0), torch.ones(2048))
+                os.write(writer, b"w")
+                signal.sigtimedwait({signal.SIGUSR1}, 30)
+            finally:
+                os._exit(1)
+        os.close(writer)
+        assert os.read(reader, 1) == b"w"
+        during = free_bytes()
+        os.kill(pid, signal.SIGKILL)
+        assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+        assert os.listdir(sys.argv[1]) == []
+        after = free_bytes()
+        print(before - during, after - during)
+"""
+
+
+@pytest.mark.process
+def test_nothing_is_left_after_a_kill(tmp_path):
+    run = child(KILLED, tmp_path, 2**28)
+    assert run.returncode == 0, run.stderr
+    taken, given_back = map(int, run.stdout.split())
+    assert taken > 2**27  # others use this disk at the same time
+    assert given_back > 2**27
+
+
+@pytest.fixture(scope="module")
+def small_disk(tmp_path_factory) -> list[str]:
+    """A command to put before another, so that it sees 1 MiB of tmpfs on the folder that is its last argument."""
+    folder = tmp_path_factory.mktemp("small")
+    mount = 'mount -t tmpfs -o size=1m small "$0" && exec "$@"'
+    before = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(folder)]
+    try:
+        tried = subprocess.run([*before, "true"], capture_output=True, text=True, timeout=20, check=False)
+    except OSError as error:
+        pytest.skip(f"no user namespaces here: {error}")
+    if tried.returncode:
+        pytest.skip(f"no user namespaces here: {tried.stderr.strip()}")
+    return before
+
+
+@pytest.mark.process
+def test_a_real_full_disk(small_disk):
+    run = child(
+        """
+        folder = sys.argv[1]
+        assert "needs 2.00 MiB" in (said := refused(NvmeStore, folder, capacity_bytes=2**21)), said
+        assert "1020.0 KiB free" in said, said
+
+        store, pages = NvmeStore(folder, capacity_bytes=2**19), [Page(0, "mu", number) for number in range(64)]
+        for page in pages[:32]:
+            store.allocate(page, 4096, torch.float32)
+        Path(folder, "others").write_bytes(bytes(2**19))
+        into = torch.empty(4096)
+        for page in pages[:32]:  # its space was reserved
+            store.write(page, torch.full((4096,), float(page.number)))
+        for page in pages[:32]:
+            store.read(page, into)
+            assert (into == page.number).all()
+        assert "needs 16.0 KiB" in (said := refused(store.allocate, pages[32], 4096, torch.float32)), said
+        Path(folder, "others").unlink()
+        store.allocate(pages[32], 4096, torch.float32)
+        store.write(pages[32], into)
+        store.close()
+
+        os.system(f"mount -o remount,ro {folder}")
+        assert "EROFS (Read-only file system)" in (said := refused(NvmeStore, folder)), said
+        """,
+        small_disk[-1],
+        before=small_disk,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.process
+def test_all_space_is_back_after_a_kill(small_disk):
+    run = child(KILLED, small_disk[-1], 2**19, before=small_disk)
+    assert run.returncode == 0, run.stderr
+    taken, given_back = map(int, run.stdout.split())
+    assert taken == given_back >= 2**19
+
+
+# The probe.
+
+
+class SlowDisk:
+    """A clock that only transfers move on: each takes as long as a disk of this speed needs for it."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.now_s = 0.0
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self.closed = threading.Event()
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def before(self, call: Call) -> None:
+        if call.name == "close":
+            self.closed.set()
+        if call.name in ("preadv", "pwritev"):
+            with self._lock:
+                self.now_s += sum(map(len, call.args[1])) / self._bytes_per_s
+
+
+@pytest.mark.parametrize(("bytes_per_s", "slowest_s"), [(5e9, 3.0), (1e9, 3.0), (1e8, 3.4), (2e7, 4.7)])
+def test_the_probe_keeps_to_three_seconds(tmp_path, bytes_per_s, slowest_s):
+    """Plus the requests that were under way, one per thread."""
+    disk = SlowDisk(bytes_per_s)
+    speed = probe(tmp_path, size_bytes=2**26, files=FaultyFiles(before=disk.before), clock=disk)
+    assert disk.now_s < slowest_s
+    assert speed.read_gbps + speed.write_gbps == pytest.approx(bytes_per_s / 1e9, rel=0.01)
+    assert (speed.threads, speed.request_bytes) == (2, speed.request_bytes)  # all ways are equally fast: the fewest
+    assert speed.request_bytes in (2**20, 2**22)
+    assert disk.closed.wait(10)  # by the last of those requests
+
+
+def test_the_probe_returns_in_time_when_the_disk_hangs(tmp_path):
+    gate, closed = Gate("pwritev"), threading.Event()
+
+    def before(call: Call) -> None:
+        gate(call)
+        if call.name == "close":
+            closed.set()
+
+    def arm(call: Call) -> None:
+        gate.armed = gate.armed or (call.name == "fallocate")
+        before(call)
+
+    files = FaultyFiles(before=arm)
+    speed = probe(tmp_path, size_bytes=2**23, files=files, limit_s=0.9)
+    assert (speed.read_gbps, speed.threads, speed.request_bytes) == (0.0, 4, 2**22)
+    assert gate.reached.is_set()
+    gate.go_on.set()
+    assert closed.wait(10)
+
+
+def test_the_probe_prefers_what_is_faster(tmp_path):
+    """Here 1 MiB at a time costs twice as much per byte."""
+    disk = SlowDisk(1e9)
+
+    def before(call: Call) -> None:
+        disk.before(call)
+        if call.name in ("preadv", "pwritev") and sum(map(len, call.args[1])) <= 2**20:
+            disk.before(call)
+
+    assert probe(tmp_path, size_bytes=2**25, files=FaultyFiles(before=before), clock=disk)[2:] == (2, 2**22)
+
+
+def test_the_probe_reads_what_was_written_and_moves_every_block_once_in_a_turn(tmp_path):
+    moved = {"pwritev": [], "preadv": []}
+
+    def before(call: Call) -> None:
+        if call.name in moved:
+            moved[call.name].append(call.args[2] // 2**20)
+
+    probe(tmp_path, size_bytes=2**23, files=FaultyFiles(before=before), clock=lambda: 0.0)
+    ways = 2 * 3  # two turns for each number of threads, with requests of 1 MiB and with one of 4 MiB
+    assert sorted(moved["preadv"]) == sorted([0] + ways * [0, 1, 2, 3] + ways * [0])
+    assert sorted(moved["pwritev"]) == sorted([0, 0, 4] + ways * [4, 5, 6, 7] + ways * [4])
+
+
+def test_of_ways_that_are_nearly_as_fast_the_fewest_threads_are_taken():
+    speeds = [Speed(gbps, gbps, threads, 2**20) for gbps, threads in ((0.94, 2), (0.96, 4), (1.0, 8))]
+    assert nvme._best(speeds) == speeds[1]
+    assert nvme._best(speeds[:1] + speeds[2:]) == speeds[2]
+
+
+@pytest.mark.parametrize("name", ["open", "fallocate", "pwritev", "preadv"])
+def test_a_probe_that_fails_says_so(tmp_path, name):
+    files = FaultyFiles(fail(errno.EIO), at=1 if name in ("open", "fallocate") else 2, only=name)
+    with pytest.raises(StoreError, match=r"offload\.path=.*EIO"):
+        probe(tmp_path, size_bytes=2**23, files=files)
+    assert not files.held
+    assert not os.listdir(tmp_path)
+
+
+def test_a_probe_leaves_nothing(tmp_path):
+    files = FaultyFiles()
+    told = []
+    speed = probe(tmp_path, size_bytes=2**24, files=files, tell=lambda done, total: told.append(done / total))
+    assert told == sorted(told)
+    assert (told[0], told[-1]) == (0, 1)
+    assert len(told) == 14, "before what is written first, before each of twelve turns, and at the end"
+    assert speed.read_gbps > 0
+    assert speed.threads in (2, 4, 8)
+    assert not files.held
+    assert not os.listdir(tmp_path)

@@ -1,0 +1,627 @@
+"""What a person at a terminal gets: a run folder, or one line and an honest exit code.
+
+Refusals run in this process, with torch's import forbidden, except one that is timed as a whole program.
+"""
+
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import yaml
+
+import train
+from zero.errors import MachineError, NumericsError, Preempted, RankFailedError
+from zero.trainer.tracker import ROW
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ["debug=tiny", "data=synthetic"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def program(*arguments: str, cwd: Path, **how) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, ROOT / "train.py", *arguments],
+        cwd=cwd, capture_output=True, text=True, timeout=100, check=False, **how,
+    )  # fmt: skip
+
+
+def torchrun(*arguments: str, cwd: Path, **how) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *TORCHRUN, ROOT / "train.py", *arguments],
+        cwd=cwd, capture_output=True, text=True, timeout=100, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, **how,
+    )  # fmt: skip
+
+
+def said_by_us(stderr: str) -> list[str]:
+    """Without the account that torchrun gives of its children: lines of its logger, then a traceback."""
+    lines = stderr.split("Traceback (most recent call last)")[0].splitlines()
+    return [line for line in lines if not re.match(r"[IWE]\d{4} ", line)]
+
+
+def summary_of(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+REFUSALS = [
+    (["zero.stage=7"], "zero.stage=7: must be 0, 1, 2 or 3, or auto"),
+    (["zero.stage=three"], "zero.stage=three: must be 0, 1, 2 or 3, or auto"),
+    (["zero.stge=3"], "unknown key zero.stge; did you mean zero.stage?"),
+    (["+zero.stge=3"], "unknown key zero.stge; did you mean zero.stage?"),
+    (["++ofload=cpu"], "unknown key ofload; did you mean offload?"),
+    (["zero=3"], "zero=3: zero is a section of keys; did you mean zero.stage=3?"),
+    (["--zero.stage=3"], "--zero.stage=3: settings are written without dashes: zero.stage=3"),
+    (["zero.stage=3", "-x", "steps=5"], "unknown option -x; settings are written key=value"),
+    (["zero.stage=3", "-c", "jobs", "steps=5"], "argument --cfg/-c: invalid choice: 'jobs'"),
+    (["zero.stage=3", "--cfg"], "argument --cfg/-c: expected one argument; --help shows how to start"),
+    (["optim=sgd", "optim.beta1=0.8"], "optim.beta1 is not a key of the option chosen for optim; see mode=explain"),
+    (["debug=tiny", "model=hf", "model.path=x", "model.width=8"], "model.width is not a key of the option chosen"),
+    (["--bogus"], "unknown option --bogus; settings are written key=value, and --help lists them"),
+    (["zero.stage"], "zero.stage cannot be read; write key=value"),
+    (["zero.stage=["], "zero.stage=[ cannot be read; write key=value"),
+    (["batch.global=32", "batch.micro=5", "batch.accumulate=2"], "batch.micro=5 x batch.accumulate=2 x 1 rank = 10"),
+    (["launch.ranks=3"], "batch.global=16 does not divide by 3 ranks"),
+    (["optim.lr=-1"], "optim.lr=-1: must be above 0"),
+    (["optim.lr=nan"], "optim.lr=nan: must be a finite number"),
+    (["optim=adamm"], "optim=adamm does not exist; did you mean adam"),
+    (["optim=3"], "optim=3 does not exist; there are adagrad, adam, adamw, lion, sgd"),
+    (["zero.units=[Blok]"], "Blok is not a class of this model; did you mean Block?"),
+    (["zero.units=[LayerNorm]"], "zero.units: a model with model.norm=rms has no LayerNorm; write RMSNorm"),
+    (["launch.timeout=1e300"], "launch.timeout=1e+300: must be at most 604800"),
+    (["data.folder=nowhere"], "data.folder=nowhere does not exist"),
+    (["data.folder=empty"], "data.folder=empty holds no text file"),
+    (["data=tokens", "data.path=nowhere", "model.vocab=50304"], "data.path=nowhere is not a file"),
+    (["precision=fp8"], "precision=fp8 does not exist; did you mean fp32?"),
+    (["model=gpt_nona"], "model=gpt_nona does not exist; did you mean gpt_nano?"),
+    (["experiment=none"], "experiment=none does not exist; there are cpu_smoke"),
+    (["offload.page=-1GiB"], "offload.page=-1GiB: must be a size in bytes"),
+    (["offload=nvem"], "offload=nvem does not exist; did you mean nvme?"),
+    (["offload.page=6KiB"], "offload.page=6KiB: must be a positive multiple of 4KiB"),
+    (["offload.host_budget=half"], "offload.host_budget=half: must be a size such as 8GiB, a share"),
+    (["offload=nvme", "offload.path=nowhere"], "offload.path=nowhere does not exist; give a folder"),
+    (["offload=auto", "offload.path=empty/file"], "offload.path=empty/file is not a folder"),
+    (["offload=infinity", "offload.path=/proc/self"], "offload.path=/proc/self is not writable; give a folder"),
+    (
+        ["offload=infinity", "zero.stage=2"],
+        "offload=infinity keeps parameters on disk, which only zero.stage=3 can; use zero.stage=3, or offload=nvme",
+    ),
+    (
+        ["offload=nvme", "offload.param=cpu", "zero.stage=1"],
+        "offload.param=cpu keeps parameters on the host, which only zero.stage=3 can; use zero.stage=3, or "
+        "offload.param=none",
+    ),
+    (
+        ["-m", "offload=infinity", "zero.stage=0,1", "steps=5"],
+        "which only zero.stage=3 can; use zero.stage=3, or offload=nvme\n",
+    ),
+    (["-m", "zero.stage=3,0", "offload=infinity", "steps=5", "schedule.warmup=9"], "leaves no step of steps=5"),
+    (["-m", "zero.stage=0", "offload=infinity,none", "steps=5,9", "schedule.warmup=9"], "(in the run offload=infinity"),
+    (["-m", "zero.stage=3,0,9", "offload=infinity"], "zero.stage=9: must be 0, 1, 2 or 3, or auto"),
+    (["-m", "mode=train,plan"], "mode=plan runs nothing, so it is no run of a sweep; ask it by itself"),
+    (["resume=nowhere"], "resume=nowhere does not exist; give latest, or the folder of a step, a run or several"),
+    (["resume=lastest"], "resume=lastest does not exist; did you mean latest?"),
+    (["checkpoint.dir=no/such/folder"], "no/such does not exist; give a folder on a disk that all ranks share"),
+    (["checkpoint.dir=empty/file"], "checkpoint.dir=empty/file: is not a folder"),
+    (["checkpoint.dir=/proc/self/new"], "is not writable; give a folder where this user may write"),
+    (["checkpoint.dir=empty/file/new"], "empty/file is not a folder; give a folder on a disk that all ranks share"),
+    (["checkpoint.dir=empty/loop"], "checkpoint.dir=empty/loop: is not a folder"),
+    (["checkpoint.dir=empty/nothing"], "checkpoint.dir=empty/nothing: is not a folder"),
+    (
+        ["hydra.run.dir=empty/file"],
+        "hydra.run.dir=empty/file: is not a folder; give a folder where this user may write",
+    ),
+    (["hydra.run.dir=empty/file/run"], "hydra.run.dir=empty/file/run: Not a directory; give a folder"),
+    (["hydra.run.dir=empty/loop"], "hydra.run.dir=empty/loop: is not a folder"),
+    (["hydra.run.dir=empty/loop/run"], "hydra.run.dir=empty/loop/run: Too many levels of symbolic links; give"),
+    (["hydra.run.dir=" + 300 * "x"], "xxx...: File name too long; give a folder where this user may write"),
+    (["hydra.run.dir=/proc/self/new"], "hydra.run.dir=/proc/self/new: No such file or directory; give a folder"),
+    (["hydra.run.dir=${nope}"], "hydra.run.dir: Interpolation key 'nope' not found"),
+    (["-m", "seed=1,2", "hydra.sweep.dir=empty/file"], "hydra.sweep.dir=empty/file: is not a folder"),
+    (["zero.stage=0,1"], "zero.stage=0,1 is a list of runs; add -m"),
+    (["-m", "zero.stage=0,1,7"], "zero.stage=7: must be 0, 1, 2 or 3, or auto"),
+    (["-m", "zero.stage=0,"], "zero.stage=0, cannot be read"),
+    (["seed=${nope}"], "nope"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), REFUSALS, ids=lambda value: " ".join(value) if type(value) is list else ""
+)
+def test_a_mistake_is_one_line_exit_code_2_and_no_folder(here, arguments, said, capsys):
+    (here / "empty").mkdir()
+    (here / "empty" / "file").write_bytes(b"\0")
+    (here / "empty" / "loop").symlink_to("loop")
+    (here / "empty" / "nothing").symlink_to("nowhere")
+    assert train.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+    assert [path.name for path in here.iterdir()] == ["empty"]
+
+
+@pytest.mark.parametrize("arguments", [["zero.stage=7"], ["data.folder=nowhere"], ["+zero.stge=3"]], ids=str)
+def test_a_mistake_is_answered_within_two_seconds_and_without_torch(here, arguments):
+    watch = (
+        "import runpy, sys\n"
+        f"sys.argv = ['train.py', *{arguments}]\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "try:\n"
+        f"    runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
+        "except SystemExit as end:\n"
+        "    assert 'torch' not in sys.modules, 'torch was imported'\n"
+        "    assert end.code == 2, end.code\n"
+        "else:\n"
+        "    raise AssertionError('accepted')\n"
+    )
+    begin_s = time.perf_counter()
+    # what the process itself used, so that a busy machine does not fail the test
+    before = os.times()
+    done = subprocess.run(
+        [sys.executable, "-c", watch], cwd=here, capture_output=True, text=True, check=False, timeout=60
+    )
+    after = os.times()
+    assert done.returncode == 0, done.stderr
+    used_s = after.children_user + after.children_system - before.children_user - before.children_system
+    assert min(used_s, time.perf_counter() - begin_s) < 2
+    assert not list(here.iterdir())
+
+
+def test_help_speaks_of_both_commands(here):
+    done = program("--help", cwd=here)
+    assert done.returncode == 0
+    assert "zero.stage=3 launch.ranks=2" in done.stdout
+    assert "-m zero.stage=0,1,2,3" in done.stdout
+
+
+def test_options_may_stand_anywhere(here, monkeypatch, capsys):
+    began = []
+    monkeypatch.setattr(
+        train, "run", lambda config, folder, apart: began.append((config.zero.stage, config.steps)) or 1 / 0
+    )
+    assert train.main([*TINY, "zero.stage=0,3", "-m", "steps=2"]) == 1
+    assert began == [(0, 2), (3, 2)]
+    capsys.readouterr()
+    assert train.main(["zero.stage=2", "-c", "job", "data=synthetic"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert (shown["zero"]["stage"], shown["data"]["name"]) == (2, "synthetic")
+
+
+@pytest.mark.parametrize("command", [["train.py", "mode=explain"], ["scripts/config_reference"]], ids=" ".join)
+def test_whoever_stops_reading_ends_what_is_printed_without_a_word(here, command):
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run(
+        [sys.executable, ROOT / command[0], *command[1:]],
+        cwd=here, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
+
+
+# Runs
+
+
+def test_a_model_that_debug_makes_small_is_said(here, capsys):
+    """What is typed wins over a preset, and an option that is typed does not: Hydra's order."""
+    asked = ["debug=tiny", "model=gpt_124m", "mode=explain", "explain.key=zero.stage"]
+    assert train.main(asked) == 0
+    sets = "model.width=32 model.layers=2 model.heads=2 model.seq=32"
+    assert capsys.readouterr().err == f"warning: debug=tiny sets {sets} in place of what model=gpt_124m says\n"
+    typed = [f"model.{key}={value}" for key, value in (("width", 64), ("layers", 1), ("heads", 1), ("seq", 32))]
+    assert train.main([*asked, *typed]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.process
+def test_a_run_leaves_a_complete_folder(here):
+    done = program(*TINY, "launch.ranks=2", "batch.accumulate=2", cwd=here)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    (folder,) = here.glob("runs/*/*")
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    hydra = {f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides")}
+    pages = {"report.html", "trace.json"}
+    assert names == {"config.yaml", "metrics.jsonl", "summary.json", "starts.jsonl", "ranks/0.log", "ranks/1.log"} | (
+        hydra | pages
+    )
+
+    table = rows(folder)
+    assert all(tuple(row) == ROW for row in table)
+    assert [row["step"] for row in table] == [1, 2, 3, 4]
+    assert [row["val/loss"] is not None for row in table] == [False, True, False, True]
+    assert [row["tokens"] for row in table] == [128, 256, 384, 512]
+    assert all(row["memory/host_peak_bytes"] > 2**20 for row in table)
+    assert [row["speed/step_s"] is not None for row in table] == [True, True, True, False], "step 4 was recorded"
+
+    summary = summary_of(folder)
+    assert summary["exit_reason"] == "finished"
+    assert (summary["steps"], summary["ranks"]) == (4, 2)
+    assert summary["val_loss"] == table[-1]["val/loss"]
+    assert summary["best_train_loss"] == min(row["train/loss"] for row in table)
+    assert summary["plan_bytes"]["device"]["moments"] > 0
+
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    assert settings["batch"] == {"global": 4, "micro": 1, "accumulate": 2}
+    assert settings["launch"]["ranks"] == 2
+
+    lines = done.stdout.splitlines()
+    assert sum(line.startswith("step ") for line in lines) == 4
+    assert any(line.startswith("moments") for line in lines), "the plan was not printed"
+    assert "sample:" in lines
+
+
+def test_a_run_can_be_repeated_from_its_settings(here, capsys):
+    """The run folder says all that the run depends on."""
+    assert train.main([*TINY, "sample.tokens=0", "launch.malloc=default"]) == 0
+    (folder,) = here.glob("runs/*/*")
+    config = train.read(yaml.safe_load((folder / "config.yaml").read_text()))
+    (here / "again").mkdir()
+    summary = train.train(config, here / "again")
+    first = [{key: row[key] for key in ROW if key.split("/")[0] in ("train", "val", "step")} for row in rows(folder)]
+    again = [{key: row[key] for key in first[0]} for row in rows(here / "again")]
+    assert first == again
+    assert summary.val_loss == again[-1]["val/loss"]
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_offload_changes_where_state_sleeps_and_nothing_else(here, monkeypatch):
+    """Every preset at the stages that have it: the losses of a run without, and nothing left open or on disk."""
+    monkeypatch.chdir(here)
+    (here / "disk").mkdir()
+    quiet = [*TINY, "sample.tokens=0", "launch.malloc=default", "tracker.console=none", "offload.page=8KiB"]
+    presets = {0: ["none", "nvme"], 3: ["none", "cpu", "nvme", "infinity", "auto"]}
+    for stage, names in presets.items():
+        losses = {}
+        for name in names:
+            before = _descriptors(), threading.active_count()
+            run = [f"zero.stage={stage}", f"offload={name}", "offload.path=disk", f"hydra.run.dir={stage}-{name}"]
+            assert train.main([*quiet, *run]) == 0
+            assert (_descriptors(), threading.active_count()) == before, name
+            assert not list((here / "disk").iterdir()), name
+            table, summary = rows(here / f"{stage}-{name}"), summary_of(here / f"{stage}-{name}")
+            assert all(tuple(row) == ROW for row in table)
+            losses[name] = [(row["train/loss"], row["train/grad_norm"], row["val/loss"]) for row in table]
+            wrote = name in ("nvme", "infinity")
+            assert (summary["offload_written_bytes"] > 0) == wrote, name
+            assert ("steps" in (summary["endurance"] or "")) == wrote, name
+            assert any(row["offload/bytes_per_param"] > 0 for row in table) == wrote, name
+        assert all(seen == losses["none"] for seen in losses.values()), losses
+
+
+def test_a_run_that_fails_closes_its_store_too(here, monkeypatch, capsys):
+    def broken(*args, **settings):
+        raise OSError(5, "the data went away")
+
+    monkeypatch.setattr("zero.trainer.loop.validation_loss", broken)
+    before = _descriptors(), threading.active_count()
+    assert train.main([*TINY, "sample.tokens=0", "launch.malloc=default", "offload=infinity"]) == 1
+    assert "the data went away" in capsys.readouterr().err
+    assert (_descriptors(), threading.active_count()) == before
+
+
+@pytest.mark.process
+def test_a_sweep_gives_each_run_its_folder_and_goes_on_after_a_failure(here):
+    (here / "tokens.bin").write_bytes(bytes([9, 0] * 3000 + [0, 1] * 3000))  # the second half is token 256
+    data = ["data=tokens", "data.path=tokens.bin", "data.vocab=256"]
+    done = program(
+        "-m", "debug=tiny", *data, "data.holdout=0.1,0.5", "sample.tokens=0", "tracker.console=none", cwd=here
+    )
+    assert done.returncode == 2, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2, done.stderr
+    assert all("the data holds token 256" in line for line in lines)
+    assert sorted(path.name for path in here.glob("runs/*/*/*/summary.json")) == ["summary.json"] * 2
+    for path in here.glob("runs/*/*/*/summary.json"):
+        assert "the data holds token 256" in json.loads(path.read_text())["exit_reason"]
+
+
+@pytest.mark.process
+def test_a_sweep_gives_each_run_its_own_process(here):
+    done = program("-m", "zero.stage=0,3", *TINY, "steps=2", "sample.tokens=0", cwd=here)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    folders = sorted(here.glob("runs/*/*/[01]"))
+    assert [yaml.safe_load((folder / "config.yaml").read_text())["zero"]["stage"] for folder in folders] == [0, 3]
+    assert [summary_of(folder)["exit_reason"] for folder in folders] == ["finished"] * 2
+    assert summary_of(folders[0])["val_loss"] == summary_of(folders[1])["val_loss"]
+    first_lines = [(folder / "ranks" / "0.log").read_text().splitlines()[0] for folder in folders]
+    assert len(set(first_lines)) == 2, "both runs were one process"
+
+
+def test_a_sweep_that_is_asked_to_stop_starts_no_further_job(here, monkeypatch):
+    began = []
+
+    def stopped(config, folder, *, apart):
+        began.append(config.seed)
+        raise Preempted("stopped by a signal")
+
+    monkeypatch.setattr(train, "run", stopped)
+    assert train.main(["-m", *TINY, "seed=3,1,2"]) == Preempted.exit_code
+    assert began == [3]
+
+
+@pytest.mark.parametrize(
+    ("val", "save", "recorded"),
+    [(100, 100, 3), (2, 100, 4), (3, 100, 3), (2, 3, 6), (3, 4, 3), (2, 5, 4), (1, 100, 3), (100, 1, 3)],
+)
+def test_the_recorded_step_follows_another_one(val, save, recorded):
+    """After a validation all units of a toy are whole, and its timeline would show no gather."""
+    from zero.trainer.loop import step_to_record
+
+    assert step_to_record(3, 50, lambda number: number % val == 0 or number % save == 0) == recorded
+
+
+def test_endless_skips_end_a_run_with_a_row_that_shows_them(here, monkeypatch, capsys):
+    import zero.trainer.loop as training
+    import zero.trainer.task as task
+
+    monkeypatch.setattr(training, "MOST_SKIPPED", 3)
+    loss_of = task.loss_of
+    monkeypatch.setattr(task, "loss_of", lambda config: lambda *batch: float("nan") * loss_of(config)(*batch))
+    quiet = ["tracker.every=100", "val.every=0", "tracker.console=none"]
+    assert train.main([*TINY, *quiet, "steps=9", "hydra.run.dir=run"]) == NumericsError.exit_code
+    (row,) = rows(here / "run")
+    assert (row["step"], row["train/skipped"], row["train/loss"]) == (3, 3, None)
+    assert "the last 3 steps were skipped" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("spoiled", ["report.html", "trace.json"])
+def test_a_page_that_cannot_be_written_does_not_end_a_run(here, spoiled, capsys):
+    (here / "run" / spoiled).mkdir(parents=True)
+    assert train.main([*TINY, "steps=4", "hydra.run.dir=run", "tracker.console=lines"]) == 0
+    assert summary_of(here / "run")["exit_reason"] == "finished"
+    assert "warning: no " in capsys.readouterr().out
+
+
+def _limited(nbytes: int) -> dict:
+    """Of a program: a file may have so many bytes, and then the system refuses it."""
+    return {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, nbytes))}
+
+
+def test_a_full_run_folder_is_one_line_that_names_the_file(here, capsys):
+    (here / "run" / "ranks").mkdir(parents=True)
+    (here / "run" / "ranks" / "0.log").symlink_to("/dev/full")
+    assert train.main([*TINY, "hydra.run.dir=run", "tracker.console=none"]) == MachineError.exit_code
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "run/ranks/0.log cannot be written: ENOSPC (No space left on device); free space there, or set hydra" in said
+
+
+def test_what_is_in_the_way_inside_a_run_folder_is_named(here, capsys):
+    (here / "run").mkdir()
+    (here / "run" / ".hydra").touch()
+    assert train.main([*TINY, "hydra.run.dir=run"]) == 2
+    said = f"hydra.run.dir=run: {here}/run/.hydra: is not a folder; give a folder where this user may write\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.process
+def test_a_disk_without_room_for_hydras_files_is_one_line_that_names_the_setting(here):
+    done = program(*TINY, "hydra.run.dir=run", cwd=here, **_limited(100))
+    said = "hydra.run.dir=run: File too large; free space there, or give a folder on another disk\n"
+    assert (done.returncode, done.stderr) == (MachineError.exit_code, said)
+
+
+@pytest.mark.process
+def test_a_log_that_cannot_be_written_is_the_failure_of_its_rank(here):
+    (here / "run" / "ranks").mkdir(parents=True)
+    (here / "run" / "ranks" / "1.log").symlink_to("/dev/full")
+    done = program(*TINY, "hydra.run.dir=run", "launch.ranks=2", cwd=here)
+    assert done.returncode == MachineError.exit_code
+    assert done.stderr.startswith(f"rank 1 failed: {here}/run/ranks/1.log cannot be written: ENOSPC")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.process
+def test_a_disk_that_fills_while_training_ends_a_run_and_leaves_nothing_half_written(here):
+    quiet = ["sample.tokens=0", "tracker.every=1", "steps=60", "val.every=0", "hydra.run.dir=run"]
+    done = program(*TINY, *quiet, cwd=here, **_limited(6000))
+    assert done.returncode == MachineError.exit_code
+    assert f"{here}/run/metrics.jsonl cannot be written: EFBIG (File too large); raise the limit" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "metrics.jsonl cannot be written" in summary_of(here / "run")["exit_reason"]
+    assert [path.name for path in (here / "run").glob(".*")] == [".hydra"]
+
+
+@pytest.mark.parametrize(("memory", "code"), [("80GiB", 0), ("1MiB", 2)])
+def test_a_plan_in_which_nothing_fits_is_printed_and_exits_with_2(here, memory, code, capsys):
+    paper = ["plan.host_memory=1MiB", "plan.disk=1MiB", f"plan.device_memory={memory}"]
+    assert train.main(["mode=plan", *TINY, *paper]) == code
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert ("nothing fits" in printed.out) == (code == 2)
+    assert "offload=infinity" in printed.out
+    assert not list(here.iterdir())
+
+
+def test_whatever_goes_wrong_with_a_page_is_a_warning(here, monkeypatch, capsys):
+    def fails(folder):
+        raise ValueError("no such colour")
+
+    monkeypatch.setattr("zero.trainer.report.run.write", fails)
+    assert train.main([*TINY, "hydra.run.dir=run", "tracker.console=lines"]) == 0
+    assert "warning: no report: ValueError: no such colour" in capsys.readouterr().out
+
+    jobs = []
+    monkeypatch.setattr("zero.trainer.report.sweep.write", fails)
+    monkeypatch.setattr(
+        train, "run", lambda config, folder, apart: jobs.append(folder) or SimpleNamespace(val_loss=1.0)
+    )
+    assert train.main(["-m", *TINY, "seed=1,2", "hydra.sweep.dir=sweep"]) == 1
+    assert len(jobs) == 2, "the sweep went on"
+    assert capsys.readouterr().err == "ValueError: no such colour\n"
+
+
+# Under torchrun
+
+
+@pytest.mark.process
+def test_torchrun_gives_the_same_run(here):
+    done = torchrun(*TINY, "launch.threads=1", cwd=here)
+    assert done.returncode == 0, done.stderr
+    (folder,) = here.glob("runs/*/*")
+    files = {"config.yaml", "metrics.jsonl", "summary.json", "starts.jsonl", "trace.json", "report.html"}
+    assert {path.name for path in folder.iterdir()} == files | {".hydra", "ranks"}
+    assert yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text()) == [*TINY, "launch.threads=1"]
+    for rank in range(2):
+        assert (folder / "ranks" / f"{rank}.log").read_text().startswith(f"rank {rank} of 2")
+    assert train.main([*TINY, "tracker.console=none"]) == 0
+    _, alone = sorted(here.glob("runs/*/*"))
+    losses = [[row["train/loss"] for row in rows(one)] for one in (folder, alone)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # the order of addition differs between world sizes
+
+
+@pytest.mark.process
+def test_a_mistake_under_torchrun_is_one_line_exit_code_2_and_no_folder(here):
+    done = torchrun("zero.stage=7", cwd=here)
+    assert done.returncode == 1  # torchrun's own; it tells that of the rank
+    assert said_by_us(done.stderr) == ["zero.stage=7: must be 0, 1, 2 or 3, or auto"]
+    assert "exitcode  : 2" in done.stderr
+    assert "traceback : zero.stage=7: must be 0, 1, 2 or 3, or auto" in done.stderr.splitlines()[-2]
+    assert done.stderr.count("zero.stage=7") == 2, "ours first, torchrun's last"
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize(("rank", "file", "prints"), [("0", True, True), ("1", True, False), ("1", False, True)])
+def test_ranks_tell_torchrun_and_the_first_of_a_machine_tells_the_user(
+    tmp_path, monkeypatch, capsys, rank, file, prints
+):
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    path = tmp_path / "error.json"
+    variables = {"LOCAL_RANK": rank, "RANK": rank, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
+    for name, value in (variables | {"TORCHELASTIC_ERROR_FILE": str(path)} if file else variables).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(train, "_as_one_rank", lambda arguments: train.compose(["zero.stge=1"]))
+    assert train.main(["zero.stge=1"]) == 2
+    line = "unknown key zero.stge; did you mean zero.stage?"
+    assert capsys.readouterr().err == (f"{line}\n" if prints else "")
+    if file:
+        assert ProcessFailure(0, 1, 2, str(path)).message["message"] == line
+
+
+@pytest.mark.process
+def test_a_failure_under_torchrun_is_in_the_summary_and_in_a_log(here):
+    (here / "tokens.bin").write_bytes(bytes([9, 0] * 3000 + [0, 1] * 3000))  # the second half is token 256
+    done = torchrun("debug=tiny", "data=tokens", "data.path=tokens.bin", "data.vocab=256", "sample.tokens=0", cwd=here)
+    assert done.returncode == 1
+    (folder,) = here.glob("runs/*/*")
+    assert "the data holds token 256" in summary_of(folder)["exit_reason"]
+    assert "the data holds token 256" in "".join(path.read_text() for path in (folder / "ranks").iterdir())
+    assert all("the data holds token 256" in line for line in said_by_us(done.stderr))
+    assert "the data holds token 256" in (folder / "report.html").read_text()
+
+
+@pytest.mark.process
+def test_a_rank_killed_under_torchrun_is_named_in_the_summary(here):
+    """torchrun ends the other rank at once; it has a moment to find out why."""
+    with subprocess.Popen(
+        [sys.executable, *TORCHRUN, ROOT / "train.py", *TINY, "steps=100000", "val.every=0"],
+        cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as running:  # fmt: skip
+        folder = _after_a_step(running, here)
+        os.kill(_process_of_rank(1, folder), signal.SIGKILL)
+        _, said = running.communicate(timeout=60)
+    assert running.returncode == 1
+    summary = summary_of(folder)
+    assert said_by_us(said) == [summary["exit_reason"]]
+    assert "rank 0 lost rank 1" in summary["exit_reason"]
+    assert "memory" in summary["exit_reason"]
+    assert summary["steps"] >= 1
+    assert not _alive_after(running.pid)
+
+
+# Ends that nobody planned
+
+
+def _after_a_step(running: subprocess.Popen[str], here: Path) -> Path:
+    """The folder of a run that has made a step."""
+    for line in running.stdout:
+        if line.startswith("step "):
+            break
+    (folder,) = here.glob("runs/*/*")
+    return folder
+
+
+def _process_of_rank(rank: int, folder: Path) -> int:
+    first_line = (folder / "ranks" / f"{rank}.log").read_text().splitlines()[0]
+    return int(first_line.split("process ")[1])
+
+
+def _alive_in_group(group: int) -> list[psutil.Process]:
+    """Its processes, without dead ones that nobody has waited for yet."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _alive_after(group: int, limit_s: float = 10) -> list[psutil.Process]:
+    """Those that stay: multiprocessing's resource tracker ends when it sees its pipe closed, which takes a moment."""
+    end_s = time.monotonic() + limit_s
+    while (alive := _alive_in_group(group)) and time.monotonic() < end_s:
+        psutil.wait_procs(alive, timeout=0.1)
+    return alive
+
+
+@pytest.mark.process
+def test_a_rank_that_was_killed_is_named_with_what_the_ranks_held(here):
+    arguments = [*TINY, "steps=100000", "val.every=0", "launch.ranks=2"]
+    with subprocess.Popen(
+        [sys.executable, ROOT / "train.py", *arguments],
+        cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as running:  # fmt: skip
+        folder = _after_a_step(running, here)
+        os.kill(_process_of_rank(1, folder), signal.SIGKILL)
+        _, said = running.communicate(timeout=60)
+    assert running.returncode == RankFailedError.exit_code
+    assert said.count("\n") == 1
+    assert "rank 1 was killed by the system (signal 9)" in said
+    assert "the ranks held" in said
+    assert not _alive_after(running.pid)
+    summary = summary_of(folder)
+    assert summary["exit_reason"] == said.strip()
+    assert summary["steps"] >= 1
+    assert summary["train_loss"] > 0
+
+
+@pytest.mark.process
+def test_ctrl_c_is_one_line_and_exit_code_130(here):
+    arguments = [*TINY, "steps=100000", "val.every=0", "launch.ranks=2"]
+    with subprocess.Popen(
+        [sys.executable, ROOT / "train.py", *arguments],
+        cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as running:  # fmt: skip
+        folder = _after_a_step(running, here)
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does: parent and ranks alike
+        _, said = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert said == "stopped by SIGINT\n"
+    assert not _alive_after(running.pid)
+    summary = summary_of(folder)
+    assert summary["exit_reason"] == "stopped by SIGINT"
+    assert summary["steps"] >= 1
+    assert summary["plan_bytes"]["device"]["moments"] > 0
+    assert rows(folder)[0]["step"] == 1

@@ -1,0 +1,163 @@
+"""conf/ shows every key with its default, and every choice in it composes, validates and builds."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+import zero
+from train import CONF, compose, settings_in
+from zero.core.placement import PRESETS, Offload
+from zero.errors import ConfigError
+from zero.trainer import config as schema
+from zero.trainer.build import build_optimizer, build_plan, build_precision
+from zero.trainer.config import Config, keys, read
+from zero.trainer.models import GPT, GPTConfig
+
+OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml"))
+NEEDS = {
+    "model=hf": ["model.path=gpt2"],
+    "data=tokens": ["data.path=tokens.bin", "model.vocab=50304"],
+    "data=hf": ["data.path=texts", "data.tokenizer=tokenizer.json"],
+}
+
+
+@cache
+def composed(*overrides: str) -> dict:
+    return settings_in(compose(overrides))
+
+
+def settled(*overrides: str) -> Config:
+    return read(composed(*overrides))
+
+
+def dotted(node: dict, prefix: str = "") -> set[str]:
+    found = set()
+    for key, value in node.items():
+        found |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key}
+    return found
+
+
+def test_the_composed_default_is_the_default_of_the_schema():
+    assert settled() == Config()
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_composes_and_builds(option):
+    config = settled(option, *NEEDS.get(option, [])).on(1)
+    precision, optimizer = build_precision(config), build_optimizer(config)
+    if option != "schedule=lr_range":
+        assert all(
+            0 <= optimizer.groups[0](step).lr <= config.optim.lr for step in (1, 2, config.warmup + 1, config.steps)
+        )
+    with zero.empty():
+        model = GPT(GPTConfig(width=8, layers=1, heads=2, seq=4))
+    plan = build_plan(config, model, zero.World.from_env())
+    assert plan.precision == precision
+    assert plan.stage == zero.Stage(config.zero.stage)
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if "experiment" not in option])
+def test_an_option_shows_every_key(option):
+    """What a reader of the YAML does not see, he cannot change."""
+    config = settled(option, *NEEDS.get(option, []))
+    group = option.split("=")[0]
+    assert dotted(composed(option, *NEEDS.get(option, []))) == dotted(config.plain())
+    if group != "debug":
+        own = yaml.safe_load((CONF / group / f"{option.split('=')[1]}.yaml").read_text())
+        assert dotted(own, f"{group}.") == {key for key in dotted(config.plain()) if key.startswith(f"{group}.")}
+
+
+@pytest.mark.parametrize(
+    ("option", "section"),
+    [
+        ("data=text", schema.Text()),
+        ("data=synthetic", schema.Synthetic()),
+        ("optim=adamw", schema.AdamW()),
+        ("optim=adam", schema.Adam()),
+        ("optim=sgd", schema.SGD()),
+        ("optim=lion", schema.Lion()),
+        ("optim=adagrad", schema.Adagrad()),
+        ("schedule=constant", schema.Constant()),
+        ("schedule=linear_warmup", schema.LinearWarmup()),
+        ("schedule=warmup_linear", schema.WarmupLinear()),
+        ("schedule=warmup_cosine", schema.WarmupCosine()),
+        ("schedule=one_cycle", schema.OneCycle()),
+        ("schedule=lr_range", schema.LrRange()),
+        ("offload=none", schema.Offload()),
+        ("precision=fp32", schema.Precision()),
+        ("precision=bf16", schema.Precision(compute="bf16")),
+        ("precision=fp16", schema.Precision(compute="fp16")),
+        ("tracker=jsonl", schema.Jsonl()),
+        ("tracker=wandb", schema.Wandb()),
+    ],
+    ids=str,
+)
+def test_a_group_used_without_its_yaml_is_the_same(option, section):
+    assert getattr(settled(option), option.split("=")[0]) == section
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("stage", range(4))
+def test_an_offload_option_is_the_preset_of_its_name_at_every_stage(preset, stage):
+    """A preset applies the kinds that exist at the stage; only infinity needs the last one."""
+    overrides = (f"offload={preset}", f"zero.stage={stage}")
+    if preset == "infinity" and stage < 3:
+        with pytest.raises(ConfigError, match=r"offload=infinity keeps parameters on disk, which only zero.stage=3"):
+            settled(*overrides)
+        return
+    sharded = {"parameters_sharded": stage == 3}
+    assert settled(*overrides).offload.asked() == Offload(preset)
+    kinds = Offload(preset).at(**sharded).kinds
+    assert settled(*overrides).offload.asked().at(**sharded).kinds == kinds
+    assert stage == 3 or kinds[1] == "none"
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_parameters_explicitly_off_the_device_need_the_last_stage(stage):
+    for preset in ("none", "cpu", "nvme"):
+        with pytest.raises(ConfigError, match=r"offload.param=cpu keeps parameters on the host, which only"):
+            settled(f"offload={preset}", "offload.param=cpu", f"zero.stage={stage}")
+    assert settled("offload=infinity", "offload.param=none", f"zero.stage={stage}").offload.grad == "nvme"
+
+
+def test_a_billion_is_a_billion():
+    config = settled("experiment=offload_1b")
+    assert config.model.gpt().parameters_numel == pytest.approx(1e9, rel=0.01)
+    assert config.offload.asked().kinds == Offload("infinity").kinds
+
+
+def test_every_key_of_the_schema_is_in_some_yaml():
+    shown = set()
+    for option in OPTIONS:
+        shown |= dotted(composed(option, *NEEDS.get(option, [])))
+    assert shown == set(keys())
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("gpt_nano", 1.8), ("gpt_124m", 85), ("gpt_340m", 303), ("gpt_1b", 925)]
+)
+def test_a_model_is_as_large_as_its_name(name, millions):
+    """Byte vocabularies have small tables: the names count the GPT-2 ones."""
+    numel = settled(f"model={name}").model.gpt().parameters_numel
+    assert numel / 1e6 == pytest.approx(millions, rel=0.05)
+
+
+def test_a_choice_on_the_command_line_wins_over_an_experiment():
+    config = settled("experiment=cpu_smoke", "data=text", "steps=7", "optim=sgd", "schedule=constant")
+    assert (config.data.name, config.steps, config.optim.name) == ("text", 7, "sgd")
+    assert settled("debug=tiny", "experiment=cpu_smoke").model.width == 32
+
+
+def test_an_experiment_says_nothing_of_a_kind_that_was_not_chosen():
+    """A toy's width means nothing to model=hf, nor gpt_1b's beta2 to SGD; what is left of them holds."""
+    tiny = settled("debug=tiny", "model=hf", "model.path=gpt2")
+    assert (tiny.steps, tiny.model) == (4, schema.HF(path="gpt2", seq=32))
+    assert settled("experiment=gpt_1b", "optim=sgd").optim == schema.SGD(lr=2e-4)
+
+
+def test_conf_has_no_machine_in_it():
+    for path in CONF.rglob("*.yaml"):
+        assert "/home" not in path.read_text(), path
+        assert path.read_text().startswith("#"), f"{path.relative_to(Path.cwd())} does not begin with its idea"

@@ -1,0 +1,266 @@
+"""Any machine can be put before the doctor: a folder in place of /, and answers in place of commands."""
+
+import errno
+import re
+import resource
+from pathlib import Path
+
+import pytest
+
+from tests.faults.disks import FaultyFiles, fail
+from zero.platform.files import DIRECT, NAMELESS
+from zero.store.nvme import Speed
+from zero.trainer import doctor
+from zero.trainer.config import read
+from zero.trainer.doctor import Check, Host, checks, exit_code, mount_of, report, within
+
+MEMINFO = "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\nSwapTotal: 4194304 kB\nSwapFree: 4194304 kB\n"
+CPUINFO = "model name\t: A processor\nflags\t\t: fpu avx2 avx512f avx512_bf16\n"
+MOUNTS = "22 1 0:1 / / rw - ext4 /dev/sda rw\n30 22 0:2 / /mnt/far\\040away rw shared:1 - nfs4 server:/x rw\n"
+H100 = "NVIDIA H100, 81559, 81000, 550.54, 9.0\n"
+TOPO = (
+    "\tGPU0\tGPU1\tGPU2\tCPU Affinity\n"
+    "GPU0\t X \tNV18\tSYS\t0-31\nGPU1\tNV18\t X \tSYS\t0-31\nGPU2\tSYS\tSYS\t X \t32-63\n"
+)
+
+
+class Made(Host):
+    """A machine as told: a healthy one with a processor, unless told otherwise."""
+
+    def __init__(self, root: Path, **told) -> None:
+        super().__init__(root, told.pop("environ", {}))
+        self._told = {"limits": {}, "gpus": "", "topo": "", "torch_gpus": 0, "cores": 4, "versions": {}, **told}
+        files = {"/proc/meminfo": MEMINFO, "/proc/cpuinfo": CPUINFO, "/proc/self/mountinfo": MOUNTS}
+        for path, text in (files | self._told.get("texts", {})).items():
+            where = root / path.lstrip("/")
+            where.parent.mkdir(parents=True, exist_ok=True)
+            where.write_text(text)
+
+    def limit(self, which):
+        return self._told["limits"].get(which, resource.RLIM_INFINITY)
+
+    def space(self, folder):
+        return self._told.get("space", (2**40, 2**39))
+
+    def output(self, *command):
+        return self._told["topo" if "topo" in command else "gpus"]
+
+    def cores(self):
+        return self._told["cores"]
+
+    def version(self, package):
+        return self._told["versions"].get(package, super().version(package))
+
+    def torch_gpus(self):
+        return self._told["torch_gpus"]
+
+
+@pytest.fixture(autouse=True)
+def _a_quick_disk_and_no_account(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "probe", lambda *args, **how: Speed(2.0, 2.0, 4))
+    monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
+    monkeypatch.chdir(tmp_path)
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def seen(tmp_path, *, config=None, **told) -> dict[str, Check]:
+    return {check.name: check for check in checks(read(config or {}), Made(tmp_path / "root", **told))}
+
+
+def test_a_healthy_machine_is_well(tmp_path):
+    found = list(checks(read({}), Made(tmp_path / "root")))
+    assert {check.state for check in found} == {"ok"}, report(found)
+    assert exit_code(found) == 0
+    names = {"versions", "memory", "swap", "/dev/shm", "locked memory", "open files", "malloc", "CPU", "NUMA", "GPUs"}
+    names |= {"offload.path", "nameless files", "direct I/O", "reserving", "disk rate", "checkpoints", "W&B"}
+    assert {check.name for check in found} == names
+    assert [path.name for path in tmp_path.iterdir()] == ["root"], "something was left behind"
+
+
+def test_this_machine_is_looked_at_to_the_end():
+    found = list(checks(read({})))
+    assert report(found).count("\n") >= len(found)
+    assert exit_code(found) == (3 if "\nbad" in f"\n{report(found)}" else 0)
+
+
+def test_a_report_is_aligned_and_has_the_advice_below():
+    found = [Check("memory", "ok", "lots"), Check("W&B", "warn", "no key", "log in"), Check("GPUs", "bad", "none")]
+    assert report(found) == (
+        "ok    memory  lots\n"
+        "warn  W&B     no key\n"
+        "              -> log in\n"
+        "bad   GPUs    none\n"
+        "\n"
+        "3 checks: 1 bad, 1 to look at"
+    )
+    assert exit_code(found) == 3
+    assert exit_code(found[:2]) == 0
+
+
+def test_every_check_that_is_not_well_says_what_to_do(tmp_path):
+    worst = {
+        "texts": {
+            "/proc/meminfo": "MemTotal: 16777216 kB\nMemAvailable: 1000 kB\nSwapTotal: 1000 kB\nSwapFree: 0 kB\n",
+            "/proc/cpuinfo": "",
+            "/sys/fs/cgroup/cpu.max": "100000 100000",
+            "/sys/devices/system/node/node0/x": "",
+            "/sys/devices/system/node/node1/x": "",
+        },
+        "limits": {resource.RLIMIT_NOFILE: 64, resource.RLIMIT_MEMLOCK: 65536},
+        "space": (2**20, 2**20),
+        "versions": {"torch": "1.0"},
+        "environ": {"LD_PRELOAD": "/lib/libjemalloc.so.2"},
+    }
+    config = {"precision": {"compute": "bf16"}, "tracker": {"name": "wandb", "mode": "online"}}
+    found = seen(tmp_path, config=config, **worst)
+    wrong = {name: check for name, check in found.items() if check.state != "ok"}
+    assert all(check.advice for check in wrong.values())
+    assert not any(check.advice for check in found.values() if check.state == "ok")
+    assert {name for name, check in wrong.items() if check.state == "bad"} == {"versions", "memory", "open files"}
+    assert set(wrong) - {"versions", "memory", "open files"} == {
+        *("swap", "/dev/shm", "malloc", "CPU quota", "CPU and dtype", "NUMA", "disk rate", "checkpoints", "W&B")
+    }
+    assert wrong["CPU quota"].seen == "the container may use 1 of 4 cores"
+    assert "torch 1.0 (>=2.11,<2.14)" in wrong["versions"].seen
+
+
+@pytest.mark.parametrize(
+    ("group", "folder", "files"),
+    [
+        ("0::/a/b", "/sys/fs/cgroup/a", ("memory.max", "memory.current")),
+        ("4:cpu,memory:/a", "/sys/fs/cgroup/memory/a", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    ],
+)
+def test_a_containers_limit_counts_wherever_it_is_set(tmp_path, group, folder, files):
+    limit, used = (f"{folder}/{name}" for name in files)
+    texts = {"/proc/self/cgroup": f"{group}\n", limit: "3221225472\n", used: "1073741824\n"}
+    found = seen(tmp_path, texts=texts)["memory"]
+    assert found.seen == "16.00 GiB, 8.00 GiB free; this container may take 3.00 GiB and has 1.00 GiB"
+    assert found.state == "warn"
+
+
+def test_a_limit_that_is_none_is_not_told(tmp_path):
+    texts = {
+        "/proc/self/cgroup": "0::/\n",
+        "/sys/fs/cgroup/memory.max": "max\n",
+        "/sys/fs/cgroup/memory.current": "1\n",
+    }
+    assert "container" not in seen(tmp_path, texts=texts)["memory"].seen
+
+
+@pytest.mark.parametrize(
+    ("told", "name", "state", "said"),
+    [
+        ({"gpus": H100, "torch_gpus": 1}, "GPUs", "ok", "1 for torch: NVIDIA H100 79.65 GiB, driver 550.54"),
+        ({"gpus": H100}, "GPUs", "bad", "1, and torch can use none"),
+        ({"texts": {"/proc/driver/nvidia/version": "550"}}, "GPUs", "bad", "a driver, but no GPU answers"),
+        ({"gpus": H100.replace("81000", "40000"), "torch_gpus": 1}, "GPU memory", "warn", "in use on GPU 0"),
+        ({"gpus": H100 * 3, "topo": TOPO, "torch_gpus": 3}, "GPU links", "warn", "NV18 x 1, SYS x 2"),
+        ({"gpus": H100 * 2, "topo": TOPO[:70], "torch_gpus": 2}, "GPU links", "ok", "NV18 x 1"),
+        ({"gpus": H100.replace("9.0", "7.5"), "torch_gpus": 1}, "GPU and dtype", "warn", "bf16 is emulated"),
+        ({"gpus": H100, "torch_gpus": 1}, "GPUs and ranks", "bad", "launch.ranks=2 of 1 GPUs"),
+        (
+            {"gpus": H100, "torch_gpus": 1, "limits": {resource.RLIMIT_MEMLOCK: 65536}},
+            *("locked memory", "warn", "64.0 KiB"),
+        ),
+    ],
+)
+def test_gpus(tmp_path, told, name, state, said):
+    config = {"precision": {"compute": "bf16"}, "launch": {"ranks": 2}}
+    found = seen(tmp_path, config=config, **told)[name]
+    assert (found.state, said) == (state, found.seen[: len(said)])
+
+
+def test_a_mount_is_the_longest_that_holds_the_path():
+    assert mount_of(MOUNTS, "/home/x") == "ext4"
+    assert mount_of(MOUNTS, "/mnt/far away/runs") == "nfs4"
+    assert mount_of(MOUNTS, "/mnt/far awayer") == "ext4"
+    assert mount_of("", "/x") == "unknown"
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "cifs", "lustre", "fuse.sshfs", "tmpfs", "overlay"])
+def test_a_file_system_that_is_no_local_disk_is_told(tmp_path, kind):
+    texts = {"/proc/self/mountinfo": f"22 1 0:1 / / rw - {kind} x rw\n"}
+    found = seen(tmp_path, texts=texts)
+    assert found["offload.path"].state == "warn"
+    assert kind in found["offload.path"].seen
+    assert found["checkpoints"].state == ("ok" if kind == "overlay" else "warn")
+
+
+@pytest.mark.parametrize(
+    ("path", "why"), [("nowhere", "does not exist"), ("file", "is not a folder"), ("/proc/self", "is not writable")]
+)
+def test_a_folder_that_cannot_be_used_is_bad_where_it_is_asked_for(tmp_path, path, why):
+    (tmp_path / "file").touch()
+    found = seen(tmp_path, config={"offload": {"path": path}})
+    assert found["offload.path"].state == "bad"
+    assert found["offload.path"].seen == f"{tmp_path / path} {why}"
+    assert "disk rate" not in found
+
+
+@pytest.mark.parametrize(("optimizer", "state"), [("none", "warn"), ("nvme", "bad")])
+def test_the_current_folder_must_do_only_if_something_goes_there(tmp_path, monkeypatch, optimizer, state):
+    monkeypatch.chdir("/proc/self")
+    found = seen(tmp_path, config={"offload": {"optimizer": optimizer}})
+    assert (found["offload.path"].state, found["checkpoints"].state) == (state, "bad")
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "flag"),
+    [("nameless files", "open", NAMELESS), ("direct I/O", "open", DIRECT), ("reserving", "fallocate", 0)],
+)
+def test_what_a_file_system_refuses_is_told_with_what_follows(tmp_path, monkeypatch, name, call, flag):
+    def fault(given):
+        return fail(errno.EINVAL)(given) if not flag or given.args[1] & flag == flag else given.through()
+
+    host = Made(tmp_path / "root")
+    host.files = FaultyFiles(fault, only=call, on=True)
+    found = {check.name: check for check in checks(read({}), host)}
+    assert found[name].state == "warn"
+    assert "EINVAL" in found[name].seen
+    assert [path.name for path in tmp_path.iterdir()] == ["root"]
+
+
+@pytest.mark.parametrize(
+    ("speed", "state", "said"), [(Speed(0.1, 0.1), "warn", "0.10 GB/s"), (Speed(3.0, 3.0), "ok", "3.00 GB/s")]
+)
+def test_the_disks_rate_is_judged(tmp_path, monkeypatch, speed, state, said):
+    monkeypatch.setattr(doctor, "probe", lambda *args, **how: speed)
+    found = seen(tmp_path)["disk rate"]
+    assert (found.state, said in found.seen) == (state, True)
+
+
+@pytest.mark.parametrize(
+    ("version", "pin", "fits"),
+    [
+        *[("2.11", ">=2.11,<2.14", True), ("2.13.1+cu126", ">=2.11,<2.14", True), ("2.14", ">=2.11,<2.14", False)],
+        *[
+            ("2.9.1", ">=2.11", False),
+            ("0.28.1", ">=0.28.1", True),
+            ("1.3.4.post1", ">=1.3.4,<1.5", True),
+            ("7", "", True),
+        ],
+        *[("3.13.2", ">=3.11,<3.14", True), ("3.14.0rc1", ">=3.11,<3.14", False)],
+    ],
+)
+def test_a_version_inside_its_pin(version, pin, fits):
+    assert within(version, pin) is fits
+
+
+def test_pins_are_those_of_the_project():
+    pins = doctor.pins()
+    assert pins["python"] == ">=3.11,<3.14"
+    assert {"torch", "hydra-core", "wandb", "pydantic", "psutil"} <= set(pins)
+    assert "deepspeed" not in pins
+    assert all(re.fullmatch(r"([<>=!]+[\d.]+,?)*", pin) for pin in pins.values())
+
+
+def test_the_key_for_wandb_is_never_told(tmp_path, monkeypatch):
+    canary = "c0ffee" * 7
+    monkeypatch.setenv("WANDB_API_KEY", canary)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    found = list(checks(read({"tracker": {"name": "wandb"}}), Made(tmp_path / "root")))
+    assert found[-1] == Check("W&B", "ok", "a key is there; runs are offline")
+    assert canary not in report(found)

@@ -1,0 +1,152 @@
+"""What is said about a setting is what the schema does, and everything is said."""
+
+import copy
+import functools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from train import CONF, compose, settings_in
+from zero.core.suggest import walk
+from zero.errors import ConfigError
+from zero.trainer.config import Config, keys, read
+from zero.trainer.config.values import Reads, words
+from zero.trainer.explain import FIRST, WIDTH, entries, explain, overview, sections
+
+ROOT = Path(__file__).resolve().parents[2]
+PARSER = OverridesParser.create()
+ENTRIES = {entry.key: entry for entry in entries()}
+
+
+@functools.cache
+def composed(*options: str) -> dict:
+    return settings_in(compose(options))
+
+
+def test_every_key_is_an_entry_except_the_names_of_options():
+    assert set(ENTRIES) == {key for key in keys() if not key.endswith(".name")}
+    assert [entry.key for section in sections(CONF) for entry in section.entries if entry.key not in ENTRIES] == []
+    assert sum(len(section.entries) for section in sections(CONF)) == len(ENTRIES)
+
+
+@pytest.mark.parametrize("key", ENTRIES)
+def test_a_key_is_explained_with_kind_default_and_example(key):
+    told = explain(key, CONF)
+    first, rest = told.split("\n", 1)
+    assert first == key
+    assert all(len(line) <= WIDTH for line in told.splitlines())
+    assert re.search(r"^    takes    \S", rest, re.MULTILINE)
+    assert re.search(r"^    default  \S", rest, re.MULTILINE)
+    assert f"example python train.py {ENTRIES[key].example}" in " ".join(rest.split())
+
+
+@pytest.mark.parametrize("key", ENTRIES)
+def test_an_example_is_a_run_that_differs_from_the_default(key):
+    example = ENTRIES[key].example
+    assert f"{key}=" in example
+    parsed = [PARSER.parse_override(text) for text in example.split()]
+    options = [one.input_line for one in parsed if (CONF / one.key_or_group).is_dir()]
+    raw = copy.deepcopy(composed(*options))
+    for one in parsed:
+        if one.input_line not in options:
+            *above, last = one.key_or_group.split(".")
+            functools.reduce(dict.__getitem__, above, raw)[last] = one.value()
+    assert read(raw) != Config()
+
+
+def test_the_words_of_a_kind_are_those_that_a_mistake_is_told():
+    own = [declared for declared in walk(Config) if any(isinstance(note, Reads) for note in declared.field.metadata)]
+    assert len(own) > 20
+    for declared in own:
+        section, _, name = declared.name.rpartition(".")
+        raw = {section: {name: object()}} if section else {name: object()}
+        if "name" in declared.section.model_fields:
+            raw[section]["name"] = declared.section.model_fields["name"].default
+        with pytest.raises(ConfigError) as caught:
+            read(raw)
+        text = words(declared.field)
+        assert f"must be {text}" in str(caught.value) or text in ("a path", "text")
+
+
+def test_a_key_that_only_some_options_have_says_so():
+    assert "only     with optim=sgd" in explain("optim.momentum", CONF)
+    assert "only" not in explain("optim.lr", CONF)
+    assert "0.003 (adamw); 0.001 (adam); 0.1 (sgd); 0.0003 (lion)" in explain("optim.lr", CONF)
+
+
+def test_a_section_lists_its_options_and_keys():
+    told = explain("offload", CONF)
+    for option in (CONF / "offload").glob("*.yaml"):
+        assert re.search(rf"^  {option.stem} ", told, re.MULTILINE)
+    for key in keys():
+        assert (f"\n  {key} " in told) == key.startswith("offload.")
+    assert "precision.scale.window" in explain("precision.scale", CONF)
+    assert "cpu_smoke" in explain("experiment", CONF)
+    assert explain("optim.name", CONF) == explain("optim", CONF)
+
+
+def test_without_a_key_the_sections_are_listed():
+    told = explain(None, CONF)
+    groups = {path.name for path in CONF.iterdir() if path.is_dir()}
+    for name in groups | {key.split(".")[0] for key in keys() if "." in key}:
+        assert re.search(rf"^  {name} ", told, re.MULTILINE)
+    assert "explain.key=" in told
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("zero.stge", "did you mean zero.stage?"),
+        ("offlod", "did you mean offload?"),
+        ("lr", "did you mean optim.lr?"),
+        ("optimizer.lr", "did you mean optim.lr?"),
+        ("widt", "did you mean model.width?"),
+        ("page", "did you mean offload.page?"),
+        ("ranks", "did you mean launch.ranks or plan.ranks?"),
+        ("qqqq", "mode=explain lists the sections"),
+    ],
+)
+def test_an_unknown_key_is_one_line_with_the_nearest(asked, said):
+    with pytest.raises(ConfigError) as caught:
+        explain(asked, CONF)
+    assert str(caught.value) == f"explain.key={asked} is no key and no section; {said}"
+
+
+def test_the_overview_fits_two_screens_and_names_every_option():
+    told = overview(CONF)
+    assert len(told.splitlines()) <= 60
+    assert max(map(len, told.splitlines())) <= WIDTH
+    for option in CONF.glob("*/*.yaml"):
+        row = next(line for line in told.splitlines() if line.startswith(f"  {option.parent.name} "))
+        assert option.stem in re.split(r",? +", row)
+    assert set(FIRST) <= set(ENTRIES)
+    defaults = [re.split(r",? +", line)[2] for line in told.splitlines() if re.match(r"  (optim|model|offload) ", line)]
+    assert defaults == ["gpt_nano", "adamw", "none"]
+
+
+def test_the_commands_of_the_overview_are_settings():
+    for line in re.findall(r"^  python train.py((?: [a-z_.]+=[\w,]+)+) ", overview(CONF), re.MULTILINE):
+        assert read(settings_in(compose(line.split())))
+
+
+def test_the_reference_is_what_its_script_writes():
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "config_reference"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert (ROOT / "docs" / "config.md").read_text() == done.stdout, (
+        "docs/config.md is old: scripts/config_reference > docs/config.md"
+    )
+
+
+def test_an_answer_needs_no_torch():
+    watch = (
+        "import sys\nfrom pathlib import Path\nfrom zero.trainer.explain import explain, overview\n"
+        f"explain('zero.stage', Path({str(CONF)!r})), overview(Path({str(CONF)!r}))\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", watch], cwd=ROOT, timeout=60, check=True)

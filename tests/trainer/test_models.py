@@ -1,0 +1,239 @@
+"""Laws of the GPT: causal, positions are relative, every dtype agrees with fp32, each owner can reset itself."""
+
+import copy
+import math
+
+import pytest
+import torch
+from einops import rearrange
+from torch import nn
+
+from zero.errors import ConfigError
+from zero.trainer.models import GPT, GPTConfig, generate, loss
+from zero.trainer.models.gpt import Rotary
+
+SIZES = {"vocab": 61, "width": 48, "layers": 2, "heads": 3, "seq": 24}
+KINDS = [
+    {"norm": norm, "mlp": mlp, "tied": tied}
+    for norm, mlp, tied in [
+        ("rms", "swiglu", True),
+        ("layer", "gelu", False),
+        ("rms", "gelu", True),
+        ("layer", "swiglu", False),
+    ]
+]
+
+
+def build(seed: int = 0, **keys) -> GPT:
+    torch.manual_seed(seed)
+    return GPT(GPTConfig(**{**SIZES, **keys}))
+
+
+def rows(count: int = 3, seq: int = 24, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, 61, (count, seq + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def reference(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
+    """The same network written down a second time, in fp64, with complex numbers and explicit attention."""
+    weight = {name: value.detach().double() for name, value in model.state_dict().items()}
+    config, x = model.config, weight["embed.weight"][tokens]
+
+    def norm(x, name):
+        if config.norm == "layer":
+            x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+            return x * weight[f"{name}.weight"] + weight[f"{name}.bias"]
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight[f"{name}.weight"]
+
+    def rotate(x):
+        half = x.shape[-1] // 2
+        pairs = torch.complex(x[..., :half], x[..., half:])
+        angle = torch.outer(torch.arange(x.shape[-2]).double(), 10_000 ** -(torch.arange(half).double() / half))
+        turned = pairs * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat((turned.real, turned.imag), dim=-1)
+
+    for layer in range(config.layers):
+        block = f"blocks.{layer}"
+        y = norm(x, f"{block}.attention_norm") @ weight[f"{block}.attention.qkv.weight"].T
+        q, k, v = (rearrange(part, "b t (h d) -> b h t d", h=config.heads) for part in y.chunk(3, dim=-1))
+        scores = rotate(q) @ rotate(k).mT / math.sqrt(q.shape[-1])
+        scores = scores.masked_fill(torch.ones_like(scores[0, 0]).triu(1).bool(), -math.inf)
+        y = rearrange(scores.softmax(-1) @ v, "b h t d -> b t (h d)")
+        x = x + y @ weight[f"{block}.attention.out.weight"].T
+        y = norm(x, f"{block}.mlp_norm") @ weight[f"{block}.mlp.up.weight"].T
+        if config.mlp == "swiglu":
+            gate, value = y.chunk(2, dim=-1)
+            y = gate * gate.sigmoid() * value
+        else:
+            y = 0.5 * y * (1 + torch.erf(y / math.sqrt(2)))
+        x = x + y @ weight[f"{block}.mlp.down.weight"].T
+    return norm(x, "norm") @ weight["head.weight"].T
+
+
+def enliven(model: GPT) -> GPT:
+    """Weights large enough that every part of the network shows in the output."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.2)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_model_is_the_textbook_network(kind):
+    model, tokens = enliven(build(**kind)), rows()[:, :-1]
+    # fp32 against fp64 over a few dozen sums of about 100 terms
+    torch.testing.assert_close(model(tokens).double(), reference(model, tokens), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_loss_is_the_mean_negative_log_probability_of_the_next_token(kind):
+    model, batch = enliven(build(**kind)), rows()
+    chosen = reference(model, batch[:, :-1]).log_softmax(-1).gather(-1, batch[:, 1:, None])
+    torch.testing.assert_close(loss(model, batch).double(), -chosen.mean(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_no_logit_depends_on_a_later_token(kind):
+    model, tokens = build(**kind), rows()[:, :-1]
+    changed = tokens.clone()
+    changed[:, 10:] = (changed[:, 10:] + 1) % 61
+    before, after = model(tokens), model(changed)
+    # equal inputs need not give equal bits: the matrix product may block differently
+    torch.testing.assert_close(before[:, :10], after[:, :10])
+    assert not torch.allclose(before[:, 10:], after[:, 10:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_half_parameters_give_the_loss_and_gradients_of_full_ones(kind, dtype):
+    full = build(**kind)
+    half = copy.deepcopy(full).to(dtype)
+    full.load_state_dict({name: value.float() for name, value in half.state_dict().items()})
+    batch = rows()
+    expected, actual = loss(full, batch), loss(half, batch)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, expected, rtol=5e-3, atol=0)  # a few roundings to 8 bits, averaged over rows
+    expected.backward()
+    actual.backward()
+    for (name, want), got in zip(full.named_parameters(), half.parameters(), strict=True):
+        assert got.grad.dtype == dtype
+        away = (got.grad.float() - want.grad).norm() / want.grad.norm()
+        assert away < 0.05, f"{name}: {float(away):.3f}"  # 2^-8 a product, about ten products deep
+
+
+def test_rotary_keeps_only_the_distance():
+    """Shifting query and key together leaves their product alone."""
+    rotary = Rotary(16, 64, base=10_000.0)
+    q, k = torch.randn(1, 1, 1, 16).expand(1, 1, 64, 16), torch.randn(1, 1, 1, 16).expand(1, 1, 64, 16)
+    scores = (rotary(q) @ rotary(k).mT)[0, 0]
+    for distance in range(8):
+        diagonal = scores.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rotary(q).norm(dim=-1), q.norm(dim=-1))
+
+
+def test_rotary_tables_stay_fp32_and_true_whatever_happens_to_the_model():
+    """Casting would round them, `to_empty` would leave garbage; they are not in the checkpoint."""
+    model = build()
+    cos = model.blocks[0].attention.rotary.cos.clone()
+    with torch.device("meta"):
+        empty = GPT(model.config)
+    for changed in (copy.deepcopy(model).to(torch.bfloat16).to(torch.float32), empty.to_empty(device="cpu").half()):
+        tables = changed.blocks[1].attention.rotary
+        assert tables.cos.dtype == torch.float32
+        assert torch.equal(tables.cos, cos)
+    assert not [name for name in model.state_dict() if "cos" in name or "sin" in name]
+    assert model.blocks[0].attention.rotary is model.blocks[1].attention.rotary
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_every_owner_of_a_parameter_resets_it(kind):
+    """So a model on meta can be filled one unit at a time: same distribution as a fresh one."""
+    model = build(**kind)
+    with torch.device("meta"):
+        empty = GPT(model.config)
+    for module in [module for module in empty.modules() if list(module.parameters(recurse=False))]:
+        module.to_empty(device="cpu", recurse=False)
+        for parameter in module.parameters(recurse=False):
+            nn.init.constant_(parameter, math.nan)
+        module.reset_parameters()
+    filled = empty.state_dict()  # names both sites of a tied weight; `to_empty` above has parted them
+    for name, fresh in model.state_dict().items():
+        got = filled[name]
+        assert torch.isfinite(got).all(), name
+        assert got.shape == fresh.shape
+        torch.testing.assert_close(got.std(correction=0), fresh.std(correction=0), rtol=0.15, atol=1e-8)
+    residual = model.blocks[0].mlp.down.weight.std() / model.blocks[0].mlp.up.weight.std()
+    assert float(residual.detach()) == pytest.approx(1 / math.sqrt(2 * model.config.layers), rel=0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_sizes_are_counted_without_building(kind):
+    model = build(**kind)
+    assert model.config.parameters_numel == sum(parameter.numel() for parameter in model.parameters())
+    assert (model.head.weight is model.embed.weight) == kind["tied"]
+
+
+def test_a_fresh_model_knows_nothing():
+    """Uniform over the vocabulary: ln 61."""
+    assert float(loss(build(), rows(8)).detach()) == pytest.approx(math.log(61), abs=0.05)
+
+
+def test_a_model_learns_a_text_by_heart():
+    """The network and its gradients fit together: 60 steps of plain AdamW drive one batch far below ln 61."""
+    model, batch = build(), rows(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss(model, batch).backward()
+        optimizer.step()
+    assert float(loss(model, batch).detach()) < 0.5
+
+
+def test_generate_calls_forward_once_per_token_with_at_most_seq_tokens():
+    """Ranks that run it together must make the same calls."""
+    seen = []
+
+    def forward(tokens):
+        seen.append(tokens.shape)
+        following = (tokens + 1) % 7
+        return 50.0 * nn.functional.one_hot(following, 7).to(torch.bfloat16)
+
+    prompt = torch.tensor([[0, 1], [4, 5]])
+    for temperature in (0.0, 1.0):
+        seen.clear()
+        tokens = generate(forward, prompt, 6, seq=4, temperature=temperature)
+        assert tokens.tolist() == [[0, 1, 2, 3, 4, 5, 6, 0], [4, 5, 6, 0, 1, 2, 3, 4]]
+        assert [tuple(shape) for shape in seen] == [(2, 2), (2, 3), (2, 4), (2, 4), (2, 4), (2, 4)]
+
+
+def test_generate_is_a_function_of_its_seed():
+    model, prompt = build(), rows(2)[:, :5]
+    torch.manual_seed(7)
+    state = torch.random.get_rng_state()
+    first = generate(model, prompt, 12, seq=24, seed=1)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(first, generate(model, prompt, 12, seq=24, seed=1))
+    assert not torch.equal(first, generate(model, prompt, 12, seq=24, seed=2))
+    assert torch.equal(first[:, :5], prompt)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"layers": 0}, r"model\.layers=0"),
+        ({"width": 50}, r"model\.width=50 does not split into model\.heads=3"),
+        ({"width": 45}, r"model\.width=45"),
+        ({"hidden": 0}, r"model\.hidden=0"),
+        ({"norm": "batch"}, r"model\.norm=batch"),
+        ({"mlp": "relu"}, r"model\.mlp=relu"),
+        ({"init_std": math.nan}, r"model\.init_std=nan"),
+    ],
+)
+def test_sizes_that_do_not_fit_name_their_key(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        GPTConfig(**{**SIZES, **keys})
+
+
+def test_a_text_longer_than_the_tables_is_refused():
+    with pytest.raises(ConfigError, match="25 tokens do not fit"):
+        build()(rows()[:, :25])

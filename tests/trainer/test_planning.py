@@ -1,0 +1,966 @@
+"""Formulas, machines on paper, what fits, activations, choices; and that a plan is what is really allocated."""
+
+import contextlib
+import gc
+import itertools
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import zero
+from tests.common.small import KiB
+from zero.core.placement import NO_LIMIT, size_text
+from zero.core.stage import Stage, paper_bytes
+from zero.engine.unit import split
+from zero.errors import ConfigError, WorldError
+from zero.platform.device import Device
+from zero.testing import run_ranks
+from zero.trainer import planning
+from zero.trainer.build import build_plan
+from zero.trainer.config import Config, read
+from zero.trainer.models import GPT, loss
+from zero.trainer.models.gpt_config import GPTConfig
+from zero.trainer.planning import (
+    Activations,
+    Machine,
+    PaperWorld,
+    against_measured,
+    choices,
+    measured,
+    resolve_auto,
+    trace,
+)
+from zero.trainer.planning.choices import batches, best, with_setting
+from zero.trainer.planning.cost import Rates, seconds_text, step_seconds, traffic
+from zero.trainer.planning.exhausted import alternatives, device_bytes_of
+from zero.trainer.planning.papers import OURS, PAPERS, TUTORIAL_GB, is_tutorial
+from zero.trainer.planning.rates import _rate as rate_of, assumed
+from zero.trainer.planning.shapes import result_of
+from zero.trainer.task import build_task
+
+TINY = {"width": 64, "layers": 2, "heads": 4, "seq": 64}
+GiB, TiB = 2**30, 2**40
+
+
+def config(**groups) -> Config:
+    """`Config` of a tiny run; `zero_={"stage": 2}` is the group `zero`."""
+    return read({"model": TINY, "batch": {"global": 8}} | {key.rstrip("_"): value for key, value in groups.items()})
+
+
+def model_of(settings: Config) -> torch.nn.Module:
+    with zero.empty():
+        return GPT(settings.model.gpt())
+
+
+def gpu(ranks: int, device: int = 80 * GiB, host: int = TiB, disk: int = TiB) -> Machine:
+    return Machine(ranks, min(ranks, 8), "cuda", device, host, disk, paper=True)
+
+
+def states_bytes(plan: zero.Plan) -> int:
+    kinds = ("parameters", "gradients", "master", "moments")
+    return sum(told.get(kind, 0) for told in plan.bytes.values() for kind in kinds)
+
+
+def tier_bytes(plan: zero.Plan, *tiers: str) -> int:
+    return sum(sum(plan.bytes.get(tier, {}).values()) for tier in tiers)
+
+
+# What a plan is made of
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"optimizer": torch.optim.AdamW}, "optimizer is the class AdamW; make one with zero.adamw"),
+        ({"optimizer": None}, "optimizer is of NoneType; make one with zero.adamw"),
+        ({"model": None}, "model is of NoneType; pass a torch.nn.Module"),
+        ({"world": 2}, "world is of int; make one with zero.World.from_env()"),
+        ({"offload": "disk"}, "offload=disk: must be one of none, cpu, nvme"),
+        ({"stage": "3"}, "zero.stage='3': a stage is 0, 1, 2 or 3"),
+        ({"prefetch": "1"}, "zero.prefetch='1': it is a number of units"),
+        ({"accumulate": 2.0}, "batch.accumulate=2.0: it is a number of microbatches"),
+        ({"units": torch.nn.Linear}, "zero.units=Linear is one class; pass a list: [Linear]"),
+    ],
+)
+def test_what_is_no_part_of_a_plan_is_refused_with_what_to_write(given, said):
+    parts = {"model": torch.nn.Linear(4, 4), "optimizer": zero.adamw(1e-3), "world": gpu(2).world} | given
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+        zero.Plan(parts.pop("model"), **parts)
+
+
+def test_a_presets_name_is_an_offload():
+    plans = [
+        zero.Plan(torch.nn.Linear(4, 4), optimizer=zero.adamw(1e-3), world=gpu(2).world, room=NO_LIMIT, offload=offload)
+        for offload in ("nvme", zero.Offload("nvme"), None, zero.Offload())
+    ]
+    assert plans[0].fields() == plans[1].fields()
+    assert plans[2].fields() == plans[3].fields()
+    assert plans[0].bytes != plans[2].bytes
+
+
+# Formulas
+
+
+@pytest.mark.parametrize("level", range(4))
+@pytest.mark.parametrize("ranks", [1, 2, 4, 64, 1024])
+def test_the_formulas_are_those_of_the_papers_and_ours_has_two_bytes_more(level, ranks):
+    assert PAPERS[level].of(7e9, ranks) == paper_bytes(level, numel=int(7e9), world_size=ranks)
+    assert PAPERS[level].of(1, 1) == 16, "one rank shares with nobody"
+    assert OURS[level].of(1, 1) == 18
+    sharded_gradient = level >= 2
+    assert OURS[level].of(1, ranks) - PAPERS[level].of(1, ranks) == (2 / ranks if sharded_gradient else 2)
+
+
+def test_the_tutorials_table_and_the_two_entries_that_follow_from_nothing():
+    ours = [states.of(7_000_000_000, 4) / 1e9 for states in PAPERS]
+    assert ours == [112, 49, 38.5, 28]
+    assert [a == b for a, b in zip(ours, TUTORIAL_GB, strict=True)] == [True, False, False, True]
+    rest = [TUTORIAL_GB[level] - PAPERS[level].whole * 7 for level in (1, 2)]
+    assert rest == [16, 16]
+    assert (16 * 4 / 7) % 1, "no whole number of bytes per parameter, shared by four, makes 16 GB"
+    assert is_tutorial(6_738_415_616, 4)
+    assert not is_tutorial(6_738_415_616, 8)
+    assert not is_tutorial(int(1e9), 4)
+
+
+@pytest.mark.parametrize("level", range(4))
+@pytest.mark.parametrize("ranks", [2, 4, 64])
+def test_a_plan_holds_what_our_formula_says(level, ranks):
+    """Padding is all there is beside it."""
+    settings = config(zero_={"stage": level}, precision={"compute": "bf16"}, model={**TINY, "width": 512})
+    plan = build_plan(with_rows(settings, ranks), model_of(settings), gpu(ranks).world, room=gpu(ranks).room)
+    assert states_bytes(plan) == pytest.approx(OURS[level].of(plan.numel, ranks), rel=0.02)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_more_ranks_and_higher_stages_never_need_more_model_states(compute):
+    settings = config(precision={"compute": compute}, batch={"global": 128, "accumulate": 2})
+    model = model_of(settings)
+    held = [
+        [
+            states_bytes(
+                build_plan(
+                    with_setting(settings, Stage(level), "none"), model, gpu(ranks).world, room=gpu(ranks, 2**60).room
+                )
+            )
+            for ranks in (1, 2, 4, 8, 64)
+        ]
+        for level in range(4)
+    ]
+    slack = 64 * 4 * 4 * 64 * 20  # padding of a shard: 64 elements, ranks, kinds, units
+    for rows in (held, list(zip(*held, strict=True))):
+        for row in rows:
+            assert all(more <= fewer + slack for fewer, more in itertools.pairwise(row))
+
+
+def with_rows(settings: Config, ranks: int) -> Config:
+    batch = settings.batch.model_copy(update={"global_": 2 * ranks, "accumulate": 2})
+    return settings.model_copy(update={"batch": batch})
+
+
+# Machines
+
+
+def test_a_world_on_paper_talks_to_nobody():
+    world = PaperWorld(64, local_size=8, device="cuda")
+    assert (world.size, world.rank, world.local_size, world.device.type) == (64, 0, 8, "cuda")
+    for talk in (
+        lambda: world.barrier(),
+        lambda: world.share("text"),
+        lambda: world.gather(torch.zeros(1), torch.zeros(64)),
+        lambda: world.reduce_scatter(torch.zeros(64), torch.zeros(64), torch.zeros(1)),
+    ):
+        with pytest.raises(WorldError, match="on paper"):
+            talk()
+
+
+def test_a_machine_on_paper_asks_nothing_of_the_gpu_here(monkeypatch):
+    for name in ("is_available", "device_count", "mem_get_info", "memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("the GPU of this machine was asked"))
+    settings = config(plan={"ranks": 64, "device_memory": "80GiB", "host_memory": "1TiB", "disk": "8TiB"})
+    machine = Machine.asked(settings)
+    assert (machine.ranks, machine.ranks_per_node, machine.device, machine.paper) == (64, 8, "cuda", True)
+    assert machine.room == (80 * GiB, TiB // 8, TiB)
+    assert machine.world.local_size == 8
+    assert "64 ranks on 8 nodes" in str(machine)
+    assert "80.0 GiB on each GPU" in str(machine)
+
+
+def test_what_is_not_asked_for_is_this_machine(tmp_path):
+    settings = config(offload={"path": str(tmp_path)}, launch={"ranks": 2})
+    machine, here = Machine.asked(settings), Machine.here(settings, 2)
+    assert not machine.paper
+    assert not here.paper
+    assert (machine.ranks, machine.ranks_per_node, machine.device) == (2, 2, here.device)
+    assert machine.host_bytes == pytest.approx(here.host_bytes, rel=0.1)
+    assert machine.disk_bytes > 0
+    assert config(plan={"disk": "4TB"}).plan.disk == 4 * 10**12
+
+
+def test_ranks_of_launch_are_on_one_machine_and_those_of_plan_may_be_on_many(monkeypatch):
+    def nodes(**groups) -> tuple[int, int]:
+        machine = Machine.asked(config(**groups))
+        return machine.ranks, machine.ranks_per_node
+
+    assert nodes(launch={"ranks": 16}) == (16, 16)
+    assert nodes(launch={"ranks": 16}, plan={"ranks_per_node": 4}) == (16, 4)
+    assert nodes(launch={"ranks": 2}, plan={"ranks": 16}) == (16, 8)
+    assert nodes(plan={"ranks": 4}) == (4, 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"launch\.ranks=16: there are 2 GPUs here; plan\.ranks=16"):
+        nodes(launch={"ranks": 16})
+    assert nodes(launch={"ranks": 16}, plan={"device_memory": "80GiB"}) == (16, 16)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("preset", ["none", "cpu", "nvme", "infinity"])
+def test_a_plan_on_paper_is_the_plan_of_real_ranks(stage, preset, tmp_path):
+    settings = with_setting(config(offload={"path": str(tmp_path), "page": "8KiB"}), Stage(stage), preset)
+    if settings is None:
+        pytest.skip("infinity needs stage 3")
+    with_two = run_ranks(2, lambda world: build_plan(settings, model_of_rank(world, settings), world).bytes)
+    room = Machine(2, 2, "cpu", 0, TiB, TiB, paper=True)
+    assert with_two[0] == build_plan(settings, model_of(settings), room.world, room=room.room).bytes
+
+
+def model_of_rank(world: zero.World, settings: Config) -> torch.nn.Module:
+    with world.exclusive():
+        return model_of(settings)
+
+
+# What fits
+
+
+@pytest.mark.parametrize("preset", ["none", "cpu", "nvme", "infinity"])
+@pytest.mark.parametrize("tier", ["device", "host", "nvme"])
+def test_what_is_needed_fits_and_one_byte_less_does_not(preset, tier, tmp_path):
+    settings = with_setting(config(offload={"path": str(tmp_path), "page": "8KiB"}), Stage(3), preset)
+    model, rates = model_of(settings), assumed(settings, gpu(1))
+    settings = settings.model_copy(update={"batch": settings.batch.model_copy(update={"micro": 8})})
+    machine = gpu(1, device=1, host=1, disk=1)
+    (refused,) = choices(settings, machine, model, rates, stages=[Stage(3)], presets=[preset])
+    needs = {name: sum(kinds.values()) for name, kinds in refused.plan.bytes.items()}
+    if tier not in needs:
+        pytest.skip(f"nothing is on the {tier}")
+    exact = gpu(1, *(needs.get(name, 0) for name in ("device", "host", "nvme")))
+    (fits,) = choices(settings, exact, model, rates, stages=[Stage(3)], presets=[preset])
+    assert fits.fits
+    assert fits.plan.bytes == refused.plan.bytes
+    field = {"device": "device_bytes", "host": "host_bytes", "nvme": "disk_bytes"}[tier]
+    less = replace(exact, **{field: needs[tier] - 1})
+    (short,) = choices(settings, less, model, rates, stages=[Stage(3)], presets=[preset])
+    assert not short.fits
+    assert short.short == ((tier, needs[tier], needs[tier] - 1),)
+    key = {"device": "zero.activations=remat", "host": "offload", "nvme": "offload.path"}[tier]
+    assert key in short.refusal
+    assert "iB" in short.refusal
+    assert "\n" not in short.refusal
+
+
+def test_activations_count_and_a_refusal_says_how_much_and_what_to_do():
+    settings = config(offload={"host_budget": "6MiB"}, batch={"global": 64}).on(1)
+    model, world = model_of(settings), zero.World.from_env(device="cpu")
+    counted = Activations(settings, model)
+    plan = build_plan(settings, model, world)
+    nbytes = planning.activation_bytes(settings, model, "cpu")
+    assert nbytes == int(1.5 * counted.of(64).peak_bytes)
+    assert tier_bytes(plan, "device") + nbytes > 6 * 2**20 > tier_bytes(plan, "device")
+    match = rf"{re.escape(size_text(nbytes))} of activations.*batch\.micro"
+    with pytest.raises(ConfigError, match=match) as refused:
+        build_plan(settings, model, world, activation_bytes=nbytes, lighter=lambda: counted.lighter(64, "cpu"))
+    assert "offload.host_budget=6.0 MiB" in str(refused.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_what_is_advised_can_be_done_and_takes_less(mode, ranks, stage):
+    """One row, one token, activations made again already: nothing of them is left to make smaller."""
+    settings = config(
+        mode=mode,
+        resume="latest" if mode == "eval" else "none",
+        model={**TINY, "seq": 1},
+        zero_={"stage": stage, "activations": "remat"},
+        batch={"global": ranks, "micro": 1},
+    )
+    model = build_task(settings).model
+    nbytes = Activations(settings, model).bytes(1, "cuda")
+    resorts = {3: ["use more ranks"], 0: ["set zero.stage=3"], 1: ["set zero.stage=3", "use more ranks"]}[stage]
+    resorts = ["use more ranks with zero.stage=3"] if ranks == 1 and stage < 3 else resorts
+    leaves = {"train": "set offload.optimizer=cpu", "eval": "set offload.param=cpu"}[mode]
+    moves = [leaves] if mode == "train" or stage == 3 else []
+    for device_bytes, expected in ((nbytes + 4 * KiB, [*moves, *resorts]), (KiB, ["use a machine with more memory"])):
+        machine = gpu(ranks, device_bytes)
+        rates = assumed(settings, machine)
+        (refused,) = choices(settings, machine, model, rates, stages=[Stage(stage)], presets=["asked"])
+        assert refused.refusal.split("; ")[-1].split(", or ") == expected
+
+
+def test_a_budget_is_raised_where_it_is_the_limit():
+    model, offload = {**TINY, "width": 512}, {"device_budget": "1MiB"}
+    settings = config(mode="eval", resume="latest", model=model, offload=offload)
+    model = build_task(settings).model
+    for stage, free, advised in (
+        (3, GiB, "raise offload.device_budget, or set offload.param=cpu, or use more ranks"),
+        (0, GiB, "raise offload.device_budget, or set zero.stage=3"),
+        (3, 512 * KiB, "set offload.param=cpu, or use more ranks"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            build_plan(with_setting(settings, Stage(stage), "asked").on(4), model, gpu(4).world, room=gpu(4, free).room)
+        assert str(refused.value).split("; ")[-1] == advised
+
+
+@pytest.mark.parametrize(("rows", "device", "helps"), [(8, "cpu", False), (8, "cuda", True), (64, "cpu", True)])
+@pytest.mark.parametrize("activations", ["keep", "remat"])
+def test_remat_is_advised_where_it_is_not_set_and_would_take_less(activations, rows, device, helps):
+    """Two layers and few rows: the logits are most of it, and they are there in any case."""
+    settings = config(zero_={"stage": 3, "activations": activations}, batch={"global": rows, "micro": rows})
+    model = model_of(settings)
+    counted = Activations(settings, model)
+    kept, recomputed = (counted.bytes(rows, device, remat=remat) for remat in (False, True))
+    assert (recomputed < kept) == helps
+    assert recomputed <= kept
+    machine = gpu(1, device=KiB) if device == "cuda" else Machine(1, 1, "cpu", 0, KiB, KiB, paper=True)
+    (refused,) = choices(settings, machine, model, assumed(settings, machine), stages=[Stage(3)], presets=["none"])
+    assert ("zero.activations=remat" in refused.refusal) == (helps and activations == "keep")
+    fewer, shorter = (counted.bytes(*least, seq=seq) for least, seq in (((1, device), None), ((rows, device), 32)))
+    now = recomputed if activations == "remat" else kept
+    assert ("a smaller batch.micro" in refused.refusal) == (fewer < now)
+    assert ("a smaller model.seq" in refused.refusal) == (shorter < now)
+
+
+# Activations
+
+
+class Recording(TorchDispatchMode):
+    """Every operator's results, as shapes, strides and dtypes; on meta by our rules, elsewhere by computing them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        on_meta = any(isinstance(t, torch.Tensor) and t.is_meta for t in tree_leaves((args, kwargs)))
+        made = result_of(func, args, kwargs or {}) if on_meta else func(*args, **(kwargs or {}))
+        told = [(tuple(t.shape), t.stride(), t.dtype) for t in tree_leaves(made) if isinstance(t, torch.Tensor)]
+        self.seen.append((str(func), told))
+        return made
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "kind", [{}, {"norm": "layer", "mlp": "gelu", "tied": False, "vocab": 99}], ids=["rms", "layer"]
+)
+def test_every_rule_says_what_the_operator_does(kind, compute, monkeypatch):
+    """The same model computed on the CPU and traced on meta: the same operators, shapes, strides and dtypes."""
+    from zero.trainer.planning import activations
+
+    seen = {}
+    for where in ("cpu", "meta"):
+        recorded = Recording()
+        monkeypatch.setattr(activations, "META", torch.device(where))
+        monkeypatch.setattr(activations, "result_of", lambda func, args, kwargs, to=recorded: to(func, args, kwargs))
+        monkeypatch.setattr(
+            Recording,
+            "__call__",
+            lambda self, func, args, kwargs: self.__torch_dispatch__(func, (), args, kwargs),
+            raising=False,
+        )
+        with zero.empty():
+            model = GPT(GPTConfig(**TINY, **kind))
+        batch = torch.zeros(3, 33, dtype=torch.int64, device=where)
+        traced = trace(model, split(model, world_size=1), loss, batch, compute=compute, remat=True)
+        seen[where] = traced, recorded.seen
+    assert len(seen["cpu"][1]) > 300
+    assert seen["cpu"] == seen["meta"]
+
+
+def test_elementwise_results_lie_in_memory_as_torch_lays_them():
+    base = torch.randn(3, 4, 5, 6)
+    layouts = [base, base.transpose(1, 2), base.permute(3, 1, 0, 2), base[:, :, ::2], base[:1].expand(3, 4, 5, 6)]
+    layouts += [base.permute(0, 3, 1, 2), base[:, :1].transpose(0, 2)]
+    for x in layouts:
+        for y in (x, x[0], x.bfloat16(), x[..., :1], torch.tensor(2.0), x.transpose(0, 1).contiguous().transpose(0, 1)):
+            real = x * y
+            on_meta = [strided_meta(t) for t in (x, y)]
+            made = result_of(torch.ops.aten.mul.Tensor, tuple(on_meta), {})
+            assert (made.shape, made.stride(), made.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def strided_meta(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty(t.untyped_storage().nbytes() // t.element_size(), dtype=t.dtype, device="meta").as_strided(
+        t.shape, t.stride(), t.storage_offset()
+    )
+
+
+@pytest.mark.parametrize("activations", ["keep", "remat"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("sizes", [TINY, {"width": 128, "layers": 3, "heads": 4, "seq": 128, "vocab": 3000}])
+def test_traced_bytes_are_what_a_real_step_allocates(sizes, precision, activations):
+    """torch's profiler sees every allocation, those inside kernels too, of a step of the real engine.
+
+    Two things are not traced: a few thousand bytes of the step itself, and what the CPU's attention packs in half
+    precision (keys and values of one block, which a larger peak elsewhere usually hides).
+    """
+    settings = GPTConfig(**sizes)
+    with zero.empty():
+        model = GPT(settings)
+    plan = zero.Plan(
+        model,
+        optimizer=zero.adamw(1e-3, clip=1.0),
+        world=zero.World.from_env(device="cpu"),
+        precision=precision,
+        activations=activations,
+        update="serial",
+    )
+    batch = torch.zeros(4, settings.seq + 1, dtype=torch.int64)
+    traced = trace(
+        model, plan.splitting, loss, batch.to("meta"), compute=plan.precision.compute, remat=activations == "remat"
+    )
+    state, step = zero.init(plan, zero.open_store(plan)), zero.make_step(plan, loss)
+    state, _ = step(state, [batch])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step(state, [batch])
+    packed = 0.15 if precision == "bf16" and activations == "remat" else 0.05
+    assert traced.peak_bytes == pytest.approx(peak_of(profiled), rel=packed)
+
+
+def peak_of(profiled: profile) -> int:
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    assert len(events) > 100
+    return peak
+
+
+def test_tracing_is_quick_and_does_not_import_the_compiler():
+    code = (
+        "import sys, time, torch, zero\n"
+        "from zero.trainer.planning import activation_bytes\n"
+        "from zero.trainer.config import read\n"
+        "from zero.trainer.models import GPT\n"
+        f"config = read({{'model': {TINY!r}, 'batch': {{'global': 8}}, 'precision': {{'compute': 'bf16'}}}}).on(1)\n"
+        "with zero.empty(): model = GPT(config.model.gpt())\n"
+        "begin = time.process_time()\n"
+        "assert activation_bytes(config, model, 'cpu') > 0\n"
+        "print(time.process_time() - begin, *[name for name in ('torch._dynamo', 'sympy') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    seconds, *imported = done.stdout.split()
+    assert float(seconds) < 1.0
+    assert not imported
+
+
+def test_a_validation_can_need_more_than_a_step():
+    """Rows of 64 tokens are evaluated 32 at a time, also where training takes one."""
+    settings = config(model={**TINY, "vocab": 20_000}, zero_={"activations": "remat"})
+    model = model_of(settings)
+    chunk = torch.zeros(32, 65, dtype=torch.int64, device="meta")
+    evaluated = trace(model, split(model, world_size=1), loss, chunk, compute=torch.float32, backward=False)
+    assert Activations(settings, model).of(1).peak_bytes == evaluated.peak_bytes
+    assert Activations(settings, model).of(64).peak_bytes > evaluated.peak_bytes
+
+
+def test_what_is_only_evaluated_needs_parameters_and_the_activations_of_a_validation():
+    """Counted, held, and with slots for its pages where a GPU would read them from a file."""
+    settings = config(mode="eval", resume="latest", model={**TINY, "vocab": 20_000}, precision={"compute": "bf16"})
+    offloaded = settings.model_copy(update={"offload": config(offload={"param": "nvme", "page": 4096}).offload})
+    model, machine, counted = build_task(settings).model, gpu(2), Activations(settings, build_task(settings).model)
+    chunk = torch.zeros(32, 65, dtype=torch.int64, device="meta")
+    told = trace(model, split(model, world_size=1), loss, chunk, compute=torch.bfloat16, backward=False)
+    assert counted.of(1) == counted.of(64, remat=True) == told
+    plan = build_plan(offloaded.on(2), model, machine.world, room=machine.room)
+    assert set(plan.bytes["device"]) == {"gathered units", "buffers"}
+    assert set(plan.bytes["nvme"]) == {"parameters"}
+    assert plan.arena_slots > 0
+    for stage in (0, 3):
+        kinds, held = zip(*run_ranks(2, held_for_evaluation, settings, stage), strict=True)
+        assert {*kinds[0]} <= {"parameters", "gathered units", "buffers"}
+        assert [sum(one.values()) for one in held] == [sum(one.values()) for one in kinds]
+
+
+def held_for_evaluation(world: zero.World, settings: Config, stage: int) -> tuple[dict[str, int], dict[str, int]]:
+    with world.exclusive():
+        model = build_task(settings).model
+    plan = build_plan(with_setting(settings, Stage(stage), "none").on(2), model, world)
+    with contextlib.closing(zero.open_store(plan)) as store:
+        state = zero.init(plan, store)
+        zero.make_forward(plan, loss)(state, torch.zeros(1, 9, dtype=torch.int64))
+        return plan.bytes["device"], measured(state)
+
+
+# Cost
+
+
+ROUND = Rates(
+    flops=1e9,
+    copy_bytes=1e9,
+    disk_bytes=1e6,
+    link_bytes=1e6,
+    update_numel=1e12,
+    host_update_numel=1e12,
+    source="a test",
+)
+
+
+def nvme_plan(update: str = "lazy") -> zero.Plan:
+    settings = config(zero_={"stage": 3, "update": update}, optim={"name": "adamw", "clip": None})
+    settings = with_setting(settings, Stage(3), "nvme")
+    machine = Machine(1, 1, "cpu", 0, TiB, TiB, paper=True)
+    return build_plan(settings, model_of(settings), machine.world, room=machine.room)
+
+
+def test_a_lazy_step_lasts_as_the_law_says():
+    """max(C_forward, O) + C_backward; serial C + O; eager max(C, O)."""
+    plans = {update: nvme_plan(update) for update in ("lazy", "serial", "eager")}
+    pages = plans["lazy"].store_pages()
+    on_disk_bytes = sum(spec.nbytes for page, spec in pages.items() if plans["lazy"].tier(page) == "nvme")
+    offload_s = 2 * on_disk_bytes / ROUND.disk_bytes  # read and written
+    for forward_s, backward_s in ((offload_s / 2, offload_s), (2 * offload_s, 3 * offload_s)):
+        flops = {"forward_flops": forward_s * ROUND.flops, "backward_flops": backward_s * ROUND.flops}
+        seconds = {update: step_seconds(plan, ROUND, **flops) for update, plan in plans.items()}
+        assert seconds["lazy"] == pytest.approx(max(forward_s, offload_s) + backward_s, rel=1e-3)
+        assert seconds["serial"] == pytest.approx(forward_s + backward_s + offload_s, rel=1e-3)
+        assert seconds["eager"] == pytest.approx(max(forward_s + backward_s, offload_s), rel=1e-3)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_ranks_move_what_the_stage_says(stage):
+    """Stage 0 reduces and publishes gradients, 1 and 2 gather once, 3 gathers twice a microbatch."""
+    settings = with_setting(config(batch={"global": 8, "micro": 2, "accumulate": 2}), Stage(stage), "none")
+    plan = build_plan(settings, model_of(settings), gpu(2).world, room=gpu(2).room)
+    moved = traffic(plan)
+    half = sum(unit.trainable.P for unit in plan.units) * 4 / 2
+    assert (moved.update.disk, moved.update.copy) == (0, 0)
+    assert (moved.forward.link, moved.first.link) == ((half, 0) if stage == 3 else (0, half if stage else 0))
+    assert moved.backward.link == {0: 0, 1: 0, 2: half, 3: 2 * half}[stage]
+    assert moved.last.link == {0: 2 * half, 1: half, 2: 0, 3: 0}[stage]
+
+
+# Choices
+
+
+def test_the_best_choice_is_the_fastest_that_fits_and_of_those_alike_what_moves_and_takes_least():
+    settings = config(precision={"compute": "bf16"}, batch={"global": 32})
+    model, machine = model_of(settings), gpu(4)
+    found = choices(settings, machine, model, assumed(settings, machine))
+    assert [(one.plan.stage.level, one.preset) for one in found[:3]] == [(0, "none"), (0, "cpu"), (0, "nvme")]
+    assert len(found) == 13
+    assert all(one.fits for one in found)
+    winner = best(found)
+    assert winner.seconds <= 1.02 * min(one.seconds for one in found)
+    for one in found:
+        if one.seconds <= winner.seconds:
+            assert (one.moved_bytes, one.memory_bytes) >= (winner.moved_bytes, winner.memory_bytes)
+    assert best([replace(one, refusal="no") for one in found]) is None
+
+
+@pytest.mark.parametrize(("ranks", "level"), [(1, 0), (4, 1)])
+def test_where_everything_is_as_fast_the_star_is_where_the_concepts_page_says(ranks, level):
+    settings = config(precision={"compute": "bf16"}, batch={"global": 32})
+    unbound = replace(ROUND, copy_bytes=1e18, disk_bytes=1e18, link_bytes=1e18)
+    winner = best(choices(settings, gpu(ranks), model_of(settings), unbound))
+    assert winner is not None
+    assert (winner.plan.stage.level, winner.preset) == (level, "none")
+
+
+def test_a_time_is_said_in_three_digits_and_never_as_a_power():
+    for tenth in range(-60, 61):
+        for nudge in (0.9994, 0.9996, 0.99996, 1, 1.2346):
+            seconds = 10 ** (tenth / 10) * nudge
+            said, unit = seconds_text(seconds).split(" ")
+            assert re.fullmatch(r"\d{1,3}(,\d{3})*|\d{1,2}\.\d{1,2}|0\.\d+", said), said
+            told = float(said.replace(",", "")) * {"s": 1, "ms": 1e-3, "us": 1e-6}[unit]
+            assert told == pytest.approx(seconds, rel=0.5e-2)
+    assert [seconds_text(seconds) for seconds in (0.9996, 999.6, 1.5, 2e-3)] == ["1,000 ms", "1,000 s", "1.5 s", "2 ms"]
+
+
+def test_batches_try_every_divisor_the_largest_first():
+    asked = config(batch={"global": 24})
+    assert [batch.numbers() for batch in batches(asked, 2)] == [
+        (24, 12, 1), (24, 6, 2), (24, 4, 3), (24, 3, 4), (24, 2, 6), (24, 1, 12),
+    ]  # fmt: skip
+    for fixed in ({"global": 24, "micro": 3}, {"global": 24, "accumulate": 2}, {"global": "auto", "micro": 4}):
+        assert len(list(batches(config(batch=fixed), 2))) == 1
+
+
+@pytest.mark.parametrize("share", [0.2, 0.45, 0.7, 1.5])
+@pytest.mark.parametrize("size", [1, 2])
+def test_settle_finds_the_largest_microbatch_as_brute_force_does(share, size):
+    wide = config(batch={"global": 48 * size})
+    model = model_of(wide)
+    whole = build_plan(wide, model, zero.World.from_env(device="cpu"), activation_bytes=0)
+    most = Activations(wide, model).bytes(48, "cpu")
+    settings = config(
+        batch={"global": 48 * size}, offload={"host_budget": tier_bytes(whole, "device") * 2 + int(share * most)}
+    )
+
+    def fits(accumulate: int) -> bool:
+        solved = settings.model_copy(update={"batch": settings.batch.model_copy(update={"accumulate": accumulate})})
+        machine = Machine(size, size, "cpu", 0, TiB * size, TiB, paper=True)
+        nbytes = Activations(solved, model).bytes(48 // accumulate, "cpu")
+        try:
+            build_plan(solved, model, machine.world, room=machine.room, activation_bytes=nbytes)
+        except ConfigError:
+            return False
+        return True
+
+    expected = next(accumulate for accumulate in (1, 2, 3, 4, 6, 8, 12, 16, 24, 48) if fits(accumulate))
+    notes = []
+    settled = run_ranks(size, lambda world: resolve_auto(settings, model_of_rank(world, settings), world, notes.append))
+    for one in settled:
+        assert one.batch.numbers() == (48 * size, 48 // expected, expected)
+        assert one == settings.model_copy(update={"batch": one.batch}).on(size)
+    assert len(notes) == (size if expected > 1 else 0)
+    assert all("batch.micro" in note and "MiB" in note for note in notes)
+
+
+def test_what_would_be_lighter_is_asked_of_the_smallest_batch_only(monkeypatch):
+    """A refusal of a larger one is never shown, and each question takes traces."""
+    wide = config(batch={"global": 8})
+    asked, lighter = [], Activations.lighter
+    monkeypatch.setattr(
+        Activations, "lighter", lambda self, rows, kind: asked.append(rows) or lighter(self, rows, kind)
+    )
+    model = model_of(wide)
+    whole = build_plan(wide, model, zero.World.from_env(device="cpu"), activation_bytes=0)
+    for share in (0.1, 0.3, 0.6, 1.1):
+        room_bytes = tier_bytes(whole, "device") + int(share * Activations(wide, model).bytes(8, "cpu"))
+        machine = Machine(1, 1, "cpu", 0, room_bytes, TiB, paper=True)
+        assert choices(wide, machine, model, assumed(wide, machine))
+    assert set(asked) == {1}
+
+
+def test_settle_changes_nothing_where_nothing_is_auto():
+    """It does not even look at the model."""
+    for batch in (
+        {"global": 8, "micro": 2},
+        {"global": 8, "accumulate": 4},
+        {"global": "auto", "micro": 2},
+        {"global": 1},
+    ):
+        settings = config(batch=batch)
+        assert resolve_auto(settings, None, zero.World.from_env(device="cpu"), pytest.fail) == settings.on(1)
+
+
+def test_a_default_run_that_fits_keeps_its_batch_whole():
+    settings = config()
+    settled = resolve_auto(settings, model_of(settings), zero.World.from_env(device="cpu"), pytest.fail)
+    assert settled == settings.on(1)
+    assert settled.batch.numbers() == (8, 8, 1)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_where_nothing_fits_every_rank_says_what_is_needed_and_which_key_to_change(size):
+    for stage in (3, "auto"):
+        settings = config(zero_={"stage": stage}, offload={"host_budget": "1MiB"})
+        with pytest.raises(ConfigError, match=r"offload\.host_budget=1\.0 MiB: a rank needs at least \d.*raise"):
+            run_ranks(size, lambda world, s=settings: resolve_auto(s, model_of_rank(world, s), world, lambda _: None))
+
+
+def test_a_stage_of_auto_becomes_the_best_one_and_says_why(tmp_path):
+    settings = config(zero_={"stage": "auto"}, offload={"path": str(tmp_path)})
+    notes = []
+    settled = run_ranks(2, lambda world: resolve_auto(settings, model_of_rank(world, settings), world, notes.append))
+    assert settled[0] == settled[1]
+    assert type(settled[0].zero.stage) is int
+    assert settled[0].offload == settings.offload, "the offload that was asked for"
+    assert len(notes) == 4
+    assert "a step predicted" in notes[0]
+    assert "measured here" in "".join(notes)
+
+
+def test_with_offload_auto_as_well_anything_may_be_chosen(tmp_path):
+    kinds = dict.fromkeys(("optimizer", "param", "grad"), "auto")
+    settings = config(zero_={"stage": "auto"}, offload={"path": str(tmp_path), **kinds})
+    notes = []
+    shown = []
+    settled = resolve_auto(
+        settings,
+        model_of(settings),
+        zero.World.from_env(device="cpu"),
+        notes.append,
+        progress=lambda *told: shown.append(told),
+    )
+    works = list(dict.fromkeys(what for what, _, _ in shown))
+    assert works == ["probe", "settings to choose from"]
+    assert [told for told in shown if told[1] == told[2]] == [("probe", 3, 3), ("settings to choose from", 17, 17)]
+    assert settled.offload.asked().kinds in {zero.Offload(p).kinds for p in ("none", "cpu", "auto")}, "memory is fast"
+    assert "of 17 settings fit" in notes[0]
+
+
+def test_slow_compute_is_not_measured_for_long(monkeypatch):
+    """One clock for work and measurement: a turn takes 0.1 s, and 0.5 s more for each token."""
+    now_s, asked = [0.0], []
+
+    def work(count: int) -> None:
+        asked.append(count)
+        now_s[0] += 0.1 + 0.5 * count
+
+    monkeypatch.setattr("time.perf_counter", lambda: now_s[0])
+    assert rate_of(work, Device(torch.device("cpu")), most=4096) == pytest.approx(8 / 4.1)
+    assert max(asked) == 8
+    assert now_s[0] < 20
+
+    def quick(count: int) -> None:
+        asked.append(count)
+        now_s[0] += 0.02 + 1e-5 * count
+
+    assert rate_of(quick, Device(torch.device("cpu")), most=4096) == pytest.approx(4096 / (0.02 + 0.04096))
+    assert max(asked) == 4096
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_where_no_file_can_be_made_nothing_is_planned_on_disk(size, tmp_path):
+    kinds = dict.fromkeys(("optimizer", "param", "grad"), "auto")
+    settings = config(zero_={"stage": "auto"}, offload={"path": str(tmp_path / "missing"), **kinds})
+    notes = []
+    settled = run_ranks(size, lambda world: resolve_auto(settings, model_of_rank(world, settings), world, notes.append))
+    assert all("nvme" not in one.offload.asked().kinds for one in settled)
+    assert "nothing can sleep on disk here" in notes[0]
+    assert "missing does not exist" in notes[0]
+    assert "of 17 settings fit" in "".join(notes)
+    text, fits = planning.plan_text(settings)
+    assert fits
+    assert "nothing can sleep on disk here" in text
+    assert "no, lacks nvme" in text
+
+
+# What is really there
+
+
+CASES = [
+    (size, stage, preset, precision)
+    for size in (1, 2)
+    for stage in range(4)
+    for preset in ("none", "cpu", "nvme", "infinity")
+    for precision in ("fp32", "bf16", "fp16")
+    if (preset != "infinity" or stage == 3) and (precision != "fp16" or size == 1)
+]
+
+
+@pytest.mark.parametrize(("size", "stage", "preset", "precision"), CASES)
+def test_the_plan_is_what_is_allocated(size, stage, preset, precision, tmp_path, request):
+    """Counted by looking at every tensor alive and at the nameless file, which know nothing of plans."""
+    with zero.empty():
+        models = [GPT(GPTConfig(**{**TINY, "width": 128})) for _ in range(size)]
+    gc.freeze()  # from here on gc.get_objects() are those that come
+    request.addfinalizer(gc.unfreeze)
+
+    def run(world: zero.World) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+        plan = zero.Plan(
+            models[world.rank],
+            optimizer=zero.adamw(1e-3, clip=1.0),
+            world=world,
+            stage=stage,
+            precision=precision,
+            offload=zero.Offload(preset, path=str(tmp_path), page_bytes=16 * KiB, threads=2),
+        )
+        store = zero.open_store(plan)
+        state, step = zero.init(plan, store), zero.make_step(plan, loss)
+        state, _ = step(state, [torch.zeros(2, 33, dtype=torch.int64)])
+        world.barrier()
+        counted = {}
+        if world.rank == 0:
+            counted = {"memory": sum(storages().values()), "nvme": nameless_bytes(tmp_path)}
+        world.barrier()  # the others stand still while one looks at what they have
+        found = measured(state)
+        told = {tier: tier_bytes(plan, tier) for tier in ("device", "host", "nvme")}
+        assert against_measured(plan, found).count("\n") == sum(map(bool, told.values()))
+        store.close()
+        return told, found, counted
+
+    ranks = run_ranks(size, run)
+    for told, found, _ in ranks:
+        assert set(found) == {tier for tier, nbytes in told.items() if nbytes}
+        for tier, nbytes in found.items():
+            assert told[tier] == pytest.approx(nbytes, rel=0.05), tier
+    counted = ranks[0][2]
+    in_memory = sum(told["device"] + told["host"] for told, _, _ in ranks)
+    assert in_memory == pytest.approx(counted["memory"], rel=0.05)
+    assert sum(told["nvme"] for told, _, _ in ranks) == pytest.approx(counted["nvme"], rel=0.05)
+
+
+def test_activations_are_estimated_and_the_table_says_so():
+    settings = config().on(1)
+    nbytes = 3 * 2**20
+    machine = gpu(1)
+    plan = build_plan(settings, model_of(settings), machine.world, room=machine.room, activation_bytes=nbytes)
+    held = tier_bytes(plan, "device")
+    *_, device, activations = against_measured(plan, {"device": held - nbytes}).splitlines()
+    assert (device.split()[0], device.split()[-1]) == ("device", "1.000")
+    assert activations.split() == ["activations", "3.0", "MiB", "not", "measured"]
+    *_, device, peak = against_measured(plan, {"device": held - nbytes}, held).splitlines()
+    assert (peak.split()[0], peak.split()[-1]) == ("peak", "1.000")
+
+
+def storages() -> dict[int, int]:
+    """Address to size of all memory that a tensor of this process looks at."""
+    found = {}
+    for one in gc.get_objects():
+        if type(one) in (torch.Tensor, torch.nn.Parameter) and not one.is_meta:  # an absent parameter has no memory
+            storage = one.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    found.pop(0, None)
+    return found
+
+
+def nameless_bytes(folder: Path) -> int:
+    sizes = 0
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            if str(folder) in os.readlink(fd):
+                sizes += os.stat(fd).st_size
+        except FileNotFoundError:
+            continue
+    return sizes
+
+
+# What is printed
+
+
+def test_seven_billion_parameters_on_four_gpus_are_planned_in_seconds():
+    settings = read(
+        {
+            "mode": "plan",
+            "model": {
+                "vocab": 32000,
+                "width": 4096,
+                "layers": 32,
+                "heads": 32,
+                "seq": 4096,
+                "hidden": 11008,
+                "tied": False,
+            },
+            "precision": {"compute": "bf16"},
+            "plan": {"ranks": 4, "device_memory": "80GiB", "host_memory": "1TiB", "disk": "4TB"},
+        }
+    )
+    begin = time.process_time()
+    overrides = ["model=gpt_7b", "offload=nvme", "offload.optimizer=cpu", "precision=bf16", "plan.ranks=4", "mode=plan"]
+    text, fits = planning.plan_text(settings, overrides)
+    assert fits
+    assert time.process_time() - begin < 10
+    assert "6,738,415,616 parameters" in text
+    for row in (["112", "44", "30", "28"], ["112", "49", "38.5", "28"], ["126", "63", "42", "31.5"]):
+        assert any(line.split()[-4:] == row for line in text.splitlines())
+    assert "DeepSpeed tutorial" in text
+    assert "follow from no formula" in text
+    assert "assumed for each GPU" in text
+    (marked,) = [line for line in text.splitlines() if line.startswith("* ") and line.endswith("yes")]
+    command = text.splitlines()[-1]
+    assert command.startswith("  python train.py launch.ranks=4 model=gpt_7b precision=bf16 zero.stage=")
+    assert f"zero.stage={marked.split()[1]} offload={marked.split()[2]}" in command
+    *told, _ = text.splitlines()
+    assert max(len(line.split("no, lacks")[0]) for line in told) <= 80
+
+
+def test_a_plan_says_which_memory_is_too_small_and_proposes_nothing_where_nothing_fits():
+    text, fits = planning.plan_text(
+        config(plan={"ranks": 2, "device_memory": "2MiB", "host_memory": "4MiB", "disk": "1MiB"})
+    )
+    assert not fits
+    lines = text.splitlines()
+    assert sum("no, lacks device" in line for line in lines) == 13
+    *_, answer = text.split("\n\n")
+    assert answer.startswith("nothing fits; nearest is zero.stage=")
+    assert "a rank needs at least" in answer.replace("\n ", "")
+    assert text.count("plan.ranks_per_node") == 1
+
+
+def test_what_is_wrong_with_every_setting_is_said_once():
+    text, fits = planning.plan_text(config(offload={"device_budget": "1GiB"}))
+    assert not fits
+    assert sum(line.endswith("  no") for line in text.splitlines()) == 13
+    assert text.count("offload.device_budget=1.0 GiB") == 1
+
+
+@pytest.mark.parametrize("width", [8, 4096])
+def test_columns_of_small_and_large_models_stay_apart(width):
+    """A model of a few thousand parameters, whose steps last microseconds; one of billions on thousands of ranks."""
+    large = {"width": width, "layers": 1 if width == 8 else 32, "heads": 1}
+    machine = {"ranks": 2 if width == 8 else 4096, "device_memory": "80GiB", "host_memory": "64TiB", "disk": "9PB"}
+    text, _ = planning.plan_text(
+        config(model={**TINY, **large}, plan=machine, batch={"global": 2 if width == 8 else 4096})
+    )
+    lines = text.splitlines()
+    assert max(len(line.split("no, lacks")[0]) for line in lines[:-1]) <= 80
+    cell = r"(?: +[\d.]+ (?:B|[KMGT]iB)| {11})"
+    rows = [line for line in lines if line.endswith("  yes")]
+    assert rows
+    for row in rows:
+        assert re.fullmatch(rf"[* ] [0-3]     \w+ *{cell}{{2,3}} +\d+ +[\d.,e+]+ (?:s|ms|us)  yes", row), row
+
+
+def test_where_offloaded_activations_are_counted_is_said_where_they_leave():
+    for activations, plan, says in (("offload", {"device_memory": "80GiB"}, True), ("offload", {"ranks": 2}, False)):
+        if says or not torch.cuda.is_available():
+            text, _ = planning.plan_text(config(zero_={"activations": activations}, plan=plan))
+            assert ("zero.activations=offload: they are counted on the device" in text) == says
+
+
+def test_fewer_rows_than_ranks_are_planned_with_a_row_each():
+    text, _ = planning.plan_text(config(plan={"ranks": 64, "device_memory": "80GiB"}))
+    assert "planned with batch.global=64" in text
+    assert text.splitlines()[-1].startswith("  torchrun --nnodes 8 --nproc-per-node 8 train.py zero.stage=")
+
+
+# When the plan was not enough
+
+
+def test_out_of_memory_is_answered_with_plan_taken_and_settings_that_take_less():
+    config = read({"zero": {"stage": 2}, "batch": {"global": 8, "micro": 4}, "launch": {"ranks": 2}}).on(2)
+    with zero.empty():
+        model = GPT(config.model.gpt())
+    world = PaperWorld(2, local_size=2, device="cuda")
+    plan = build_plan(
+        config, model, world, room=NO_LIMIT, activation_bytes=planning.activation_bytes(config, model, "cuda")
+    )
+    planned_bytes = device_bytes_of(plan)
+    taken_bytes = int(planned_bytes * 1.25)
+    said = planning.out_of_memory(config, plan, model, taken_bytes=taken_bytes, device_bytes=taken_bytes + 1)
+    assert said.startswith(
+        f"the GPU ran out of memory: planned {size_text(planned_bytes)}, taken {size_text(taken_bytes)} of "
+    )
+    assert said.count("\n") == 0
+    proposed = re.findall(r"((?:[a-z]+(?:\.[a-z]+)?=\w+ )+)\(([\d.]+ [KMG]iB)\)", said)
+    assert len(proposed) == 3, said
+    others = dict(alternatives(config))
+    for keys, size in proposed:
+        settings = others[keys.strip()]
+        needs = build_plan(
+            settings, model, world, room=NO_LIMIT, activation_bytes=planning.activation_bytes(settings, model, "cuda")
+        )
+        assert size == size_text(int(device_bytes_of(needs) * 1.25))
+        assert device_bytes_of(needs) < planned_bytes
+
+
+def test_out_of_memory_says_so_when_nothing_smaller_is_left():
+    config = read(
+        {"zero": {"activations": "remat"}, "batch": {"global": 1}, "offload": {"optimizer": "cpu", "grad": "cpu"}}
+    )
+    config = config.on(1)
+    with zero.empty():
+        model = GPT(config.model.gpt())
+    world = PaperWorld(1, local_size=1, device="cuda")
+    plan = build_plan(
+        config, model, world, room=NO_LIMIT, activation_bytes=planning.activation_bytes(config, model, "cuda")
+    )
+    said = planning.out_of_memory(config, plan, model, taken_bytes=1, device_bytes=1)
+    assert "nothing smaller fits on 1 ranks" in said
+    others = [keys for keys, _ in alternatives(config)]
+    assert others
+    assert not any("remat" in keys for keys in others), "it is set"

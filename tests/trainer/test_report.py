@@ -1,0 +1,460 @@
+"""A report shows what the files of a run say, whatever state they are in, and nothing in them can break the page."""
+
+import json
+import math
+import random
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+import train
+from zero.errors import MachineError
+from zero.platform.timeline import Span as Traced, Timeline
+from zero.trainer.config import Config
+from zero.trainer.report import chart, page, run, scale
+from zero.trainer.report.chart import Bar, Panel, Part, Row, Series, Span
+from zero.trainer.report.folder import read_run
+
+ROOT = Path(__file__).resolve().parents[2]
+LAW = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+numbers = st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True), st.integers(-(10**400), 10**400))
+names = st.text(max_size=30)
+
+
+def tags(root: ElementTree.Element, name: str) -> list[ElementTree.Element]:
+    return [element for element in root.iter() if element.tag.rpartition("}")[2] == name]
+
+
+def coordinates(element: ElementTree.Element, dx: float = 0.0, dy: float = 0.0) -> list[tuple[float, float]]:
+    """Every point that something below `element` is drawn at, where it is in the end."""
+    found, at = [], element.attrib
+    if moved := re.fullmatch(r"translate\((\S+) (\S+)\)", at.get("transform", "")):
+        dx, dy = dx + float(moved[1]), dy + float(moved[2])
+    for x, y in (("x", "y"), ("x1", "y1"), ("x2", "y2"), ("cx", "cy")):
+        if x in at:
+            found.append((float(at[x]), float(at[y])))
+    if element.tag.endswith("rect"):
+        found.append((float(at["x"]) + float(at["width"]), float(at["y"]) + float(at["height"])))
+    numbers = list(map(float, re.findall(r"[-\d.e]+", at.get("d", ""))))
+    found += zip(numbers[::2], numbers[1::2], strict=True)
+    return [(x + dx, y + dy) for x, y in found] + [place for child in element for place in coordinates(child, dx, dy)]
+
+
+def drawn(svg: str) -> ElementTree.Element:
+    """The chart; fails unless it is well-formed and all of it lies in its box."""
+    root = ElementTree.fromstring(svg)
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    for x, y in coordinates(root):
+        assert math.isfinite(x), svg
+        assert math.isfinite(y), svg
+        assert -0.01 <= x <= width + 0.01, (x, width, svg)
+        assert -0.01 <= y <= height + 0.01, (y, height, svg)
+    return root
+
+
+# Scales
+
+
+@LAW
+@given(st.lists(numbers, max_size=20), st.booleans(), st.booleans(), st.booleans(), st.booleans())
+def test_a_linear_scale_holds_every_number_and_its_ticks_are_told_apart(values, from_zero, snug, whole, binary):
+    axis = scale.linear(values, 10, 90, from_zero=from_zero, snug=snug, whole=whole, binary=binary)
+    assert axis.low < axis.high
+    assert all(10 <= axis.at(value) <= 90 for value in map(scale.finite, values) if value is not None)
+    ticks = [value for value, _ in axis.ticks]
+    assert ticks == sorted(set(ticks))
+    assert len(ticks) <= 12
+    if not binary:
+        assert len({name for _, name in axis.ticks}) == len(ticks)
+    known = [value for value in map(scale.finite, values) if value is not None]
+    edge = 1e-9 * max(map(abs, known), default=0) + 1e-9 * (axis.high - axis.low)
+    assert all(axis.low - edge <= value <= axis.high + edge for value in known)
+
+
+@LAW
+@given(st.lists(numbers, max_size=20))
+def test_a_logarithmic_scale_holds_every_positive_number(values):
+    axis = scale.logarithmic(values, 0, 100)
+    assert 0 < axis.low < axis.high
+    shown = [value for value in map(scale.finite, values) if value is not None and axis.shows(value)]
+    assert shown == [value for value in map(scale.finite, values) if value is not None and value > 0]
+    assert all(axis.low * (1 - 1e-6) <= value <= axis.high * (1 + 1e-6) for value in shown)
+    assert 2 <= len(axis.ticks) <= 12
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ([0, 7], "0 2 4 6 8"),
+        ([2.1, 4.4], "2.0 2.5 3.0 3.5 4.0 4.5"),
+        ([0, 12345], "0 5k 10k 15k"),
+        ([0, 3e-5], "0 1e-5 2e-5 3e-5"),
+        ([5, 5], "4.7 4.8 4.9 5.0 5.1 5.2 5.3"),
+        ([-1e300, 1e308], "-1e300 -5e299 0 5e299 1e300"),
+    ],
+)
+def test_ticks_are_round(values, ticks):
+    assert [name for _, name in scale.linear(values, 0, 1).ticks] == ticks.split()
+
+
+@pytest.mark.parametrize(
+    ("write", "value", "words"),
+    [
+        (scale.number, 12345.6, "12,346"),
+        (scale.number, 0.00123456, "0.001235"),
+        (scale.number, 1.5e-7, "1.5e-7"),
+        (scale.number, 0, "0"),
+        (scale.number, math.nan, "–"),
+        (scale.number, None, "–"),
+        (scale.size, 353726464, "337.3 MiB"),
+        (scale.size, 512, "512 B"),
+        (scale.seconds, 0.0245, "24.5 ms"),
+        (scale.seconds, 12.3, "12.3 s"),
+        (scale.seconds, 754.4, "12:34"),
+        (scale.seconds, 3723, "1:02:03"),
+    ],
+)
+def test_numbers_are_written_for_people(write, value, words):
+    assert write(value) == words
+
+
+@LAW
+@given(numbers)
+def test_no_number_is_too_strange_to_be_written(value):
+    assert all(write(value) for write in (scale.number, scale.size, scale.seconds))
+
+
+# Charts
+
+
+@LAW
+@given(
+    st.lists(st.tuples(names, st.lists(st.tuples(numbers, numbers), max_size=30)), max_size=4),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+def test_lines_stay_inside_their_box(series, log, log_x, binary):
+    drawn(chart.lines([Series(*one) for one in series], title="t", log=log, log_x=log_x, binary=binary))
+
+
+@LAW
+@given(st.lists(st.tuples(names, st.lists(st.tuples(names, numbers), max_size=5)), max_size=5))
+def test_bars_stay_inside_their_box(rows):
+    drawn(chart.bars([Bar(name, [Part(*part, "blue") for part in parts]) for name, parts in rows], title="t"))
+
+
+@LAW
+@given(st.lists(st.tuples(st.text(max_size=12), st.lists(st.tuples(numbers, numbers, names), max_size=20)), max_size=5))
+def test_a_timeline_stays_inside_its_box(rows):
+    drawn(chart.timeline([Row(name, [Span(*span) for span in spans], "blue") for name, spans in rows], title="t"))
+
+
+@LAW
+@given(st.lists(st.tuples(names, st.lists(st.tuples(numbers, numbers), max_size=10)), max_size=9), st.booleans())
+def test_small_multiples_stay_inside_their_box(panels, log):
+    drawn(chart.multiples([Panel(*panel) for panel in panels], title="t", log=log))
+
+
+@pytest.mark.parametrize(
+    ("values", "circles", "paths", "moves"),
+    [
+        ([], 0, 0, 0),
+        ([math.nan, None], 0, 0, 0),
+        ([3], 1, 0, 0),
+        ([3, 4], 2, 1, 1),
+        ([3, 4, None, 5, 6], 4, 1, 2),
+        ([3, math.inf, 5], 2, 0, 0),
+        ([1] * 100, 100, 1, 1),
+    ],
+    ids=str,
+)
+def test_points_are_joined_except_over_gaps(values, circles, paths, moves):
+    root = drawn(chart.lines([Series("loss", list(enumerate(values)))], title="loss"))
+    lines = [path for path in tags(root, "path") if path.attrib["class"] == "line"]
+    assert (len(tags(root, "circle")), len(lines)) == (circles, paths)
+    assert sum(path.attrib["d"].count("M") for path in lines) == moves
+    assert ("nothing was measured" in "".join(root.itertext())) == (circles == 0)
+
+
+def test_a_chart_can_be_read_out():
+    root = drawn(chart.lines([Series("train", [(1, 5.5), (2, None), (9, 2.25)]), Series("val", [])], title="loss"))
+    assert root.attrib["aria-label"] == "loss: train from 5.5 at step 1 to 2.25 at 9; val was not measured"
+    assert root.attrib["role"] == "img"
+
+
+@settings(LAW, max_examples=15)
+@given(st.integers(0, 2**32), st.integers(1, 6 * chart.MANY))
+def test_a_long_line_keeps_its_ends_and_extremes(seed, length):
+    draw = random.Random(seed)
+    values = [draw.gauss(0, 1) for _ in range(length + 1)]
+    root = drawn(chart.lines([Series("loss", list(enumerate(values)))], title="loss"))
+    (path,) = tags(root, "path")
+    heights = [y for _, y in coordinates(path)]
+    assert len(heights) <= 1.1 * chart.MANY
+    axis = scale.linear(values, 236 - 36, 10, count=5)
+    expected = [round(axis.at(value), 2) for value in (values[0], values[-1], max(values), min(values))]
+    assert [heights[0], heights[-1], min(heights), max(heights)] == expected
+
+
+def test_a_chart_that_was_made_for_a_whole_page_is_not_shrunk_to_a_phones_width():
+    widths = [
+        int(re.search(r"min-width:(\d+)px", drawn)[1])
+        for drawn in (chart.lines([], title="t", width=640), chart.multiples([], title="t"))
+    ]
+    assert widths[0] <= 360 < widths[1]
+
+
+def test_a_bar_is_as_long_as_its_number():
+    parts = [Part("a", 100 * 1024, "blue"), Part("b", 300 * 1024, "teal"), Part("none", 0, "rose")]
+    root = drawn(chart.bars([Bar("plan", parts), Bar("measured", [Part("a", 800 * 1024, "blue")])], title="bytes"))
+    widths = [float(rect.attrib["width"]) + 1 for rect in tags(root, "rect") if rect.find("*") is not None]
+    assert widths[2] / widths[0] == pytest.approx(8, rel=0.01)
+    assert widths[1] / widths[0] == pytest.approx(3, rel=0.01)
+    assert "none" not in "".join(root.itertext())
+
+
+@LAW
+@given(st.lists(st.tuples(st.integers(0, 1000), st.integers(5, 60)), min_size=1, max_size=4))
+def test_spans_that_overlap_in_time_do_not_on_paper(spans):
+    row = Row("page in", [Span(begin, begin + long, "page") for begin, long in spans], "teal")
+    root = drawn(chart.timeline([row], title="step"))
+    boxes = [[float(rect.attrib[key]) for key in ("x", "y", "width", "height")] for rect in tags(root, "rect")]
+    assert len(boxes) == len(spans)
+    for place, (x, y, width, height) in enumerate(boxes):
+        for other_x, other_y, other_width, other_height in boxes[:place]:
+            apart = x >= other_x + other_width or other_x >= x + width
+            assert apart or y >= other_y + other_height or other_y >= y + height
+
+
+# Folders
+
+
+def write_folder(folder: Path, *, rows=(), summary=None, config=None, overrides=None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if summary is not None:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    if config is not None:
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    if overrides is not None:
+        (folder / ".hydra").mkdir(exist_ok=True)
+        (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(overrides))
+    return folder
+
+
+def row(step: int, loss: float = 5.0, **more) -> dict:
+    return {"step": step, "train/loss": loss, "speed/tokens_per_s": 100.0 * step, **more}
+
+
+def text_of(folder: Path) -> str:
+    """The words of a report; fails unless the page is whole and asks for nothing outside."""
+    html = run.write(folder).read_text()
+    root = ElementTree.fromstring(html.removeprefix("<!DOCTYPE html>\n"))
+    assert not tags(root, "script")
+    for element in root.iter():
+        assert not [name for name in element.attrib if name.startswith("on") or name == "src"], element.attrib
+        link = next((value for name, value in element.attrib.items() if name.endswith("href")), "#")
+        assert link.startswith("#") or (folder / link).exists(), link
+    assert "url(" not in html
+    return " ".join(" ".join(root.itertext()).split())
+
+
+def test_half_a_line_is_left_out_and_said(tmp_path):
+    write_folder(tmp_path, rows=[row(1), row(2)])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "train/lo')
+    found = read_run(tmp_path)
+    assert [one["step"] for one in found.rows] == [1, 2]
+    assert "1 line of metrics.jsonl cannot be read" in found.unread
+    assert "1 line of metrics.jsonl cannot be read" in text_of(tmp_path)
+
+
+def test_steps_that_were_made_again_after_a_restart_are_shown_once(tmp_path):
+    again = [row(1, 9), row(2, 8), row(3, 7), row(2, 6), row(4, 5)]
+    found = read_run(write_folder(tmp_path, rows=again))
+    assert [(one["step"], one["train/loss"]) for one in found.rows] == [(1, 9), (2, 6), (4, 5)]
+
+
+def test_speed_is_the_median_after_the_first_row(tmp_path):
+    found = read_run(write_folder(tmp_path, rows=[row(1), row(2), row(3), row(9)]))
+    assert found.typical("speed/tokens_per_s") == 300
+    assert found._replace(rows=found.rows[:1]).typical("speed/tokens_per_s") == 100
+    assert found._replace(rows=[]).typical("speed/tokens_per_s") is None
+
+
+@pytest.mark.parametrize(
+    ("summary", "status"),
+    [
+        ({"exit_reason": "finished"}, "finished"),
+        ({"exit_reason": "debug.stop_at reached"}, "finished"),
+        ({"exit_reason": "stopped by a signal"}, "stopped"),
+        ({"exit_reason": "stopped by SIGINT"}, "stopped"),
+        ({"exit_reason": "rank 1 was killed by the system (signal 9)"}, "failed"),
+        ({"exit_reason": "running, or ended without a word"}, "running"),
+        (None, "running"),
+    ],
+    ids=str,
+)
+def test_how_a_run_ended_is_the_first_word(tmp_path, summary, status):
+    text = text_of(write_folder(tmp_path, rows=[row(1), row(2)], summary=summary))
+    assert read_run(tmp_path).status == status
+    assert f" {status} " in text
+    assert summary is None or status == "finished" or summary["exit_reason"] in text
+
+
+def test_an_empty_folder_has_a_report_that_says_what_is_missing(tmp_path):
+    text = text_of(tmp_path)
+    for name in ("metrics.jsonl", "summary.json", "config.yaml"):
+        assert f"there is no {name}" in text
+
+
+def test_nothing_in_a_run_can_become_markup(tmp_path):
+    evil = "<script>alert('1')</script>&\"\x00\ud800"
+    config = {**Config().plain(), "data": {"name": evil, evil: evil}}
+    summary = {"exit_reason": evil, "plan_bytes": {evil: {evil: 5}}, "endurance": evil}
+    write_folder(tmp_path, rows=[row(1), row(2)], config=config, summary=summary, overrides=[f"data.name={evil}"])
+    spans = [Traced("compute", evil, 0.0, 1.0, evil), Traced("gather", evil, 0.2, 0.6, evil)]
+    Timeline(spans).write(tmp_path / "trace.json")
+    text = text_of(tmp_path)
+    assert text.count("<script>alert('1')</script>&\"") >= 5
+    assert "<script" not in (tmp_path / "report.html").read_text()
+
+
+KEYS = ["step", "train/loss", "val/loss", "speed/tokens_per_s", "memory/host_peak_bytes", "offload/read_bytes", "ts"]
+KEYS += [
+    "exit_reason",
+    "plan_bytes",
+    "measured_bytes",
+    "host",
+    "device",
+    "val_loss",
+    "ranks",
+    "traceEvents",
+    "ph",
+    "args",
+]
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-3, 10**20), st.floats(), st.text(max_size=8)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(KEYS), inner, max_size=6)),
+    max_leaves=12,
+)
+
+
+@LAW
+@given(st.lists(values, max_size=4), values, values, values)
+def test_files_that_hold_anything_still_make_a_page(tmp_path, lines, summary, config, trace):
+    write_folder(tmp_path, rows=lines, summary=summary, config=config)
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
+    assert text_of(tmp_path)
+
+
+@LAW
+@given(st.binary(max_size=60), st.binary(max_size=60), st.binary(max_size=60))
+def test_files_that_are_no_text_still_make_a_page(tmp_path, metrics, summary, config):
+    for name, content in (("metrics.jsonl", metrics), ("summary.json", summary), ("config.yaml", config)):
+        (tmp_path / name).write_bytes(content)
+    assert text_of(tmp_path)
+
+
+def test_settings_are_compared_with_the_defaults():
+    default = {"a": 1, "b": {"c": 2, "d": "auto", "e": None}, "gone": 5}
+    config = {"a": 1, "b": {"c": 3, "d": 16, "e": None}, "new": True}
+    assert run.differences(config, default) == [
+        ("b.c", 3, 2), ("new", True, None), ("gone", None, 5), ("b.d", 16, "auto"),
+    ]  # fmt: skip
+    assert run.differences(Config().plain(), Config().plain()) == []
+
+
+def test_plan_and_measurement_stand_side_by_side(tmp_path):
+    """Activations are planned, and gone when anything is measured."""
+    plan = {"host": {"master": 3 << 20, "activations": 4 << 20, "moments": 1 << 20}, "nvme": {"moments": 8 << 20}}
+    measured = {"host": 4404019, "nvme": {"moments": 8 << 20}}
+    summary = {"exit_reason": "finished", "plan_bytes": plan, "measured_bytes": measured}
+    text = text_of(write_folder(tmp_path, summary=summary))
+    assert "kind host nvme master 3 MiB moments 1 MiB 8 MiB activations 4 MiB plan 8 MiB 8 MiB" in text
+    assert "plan, between steps 4 MiB 8 MiB measured 4.2 MiB 8 MiB difference +5.0 % +0.0 %" in text
+    without = {**summary, "measured_bytes": None}
+    assert "difference" not in text_of(write_folder(tmp_path, summary=without))
+
+
+def test_a_step_says_what_was_exposed(tmp_path):
+    write_folder(tmp_path, summary={"exit_reason": "finished"})
+    spans = [
+        Traced("compute", "forward", 0.0, 0.6, "blocks.0"),
+        Traced("gather", "gather blocks.0", 0.4, 0.8, "blocks.0"),
+        Traced("exposed", "gather", 0.6, 0.8, "blocks.0"),
+        Traced("compute", "backward", 0.8, 1.0, "blocks.0"),
+    ]
+    Timeline(spans).write(tmp_path / "trace.json")
+    text = text_of(tmp_path)
+    assert "gather 1 400 ms 200 ms 200 ms 20 %" in text
+    assert "compute 2 800 ms" in text
+
+
+def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    write_folder(tmp_path, rows=[row(1)])
+    before = run.write(tmp_path).read_text()
+    (tmp_path / "metrics.jsonl").write_text("")
+
+    def full(*_):
+        raise OSError(28, "no space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(MachineError, match=r"report\.html cannot be written: .*no space left"):
+        run.write(tmp_path)
+    assert (tmp_path / "report.html").read_text() == before
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+# Runs
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory) -> Path:
+    """The folder of a run that this process made, with its trace."""
+    folder = tmp_path_factory.mktemp("run")
+    overrides = ["debug=tiny", "data=synthetic", "offload=nvme", f"offload.path={folder}", "tracker.console=none"]
+    overrides += ["sample.tokens=0", "launch.threads=1", "launch.ranks=1", "launch.malloc=default"]
+    train.run(train.resolve_auto(train.settings_in(train.compose(overrides))), folder)
+    return folder
+
+
+def test_a_real_run_is_told_as_it_was(finished):
+    text, said = text_of(finished), read_run(finished)
+    assert said.status == "finished"
+    assert said.summary["val_loss"] == said.rows[-1]["val/loss"]
+    assert f"Validation loss {said.summary['val_loss']:.4f} best {said.summary['best_val_loss']:.4f}" in text
+    assert "Steps 4 of 4" in text
+    assert scale.size(said.summary["host_peak_bytes"]) in text
+    assert f"Written {scale.size(said.summary['offload_written_bytes'])}" in text
+    assert "nvme" in text
+    assert "model.width 32 192" in text
+    planned = sum(said.summary["plan_bytes"]["nvme"].values())
+    assert f"moments {scale.size(planned)}" in text
+
+
+def test_the_script_says_where_the_page_is(finished, monkeypatch, capsys):
+    script = str(ROOT / "scripts" / "report")
+    monkeypatch.setattr(sys, "argv", [script, str(finished)])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(script, run_name="__main__")
+    assert capsys.readouterr().out == f"{finished / 'report.html'}\n"
+    refused = subprocess.run([script, finished / "nowhere"], capture_output=True, text=True, check=False, timeout=60)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "is not a folder; give that of a run" in refused.stderr
+
+
+def test_a_page_forbids_itself_to_load_or_run_anything():
+    html = page.page("t", kicker="k", status=page.pill("finished", "good"), parts=[])
+    assert "default-src 'none'" in html
+    for colour in [*chart.COLOURS, "ink", "soft", "line", "grid", "card", "on"]:
+        assert html.count(f"--{colour}:") == 2, f"{colour} is not there for light and dark"

@@ -1,0 +1,164 @@
+"""Twenty signals at random moments, and the run that goes on after each ends as the one that nobody disturbed.
+
+A moment is a call of a method that stands for a phase, so that it is as random as its seed and as exact as a step.
+"""
+
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+
+import train
+from tests.conftest import SEED
+from zero.checkpoint.disk import Disk
+from zero.checkpoint.shard import ShardReader
+from zero.engine.gather import Gatherer
+from zero.engine.update import Updater
+from zero.errors import Preempted
+from zero.store import PrefetchStore
+from zero.testing import forked_ranks
+
+SITES: dict[str, tuple[type, str]] = {
+    "forward": (Gatherer, "run"),
+    "backward": (Gatherer, "deliver"),
+    "update": (Updater, "_apply"),
+    "paging": (PrefetchStore, "_copy"),
+    "save": (Disk, "pwrite"),
+    "load": (ShardReader, "read"),
+}
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOPS = 20
+STEPS, EVERY = 2 * STOPS + 8, 2
+"""A start that is stopped makes at most two steps."""
+
+TINY = ["debug=tiny", "val.every=0", "sample.tokens=0", "tracker.console=none", "launch.threads=1"]
+TINY += [f"steps={STEPS}", "offload=infinity", "offload.path=.", "offload.page=4KiB", f"checkpoint.every={EVERY}"]
+
+MOMENT = "ZERO_TEST_MOMENT"
+"""Of the environment: what ranks in processes of their own are told."""
+
+
+class Moment(NamedTuple):
+    """When a rank signals a process: at a call of a site, counted from the beginning of the start."""
+
+    site: str
+    call: int
+    signum: int
+    rank: int = 0
+    to_parent: bool = False
+
+
+def at_calls(site: str, then: Callable[[int], None]) -> Any:
+    """A patch of the site: `then` is told the number of each call before it is made, in whatever thread."""
+    owner, name = SITES[site]
+    real, numbers = getattr(owner, name), itertools.count(1)
+
+    def watched(*args: Any, **keys: Any) -> Any:
+        then(next(numbers))
+        return real(*args, **keys)
+
+    return patch.object(owner, name, watched)
+
+
+@contextlib.contextmanager
+def disturbed(moment: Moment) -> Iterator[None]:
+    def signalling(call: int) -> None:
+        if call == moment.call:
+            parent = multiprocessing.parent_process()
+            os.kill(parent.pid if moment.to_parent and parent else os.getpid(), moment.signum)  # type: ignore[arg-type]
+
+    with at_calls(moment.site, signalling):
+        yield
+
+
+class Starts:
+    """The starts of one run, each in a folder of its own; all save in `root` and go on from what is newest there."""
+
+    def __init__(self, root: Path, *settings: str) -> None:
+        words = [*TINY, "resume=latest", f"checkpoint.dir={root}", *settings]
+        self._plain, self._root, self._numbers = train.settings_in(train.compose(words)), root, itertools.count()
+
+    def start(self, *, behind: bool = False) -> int:
+        """Returns the program's exit code, if nothing failed."""
+        plain = {**self._plain, "checkpoint": {**self._plain["checkpoint"], "async": behind}}
+        try:
+            train.run(train.parse_config(plain), self._root.with_name(f"{self._root.name}-{next(self._numbers)}"))
+        except Preempted as stopped:
+            return stopped.exit_code
+        return 0
+
+    def bits(self) -> list[str]:
+        """What the last checkpoint holds."""
+        manifest = json.loads((max(self._root.iterdir()) / "manifest.json").read_text())
+        return [file["sha256"] for file in manifest["files"]]
+
+
+def counted(starts: Starts) -> dict[str, int]:
+    """Train undisturbed; how often each site is called in two steps."""
+    calls = dict.fromkeys(SITES, 0)
+    with contextlib.ExitStack() as stack:
+        for site in SITES:
+            stack.enter_context(at_calls(site, lambda call, site=site: calls.update({site: call})))  # type: ignore[misc]
+        assert starts.start() == 0
+    return {site: max(1, 2 * count // STEPS) for site, count in calls.items()}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.timeout(170)
+def test_a_run_that_is_stopped_twenty_times_ends_as_the_one_that_never_was(here: Path) -> None:
+    choose = random.Random(SEED)
+    undisturbed, stopped = Starts(here / "undisturbed"), Starts(here / "stopped")
+    most = counted(undisturbed)
+    most["load"] = 5  # the one that was counted had nothing to load
+    for number in range(STOPS):
+        site = choose.choice(sorted(SITES) if number else sorted(SITES.keys() - {"load"}))
+        moment = Moment(site, choose.randrange(most[site]) + 1, choose.choice(SIGNALS))
+        behind = choose.random() < 0.5
+        print(f"ZERO_TEST_SEED={SEED}, start {number}: {moment}{', saving behind' * behind}")
+        with disturbed(moment):
+            assert stopped.start(behind=behind) == 75
+    assert stopped.start() == 0
+    assert stopped.bits() == undisturbed.bits()
+    assert not [path.name for path in here.iterdir() if not path.name.startswith(("stopped", "undisturbed"))]
+
+
+def train_disturbed(config: Any, folder: Path) -> Any:
+    """One rank in a process of its own."""
+    moment = Moment(*json.loads(os.environ[MOMENT]))
+    with disturbed(moment) if moment.rank == int(os.environ["RANK"]) else contextlib.nullcontext():
+        return train.train(config, folder)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(170)
+def test_it_does_not_matter_whom_of_two_ranks_the_signal_reaches(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, or the parent of both: all save after the same step."""
+    choose = random.Random(SEED)
+    undisturbed, stopped = (Starts(here / name, "launch.ranks=2", "steps=9") for name in ("undisturbed", "stopped"))
+    for to_parent in (False, True):
+        site = choose.choice(("forward", "backward", "update", "paging"))
+        moment = Moment(site, choose.randrange(1, 9), choose.choice(SIGNALS), choose.randrange(2), to_parent)
+        print(f"ZERO_TEST_SEED={SEED}: {moment}")
+        with monkeypatch.context() as patched:
+            patched.setattr(train, "train", train_disturbed)
+            patched.setenv(MOMENT, json.dumps(moment))
+            with forked_ranks():
+                assert stopped.start() == 75
+    with forked_ranks():
+        assert stopped.start() == 0
+        assert undisturbed.start() == 0
+    assert stopped.bits() == undisturbed.bits()

@@ -1,0 +1,331 @@
+"""Rows reach the disk as they are made, in JSON that any reader takes, and a view never ends a run."""
+
+import io
+import json
+import re
+import resource
+
+import pytest
+
+from zero.errors import MachineError
+from zero.trainer.config import read
+from zero.trainer.tracker import (
+    ROW,
+    Bar,
+    Jsonl,
+    Lines,
+    Tracker,
+    View,
+    open_tracker,
+    write_failure,
+    write_summary,
+)
+from zero.trainer.tracker.console import fit, words
+
+FIRST = dict.fromkeys(ROW) | {
+    "step": 10,
+    "tokens": 1000,
+    "train/loss": 3.25,
+    "train/grad_norm": float("inf"),
+    "train/skipped": 1,
+    "speed/step_s": 0.5,
+    "speed/tokens_per_s": 200.0,
+    "memory/device_peak_bytes": 0,
+    "memory/host_peak_bytes": 3 * 2**20,
+}
+
+
+def settings(console="auto", **tracker):
+    return read({"steps": 40, "tracker": {"name": "jsonl", "console": console, **tracker}})
+
+
+def test_a_row_is_on_disk_when_log_returns(tmp_path):
+    with open_tracker(settings("none"), tmp_path) as tracker:
+        tracker.log(FIRST)
+        (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert tuple(row) == ROW
+    assert row["train/grad_norm"] is None
+    assert row["train/loss"] == 3.25
+
+
+class Clock:
+    """A clock that a test moves on."""
+
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def shown(stream):
+    """The last picture on a terminal, a line each."""
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue().rsplit("\x1b[2K")[-1])
+    return [line.rstrip() for line in text.splitlines()]
+
+
+FULL = FIRST | {
+    "step": 1200,
+    "train/loss": 2.3456,
+    "train/grad_norm": 1.234,
+    "train/lr": 3e-4,
+    "train/skipped": 0,
+    "speed/tokens_per_s": 12345.6,
+    "speed/mfu": 0.412,
+    "speed/stall_fraction": 0.034,
+    "memory/device_peak_bytes": 12.3 * 2**30,
+    "memory/host_peak_bytes": 34.5 * 2**30,
+    "memory/nvme_bytes": 100 * 2**30,
+}
+
+
+def test_a_pipe_gets_one_plain_line_per_row(tmp_path):
+    stream = io.StringIO()
+    with open_tracker(settings(), tmp_path, stream) as tracker:
+        tracker.note("hello")
+        tracker.log(FIRST)
+        tracker.log(FIRST | {"step": 20, "val/loss": 3.0, "train/skipped": 0})
+    hello, first, second = stream.getvalue().splitlines()
+    assert hello == "hello"
+    assert first == "step 10/40  loss 3.2500  norm inf  200 tok/s  1 skipped  host 3 MiB  0:15 left"
+    assert second.startswith("step 20/40  loss 3.2500  val 3.0000  norm inf  200 tok/s  host 3 MiB  ")
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_full_line_fits_120_columns():
+    stream = io.StringIO()
+    Lines(20000, stream, Clock()).log(FULL)
+    assert stream.getvalue() == (
+        "step 1200/20000 loss 2.3456 norm 1.23 lr 3.0e-4 12,346 tok/s mfu 41% stall 3% "
+        "gpu 12 host 34 nvme 100 GiB 2:36:40 left\n"
+    )
+    assert len(stream.getvalue()) < 120
+    assert "lr 0" in [word.text for word in words(FULL | {"train/lr": 0.0})], "a warm-up may begin at nothing"
+
+
+def test_where_there_is_less_room_the_least_important_words_go_first():
+    all_of_them = words(FULL)
+    assert fit(all_of_them, 200).count("  ") == len(all_of_them) - 1
+    before = set(all_of_them)
+    for columns in range(120, 3, -1):
+        line = fit(all_of_them, columns)
+        kept = {word for word in all_of_them if word.text in line}
+        assert len(line) <= columns
+        assert kept <= before
+        gone = [word.rank for word in all_of_them if word not in kept]
+        assert not gone or min(gone) > max([word.rank for word in kept], default=-1)
+        before = kept
+    assert fit(all_of_them, 12) == "loss 2.3456"
+
+
+def test_time_left_is_that_of_the_steps_after_the_first_row():
+    clock, stream = Clock(), io.StringIO()
+    lines = Lines(40, stream, clock)
+    for step, passed_s in ((10, 30.0), (20, 5.0), (30, 5.0)):
+        clock.now_s += passed_s
+        lines.log(FIRST | {"step": step})
+    assert [line.rpartition("  ")[2] for line in stream.getvalue().splitlines()] == [
+        "0:15 left", "0:10 left", "0:05 left",
+    ]  # fmt: skip
+
+
+def test_a_step_that_was_recorded_does_not_bend_the_time_left():
+    clock, stream = Clock(), io.StringIO()
+    lines = Lines(40, stream, clock)
+    for step, passed_s, step_s in ((10, 30.0, 0.5), (20, 5.0, 0.5), (21, 500.0, None), (30, 4.5, 0.5)):
+        clock.now_s += passed_s
+        lines.log(FIRST | {"step": step, "speed/step_s": step_s})
+    assert stream.getvalue().endswith("0:05 left\n")
+
+
+def test_in_a_pipe_a_longer_work_says_now_and_then_how_far_it_is():
+    clock, stream = Clock(), io.StringIO()
+    lines = Lines(40, stream, clock)
+    for done in range(101):
+        lines.progress("initial values", done, 100)
+        clock.now_s += 0.5
+    assert stream.getvalue().splitlines() == [
+        "initial values: 10%, 0:45 left",
+        "initial values: 30%, 0:35 left",
+        "initial values: 50%, 0:25 left",
+        "initial values: 70%, 0:15 left",
+        "initial values: 90%, 0:05 left",
+        "initial values: done in 0:50",
+    ]
+
+
+def test_in_a_pipe_a_short_work_says_nothing():
+    clock, stream = Clock(), io.StringIO()
+    lines = Lines(40, stream, clock)
+    for what in ("saving", "saving", "validation"):  # one after another, also of one name
+        for done in range(5):
+            lines.progress(what, done, 4)
+            clock.now_s += 1
+    lines.progress("nothing", 0, 0)
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120, 200])
+def test_a_terminal_gets_one_line_that_it_has_room_for(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = Terminal()
+    bar = Bar(20000, stream, Clock())
+    bar.note("[bold]not markup")
+    bar.log(FULL)
+    bar.close({}, 0)
+    (line,) = shown(stream)
+    assert "[bold]not markup" in stream.getvalue()
+    assert line.startswith("step 1200/20000  ")
+    assert "loss 2.3456" in line
+    assert line.endswith("2:36:40 left") == (columns >= 80)
+    assert len(line) <= columns
+    assert ("━" in line) == (columns >= 100)
+    assert ("nvme 100" in line) == (columns >= 120)
+
+
+def test_a_terminal_shows_a_longer_work_above_and_takes_it_away(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    clock, stream = Clock(), Terminal()
+    bar = Bar(40, stream, clock)
+    bar.progress("saving", 0, 4)
+    bar._live.refresh()
+    assert len(shown(stream)) == 1, "a work that is over at once would only flicker"
+    clock.now_s += 2
+    bar.progress("saving", 1, 4)
+    bar._live.refresh()
+    saving, step = shown(stream)
+    assert saving.startswith("saving  ━")
+    assert saving.endswith("25%  0:06 left")
+    assert step.startswith("step 0/40")
+    bar.progress("saving", 4, 4)
+    bar._live.refresh()
+    assert len(shown(stream)) == 1
+    bar.close({}, 0)
+
+
+def test_a_console_that_is_gone_ends_nothing(tmp_path):
+    """A terminal that was closed, or `| head`."""
+
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    with open_tracker(settings(), tmp_path, Gone()) as tracker:
+        tracker.note("hello")
+        tracker.log(FIRST)
+        tracker.progress("saving", 1, 2)
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
+
+
+def test_a_view_that_cannot_be_opened_is_told_of_once_and_ends_nothing(tmp_path):
+    class Gone(io.StringIO):
+        def isatty(self):
+            raise ValueError("I/O operation on closed file")
+
+    def fails(config, facts, run_id):
+        raise OSError("no such link\nand more")
+
+    with open_tracker(settings(), tmp_path, Gone()) as tracker:
+        tracker.log(FIRST)
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
+    lines = Lines(40, io.StringIO())
+    with Tracker([lines], fails) as tracker:
+        tracker.begin(settings().plain(), {})
+        tracker.log(FIRST)
+    first, second = lines._stream.getvalue().splitlines()
+    assert first == "W&B is left out from here on: no such link; metrics.jsonl has every row"
+    assert second.startswith("step 10/40")
+
+
+def test_rows_that_cannot_be_kept_end_a_run(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with (
+        pytest.raises(MachineError, match=r"metrics\.jsonl .*No space"),
+        open_tracker(settings("none"), tmp_path) as tracker,
+    ):
+        tracker.log(FIRST)
+
+
+def test_the_other_ranks_say_nothing(capsys):
+    with open_tracker(settings("lines"), None) as tracker:
+        tracker.begin(settings().plain(), {})
+        tracker.log(FIRST)
+        tracker.progress("saving", 1, 2)
+        tracker.note("hello")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_views_are_closed_with_the_exit_code_of_the_run():
+    class Seen(View):
+        def close(self, summary, exit_code):
+            self.seen = dict(summary), exit_code
+
+    view = Seen()
+    for exit_code in (0, 75):
+        with Tracker([view]) as tracker:
+            tracker.finish({"steps": 3}, exit_code)
+        assert view.seen == ({"steps": 3}, exit_code)
+
+    class Broken(Exception):
+        exit_code = 6
+
+    with pytest.raises(Broken), Tracker([view]):
+        raise Broken
+    assert view.seen == ({}, 6)
+
+
+def test_a_summary_is_json_whatever_the_losses(tmp_path):
+    write_summary(tmp_path, {"val_loss": float("nan"), "steps": 3, "plan_bytes": {"device": {"moments": 8}}})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {
+        "val_loss": None, "steps": 3, "plan_bytes": {"device": {"moments": 8}},
+    }  # fmt: skip
+
+
+def test_a_file_that_cannot_be_closed_does_not_hide_why_the_run_ended_or_leave_a_view_open(tmp_path):
+    class View:
+        closed = None
+
+        def close(self, summary, exit_code):
+            self.closed = exit_code
+
+    class Broken(Jsonl):
+        def close(self, summary, exit_code):
+            super().close(summary, exit_code)
+            raise OSError("no space")
+
+    class Bad(Exception):
+        exit_code = 6
+
+    view = View()
+    with pytest.raises(Bad), Tracker([Broken(tmp_path / "a"), view]):
+        raise Bad
+    assert view.closed == 6
+    with pytest.raises(OSError, match="no space"), Tracker([Broken(tmp_path / "b"), view]):
+        pass
+    assert view.closed == 0
+
+
+def test_a_failure_is_written_though_the_summary_before_it_cannot_be_read(tmp_path):
+    (tmp_path / "summary.json").write_text("")
+    write_failure(tmp_path, {"exit_reason": "the loss is not finite"})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"exit_reason": "the loss is not finite"}
+
+
+def test_a_summary_that_cannot_be_written_leaves_the_one_before_and_nothing_else(tmp_path):
+    write_summary(tmp_path, {"steps": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2, hard))
+    try:
+        with pytest.raises(MachineError, match=r"summary\.json cannot be written: EFBIG") as refused:
+            write_summary(tmp_path, {"steps": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "\n" not in str(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 1}

@@ -1,0 +1,139 @@
+"""Find out while a rank waits that it waits in vain, because the ranks run different operations.
+
+A message that nobody expects, and one that nobody sends, are waited for until the deadline: gloo's waits can neither be
+looked into nor called off. So a thread of each rank watches. When rank 0 has waited for `PATIENCE_S`, it tells through
+the store which operations it has started; another that waits as long compares them with its own. If one is another, or
+if each of both waits for what the other will only start afterwards, it cuts its connections: every wait of every rank
+then fails at once, and learns the cause as any wait that fails.
+
+That two wait for each other is certain although they were not seen at one time: whoever waits for what another has not
+started is still waiting for it.
+
+Source: the operations of ranks are compared by number as in torch's own `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
+"""
+
+import json
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+from zero.distributed.failure import Note, by_rank, first_difference
+from zero.platform.threads import Beside
+
+PATIENCE_S = 2.0
+"""A wait this long is worth a question. Most that are longer are for a rank that is slow, and go on."""
+
+PERIOD_S = 0.5
+"""How often the question is asked."""
+
+
+class SharedStore(Protocol):
+    """The part of a c10d store that is needed here."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+class Wait(NamedTuple):
+    """For one operation: whether it is aside from the order of the others, its number there, and who must start it."""
+
+    aside: bool
+    number: int
+    signature: str
+    peers: tuple[int, ...]
+
+
+class StallWatch:
+    """The watch of one rank.
+
+    Args:
+        started: this rank's latest operations in order, by number; called by the watch's own thread, as is
+        counted: how many operations it has started, in order and aside.
+        post: leaves this rank's note for those whose waits will fail.
+        sockets: descriptors of this rank's connections.
+        is_there: whether the store's host is. To write to one that is gone makes torch complain for pages.
+    """
+
+    def __init__(
+        self,
+        store: SharedStore,
+        rank: int,
+        *,
+        started: Callable[[], Mapping[int, str]],
+        counted: Callable[[], tuple[int, int]],
+        post: Callable[[Note], None],
+        sockets: Collection[int],
+        is_there: Callable[[], bool],
+    ) -> None:
+        self._store, self._rank, self._is_there = store, rank, is_there
+        self._started, self._counted, self._post, self._sockets = started, counted, post, sockets
+        self._waits: tuple[float, Wait] | None = None  # since when, and for what
+        self._over = threading.Event()
+        Beside(self._watch, name="stalls", stop=self._over.set, limit_s=PATIENCE_S).start()
+
+    def begin(self, wait: Wait) -> None:
+        """This rank waits from now on."""
+        self._waits = time.monotonic(), wait
+
+    def end(self) -> None:
+        """It does not any more."""
+        self._waits = None
+
+    def close(self) -> None:
+        """The connections are about to be given back."""
+        self._over.set()
+
+    def _watch(self) -> None:
+        with suppress(RuntimeError):  # the store is gone with its host: whoever waits is cut off already
+            while not self._over.wait(PERIOD_S):
+                waits = self._waits
+                if waits is None or time.monotonic() - waits[0] < PATIENCE_S or not self._is_there():
+                    continue
+                different = self._compare(waits[1])
+                if different and not self._over.is_set():
+                    self._post(Note("vain", waits[1].signature, different, self._started()))
+                    cut(self._sockets)
+                    return
+
+    def _compare(self, mine: Wait) -> str:
+        """Which operation is another one than rank 0's, as far as is known; "" where none is."""
+        if self._rank == 0:
+            self._store.set("started", json.dumps([self._started(), self._counted(), mine]))
+            return ""
+        if not self._store.check(["started"]):
+            return ""
+        started, counted, wait = json.loads(self._store.get("started"))
+        theirs = Wait(*wait)
+        first = {int(number): signature for number, signature in started.items()}
+        if different := first_difference({0: first, self._rank: self._started()}):
+            return different
+        for_each_other = 0 in mine.peers and self._rank in theirs.peers
+        if for_each_other and counted[mine.aside] < mine.number and self._counted()[theirs.aside] < theirs.number:
+            return by_rank({0: theirs.signature, self._rank: mine.signature})
+        return ""
+
+
+def open_sockets() -> frozenset[int]:
+    """Descriptors of this process that are sockets."""
+    return frozenset(number for number in map(int, os.listdir("/dev/fd")) if _is_socket(number))
+
+
+def _is_socket(descriptor: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
+    except OSError:  # closed since it was listed
+        return False
+
+
+def cut(sockets: Collection[int]) -> None:
+    """End the connections among `sockets`, in both directions, whoever is reading."""
+    for number in sockets:
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+            one.getpeername()  # one that listens has no peer, and must go on
+            one.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,460 @@
+"""Whole values out of shards and back in, by name: for looking, comparing, exporting and editing.
+
+What is given out are fp32 copies on the CPU, read through the waiting updates. An edit goes to wherever this rank keeps
+a part of the value, on any tier, and makes gathered copies of it stale. Setting a value to what it was changes no bit.
+
+Everything here is collective: every rank makes the same call. Ranks compare what they want to write before anything is
+written, so an edit happens on all of them or on none. At most one unit is whole at a time, beside what was asked for.
+
+A gradient is the mean over the global batch, not clipped yet. It is there between backward and the end of its step:
+afterwards it belongs to the update.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from zero.core.layout import Layout, Slot, pages
+from zero.core.suggest import meant, some
+from zero.engine.first_values import sinks_of
+from zero.engine.module_copy import buffers_of
+from zero.engine.placeholder import ParameterPlaceholder
+from zero.engine.state import State
+from zero.engine.transfer import load
+from zero.engine.unit import UnitSpec
+from zero.engine.unit_state import UnitState
+from zero.errors import ConfigError, StaleStateError, WorldError
+from zero.platform.device import memory_of
+from zero.store import Page
+
+
+class Source(Protocol):
+    """What holds a state: a `State` itself, a `Step` under way, or an engine."""
+
+    @property
+    def state(self) -> State: ...
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def full_state_dict(source: Source, kind: str = "param") -> dict[str, Tensor]:
+    """Every parameter's whole value, on every rank.
+
+    Args:
+        kind: "param" (the master where there is one), "compute" (what the model computes with), "grad", or a moment
+            such as "mu". Gradients and moments are those of trainable parameters.
+
+    Returns:
+        Full name to an fp32 tensor of the parameter's shape on the CPU.
+    """
+    return dict(full_values(source.state, kind))
+
+
+def full_values(state: State, kind: str) -> Iterator[tuple[str, Tensor]]:
+    """The same, one after the other: no more than a unit is whole at a time."""
+    state.runtime.come_to_rest()
+    names = set(_names(state, None, kind))
+    for unit in state.runtime.units:
+        yield from _values(state, unit, kind, names)
+
+
+def get_full(source: Source, name: str | Tensor, kind: str = "param") -> Tensor:
+    """The whole value of one parameter, or its gradient or moment, on every rank: an fp32 copy on the CPU.
+
+    Args:
+        name: as in `full_state_dict`, or the parameter itself.
+        kind: likewise.
+
+    Raises:
+        ConfigError: there is no such name, or nothing of this kind is held for it.
+        StaleStateError: a gradient, and no step is between backward and its end.
+    """
+    state = source.state
+    state.runtime.come_to_rest()
+    name = _name(state, name, kind)
+    return _read(state, {name}, kind)[name]
+
+
+def digest(state: State) -> str:
+    """SHA-256 of parameters, moments, buffers, step and loss scale: equal for equal states, whatever the stage."""
+    plan = state.plan
+    told = hashlib.sha256(repr((state.step, state.scale)).encode())
+    for kind in ("param", "compute", *plan.optimizer.moments):
+        for name, tensor in full_values(state, kind):
+            told.update(f"{kind} {name}".encode())
+            told.update(memory_of(tensor.contiguous()))
+    for name, buffer in buffers_of(state.model).items():
+        told.update(name.encode())
+        told.update(memory_of(buffer.detach().cpu().contiguous()))
+    return told.hexdigest()
+
+
+# -- editing -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def gathered(
+    source: Source,
+    names: str | Tensor | Iterable[str | Tensor] | None = None,
+    modify: bool | int = False,
+    *,
+    kind: str = "param",
+) -> Iterator[dict[str, Tensor]]:
+    """Whole values by name, on every rank, from here to the end of the block; edits of them persist if asked for.
+
+        with zero.gathered(state, ["blocks.*.gain"], modify=True) as full:
+            for tensor in full.values():
+                tensor.clamp_(min=0.1)
+
+    The dict is emptied at the end, so what was not kept elsewhere is freed. An exception in the block writes nothing.
+
+    Args:
+        names: exact names, fnmatch patterns or parameters; None for all that hold this kind.
+        modify: True if every rank makes the same edits, in place or by putting another tensor in the dict. Or the
+            number of a rank: its edits count, what the others wrote is dropped.
+        kind: "param", "grad", a moment, or, only to read, "compute".
+
+    Raises (on every rank, and then nothing has changed):
+        ConfigError: a name that does not exist; an edit without `modify`, of another shape, or that brings a value that
+            is not finite where all were (a gradient may: its step is skipped).
+        HandshakeError: the ranks called this with different arguments.
+        StaleStateError: the state was spent within the block; a gradient that is not there.
+        WorldError: the ranks made different edits.
+    """
+    state = source.state
+    state.runtime.come_to_rest()
+    asked = (
+        None
+        if names is None
+        else [_text(one) for one in ([names] if isinstance(names, str | ParameterPlaceholder) else names)]
+    )
+    fields = {"names": repr(asked), "modify": repr(modify), "kind": kind}
+    state.plan.world.agree(fields, "arguments of zero.gathered")
+    wanted = set(_names(state, asked, kind))
+    _check_modify(state, wanted, kind, modify)
+    full = _read(state, wanted, kind)
+    before = {name: _Seen.of(tensor) for name, tensor in full.items()}
+    try:
+        yield full
+        _write(state, _agreed(state, full, before, kind, modify), kind)
+    finally:
+        full.clear()
+
+
+def set_full(source: Source, name: str | Tensor, value: Tensor, kind: str = "param") -> None:
+    """Give one parameter, or its gradient or moment, another value; every rank passes the same one.
+
+    Args:
+        value: of the parameter's shape, any dtype and device. A frozen parameter is held in the dtype of compute.
+
+    Raises:
+        as `gathered`.
+    """
+    state = source.state
+    name = _name(state, name, kind)
+    with gathered(state, [name], modify=True, kind=kind) as full:
+        full[name] = value
+
+
+class _Seen(NamedTuple):
+    """A tensor when it was given out: to find out what was edited."""
+
+    shape: torch.Size
+    print: str
+    finite: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Seen":
+        return cls(tensor.shape, _print(tensor), _is_finite(tensor))
+
+
+def _print(tensor: Tensor) -> str:
+    tensor = tensor.contiguous()  # held here for as long as its memory is read
+    return hashlib.sha256(memory_of(tensor)).hexdigest()
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(tensor.isfinite().all())
+
+
+def _agreed(
+    state: State, full: Mapping[str, Tensor], before: Mapping[str, _Seen], kind: str, modify: bool | int
+) -> dict[str, Tensor]:
+    """What to write, the same on every rank. Collective.
+
+    Raises:
+        as `gathered`.
+    """
+    world = state.plan.world
+    mine: dict[str, Tensor] = {}
+    refused = ""
+    try:
+        mine = _edits(state, full, before, kind, modify)
+    except ConfigError as error:
+        refused = str(error)
+    prints = {name: _print(tensor) for name, tensor in mine.items()}
+    ranks = [json.loads(text) for text in world.gather_texts(json.dumps([refused, prints]), "edits of full values")]
+    counting = range(world.size) if isinstance(modify, bool) else [modify]
+    for rank in counting:
+        if ranks[rank][0]:
+            raise ConfigError(f"zero.gathered on rank {rank}: {ranks[rank][0]}; nothing was changed")
+    first = ranks[counting[0]][1]
+    for rank in counting:
+        odd = sorted(name for name in {*first, *ranks[rank][1]} if first.get(name) != ranks[rank][1].get(name))
+        if odd:
+            raise WorldError(
+                f"zero.gathered: rank {rank} edited {some(odd)} otherwise than rank 0, so nothing was changed; make "
+                "the same edit on every rank, or pass modify=RANK to take that rank's"
+            )
+    if isinstance(modify, bool):
+        return mine
+    return {name: _from_rank(state, mine.get(name), before[name].shape, modify, name) for name in first}
+
+
+def _from_rank(state: State, tensor: Tensor | None, shape: torch.Size, rank: int, name: str) -> Tensor:
+    world = state.plan.world
+    tensor = tensor.contiguous() if tensor is not None and world.rank == rank else torch.empty(shape)
+    world.broadcast(tensor, rank, what=f"the edit of {name}").wait()
+    return tensor
+
+
+def _edits(
+    state: State, full: Mapping[str, Tensor], before: Mapping[str, _Seen], kind: str, modify: bool | int
+) -> dict[str, Tensor]:
+    """What this rank has changed; a name that was taken out of the dict was not."""
+    found = {}
+    for name, value in full.items():
+        if name not in before:
+            raise ConfigError(f"{name!r} was put into the dict, but only what was gathered can be edited")
+        seen = before[name]
+        if not isinstance(value, Tensor) or value.shape != seen.shape:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(f"{name} was given as {shape}; it is {tuple(seen.shape)}")
+        edited = value.detach().to("cpu", torch.float32).contiguous()
+        if _print(edited) == seen.print:
+            continue
+        if modify is False:
+            raise ConfigError(
+                f"{name} was edited, but it is a copy; pass modify=True if every rank makes the same edit, or "
+                "modify=RANK to take that rank's"
+            )
+        narrow = edited.to(state.plan.precision.compute) if kind == "param" else edited
+        if kind != "grad" and seen.finite and not _is_finite(narrow):
+            raise ConfigError(f"{name} was given a value that is not finite in {narrow.dtype}")
+        found[name] = edited
+    return found
+
+
+# -- names and kinds ---------------------------------------------------------------------------------------------------
+
+
+def _check_kind(state: State, kind: str) -> None:
+    moments = state.plan.optimizer.moments
+    if kind not in ("param", "compute", "grad", *moments):
+        raise ConfigError(f"{kind!r} is not held: param, compute, grad, {', '.join(moments)}")
+
+
+def _check_modify(state: State, names: set[str], kind: str, modify: bool | int) -> None:
+    """Refuse, before anything is gathered, what cannot be written."""
+    world = state.plan.world
+    if not isinstance(modify, bool) and not 0 <= modify < world.size:
+        raise ConfigError(f"modify={modify}: the world has ranks 0 to {world.size - 1}; modify=True takes every rank's")
+    if modify is not False and kind == "compute":
+        raise ConfigError("kind='compute' is made from the parameters and cannot be edited; edit kind='param'")
+    for unit in state.runtime.units if modify is not False and kind == "grad" else ():
+        if not names.isdisjoint(_in(unit.spec.trainable)) and unit.index not in _summed(state):
+            raise StaleStateError(f"no backward of this step has come by {unit.spec.name}: it has no gradient to edit")
+
+
+def _names(state: State, asked: Iterable[str] | None, kind: str) -> list[str]:
+    """The full names that are meant, in the plan's order.
+
+    Raises:
+        ConfigError: a name or pattern that fits none.
+    """
+    _check_kind(state, kind)
+    names = (name for unit in state.plan.units for layout in _layouts(unit, kind) for name in _in(layout))
+    held = dict.fromkeys(names)  # as a set, and in order
+    if asked is None:
+        return list(held)
+    found = set()
+    for one in asked:
+        fitting = [one] if one in held else [name for name in held if fnmatchcase(name, one)]
+        if not fitting:
+            raise ConfigError(_unknown(state, one, kind, list(held)))
+        found.update(fitting)
+    return [name for name in held if name in found]
+
+
+def _text(name: str | Tensor) -> str:
+    """A parameter may be given in place of its name."""
+    return name.full_name if isinstance(name, ParameterPlaceholder) else str(name)
+
+
+def _name(state: State, name: str | Tensor, kind: str) -> str:
+    """One exact name; raises as `_names`."""
+    name = _text(name)
+    if _names(state, [name], kind) != [name]:
+        raise ConfigError(f"{name} is a pattern; name one parameter, or use zero.gathered")
+    return name
+
+
+def _unknown(state: State, name: str, kind: str, held: list[str]) -> str:
+    if name in (frozen for unit in state.plan.units for frozen in _in(unit.frozen)):
+        return f"{name} is frozen: it has no {kind}"
+    for full_name, names in state.plan.splitting.aliases().items():
+        if name in names:
+            return f"{name} is tied to {full_name}; use that name"
+    return f"no parameter is named {name}{meant(name, held) or f'; there are {some(held)}'}"
+
+
+def _layouts(unit: UnitSpec, kind: str) -> tuple[Layout, ...]:
+    """The flats that hold this kind."""
+    return (unit.trainable, unit.frozen) if kind in ("param", "compute") else (unit.trainable,)
+
+
+def _in(layout: Layout) -> list[str]:
+    return [slot.name for slot in layout.slots]
+
+
+# -- one unit ----------------------------------------------------------------------------------------------------------
+
+
+def _read(state: State, names: Collection[str], kind: str) -> dict[str, Tensor]:
+    units = state.runtime.units
+    return {name: value for unit in units for name, value in _values(state, unit, kind, names)}
+
+
+def _values(state: State, unit: UnitState, kind: str, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    for layout in _layouts(unit.spec, kind):
+        slots = [slot for slot in layout.slots if slot.name in names]
+        if slots:
+            flat = _flat(state, unit, layout, kind)
+            for slot in slots:
+                yield slot.name, slot.of(flat).clone()
+
+
+@torch.no_grad()
+def _flat(state: State, unit: UnitState, layout: Layout, kind: str) -> Tensor:
+    """(P,) fp32 on the CPU, in memory of its own. Collective."""
+    plan, split = state.plan, unit.spec.trainable.P
+    if kind == "grad":
+        full = _whole(state, unit, _gradient(state, unit), kind)
+        return full.to("cpu", torch.float32, copy=True).div_(_divisor(state))
+    if unit.waiting is not None:
+        state.runtime.updater.apply(unit)
+    if kind in plan.optimizer.moments:
+        return _whole(state, unit, _pages(state, unit, kind, torch.float32), kind).cpu()
+    if kind == "param" and plan.precision.has_master and layout is unit.spec.trainable:
+        return _whole(state, unit, _pages(state, unit, "master", torch.float32), "master").cpu()
+    full = state.runtime.gatherer.residency.materialise(unit)
+    part = full[:split] if layout is unit.spec.trainable else full[split:]
+    return part.to("cpu", torch.float32, copy=True)
+
+
+def _pages(state: State, unit: UnitState, kind: str, dtype: torch.dtype) -> Tensor:
+    """What this rank updates of one kind, out of its pages."""
+    plan = state.plan
+    own = torch.zeros(plan.update_numel(unit.spec), dtype=dtype, device=plan.world.device)
+    for number, (start, stop) in enumerate(pages(own.numel(), plan.page_numel)):
+        page = Page(unit.index, kind, number)
+        load(state.runtime.store, plan.world.compute, page, own[start:stop]).wait()
+    return own
+
+
+def _whole(state: State, unit: UnitState, own: Tensor, kind: str) -> Tensor:
+    """The whole flat out of what each rank updates."""
+    if own.numel() == unit.spec.trainable.P:
+        return own
+    full = own.new_zeros(unit.spec.trainable.P)
+    state.plan.world.gather(own, full, what=f"{kind} of {unit.spec.name}").wait()
+    return full
+
+
+def _gradient(state: State, unit: UnitState) -> Tensor:
+    """What this rank has of a unit's gradient: the sum over ranks and microbatches."""
+    plan = state.plan
+    if unit.index not in _summed(state):  # as where a parameter is not used
+        return torch.zeros(plan.update_numel(unit.spec), dtype=plan.grad_dtype, device=plan.world.device)
+    if unit.grad is None:
+        state.runtime.gradients.left(unit).wait()
+        return _pages(state, unit, "grad", plan.grad_dtype)
+    return unit.grad if plan.whole_update else unit.own_grad_S(plan.world.rank)
+
+
+def _summed(state: State) -> Collection[int]:
+    """The units that have a gradient, all of what has come so far.
+
+    Raises:
+        StaleStateError: none has.
+    """
+    parts = state.runtime
+    parts.gatherer.reduce_arrived()
+    parts.reducer.finish()
+    if state.plan.update == "eager":
+        raise StaleStateError("zero.update=eager uses a gradient up as soon as it is whole; zero.update=lazy keeps it")
+    if not parts.updater.sums or not parts.reducer.has_gradients:
+        raise StaleStateError(
+            "there is no gradient: it is there between backward and the end of the step, so take the step in pieces, "
+            "with zero.Step"
+        )
+    return parts.updater.sums.keys()
+
+
+def _divisor(state: State) -> float:
+    """What makes the sum a mean."""
+    return state.plan.world.size * state.plan.accumulate * state.scale.scale
+
+
+@torch.no_grad()
+def _write(state: State, edits: Mapping[str, Tensor], kind: str) -> None:
+    try:
+        for unit in state.runtime.units:
+            for layout in _layouts(unit.spec, kind):
+                slots = [slot for slot in layout.slots if slot.name in edits]
+                if slots and kind == "grad":
+                    _write_gradient(state, unit, edits)
+                elif slots:
+                    _write_flat(state, unit, layout, slots, edits, kind)
+    except BaseException:
+        state.spend()  # half an edit must not pass for a state
+        raise
+
+
+def _write_flat(
+    state: State, unit: UnitState, layout: Layout, slots: Sequence[Slot], edits: Mapping[str, Tensor], kind: str
+) -> None:
+    """Parameters or moments go the way of first values, the rest of the flat as it is."""
+    flat = _flat(state, unit, layout, kind)
+    for slot in slots:
+        slot.of(flat).copy_(edits[slot.name])
+    part = "frozen" if layout is unit.spec.frozen else kind
+    for sink in sinks_of(state.plan, state.runtime.store, unit, part):
+        sink.take(flat)
+    if kind == "param":
+        unit.version += 1  # a copy in the pool is stale
+        if unit.resident is not None:
+            unit.resident.version = unit.version
+
+
+def _write_gradient(state: State, unit: UnitState, edits: Mapping[str, Tensor]) -> None:
+    """Elements that are what they were keep their bits, though a sum is not always its mean times the count."""
+    parts, plan, layout = state.runtime, state.plan, unit.spec.trainable
+    divisor = _divisor(state)
+    first, last = (0, layout.P) if plan.whole_update else layout.shard(plan.world.rank)
+    grad = parts.gradients.open(unit, fresh=False)
+    own = grad if plan.whole_update else unit.own_grad_S(plan.world.rank)
+    for slot, a, b, place in layout.pieces(first, last):
+        if slot.name in edits:
+            held, wanted = own[place : place + b - a], edits[slot.name].view(-1)[a:b]
+            now = held.to("cpu", torch.float32)
+            held.copy_(torch.where(wanted == now / divisor, now, wanted * divisor))
+    parts.updater.final(unit)  # the norm is of what was written
+    parts.gradients.park(unit)

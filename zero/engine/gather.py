@@ -1,0 +1,605 @@
+"""Gather a unit just before it computes, release it after, regather it when backward comes back.
+
+`Gather` is one autograd function from a unit to the tuple of its parameters. Its forward cuts views out of the gathered
+buffer; its backward says that all gradients of the call have arrived, and the reducer's reduce-scatter is the transpose
+of the gather. The gradients themselves leave autograd one by one, through an `Arrive` for each parameter: a unit's
+gradients never exist twice.
+
+While a unit computes, a pair of saved-tensor hooks looks at everything autograd wants to keep. What lies in a gathered
+buffer is replaced by (unit, version, offset, size, stride), so the buffer can be released after forward; the first
+touch in backward gathers the unit again. No activation is recomputed; where they wait meanwhile is up to `activation`.
+Only the innermost hooks count in torch, so where user code has its own (a checkpoint around the unit), packing is left
+to it: it drops everything and recomputes.
+
+How long a buffer is pinned:
+
+    in forward               from the call to its return
+    in backward              from the first touch until the gradients of all the unit's calls have arrived
+    ... with none to come    until backward touches another unit, or ends (frozen units, gradients of inputs only)
+    gathered ahead           until it is used, or the pass ends
+
+Under a `torch.func` transform (grad, vmap, jacrev) torch forbids such hooks. Gathering steps outside of the transform,
+which then sees parameters as constants with a history: gradients taken inside are right, and a backward outside still
+reaches the parameters. What the transform keeps of a buffer stays with it, and the buffer gets fresh memory. Parameters
+that the user put in place with `torch.func.functional_call` are used as given, in every place of a tied one.
+
+Everything that decides about a collective depends on the order of calls alone, so all ranks decide alike.
+
+Source: research prototypes of saved-tensor regather; Zhao et al. 2023, "PyTorch FSDP", section 4.1 for the schedule.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple, cast
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from zero.core.layout import Layout
+from zero.core.tree import replaced, tensors_in
+from zero.engine.compile import Compiler
+from zero.engine.functions import may_write_uncounted
+from zero.engine.module_copy import Body, Run, call_with
+from zero.engine.placeholder import ParameterPlaceholder, in_backward
+from zero.engine.pool import Buffer
+from zero.engine.recompute import recomputed_call
+from zero.engine.residency import Residency
+from zero.engine.saved_tensors import InPlace, Kept
+from zero.engine.unit import Binding, Site
+from zero.engine.unit_state import UnitState
+from zero.errors import OutsideUnitError, StaleStateError
+from zero.platform.timeline import Tape
+
+
+class Place(NamedTuple):
+    """Where in a site's module a parameter stands: `parameters[name]` of the module at `owner`, that is `absent`."""
+
+    owner: tuple[str, ...]
+    parameters: dict[str, Any]
+    name: str
+    absent: ParameterPlaceholder
+
+    def is_in(self, module: nn.Module) -> bool:
+        """There is a parameter still in the site's `module`, whose parts may have been exchanged."""
+        for part in self.owner:
+            found = module._modules.get(part)
+            if found is None:
+                return False
+            module = found
+        return module._parameters is self.parameters and self.parameters.get(self.name) is not None
+
+
+class Packed(NamedTuple):
+    """A saved tensor that lay in a gathered buffer: where to find it when the unit is gathered again."""
+
+    unit: int
+    version: int
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+AT_ONCE = 2**62
+"""Autograd runs what it can in the order of sequence numbers, largest first. Counted numbers do not come this far."""
+
+
+class Gather(torch.autograd.Function):
+    """From a unit to its parameters: backward comes here when all gradients of the call have arrived."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, gatherer: "Gatherer", unit: UnitState, flat: Tensor, counted: bool
+    ) -> tuple[Tensor, ...]:
+        """`anchor` only makes autograd record the call; the parameters are views of `flat`."""
+        ctx.set_materialize_grads(False)
+        ctx.gatherer, ctx.unit, ctx.counted = gatherer, unit, counted
+        return views(unit.spec.trainable, flat)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        ctx.gatherer.returned(ctx.unit, counted=ctx.counted)
+        return None, None, None, None, None
+
+
+class Arrive(torch.autograd.Function):
+    """The identity of one parameter: backward is where its gradient leaves autograd, as soon as it is whole."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, gatherer: "Gatherer", unit: UnitState, slot: int) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.gatherer, ctx.unit, ctx.slot, ctx.version = gatherer, unit, slot, unit.version
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if grads[0] is not None:
+            _same_parameters([(ctx.unit, ctx.version)])
+            ctx.gatherer.deliver(ctx.unit, ctx.slot, grads[0])
+        return None, None, None, None
+
+
+class Reach(torch.autograd.Function):
+    """The identity, with an edge to a unit's `Gather`: backward passes through the unit whatever it computed."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.count = len(parameters)
+        return output.clone()  # not a view: the caller may write into it
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return *grads, *[None] * ctx.count
+
+
+def views(layout: Layout, flat: Tensor, start: int = 0) -> tuple[Tensor, ...]:
+    """The layout's parameters as views of `flat`, whose element `start` is the layout's first."""
+    return tuple(layout.views(flat[start : start + layout.P]).values())
+
+
+class Gatherer:
+    """Runs the sites of one copied model on gathered units.
+
+    Args:
+        accumulate: microbatches of a step.
+        remat: recompute each unit's activations in backward instead of keeping them.
+        activations: where those that are kept wait for backward.
+        compiler: compiles what a unit computes; None: it runs as it is written.
+        deliver: takes the gradient of one trainable slot of a unit, from one call.
+        start_reduce: every gradient of the unit's calls in this microbatch has been delivered.
+        tape: told of what computes.
+
+    Attributes:
+        arrived: a gradient has, in this step.
+        unscaled: one has from a backward without the loss scale.
+        entering: called before a site runs, or a parameter is read with a history, outside of backward.
+        arriving: called when a gradient arrives.
+        doubted: paths of sites whose code may write into parameters without being counted by torch.
+        resting: numbers of the groups whose parameters want no gradient in the forwards that come.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitState],
+        residency: Residency,
+        *,
+        accumulate: int,
+        remat: bool,
+        activations: InPlace,
+        compiler: Compiler | None,
+        deliver: Callable[[UnitState, int, Tensor], None],
+        start_reduce: Callable[[UnitState], None],
+        tape: Tape,
+    ) -> None:
+        self._tape = tape
+        self._units, self.residency, self.pool = units, residency, residency.pool
+        self._accumulate = accumulate
+        self._remat, self._deliver, self._start_reduce = remat, deliver, start_reduce
+        self.activations, self._compiler = activations, compiler
+        self._whole = {unit.resident.address for unit in units if unit.resident is not None}
+        self._anchor = torch.zeros(0, requires_grad=True)
+        # where in the model parameters stand: each one by unit, trainable or frozen, and number; and those of a site
+        self._places: dict[tuple[int, bool, int], list[Place]] = {}
+        self._places_of: dict[str, list[Place]] = {}
+        self.doubted: set[str] = set()
+        self._looked_at: set[tuple[str, bool]] = set()  # paths of sites that were watched once, with gradients or not
+        self.entering: Callable[[], None] = _nothing
+        self.arriving: Callable[[], None] = _nothing
+        self._absent: dict[tuple[int, int], ParameterPlaceholder] = {}  # by unit and slot, of those that train
+        self._hooked: dict[int, dict[int, Tensor]] = {}  # by unit and slot: gradients that their hooks have not seen
+        self._held: dict[int, Buffer] = {}  # pinned by the backward pass under way
+        self._open: set[int] = set()  # units that gradients were delivered to and whose reduce has not started
+        self._passes: WeakValueDictionary[int, Callable[[], None]] = WeakValueDictionary()
+        """Backward passes under way, by autograd's id: more than one when nested. What it is to call at the end is its
+        own, and gone with a pass that an exception broke off."""
+        self._scaled: set[int] = set()  # those of them that began with the loss scale
+        self.arrived = self.unscaled = False
+        self.resting: frozenset[int] = frozenset()
+        self._lock = threading.RLock()  # on a GPU backward runs on autograd's own threads
+
+    # -- one microbatch ------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A microbatch, or a forward without gradients, starts."""
+        if torch.is_grad_enabled():  # an evaluation may lie between a microbatch's forward and its backward
+            self._forget_calls()  # of forwards outside of a step, which nobody ended
+            self._scaled.clear()
+        self.activations.release_all()
+        self.residency.begin()
+
+    def clear(self) -> None:
+        """Nothing has arrived yet."""
+        self._hooked.clear()
+        self.arrived = self.unscaled = False
+
+    def end(self) -> None:
+        """The microbatch is over: units whose calls reached no gradient are reduced as zeros, in unit order."""
+        for unit in self._units:
+            if unit.calls:
+                self._close(unit)
+        self.activations.release_all()
+        self.residency.end()
+
+    def reset(self) -> None:
+        """After an exception: forget calls and pins."""
+        self._held.clear()
+        self._hooked.clear()
+        self._open.clear()
+        self._passes.clear()
+        self._scaled.clear()
+        self._forget_calls()
+        self.activations.release_all()
+        self.residency.reset()
+
+    def _forget_calls(self) -> None:
+        for unit in self._units:
+            unit.calls.clear()
+            unit.returned = 0
+
+    def runner(self, site: Site) -> Run:
+        """What `site` runs through when it is called."""
+        run = partial(self.run, site)
+        return run if self._compiler is None else self._compiler.outside(run)
+
+    def place(self, site: Site, bound: Binding, place: Place) -> None:
+        """One of the places where a parameter stands in the model, in the order of the site's bindings."""
+        self._places.setdefault((bound.unit, bound.trainable, bound.slot), []).append(place)
+        self._places_of.setdefault(site.path, []).append(place)
+        if bound.trainable:
+            self._absent[bound.unit, bound.slot] = place.absent
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def run(self, site: Site, body: Body, args: Any, kwargs: Any) -> Any:
+        """Call a site's module on its gathered parameters."""
+        recomputing = in_backward()
+        if not recomputing:
+            self.entering()
+        with nullcontext() if recomputing else self._tape.forward(site.path, self._units[site.units[0]].spec.name):
+            return self._run(site, body, args, kwargs, recomputing)
+
+    def _run(self, site: Site, body: Body, args: Any, kwargs: Any, recomputing: bool) -> Any:
+        pinned: list[Buffer] = []
+        places = self._places_of[site.path]
+        standing = [(own, name, own[name]) for _, own, name, _ in places if name in own]
+        try:
+            with _beneath_transforms() as transformed:
+                for index in site.units:
+                    if recomputing:  # held for the pass, but also pinned for the call: holding one may let another go
+                        pinned.append(self._hold(self._units[index]))
+                        pinned[-1].pins += 1
+                    else:
+                        pinned.append(self.residency.pin(self._units[index], training=torch.is_grad_enabled()))
+                names, values = self._parameters(site, body.module, recomputing)
+            if transformed:
+                held = dict(zip(names, values, strict=True))
+                return self._own(call_with(held, body, args, kwargs, path=site.path))
+            watched = site.path, torch.is_grad_enabled()  # code that is not found by reading is seen the first time
+            doubted, is_first = site.path in self.doubted, watched not in self._looked_at
+            call = partial(call_with, path=site.path, doubted=doubted, watched=is_first)
+            before = _nodes((args, kwargs))  # taken now: the call may change its inputs in place
+            with self._packing():
+                outputs = self._call(call, body, names, values, args, kwargs)
+            self._looked_at.add(watched)
+            outputs = _reaching(outputs, values, set(before))
+            if torch.is_grad_enabled() and not recomputing:
+                made_with = [(unit, unit.version) for unit in (self._units[index] for index in site.units)]
+                for node in _nodes(outputs) - before:
+                    node.register_prehook(partial(_same_parameters, made_with))
+            return self._own(outputs)
+        finally:
+            for own, name, found in standing:  # whatever happened: what stays would be taken for the user's
+                own[name] = found
+            for buffer in pinned:
+                self.residency.unpin(buffer)
+
+    def _parameters(self, site: Site, module: nn.Module, recomputing: bool) -> tuple[list[str], list[Tensor]]:
+        """The site's parameters by their names in its body, as far as they are still there: views of gathered buffers.
+
+        What stands elsewhere by now is read as any parameter outside of its unit.
+        """
+        trainable: dict[int, Sequence[Tensor]] = {}
+        frozen: dict[int, Sequence[Tensor]] = {}
+        for index in site.units:
+            unit = self._units[index]
+            flat = self.residency.buffer(unit).flat
+            frozen[index] = views(unit.spec.frozen, flat, unit.spec.trainable.P)
+            if torch.is_grad_enabled() and unit.spec.trainable.slots:
+                made = Gather.apply(self._anchor, self, unit, flat, not recomputing)
+                trainable[index] = self._arriving(unit, made)
+                if not recomputing:  # a recomputed call is the same call again
+                    unit.calls.append(made[0].grad_fn)
+            else:
+                trainable[index] = views(unit.spec.trainable, flat)
+        places = zip(site.bindings, self._places_of[site.path], strict=True)
+        there = [(bound, place) for bound, place in places if place.is_in(module)]
+        values = [
+            self._given(bound, place, (trainable if bound.trainable else frozen)[bound.unit][bound.slot])
+            for bound, place in there
+        ]
+        return [f"module.{bound.local}" for bound, _ in there], values
+
+    def _given(self, bound: Binding, place: Place, ours: Tensor) -> Tensor:
+        """What the user put in a parameter's place, else `ours`."""
+        there = place.parameters[place.name]
+        if (
+            isinstance(there, ParameterPlaceholder) and there is not place.absent
+        ):  # another parameter, or this one as a constant
+            return there.value()
+        places = self._places[bound.unit, bound.trainable, bound.slot]
+        standing = (place.parameters.get(place.name) for place in places)
+        given = next((one for one in standing if one is not None and not isinstance(one, ParameterPlaceholder)), ours)
+        if given is not ours and isinstance(absent := _untransformed(given), ParameterPlaceholder):
+            raise OutsideUnitError(
+                f"parameter {absent.full_name} is the model's own, which torch.func cannot differentiate by; put "
+                "tensors of your own in place with torch.func.functional_call"
+            )
+        return given
+
+    def _arriving(self, unit: UnitState, made: Sequence[Tensor]) -> list[Tensor]:
+        return [self._arrives(unit, slot, parameter) for slot, parameter in enumerate(made)]
+
+    def _arrives(self, unit: UnitState, slot: int, parameter: Tensor) -> Tensor:
+        if unit.spec.trainable.slots[slot].group in self.resting or not self._absent[unit.index, slot].trains:
+            return parameter.detach()
+        arriving = cast(Tensor, Arrive.apply(parameter, self, unit, slot))
+        arriving.grad_fn._set_sequence_nr(AT_ONCE)  # type: ignore[union-attr]
+        return arriving
+
+    def _call(
+        self,
+        call: Callable[..., Any],
+        body: Body,
+        names: list[str],
+        values: list[Tensor],
+        args: Any,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        module: nn.Module = body
+        if self._compiler is not None and torch.is_grad_enabled():
+            names, module = [f"module.{name}" for name in names], self._compiler.compiled(body, body.kind)
+        if self._remat and torch.is_grad_enabled():
+            return recomputed_call(module, names, values, args, kwargs, call)
+        return call(dict(zip(names, values, strict=True)), module, args, kwargs)
+
+    def _packing(self) -> AbstractContextManager[Any]:
+        released = self.pool is not None or self.activations.away
+        if not released or not torch.is_grad_enabled():
+            return nullcontext()  # nothing is ever released, so autograd may keep what it likes
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            return nullcontext()  # ours, around an outer unit, see all buffers; a foreign pair must not be hidden
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _own(self, outputs: Any) -> Any:
+        """Copy outputs that lie in a buffer: they must outlive it."""
+        if self.pool is None:
+            return outputs
+        borrowed = (t for t in tensors_in(outputs) if self.pool.holding(_untransformed(t)) is not None)
+        return replaced(outputs, {id(t): t.clone() for t in borrowed})
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: Tensor) -> Any:
+        buffer = None if self.pool is None else self.pool.holding(tensor)
+        if buffer is None:
+            return Kept(tensor, tensor._version) if self._is_whole(tensor) else self.activations.keep(tensor)
+        assert buffer.unit is not None
+        offset = int(tensor.storage_offset()) - int(buffer.flat.storage_offset())
+        return Packed(buffer.unit, buffer.version, offset, tensor.shape, tensor.stride())
+
+    def _is_whole(self, tensor: Tensor) -> bool:
+        """It lies in the buffer of a unit that is always here."""
+        return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in self._whole
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if not isinstance(packed, Packed):
+            return packed.unchanged() if isinstance(packed, Kept) else self.activations.find(packed)
+        unit = self._units[packed.unit]
+        _same_parameters([(unit, packed.version)])
+        with self._lock:
+            buffer = self._hold(unit)
+        offset = int(buffer.flat.storage_offset()) + packed.offset
+        return buffer.flat.as_strided(packed.size, packed.stride, offset)
+
+    def regather(self, site: Site, binding: int) -> Callable[[bool], Tensor]:
+        """How a parameter is found outside of its sites' calls: see `ParameterPlaceholder`."""
+        bound = site.bindings[binding]
+
+        def view(with_history: bool) -> Tensor:
+            unit = self._units[bound.unit]
+            recomputing = in_backward()
+            if with_history and not recomputing:
+                self.entering()
+            with self._lock, _beneath_transforms():
+                if recomputing:
+                    flat = self._hold(unit).flat
+                else:  # whoever looks at it keeps the memory: see `Pool.take`
+                    buffer = self.residency.pin(unit, training=torch.is_grad_enabled())
+                    flat = buffer.flat
+                    self.residency.unpin(buffer)
+                if not bound.trainable:
+                    return views(unit.spec.frozen, flat, unit.spec.trainable.P)[bound.slot]
+                if not with_history:
+                    return views(unit.spec.trainable, flat)[bound.slot]
+                # what is recomputed is the same call again, and a reentrant checkpoint goes backward from here
+                made = Gather.apply(self._anchor, self, unit, flat, not recomputing)
+                if not recomputing:
+                    unit.calls.append(made[0].grad_fn)
+                return self._arriving(unit, made)[bound.slot]
+
+        return view
+
+    def _hold(self, unit: UnitState) -> Buffer:
+        """Pin `unit` for the backward pass under way."""
+        self._watch_pass()
+        if unit.index not in self._held:
+            for index in [index for index in self._held if not self._awaited(self._units[index])]:
+                self._let_go(index)
+            self._held[unit.index] = self.residency.pin(unit, training=True)
+        return self._held[unit.index]
+
+    def _awaited(self, unit: UnitState) -> bool:
+        """The pass under way will still bring gradients of `unit`, and with them the moment to let it go."""
+        return any(torch._C._will_engine_execute_node(call) for call in unit.calls)
+
+    def _let_go(self, index: int) -> None:
+        buffer = self._held.pop(index, None)
+        if buffer is not None:
+            self.residency.unpin(buffer)
+
+    def deliver(self, unit: UnitState, slot: int, grad: Tensor) -> None:
+        """The gradient of one parameter of one call has arrived."""
+        with self._lock:
+            self._watch_pass()
+            self.arriving()
+            absent = self._absent[unit.index, slot]
+            if not absent.trains:
+                raise StaleStateError(
+                    f"{absent.full_name} was frozen between this graph's forward and its backward; freeze it before "
+                    "the forward, or after the step"
+                )
+            if absent.hooks or absent.afterwards:  # which see the sum over the unit's calls, as those of any leaf
+                sums = self._hooked.setdefault(unit.index, {})
+                sums[slot] = grad if slot not in sums else sums[slot] + grad
+            else:
+                self._deliver(unit, slot, grad)
+            self._open.add(unit.index)
+            self.arrived, self.unscaled = True, self.unscaled or self._scaled.isdisjoint(self._passes)
+
+    def scaled(self, *_: Any) -> None:
+        """The backward pass under way began with the loss scale."""
+        with self._lock:
+            self._watch_pass()
+            self._scaled.add(torch._C._current_graph_task_id())
+
+    def returned(self, unit: UnitState, *, counted: bool) -> None:
+        """All gradients of one call have arrived, or `counted=False` those of a part of it that was recomputed."""
+        with self._lock:
+            self._watch_pass()
+            self._tape.passed("backward", unit.spec.name)
+            if unit.resident is None and not unit.spec.lookup and unit.index not in self._held:
+                self._hold(unit)  # this rank had no use for its values, but others gather it here
+            self._open.add(unit.index)
+            unit.returned += counted
+            if counted and unit.returned == len(unit.calls):
+                self._close(unit)
+            elif counted:  # used again further up: gathered again there, rather than held until then
+                self._let_go(unit.index)
+
+    def _close(self, unit: UnitState) -> None:
+        unit.calls.clear()
+        unit.returned = 0
+        self._open.discard(unit.index)
+        for slot, grad in sorted(self._hooked.pop(unit.index, {}).items()):
+            left = self._absent[unit.index, slot].through_hooks(grad / self._accumulate)
+            if left is not None:  # the update divides by the count of microbatches, and hooks see what is left then
+                self._deliver(unit, slot, left * self._accumulate)
+        self._start_reduce(unit)
+        self._let_go(unit.index)
+
+    def reduce_arrived(self) -> None:
+        """Take in what has arrived of units whose own calls may still come, or never will, as a norm's in a log."""
+        with self._lock:
+            for index in sorted(self._open if not self._passes else ()):
+                self._close(self._units[index])
+
+    def _watch_pass(self) -> None:
+        """Have autograd tell us when the backward pass under way ends, whoever started it."""
+        task = torch._C._current_graph_task_id()
+        if task != -1 and task not in self._passes:
+            self._passes[task] = ended = partial(self._pass_ended, task)
+            torch.autograd.Variable._execution_engine.queue_callback(ended)
+
+    def _pass_ended(self, task: int) -> None:
+        self._passes.pop(task, None)
+        self._scaled.discard(task)
+        if self._passes:
+            return  # a pass inside another one, as a reentrant checkpoint makes
+        for index in sorted(self._open):
+            unit = self._units[index]
+            if unit.returned or not unit.calls:  # else its own call is still to come, or `end` closes it
+                self._close(unit)
+        for index in list(self._held):
+            self._let_go(index)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _nodes(values: Any) -> set[Any]:
+    return {t.grad_fn for t in tensors_in(values) if t.grad_fn is not None}
+
+
+def _same_parameters(made_with: Iterable[tuple[UnitState, int]], *_: Any) -> None:
+    """Refuse a graph that was made with other parameters than there are now: (unit, version) of each."""
+    for unit, version in made_with:
+        if unit.version != version or unit.waiting is not None:
+            raise StaleStateError(
+                f"the parameters of {unit.spec.name} changed between this graph's forward and its backward; "
+                "call backward before the next step"
+            )
+
+
+def _reaching(outputs: Any, parameters: Sequence[Tensor], known: set[Any]) -> Any:
+    """`outputs`, made to depend on every `Gather` that made `parameters`.
+
+    A rank may take a branch without parameters (`if drop: return x`) while the others do not. Its backward must come by
+    here all the same, or its collectives would be other ones than theirs. `known` are the nodes that made the inputs.
+    """
+    wanted = {p.grad_fn: p for p in parameters if p.grad_fn is not None}
+    tensors = [t for t in tensors_in(outputs) if t.is_floating_point()]
+    if not wanted or not tensors:
+        return outputs
+    stack = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    while stack and wanted:
+        node = stack.pop()
+        if node in known:
+            continue
+        known.add(node)
+        wanted.pop(node, None)
+        stack.extend(following for following, _ in node.next_functions if following is not None)
+    if not wanted:
+        return outputs
+    return replaced(outputs, {id(tensors[0]): Reach.apply(tensors[0], *wanted.values())})
+
+
+@contextmanager
+def _beneath_transforms() -> Iterator[bool]:
+    """Outside of the `torch.func` transforms under way; yields whether there are any."""
+    functorch = torch._C._functorch
+    around = functorch.get_interpreter_stack() or ()
+    if not around:
+        yield False
+        return
+    grads = [one for one in around if one.key() == functorch.TransformType.Grad]  # each switches gradients on inside
+    enabled = torch.is_grad_enabled() and all(functorch.CGradInterpreterPtr(one).prevGradMode() for one in grads)
+    with temporarily_clear_interpreter_stack(), torch.set_grad_enabled(enabled):
+        yield True
+
+
+def _untransformed(tensor: Tensor) -> Tensor:
+    """What `torch.func` transforms have wrapped."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def bind_placeholders(copied: nn.Module, sites: Iterable[Site], gatherer: Gatherer) -> None:
+    """Tell every site where its parameters stand, and every absent one how to be found while a checkpoint inside user
+    code recomputes; and whose code to watch."""
+    for site in sites:
+        module = copied.get_submodule(site.path)
+        if any(may_write_uncounted(one) for one in module.modules()):
+            gatherer.doubted.add(site.path)
+        for number, bound in enumerate(site.bindings):
+            owner, _, name = bound.local.rpartition(".")
+            absent = module.get_submodule(owner)._parameters[name]
+            assert isinstance(absent, ParameterPlaceholder)
+            absent.regather = gatherer.regather(site, number)
+            way = tuple(owner.split(".")) if owner else ()
+            gatherer.place(site, bound, Place(way, module.get_submodule(owner)._parameters, name, absent))

@@ -1,0 +1,192 @@
+"""Where a unit's gradient is between backward and its update.
+
+Usually in memory of its own, for good. Where gradients are offloaded it lies in a borrowed buffer while it changes, and
+in pages of the store otherwise: `open` borrows one, `park` writes the pages and lets it go when they are written.
+
+On a GPU gradients travel on streams of their own, beside what computes:
+
+    out    after what was enqueued on the current stream; who takes the buffer next, or reads the pages, waits for it
+    in     after the last time out, and as soon as the buffer is free; the current stream waits for it
+
+A page in host memory counts as written in the store once its copy is enqueued, so whoever reads one has to wait for
+`left` first. A page of a disk is written by a thread of the store, which keeps the order itself.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+from torch import Tensor
+
+from zero.engine.plan import Plan
+from zero.engine.transfer import load, save
+from zero.engine.unit_state import UnitState
+from zero.errors import StoreError
+from zero.platform.device import PASSED, Device, Event
+from zero.platform.timeline import Tape
+from zero.store import Page, PrefetchStore, Ticket
+
+
+class Gradients:
+    """Gradients in memory of their own.
+
+    Attributes:
+        scarce: buffers are few, so a gradient must not stay open while others arrive.
+    """
+
+    scarce = False
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Of buffers that no unit owns, between steps."""
+        return 0
+
+    def open(self, unit: UnitState, *, fresh: bool, held: bool = False) -> Tensor:
+        """`unit.grad`, to be changed.
+
+        Args:
+            fresh: what it holds does not matter; otherwise it is the sum so far.
+            held: something will arrive in it on its own, so it stays open until `park`.
+        """
+        assert unit.grad is not None
+        return unit.grad
+
+    def park(self, unit: UnitState) -> None:
+        """`unit.grad` is not needed for a while."""
+
+    def left(self, unit: UnitState) -> Event:
+        """Passed when what was parked last is where it sleeps: for whoever reads it there."""
+        return PASSED
+
+    def reset(self) -> None:
+        """Forget what was summed up so far: after an exception, or because it is not wanted."""
+
+
+class _Buffer(NamedTuple):
+    """What a gradient lies in while it changes; nobody needs what it held any more once `free` has passed."""
+
+    flat: Tensor
+    free: Event
+
+
+class _Leaving(NamedTuple):
+    """A buffer whose pages are being written."""
+
+    buffer: _Buffer
+    tickets: list[Ticket]
+
+
+class PagedGradients(Gradients):
+    """Gradients in pages of the store, and few buffers."""
+
+    scarce = True
+
+    def __init__(self, plan: Plan, store: PrefetchStore, device: Device, tape: Tape) -> None:
+        self._plan, self._store, self._device, self._tape = plan, store, device, tape
+        self._counts = plan.grad_buffer_counts()
+        self._free = {numel: [self._buffer(numel) for _ in range(n)] for numel, n in self._counts.items()}
+        self._open: dict[int, UnitState] = {}
+        self._held: set[int] = set()
+        self._leaving: deque[_Leaving] = deque()
+        self._left: dict[int, Event] = {}  # by unit
+        self._coming: list[Ticket] = []
+        self.overflowed = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        leaving = [one.buffer for one in self._leaving]
+        return sum(buffer.flat.nbytes for buffers in (*self._free.values(), leaving) for buffer in buffers)
+
+    def open(self, unit: UnitState, *, fresh: bool, held: bool = False) -> Tensor:
+        if unit.grad is None:
+            buffer = self._take(self._plan.grad_numel(unit.spec))
+            unit.grad = buffer.flat
+            self._open[unit.index] = unit
+            if fresh:
+                with self._tape.stream_standing("page out", unit.spec.name):
+                    buffer.free.wait()
+            else:
+                self._bring_back(unit, buffer)
+        if held:
+            self._held.add(unit.index)
+        return unit.grad
+
+    def park(self, unit: UnitState) -> None:
+        if unit.grad is None:
+            return
+        with self._device.aside("gradients out") as left, self._tape.streaming("page out", unit.spec.name):
+            tickets = [save(self._store, self._device, page, part_K) for page, part_K in self._pages(unit)]
+        buffer, unit.grad = _Buffer(unit.grad, left), None
+        del self._open[unit.index]
+        self._held.discard(unit.index)
+        self._left[unit.index] = left
+        self._leaving.append(_Leaving(buffer, tickets))
+
+    def left(self, unit: UnitState) -> Event:
+        return self._left.get(unit.index, PASSED)
+
+    def reset(self) -> None:
+        with suppress(StoreError):  # a broken store is what is being reported already
+            self._await_coming()
+            while self._leaving:
+                self._finish_oldest()
+        free = self._device.mark()
+        for unit in self._open.values():
+            assert unit.grad is not None
+            self._give_back(_Buffer(unit.grad, free))
+            unit.grad = None
+        self._open.clear()
+        self._held.clear()
+
+    def _bring_back(self, unit: UnitState, buffer: _Buffer) -> None:
+        """Load the pages of `unit`, beside what was computed since the buffer got free."""
+        with self._device.aside("gradients in", after=buffer.free) as here:
+            self.left(unit).wait()
+            with self._tape.streaming("page in", unit.spec.name):
+                for page, part_K in self._pages(unit):
+                    self._coming.append(load(self._store, self._device, page, part_K))
+        self._await_coming()
+        with self._tape.stream_standing("page in", unit.spec.name):
+            here.wait()
+
+    def _await_coming(self) -> None:
+        while self._coming:
+            self._coming[-1].wait()
+            self._coming.pop()
+
+    def _take(self, numel: int) -> _Buffer:
+        """One of this size, to be used once it is free."""
+        while not self._free[numel]:
+            if self._leaving:
+                self._finish_oldest()
+                continue
+            idle = (unit for unit in self._open.values() if unit.index not in self._held)
+            oldest = next((unit for unit in idle if self._plan.grad_numel(unit.spec) == numel), None)
+            if oldest is None:
+                self.overflowed += 1
+                return self._buffer(numel)
+            self.park(oldest)  # many units at once, as in a stack that is looped over: it comes back
+        return self._free[numel].pop()
+
+    def _buffer(self, numel: int) -> _Buffer:
+        flat = self._device.zeros(numel, self._plan.grad_dtype)
+        return _Buffer(flat, self._device.mark())
+
+    def _finish_oldest(self) -> None:
+        """Its pages are written, or their copies are enqueued."""
+        for ticket in self._leaving[0].tickets:
+            ticket.wait()
+        self._give_back(self._leaving.popleft().buffer)
+
+    def _give_back(self, buffer: _Buffer) -> None:
+        free = self._free[buffer.flat.numel()]
+        if len(free) < self._counts[buffer.flat.numel()]:
+            free.append(buffer)
+        else:
+            buffer.free.finish()  # whoever gets its memory next knows nothing of this event
+
+    def _pages(self, unit: UnitState) -> Iterator[tuple[Page, Tensor]]:
+        assert unit.grad is not None
+        for number, (start, stop) in enumerate(self._plan.grad_ranges(unit.spec)):
+            yield Page(unit.index, "grad", number), unit.grad[start:stop]

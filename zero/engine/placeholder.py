@@ -1,0 +1,355 @@
+"""What stands where a parameter was: it knows its sizes, and gathers its values for whoever reads them."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from zero.core.tree import replaced, tensors_in
+from zero.engine.empty import Written, written
+from zero.errors import OutsideUnitError
+
+# What may be asked of a parameter that is not gathered: what is known without its values.
+_METADATA = frozenset(
+    {"shape", "dtype", "layout", "ndim", "names", "itemsize", "nbytes", "requires_grad", "grad_fn", "is_leaf"}
+    | {"retains_grad", "is_sparse", "is_quantized", "is_nested", "size", "dim", "ndimension", "numel", "nelement"}
+    | {"stride", "is_contiguous", "data_ptr", "element_size", "is_floating_point", "is_complex", "__len__", "__hash__"}
+    | {"_version", "_base", "_backward_hooks", "requires_grad_", "is_inference"}
+)
+
+_MEMORY = frozenset({"numpy", "__array__", "__dlpack__", "untyped_storage", "storage"})
+"""What gives a tensor's memory away in something that is no tensor."""
+
+
+Hook = Callable[[Tensor], Tensor | None]
+"""Sees a gradient, and may return another one."""
+
+
+class ParameterPlaceholder(nn.Parameter):
+    """Stands where a parameter was: sizes, dtype and device of the gathered one can be read at any time.
+
+    Who reads values gathers its unit: with gradients on they are a view whose gradient arrives as its unit's do, else
+    they are a copy. So every rank has to read them in the same order. They are not written: that raises
+    `OutsideUnitError` with the parameter's name, and so does reading before there are any.
+
+    Attributes:
+        home: where the gathered one is.
+        regather: gives a view of the gathered parameter, one with a history if asked for; None: there is none yet.
+        gradient: gives what `grad` is; None: nothing.
+        source: gives the engine that it belongs to; None: none.
+        whole: stands for it meanwhile, to be read and written.
+        writes: what its constructor wrote into it on meta.
+        hooks: what its gradient goes through, in order, before it leaves this rank.
+        afterwards: called after them, with `grad` in place.
+        is_constant: it is the parameter without its history, as `detach` gives it.
+    """
+
+    full_name: str
+    home: torch.device
+    regather: Callable[[bool], Tensor] | None
+    gradient: Callable[[], Tensor | None] | None
+    source: Callable[[], Any] | None
+    whole: Tensor | None
+    writes: Sequence[Written]
+    hooks: "OrderedDict[int, Hook]"
+    afterwards: "OrderedDict[int, Callable[[Tensor], None]]"
+    is_constant: bool
+    _arrived: list[Tensor | None]
+
+    def __new__(cls, name: str, like: Tensor, dtype: torch.dtype, home: torch.device) -> "ParameterPlaceholder":
+        absent = Tensor._make_subclass(cls, torch.empty(like.shape, dtype=dtype, device="meta"), like.requires_grad)
+        return absent._begin(name, home, written(like))
+
+    @classmethod
+    def taken(
+        cls, parameter: nn.Parameter, name: str, dtype: torch.dtype, home: torch.device
+    ) -> "ParameterPlaceholder":
+        """Make a parameter itself absent, wherever it is held. What it had for values is the caller's to keep."""
+        hooks, afterwards = hooks_of(parameter)
+        parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        where = parameter.device if parameter.is_meta else home
+        parameter.grad = None
+        parameter.data = torch.full((), torch.nan, dtype=dtype, device=where).expand(parameter.shape)
+        parameter.__class__ = cls  # as torch does with parameters that get their size later
+        absent = cast(ParameterPlaceholder, parameter)._begin(name, home, written(parameter))
+        absent.hooks.update(hooks)
+        absent.afterwards.update(afterwards)
+        return absent
+
+    def given_back(self, kind: type[nn.Parameter], values: Tensor) -> None:
+        """Make it the parameter again that it was."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.__class__ = kind  # type: ignore[assignment]
+            self.data = values
+        for hook in self.hooks.values():
+            self.register_hook(hook)
+        for call in self.afterwards.values():
+            self.register_post_accumulate_grad_hook(call)
+
+    def _begin(self, name: str, home: torch.device, writes: Sequence[Written]) -> "ParameterPlaceholder":
+        self.writes = writes
+        self.full_name, self.home, self.regather = name, home, None
+        self.gradient = self.source = self.whole = None
+        self.hooks, self.afterwards, self._arrived = OrderedDict(), OrderedDict(), []
+        self.is_constant = False
+        return self
+
+    @property
+    def trains(self) -> bool:
+        """Its `requires_grad`, asked for each parameter of each call: a fifth of what torch's own way here costs."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.requires_grad
+
+    def register_hook(self, hook: Hook) -> RemovableHandle:
+        """As of any tensor: `hook` sees this rank's gradient, the sum over uses in a backward, and may replace it."""
+        handle = RemovableHandle(self.hooks)
+        self.hooks[handle.id] = hook
+        return handle
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        """As of any leaf: `hook` is called with the parameter, and may change or take away its `grad`.
+
+        That is what the hooks of `register_hook` have left of one microbatch; what has been added up is elsewhere.
+        """
+        handle = RemovableHandle(self.afterwards)
+        self.afterwards[handle.id] = hook
+        return handle
+
+    def through_hooks(self, grad: Tensor) -> Tensor | None:
+        """What is left of a gradient that has arrived."""
+        for hook in list(self.hooks.values()):
+            result = hook(grad)
+            if result is not None and (result.shape != grad.shape or result.dtype != grad.dtype):
+                raise RuntimeError(
+                    f"a hook of {self.full_name} returned {tuple(result.shape)} of {result.dtype} for a gradient "
+                    f"{tuple(grad.shape)} of {grad.dtype}"
+                )
+            grad = grad if result is None else result
+        if not self.afterwards:
+            return grad
+        self._arrived.append(grad.clone())  # what they write into is theirs
+        try:
+            for call in list(self.afterwards.values()):
+                call(self)
+            return self._arrived[-1]
+        finally:
+            self._arrived.pop()
+
+    def at_rest(self) -> "ParameterPlaceholder":
+        """The same parameter as a constant."""
+        made = ParameterPlaceholder(self.full_name, self, self.dtype, self.home)
+        made.requires_grad_(False)
+        made.regather, made.whole, made.is_constant = self.regather, self.whole, True
+        return made
+
+    def _asked_for_grad(self, *new: Tensor | None) -> Tensor | None:
+        """Get it, or set it to `new`."""
+        if self._arrived and new:
+            self._arrived[-1] = new[0]
+        elif new and (new[0] is not None or self._asked_for_grad() is not None):
+            raise OutsideUnitError(
+                f"{self.full_name}.grad is in shards and is not set; edit it in place below stage 2, or with "
+                "zero.set_full(engine, name, value, kind='grad'), or drop all of them with engine.zero_grad()"
+            )
+        if self._arrived:
+            return self._arrived[-1]
+        return None if new or self.gradient is None else self.gradient()
+
+    def value(self, *, constant: bool = False) -> Tensor:
+        """A view of the gathered parameter, with a history unless nobody wants one."""
+        if self.regather is None:
+            raise OutsideUnitError(f"parameter {self.full_name} has no values yet; zero.init makes them")
+        return self.regather(not constant and self.requires_grad and torch.is_grad_enabled())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.value().detach().clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return nn.Parameter(self.value().detach().clone(), self.requires_grad)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs, (asked, is_attribute) = kwargs or {}, _asked(func)
+        if asked in ("device", "is_meta", "is_cuda", "is_cpu"):  # it is on meta itself, which is nobody's business
+            home = args[0].home
+            return home if asked == "device" else home.type == asked.removeprefix("is_")
+        if asked == "grad" and is_attribute:
+            return args[0]._asked_for_grad(*args[1:] if func.__name__ == "__set__" else ())
+        if asked == "stride" or asked == "is_contiguous":  # as the gathered one lies
+            args = (torch.empty(args[0].shape, device="meta"), *args[1:])
+        _refuse_gradient(func, asked, args, kwargs)
+        if asked in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if any(isinstance(one, ParameterPlaceholder) and one.whole is not None for one in tensors_in((args, kwargs))):
+            return _on_whole(func, args, kwargs)
+        _refuse_writing(cls, func, asked, args, kwargs)
+        if asked in ("detach", "data"):
+            return args[0].at_rest()
+        return _read(func, args, kwargs, clone=asked in _MEMORY)
+
+
+def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call `func` on what stands for absent parameters meanwhile, which it may write into."""
+    whole = {
+        id(one): one.whole
+        for one in tensors_in((args, kwargs))
+        if isinstance(one, ParameterPlaceholder) and one.whole is not None
+    }
+    args, kwargs = replaced((args, kwargs), whole)
+    return func(*args, **kwargs)
+
+
+class Part(Tensor):
+    """What a view of an absent parameter shows, for reading: what is written into it would not be in the parameter."""
+
+    full_name: str
+
+    @classmethod
+    def of(cls, tensor: Tensor, name: str) -> "Part":
+        part = tensor.as_subclass(cls)
+        part.full_name = name
+        return part
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self._plain().detach().clone()
+
+    def _plain(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs, (asked, _) = kwargs or {}, _asked(func)
+        if asked in _METADATA or asked in ("grad", "retain_grad", "register_hook"):  # of itself
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        _refuse_writing(cls, func, asked, args, kwargs)
+        if asked == "__iter__":
+            func, args = Tensor.unbind, args[:1]
+        parts = {id(one): one for one in tensors_in((args, kwargs)) if isinstance(one, Part)}
+        names = {_memory_of(one): one.full_name for one in parts.values()}
+        args, kwargs = replaced((args, kwargs), {key: one._plain() for key, one in parts.items()})
+        result = func(*args, **kwargs)
+        seen = {id(one): cls.of(one, names[_memory_of(one)]) for one in tensors_in(result) if _lies_in(one, names)}
+        result = _for_reading(replaced(result, seen))
+        return iter(result) if asked == "__iter__" else result
+
+
+def _asked(func: Any) -> tuple[str, bool]:
+    """What torch was asked for by `func`: its name, and whether it is an attribute that is read or set."""
+    is_attribute = func.__name__ in ("__get__", "__set__")
+    return func.__self__.__name__ if is_attribute else func.__name__, is_attribute
+
+
+def _refuse_writing(kind: type[ParameterPlaceholder | Part], func: Any, asked: str, args: Any, kwargs: Any) -> None:
+    first = next(iter((*args, *kwargs.values())), None)
+    for one in tensors_in([kwargs.get("out"), first if func.__name__ == "__set__" or _writes(asked) else None]):
+        if isinstance(one, kind):
+            _refuse_written(one.full_name, asked)
+    if kwargs.get("inplace") and isinstance(first, kind):
+        _refuse_written(first.full_name, f"{asked}(inplace=True)")
+
+
+def _refuse_written(name: str, by: str) -> None:
+    raise OutsideUnitError(
+        f"parameter {name} was written to by {by}, and it lies in shards; write into it with "
+        "zero.gathered(state, names, modify=True) or zero.set_full, or into a clone() of what was read"
+    )
+
+
+def _writes(name: str) -> bool:
+    """By torch's names, a function that writes into its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NO_WRITERS)
+    return name.partition(".")[0].endswith("_")  # those of torch.ops have the name of their overload behind it
+
+
+_NO_WRITERS = ("__invert__", "__int__", "__index__", "__iter__")
+
+
+def _refuse_gradient(func: Any, asked: str, args: Any, kwargs: Any) -> None:
+    """Of a constant, or one that is asked of autograd itself."""
+    if func is torch.autograd.grad:
+        name = next(one.full_name for one in tensors_in((args, kwargs)) if isinstance(one, ParameterPlaceholder))
+        raise OutsideUnitError(
+            f"torch.autograd.grad by {name}: gradients of parameters leave a backward in shards; read one between "
+            "backward and step with zero.get_full(engine, name, kind='grad'), or differentiate copies that are put in "
+            "place with torch.func.functional_call"
+        )
+    begins = func.__name__ == "__set__" if asked == "requires_grad" else asked == "requires_grad_"
+    if begins and args[0].is_constant and next(iter((*args[1:], *kwargs.values())), True):
+        raise OutsideUnitError(
+            f"{args[0].full_name} without its history was asked to have a gradient of its own, and its values lie in "
+            "shards; do that with a copy: .detach().clone().requires_grad_()"
+        )
+
+
+def _read(func: Any, args: Any, kwargs: Any, *, clone: bool) -> Any:
+    """Call `func` on values in place of absent parameters; what would look at their memory is a `Part`, and where it is
+    no view in a graph that of a copy, because the memory is another unit's next."""
+    walks = func.__name__ == "__iter__"
+    if walks:
+        func, args = Tensor.unbind, args[:1]
+    absent = {id(one): one for one in tensors_in((args, kwargs)) if isinstance(one, ParameterPlaceholder)}
+    values = {key: one.value() for key, one in absent.items()}
+    names = {_memory_of(value): absent[key].full_name for key, value in values.items()}
+    given = {key: value.clone() for key, value in values.items()} if clone else values
+    before = {key: _version(value) for key, value in values.items()}
+    args, kwargs = replaced((args, kwargs), given)
+    result = func(*args, **kwargs)
+    for key, value in values.items():
+        if _version(value) != before[key]:
+            _refuse_written(absent[key].full_name, func.__name__)
+    looking = [one for one in tensors_in(result) if _lies_in(one, names)]
+    parts = {id(one): Part.of(one if one.requires_grad else one.clone(), names[_memory_of(one)]) for one in looking}
+    result = _for_reading(replaced(result, parts))
+    return iter(result) if walks else result
+
+
+def _for_reading(result: Any) -> Any:
+    """An array of numpy is one that is not written to."""
+    flags = getattr(result, "flags", None) if type(result).__module__ == "numpy" else None
+    if flags is not None:
+        flags.writeable = False
+    return result
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _memory_of(tensor: Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage().data_ptr()
+
+
+def _lies_in(tensor: Tensor, memory: Container[int]) -> bool:
+    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    return tensor.numel() > 0 and _memory_of(tensor) in memory
+
+
+Hooks = tuple[dict[int, Hook], dict[int, Callable[[Tensor], None]]]
+
+
+def hooks_of(parameter: nn.Parameter) -> Hooks:
+    """Those of `register_hook`, and those of `register_post_accumulate_grad_hook`."""
+    if isinstance(parameter, ParameterPlaceholder):
+        return parameter.hooks, parameter.afterwards
+    return parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
+
+
+def in_backward() -> bool:
+    """True while autograd runs a backward pass on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)

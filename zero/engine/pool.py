@@ -1,0 +1,173 @@
+"""A fixed set of buffers that units are gathered into, so that peak memory is known before the first step.
+
+Buffers come in sizes, one per distinct unit size. Which unit takes which buffer depends only on the order of calls, so
+every rank decides alike. No rank ever waits for a buffer, because the thread that would wait is the one that would free
+it: when every buffer of a size is pinned, an extra one is made, counted in `overflowed`, and dropped when it is let go.
+
+A buffer that is not pinned keeps its unit until another takes it, so the last units of a forward are still there when
+backward begins.
+
+A view of a buffer may outlive its pin: a parameter that user code stored, or a tensor that a checkpoint recomputed.
+Before a buffer changes hands its storage is asked whether anybody still looks at it. If so, they keep that memory and
+the buffer gets fresh memory, counted in `renewed`: late, never wrong.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from zero.distributed.world import Handle
+from zero.platform.device import Device, Event
+
+
+class Buffer:
+    """One flat buffer: memory, the unit and version it holds, and how many users have pinned it."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: Device, *, extra: bool = False) -> None:
+        self._device = device
+        self.flat = _zeros(numel, dtype, device)
+        self.extra = extra
+        self.unit: int | None = None
+        self.version = -1
+        self.pins = 0
+        self.ahead = False
+        self.used = 0
+        self.arrivals: list[Handle] = []
+        self.ready = Event()
+        self._watch()
+
+    @property
+    def address(self) -> int:
+        return self._storage.data_ptr()
+
+    @property
+    def is_free(self) -> bool:
+        return self.pins == 0 and not self.ahead
+
+    @property
+    def is_seen(self) -> bool:
+        """Some tensor besides `flat` still looks at this memory."""
+        return torch._C._storage_Use_Count(self._storage._cdata) > self._alone
+
+    def land(self) -> None:
+        """Wait for what is on its way into this buffer."""
+        self.ready.wait()  # what was enqueued for it, before anything that an arrival enqueues after it
+        while self.arrivals:
+            self.arrivals[-1].wait()  # an interrupt leaves it there, to be waited for again
+            self.arrivals.pop()
+
+    def renew(self) -> None:
+        """Leave the memory to whoever looks at it and take fresh memory."""
+        self.flat = _zeros(self.flat.numel(), self.flat.dtype, self._device)
+        self._watch()
+
+    def _watch(self) -> None:
+        self._storage = self.flat.untyped_storage()
+        self._alone = torch._C._storage_Use_Count(self._storage._cdata)
+
+
+def _zeros(numel: int, dtype: torch.dtype, device: Device) -> Tensor:
+    with torch.inference_mode(False):  # an evaluation may ask for it, and a later step keep it for backward
+        return device.zeros(numel, dtype)
+
+
+class Pool:
+    """Buffers by size, the least recently used one first.
+
+    Args:
+        counts: elements of a buffer to how many of that size there are.
+    """
+
+    def __init__(self, counts: Mapping[int, int], dtype: torch.dtype, device: Device) -> None:
+        self._dtype, self._device = dtype, device
+        self._buffers = {numel: [Buffer(numel, dtype, device) for _ in range(n)] for numel, n in counts.items()}
+        self._by_unit: dict[int, Buffer] = {}
+        self._by_address = {b.address: b for buffers in self._buffers.values() for b in buffers}
+        self._clock = 0
+        self.overflowed = 0
+        self.renewed = 0
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        return tuple(buffer for buffers in self._buffers.values() for buffer in buffers)
+
+    @property
+    def pinned(self) -> int:
+        """Buffers in use now, or gathered ahead."""
+        return sum(not buffer.is_free for buffer in self.buffers)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(buffer.flat.nbytes for buffer in self.buffers)
+
+    def find(self, unit: int) -> Buffer | None:
+        """The buffer that holds `unit`, whatever its version."""
+        return self._by_unit.get(unit)
+
+    def holding(self, tensor: Tensor) -> Buffer | None:
+        """The buffer whose memory `tensor` looks at."""
+        if tensor.layout is not torch.strided:
+            return None
+        address = tensor.untyped_storage().data_ptr()
+        return self._by_address.get(address) if address else None
+
+    def has_room(self, numel: int) -> bool:
+        return self._least_recent(numel) is not None
+
+    def take(self, unit: int, numel: int) -> Buffer:
+        """The buffer for `unit`: its own if it has one, else the least recently used; to be overwritten whole."""
+        buffer = self._by_unit.get(unit) or self._least_recent(numel) or self._overflow(numel)
+        buffer.land()  # gathered ahead and never used: it must not arrive on top of what comes next
+        if buffer.unit is not None:
+            del self._by_unit[buffer.unit]
+        if buffer.is_seen:
+            self.renewed += 1
+            self._by_address.pop(buffer.address, None)
+            buffer.renew()
+            self._by_address[buffer.address] = buffer
+        buffer.unit, buffer.version = unit, -1
+        self._by_unit[unit] = buffer
+        self.touch(buffer)
+        return buffer
+
+    def touch(self, buffer: Buffer) -> None:
+        self._clock += 1
+        buffer.used = self._clock
+
+    def unpin(self, buffer: Buffer) -> None:
+        buffer.pins -= 1
+        if buffer.extra and buffer.is_free:
+            self._drop(buffer)
+
+    def drop_ahead(self) -> None:
+        """Let go what was gathered ahead and not used since."""
+        for buffers in self._buffers.values():
+            for buffer in list(buffers):
+                buffer.ahead = False
+                if buffer.extra and buffer.is_free:
+                    self._drop(buffer)
+
+    def unpin_all(self) -> None:
+        """After an error: nobody holds anything."""
+        for buffers in self._buffers.values():
+            for buffer in list(buffers):
+                buffer.pins, buffer.ahead = 0, False
+                if buffer.extra:
+                    self._drop(buffer)
+
+    def _least_recent(self, numel: int) -> Buffer | None:
+        return min((b for b in self._buffers[numel] if b.is_free), key=lambda b: b.used, default=None)
+
+    def _overflow(self, numel: int) -> Buffer:
+        self.overflowed += 1
+        buffer = Buffer(numel, self._dtype, self._device, extra=True)
+        self._buffers[numel].append(buffer)
+        self._by_address[buffer.address] = buffer
+        return buffer
+
+    def _drop(self, buffer: Buffer) -> None:
+        self._buffers[buffer.flat.numel()].remove(buffer)
+        self._by_address.pop(buffer.address, None)
+        if buffer.unit is not None:
+            del self._by_unit[buffer.unit]

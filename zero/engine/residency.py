@@ -1,0 +1,198 @@
+"""Which units are whole on this rank right now: gathers them, and those that come next ahead of time.
+
+A unit is whole in a buffer of its own (resident) or in one borrowed from the pool. Its copy is current while the
+buffer's version is the unit's; a waiting update is forced before a gather, so what arrives is this step's parameters.
+
+Where the whole unit sleeps in the store its gather does not wait for the update: the store keeps the order, and each
+page arrives as soon as it is updated.
+
+Where units are borrowed, everything that starts a collective here depends on the order of calls alone, so ranks that
+call alike start the same ones. Where they are resident, ranks may call differently: a unit is gathered after all that
+come before it in the plan, and the rest before anything else is sent.
+"""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from zero.engine.fetch import Fetch
+from zero.engine.pool import Buffer, Pool
+from zero.engine.unit_state import UnitState
+from zero.engine.visit_order import CollectiveLog, VisitOrder
+from zero.platform.device import Device
+from zero.platform.timeline import Tape
+from zero.store import Ticket
+
+
+class Residency:
+    """Gathers units into their buffers.
+
+    Args:
+        pool: None when every unit is resident.
+        prefetch: how many units to gather ahead, in both directions.
+        apply: returns when a unit's waiting update is made.
+        follow: the same without waiting: returns what to wait for. What `fetch` starts comes after it by itself. None
+            where it does not: then a unit is gathered ahead only if its update is made.
+        fetch: starts to fill a buffer with a unit, whose update may be under way still; returns what to wait for.
+        in_order: gather units in the plan's order, whichever is asked for first.
+        alone: there is no other rank, so what is gathered ahead may depend on what happens to be ready.
+        log: where every collective is noted.
+        tape: told of gathers.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitState],
+        *,
+        device: Device,
+        pool: Pool | None,
+        prefetch: int,
+        apply: Callable[[UnitState], None],
+        follow: Callable[[UnitState], list[Ticket]] | None,
+        fetch: Fetch,
+        in_order: bool,
+        alone: bool,
+        log: CollectiveLog,
+        tape: Tape,
+    ) -> None:
+        self._units, self._device, self.pool = units, device, pool
+        self._prefetch, self._apply, self._follow, self._fetch = prefetch, apply, follow, fetch
+        self._in_order, self._alone, self._log, self._tape = in_order, alone, log, tape
+        self._next = 0  # where units are gathered in order: the one after the last
+        self._orders = {True: VisitOrder(), False: VisitOrder()}
+        self._ahead: set[int] = set()  # units asked for before their turn, and not used yet
+
+    def begin(self) -> None:
+        """A microbatch, or a forward without gradients, starts."""
+        for order in self._orders.values():
+            order.begin()
+        self.end()
+
+    def end(self) -> None:
+        """It is over: what was gathered ahead and never used has arrived, and may go."""
+        for index in sorted(self._ahead):
+            buffer = self._find(self._units[index])
+            if buffer is not None:
+                buffer.land()
+        self._ahead.clear()
+        if self.pool is not None:
+            self.pool.drop_ahead()
+
+    def reset(self) -> None:
+        """After an exception: forget pins and half-made records."""
+        for order in self._orders.values():
+            order.forget()
+        self._ahead.clear()
+        if self.pool is not None:
+            self.pool.unpin_all()
+
+    def pin(self, unit: UnitState, *, training: bool) -> Buffer:
+        """Gather `unit`, and ahead of time those that come next; returns its buffer, pinned and ready to compute on.
+
+        Args:
+            training: whether backward will follow, or is under way; forwards without it have an order of their own.
+        """
+        upcoming = self._orders[training].visit(unit.index, self._prefetch)
+        self._request(unit)
+        self.buffer(unit).pins += 1
+        for index in upcoming:
+            self._request_ahead(self._units[index])
+        return self._arrive(unit)
+
+    def unpin(self, buffer: Buffer) -> None:
+        """One user of `buffer` is done."""
+        if self.pool is not None:
+            self.pool.unpin(buffer)
+        else:
+            buffer.pins -= 1
+
+    def buffer(self, unit: UnitState) -> Buffer:
+        """Where `unit` is gathered now."""
+        buffer = self._find(unit)
+        assert buffer is not None, f"{unit.spec.name} is not gathered"
+        return buffer
+
+    def materialise(self, unit: UnitState) -> Tensor:
+        """The full flat of `unit`, current until the next gather. Collective; for reading outside a step."""
+        self._request(unit)
+        return self._arrive(unit).flat
+
+    def complete(self) -> None:
+        """Where units are gathered in order: start the gathers of all that have changed."""
+        if self._in_order:
+            for unit in self._units:
+                self._request(unit)
+
+    def _request(self, unit: UnitState) -> None:
+        """Start the gather of `unit` unless a current copy is here or on its way."""
+        if not self._is_current(unit):
+            for one in self._starting(unit):
+                self._start(one)
+            self._next = unit.index + 1
+
+    def _starting(self, unit: UnitState) -> list[UnitState]:
+        """What is gathered when `unit`, which has changed, is asked for."""
+        if not self._in_order:
+            return [unit]
+        first = self._next if self._next <= unit.index else 0  # else it has changed since the last one was gathered
+        return [one for one in self._units[first : unit.index + 1] if not self._is_current(one)]
+
+    def _is_current(self, unit: UnitState) -> bool:
+        buffer = self._find(unit)
+        return buffer is not None and buffer.version == unit.version and unit.waiting is None
+
+    def _start(self, unit: UnitState) -> None:
+        buffer = self._find(unit)
+        with self._device.aside("gather") as ready:
+            due: list[Ticket] = []
+            if unit.waiting is not None and self._follow is not None:
+                due = self._follow(unit)
+            elif unit.waiting is not None:
+                self._apply(unit)
+            if unit.resident is None:
+                assert self.pool is not None
+                buffer = self.pool.take(unit.index, unit.full_numel)
+            assert buffer is not None
+            buffer.ready = ready
+            buffer.arrivals += due
+            if buffer.version != unit.version:
+                buffer.version = -1  # until it is known what to wait for: an interrupt may come in between
+                self._fill(unit, buffer, due)
+                buffer.version = unit.version
+
+    def _fill(self, unit: UnitState, buffer: Buffer, due: Sequence[Ticket]) -> None:
+        if not self._in_order:  # else there is nothing to compare: one rank may gather before a step begins
+            self._log.note(f"gather of {unit.spec.name}")
+        buffer.arrivals += self._tape.under_way(
+            "gather", unit.spec.name, lambda: self._fetch(unit, buffer.flat, due, not self._is_over(due))
+        )
+
+    def _is_over(self, due: Sequence[Ticket]) -> bool:
+        """An update is made, so far as this rank may decide by it: several must not decide by time."""
+        return not due or (self._alone and all(ticket.ended for ticket in due))
+
+    def _request_ahead(self, unit: UnitState) -> None:
+        due = [ticket for one in self._starting(unit) for ticket in one.due]
+        if not self._is_over(due) and self._follow is None:
+            return  # the store's threads are at it: waiting for them here would hold up the unit before it
+        self._ahead.add(unit.index)
+        if unit.resident is not None:
+            self._request(unit)
+            return
+        assert self.pool is not None
+        if self.pool.find(unit.index) is not None or self.pool.has_room(unit.full_numel):
+            self._request(unit)
+            self.buffer(unit).ahead = True
+
+    def _arrive(self, unit: UnitState) -> Buffer:
+        self._ahead.discard(unit.index)
+        buffer = self.buffer(unit)
+        with self._tape.stream_standing("gather, update", unit.spec.name):  # both were enqueued aside
+            buffer.land()
+        buffer.ahead = False
+        if self.pool is not None:
+            self.pool.touch(buffer)
+        return buffer
+
+    def _find(self, unit: UnitState) -> Buffer | None:
+        return unit.resident if self.pool is None else self.pool.find(unit.index)

@@ -1,0 +1,213 @@
+"""Where what autograd keeps of a unit is between forward and backward: where autograd made it, or in host memory.
+
+`OnHost` sends a storage to host memory as soon as something in it is kept, beside the forward that goes on, and brings
+it back one ahead of the backward that needs it. It works by storages, because what is kept are often views: query, key
+and value of one product are one copy, and so is what several operators keep. A storage of less than `LEAST_BYTES`
+stays. On a CPU everything lies in host memory already, and there offload is keep.
+
+Nothing waits on the host. A storage on its way out is held until the compute stream has been told to wait for its copy,
+which happens `MOST_LEAVING` storages later; one that was brought back for nothing is let go the same way.
+"""
+
+import weakref
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from zero.platform.device import Arena, Device, Event, round_up
+
+LEAST_BYTES = 1 << 20
+"""What is smaller is not worth two copies."""
+
+MOST_LEAVING = 2
+"""Storages on their way to the host."""
+
+
+class Kept(NamedTuple):
+    """A saved tensor where it was. With hooks in place torch does not check versions, so this does."""
+
+    tensor: Tensor
+    version: int
+
+    def unchanged(self) -> Tensor:
+        """The tensor; refused, as torch does without hooks, if it was written to since."""
+        _same_version(self.tensor, self.version, self.tensor.shape)
+        return self.tensor
+
+
+def _same_version(tensor: Tensor, version: int, shape: torch.Size) -> None:
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(shape)} is at version {tensor._version}, expected {version}"
+        )
+
+
+class InPlace:
+    """Everything stays where it is.
+
+    Attributes:
+        away: what is kept goes somewhere else, so every unit's forward has to be watched.
+    """
+
+    away = False
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Of host memory."""
+        return 0
+
+    def keep(self, tensor: Tensor) -> Any:
+        """What autograd is to hold in place of `tensor`."""
+        return Kept(tensor, tensor._version)
+
+    def find(self, kept: Any) -> Tensor:
+        """The tensor that was kept."""
+        tensor: Tensor = kept.unchanged()
+        return tensor
+
+    def release_all(self) -> None:
+        """A pass is over, or broke off: hold nothing back."""
+
+
+class _Home:
+    """One storage in host memory, and on the device again while backward needs it."""
+
+    def __init__(self, storage: Any, block: Tensor, before: "_Home | None") -> None:
+        self.nbytes, self.block = storage.nbytes(), block
+        self.origin = StorageWeakRef(storage)  # so its address means this storage as long as this lives
+        self.before = None if before is None else weakref.ref(before)
+        self.left, self.ready = Event(), Event()
+        self.back: Tensor | None = None
+        self.kept = self.found = 0
+
+
+class Sent(NamedTuple):
+    """A saved tensor as a view of a storage that went to the host.
+
+    `witness` shares the tensor's version, and none of its memory: the copy may still be under way when the tensor is
+    written to.
+    """
+
+    home: _Home
+    witness: Tensor
+    version: int
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class OnHost(InPlace):
+    """Large storages of the device go to host memory and come back.
+
+    Args:
+        pin: lock host memory for the GPU's copy engines.
+        least_bytes: smaller storages stay.
+    """
+
+    away = True
+
+    def __init__(self, device: Device, *, pin: bool = True, least_bytes: int | None = None) -> None:
+        self._device, self._pin = device, pin
+        self._least_bytes = LEAST_BYTES if least_bytes is None else least_bytes
+        self._homes: weakref.WeakValueDictionary[tuple[int, int], _Home] = weakref.WeakValueDictionary()
+        self._last: weakref.ref[_Home] | None = None
+        self._free: dict[int, list[Tensor]] = {}  # blocks of host memory that nothing lies in
+        self._leaving: deque[tuple[Event, Tensor]] = deque()
+        self._coming: deque[tuple[Event, Tensor]] = deque()
+        self._allocated_bytes = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._allocated_bytes
+
+    def keep(self, tensor: Tensor) -> Any:
+        if not self._is_worth_it(tensor):
+            return super().keep(tensor)
+        storage = tensor.untyped_storage()
+        key = storage._cdata, tensor._version
+        home = self._homes.get(key)
+        if home is None:
+            home = self._homes[key] = self._send(storage)
+        home.kept += 1
+        witness = tensor.detach()
+        witness.data = witness.new_empty(0)
+        where = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        return Sent(home, witness, tensor._version, tensor.dtype, *where)
+
+    @torch.no_grad()
+    def find(self, kept: Any) -> Tensor:
+        if isinstance(kept, Kept):
+            return super().find(kept)
+        _same_version(kept.witness, kept.version, kept.size)
+        home = kept.home
+        back = self._fetch(home)
+        home.ready.wait()
+        before = home.before and home.before()
+        if before is not None and before.back is None and not before.found:
+            coming = self._fetch(before)
+            self._coming.append((before.ready, coming))
+            self._let_go(self._coming, MOST_LEAVING)
+        home.found += 1
+        if home.found == home.kept:  # the last of this pass; another pass fetches it once more
+            home.found, home.back = 0, None
+        return _view(back, kept.dtype, kept.offset, kept.size, kept.stride)
+
+    def release_all(self) -> None:
+        self._let_go(self._leaving, 0)
+        self._let_go(self._coming, 0)
+        self._last = None
+
+    def _is_worth_it(self, tensor: Tensor) -> bool:
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        return plain and self._device.is_home_of(tensor) and tensor.untyped_storage().nbytes() >= self._least_bytes
+
+    @torch.no_grad()
+    def _send(self, storage: Any) -> _Home:
+        self._let_go(self._coming, 0)  # a block may be filled again while its last content is on the way
+        home = _Home(storage, self._take(storage.nbytes()), None if self._last is None else self._last())
+        weakref.finalize(home, self._free[home.block.numel()].append, home.block).atexit = False
+        self._last = weakref.ref(home)
+        here = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        with self._device.aside("activations out") as home.left:
+            self._device.copy(home.block[: home.nbytes], here)
+        self._leaving.append((home.left, here))
+        self._let_go(self._leaving, MOST_LEAVING)
+        return home
+
+    def _fetch(self, home: _Home) -> Tensor:
+        if home.back is None:
+            back = torch.empty(home.nbytes, dtype=torch.uint8, device=self._device.device)
+            with self._device.aside("activations in") as home.ready:
+                home.left.wait()
+                self._device.copy(back, home.block[: home.nbytes])
+            home.back = back
+        return home.back
+
+    def _let_go(self, held: deque[tuple[Event, Tensor]], most: int) -> None:
+        """Memory that a side stream works on may be used again once the compute stream waits for that."""
+        while len(held) > most:
+            event, _held = held.popleft()  # until the wait is enqueued
+            event.wait()
+
+    def _take(self, nbytes: int) -> Tensor:
+        """A block of host memory, whole when its home is gone.
+
+        Sizes are rounded up by an eighth at most, so that lengths that differ from step to step share blocks.
+        """
+        size = round_up(nbytes, max(4096, 1 << max(nbytes.bit_length() - 4, 0)))
+        free = self._free.setdefault(size, [])
+        if not free:
+            arena = Arena(size, self._device, pin=self._pin)
+            weakref.finalize(self, arena.close).atexit = False
+            self._allocated_bytes += size
+            free.append(arena.take(size))
+        return free.pop()
+
+
+def _view(back: Tensor, dtype: torch.dtype, offset: int, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=back.device).set_(back.untyped_storage(), offset, size, stride)

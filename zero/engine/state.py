@@ -1,0 +1,134 @@
+"""The `State` that moves from step to step.
+
+A `State` is a value: `step` takes one and returns the next, and the old one is spent. The tensors are the same memory
+(the `UnitState` of each unit, and pages in the store), so a state costs nothing, and a spent one says so instead of
+showing numbers of a later step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from zero.core.precision import LossScale
+from zero.engine.gather import Gatherer
+from zero.engine.gradient import Gradients
+from zero.engine.plan import Plan
+from zero.engine.reduce import Reducer
+from zero.engine.unit_state import UnitState
+from zero.engine.update import Updater
+from zero.engine.visit_order import CollectiveLog
+from zero.errors import StaleStateError
+from zero.platform.timeline import Tape
+from zero.store import PrefetchStore
+
+
+@dataclass(frozen=True, eq=False)
+class Runtime:
+    """What every state of one run shares: the copied model and the parts that run it.
+
+    Attributes:
+        originals: parameters of the model that was given, by name, which a gradient could reach by mistake.
+    """
+
+    plan: Plan
+    model: nn.Module
+    originals: Mapping[str, nn.Parameter]
+    store: PrefetchStore
+    units: tuple[UnitState, ...]
+    gatherer: Gatherer
+    gradients: Gradients
+    reducer: Reducer
+    updater: Updater
+    log: CollectiveLog
+    tape: Tape
+
+    def align(self) -> None:
+        """Before what all ranks do together outside of a step: what some have gathered since, in forwards of their own,
+        all of them have."""
+        self.gatherer.residency.complete()
+
+    def come_to_rest(self) -> None:
+        """Before pages and parameters are read or written from outside of a step, by the host too: no update waits any
+        more, and nothing is at them."""
+        self.align()
+        for unit in self.units:
+            if unit.waiting is not None:
+                self.updater.apply(unit)
+        self.plan.world.compute.join()  # for the host an update was made when it was launched
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """The training state after `step` updates.
+
+    Attributes:
+        step: updates made, the skipped ones not counted.
+        scale: the loss scale and its counters.
+        skipped: steps that changed nothing because a gradient was not finite.
+    """
+
+    machinery_: Runtime = field(repr=False)
+    step_: int
+    scale_: LossScale
+    spent_: list[int] = field(default_factory=list, repr=False)
+
+    @property
+    def step(self) -> int:
+        return self._live().step_
+
+    @property
+    def scale(self) -> LossScale:
+        return self._live().scale_
+
+    @property
+    def skipped(self) -> int:
+        return self.scale.skipped
+
+    @property
+    def tried(self) -> int:
+        """Steps that were made, the skipped ones counted."""
+        return self.step + self.skipped
+
+    @property
+    def runtime(self) -> Runtime:
+        return self._live().machinery_
+
+    @property
+    def state(self) -> State:
+        """Itself: whatever has a state is asked for it by this name."""
+        return self._live()
+
+    @property
+    def plan(self) -> Plan:
+        return self.runtime.plan
+
+    @property
+    def model(self) -> nn.Module:
+        """The copy that runs on gathered parameters; its own parameters cannot be read outside their modules."""
+        return self.runtime.model
+
+    def advance(self, *, scale: LossScale, finite: bool) -> State:
+        """The state after one more step; this one is spent, and so are its gradients, which the update may use up."""
+        live = self._live()
+        live.machinery_.updater.sums.clear()
+        self.spent_.append(live.tried + 1)
+        return replace(live, step_=live.step_ + finite, scale_=scale, spent_=[])
+
+    def restored(self, *, step: int, scale: LossScale) -> State:
+        """The state that a checkpoint is about to put in this one's memory; this one is spent."""
+        return replace(self.advance(scale=scale, finite=False), step_=step)
+
+    def spend(self) -> None:
+        """Something changed that cannot go back: nothing may take this for the state that it was."""
+        self.advance(scale=self.scale, finite=False)
+
+    def _live(self) -> State:
+        if self.spent_:
+            raise StaleStateError(
+                f"this State was already consumed by step {self.spent_[0]}; "
+                "write `state, metrics = step(state, microbatches)` and keep the new one"
+            )
+        return self

@@ -1,0 +1,39 @@
+"""One page between the store and memory of the device.
+
+The store's threads move host memory. Where the device is the host, or lends from it, that is all. On a GPU a page of a
+disk passes through a slot of the pinned arena, and a thread of the store copies it on a stream of its own.
+"""
+
+import threading
+from collections.abc import Callable
+
+from torch import Tensor
+
+from zero.platform.device import Device
+from zero.store import Group, Page, PrefetchStore, Ticket
+
+
+def load(store: PrefetchStore, device: Device, page: Page, into: Tensor) -> Ticket:
+    """Read `page` to `into`, (K,), on the device; what is enqueued there now is done before it changes."""
+    if device.shares_memory or store.in_place(page) is not None:
+        return store.read(page, into)
+    group = Group(page.unit, page.number, (), beside=(page,))
+    return _through_slot(store, device, group, lambda slot_K: device.copy(into, slot_K))
+
+
+def save(store: PrefetchStore, device: Device, page: Page, source: Tensor) -> Ticket:
+    """Write `source`, (K,), on the device as what is enqueued there now leaves it; it may change after `wait`."""
+    if device.shares_memory or store.in_place(page) is not None:
+        return store.write(page, source)
+    group = Group(page.unit, page.number, (), out=(page,))
+    return _through_slot(store, device, group, lambda slot_K: device.copy(slot_K, source))
+
+
+def _through_slot(store: PrefetchStore, device: Device, group: Group, copy: Callable[[Tensor], None]) -> Ticket:
+    after = device.mark()
+
+    def work(tensors: tuple[Tensor, ...]) -> None:
+        with device.paging(threading.current_thread().name, after):
+            copy(tensors[0])
+
+    return store.modify(group, work)

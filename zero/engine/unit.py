@@ -1,0 +1,302 @@
+"""Split a model into units: what is gathered and released together.
+
+A **unit** owns parameters. A **site** is a module whose forward needs a unit; usually each site has its own unit and
+each unit one site, but a tied weight is one slot in one unit with several sites. A parameter belongs to the unit of the
+nearest site above the place where it is first found, and every other place that holds it makes its own nearest site
+need that unit too.
+
+By default every element of an outermost `ModuleList` or `Sequential` is a site. Modules above those lists are descended
+into, and their other parameter-owning children are sites, so that an embedding or a head does not stay gathered for the
+whole step; parameters that such an ancestor owns directly make the ancestor itself a site. Or the sites are named by
+class.
+
+Nothing here touches the user's model: `Splitting` is names and sizes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from zero.core.layout import Layout
+from zero.core.suggest import meant
+from zero.errors import PlanError
+
+AUTO = "auto"
+"""Among names of classes: the default policy."""
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """What one unit owns: a flat of trainable parameters and a flat of frozen ones.
+
+    `lookup` says that parameters are only looked up by index (`nn.Embedding`), so backward does not read their values.
+    """
+
+    index: int
+    name: str
+    trainable: Layout
+    frozen: Layout
+    lookup: bool = False
+
+
+@dataclass(frozen=True)
+class Binding:
+    """One parameter as one site sees it: `local` inside the site's module is slot number `slot` of a flat of `unit`."""
+
+    local: str
+    unit: int
+    slot: int
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class Site:
+    """A module whose forward needs `units`, in the order in which they are gathered."""
+
+    path: str
+    bindings: tuple[Binding, ...]
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(binding.unit for binding in self.bindings))
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A module that holds parameters directly: `slots` maps its own parameter names to full names."""
+
+    path: str
+    slots: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """A model as units and sites.
+
+    `depth` is how many units are gathered at most beside the first: sites lie inside one another, and a site may need
+    several units.
+    """
+
+    units: tuple[UnitSpec, ...]
+    sites: tuple[Site, ...]
+    owners: tuple[Owner, ...]
+    depth: int
+
+    @property
+    def trains(self) -> bool:
+        """There is something to train."""
+        return any(unit.trainable.slots for unit in self.units)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every parameter's full name."""
+        return tuple(slot.name for unit in self.units for one in (unit.trainable, unit.frozen) for slot in one.slots)
+
+    def aliases(self) -> dict[str, tuple[str, ...]]:
+        """A parameter's full name to every name that it has in the model, its own first: ties have several."""
+        found: dict[str, dict[str, None]] = {}
+        for owner in self.owners:
+            for own, name in owner.slots:
+                found.setdefault(name, {name: None})[f"{owner.path}.{own}" if owner.path else own] = None
+        return {name: tuple(names) for name, names in found.items()}
+
+
+@dataclass
+class _Found:
+    """One parameter while the tree is walked."""
+
+    name: str
+    parameter: nn.Parameter
+    unit: str
+
+
+def split(
+    model: nn.Module,
+    *,
+    world_size: int,
+    class_names: Sequence[str] | None = None,
+    group: Callable[[str, tuple[int, ...]], int] = lambda name, shape: 0,
+) -> Splitting:
+    """Find the units and sites of `model`, whose parameters may be on any device, meta included.
+
+    Args:
+        class_names: classes whose instances are sites; None for the default policy of this module's docstring. With
+            "auto" among them it is that policy, which looks into no module of the other classes.
+        group: parameter name and shape to the number of its optimizer group.
+
+    Raises:
+        PlanError: a class name that no module has, a parameter that is not floating point, or a buffer without values.
+    """
+    for path, module in model.named_modules():
+        _refuse_kind(module, path)
+    roots = _roots(model, class_names or (AUTO,))
+    found, needs, owners = _walk(model, roots)
+    names = dict.fromkeys(one.unit for one in found.values())
+    lookups = _lookups(model, found)
+    units = tuple(
+        _unit(index, name, found.values(), world_size, group, lookup=name in lookups)
+        for index, name in enumerate(names)
+    )
+    where = {
+        slot.name: (unit.index, number, layout is unit.trainable)
+        for unit in units
+        for layout in (unit.trainable, unit.frozen)
+        for number, slot in enumerate(layout.slots)
+    }
+    sites = tuple(
+        Site(path, tuple(Binding(local, *where[found[key].name]) for local, key in wanted.items()))
+        for path, wanted in needs.items()
+    )
+    full_names = {key: one.name for key, one in found.items()}
+    return Splitting(
+        units,
+        sites,
+        tuple(Owner(path, tuple((own, full_names[key]) for own, key in slots)) for path, slots in owners),
+        _depth(sites),
+    )
+
+
+def _unit(
+    index: int, name: str, found: Any, world_size: int, group: Callable[[str, tuple[int, ...]], int], *, lookup: bool
+) -> UnitSpec:
+    def layout(trainable: bool) -> Layout:
+        mine = {
+            one.name: tuple(one.parameter.shape)
+            for one in found
+            if one.unit == name and one.parameter.requires_grad is trainable
+        }
+        return Layout.of(mine, world_size=world_size, groups={key: group(key, shape) for key, shape in mine.items()})
+
+    return UnitSpec(index, name or "(root)", layout(True), layout(False), lookup)
+
+
+def _lookups(model: nn.Module, found: Mapping[int, _Found]) -> set[str]:
+    """The units whose every parameter is held by embeddings alone."""
+    read = {
+        id(parameter)
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for parameter in module._parameters.values()
+    }
+    return {one.unit for one in found.values()} - {one.unit for key, one in found.items() if key in read}
+
+
+def _walk(
+    model: nn.Module, roots: set[int]
+) -> tuple[dict[int, _Found], dict[str, dict[str, int]], list[tuple[str, list[tuple[str, int]]]]]:
+    """Visit every place that holds a parameter; ties are recorded by identity, before anything moves to meta."""
+    found: dict[int, _Found] = {}
+    needs: dict[str, dict[str, int]] = {}
+    owners: list[tuple[str, list[tuple[str, int]]]] = []
+    sites: dict[int, str] = {}  # by module: one at two places is one site
+    bound: set[tuple[str, int]] = set()  # (site, module): under two names of one site it has one binding
+
+    def visit(module: nn.Module, path: str, site: str, local: str) -> None:
+        if id(module) in roots and path != site:
+            site, local = sites.setdefault(id(module), path), ""
+        own = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
+        for name, parameter in own:
+            if not parameter.is_floating_point():
+                raise PlanError(f"parameter {path}.{name} is {parameter.dtype}: register it as a buffer")
+            found.setdefault(id(parameter), _Found(f"{path}.{name}" if path else name, parameter, site))
+            if (site, id(module)) not in bound:
+                needs.setdefault(site, {})[local + name] = id(parameter)
+        bound.add((site, id(module)))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                raise PlanError(
+                    f"buffer {path}.{name} is on meta and has no values; build the model under zero.empty(), which "
+                    "sends only parameters to meta, and do not compute buffers from parameters there"
+                )
+        if own:
+            owners.append((path, [(name, id(parameter)) for name, parameter in own]))
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{path}.{name}" if path else name, site, f"{local}{name}.")
+
+    visit(model, "", "", "")
+    return found, needs, owners
+
+
+def _refuse_kind(module: nn.Module, path: str) -> None:
+    """Modules whose parameters cannot be put in place from outside, or are not there yet."""
+    where = f"{path or 'the model'} is a {type(module).__name__}"
+    if isinstance(module, torch.jit.ScriptModule):
+        raise PlanError(f"{where}: compiled code that keeps its own parameters; give the module that it was made from")
+    if any(one is not None and is_lazy(one) for one in (*module._parameters.values(), *module._buffers.values())):
+        raise PlanError(
+            f"{where} whose sizes are not known yet; run one batch through the model before the plan is made"
+        )
+
+
+def _depth(sites: Sequence[Site]) -> int:
+    def gathered_inside(path: str) -> set[int]:
+        around = (site for site in sites if site.path in ("", path) or path.startswith(f"{site.path}."))
+        return {unit for site in around for unit in site.units}
+
+    return max((len(gathered_inside(site.path)) for site in sites), default=1) - 1
+
+
+def _roots(model: nn.Module, class_names: Sequence[str]) -> set[int]:
+    named = _by_class(model, [name for name in class_names if name != AUTO])
+    return _by_default(model, named) if AUTO in class_names else named
+
+
+def _by_class(model: nn.Module, class_names: Sequence[str]) -> set[int]:
+    present = {type(module).__name__ for module in model.modules()}
+    for name in class_names:
+        if name not in present:
+            raise PlanError(f"zero.units: no module of class {name} in the model{meant(name, present)}")
+    return {id(module) for module in model.modules() if type(module).__name__ in set(class_names)}
+
+
+def _by_default(model: nn.Module, whole: set[int]) -> set[int]:
+    roots: set[int] = set()
+
+    def place(module: nn.Module) -> None:
+        if not _owns_parameters(module):
+            return
+        if _can_be_called(module) or id(module) in whole:
+            roots.add(id(module))
+        elif isinstance(module, nn.ModuleList):
+            for element in module:
+                place(element)
+        else:
+            descend(module)
+
+    def descend(module: nn.Module) -> None:
+        for child in module.children():
+            if id(child) in whole:
+                place(child)
+            elif isinstance(child, nn.ModuleList | nn.Sequential):
+                for element in child:
+                    place(element)
+            elif _holds_blocks(child):
+                descend(child)
+            else:
+                place(child)
+
+    if isinstance(model, nn.Sequential):
+        for element in model:
+            place(element)
+    else:
+        descend(model)
+    return roots
+
+
+def _owns_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    return any(
+        isinstance(inner, nn.ModuleList | nn.Sequential) and _owns_parameters(inner) for inner in module.modules()
+    )

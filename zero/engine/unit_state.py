@@ -1,0 +1,66 @@
+"""One unit's tensors on one rank, and what is owed to it.
+
+full_P     trainable and frozen flats in one buffer, in the compute dtype: resident, or borrowed from the pool
+shard_S    this rank's range of the trainable flat in the compute dtype; a view of full_P where that is resident
+frozen_S   the same for the frozen flat
+grad       the gradient that the update will read: this rank's range, or the whole flat
+pages      master (half precision only) and moments, in the store; there also shards and gradients that are offloaded
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from zero.core.optim import Hyper
+from zero.engine.pool import Buffer
+from zero.engine.unit import UnitSpec
+from zero.store import Ticket
+
+
+@dataclass(eq=False)
+class UnitState:
+    """One unit's tensors on this rank, and what is owed to it.
+
+    Attributes:
+        resident: the buffer that always holds the full unit; None when the unit is gathered into the pool.
+        shard_S: (S,) trainable, compute dtype; None where parameters sleep in the store.
+        frozen_S: (S of the frozen flat,), compute dtype; likewise.
+        grad: (P,) or (S,), see `Plan.grad_numel`; None when nothing is trainable, or while it sleeps in the store.
+        waiting: the update that the next gather must force, or None.
+        due: the parts of that update which the store's threads are at.
+        torn: that update began and did not end.
+        version: how many times the parameters changed.
+        calls: the autograd nodes of this microbatch's forward calls, until all their gradients have arrived.
+        returned: how many of them have.
+        filled: `grad` holds a part of this step's gradient.
+    """
+
+    spec: UnitSpec
+    resident: Buffer | None
+    shard_S: Tensor | None
+    frozen_S: Tensor | None
+    grad: Tensor | None
+    waiting: Hyper | None = None
+    due: list[Ticket] = field(default_factory=list)
+    interrupted: bool = False
+    version: int = 0
+    calls: list[Any] = field(default_factory=list)
+    returned: int = 0
+    filled: bool = False
+
+    @property
+    def index(self) -> int:
+        return self.spec.index
+
+    @property
+    def full_numel(self) -> int:
+        return self.spec.trainable.P + self.spec.frozen.P
+
+    def own_grad_S(self, rank: int) -> Tensor:
+        """(S,): the range of `grad` that `rank` owns, whether the rest is here or not."""
+        assert self.grad is not None
+        if self.grad.numel() == self.spec.trainable.S:
+            return self.grad
+        start, stop = self.spec.trainable.shard(rank)
+        return self.grad[start:stop]

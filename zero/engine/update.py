@@ -1,0 +1,373 @@
+"""The optimizer step: norm, clip coefficient, and page by page read, update, write.
+
+A step only decides. It computes the norm, captures every number the update needs by value (`Hyper`), and makes each
+unit wait for its update. What lies in memory of the device is updated by `apply`, just before the unit is next
+gathered. What sleeps in the store is handed to the store's threads at once, in the order in which units will be
+gathered: they read, update and write page by page while the forward of the units before it computes, and `force` only
+waits for the rest. The order cannot change a bit, because an update is elementwise and reads nothing but its own page,
+its own gradient and `Hyper`.
+
+A page passes through in pieces that stay in the cache: unscale, clip, decay, moments, and the cast to the compute dtype
+all happen to one piece before the next.
+
+Source: Jiang et al. 2021, "Optimizer Fusion" (forward fusion); Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.2.
+"""
+
+import functools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero.core.layout import pages
+from zero.core.optim import Hyper, Settings, on_device
+from zero.engine.gradient import Gradients
+from zero.engine.plan import Plan
+from zero.engine.unit_state import UnitState
+from zero.errors import StaleStateError
+from zero.platform.device import Device, Event
+from zero.platform.timeline import Tape
+from zero.store import Group, Page, PrefetchStore, Ticket
+
+
+class Part(NamedTuple):
+    """What one page number of a unit stands for: a range of this rank's extent, and its pages."""
+
+    start: int
+    stop: int
+    group: Group
+    here: bool
+    """All of it lies on the device: worked on in place, by the thread that trains."""
+    lent: bool
+    """All of it lies in memory: nothing of it moves from or to a disk."""
+
+
+class Launched(Ticket):
+    """Work of a thread of the store that is over for the host when it is launched, and for a stream after `end`."""
+
+    def __init__(self, ticket: Ticket, end: Event) -> None:
+        self._ticket, self._end = ticket, end
+
+    @property
+    def ended(self) -> bool:
+        return self._ticket.ended
+
+    def wait(self) -> None:
+        """Have the current stream wait for it."""
+        self._ticket.wait()
+        self._end.wait()
+
+
+class Piece(NamedTuple):
+    """What is updated at a time, where it is worked on; all of the same K elements."""
+
+    first: int
+    """Element of the unit's flat."""
+    state: Sequence[Tensor]
+    """The master, or the parameters themselves, and the moments."""
+    grad_K: Tensor
+    cast_K: Tensor | None = None
+    """Where the master goes in the compute dtype."""
+
+    def cut(self, start: int, stop: int) -> "Piece":
+        """Elements [start, stop) of it."""
+        state = [one[start:stop] for one in self.state]
+        cast_K = None if self.cast_K is None else self.cast_K[start:stop]
+        return Piece(self.first + start, state, self.grad_K[start:stop], cast_K)
+
+
+class Updater:
+    """Applies waiting updates on this rank.
+
+    Args:
+        gradients: where the gradients are.
+        tape: told of what is updated in place.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: PrefetchStore,
+        units: Sequence[UnitState],
+        *,
+        device: Device,
+        gradients: Gradients,
+        tape: Tape,
+    ) -> None:
+        self._plan, self._store, self._transform = plan, store, plan.optimizer
+        self._device, self._gradients, self._tape = device, gradients, tape
+        self._rank, self._whole, self._has_master = plan.world.rank, plan.whole_update, plan.precision.has_master
+        self._moments = len(plan.optimizer.moments)
+        self._where = device.host if plan.offload.compute == "host" else device
+        self._parts = {unit.index: tuple(self._parts_of(unit)) for unit in units}
+        self._order = [unit.index for unit in units]
+        self._forced: list[int] = []
+        self.sums: dict[int, Tensor] = {}  # by unit: sum of squares of this rank's range, fp64
+        self.at_once: Hyper | None = None  # eager: what to update with as soon as a gradient is final
+        self._trains = [True] * len(plan.optimizer.groups)  # in this step
+        self._rested, self._counted = [0] * len(plan.optimizer.groups), 0  # steps without it, and until which step
+        self._numbers: Mapping[float, Tensor] = {}  # of this step's updates, made on the stream that decides them
+        self._expect()
+
+    # -- what a step decides -------------------------------------------------------------------------------------------
+
+    def begin(self, hyper: Hyper, *, at_once: bool) -> None:
+        """A step starts. `at_once`: update with `hyper`, without the norm.
+
+        Units will be forced in the order of the last step, as far as that is known.
+        """
+        self.sums.clear()
+        self._trains = [False] * len(hyper.groups)
+        self.at_once = hyper if at_once else None
+        self._order = list(dict.fromkeys([*self._forced, *self._order]))
+        self._forced.clear()
+        self._expect()
+
+    def train(self, groups: Sequence[Settings]) -> None:
+        """A forward comes: what trains in one of a step's forwards has a gradient, and is updated."""
+        self._trains = [before or now.trains for before, now in zip(self._trains, groups, strict=True)]
+
+    def final(self, unit: UnitState) -> None:
+        """The unit's gradient is final: take its sum of squares, and let the update begin if that was asked for.
+
+        Raises:
+            StaleStateError: an eager update was made already, and then more gradient came.
+        """
+        if self.at_once is not None and unit.index in self.sums:
+            raise StaleStateError(
+                f"{unit.spec.name} got a gradient after zero.update=eager had updated it; use zero.update=lazy"
+            )
+        self.sums[unit.index] = self._sum_of_squares(unit)
+        if self.at_once is not None:
+            self._gradients.park(unit)
+            self.schedule_update(unit, self.at_once)
+            if all(part.here for part in self._parts[unit.index]):
+                self.apply(unit)
+
+    def schedule_update(self, unit: UnitState, hyper: Hyper) -> None:
+        """From here on `unit` waits for an update with `hyper`; the store's threads begin with their parts of it."""
+        hyper = unit.waiting = self._told(hyper)
+        parts = [part for part in self._parts[unit.index] if not part.here]
+        if not parts:
+            return
+        with self._device.aside("updates") as after:  # also after what stands aside of what computes
+            self._gradients.left(unit).wait()
+        place = self._order.index(unit.index)
+        unit.due = [self._begin(unit, hyper, part, after, place) for part in parts]
+
+    def _begin(self, unit: UnitState, hyper: Hyper, part: Part, after: Event, place: int) -> Ticket:
+        """Have one part updated; where the device does it and no disk is behind it, no host waits for the device."""
+        end = self._device.event() if part.lent and not self._where.shares_memory else None
+        work = partial(self._work, unit, hyper, part, after, end)
+        ticket = self._store.modify(part.group, work, (place, part.group.number))
+        return ticket if end is None else Launched(ticket, end)
+
+    def _told(self, hyper: Hyper) -> Hyper:
+        """With the groups that train in this step, each with its own count of updates."""
+        if hyper.step != self._counted:
+            self._counted = hyper.step
+            self._rested = [n + (not trains) for n, trains in zip(self._rested, self._trains, strict=True)]
+        told = zip(hyper.groups, self._trains, self._rested, strict=True)
+        groups = tuple(one._replace(trains=trains, step=hyper.step - n) for one, trains, n in told)
+        needed = {float(hyper.divisor), *(float(one.step) for one in groups)}
+        if self._numbers.keys() != needed:
+            self._numbers = {value: on_device(value, self._device.device) for value in needed}
+        return hyper._replace(groups=groups, numbers=self._numbers)
+
+    @property
+    def rested(self) -> dict[str, int]:
+        """Names of parameters to steps in which their group did not train, where there are any."""
+        slots = [slot for unit in self._plan.units for slot in unit.trainable.slots]
+        return {slot.name: self._rested[slot.group] for slot in slots if self._rested[slot.group]}
+
+    def resume(self, rested: Mapping[str, int]) -> None:
+        """Go on with the counts of another run; where a group's parameters differ, as its youngest."""
+        self._rested, self._counted = [0] * len(self._rested), 0
+        for slot in (slot for unit in self._plan.units for slot in unit.trainable.slots):
+            self._rested[slot.group] = max(self._rested[slot.group], rested.get(slot.name, 0))
+
+    def follow(self, unit: UnitState) -> list[Ticket]:
+        """Count the waiting update of `unit` as made, though the store's threads may be at it; returns their tickets.
+
+        For units that are in the store whole: it lets nobody see a page before its update.
+        """
+        due, unit.due = unit.due, []
+        self._forced.append(unit.index)
+        unit.waiting = None
+        unit.version += 1
+        return due
+
+    @torch.no_grad()
+    def apply(self, unit: UnitState) -> None:
+        """Make the waiting update of `unit`: for the current stream all that it has moves on by one step.
+
+        A host that reads them itself has to `join` after it.
+        """
+        if unit.interrupted:
+            raise StaleStateError(
+                f"the update of {unit.spec.name} was interrupted half-way, so this state is no state; start again from "
+                "the last checkpoint"
+            )
+        for ticket in unit.due:
+            ticket.wait()
+        hyper, unit.interrupted = unit.waiting, True
+        assert hyper is not None
+        self._forced.append(unit.index)
+        here = [part for part in self._parts[unit.index] if part.here]
+        if here:
+            with self._tape.doing("update", unit.spec.name):
+                self._update(unit, hyper, self._device, [self._in_place(unit, part) for part in here])
+        unit.due.clear()
+        unit.waiting, unit.interrupted = None, False
+        unit.version += 1
+        if self._whole and unit.resident is not None:
+            unit.resident.version = unit.version
+
+    # -- one part ------------------------------------------------------------------------------------------------------
+
+    def _work(
+        self, unit: UnitState, hyper: Hyper, part: Part, after: Event, end: Event | None, tensors: Sequence[Tensor]
+    ) -> None:
+        """What a thread of the store does with a group in memory: its pages, what is beside, what goes out."""
+        name, now = threading.current_thread().name, self._where.shares_memory
+        with self._device.paging(name, after, now=now, end=end), self._tape.streaming("update", unit.spec.name):
+            self._apply(unit, hyper, part, tensors, self._where)
+
+    def _in_place(self, unit: UnitState, part: Part) -> Piece:
+        """All of a part that lies where it is worked on."""
+        lent = [self._store.in_place(page) for page in part.group.pages]
+        own_K, grad_K = (_range(tensor, part) for tensor in (self._parameters(unit), self._gradient(unit)))
+        assert own_K is not None
+        assert grad_K is not None
+        state = [page_K for page_K in lent if page_K is not None]
+        if self._has_master:
+            return Piece(self._first(unit, part), state, grad_K, own_K)
+        return Piece(self._first(unit, part), [own_K, *state], grad_K)
+
+    def _apply(self, unit: UnitState, hyper: Hyper, part: Part, tensors: Sequence[Tensor], where: Device) -> None:
+        """Update one part on `where`; what lies elsewhere is copied there and back."""
+        group, count = part.group, len(part.group.pages)
+        own_K, grad_K = (_range(tensor, part) for tensor in (self._parameters(unit), self._gradient(unit)))
+        grad_K = tensors[count] if group.beside else grad_K
+        state = [*tensors[:count]] if self._has_master or own_K is None else [own_K, *tensors[:count]]
+        target_K = (tensors[-1] if group.out else own_K) if self._has_master else None
+        assert grad_K is not None
+        there = [where.bring(page_K) for page_K in state]
+        cast_K = target_K if target_K is not None and where.is_home_of(target_K) else None
+        self._update(unit, hyper, where, [Piece(self._first(unit, part), there, where.bring(grad_K), cast_K)])
+        for page_K, changed_K in zip(state, there, strict=True):
+            if changed_K is not page_K:
+                where.copy(page_K, changed_K)
+        if target_K is not cast_K and target_K is not None:
+            where.copy(target_K, there[0])
+
+    def _first(self, unit: UnitState, part: Part) -> int:
+        """Where in the unit's flat a part begins."""
+        return part.start + (0 if self._whole else unit.spec.trainable.shard(self._rank)[0])
+
+    def _update(self, unit: UnitState, hyper: Hyper, where: Device, pieces: Sequence[Piece]) -> None:
+        """As many elements at a time as suit `where`, and of those all of a group at once."""
+        for some in _batches(pieces, where.piece_numel):
+            grouped: dict[int, list[list[Tensor]]] = {}  # by number of the group: parameters, gradients, moments
+            for piece in some:
+                grad_K = piece.grad_K if piece.grad_K.dtype == torch.float32 else piece.grad_K.float()
+                stop = piece.first + grad_K.numel()
+                for a, b, number in unit.spec.trainable.segments(piece.first, stop):
+                    if hyper.groups[number].trains:
+                        lists = grouped.setdefault(number, [[] for _ in range(2 + self._moments)])
+                        for found, one in zip(lists, (piece.state[0], grad_K, *piece.state[1:]), strict=True):
+                            found.append(one[a - piece.first : b - piece.first])
+            for number, (params, grads, *moments) in grouped.items():
+                now = hyper.groups[number]
+                self._transform.update(params, grads, tuple(moments), now, hyper.divisor, hyper.numbers)
+            casts = [(piece.cast_K, piece.state[0]) for piece in some if piece.cast_K is not None]
+            if casts:
+                targets, masters = zip(*casts, strict=True)
+                torch._foreach_copy_(targets, masters)
+
+    # -- where things are ----------------------------------------------------------------------------------------------
+
+    def _parts_of(self, unit: UnitState) -> list[Part]:
+        plan, index = self._plan, unit.index
+        found = []
+        for number, (start, stop) in enumerate(pages(plan.update_numel(unit.spec), plan.page_numel)):
+            group = Group(
+                index,
+                number,
+                tuple(Page(index, kind, number) for kind in plan.state_kinds),
+                (Page(index, "grad", number),) if plan.grads_offloaded else (),
+                (Page(index, "param", number),) if plan.params_offloaded and self._has_master else (),
+            )
+            lent = [self._store.in_place(page) for page in group.pages]
+            here = (
+                not group.beside and not group.out and all(t is not None and self._device.is_home_of(t) for t in lent)
+            )
+            beside = [self._store.in_place(page) for page in (*group.beside, *group.out)]
+            found.append(Part(start, stop, group, here, all(one is not None for one in (*lent, *beside))))
+        return found
+
+    def _parameters(self, unit: UnitState) -> Tensor | None:
+        """What this rank updates, in the compute dtype; None where it sleeps in the store."""
+        if self._whole and unit.resident is not None:
+            return unit.resident.flat[: unit.spec.trainable.P]
+        return unit.shard_S
+
+    def _gradient(self, unit: UnitState) -> Tensor | None:
+        """The same of the gradient."""
+        if unit.grad is None:
+            return None
+        return unit.grad if self._whole else unit.own_grad_S(self._rank)
+
+    def _expect(self) -> None:
+        """Tell the store what will be asked for, so that it reads ahead: eager updates come in backward's order."""
+        order = reversed(self._order) if self._plan.update == "eager" else self._order
+        groups = [part.group for index in order for part in self._parts[index] if not part.here]
+        if groups:
+            self._store.expect(groups)
+
+    def _sum_of_squares(self, unit: UnitState) -> Tensor:
+        """Of what trains, 0-dim fp64. The ranges are the shard's own, so the bits do not depend on stage, page size or
+        tier.
+        """
+        grad_S = unit.own_grad_S(self._rank)
+        found = [self._device.sum_of_squares(grad_S[first:last]) for first, last in self._training(unit)]
+        return functools.reduce(torch.add, found) if found else grad_S.new_zeros((), dtype=torch.float64)
+
+    def _training(self, unit: UnitState) -> list[tuple[int, int]]:
+        """The longest ranges of this rank's shard in which everything trains."""
+        layout = unit.spec.trainable
+        if all(self._trains):
+            return [(0, layout.S)]
+        first, last = layout.shard(self._rank)
+        found: list[tuple[int, int]] = []
+        for start, stop, _ in (one for one in layout.segments(first, last) if self._trains[one.group]):
+            a, b = start - first, stop - first
+            if found and found[-1][1] == a:
+                found[-1] = (found[-1][0], b)
+            else:
+                found.append((a, b))
+        return found
+
+
+def _batches(pieces: Sequence[Piece], most_numel: int) -> Iterator[list[Piece]]:
+    """The same elements in the same order, `most_numel` of them at a time."""
+    some: list[Piece] = []
+    numel = 0
+    for piece in pieces:
+        done, count = 0, piece.grad_K.numel()
+        while done < count:
+            stop = min(count, done + most_numel - numel)
+            some.append(piece if stop - done == count else piece.cut(done, stop))
+            numel, done = numel + stop - done, stop
+            if numel == most_numel:
+                yield some
+                some, numel = [], 0
+    if some:
+        yield some
+
+
+def _range(tensor: Tensor | None, part: Part) -> Tensor | None:
+    return None if tensor is None else tensor[part.start : part.stop]

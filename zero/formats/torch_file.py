@@ -1,0 +1,223 @@
+"""Files as torch.save writes them: written as a stream, and read without running what they hold.
+
+A `.pt` file is a zip whose `data.pkl` names the tensors and whose other records are their bytes, stored as they are.
+torch.save wants all tensors in memory at once; here the pickle is written from names and sizes alone, and the bytes
+follow block by block. Two names of one tensor share a record, so a tie stays a tie.
+
+A pickle is a program. Reading allows it to build tensors, numbers and containers, and refuses all else by name; still,
+read none but files that you trust: torch's own unpickler and allocator stand behind this. Every record of the zip has
+a CRC-32, which torch writes and does not look at; here it is compared.
+"""
+
+import pickle
+import re
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zero.errors import CheckpointError
+from zero.formats.stream import Source, Stream, new_file, refused_by_the_system
+from zero.platform.device import memory_of
+
+STORAGES = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+}
+
+ALIGN_BYTES = 64
+"""Of each record, as torch.save does it: so that a mapped file holds aligned tensors."""
+
+TRUST = "only tensors are read from such a file, and only from one that you trust"
+
+_LOCAL_HEADER_BYTES, _ZIP64_BYTES = 30, 20
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Record:
+    """Stands for the storage that a record of the zip will be."""
+
+    key: str
+    stream: Stream
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """Stands for a tensor that is all of a record."""
+
+    record: _Record
+
+
+class _Pickler(pickle.Pickler):
+    """Writes of a stand-in what torch.save writes of the tensor."""
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, _Record):
+            return None
+        return ("storage", STORAGES[value.stream.dtype], value.key, "cpu", value.stream.numel)
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, _Whole):
+            return NotImplemented
+        shape = value.record.stream.shape
+        stride = torch.empty(shape, device="meta").stride()
+        return torch._utils._rebuild_tensor_v2, (value.record, 0, shape, stride, False, OrderedDict())
+
+
+def write(path: Path, tensors: Mapping[str, Stream], ties: Mapping[str, str]) -> None:
+    """Write a state dict that torch.load reads.
+
+    Args:
+        path: does not exist.
+        ties: further name -> name; both are in `tensors`.
+    """
+    own = [name for name in tensors if name not in ties]
+    wholes = {name: _Whole(_Record(str(number), tensors[name])) for number, name in enumerate(own)}
+    text = BytesIO()
+    _Pickler(text, protocol=2).dump(OrderedDict((name, wholes[ties.get(name, name)]) for name in tensors))
+    folder = re.sub(r"[^A-Za-z0-9_-]", "_", path.stem)
+    with new_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr(f"{folder}/data.pkl", text.getvalue())
+        archive.writestr(f"{folder}/byteorder", "little")
+        for name in own:
+            record = wholes[name].record
+            place = _aligned(f"{folder}/data/{record.key}", file.tell())
+            with archive.open(place, "w", force_zip64=True) as out:
+                for block in record.stream.blocks(name):
+                    out.write(memory_of(block))
+        archive.writestr(f"{folder}/version", "3\n")
+
+
+def _aligned(name: str, offset: int) -> zipfile.ZipInfo:
+    """A record whose header begins at `offset` and is as long as it takes."""
+    place = zipfile.ZipInfo(name)
+    begin = offset + _LOCAL_HEADER_BYTES + len(name) + 4 + _ZIP64_BYTES
+    padding = -begin % ALIGN_BYTES
+    place.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding  # the field that torch pads with
+    return place
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> Source:
+    """Find the tensors of a state dict, or of dicts in dicts: their names are joined by dots.
+
+    Raises:
+        CheckpointError: it wants to build something else than tensors, is damaged, or holds none.
+    """
+    found: dict[str, Tensor] = {}
+    left: list[str] = []
+    try:
+        for name, value in _leaves(restricted(path, compare=True), ""):
+            if name in found:
+                raise CheckpointError(f"{path}: has {name!r} twice, as a name and as names joined by dots")
+            if isinstance(value, Tensor):
+                found[name] = value
+            else:
+                left.append(f"{name} ({type(value).__name__})")
+    except RecursionError as error:
+        raise CheckpointError(f"{path}: its dicts are nested without end; a state dict was expected") from error
+    if not found:
+        raise CheckpointError(f"{path}: holds no tensor with a name; a state dict was expected")
+    streams = {name: stream_of(value, f"{path}: {name!r}") for name, value in found.items()}
+    first: dict[Any, str] = {}
+    ties = {}
+    for name, value in found.items():
+        owner = first.setdefault(_identity(value), name) if value.numel() else name
+        if owner != name:
+            ties[name] = owner
+    return Source(streams, ties, left=tuple(left))
+
+
+def restricted(path: Path, *, compare: bool = False) -> Any:
+    """What a file holds, its tensors mapped and not read.
+
+    Args:
+        compare: read all of it once, and compare its records with their CRC-32.
+
+    Raises:
+        CheckpointError: it wants to build something else than tensors, numbers and containers, or is damaged.
+    """
+    with refused_by_the_system(path), path.open("rb") as file:
+        try:
+            if compare:
+                check_records(file)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except OSError:
+            raise
+        except Exception as error:  # a damaged or crafted pickle may raise anything
+            raise CheckpointError(f"{path}: refused: {_reason(error)}; {TRUST}") from error
+
+
+def check_records(file: IO[bytes]) -> None:
+    """Compare what torch.save wrote with its CRC-32; what it wrote before torch 1.6 has none.
+
+    Raises:
+        ValueError: a record is damaged. Or whatever a damaged zip makes of its reader.
+    """
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise ValueError(f"{damaged!r} is damaged: it has another CRC-32")
+    file.seek(0)
+
+
+def stream_of(value: Any, what: str) -> Stream:
+    """A tensor as it lies in a mapped file.
+
+    Raises:
+        CheckpointError: it is none that a checkpoint can hold.
+    """
+    plain = type(value) in (Tensor, Parameter) and value.layout is torch.strided and value.is_cpu
+    if not plain or value.dtype not in STORAGES:
+        seen = f"{value.layout}, {value.dtype}, {value.device}" if isinstance(value, Tensor) else type(value).__name__
+        raise CheckpointError(f"{what}: is {seen}, not a dense tensor of a dtype that a checkpoint holds")
+    return Stream.of(value.dtype, tuple(value.shape), lambda: value)
+
+
+def unpicklers_own(error: BaseException) -> BaseException:
+    """torch explains itself on many lines, and how to switch the restriction off; its unpickler had said it in one."""
+    said = error.__context__ if isinstance(error, pickle.UnpicklingError) and error.__context__ else error
+    asked = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)|class (\S+) was not", str(said))
+    return pickle.UnpicklingError(f"its pickle asks for {(asked[1] or asked[2])[:100]}") if asked else said
+
+
+def _reason(error: Exception) -> str:
+    own = unpicklers_own(error)
+    line = str(own).strip().split("\n")[0].strip()[:200]
+    if isinstance(own, pickle.UnpicklingError) and line:
+        return line
+    return f"{type(own).__name__}: {line}" if line else type(own).__name__
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value
+
+
+def _identity(value: Tensor) -> Any:
+    return value.data_ptr(), value.dtype, value.shape, value.stride()

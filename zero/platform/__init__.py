@@ -1,0 +1,1 @@
+"""This machine: its devices, threads, files, clocks and memory readings."""

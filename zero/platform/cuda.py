@@ -1,0 +1,223 @@
+"""A GPU as the compute device: streams and events of CUDA, pinned host memory, readings.
+
+Nothing here was written for speed alone: each wait is what keeps an overlap right, and says why.
+"""
+
+import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor
+
+from zero.errors import MachineError
+from zero.platform.device import Clock, Device, Event, Moment, work_alone
+
+
+class CudaEvent(Event):
+    """An event of CUDA."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+
+    def record(self) -> None:
+        self._event.record()
+
+    def finish(self) -> None:
+        self._event.synchronize()
+
+    def wait(self) -> None:
+        self._event.wait()
+
+
+class CudaClock(Clock):
+    """A clock whose moments are events with times."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._main = torch.cuda.current_stream(device)
+        self._zero = self._event(self._main)
+        self._zero.synchronize()  # so that the host's zero is the device's
+        super().__init__()
+
+    def here(self) -> Moment:
+        return self._event(torch.cuda.current_stream(self._main.device))
+
+    def main(self) -> Moment:
+        return self._event(self._main)
+
+    def seconds(self, moment: Moment) -> float:
+        if isinstance(moment, float):
+            return moment - self._zero_s
+        assert isinstance(moment, torch.cuda.Event)
+        moment.synchronize()
+        return float(self._zero.elapsed_time(moment)) / 1e3
+
+    def _event(self, stream: "torch.cuda.Stream") -> "torch.cuda.Event":
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+
+class Cuda(Device):
+    """One GPU."""
+
+    kind = "cuda"
+    backend = "cpu:gloo,cuda:nccl"
+    shares_memory = False
+    piece_numel = 1 << 26
+    """Nothing would stay in a cache, so only what it takes to have gradients in fp32 is bounded: 256 MiB."""
+    sum_numel = 1 << 22
+    batch_bytes = 16 << 20
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._streams: dict[str, torch.cuda.Stream] = {}
+
+    @property
+    def bound(self) -> torch.device | None:
+        return self.device
+
+    def name(self) -> str:
+        return f"{socket.gethostname()} {torch.cuda.get_device_properties(self.device).uuid}"
+
+    def product(self) -> str:
+        return torch.cuda.get_device_name(self.device)
+
+    @contextmanager
+    def aside(self, name: str, *, after: Event | None = None) -> Iterator[Event]:
+        stream = self._stream(name, priority=-1)
+        event = CudaEvent()
+        if after is None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            if after is not None:
+                after.wait()
+            try:
+                yield event
+            finally:
+                event.record()  # also of what an error broke off: nobody waits for an event that was never recorded
+
+    def event(self) -> Event:
+        return CudaEvent()
+
+    def mark(self) -> Event:
+        event = CudaEvent()
+        event.record()
+        return event
+
+    def join(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def clock(self) -> Clock:
+        return CudaClock(self.device)
+
+    @contextmanager
+    def paging(self, name: str, after: Event, *, now: bool = False, end: Event | None = None) -> Iterator[None]:
+        stream = self._stream(name)
+        if now:
+            after.finish()
+        with torch.cuda.stream(stream):
+            after.wait()
+            try:
+                yield
+            finally:
+                if end is None:
+                    stream.synchronize()
+                else:
+                    end.record()
+
+    def prepare_thread(self) -> None:
+        """A thread begins on GPU 0, whoever's it is: every rank would open a context there, of half a gigabyte."""
+        torch.cuda.set_device(self.device)
+        work_alone()
+
+    def sum_of_squares(self, flat: Tensor) -> Tensor:
+        """One kernel that adds in fp64, whatever the size. Squaring its root costs the last bit of an fp64 number."""
+        return torch.linalg.vector_norm(flat, dtype=torch.float64).square_()
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    @property
+    def host(self) -> Device:
+        return Device(torch.device("cpu"))
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        into.copy_(source, non_blocking=_is_ordered(into) and _is_ordered(source))
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        return tensor if self.is_home_of(tensor) else tensor.to(self.device, non_blocking=_is_ordered(tensor))
+
+    def pin(self, memory: Tensor) -> bool:
+        code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        if int(code) != 0:
+            with suppress(RuntimeError):  # the next launch raises what is left of the error, and clears it: this one
+                torch.zeros(1, device=self.device)
+            warnings.warn(
+                f"{memory.nbytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {int(code)}); copies "
+                "will not overlap with compute. Raise `ulimit -l`, or set offload.pin=false",
+                stacklevel=4,
+            )
+            return False
+        return True
+
+    def unpin(self, memory: Tensor) -> None:
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+    def give_back_memory(self) -> None:
+        """Nothing: torch keeps what was freed for what comes next, and the host's memory is not what is short."""
+
+    def free_bytes(self) -> int:
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return torch.cuda.mem_get_info(self.device)[0] + cached
+
+    def total_bytes(self) -> int:
+        return int(torch.cuda.get_device_properties(self.device).total_memory)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def _stream(self, name: str, priority: int = 0) -> "torch.cuda.Stream":
+        if name not in self._streams:
+            self._streams[name] = torch.cuda.Stream(self.device, priority=priority)
+        return self._streams[name]
+
+
+def compute_device(device: torch.device) -> Device:
+    """The door to what computes there."""
+    if Device.stand_in is not None:
+        return Device.stand_in()
+    return Cuda(device) if device.type == "cuda" else Device(device)
+
+
+def claim_device(kind: str | None, local_rank: int) -> torch.device:
+    """Where this process computes: of several GPUs that of rank `local_rank` of the machine, now torch's current one.
+
+    Args:
+        kind: "cpu", "cuda", or None: CUDA where torch finds it.
+
+    Raises:
+        MachineError: there is no such GPU.
+    """
+    kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind != "cuda":
+        return torch.device(kind)
+    count = torch.cuda.device_count()
+    if not count:
+        raise MachineError("launch.device=cuda, and torch finds no GPU; use launch.device=cpu, or auto")
+    if local_rank >= count > 1:
+        raise MachineError(
+            f"LOCAL_RANK is {local_rank} and this machine has {count} GPUs; type launch.ranks={count}, or "
+            "launch.device=cpu"
+        )
+    number = 0 if count == 1 else local_rank  # a rank that is shown one GPU has that one, whatever its number
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def _is_ordered(tensor: Tensor) -> bool:
+    """A copy from or to it happens in the stream's order. Pageable memory may be read or written later than the call
+    returns, where the driver does not stage it, and by then it may hold something else.
+    """
+    return tensor.is_cuda or tensor.is_pinned()

@@ -1,0 +1,78 @@
+"""The last memory reading of processes that may be killed without a word.
+
+The system kills with signal 9 whoever asks for memory when there is none, and the victim cannot say what it held. So
+its parent reads it now and then: what each child holds, and what was left.
+"""
+
+import threading
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import psutil
+
+from zero.core.placement import size_text
+from zero.platform.device import free_host_bytes
+
+EVERY_S = 0.5
+
+
+class Reading(NamedTuple):
+    """Resident bytes of the children, and what was free then."""
+
+    most_bytes: int
+    """Of the largest one."""
+    all_bytes: int
+    free_bytes: int
+
+    @property
+    def is_scarce(self) -> bool:
+        """Less was free than the largest one held already."""
+        return self.free_bytes < self.most_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"shortly before, the ranks held {size_text(self.all_bytes)} (the largest {size_text(self.most_bytes)}) "
+            f"and {size_text(self.free_bytes)} were free"
+        )
+
+
+def read_children() -> Reading | None:
+    """Now; None without children."""
+    sizes = []
+    for child in psutil.Process().children(recursive=True):
+        try:
+            sizes.append(child.memory_info().rss)
+        except psutil.Error:  # it has just ended
+            continue
+    return Reading(max(sizes), sum(sizes), free_host_bytes()) if sizes else None
+
+
+class MemoryWatch:
+    """Reads while its block runs.
+
+    Attributes:
+        last: of the last few readings the one in which most was held: the very last may come after the end.
+    """
+
+    def __init__(self) -> None:
+        self._readings: list[Reading] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="memory", daemon=True)
+
+    @property
+    def last(self) -> Reading | None:
+        return max(self._readings, key=lambda reading: reading.all_bytes, default=None)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._over.set()
+        self._thread.join(timeout=10)
+
+    def _watch(self) -> None:
+        while not self._over.wait(EVERY_S):
+            reading = read_children()
+            if reading is not None:
+                self._readings = [*self._readings[-3:], reading]

@@ -1,0 +1,76 @@
+"""Files that a run leaves in its folder: whole at any moment, and one line where the system refuses one.
+
+A call that writes does not say which file it was about, so each file is named where it is written.
+"""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from zero.core.suggest import shown
+from zero.errors import ConfigError, MachineError
+
+_SPACE = "free space there, or set hydra.run.dir to a folder on another disk"
+_CURES: Mapping[int | None, str] = MappingProxyType(
+    {
+        errno.ENOSPC: _SPACE,
+        errno.EDQUOT: _SPACE,
+        errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
+        errno.ENOMEM: "free memory on this machine",
+    }
+)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the system refuses, said of this path.
+
+    Raises:
+        MachineError: one line: what cannot be written, why, and what to do.
+    """
+    try:
+        yield
+    except OSError as error:
+        cure = _CURES.get(error.errno, "set hydra.run.dir to a folder where this user may write")
+        name = errno.errorcode.get(error.errno or 0, error.errno)
+        raise MachineError(f"{path} cannot be written: {name} ({error.strerror}); {cure}") from error
+
+
+@contextlib.contextmanager
+def making(key: str, folder: Path) -> Iterator[None]:
+    """A folder that a setting names is made, and gets its first files.
+
+    Raises:
+        ConfigError: it cannot be one.
+        MachineError: it can, and the machine has no room for it.
+    """
+    try:
+        yield
+    except OSError as error:
+        seen = f"{key}={shown(folder)}"
+        if error.errno in _CURES:
+            raise MachineError(
+                f"{seen}: {error.strerror}; free space there, or give a folder on another disk"
+            ) from error
+        inside = error.filename is not None and Path(error.filename).absolute() != folder.absolute()
+        where = f"{error.filename}: " if inside else ""
+        why = "is not a folder" if isinstance(error, FileExistsError) else error.strerror
+        raise ConfigError(f"{seen}: {where}{why}; give a folder where this user may write") from error
+
+
+def publish(path: Path, text: str) -> None:
+    """Write a file that is whole at any moment: its readers see the old one or the new one, and no third is left.
+
+    Raises:
+        MachineError: it cannot be written.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    with writing(path):
+        try:
+            unfinished.write_text(text, encoding="utf-8", errors="replace")
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)

@@ -1,0 +1,450 @@
+"""What ran when in one step, and how much of it was hidden behind compute.
+
+A `Span` is something under way, in one of these rows:
+
+    compute    the training thread computes; on a GPU its main stream, work that is yet to be launched included
+    gather     a unit, from the start of its gather until somebody has waited for it
+    reduce     a gradient, or the numbers at the end of a step, likewise
+    page in    one page on its way from the store
+    update     a part of the optimizer's update
+    page out   one page on its way to the store
+    exposed    the training thread stands still for the rows that the span is named after, or does their work itself
+
+`compute` and `exposed` share out the step: at each moment it is in one or the other. **Busy** is the time in which at
+least one span of a row is under way. **Exposed** is the part of it in which the training thread stood still for that
+row; the rest is **hidden**. A thread that waits for the store waits for all three of its rows, so exposed times may
+overlap, and add up to more than the step's.
+
+The parts of a run tell a `Tape` what they do. It forgets at once unless somebody records: then it notes moments, which
+become seconds after the step. Nothing here waits for a device while a step runs.
+
+Source: Holistic Trace Analysis (Meta 2023), "communication computation overlap".
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from torch.profiler import record_function
+
+from zero.errors import StaleStateError
+from zero.platform.run_files import publish
+
+ROWS = ("gather", "compute", "reduce", "page in", "update", "page out")
+EXPOSED = "exposed"
+
+STORE_ROWS = {"read": "page in", "work": "update", "write": "page out"}
+"""What a store says it does, as rows."""
+
+ALL_STORE_ROWS = ", ".join(STORE_ROWS.values())
+
+Interval = tuple[float, float]
+"""(begin, end), begin <= end."""
+
+
+class Span(NamedTuple):
+    """Something that was under way; seconds since the recording began."""
+
+    row: str
+    name: str
+    """What is shown, with its unit: "gather blocks.3". Of a span in `exposed` the rows that it stood still for."""
+    begin_s: float
+    end_s: float
+    unit: str = ""
+    """Or what else it is about."""
+    rank: int = 0
+
+
+class Share(NamedTuple):
+    """How long a row was busy, and how much of that the training thread stood still for it."""
+
+    busy_s: float
+    exposed_s: float
+
+    @property
+    def hidden_s(self) -> float:
+        """Busy, and not exposed."""
+        return self.busy_s - self.exposed_s
+
+
+class Timeline:
+    """One recording: spans in the order in which they began. Those of several ranks may stand in one.
+
+    Attributes:
+        spans: empty while it is being recorded.
+    """
+
+    def __init__(self, spans: Iterable[Span] = ()) -> None:
+        self.spans = tuple(sorted(spans, key=lambda span: (span.begin_s, span.end_s)))
+
+    @property
+    def step_s(self) -> float:
+        """Seconds from the start of the recording to its end."""
+        return max((span.end_s for span in self.spans if span.row in ("compute", EXPOSED)), default=0.0)
+
+    def hidden(self) -> dict[str, Share]:
+        """Busy and exposed seconds of every row in `ROWS`; of several ranks their sum."""
+        return shares(self.spans)
+
+    def write(self, path: Path) -> None:
+        """Write a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+        Raises:
+            MachineError: it cannot be written.
+        """
+        publish(path, json.dumps(to_trace(self.spans), separators=(",", ":")) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> "Timeline":
+        """What `write` wrote.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it is no such trace.
+        """
+        return cls(from_trace(json.loads(path.read_text())))
+
+
+# -- arithmetic of intervals -------------------------------------------------------------------------------------------
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same moments as disjoint intervals in order; empty ones are dropped."""
+    merged: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        elif begin < end:
+            merged.append((begin, end))
+    return merged
+
+
+def intersection(ours: Iterable[Interval], theirs: Iterable[Interval]) -> list[Interval]:
+    """The moments in both, as disjoint intervals in order."""
+    one, other = union(ours), union(theirs)
+    common, i, j = [], 0, 0
+    while i < len(one) and j < len(other):
+        begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        if begin < end:
+            common.append((begin, end))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def outside(intervals: Iterable[Interval], end: float) -> list[Interval]:
+    """The moments of (0, end) that are in none of `intervals`."""
+    free, begin = [], 0.0
+    for start, stop in [*union(intervals), (end, end)]:
+        if begin < min(start, end):
+            free.append((begin, min(start, end)))
+        begin = max(begin, stop)
+    return free
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Seconds that are in at least one interval."""
+    return sum(end - begin for begin, end in union(intervals))
+
+
+def shares(spans: Sequence[Span]) -> dict[str, Share]:
+    """Busy and exposed seconds of each row: what `Timeline.hidden` returns."""
+    found = {row: Share(0.0, 0.0) for row in ROWS}
+    for rank in {span.rank for span in spans}:
+        own = [span for span in spans if span.rank == rank]
+        for row, before in found.items():
+            under_way = [(span.begin_s, span.end_s) for span in own if span.row == row]
+            stood = [(one.begin_s, one.end_s) for one in own if one.row == EXPOSED and row in one.name.split(", ")]
+            exposed_s = length(intersection(under_way, stood))
+            found[row] = Share(before.busy_s + length(under_way), before.exposed_s + exposed_s)
+    return found
+
+
+class Mark(NamedTuple):
+    """What was computed up to here, since the mark before."""
+
+    at_s: float
+    name: str
+    unit: str
+
+
+def computing(exposed: Iterable[Interval], marks: Sequence[Mark], step_s: float, rank: int) -> list[Span]:
+    """The spans of `compute`: what is left of the step, cut at the marks and named after the one that ends it."""
+    spans, begin = [], 0.0
+    free = outside(exposed, step_s)
+    for mark in [*marks, Mark(step_s, "rest", "")]:
+        stretch, begin = (begin, min(mark.at_s, step_s)), max(begin, mark.at_s)
+        spans += [Span("compute", mark.name, a, b, mark.unit, rank) for a, b in intersection([stretch], free)]
+    return spans
+
+
+# -- traces ------------------------------------------------------------------------------------------------------------
+
+
+def to_trace(spans: Iterable[Span]) -> dict[str, Any]:
+    """Spans as a Chrome trace: a rank is a process, a row is a thread; what overlaps in a row gets one more thread."""
+    named: list[dict[str, Any]] = []
+    drawn: list[dict[str, Any]] = []
+    lanes: dict[tuple[int, str], list[float]] = {}  # by rank and row: when each thread is free again
+    order = (*ROWS, EXPOSED)
+    for span in sorted(spans, key=lambda one: (one.rank, order.index(one.row), one.begin_s)):
+        ends = lanes.setdefault((span.rank, span.row), [])
+        lane = next((number for number, end_s in enumerate(ends) if end_s <= span.begin_s), len(ends))
+        tid = 1000 * order.index(span.row) + lane
+        if lane == len(ends):
+            ends.append(0.0)
+            named += _names(span, tid)
+        ends[lane] = span.end_s
+        ts, dur = (round(seconds * 1e6, 3) for seconds in (span.begin_s, span.end_s - span.begin_s))
+        where = {"ph": "X", "pid": span.rank, "tid": tid, "ts": ts, "dur": dur}
+        drawn.append({"name": span.name, "cat": span.row, **where, "args": {"unit": span.unit}})
+    return {"traceEvents": [*named, *drawn], "displayTimeUnit": "ms"}
+
+
+def _names(span: Span, tid: int) -> list[dict[str, Any]]:
+    """What a viewer calls a rank and a row, and where it shows them."""
+    of_process = {"ph": "M", "pid": span.rank, "tid": tid, "name": "process_name"}
+    return [
+        {**of_process, "args": {"name": f"rank {span.rank}"}},
+        {**of_process, "name": "thread_name", "args": {"name": span.row}},
+        {**of_process, "name": "thread_sort_index", "args": {"sort_index": tid}},
+    ]
+
+
+def from_trace(trace: Mapping[str, Any]) -> list[Span]:
+    """The spans of a trace that `to_trace` made.
+
+    Raises:
+        ValueError: it is no such trace.
+    """
+    try:
+        events = trace["traceEvents"]
+        rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        return [
+            Span(
+                rows[e["pid"], e["tid"]],
+                e["name"],
+                e["ts"] / 1e6,
+                (e["ts"] + e["dur"]) / 1e6,
+                e["args"]["unit"],
+                e["pid"],
+            )
+            for e in events
+            if e["ph"] == "X"
+        ]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no trace of a timeline: {type(error).__name__}: {error}") from error
+
+
+# -- recording ---------------------------------------------------------------------------------------------------------
+
+
+class Handle(Protocol):
+    """Whatever can be waited for, more than once."""
+
+    def wait(self) -> None: ...
+
+
+class Clock(Protocol):
+    """Reads off moments while a step runs, and says after it how many seconds they came after the clock was made."""
+
+    def host(self) -> Any:
+        """Now, on the host."""
+
+    def here(self) -> Any:
+        """When the current stream gets here."""
+
+    def main(self) -> Any:
+        """When the stream that computes gets here."""
+
+    def seconds(self, moment: Any) -> float: ...
+
+
+class Tape:
+    """What the parts of a run tell what they do. While nobody records that costs them one look.
+
+    Args:
+        clock: makes a clock for one recording.
+        streams: there are streams beside the one that computes, and it may have to wait for one.
+    """
+
+    def __init__(self, clock: Callable[[], Clock], *, rank: int, streams: bool) -> None:
+        self._clock, self._rank, self._streams = clock, rank, streams
+        self._recording: _Recording | None = None
+
+    @contextmanager
+    def record(self, *, profile: bool) -> Iterator[Timeline]:
+        """See `zero.record`."""
+        if self._recording is not None:
+            raise StaleStateError("this run is being recorded already; end that recording first")
+        timeline = Timeline()
+        recording = self._recording = _Recording(self._clock(), self._rank, profile)
+        try:
+            yield timeline
+        finally:
+            self._recording = None
+            timeline.spans = Timeline(recording.end()).spans
+
+    def doing(self, row: str, unit: str) -> AbstractContextManager[None]:
+        """The training thread does the work of `row` itself."""
+        recording = self._recording
+        return _NOTHING if recording is None else recording.doing(row, unit)
+
+    def standing(self, rows: str, unit: str = "") -> AbstractContextManager[None]:
+        """The training thread stands still for `rows`."""
+        recording = self._recording
+        return _NOTHING if recording is None else recording.standing(rows, unit)
+
+    def stream_standing(self, rows: str, unit: str = "") -> AbstractContextManager[None]:
+        """The stream that computes is made to wait for another; where there is one."""
+        return self.standing(rows, unit) if self._streams else _NOTHING
+
+    def streaming(self, row: str, unit: str) -> AbstractContextManager[None]:
+        """The current stream, beside the one that computes, does the work of `row`; where there is one."""
+        recording = self._recording
+        return recording.streaming(row, unit) if recording is not None and self._streams else _NOTHING
+
+    def under_way(self, row: str, unit: str, start: Callable[[], Sequence[Handle]]) -> Sequence[Handle]:
+        """Start something that goes on by itself; returns what to wait for."""
+        recording = self._recording
+        return start() if recording is None else [recording.under_way(row, unit, start)]
+
+    def forward(self, path: str, unit: str) -> AbstractContextManager[None]:
+        """A site computes; around the sites that lie in it, too."""
+        recording = self._recording
+        return _NOTHING if recording is None else recording.forward(path, unit)
+
+    def passed(self, name: str, unit: str = "") -> None:
+        """What was computed since this was last called is called `name`, and belongs to `unit`."""
+        recording = self._recording
+        if recording is not None:
+            recording.passed(f"{name} {unit}" if unit else name, unit)
+
+    def of_store(self, units: Sequence[str]) -> Callable[..., AbstractContextManager[None]]:
+        """A `Watch` for a store whose units have these names."""
+
+        def watch(what: str, unit: int = -1, *part: object) -> AbstractContextManager[None]:
+            recording = self._recording
+            if recording is None:
+                return _NOTHING
+            if what == "wait":
+                return recording.standing(ALL_STORE_ROWS, "")
+            return recording.paging(STORE_ROWS[what], units[unit], part)
+
+        return watch
+
+
+_NOTHING = nullcontext()
+
+
+class _Entry:
+    """A span that has begun. Its moments are the clock's."""
+
+    def __init__(self, row: str, name: str, unit: str, begin: Any) -> None:
+        self.row, self.name, self.unit, self.begin = row, name, unit, begin
+        self.end: Any = None  # of a span that is still under way
+
+
+class _Recording:
+    """What was told so far. Any thread may append, which a list takes in whole."""
+
+    def __init__(self, clock: Clock, rank: int, profile: bool) -> None:
+        self._clock, self._rank, self._profile = clock, rank, profile
+        self._entries: list[_Entry] = []
+        self._marks: list[tuple[Any, str, str]] = []
+        self._sites = [("", "")]  # whose forward is under way, the innermost last
+
+    @contextmanager
+    def doing(self, row: str, unit: str) -> Iterator[None]:
+        name = f"{row} {unit}"
+        with self.standing(row, unit), self._during(row, name, unit, self._clock.here):
+            yield
+
+    @contextmanager
+    def standing(self, rows: str, unit: str) -> Iterator[None]:
+        with self._range(f"{rows} {unit}"), self._during(EXPOSED, rows, unit, self._clock.main):
+            yield
+
+    @contextmanager
+    def paging(self, row: str, unit: str, part: Sequence[object]) -> Iterator[None]:
+        name = " ".join(map(str, (row, unit, *part)))
+        with self._range(name), self._during(row, name, unit, self._clock.host):
+            yield
+
+    def streaming(self, row: str, unit: str) -> AbstractContextManager[None]:
+        return self._during(row, f"{row} {unit}", unit, self._clock.here)
+
+    def under_way(self, row: str, unit: str, start: Callable[[], Sequence[Handle]]) -> Handle:
+        entry = self._add(row, f"{row} {unit}", unit, self._clock.here())
+        with self.standing(row, unit):
+            return _UnderWay(self, entry, start())
+
+    def arrive(self, entry: _Entry, handles: Sequence[Handle]) -> None:
+        """Wait for what is under way."""
+        with self.standing(entry.row, entry.unit):
+            for handle in handles:
+                handle.wait()
+        if entry.end is None:
+            entry.end = self._clock.here()
+
+    @contextmanager
+    def forward(self, path: str, unit: str) -> Iterator[None]:
+        self._pass_site()
+        self._sites.append((path, unit))
+        try:
+            with self._range(f"forward {path}"):
+                yield
+        finally:
+            self._pass_site()
+            self._sites.pop()
+
+    def _pass_site(self) -> None:
+        path, unit = self._sites[-1]
+        self.passed(f"forward {path}" if path else "forward", unit)
+
+    def passed(self, name: str, unit: str) -> None:
+        self._marks.append((self._clock.main(), name, unit))
+
+    def end(self) -> list[Span]:
+        """Everything as spans; what is still under way is cut off here."""
+        step_s = self._clock.seconds(self._clock.main())
+        spans = [span for entry in tuple(self._entries) if (span := self._span(entry, step_s)).begin_s < span.end_s]
+        marks = [Mark(self._clock.seconds(at), name, unit) for at, name, unit in tuple(self._marks)]
+        exposed = [(span.begin_s, span.end_s) for span in spans if span.row == EXPOSED]
+        return [*spans, *computing(exposed, marks, step_s, self._rank)]
+
+    def _span(self, entry: _Entry, step_s: float) -> Span:
+        end = entry.end  # read once: its thread may be at it
+        begin_s, end_s = self._clock.seconds(entry.begin), step_s if end is None else self._clock.seconds(end)
+        return Span(entry.row, entry.name, max(begin_s, 0.0), min(end_s, step_s), entry.unit, self._rank)
+
+    @contextmanager
+    def _during(self, row: str, name: str, unit: str, moment: Callable[[], Any]) -> Iterator[None]:
+        """A span that lasts as long as the body."""
+        entry = self._add(row, name, unit, moment())
+        try:
+            yield
+        finally:
+            entry.end = moment()
+
+    def _add(self, row: str, name: str, unit: str, begin: Any) -> _Entry:
+        entry = _Entry(row, name, unit, begin)
+        self._entries.append(entry)
+        return entry
+
+    def _range(self, name: str) -> AbstractContextManager[Any]:
+        return record_function(name) if self._profile else _NOTHING
+
+
+class _UnderWay:
+    """Several operations that are one span; waited for together, the last one first."""
+
+    def __init__(self, recording: _Recording, entry: _Entry, handles: Sequence[Handle]) -> None:
+        self._recording, self._entry, self._handles = recording, entry, tuple(reversed(handles))
+
+    def wait(self) -> None:
+        self._recording.arrive(self._entry, self._handles)

@@ -1,0 +1,49 @@
+"""Where modules are that stood elsewhere in 0.1: the old names still import, with a warning that names the new one."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_MOVED = {
+    "core": "stage layout precision optim placement",
+    "platform": "device cuda timeline",
+    "distributed": "world failure",
+    "engine": "plan unit state full gather reduce update",
+    "trainer": "build config data evaluate launch meter models planning report saver task tracker",
+}
+
+MODULES: Mapping[str, str] = {name: f"{room}.{name}" for room, names in _MOVED.items() for name in names.split()} | {
+    "schedule": "core.lr_schedule",
+    "meta": "engine.empty",
+    "step": "engine.init",
+    "passes": "engine.step",
+    "training": "trainer.loop",
+    "exchange": "formats",
+    "interop": "deepspeed",
+    "ds_config": "deepspeed.config",
+}
+"""Module of `zero` in 0.1 -> where it is now."""
+
+
+class Finder(Loader):
+    """The last place where Python looks for a module; a module found here has the names of the one that it was."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        """None where `name` was never a module of `zero`."""
+        package, _, old = name.partition(".")
+        first, _, further = old.partition(".")
+        if package != "zero" or first not in MODULES:
+            return None
+        now = f"zero.{MODULES[first]}.{further}".removesuffix(".")
+        return ModuleSpec(name, cls(), loader_state=now, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        spec = module.__spec__
+        assert spec is not None
+        warnings.warn(f"{spec.name} is {spec.loader_state} now", DeprecationWarning, stacklevel=2)
+        found = vars(import_module(spec.loader_state))
+        vars(module).update({name: value for name, value in found.items() if not name.startswith("__")})

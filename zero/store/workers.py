@@ -1,0 +1,303 @@
+"""Threads that carry out a schedule: `Schedule` decides what comes next, a few workers do it.
+
+One lock guards the schedule's state. It is never held during I/O or work, and no worker waits for another operation:
+what cannot start yet is not given to a worker. A worker that finishes takes its next action along, so that nobody has
+to be woken for it.
+
+The first error ends everything: whoever waits or asks afterwards gets its text, because a page may be half modified.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from zero.errors import StoreError
+from zero.platform.threads import Beside
+from zero.store.base import Ticket, Watch, nobody
+from zero.store.indexed_schedule import Schedule
+from zero.store.schedule import Action, Asked, Copy, Due, Event, Finished, Move, Read, Work, Write
+from zero.store.traffic import Counter
+
+IDLE_S = 1.0
+"""How often a worker without work looks up: what it costs at most if an interrupt swallows a wake-up."""
+
+
+class _Ticket:
+    """Something asked for; `ended` once its work has run or its page has moved."""
+
+    __slots__ = ("_workers", "ended", "event", "job")
+
+    def __init__(self, workers: "WorkerPool", event: Due | Asked, job: Callable[..., None]) -> None:
+        self.event, self.ended = event, False
+        self.job: Callable[..., None] = job
+        self._workers = workers
+
+    def wait(self) -> None:
+        self._workers.await_end(self)
+
+    def end(self) -> None:
+        self.drop()
+        self.ended = True
+
+    def drop(self) -> None:
+        """Let go of the job: a ticket may be kept for longer than what its job holds."""
+        self.job = _nothing
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+class _Watcher(NamedTuple):
+    """A caller that waits for a condition; looked at after every action, woken only when it holds."""
+
+    holds: Callable[[], bool]
+    called: threading.Condition
+
+
+class WorkerPool:
+    """The schedule's state, one lock around it, and the threads that carry out its actions.
+
+    Args:
+        carry_out: does an action; gets what was given as `job` with the operation.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        threads: int,
+        read_ahead: int,
+        timeout_s: float,
+        prepare: Callable[[], None],
+        carry_out: Callable[[Action, Callable[..., None]], None],
+        meter: Counter,
+    ) -> None:
+        self._schedule = Schedule(slots=slots, workers=threads, read_ahead=read_ahead)
+        self._timeout_s, self._prepare, self._carry_out, self._meter = timeout_s, prepare, carry_out, meter
+        self.watch: Watch = nobody
+        self._size = threads
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._called = threading.Condition(self._lock)  # where workers wait for an action
+        self._to_start: deque[Action] = deque()
+        self._tickets: dict[int, _Ticket] = {}
+        self._watchers: list[_Watcher] = []
+        self._count = 0
+        self._closed = False
+        self._failure: tuple[str, BaseException] | None = None
+
+    # -- what callers do --
+
+    def tell(self, event: Event) -> None:
+        """An event that nobody waits for."""
+        with self._lock:
+            self._refuse()
+            self._advance(event)
+
+    def ask(self, event: Due | Asked, job: Callable[..., None]) -> Ticket:
+        """A new operation, which gets its number here."""
+        with self._lock:
+            self._refuse()
+            self._count += 1
+            event = event._replace(number=self._count)
+            ticket = self._tickets[self._count] = _Ticket(self, event, job)
+            self._advance(event)
+        return ticket
+
+    def do_here(self, event: Asked, job: Callable[..., None]) -> None:
+        """A transfer in the calling thread, once everything that was asked for before on its page has ended."""
+        with self._lock:
+            self._refuse()
+            self._wait(lambda: self._starts_here(event), event)
+            self._count += 1
+            move = self._advance(event._replace(number=self._count, here=True), keep_first=True)
+        assert move is not None
+        try:
+            with torch.no_grad():
+                job()
+        except Exception as error:
+            self._fail(error, move)
+            raise
+        finally:
+            self._finish(move, keep_first=False)
+
+    def check(self) -> None:
+        """Raise what has failed."""
+        with self._lock:
+            self._refuse()
+
+    def await_end(self, ticket: _Ticket) -> None:
+        if ticket.ended and self._failure is None:
+            return
+        with self._lock:
+            self._wait(lambda: ticket.ended, ticket.event)
+
+    def drain(self) -> None:
+        with self._lock:
+            self._refuse()
+            self._wait(lambda: self._schedule.is_quiet, None)
+
+    def leave(self) -> None:
+        """No more actions; returns when every thread has ended."""
+        with self._lock:
+            self._closed = True
+            self._called.notify_all()
+            unfinished = bool(self._tickets)
+        if unfinished:
+            self._fail(StoreError("this store was closed before everything that was asked of it had ended"), None)
+        end_s = time.monotonic() + self._timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
+            if thread.is_alive():
+                raise StoreError(f"{thread.name} is still at work after {self._timeout_s:g} s; the store stays open")
+        self._threads.clear()
+
+    def _stop(self) -> None:
+        """For the end of the interpreter: actions that are under way end, and who waits for others hears of it."""
+        self._fail(StoreError("the script is over; close the store, or destroy the engine, to end it in order"), None)
+
+    # -- what workers do --
+
+    def _run(self) -> None:
+        """A worker's life: prepare, then one action after the other until the pool is closed or something failed."""
+        action: Action | None = None
+        try:
+            self._prepare()
+            with torch.no_grad():
+                while (action := action or self._next()) is not None:
+                    self._carry_out(action, self._job_of(action))
+                    action = self._finish(action, keep_first=True)
+        except BaseException as error:
+            self._fail(error, action)
+
+    def _next(self) -> Action | None:
+        with self._lock:
+            while not self._is_over:
+                if self._to_start:
+                    return self._to_start.popleft()
+                self._called.wait(IDLE_S)
+        return None
+
+    def _job_of(self, action: Action) -> Callable[..., None]:
+        return self._tickets[action.number].job if isinstance(action, Work | Move | Copy) else _nothing
+
+    def _finish(self, action: Action, *, keep_first: bool) -> Action | None:
+        """The action has ended well; returns the next one for this thread, if it is to keep the first."""
+        with self._lock:
+            if self._is_over:
+                return None
+            if isinstance(action, Work | Move | Copy) and action.number in self._tickets:
+                self._tickets.pop(action.number).end()
+            following = self._advance(Finished(action), keep_first=keep_first)
+            for watcher in self._watchers:
+                if watcher.holds():
+                    watcher.called.notify()
+        return following
+
+    def _fail(self, error: BaseException, action: Action | None) -> None:
+        """Everything ends, and everybody who waits is told."""
+        where = "a thread of the store" if action is None else _words(action)
+        told = str(error) if isinstance(error, StoreError) else f"{where}: {type(error).__name__}: {error}"
+        with self._lock:
+            if self._failure is None:
+                self._failure = (told, error)
+            for ticket in self._tickets.values():
+                ticket.drop()
+            self._tickets.clear()
+            self._wake_all()
+
+    # -- under the lock --
+
+    @property
+    def _is_over(self) -> bool:
+        return self._closed or self._failure is not None
+
+    def _advance(self, event: Event, *, keep_first: bool = False) -> Action | None:
+        """Take in an event and hand its actions out, all of them or all but the first."""
+        try:
+            actions = self._schedule.advance(event)
+            kept, handed = (actions[0], actions[1:]) if keep_first and actions else (None, actions)
+            if handed and not self._threads:
+                self._start_threads()
+            self._to_start += handed
+        except BaseException as error:  # an interrupt in the middle of it: nobody knows what is under way
+            self._failure = self._failure or (f"the store's schedule broke off: {type(error).__name__}", error)
+            self._wake_all()
+            raise
+        if handed:
+            self._called.notify(len(handed))
+        return kept
+
+    def _wake_all(self) -> None:
+        self._called.notify_all()
+        for watcher in self._watchers:
+            watcher.called.notify()
+
+    def _start_threads(self) -> None:
+        """As many as asked for, or as many as there can be."""
+        while len(self._threads) < self._size:
+            name = f"store worker {len(self._threads)}"
+            thread = Beside(self._run, name=name, stop=self._stop)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                if self._threads:
+                    return
+                raise StoreError(f"the store could not start a thread: {error}") from error
+            self._threads.append(thread)
+
+    def _starts_here(self, event: Asked) -> bool:
+        return self._schedule.would_start(event)
+
+    def _wait(self, holds: Callable[[], bool], event: Due | Asked | None) -> None:
+        """Return when `holds()`, with the lock held again.
+
+        Raises:
+            StoreError: something failed, or it takes too long.
+        """
+        if self._failure is None and holds():
+            return
+        self._raise_failure()
+        watcher = _Watcher(holds, threading.Condition(self._lock))
+        self._watchers.append(watcher)
+        begun_s = time.monotonic()
+        try:
+            with self.watch("wait"):
+                watcher.called.wait_for(lambda: self._failure is not None or holds(), self._timeout_s)
+        finally:
+            self._watchers.remove(watcher)
+            self._meter.waited(time.monotonic() - begun_s)
+        self._raise_failure()
+        if not holds():
+            under_way = ", ".join(sorted(map(_words, self._schedule.running))) or "nothing"
+            raise StoreError(f"waited {self._timeout_s:g} s for {_words(event)}; under way: {under_way}")
+
+    def _refuse(self) -> None:
+        self._raise_failure()
+        if self._closed:
+            raise StoreError("this store is closed")
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            told, error = self._failure
+            raise StoreError(told) from error
+
+
+def _words(what: Action | Due | Asked | None) -> str:
+    """An operation or an action, as messages name it."""
+    match what:
+        case Due(_, group) | Work(_, group):
+            return f"the work on {group}"
+        case Read(group):
+            return f"the read of {group}"
+        case Write(_, group):
+            return f"the write of {group}"
+        case Asked(_, page, writes) | Move(_, page, writes):
+            return f"the {'write' if writes else 'read'} of page {page.kind} {page.number} of unit {page.unit}"
+        case Copy(_, page):
+            return f"the read of page {page.kind} {page.number} of unit {page.unit}"
+    return "everything that was asked for"

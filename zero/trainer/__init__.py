@@ -1,0 +1,1 @@
+"""The application behind train.py: settings, data, models, the loop, and what a run shows. Nothing imports it."""

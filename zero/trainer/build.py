@@ -1,0 +1,147 @@
+"""From settings to the objects of the engine: one function each, nothing but names on both sides."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from zero.core import lr_schedule, optim
+from zero.core.optim import Schedule, Transform
+from zero.core.placement import Room
+from zero.core.precision import LossScaling, Precision
+from zero.core.stage import Stage
+from zero.distributed.world import World
+from zero.engine.compile import Backend
+from zero.engine.plan import Plan
+from zero.errors import ConfigError
+from zero.trainer.config import (
+    SGD,
+    Adagrad,
+    AdamW,
+    Config,
+    Decay,
+    Lion,
+    LrRange,
+    OneCycle,
+    Warmup,
+    WarmupLinear,
+)
+
+
+def build_plan(
+    config: Config,
+    model: nn.Module,
+    world: World,
+    *,
+    optimizer: Transform | None = None,
+    units: Sequence[str] | None = None,
+    compile: Backend = False,
+    in_place: bool = False,
+    room: Room | None = None,
+    activation_bytes: int = 0,
+    lighter: Callable[[], Mapping[str, int]] = dict,
+) -> Plan:
+    """The plan of a run whose batch is solved for this world.
+
+    Args:
+        optimizer, units, compile: in place of the config's.
+        in_place, room, activation_bytes, lighter: see `Plan`.
+
+    Raises:
+        ConfigError: what only the model can tell, such as a class of `zero.units` that it does not have; or an auto
+            that was not settled (see `zero/trainer/planning`).
+    """
+    if config.zero.stage == "auto":
+        raise ConfigError(
+            "zero.stage=auto was not settled; write `config = zero.trainer.planning.resolve_auto(config, ...)` first"
+        )
+    _, _, accumulate = config.batch.solved(world.size).numbers()
+    return Plan(
+        model,
+        optimizer=optimizer or build_optimizer(config),
+        stage=Stage(config.zero.stage),
+        precision=build_precision(config),
+        offload=config.offload.asked(),
+        world=world,
+        units=units or (None if config.zero.units == "auto" else list(config.zero.units)),
+        prefetch=config.zero.prefetch,
+        activations=config.zero.activations,
+        compile=compile or config.zero.compile,
+        update=config.zero.update,
+        accumulate=accumulate,
+        in_place=in_place,
+        room=room,
+        activation_bytes=activation_bytes,
+        lighter=lighter,
+    )
+
+
+def build_optimizer(config: Config) -> Transform:
+    """The transform with its schedule, clipping and decay, and the mean of the parameters if it is asked for."""
+    transform, ema = _build_transform(config), config.optim.ema
+    return transform if ema is None else optim.with_ema(transform, ema)
+
+
+def _build_transform(config: Config) -> Transform:
+    chosen = config.optim
+    decay = optim.decay_matrices if chosen.decay == "matrices" else _decay_all
+    lr, cycled = build_schedule(config), _cycled_momentum(config)
+    how: dict[str, Any] = {"weight_decay": chosen.weight_decay, "clip": chosen.clip, "decay": decay}
+    if isinstance(chosen, Adagrad):
+        return optim.adagrad(lr, eps=chosen.eps, **how)
+    if isinstance(chosen, SGD):
+        return optim.sgd(lr, momentum=cycled or chosen.momentum, nesterov=chosen.nesterov, **how)
+    betas: dict[str, Any] = {"beta1": cycled or chosen.beta1, "beta2": chosen.beta2}
+    if isinstance(chosen, Lion):
+        return optim.lion(lr, **betas, **how)
+    make = optim.adamw if isinstance(chosen, AdamW) else optim.adam
+    return make(lr, **betas, eps=chosen.eps, **how)
+
+
+def build_schedule(config: Config) -> Schedule:
+    """Step to learning rate."""
+    chosen, lr = config.schedule, config.optim.lr
+    if isinstance(chosen, Warmup):
+        start = None if chosen.start is None else chosen.start * lr
+        if isinstance(chosen, Decay):
+            make = lr_schedule.warmup_linear if isinstance(chosen, WarmupLinear) else lr_schedule.warmup_cosine
+            final, hold = chosen.final * lr, chosen.hold
+            return make(lr, config.warmup, config.decayed, final, hold=hold, start=start, curve=chosen.curve)
+        return lr_schedule.linear_warmup(lr, config.warmup, start=start, curve=chosen.curve)
+    if isinstance(chosen, OneCycle):
+        return lr_schedule.one_cycle(lr, chosen.start * lr, _cycle(config, chosen), decay_rate=chosen.decay_rate)
+    if isinstance(chosen, LrRange):
+        return lr_schedule.lr_range(lr, chosen.every, rate=chosen.rate, stairs=chosen.stairs)
+    return lr_schedule.constant(lr)
+
+
+def _cycled_momentum(config: Config) -> Schedule | None:
+    """What goes in place of the optimizer's momentum, where the schedule says so."""
+    chosen = config.schedule
+    if not isinstance(chosen, OneCycle) or not chosen.momentum:
+        return None
+    return lr_schedule.cycled_momentum(
+        chosen.momentum_min,
+        chosen.momentum_max,
+        _cycle(config, chosen),
+        decay_rate=chosen.momentum_decay_rate,
+        first=chosen.momentum_start,
+        steps=config.steps,
+    )
+
+
+def _cycle(config: Config, chosen: OneCycle) -> lr_schedule.Cycle:
+    rise = max(1, config.steps // 2) if chosen.rise == "auto" else chosen.rise
+    down = chosen.rise_stairs if chosen.fall_stairs is None else chosen.fall_stairs
+    return lr_schedule.Cycle(rise, chosen.fall or rise, (chosen.rise_stairs, down), chosen.decay_every)
+
+
+def build_precision(config: Config) -> Precision:
+    """The dtypes; loss scaling for fp16 only."""
+    chosen = config.precision
+    scale = LossScaling(**chosen.scale.model_dump()) if chosen.compute == "fp16" else None
+    return Precision(chosen.compute, reduce=chosen.reduce, scale=scale)
+
+
+def _decay_all(name: str, shape: tuple[int, ...]) -> bool:
+    return True

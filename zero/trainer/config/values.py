@@ -1,0 +1,310 @@
+"""What a setting may be: kinds of values with the words that describe them, and `key`, which declares one setting.
+
+The words are said three times: to whoever typed something else, by mode=explain, and in docs/config.md. Pydantic's own
+kinds would answer a mistake in `int | "auto"` with two errors, and read 0.5 as a size of no bytes.
+"""
+
+import os
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, core_schema
+
+from zero.core import placement
+
+UNIT_CLASSES = ("Block", "Attention", "MLP", "Embedding", "Linear", "RMSNorm", "LayerNorm")
+"""Classes of the models here that own parameters; `zero.units` chooses among them."""
+
+MOST = 2**53
+"""The largest whole number that every reader of JSON and YAML gets right."""
+
+
+class Section(BaseModel):
+    """A closed, frozen, strict group of keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def key(
+    default: Any,
+    text: str,
+    *,
+    unit: str | None = None,
+    trades: str | None = None,
+    example: str | None = None,
+    **how: Any,
+) -> Any:
+    """One setting of a section.
+
+    Args:
+        text: its meaning, in a sentence without an end.
+        unit: what a number counts.
+        trades: what more of it costs, and what it buys.
+        example: a value as one types it; more settings may follow where they belong together.
+        how: an alias or bounds, as pydantic's Field takes them.
+    """
+    said = {"unit": unit, "trades": trades, "example": example}
+    return Field(
+        default, description=text, json_schema_extra={name: text for name, text in said.items() if text}, **how
+    )
+
+
+@dataclass(frozen=True)
+class Reads:
+    """How a value is read, and what to say of all that it may be.
+
+    `read` returns what is kept, or raises a ValueError; without words of its own that becomes "must be ...".
+    """
+
+    words: str
+    read: Callable[[Any], Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._read)
+
+    def _read(self, value: object) -> Any:
+        try:
+            return self.read(value)
+        except ValueError as refused:
+            raise ValueError(str(refused) or f"must be {self.words}") from None
+
+
+# Numbers
+
+
+def whole_or_auto(least: int, most: int = MOST) -> Reads:
+    """A whole number, or the word auto. What is strict here: `True` and `2.0` are neither."""
+
+    def read(value: object) -> Any:
+        if value == "auto":
+            return value
+        if type(value) is not int or value < least:
+            raise ValueError
+        if value > most:
+            raise ValueError(f"must be at most {most}")
+        return value
+
+    return Reads(f"a whole number from {least}, or auto", read)
+
+
+def _stage(value: object) -> Any:
+    if value == "auto" or (type(value) is int and 0 <= value <= 3):
+        return value
+    raise ValueError
+
+
+def _in_fp32(value: float) -> float:
+    if value < 1e-37:
+        raise ValueError("is 0 in fp32, in which updates are made")
+    return value
+
+
+Count = Annotated[int | Literal["auto"], whole_or_auto(1)]
+Steps = Annotated[int | Literal["auto"], whole_or_auto(0)]
+Threads = Annotated[int | Literal["auto"], whole_or_auto(1, 4096)]
+Ranks = Annotated[int | Literal["auto"], whole_or_auto(1, 2**20)]
+StageOrAuto = Annotated[int | Literal["auto"], Reads("0, 1, 2 or 3, or auto", _stage)]
+Whole = Annotated[int, Field(ge=1, le=MOST)]
+Natural = Annotated[int, Field(ge=0, le=MOST)]
+Held = Annotated[int, Field(ge=-1, le=MOST)]
+Rows = Annotated[int, Field(ge=1, le=2**31)]
+Channels = Annotated[int, Field(ge=1, le=2**24)]
+Layers = Annotated[int, Field(ge=1, le=10_000)]
+Positive = Annotated[float, Field(gt=0, le=1e37), AfterValidator(_in_fp32)]
+Rate = Annotated[float, Field(gt=0, le=1000), AfterValidator(_in_fp32)]
+LossScale = Annotated[float, Field(gt=0, le=2**40), AfterValidator(_in_fp32)]
+NonNegative = Annotated[float, Field(ge=0, le=1000)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Holdout = Annotated[float, Field(gt=0, le=0.5)]
+
+# Sizes
+
+_SIZE = re.compile(r"\d{1,18}|\d{1,18}(\.\d{1,9})? ?[a-zA-Z]{1,5}")
+_BYTES: TypeAdapter[ByteSize] = TypeAdapter(ByteSize)
+_MOST_BYTES = 2**60
+_MOST_PAGE = 2**30
+
+
+def _bytes(value: object) -> int:
+    # pydantic's ByteSize ignores what follows the unit, and reads 0.5 as no bytes at all
+    if not (type(value) is int or (isinstance(value, str) and _SIZE.fullmatch(value))):
+        raise ValueError
+    try:
+        nbytes = int(_BYTES.validate_python(value))
+    except ValidationError:
+        raise ValueError from None
+    if not 0 <= nbytes <= _MOST_BYTES:
+        raise ValueError
+    return nbytes
+
+
+def _page(value: object) -> int | str:
+    if value == "auto":
+        return "auto"
+    nbytes = _bytes(value)
+    if not placement.BLOCK_BYTES <= nbytes <= _MOST_PAGE or nbytes % placement.BLOCK_BYTES:
+        raise ValueError("must be a positive multiple of 4KiB, at most 1GiB")
+    return nbytes
+
+
+def _budget(value: object) -> int | str:
+    """Bytes as an int, a share as it was typed."""
+    if value == "auto" or (isinstance(value, str) and share(value) is not None):
+        return str(value)
+    return _disk(value)
+
+
+def _memory(value: object) -> int | str:
+    if value == "auto":
+        return "auto"
+    return _no_slip(value)
+
+
+def _disk(value: object) -> int | str:
+    return "auto" if value == "auto" else _bytes(value) and _no_slip(value)
+
+
+def _no_slip(value: object) -> int:
+    """80 is a slip of whoever means 80GiB."""
+    nbytes = _bytes(value)
+    if nbytes >= 2**20:
+        return nbytes
+    if str(value).isdigit():
+        raise ValueError(f"is {nbytes} bytes; write a unit, such as 80GiB")
+    raise ValueError("must be at least 1MiB; what a run takes is in the table of mode=plan")
+
+
+def share(text: str) -> float | None:
+    """0.5 for 50%; None for what is no share."""
+    found = re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?)%", text)
+    return float(found[1]) / 100 if found and 0 < float(found[1]) <= 100 else None
+
+
+Page = Annotated[int | Literal["auto"], Reads("a size in bytes such as 8MiB or 80GiB, not negative, or auto", _page)]
+Budget = Annotated[int | str, Reads("a size such as 8GiB, a share of what is free such as 50%, or auto", _budget)]
+Memory = Annotated[int | Literal["auto"], Reads("a size such as 80GiB, or auto", _memory)]
+Disk = Annotated[int | Literal["auto"], Reads("a size such as 4TB, or auto", _disk)]
+
+# Words
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("must be text")
+    if not value.strip():
+        raise ValueError("must not be empty; leave the key out, or write null")
+    if not value.isprintable():
+        raise ValueError("must be printable text")
+    return value
+
+
+def _place(value: object) -> str:
+    text = _text(value)
+    if len(os.fsencode(text)) > 4095 or any(len(os.fsencode(part)) > 255 for part in text.split("/")):
+        raise ValueError("is too long for a path")
+    return text
+
+
+def _name(value: object) -> str:
+    text = _text(value)
+    if len(text) > 128:
+        raise ValueError("must have at most 128 characters, which W&B takes")
+    return text
+
+
+def _project(value: object) -> str:
+    text = _name(value)
+    if found := set(text) & set("/\\#?%:"):
+        raise ValueError(f"must be without {min(found)}, which W&B refuses in the name of a project")
+    return text
+
+
+def _names(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple):
+        raise ValueError
+    return tuple(_text(name) for name in value)
+
+
+def _folders(value: object) -> tuple[str, ...]:
+    names = _names(value)
+    if any("/" in name for name in names):
+        raise ValueError("must be names of folders, without /")
+    return names
+
+
+def _units(value: object) -> Any:
+    if value == "auto":
+        return value
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(name, str) for name in value):
+        raise ValueError
+    return tuple(value)
+
+
+def _activations(value: object) -> Any:
+    if value not in ("keep", "remat", "offload"):
+        raise ValueError
+    return value
+
+
+Place = Annotated[str, Reads("a path", _place)]
+Name = Annotated[str, Reads("text", _name)]
+Word = Annotated[str, Reads("text", _text)]
+Project = Annotated[str, Reads("text", _project)]
+Names = Annotated[tuple[str, ...], Reads("a list such as [a, b]", _names)]
+Folders = Annotated[tuple[str, ...], Reads("a list such as [a, b]", _folders)]
+Units = Annotated[Literal["auto"] | tuple[str, ...], Reads("auto or a list of class names, such as [Block]", _units)]
+Activations = Annotated[Literal["keep", "remat", "offload"], Reads("keep, remat or offload", _activations)]
+
+# In words
+
+
+def words(field: FieldInfo) -> str:
+    """What may be written for a setting: "a whole number from 1, or null"."""
+    return _words(field.annotation, field.metadata)
+
+
+def _words(kind: Any, metadata: Iterable[Any]) -> str:
+    for note in metadata:
+        if isinstance(note, Reads):
+            return note.words
+    if get_origin(kind) is Annotated:
+        kind, *inner = get_args(kind)
+        return _words(kind, [*_flat(inner), *metadata])
+    if get_origin(kind) is Literal:
+        *most, last = map(str, get_args(kind))
+        return f"{', '.join(most)} or {last}" if most else last
+    if get_origin(kind) in (Union, types.UnionType):
+        (inner,) = (one for one in get_args(kind) if one is not type(None))
+        return _words(inner, metadata) + ", or null"
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    return " ".join([names[kind], ", ".join(_bounds(metadata))]).strip()
+
+
+def _flat(metadata: Iterable[Any]) -> Iterator[Any]:
+    for note in metadata:
+        yield from note.metadata if isinstance(note, FieldInfo) else [note]
+
+
+def _bounds(metadata: Iterable[Any]) -> Iterator[str]:
+    """Bounds that somebody may meet; those of the number's type are left unsaid."""
+    said = {"ge": "from", "gt": "above", "le": "at most", "lt": "below"}
+    for note in metadata:
+        for bound, word in said.items():
+            limit = getattr(note, bound, None)
+            if limit is not None and limit < 1e6:
+                yield f"{word} {limit:g}"

@@ -1,0 +1,77 @@
+"""Where batches come from: `text` (files as bytes), `tokens` (a file of integers), `hf` (texts through a tokenizer),
+`synthetic`.
+
+The global batch of a step is a pure function of (seed, step): ranks and microbatches only slice it, so a run that
+continues on another world reads the same data. Settings are checked without torch; `open_data` loads it.
+"""
+
+from typing import TYPE_CHECKING
+
+from zero.errors import ConfigError
+from zero.progress import Progress, silent
+from zero.trainer.data.source import (
+    DataConfig,
+    HFTextConfig,
+    SyntheticConfig,
+    TextConfig,
+    TokensConfig,
+    check_text,
+    check_tokens,
+)
+
+if TYPE_CHECKING:
+    from zero.distributed.world import World
+    from zero.trainer.data.windows import Data
+
+__all__ = ["DataConfig", "HFTextConfig", "SyntheticConfig", "TextConfig", "TokensConfig", "check_data", "open_data"]
+
+
+def check_data(config: DataConfig, seq: int) -> None:
+    """Refuse data that cannot give one row of seq + 1 tokens for training and one for validation.
+
+    Of texts that are still to be tokenised only whether they can be read.
+
+    Raises:
+        ConfigError: in one line, naming the key as the user types it.
+    """
+    try:
+        if isinstance(config, TextConfig):
+            check_text(config, seq + 1)
+        elif isinstance(config, TokensConfig):
+            check_tokens(config, seq + 1)
+        elif isinstance(config, HFTextConfig):
+            from zero.trainer.data.hf import check_hf
+
+            check_hf(config)
+    except OSError as error:
+        raise ConfigError(f"data.{config.name}: {error.filename}: {error.strerror}") from error
+
+
+def open_data(
+    config: DataConfig, seq: int, seed: int, world: "World | None" = None, progress: Progress = silent
+) -> "Data":
+    """Open what `config` names, for rows of seq + 1 tokens.
+
+    Args:
+        world: of the ranks that call this together; rank 0 alone makes what is still to be made.
+        progress: told how far that has come.
+
+    Raises:
+        ConfigError: as `check_data`.
+    """
+    if isinstance(config, HFTextConfig):
+        from zero.trainer.data.hf import open_hf
+
+        return open_hf(config, seq, seed, world, progress)
+    check_data(config, seq)
+    if isinstance(config, TextConfig):
+        from zero.trainer.data.text import open_text
+
+        return open_text(config, seq, seed)
+    if isinstance(config, TokensConfig):
+        from zero.trainer.data.tokens import open_tokens
+
+        return open_tokens(config, seq, seed)
+    from zero.trainer.data.synthetic import Synthetic
+
+    return Synthetic(config, seq, seed)

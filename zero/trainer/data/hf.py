@@ -1,0 +1,345 @@
+"""Texts through a tokenizer of Hugging Face, once: what comes out are files of tokens as `data=tokens` reads them.
+
+They are kept under a name that is the hash of all they depend on. Rank 0 finds or makes them while the others wait, so
+every rank maps the same bytes, and so does a run that goes on tomorrow.
+
+A document is a text file, a line of a JSONL file, or a row of what `datasets` saved. Each is encoded by itself, without
+the marks that a tokenizer puts around a text, and followed by the end of text. It is held out for validation whole, by
+a hash of the file's name or of its text, so that documents which come later move no other and copies stay together;
+where this leaves one side without any, the end of all tokens is held out. Memory holds a batch, or the longest line or
+row; a text file is encoded in pieces that end with a line.
+
+Settings are checked without torch and without `datasets`.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import secrets
+import shutil
+import sys
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zero.errors import ConfigError, MachineError, in_short
+from zero.progress import Progress, silent
+from zero.trainer.data.source import (
+    HFTextConfig,
+    TextConfig,
+    TextFile,
+    TokensConfig,
+    check_length,
+    drawn,
+    text_files,
+)
+from zero.trainer.data.tokenizer import Tokenizer, missing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from zero.distributed.world import World
+    from zero.trainer.data.windows import Windows
+
+VERSION = 1
+"""Of what is written; files of another one are not looked for."""
+
+TRAIN, HELD, ABOUT = "train.bin", "held.bin", "about.json"
+RECORDS = (".jsonl", ".ndjson", ".json")
+SAVED, SPLITS = "dataset_info.json", "dataset_dict.json"
+"""Names that `save_to_disk` gives: beside the rows of one dataset, and beside the folders of several."""
+
+PIECE = 2**16
+BATCH = 2**20
+"""Characters encoded as one text, and at a time. A token takes about a hundred bytes until it is written."""
+
+ROWS = 256
+STILL = "still at it"
+
+
+def open_hf(
+    config: HFTextConfig, seq: int, seed: int, world: "World | None" = None, progress: Progress = silent
+) -> "Windows":
+    """Map the tokens, made first where they are not there yet. Collective.
+
+    Raises:
+        ConfigError: as `check_hf`; or texts that cannot be read, or are too few.
+        MachineError: no room for the tokens.
+    """
+    from zero.distributed.world import SoloWorld
+    from zero.trainer.data.tokens import open_tokens
+
+    tokenizer = Tokenizer(config.tokenizer, config.end)
+    folder = _agreed(config, tokenizer, world or SoloWorld(), progress)
+    held = folder / HELD
+    tokens = TokensConfig(
+        path=str(folder / TRAIN),
+        dtype="uint16" if tokenizer.vocab <= 2**16 else "uint32",
+        vocab=tokenizer.vocab,
+        validation_path=str(held) if held.is_file() else None,
+        holdout=config.holdout,
+    )
+    check_length(f"data.path={config.path}", *tokens.lengths(), seq + 1)
+    return open_tokens(tokens, seq, seed, decode=partial(_decode, tokenizer))
+
+
+def check_hf(config: HFTextConfig) -> None:
+    """Refuse a tokenizer or texts that cannot be read, as far as the first document tells.
+
+    Raises:
+        ConfigError: in one line, naming the key as the user types it.
+    """
+    Tokenizer(config.tokenizer, config.end)
+    if not config.root.exists():
+        raise ConfigError(
+            f"data.path={config.path} does not exist; give a folder of text or JSONL files, or one that "
+            "datasets.save_to_disk made: nothing is fetched from the hub"
+        )
+    if (config.root / SPLITS).is_file():
+        folders = sorted(path.parent.name for path in config.root.glob(f"*/{SAVED}"))
+        raise ConfigError(f"data.path={config.path} holds {', '.join(folders)}; give the folder of one of them")
+    if _is_saved(config.root):
+        _check_saved(config)
+    elif next(_documents(config), None) is None:
+        raise _no_text(config)
+
+
+def _decode(tokenizer: Tokenizer, tokens: "Tensor") -> str:
+    return tokenizer.decode(tokens.tolist())
+
+
+# Where the tokens are
+
+
+def _agreed(config: HFTextConfig, tokenizer: Tokenizer, world: "World", progress: Progress) -> Path:
+    """The folder of the tokens, on every rank; while rank 0 makes it, a word now and then keeps the others waiting."""
+    world.at("tokens of data=hf")
+    if world.rank == 0:
+        spoke_s = time.monotonic()
+
+        def tell(what: str, done: int, total: int) -> None:
+            nonlocal spoke_s
+            progress(what, done, total)
+            if time.monotonic() - spoke_s > world.timeout_s / 4:
+                world.share(STILL)
+                spoke_s = time.monotonic()
+
+        return Path(world.share(str(_found_or_made(config, tokenizer, tell))))
+    while (told := world.share("")) == STILL:
+        pass
+    if not Path(told, TRAIN).is_file():
+        raise ConfigError(
+            f"rank {world.rank} does not see {told}, as rank 0 does; set data.cache to a folder on a shared disk"
+        )
+    return Path(told)
+
+
+def _found_or_made(config: HFTextConfig, tokenizer: Tokenizer, tell: Progress) -> Path:
+    try:
+        check_hf(config)
+        folder = config.cached.absolute() / _name(config, tokenizer, tell)
+        if not folder.is_dir():
+            _publish(config, tokenizer, folder, tell)
+    except OSError as error:
+        raise MachineError(f"data=hf: {error.filename or config.cached}: {error.strerror}") from error
+    return folder
+
+
+def _publish(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, tell: Progress) -> None:
+    """Make the tokens under another name, and rename; where another run was faster, its tokens are the same."""
+    unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
+    try:
+        unfinished.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(
+            f"data.cache={config.cached}: {error.strerror}; give a folder where this user may write"
+        ) from error
+    try:
+        _make(config, tokenizer, unfinished, tell)
+        try:
+            unfinished.rename(folder)
+        except OSError:  # as over a folder that is not empty
+            if not (folder / TRAIN).is_file():
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _name(config: HFTextConfig, tokenizer: Tokenizer, tell: Progress) -> str:
+    """The hash of every byte of the texts and the tokenizer, and of how the one goes through the other."""
+    import tokenizers
+
+    how = [VERSION, tokenizers.__version__, sys.byteorder, PIECE, tokenizer.end, config.column, config.holdout]
+    digest = hashlib.sha256(json.dumps(how).encode())
+    digest.update(hashlib.sha256(tokenizer.file.read_bytes()).digest())
+    files = list(_files(config))
+    done, total = 0, sum(file.size for file in files)
+    for file in files:
+        digest.update(f"{len(os.fsencode(file.key))} {file.size} ".encode() + os.fsencode(file.key))
+        with file.path.open("rb") as read:
+            while block := read.read(2**22):
+                digest.update(block)
+                done += len(block)
+                tell("comparing texts", min(done, total), total)
+    return digest.hexdigest()[:32]
+
+
+def _make(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, tell: Progress) -> None:
+    kind = "H" if tokenizer.vocab <= 2**16 else "I"
+    total, done, documents = sum(file.size for file in _files(config)), 0, 0
+    with ExitStack() as closing:
+        train, held = (closing.enter_context((folder / name).open("wb")) for name in (TRAIN, HELD))
+        for batch in _batches(_documents(config)):
+            for piece, numbers in zip(batch, tokenizer.encode([piece.text for piece in batch]), strict=True):
+                tokens = array(kind, numbers + [tokenizer.end] * piece.ends)
+                (held if piece.draw < config.holdout else train).write(tokens.tobytes())
+                done += len(piece.text)
+                documents += piece.ends
+            tell("tokenising", min(done, total - 1), total)  # characters of bytes, nearly
+        tell("tokenising", total, total)
+        for file in (train, held):
+            file.flush()
+            os.fsync(file.fileno())
+        sizes = train.tell(), held.tell()
+    if not any(sizes):
+        raise _no_text(config)
+    if not sizes[0]:
+        (folder / HELD).replace(folder / TRAIN)
+    elif not sizes[1]:
+        (folder / HELD).unlink()
+    about = {"texts": str(config.root.absolute()), "tokenizer": str(tokenizer.file.absolute()), "documents": documents}
+    (folder / ABOUT).write_text(json.dumps(about, indent=2))
+
+
+# Documents
+
+
+class _Piece(NamedTuple):
+    """Some text of a document."""
+
+    text: str
+    draw: float
+    """Of the document, in [0, 1)."""
+    ends: bool
+    """Whether the document ends with it."""
+
+
+def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
+    batch: list[_Piece] = []
+    chars = 0
+    for piece in pieces:
+        batch.append(piece)
+        chars += len(piece.text)
+        if chars >= BATCH:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
+
+
+def _files(config: HFTextConfig) -> Iterator[TextFile]:
+    """The files whose bytes are the texts, in one order on every machine."""
+    root = config.root
+    if root.is_dir() and not _is_saved(root):
+        yield from text_files(TextConfig(folder=str(root), skip=()))
+        return
+    for path in [root] if root.is_file() else sorted(path for path in root.iterdir() if path.is_file()):
+        yield TextFile(path, path.name, path.stat().st_size)
+
+
+def _documents(config: HFTextConfig) -> Iterator[_Piece]:
+    if _is_saved(config.root):
+        yield from _of_dataset(config)
+        return
+    for file in _files(config):
+        yield from _of_records(file, config) if file.path.suffix in RECORDS else _of_text(file)
+
+
+def _of_text(file: TextFile) -> Iterator[_Piece]:
+    try:
+        with file.path.open(encoding="utf-8", newline="") as read:
+            piece = read.read(PIECE) + read.readline(PIECE)
+            while piece:
+                following = read.read(PIECE)
+                following += read.readline(PIECE) if following else ""
+                yield _Piece(piece, file.draw, not following)
+                piece = following
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"data.path: {file.path} is not UTF-8 ({in_short(error)}); recode it or move it") from error
+
+
+def _of_records(file: TextFile, config: HFTextConfig) -> Iterator[_Piece]:
+    with file.path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{file.path}, line {number}"
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"data.path: {where} is no JSON: {in_short(error)}") from error
+            if not isinstance(record, dict):
+                raise ConfigError(f"data.path: {where} is no record such as {{{config.column!r}: ..}}")
+            if config.column not in record:
+                raise _no_column(config, where, list(record))
+            yield from _of_value(record[config.column], config, where)
+
+
+def _of_dataset(config: HFTextConfig) -> Iterator[_Piece]:
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise missing("datasets") from error
+    try:
+        rows = datasets.load_from_disk(str(config.root)).with_format(None).select_columns([config.column])
+    except Exception as error:  # of Arrow, of the file system, of its own: a damaged folder in any case
+        raise ConfigError(f"data.path={config.path}: datasets cannot read it: {in_short(error)}") from error
+    number = 0
+    for batch in rows.iter(batch_size=ROWS):
+        for value in batch[config.column]:
+            yield from _of_value(value, config, f"{config.path}, row {number}")
+            number += 1
+
+
+def _of_value(value: Any, config: HFTextConfig, where: str) -> Iterator[_Piece]:
+    if not isinstance(value, str):
+        raise ConfigError(
+            f"data.path: {where}: data.column={config.column} holds {type(value).__name__}, not text; leave it out"
+        )
+    if value:
+        try:
+            yield _Piece(value, drawn(value.encode()), True)
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"data.path: {where} holds half a character: {in_short(error)}") from error
+
+
+def _is_saved(root: Path) -> bool:
+    return (root / SAVED).is_file()
+
+
+def _check_saved(config: HFTextConfig) -> None:
+    try:
+        columns = json.loads((config.root / SAVED).read_bytes())["features"]
+        kind = columns.get(config.column, {}).get("dtype")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"data.path={config.path}: {SAVED} is not that of datasets ({in_short(error)})") from error
+    if config.column not in columns:
+        raise _no_column(config, config.path, columns)
+    if kind not in ("string", "large_string"):
+        raise ConfigError(f"data.column={config.column} of data.path={config.path} holds {kind}, not text")
+    if importlib.util.find_spec("datasets") is None:
+        raise missing("datasets")
+
+
+def _no_column(config: HFTextConfig, where: str, columns: Sequence[str] | dict[str, Any]) -> ConfigError:
+    known = ", ".join(list(columns)[:8]) or "none"
+    return ConfigError(f"data.column={config.column} is no column of {where}; it has {known}")
+
+
+def _no_text(config: HFTextConfig) -> ConfigError:
+    return ConfigError(f"data.path={config.path} holds no text; give a folder of text or JSONL files")

@@ -1,0 +1,41 @@
+"""Rows that count upwards by a stride of their own, modulo the vocabulary: two tokens tell all that follow."""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from zero.trainer.data.order import draw
+from zero.trainer.data.source import SyntheticConfig
+from zero.trainer.data.tokens import decode_numbers
+from zero.trainer.data.windows import check_rows
+
+STRIDES = 8
+VALIDATION_ROWS = 1024
+
+
+class Synthetic:
+    """`Data` made as it is asked for."""
+
+    def __init__(self, config: SyntheticConfig, seq: int, seed: int) -> None:
+        self.vocab_size = config.vocab
+        self.validation_rows = VALIDATION_ROWS
+        self.digest = hashlib.sha256(f"synthetic {config.vocab} {STRIDES}".encode()).hexdigest()
+        self._seed, self._row = seed, seq + 1
+
+    def batch(self, step: int, start: int, stop: int, global_rows: int) -> Tensor:
+        check_rows(start, stop, global_rows)
+        return self._rows("train", self._seed, step, range(start, stop))
+
+    def validation(self, index: int, rows: int) -> Tensor:
+        numbers = range(index * rows, (index + 1) * rows)
+        return self._rows("validation", 0, 0, [number % VALIDATION_ROWS for number in numbers])
+
+    def decode(self, tokens: Tensor) -> str:
+        return decode_numbers(tokens)
+
+    def _rows(self, what: str, seed: int, step: int, numbers: range | list[int]) -> Tensor:
+        first = [draw(seed, step, row, self.vocab_size, what=f"{what} first") for row in numbers]
+        stride = [1 + draw(seed, step, row, STRIDES, what=f"{what} stride") for row in numbers]
+        position = torch.arange(self._row)
+        return (torch.tensor(first).reshape(-1, 1) + torch.tensor(stride).reshape(-1, 1) * position) % self.vocab_size

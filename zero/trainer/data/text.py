@@ -1,0 +1,46 @@
+"""Text as bytes: reads every file once and keeps all of it in memory."""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from zero.trainer.data.source import Split, TextConfig, TextFile, split_files, text_files
+from zero.trainer.data.windows import Windows
+
+END_OF_FILE = b"\0"  # no text file holds one near its start, so the model can learn where files end
+
+
+def _join(files: list[TextFile]) -> bytearray:
+    joined = bytearray()
+    for file in files:
+        joined += file.path.read_bytes() + END_OF_FILE
+    return joined
+
+
+def _read(split: Split) -> tuple[bytearray, bytearray]:
+    train, held = _join(split.train), _join(split.held)
+    if split.tail:
+        cut = len(train) - split.tail - len(END_OF_FILE)
+        train, held = train[:cut], train[cut:]
+    return train, held
+
+
+def decode_bytes(tokens: Tensor) -> str:
+    """UTF-8; what does not decode becomes the replacement character, as does a token that is no byte."""
+    return bytes(min(token, 255) for token in tokens.tolist()).decode("utf-8", errors="replace")  # 255 is in no text
+
+
+def open_text(config: TextConfig, seq: int, seed: int) -> Windows:
+    """Load the corpus as uint8 tensors. The digest covers every byte and which of them are held out."""
+    train, held = _read(split_files(list(text_files(config)), config.holdout))
+    digest = hashlib.sha256(len(train).to_bytes(8, "little") + train + held).hexdigest()
+    return Windows(
+        torch.frombuffer(train, dtype=torch.uint8),
+        torch.frombuffer(held, dtype=torch.uint8),
+        seq=seq,
+        seed=seed,
+        vocab_size=256,
+        digest=digest,
+        decode=decode_bytes,
+    )

@@ -1,0 +1,104 @@
+"""Tokens made elsewhere: a file of uint16 or uint32, of which only the rows used are read, when they are used.
+
+The file is not mapped into memory: where it is cut short while a run reads it, a map ends the process without a word.
+"""
+
+import hashlib
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zero.errors import MachineError
+from zero.trainer.data.source import TokensConfig
+from zero.trainer.data.windows import Windows
+
+BLOCK_BYTES = 64 * 1024
+BLOCKS = 256
+
+
+class _File:
+    """An open file of tokens, as long as it is now."""
+
+    def __init__(self, path: str, config: TokensConfig) -> None:
+        self._path, self._item_bytes, self._dtype = path, config.item_bytes, getattr(torch, config.dtype)
+        self._fd = os.open(Path(path).expanduser(), os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._fd)
+        self.numel = os.fstat(self._fd).st_size // self._item_bytes
+
+    def read(self, start: int, count: int) -> Tensor:
+        """Tokens from `start` on.
+
+        Raises:
+            MachineError: they are there no more, or cannot be read.
+        """
+        data, offset, nbytes = bytearray(), start * self._item_bytes, count * self._item_bytes
+        try:
+            while len(data) < nbytes and (more := os.pread(self._fd, nbytes - len(data), offset + len(data))):
+                data += more
+        except OSError as error:
+            raise MachineError(f"{self._path} cannot be read at byte {offset}: {error.strerror}") from error
+        if len(data) < nbytes:
+            raise MachineError(
+                f"{self._path} ends after {os.fstat(self._fd).st_size} bytes, and had "
+                f"{self.numel * self._item_bytes} when the run began; bring it back as it was, and resume"
+            )
+        return torch.frombuffer(data, dtype=self._dtype)
+
+
+class _Stretch:
+    """A part of a file, read as a tensor is sliced."""
+
+    def __init__(self, file: _File, start: int, stop: int) -> None:
+        self._file, self._start, self._stop = file, start, stop
+
+    def numel(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, wanted: slice) -> Tensor:
+        start, stop, _ = wanted.indices(self.numel())
+        return self._file.read(self._start + start, stop - start)
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of the length and of 256 blocks of 64 KiB spread over the file: all of it up to 16 MiB."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(size.to_bytes(8, "little"))
+    last = max(0, size - BLOCK_BYTES)
+    with path.open("rb") as file:
+        for start in sorted({last * block // (BLOCKS - 1) for block in range(BLOCKS)}):
+            file.seek(start)
+            digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def decode_numbers(tokens: Tensor) -> str:
+    """The numbers themselves: what they stand for is known only to whoever made the file."""
+    return " ".join(str(token) for token in tokens.tolist())
+
+
+def open_tokens(config: TokensConfig, seq: int, seed: int, decode: Callable[[Tensor], str] = decode_numbers) -> Windows:
+    """Open the file or files. The digest is `file_digest` of each."""
+    file = _File(config.path, config)
+    train = _Stretch(file, 0, file.numel)
+    digests = [file_digest(Path(config.path).expanduser())]
+    if config.validation_path is None:
+        cut = file.numel - round(file.numel * config.holdout)
+        train, held = _Stretch(file, 0, cut), _Stretch(file, cut, file.numel)
+        digests.append(str(cut))
+    else:
+        other = _File(config.validation_path, config)
+        held = _Stretch(other, 0, other.numel)
+        digests.append(file_digest(Path(config.validation_path).expanduser()))
+    return Windows(
+        train,
+        held,
+        seq=seq,
+        seed=seed,
+        vocab_size=config.vocab,
+        digest=hashlib.sha256(" ".join(digests).encode()).hexdigest(),
+        decode=decode,
+    )

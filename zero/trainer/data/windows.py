@@ -1,0 +1,103 @@
+"""Rows cut out of a long 1-D tensor of tokens: random ones for training, fixed ones for validation."""
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zero.errors import ConfigError
+from zero.trainer.data.order import draw
+
+
+class Data(Protocol):
+    """What a run reads. Rows have seq + 1 tokens, int64 on the CPU; every method is a pure function."""
+
+    vocab_size: int
+    digest: str
+    """SHA-256 in hex: runs with equal digests read the same data."""
+    validation_rows: int
+    """Number of different validation rows."""
+
+    def batch(self, step: int, start: int, stop: int, global_rows: int) -> Tensor:
+        """Rows start to stop of the global batch of `step`: (stop - start, seq + 1)."""
+        ...
+
+    def validation(self, index: int, rows: int) -> Tensor:
+        """The index-th validation batch, the same for every seed: (rows, seq + 1). Wraps after `validation_rows`."""
+        ...
+
+    def decode(self, tokens: Tensor) -> str:
+        """Text of a 1-D tensor of tokens."""
+        ...
+
+
+class Tokens(Protocol):
+    """A 1-D tensor of any integer dtype, or what gives its slices."""
+
+    def numel(self) -> int: ...
+    def __getitem__(self, wanted: slice, /) -> Tensor: ...
+
+
+def check_rows(start: int, stop: int, global_rows: int) -> None:
+    """Refuse a slice that is not inside the global batch.
+
+    Raises:
+        ConfigError: the slice and the batch do not fit each other.
+    """
+    if not 0 <= start <= stop <= global_rows:
+        raise ConfigError(f"rows {start} to {stop} are not inside a global batch of {global_rows}")
+
+
+def spread(index: int, count: int) -> int:
+    """A permutation of range(count) whose first members already lie all over it (steps by the golden ratio)."""
+    stride = max(1, round(count * 0.618))
+    while math.gcd(stride, count) != 1:
+        stride += 1
+    return index * stride % count
+
+
+class Windows:
+    """`Data` over two lengths of tokens. Training rows start anywhere, with replacement.
+
+    Raises:
+        ConfigError: a row holds a token that is not below `vocab_size`.
+    """
+
+    def __init__(
+        self,
+        train: Tokens,
+        held: Tokens,
+        *,
+        seq: int,
+        seed: int,
+        vocab_size: int,
+        digest: str,
+        decode: Callable[[Tensor], str],
+    ) -> None:
+        self._train, self._held, self._row, self._seed, self._decode = train, held, seq + 1, seed, decode
+        self.vocab_size, self.digest = vocab_size, digest
+        # targets of one row may be inputs of the next, so rows overlap by one token
+        self.validation_rows = (held.numel() - 1) // seq
+
+    def batch(self, step: int, start: int, stop: int, global_rows: int) -> Tensor:
+        check_rows(start, stop, global_rows)
+        below = self._train.numel() - self._row + 1
+        return self._rows(self._train, [draw(self._seed, step, row, below) for row in range(start, stop)])
+
+    def validation(self, index: int, rows: int) -> Tensor:
+        numbers = range(index * rows, (index + 1) * rows)
+        starts = [spread(number % self.validation_rows, self.validation_rows) * (self._row - 1) for number in numbers]
+        return self._rows(self._held, starts)
+
+    def decode(self, tokens: Tensor) -> str:
+        return self._decode(tokens)
+
+    def _rows(self, tokens: Tokens, starts: list[int]) -> Tensor:
+        if not starts:
+            return torch.empty(0, self._row, dtype=torch.int64)
+        rows = torch.stack([tokens[start : start + self._row] for start in starts]).to(torch.int64)
+        if int(rows.max()) >= self.vocab_size:
+            raise ConfigError(f"the data holds token {int(rows.max())}, but data.vocab={self.vocab_size}; raise it")
+        return rows

@@ -1,0 +1,60 @@
+"""Validation loss and a sample of text, by all ranks together.
+
+Rows are cut into chunks of a fixed size, whatever the world or the batch, chunks are dealt to ranks in turn, and a rank
+without one computes another's for nothing, because every rank must run the model equally often.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from zero.distributed.world import World
+from zero.progress import Progress, silent
+from zero.trainer.config import Config
+from zero.trainer.data.windows import Data
+from zero.trainer.models import generate
+
+CHUNK_TOKENS = 2048
+"""Tokens that one rank evaluates at a time, in whole rows; few, so that validation needs no more memory than a step."""
+
+
+def validation_loss(
+    loss: Callable[[Tensor], Tensor], data: Data, world: World, *, rows: int, progress: Progress = silent
+) -> float:
+    """Mean loss over the first `rows` validation rows, the same number on every rank.
+
+    Args:
+        loss: (rows, seq + 1) int64 on the world's device to their mean loss.
+        progress: told the chunks that all ranks have evaluated.
+    """
+    whole = data.validation(0, rows)
+    chunks = whole.split(max(1, CHUNK_TOKENS // (whole.shape[1] - 1)))
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)
+    for first in range(0, len(chunks), world.size):
+        progress("validation", first, len(chunks))
+        number = first + world.rank
+        chunk = chunks[number % len(chunks)].to(world.device)
+        mean = loss(chunk).double()
+        if number < len(chunks):
+            total += torch.stack((mean * len(chunk), mean.new_tensor(len(chunk))))
+    progress("validation", len(chunks), len(chunks))
+    world.all_reduce(total, what="validation loss").wait()
+    return float(total[0] / total[1])
+
+
+def sample_text(logits: Callable[[Tensor], Tensor], data: Data, world: World, config: Config) -> str:
+    """The beginning of a validation row, continued by the model as `config.sample` says.
+
+    Args:
+        logits: (1, t) int64 on the world's device to (1, t, vocab).
+    """
+    seq, wanted = config.model.seq, config.sample
+    prompt = data.validation(0, 1)[:, : min(32, seq)].to(world.device)
+    row = generate(logits, prompt, wanted.tokens, seq=seq, temperature=wanted.temperature, seed=config.seed)[0].cpu()
+    return printable(data.decode(row))
+
+
+def printable(text: str) -> str:
+    """What a model made up must not command the terminal."""
+    return "".join(mark if mark.isprintable() or mark in "\n\t" else "\N{REPLACEMENT CHARACTER}" for mark in text)

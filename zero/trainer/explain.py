@@ -1,0 +1,317 @@
+"""What the settings mean, as text for a person: one key, one section, or all there is on a screen.
+
+Everything comes from the schema's own metadata (`zero/trainer/config`) and from the first line of each option's file,
+so it cannot go stale. The same entries make docs/config.md. No torch: an answer takes as long as Python needs to start.
+"""
+
+import difflib
+import json
+import re
+import textwrap
+import typing
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from zero.core import suggest
+from zero.errors import ConfigError
+from zero.trainer.config import Config
+from zero.trainer.config.values import words
+
+WIDTH, CELL = 100, 28
+"""Characters of a line, and of a cell that still decides about the width of its column."""
+
+FIRST = (
+    *("mode", "steps", "resume", "zero.stage", "zero.activations", "batch.global", "batch.micro", "data.folder"),
+    *("offload.path", "optim.lr", "launch.ranks", "checkpoint.every", "tracker.every"),
+)
+"""The keys that a newcomer meets first."""
+
+
+class Entry(NamedTuple):
+    """One dotted key, as all options that have it declare it together."""
+
+    key: str
+    text: str
+    takes: str
+    default: str
+    unit: str
+    trades: str
+    example: str
+    options: tuple[str, ...]
+    """The options of its group that have it; empty where all have."""
+
+    @property
+    def section(self) -> str:
+        return self.key.rpartition(".")[0]
+
+
+class Section(NamedTuple):
+    """A group of keys, or of option files, or both."""
+
+    name: str
+    text: str
+    options: dict[str, str]
+    """Name to first line, for what can be chosen as a whole: `offload=nvme`."""
+    chosen: str
+    """The option of the default run."""
+    entries: tuple[Entry, ...]
+
+
+def entries() -> tuple[Entry, ...]:
+    """Every key, in reading order."""
+    by_name: dict[str, list[suggest.Key]] = {}
+    for declared in suggest.walk(Config):
+        by_name.setdefault(declared.name, []).append(declared)
+    return tuple(_entry(name, declared) for name, declared in by_name.items() if _last_word(name) != "name")
+
+
+def sections(conf: Path) -> tuple[Section, ...]:
+    """Every section: the keys without one first, then those of the schema, then groups that are made of them.
+
+    Args:
+        conf: the folder with the options' files, a group in each of its folders.
+    """
+    found = {name: tuple(group) for name, group in groupby(entries(), lambda entry: entry.key.split(".")[0])}
+    alone = tuple(entry for entry in entries() if not entry.section)
+    names = [*(name for name in found if Config.model_fields[name].annotation not in (int, str, bool)), *_groups(conf)]
+    names = [name for name in dict.fromkeys(names) if name not in {entry.key for entry in alone}]
+    chosen = dict(re.findall(r"^  - (\w+): (\w+)$", (conf / "config.yaml").read_text(), re.MULTILINE))
+    top = Section("", "The run as a whole.", {}, "", alone)
+    return top, *(
+        Section(name, _about(name), _options(conf / name), chosen.get(name, ""), found.get(name, ())) for name in names
+    )
+
+
+def explain(asked: str | None, conf: Path) -> str:
+    """What `asked` means, a key or a section; without one, which sections there are.
+
+    Raises:
+        ConfigError: there is no such key; names the nearest.
+    """
+    if asked is None:
+        return _contents(sections(conf))
+    asked = asked.removesuffix(".name")  # of the option that was chosen, which is the section's business
+    by_key = {entry.key: entry for entry in entries()}
+    by_name = {section.name: section for section in sections(conf) if section.name}
+    if asked in by_key:
+        return _of_key(by_key[asked])
+    if asked in by_name:
+        return _of_section(by_name[asked])
+    inside = [entry for entry in by_key.values() if entry.key.startswith(f"{asked}.")]
+    if inside:
+        return _table((entry.key, entry.default, entry.text) for entry in inside)
+    raise ConfigError(f"explain.key={asked} is no key and no section; {_nearest(asked, [*by_name, *by_key])}")
+
+
+def overview(conf: Path) -> str:
+    """What --help prints: how to start, what can be chosen, the first keys to know, and where to read on."""
+    groups = [section for section in sections(conf) if section.options]
+    by_key = {entry.key: entry for entry in entries()}
+    return f"""\
+ZeRO for plain PyTorch, as a function.
+
+  python train.py                                        the default run: minutes on a laptop
+  python train.py zero.stage=3 launch.ranks=2            one run on two processes
+  python train.py -m zero.stage=0,1,2,3                  one run after another, and a table of them
+  python train.py mode=plan model=gpt_7b plan.ranks=4    what it would take, and what fits
+  python train.py mode=doctor                            whether this machine is ready
+
+Options, written {groups[0].name}={next(iter(groups[0].options))}; the default comes first
+{_table((group.name, _choices(group)) for group in groups)}
+
+Keys to know first
+{_table((key, by_key[key].default, by_key[key].text) for key in FIRST)}
+
+More
+  python train.py mode=explain                           every section
+  python train.py mode=explain explain.key=offload       a section, or one key, such as zero.stage
+  python train.py offload=nvme --cfg job                 a run's settings as composed
+  docs/config.md                                         every key; --hydra-help: Hydra's options"""
+
+
+# From the schema
+
+
+def _entry(name: str, declared: list[suggest.Key]) -> Entry:
+    fields = [one.field for one in declared]
+    said: list[dict[str, Any]] = [dict(one.json_schema_extra or {}) for one in fields]  # type: ignore[arg-type]
+    owners = [_tag(one.section) for one in declared]
+    everywhere = len(declared) == len(_siblings(name))
+    unit, trades = (next((one[what] for one in said if what in one), "") for what in ("unit", "trades"))
+    return Entry(
+        key=name,
+        text=_merged([one.description or "" for one in fields], owners),
+        takes=_merged([*map(words, fields)], owners),
+        default=_merged([as_typed(one.get_default()) for one in fields], owners),
+        unit=unit,
+        trades=trades,
+        example=_example(name, said, owners, everywhere),
+        options=() if everywhere else tuple(owners),
+    )
+
+
+def _example(name: str, said: list[dict[str, Any]], owners: list[str], everywhere: bool) -> str:
+    """Words to type; with the option of its group where the default one does not have the key."""
+    chosen = _tag(type(getattr(Config(), name.split(".")[0]))) if "." in name else ""
+    best = owners.index(chosen) if chosen in owners else 0
+    text = f"{name}={said[best]['example']}" if "example" in said[best] else ""
+    return text if everywhere or owners[best] == chosen or not text else f"{name.split('.')[0]}={owners[best]} {text}"
+
+
+def _merged(texts: list[str], owners: list[str]) -> str:
+    """One text where all agree, else each with its option."""
+    if len(set(texts)) == 1:
+        return texts[0]
+    having = {text: [owner for own, owner in zip(texts, owners, strict=True) if own == text] for text in texts}
+    return "; ".join(f"{text} ({', '.join(owners)})" for text, owners in having.items())
+
+
+def _siblings(name: str) -> list[type[BaseModel]]:
+    """The sections that may stand where the key's section stands."""
+    model: list[type[BaseModel]] = [Config]
+    for part in name.split(".")[:-1]:
+        model = list(suggest.models_in(_field(model[0], part).annotation))
+    return model
+
+
+def _field(model: type[BaseModel], name: str) -> FieldInfo:
+    return next(field for own, field in model.model_fields.items() if name in (field.alias, own))
+
+
+def _tag(section: type[BaseModel]) -> str:
+    name = section.model_fields.get("name")
+    return str(name.default) if name and typing.get_origin(name.annotation) is typing.Literal else ""
+
+
+def as_typed(value: object) -> str:
+    """A value as one writes it on the command line."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(as_typed, value))}]"
+    if isinstance(value, int) and not isinstance(value, bool) and value and value % 2**20 == 0:
+        return f"{value // 2**20}MiB"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _about(name: str) -> str:
+    field = Config.model_fields.get(name)
+    models = [] if field is None else list(suggest.models_in(field.annotation))
+    if len(models) == 1:
+        return str(models[0].__doc__)
+    return {
+        "model": "What is trained.",
+        "data": "Where the tokens come from.",
+        "optim": "How a gradient becomes a change of the parameters.",
+        "schedule": "How the learning rate moves over the steps.",
+        "tracker": "Where the numbers of a run are written.",
+        "experiment": "Whole runs: choices of options and values that go together.",
+    }[name]
+
+
+# From the folder of options
+
+
+def _groups(conf: Path) -> list[str]:
+    return sorted(path.name for path in conf.iterdir() if path.is_dir() and path.name != "hydra")
+
+
+def _options(folder: Path) -> dict[str, str]:
+    """Name to what its file begins with."""
+    return {path.stem: _idea(path) for path in sorted(folder.glob("*.yaml"))}
+
+
+def _idea(path: Path) -> str:
+    lines = (line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#"))
+    return next(line for line in lines if not line.startswith("@package"))
+
+
+# On the screen
+
+
+def _of_key(entry: Entry) -> str:
+    only = f"with {entry.section.split('.')[0]}={' or '.join(entry.options)}" if entry.options else ""
+    facts = {
+        "takes": entry.takes,
+        "default": entry.default,
+        "counts": entry.unit,
+        "trades": entry.trades,
+        "only": only,
+        "example": entry.example and f"python train.py {entry.example}",
+    }
+    told = _table((f"  {name}", text) for name, text in facts.items() if text)
+    return f"{entry.key}\n\n{textwrap.fill(entry.text, WIDTH, initial_indent='  ', subsequent_indent='  ')}\n\n{told}"
+
+
+def _of_section(section: Section) -> str:
+    text = [textwrap.fill(f"{section.name}: {_first_paragraph(section.text)}", WIDTH)]
+    if section.options:
+        text += ["", f"options, written {section.name}={next(iter(section.options))}"]
+        text += [_table((name, idea) for name, idea in section.options.items())]
+    if section.entries:
+        text += ["", f"keys; one of them in full: mode=explain explain.key={section.entries[0].key}"]
+        text += [_table((entry.key, entry.default, entry.text) for entry in section.entries)]
+    return "\n".join(text)
+
+
+def _contents(found: tuple[Section, ...]) -> str:
+    rows = [(section.name or ", ".join(entry.key for entry in section.entries), section) for section in found]
+    text = _table((name, _first_paragraph(section.text)) for name, section in rows if section.name)
+    return f"""\
+Sections
+{text}
+and keys of no section: {rows[0][0]}
+
+  python train.py mode=explain explain.key=offload       one section
+  python train.py mode=explain explain.key=zero.stage    one key
+  docs/config.md                                         everything"""
+
+
+def _choices(section: Section) -> str:
+    rest = [name for name in section.options if name != section.chosen]
+    return ", ".join([section.chosen, *rest] if section.chosen in section.options else rest)
+
+
+def _first_paragraph(text: str) -> str:
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def _nearest(asked: str, known: list[str]) -> str:
+    """The keys that end in the word that was asked for; else what looks most like it, or like its last word."""
+    by_word: dict[str, list[str]] = {}
+    for name in known:
+        by_word.setdefault(_last_word(name), []).append(name)
+    word = _last_word(asked)
+    found = by_word.get(word) or difflib.get_close_matches(asked, known, n=1, cutoff=0.6)
+    for close in difflib.get_close_matches(word, by_word, n=1, cutoff=0.6):
+        found = found or by_word[close]
+    return f"did you mean {' or '.join(found)}?" if found else "mode=explain lists the sections"
+
+
+def _last_word(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _table(rows: Iterable[tuple[str, ...]]) -> str:
+    """Columns as wide as they need, the last one wrapped; a wide cell moves what follows to the next line."""
+    return "\n".join(
+        _lines([tuple(" ".join(cell.split()) if cell[:1] != " " else cell for cell in row) for row in rows])
+    )
+
+
+def _lines(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    columns = list(zip(*rows, strict=True))[:-1]
+    widths = [max((len(cell) for cell in column if len(cell) <= CELL), default=0) for column in columns]
+    indent = 2 + sum(width + 2 for width in widths)
+    for row in rows:
+        head = "  " + "".join(cell.ljust(width) + "  " for cell, width in zip(row, widths, strict=False))
+        if len(head) > indent:
+            yield head.rstrip()
+            head = " " * indent
+        yield (
+            textwrap.fill(row[-1], WIDTH, initial_indent=head, subsequent_indent=" " * indent, break_on_hyphens=False)
+            or head.rstrip()
+        )

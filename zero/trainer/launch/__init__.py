@@ -1,0 +1,35 @@
+"""Ranks as processes: started, asked to stop, started again, and heard when they fail."""
+
+from zero.trainer.launch.ending import Interrupted, describe
+from zero.trainer.launch.process import MALLOC_VARIABLES, THRESHOLDS, Malloc, environment
+from zero.trainer.launch.ranks import (
+    FINAL,
+    GRACE_S,
+    count_ranks,
+    inside,
+    joined,
+    launch,
+    restart_count,
+    tell_torchrun,
+    under_torchrun,
+)
+from zero.trainer.launch.request import preempted
+
+__all__ = [
+    "FINAL",
+    "GRACE_S",
+    "MALLOC_VARIABLES",
+    "THRESHOLDS",
+    "Interrupted",
+    "Malloc",
+    "count_ranks",
+    "describe",
+    "environment",
+    "inside",
+    "joined",
+    "launch",
+    "preempted",
+    "restart_count",
+    "tell_torchrun",
+    "under_torchrun",
+]

@@ -1,0 +1,112 @@
+"""What the parent and its ranks tell each other, in memory that they share.
+
+It has no name: no cleaner of temporary files can take it away from a run that takes weeks.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping
+from multiprocessing.sharedctypes import RawArray, RawValue
+from typing import Any
+
+from zero.errors import DeadlineError, RankFailedError
+from zero.trainer.launch.ending import describe
+
+_PLACE_BYTES = 64
+_CAUSE_CHARACTERS = 5000  # an error may quote a tensor; its rank's log has it whole
+_NOTE_BYTES = 12 * _CAUSE_CHARACTERS + 1024  # so long can one be in JSON
+
+
+class _Slot(ctypes.Structure):
+    """What one rank has said of itself; zeros are nothing."""
+
+    pid: int
+    place: bytes
+    note: bytes
+    has_note: bool  # set once it is whole
+
+    _fields_ = (
+        ("pid", ctypes.c_long),
+        ("place", ctypes.c_char * _PLACE_BYTES),
+        ("note", ctypes.c_char * _NOTE_BYTES),
+        ("has_note", ctypes.c_bool),
+    )
+
+
+class Board:
+    """Through which the parent and its ranks tell each other that they live, what they are at, and why they died."""
+
+    def __init__(self, ranks: int) -> None:
+        self._asked = RawValue(ctypes.c_bool, False)
+        self._slots = RawArray(_Slot, ranks)
+
+    def ask(self) -> None:
+        """Ask every rank to stop, those too that have not started yet."""
+        self._asked.value = True
+        self._send(signal.SIGUSR1)  # of which any number is one request
+
+    def is_asked(self) -> bool:
+        return bool(self._asked.value)
+
+    def announce(self, rank: int) -> None:
+        self._slots[rank].pid = os.getpid()
+
+    def withdraw(self, rank: int) -> None:
+        self._slots[rank].pid = 0
+
+    def ask_for_stacks(self) -> None:
+        self._send(signal.SIGUSR2)
+
+    def wake(self) -> None:
+        """Ranks that somebody has stopped: they can neither answer nor end, other than by SIGKILL."""
+        self._send(signal.SIGCONT)
+
+    def tell_place(self, rank: int, place: str) -> None:
+        self._slots[rank].place = place.encode()[:_PLACE_BYTES]
+
+    def place_of(self, rank: int) -> str:
+        return self._slots[rank].place.decode(errors="ignore")
+
+    def leave_note(self, rank: int, error: BaseException) -> int:
+        """Say why this rank ends; returns its exit code."""
+        exit_code = getattr(error, "exit_code", 1)
+        note = {
+            "time_ns": time.monotonic_ns(),
+            "rank": rank,
+            "cause": describe(error)[:_CAUSE_CHARACTERS],
+            "why": getattr(error, "why", ""),
+            "stacks": isinstance(error, DeadlineError),
+            "follows": isinstance(error, RankFailedError),
+            "exit_code": exit_code,
+        }
+        self._slots[rank].note = json.dumps(note).encode()
+        self._slots[rank].has_note = True
+        return int(exit_code)
+
+    def notes(self) -> list[Mapping[str, Any]]:
+        """Causes before what followed from them, the earliest first."""
+        notes = [json.loads(slot.note) for slot in self._slots if slot.has_note]
+        return sorted(notes, key=lambda note: (note["follows"], note["time_ns"]))
+
+    def has_trouble(self) -> bool:
+        """Whether a rank has said that it ends, or is gone without a word."""
+        return any(slot.has_note for slot in self._slots) or not self._send(0)
+
+    def clear(self) -> None:
+        """For another attempt. A request to stop stays."""
+        for slot in self._slots:
+            ctypes.memset(ctypes.byref(slot), 0, ctypes.sizeof(slot))
+
+    def _send(self, signum: int) -> bool:
+        """To every rank that has announced itself; returns whether all of them live."""
+        all_live = True
+        for pid in [slot.pid for slot in self._slots]:
+            try:
+                if pid:  # 0 would be ourselves and all that we started
+                    os.kill(pid, signum)
+            except ProcessLookupError:
+                all_live = False
+        return all_live

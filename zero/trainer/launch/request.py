@@ -1,0 +1,205 @@
+"""How a run is asked to stop, and to say where it is.
+
+SIGTERM and SIGUSR1 ask a run to stop: `preempted` says so to the rank, and `entry` has some time to return. torch's
+elastic agent ends its children with SIGTERM too, once one has failed. A rank tells the two apart by what the others
+have left on the board.
+
+What else ends a run does so at once, and is told by its own name.
+
+SIGUSR2 makes a rank write where it is into its log: at once the stack of one thread, the main one as a rule, and those
+of all as soon as a thread holds the interpreter's lock. Without the lock faulthandler reads stacks that are changing
+under it, and a rank that was only asked where it is would die of that. The parent passes it on to all ranks.
+"""
+
+import faulthandler
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from zero.trainer.launch.board import Board
+from zero.trainer.launch.ending import Interrupted
+
+ASKING = (signal.SIGTERM, signal.SIGUSR1)
+ENDING = (signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU)
+"""A terminal that is closed, its Ctrl-\\, and a limit on CPU time. SIGINT is Python's own where nobody asks for it."""
+
+SECOND = "a second one came before the run had ended"
+
+TOGETHER_S = 1.0
+"""Within which SIGTERMs are one: a scheduler signals every process, and an agent passes its own on."""
+
+_LAST_WORDS_S = 1.0  # for a rank that fails in these moments too, and has a dashboard to tell
+_PAUSE_S = 0.05
+
+
+def preempted() -> bool:
+    """Whether this rank was asked to stop, by SIGTERM or SIGUSR1 to it or to the parent of `launch`.
+
+    It then has `grace_s` to agree with the others, save, and return from `entry`.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    return isinstance(handler, Request) and handler.is_made
+
+
+class Request:
+    """That this process is asked to stop: the handler of the signals that ask, and of the clock that then runs.
+
+    Args:
+        grace_s: from being asked to being interrupted.
+        pass_on: called once, when asked.
+        wrap: what to raise for an interruption.
+    """
+
+    def __init__(
+        self,
+        grace_s: float,
+        pass_on: Callable[[], None] = lambda: None,
+        wrap: Callable[[Interrupted], BaseException] = lambda stopped: stopped,
+    ) -> None:
+        self._grace_s, self._pass_on, self._wrap = grace_s, pass_on, wrap
+        self._made_s: float | None = None
+        self._term_s: float | None = None
+        self.interrupted: Interrupted | None = None
+
+    @property
+    def is_made(self) -> bool:
+        return self._made_s is not None
+
+    @property
+    def is_late(self) -> bool:
+        return self._made_s is not None and time.monotonic() > self._made_s + self._grace_s
+
+    def hear(self, signum: int) -> bool:
+        """Take note of a signal; returns whether it is another SIGTERM, which means at once."""
+        now_s = time.monotonic()
+        self._made_s = now_s if self._made_s is None else self._made_s
+        if signum != signal.SIGTERM:
+            return False
+        self._term_s = now_s if self._term_s is None else self._term_s
+        return now_s - self._term_s > TOGETHER_S
+
+    @contextmanager
+    def heard_at(self, *signals: int) -> Iterator[None]:
+        """For the time of the body, these signals come here."""
+        with _signal_handlers_kept():
+            for signum in (*signals, signal.SIGALRM):
+                if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # as nohup wants it
+                    signal.signal(signum, self)
+            try:
+                yield
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def __call__(self, signum: int, _: object) -> None:
+        if signum in ASKING:
+            is_first = not self.is_made
+            if not self.hear(signum):
+                if is_first:
+                    signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+                    self._pass_on()
+                return
+            self.interrupted = Interrupted(signal.SIGTERM, SECOND)
+        elif signum == signal.SIGALRM and self.is_late:
+            self.interrupted = Interrupted(signal.SIGTERM, self._late("the run"))
+        else:
+            self.interrupted = Interrupted(signum)
+        for further in (*ASKING, *ENDING, signal.SIGINT, signal.SIGALRM):
+            signal.signal(further, signal.SIG_IGN)  # a terminal and torchrun both send one
+        raise self._wrap(self.interrupted)
+
+    def _late(self, who: str) -> str:
+        return f"{who} had not ended {self._grace_s:g} s after it was asked to; raise launch.grace"
+
+
+class RankRequest(Request):
+    """The same in a rank that `launch` started, where the agent's SIGTERM has to end us even inside a collective.
+
+    There the main thread runs no handler; so the signals wake a thread. A SIGTERM after another rank has failed is the
+    agent's. No other way to tell: the agent cannot be made to send another signal, nor Python to say who sent one.
+    """
+
+    def __init__(self, board: Board, rank: int, grace_s: float) -> None:
+        super().__init__(grace_s)
+        self._board, self._rank = board, rank
+        self._has_returned = False
+        self._ear, mouth = os.pipe()
+        os.set_blocking(mouth, False)
+        signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+        for signum in (*ASKING, signal.SIGUSR2):
+            signal.signal(signum, self)
+        faulthandler.register(signal.SIGUSR2, all_threads=False, chain=True)
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+        board.announce(rank)
+        if board.is_asked():  # before we could be told
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def __call__(self, signum: int, _: object) -> None:
+        """The thread hears it. Without a handler, there would be nothing to hear."""
+
+    def returned(self) -> None:
+        """Nothing is left to stop: only the failure of another rank ends us now."""
+        self._has_returned = True
+        self._board.withdraw(self._rank)
+
+    def _listen(self) -> None:
+        while True:
+            ready, _, _ = select.select([self._ear], [], [], _PAUSE_S if self.is_made else None)
+            for signum in os.read(self._ear, 64) if ready else b"":
+                if signum == signal.SIGUSR2:
+                    faulthandler.dump_traceback()
+                elif signum in ASKING and self.hear(signum) and not self._has_returned:
+                    self._end(SECOND)
+            if self.is_made and self._board.has_trouble():
+                time.sleep(_LAST_WORDS_S)
+                os._exit(128 + signal.SIGTERM)
+            if self.is_late and not self._has_returned:
+                self._end(self._late(f"rank {self._rank}"))
+
+    def _end(self, why: str) -> None:
+        error = Interrupted(signal.SIGTERM, why)
+        os.write(2, f"{error}\n".encode())
+        faulthandler.dump_traceback()
+        self._board.leave_note(self._rank, error)
+        os._exit(error.exit_code)
+
+
+@contextmanager
+def stacks_on_request(log: TextIO | int) -> Iterator[None]:
+    """SIGUSR2 writes to `log` where this process is; all stacks once the main thread runs Python again."""
+    before = signal.signal(signal.SIGUSR2, lambda *_: faulthandler.dump_traceback(log))
+    faulthandler.register(signal.SIGUSR2, file=log, all_threads=False, chain=True)
+    try:
+        yield
+    finally:
+        faulthandler.unregister(signal.SIGUSR2)
+        signal.signal(signal.SIGUSR2, before)
+
+
+@contextmanager
+def stacks_of_ranks(board: Board, folder: Path) -> Iterator[None]:
+    """The same in their parent: SIGUSR2 reaches all of them, and the run goes on."""
+
+    def pass_on(*_: object) -> None:
+        board.ask_for_stacks()
+        os.write(2, f"SIGUSR2: each rank writes where it is into {folder}/<rank>.log\n".encode())
+
+    with _signal_handlers_kept():
+        signal.signal(signal.SIGUSR2, pass_on)
+        yield
+
+
+@contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    caught = (*ASKING, *ENDING, signal.SIGINT, signal.SIGALRM, signal.SIGUSR2)
+    before = {signum: signal.getsignal(signum) for signum in caught}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

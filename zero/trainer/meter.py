@@ -1,0 +1,312 @@
+"""Turns what steps return into rows of metrics and a summary: speed since the last row, totals, peaks over ranks.
+
+What the store and the other ranks brought is read from running totals. A step lasts as long as the rank that waited
+longest, and drives wear by what all ranks write: seconds are the slowest rank's, bytes are everyone's.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import astuple, fields
+from math import inf, nan
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero.core.precision import DTYPES
+from zero.distributed.world import Collectives, World
+from zero.engine.plan import Plan
+from zero.engine.step import Metrics
+from zero.platform.device import host_peak_bytes
+from zero.platform.peak_flops import peak_flops
+from zero.store import Traffic
+
+LIFE_BYTES = 600e12
+"""What a usual drive of 1 TB is rated to take in its life (TBW)."""
+
+TOTALS = (*(field.name for field in fields(Traffic)), *(f"comm_{name}" for name in Collectives._fields))
+"""What a rank counts: see `Traffic` and `Collectives`."""
+
+WRITTEN = TOTALS.index("write_bytes")
+
+WAITS = torch.tensor([name.endswith(("wait_s", "busy_s")) for name in TOTALS], device="cpu")
+"""Which totals say how a step's time was spent."""
+
+TIMES = (
+    *(f"speed/{name}" for name in ("step_s", "tokens_per_s", "mfu", "compute_s", "stall_fraction", "hidden_fraction")),
+    *("comm/wait_s", "offload/wait_s"),
+)
+"""What a row does not know if no step of it was timed."""
+
+
+def totals(traffic: Traffic, collectives: Collectives) -> Tensor:
+    """(len(TOTALS),) fp64."""
+    return torch.tensor([*astuple(traffic), *collectives], dtype=torch.float64, device="cpu")
+
+
+class Summary(NamedTuple):
+    """How a run ended; losses in nats per token, peaks the largest over ranks, plan for one rank.
+
+    Speeds are medians of the rows, the first left out because it pays for the start; `mfu` is None where the peak is
+    not known. `wait_s` is how long in all the slowest rank stood still for pages or other ranks, `seconds` everything.
+    What was written is of all ranks up to the last row, first values included; `endurance` is None without a file.
+    """
+
+    exit_reason: str
+    steps: int
+    tokens: int
+    seconds: float
+    train_loss: float
+    best_train_loss: float
+    val_loss: float
+    best_val_loss: float
+    skipped: int
+    ranks: int
+    parameters_numel: int
+    tokens_per_s: float | None
+    mfu: float | None
+    wait_s: float
+    device_peak_bytes: int
+    host_peak_bytes: int
+    plan_bytes: dict[str, dict[str, int]]
+    offload_written_bytes: int
+    endurance: str | None
+    data_digest: str
+    checkpoint: str | None
+    """The newest that was saved since this start."""
+
+
+class Meter:
+    """Counts steps and seconds on one rank. `row` is collective, everything else is local.
+
+    So a summary can be made when the other ranks are gone.
+
+    Args:
+        tokens_per_step: over all ranks.
+        traffic: the totals of this rank's store.
+        steps, tokens, skipped: what the run that this one goes on from had behind it.
+        flops_per_token: what the model computes for one; None: not known.
+        peak_flops: what one rank's device can do in a second; None: what is known of it by its name.
+
+    Attributes:
+        steps, tokens, skipped: since the start, over all ranks; `steps` counts the skipped ones too.
+        last: metrics of the newest step.
+        train_loss, val_loss: the newest; NaN before the first.
+        best_train_loss, best_val_loss: the lowest.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        plan: Plan,
+        *,
+        tokens_per_step: int,
+        traffic: Callable[[], Traffic],
+        steps: int = 0,
+        tokens: int = 0,
+        skipped: int = 0,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
+        self._world, self._device, self._plan = world, world.compute, plan
+        self._tokens_per_step, self._traffic = tokens_per_step, traffic
+        peak = (peak_flops or _peak_flops(world, plan) or 0.0) * world.size
+        self._mfu_of_token = flops_per_token / peak if flops_per_token and peak else None
+        self._nvme_bytes = sum(plan.bytes.get("nvme", {}).values())
+        self._start_s = self._since_s = time.perf_counter()
+        self._start = self._since = self._totals()
+        self.steps = self._since_step = self._steps_before = steps
+        self._untimed = 0  # of the steps since the last row
+        self.tokens, self.skipped = tokens, skipped
+        self.last: Metrics | None = None
+        self.train_loss = self.val_loss = float("nan")
+        self.best_train_loss = self.best_val_loss = inf
+        self._peaks_bytes = (0, 0)
+        self._written_bytes = self._trained_bytes = 0  # by all ranks up to the last row; since the first step only
+        self._speeds: list[float] = []
+        self._wait_s = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Since this meter was made."""
+        return time.perf_counter() - self._start_s
+
+    def count(self, metrics: Metrics) -> None:
+        """One more step has been made."""
+        self.steps += 1
+        self.tokens += self._tokens_per_step
+        self.skipped += metrics.skipped
+        self.last, self.train_loss = metrics, metrics.loss
+        self.best_train_loss = min(self.best_train_loss, metrics.loss)
+
+    def validated(self, loss: float) -> None:
+        """A validation has been made."""
+        self.val_loss = loss
+        self.best_val_loss = min(self.best_val_loss, loss)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Neither the time of the body nor what it moves belongs to a step."""
+        with self._left_out(torch.ones_like(WAITS)):
+            yield
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Around a step that is slowed by being looked at, on all ranks: what it moves counts, its time does not."""
+        with self._left_out(WAITS):
+            yield
+        self._untimed += 1
+
+    @contextmanager
+    def _left_out(self, which: Tensor) -> Iterator[None]:
+        """The time of the body, and those of `TOTALS`, are nobody's."""
+        begin_s, before = time.perf_counter(), self._totals()
+        yield
+        self._since_s += time.perf_counter() - begin_s
+        self._since = self._since + (self._totals() - before) * which
+
+    def row(self, *, validated: bool) -> dict[str, float | int | None]:
+        """A row for the tracker, with a validation loss if it is new; see `tracker.ROW`. Collective."""
+        now_s, now, last = time.perf_counter(), self._totals(), self.last
+        steps = max(1, self.steps - self._since_step)
+        timed = steps - self._untimed
+        step_s = (now_s - self._since_s) / timed if timed else nan
+        moved = figures(self._collect(now), steps=steps, timed=max(1, timed), step_s=step_s, numel=self._plan.numel)
+        self._since_s, self._since_step, self._since, self._untimed = now_s, self.steps, now, 0
+        tokens_per_s = self._tokens_per_step / step_s
+        if timed:
+            self._speeds.append(tokens_per_s)
+            self._wait_s += float(moved["speed/stall_fraction"] or 0) * step_s * timed
+        device_bytes, host_bytes = self._peaks_bytes
+        row = {
+            "step": self.steps,
+            "tokens": self.tokens,
+            "train/loss": self.train_loss,
+            "train/grad_norm": None if last is None else last.grad_norm,
+            "train/lr": None if last is None else last.lr,
+            "train/loss_scale": None if last is None else last.loss_scale,
+            "train/skipped": self.skipped,
+            "val/loss": self.val_loss if validated else None,
+            "speed/step_s": step_s,
+            "speed/tokens_per_s": tokens_per_s,
+            "speed/mfu": self._mfu(tokens_per_s),
+            **moved,
+            "memory/device_peak_bytes": device_bytes,
+            "memory/host_peak_bytes": host_bytes,
+            "memory/nvme_bytes": self._nvme_bytes,
+        }
+        return row if timed else row | dict.fromkeys(TIMES)
+
+    def summary(self, data_digest: str, exit_reason: str, checkpoint: Path | None = None) -> Summary:
+        """How far the run has come; peaks and bytes of all ranks up to the last row, of this rank up to now."""
+        peaks_bytes = zip(self._peaks_bytes, self._own_peaks_bytes(), strict=True)
+        device_bytes, host_bytes = (max(pair) for pair in peaks_bytes)
+        written_bytes, before_bytes = (int(one[WRITTEN]) for one in (self._totals(), self._start))
+        trained_bytes = max(self._trained_bytes, written_bytes - before_bytes)
+        tokens_per_s = statistics.median(self._speeds[1:] or self._speeds) if self._speeds else None
+        return Summary(
+            exit_reason=exit_reason,
+            steps=self.steps,
+            tokens=self.tokens,
+            seconds=self.seconds,
+            train_loss=self.train_loss,
+            best_train_loss=self.best_train_loss,
+            val_loss=self.val_loss,
+            best_val_loss=self.best_val_loss,
+            skipped=self.skipped,
+            ranks=self._world.size,
+            parameters_numel=self._plan.numel,
+            tokens_per_s=tokens_per_s,
+            mfu=self._mfu(tokens_per_s),
+            wait_s=self._wait_s,
+            device_peak_bytes=device_bytes,
+            host_peak_bytes=host_bytes,
+            plan_bytes=self._plan.bytes,
+            offload_written_bytes=max(self._written_bytes, written_bytes),
+            endurance=self._endurance(trained_bytes / max(1, self.steps - self._steps_before)),
+            data_digest=data_digest,
+            checkpoint=None if checkpoint is None else str(checkpoint),
+        )
+
+    def _mfu(self, tokens_per_s: float | None) -> float | None:
+        return None if tokens_per_s is None or self._mfu_of_token is None else tokens_per_s * self._mfu_of_token
+
+    def _endurance(self, step_bytes: float) -> str | None:
+        return endurance(step_bytes) if self._nvme_bytes else None
+
+    def _totals(self) -> Tensor:
+        return totals(self._traffic(), self._world.traffic)
+
+    def _collect(self, now: Tensor) -> dict[str, Tensor]:
+        """Learn the peaks and totals of all ranks; gives what each has counted since the last row. Collective."""
+        peaks_bytes = torch.tensor(self._own_peaks_bytes(), dtype=torch.float64, device="cpu")
+        mine = torch.cat((peaks_bytes, now[WRITTEN : WRITTEN + 1], now - self._start, now - self._since))
+        everyone = torch.zeros(self._world.size, len(mine), dtype=torch.float64, device=self._world.device)
+        everyone[self._world.rank] = mine.to(self._world.device)
+        self._world.all_reduce(everyone, what="memory peaks and traffic").wait()
+        peaks, written, trained, moved = everyone.cpu().split((2, 1, len(TOTALS), len(TOTALS)), dim=1)
+        device, host = peaks.amax(dim=0)
+        self._peaks_bytes = int(device), int(host)
+        self._written_bytes, self._trained_bytes = int(written.sum()), int(trained[:, WRITTEN].sum())
+        return dict(zip(TOTALS, moved.T, strict=True))
+
+    def _own_peaks_bytes(self) -> tuple[int, int]:
+        """(device, host): the most that this rank ever held."""
+        return self._device.peak_bytes(), host_peak_bytes()
+
+
+def figures(
+    moved: Mapping[str, Tensor], *, steps: int, timed: int, step_s: float, numel: int
+) -> dict[str, float | int | None]:
+    """What pages and other ranks cost over `steps` steps; see `tracker.ROW`.
+
+    Where nothing moves, nothing waits: all is hidden, and there are no rates.
+
+    Args:
+        moved: each of TOTALS to (W,), what every rank has counted in these steps; waits in the timed ones alone.
+        timed: of how many the time counts, `step_s` each.
+    """
+    read_bytes, write_bytes, gather_bytes, reduce_bytes = (
+        int(moved[name].sum()) for name in ("read_bytes", "write_bytes", "comm_gather_bytes", "comm_reduce_bytes")
+    )
+    read_s, write_s = (float(moved[name].max()) for name in ("read_s", "write_s"))
+    stood_s = float((moved["wait_s"] + moved["comm_wait_s"]).max()) / timed
+    busy = moved["busy_s"] > 0
+    hidden = 1 - moved["wait_s"][busy] / moved["busy_s"][busy]
+    return {
+        "speed/compute_s": max(0.0, step_s - stood_s),
+        "speed/stall_fraction": min(1.0, stood_s / step_s),
+        "speed/hidden_fraction": max(0.0, min(hidden.tolist(), default=1.0)),
+        "comm/gather_bytes": gather_bytes,
+        "comm/reduce_bytes": reduce_bytes,
+        "comm/wait_s": float(moved["comm_wait_s"].max()) / timed,
+        "offload/read_bytes": read_bytes,
+        "offload/write_bytes": write_bytes,
+        "offload/wait_s": float(moved["wait_s"].max()) / timed,
+        "offload/read_gbps": read_bytes / read_s / 1e9 if read_s > 0 else None,
+        "offload/write_gbps": write_bytes / write_s / 1e9 if write_s > 0 else None,
+        "offload/bytes_per_param": (read_bytes + write_bytes) / steps / numel,
+    }
+
+
+def _peak_flops(world: World, plan: Plan) -> float | None:
+    product = world.compute.product()
+    if not product:
+        return None
+    compute = next(name for name, dtype in DTYPES.items() if dtype == plan.precision.compute)
+    return peak_flops(product, compute)
+
+
+def endurance(step_bytes: float) -> str:
+    """How long a drive lives that takes `step_bytes` at each step."""
+    if step_bytes < 1:
+        return "nothing was written yet"
+    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
+    size, name = next((size, name) for size, name in units if step_bytes >= size)
+    return (
+        f"{step_bytes / size:.3g} {name} written per step by all ranks; "
+        f"a 1 TB drive rated {LIFE_BYTES / 1e12:.0f} TBW lasts {LIFE_BYTES / step_bytes:,.0f} steps"
+    )

@@ -1,0 +1,201 @@
+"""A modern GPT: rotary positions, pre-norm blocks, one matrix for q, k and v, gated MLP, no biases.
+
+Every parameter belongs to a module that has `reset_parameters`, so a model built on meta can be filled unit by unit.
+Parameters may be fp32, bf16 or fp16; rotation and cross entropy are done in fp32 in any case.
+
+Letters: b rows, t tokens, h heads, d channels of a head, c channels of the residual stream.
+Sources: Su et al. 2021 (rotary); Zhang and Sennrich 2019 (RMSNorm); Shazeer 2020 (SwiGLU); Radford et al. 2019 (scaled
+initialisation of residual projections).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from zero.errors import ConfigError
+from zero.trainer.models.gpt_config import GPTConfig
+
+
+class Linear(nn.Linear):
+    """A matrix without bias whose fresh values have standard deviation `std`."""
+
+    def __init__(self, inputs: int, outputs: int, *, std: float) -> None:
+        self.std = std  # before super(): nn.Linear fills its weight as it is built
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+
+class Embedding(nn.Embedding):
+    """One row per token. Same fresh values as `Linear`, so a tied weight may be reset through either site."""
+
+    def __init__(self, vocab: int, width: int, *, std: float) -> None:
+        self.std = std
+        super().__init__(vocab, width)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+
+def _norm(config: GPTConfig) -> nn.Module:
+    if config.norm == "layer":
+        return nn.LayerNorm(config.width)
+    return nn.RMSNorm(config.width, eps=1e-5)
+
+
+class Rotary(nn.Module):
+    """Turns pairs of channels by an angle that grows with the position. Owns two fp32 tables and no parameter."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_width: int, seq: int, *, base: float) -> None:
+        super().__init__()
+        self.head_width, self.seq, self.base = head_width, seq, base
+        self._fill(torch.get_default_device())
+
+    def _fill(self, device: torch.device) -> None:
+        # fp64 on the CPU, so that the tables are the same bits wherever the model lives
+        pair = torch.arange(0, self.head_width, 2, dtype=torch.float64, device="cpu") / self.head_width
+        angle = torch.outer(torch.arange(self.seq, dtype=torch.float64, device="cpu"), self.base**-pair)
+        self.register_buffer("cos", angle.cos().float().to(device), persistent=False)
+        self.register_buffer("sin", angle.sin().float().to(device), persistent=False)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Rotary":
+        # `.to(bfloat16)` would round the tables and `.to_empty` would leave garbage in them
+        super()._apply(fn, recurse)
+        self._fill(self.cos.device)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (b, h, t, d) with t <= seq; rotated in fp32, returned in its own dtype."""
+        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+        left, right = x.float().chunk(2, dim=-1)
+        return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, config: GPTConfig, rotary: Rotary) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = Linear(config.width, 3 * config.width, std=config.init_std)
+        self.out = Linear(config.width, config.width, std=config.init_std / math.sqrt(2 * config.layers))
+        self.rotary = rotary
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = rearrange(self.qkv(x), "b t (qkv h d) -> qkv b h t d", qkv=3, h=self.heads)
+        y = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
+        return self.out(rearrange(y, "b h t d -> b t (h d)"))
+
+
+class MLP(nn.Module):
+    """Two layers per token; with swiglu the first yields a gate and a value."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.gated = config.mlp == "swiglu"
+        self.up = Linear(config.width, config.mlp_width * (2 if self.gated else 1), std=config.init_std)
+        self.down = Linear(config.mlp_width, config.width, std=config.init_std / math.sqrt(2 * config.layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.gated:
+            return self.down(F.gelu(self.up(x)))
+        gate, value = self.up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * value)
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each normed before and added to the residual stream after."""
+
+    def __init__(self, config: GPTConfig, rotary: Rotary) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = _norm(config), Attention(config, rotary)
+        self.mlp_norm, self.mlp = _norm(config), MLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nn.Module):
+    """Tokens (b, t) int64 to logits (b, t, vocab) in the parameters' dtype.
+
+    Raises:
+        ConfigError: more than `config.seq` tokens.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        # one pair of tables for all blocks
+        rotary = Rotary(config.width // config.heads, config.seq, base=config.rotary_base)
+        self.embed = Embedding(config.vocab, config.width, std=config.init_std)
+        self.blocks = nn.ModuleList(Block(config, rotary) for _ in range(config.layers))
+        self.norm = _norm(config)
+        self.head = Linear(config.width, config.vocab, std=config.init_std)
+        if config.tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.shape[1] > self.config.seq:
+            raise ConfigError(
+                f"{tokens.shape[1]} tokens do not fit model.seq={self.config.seq}: raise it or cut the text"
+            )
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def loss(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+    """Mean cross entropy of each next token, in nats, fp32.
+
+    Args:
+        model: tokens (b, t) to logits (b, t, vocab).
+        batch: (b, t + 1) int64; each row gives both inputs and targets.
+    """
+    logits = model(batch[:, :-1])
+    return F.cross_entropy(rearrange(logits, "b t v -> (b t) v").float(), rearrange(batch[:, 1:], "b t -> (b t)"))
+
+
+def generate(
+    forward: Callable[[Tensor], Tensor],
+    prompt: Tensor,
+    n: int,
+    *,
+    seq: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+) -> Tensor:
+    """Continue each row by n tokens.
+
+    Calls `forward` exactly n times and draws from its own generator on the CPU, so ranks that call it together make
+    the same calls and get the same tokens.
+
+    Args:
+        forward: tokens (b, t) with t <= seq to logits (b, t, vocab); a module, or what `make_forward` returns.
+        prompt: (b, t) int64, t >= 1; only its last seq tokens are seen.
+        temperature: 0 takes the likeliest token.
+
+    Returns:
+        (b, t + n) int64 on the prompt's device.
+    """
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    tokens = prompt
+    with torch.no_grad():
+        for _ in range(n):
+            logits = forward(tokens[:, -seq:])[:, -1].float().cpu()
+            if temperature == 0:
+                chosen = logits.argmax(dim=-1, keepdim=True)
+            else:
+                chosen = torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+            tokens = torch.cat((tokens, chosen.to(tokens.device)), dim=1)
+    return tokens

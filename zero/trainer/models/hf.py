@@ -1,0 +1,209 @@
+"""Models of transformers, unmodified: built without memory, filled from their own files, trained on rows of tokens.
+
+    model = build(folder)                                    # parameters on meta
+    plan = zero.Plan(model, ...)
+    state = zero.init(plan, store, weights=weights(model, folder))
+
+A file may call tensors otherwise than the model does, and have in pieces what the model has in one: the experts of a
+Mixtral are a file's tensors one by one and a model's as one. `weights` translates with transformers' own tables, one
+tensor at a time. Where both say the same, `zero.init(..., weights=folder)` does as well.
+
+Source: `transformers.core_model_loading`, which does this for a model that is whole.
+"""
+
+import copy
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zero.engine.empty import empty
+from zero.errors import ConfigError, in_short
+from zero.platform.safetensors_files import StoredWeights
+
+BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")
+"""What of a model's folder goes along with an export: settings, tokenizer, templates."""
+
+
+def build(path: str | PathLike[str]) -> nn.Module:
+    """A model of random or no values on meta, of the class that its settings name, else the causal language model.
+
+    The cache of keys and values is off: it is for generating, and recomputed activations would meet it filled.
+
+    Args:
+        path: a folder with config.json, or a model type such as "llama" with all its defaults, or what transformers
+            finds in its cache.
+
+    Raises:
+        ConfigError: transformers is not installed, or knows no such model.
+    """
+    transformers = _transformers()
+    config = settings(path)
+    config.use_cache = False
+    named = next(iter(getattr(config, "architectures", None) or ()), None)
+    made_by = getattr(transformers, named, None) if named else transformers.AutoModelForCausalLM.from_config
+    if made_by is None:
+        raise ConfigError(f"{path}: transformers {transformers.__version__} has no {named}; upgrade it")
+    try:
+        with empty():
+            model: nn.Module = made_by(config)
+    except (ValueError, KeyError) as error:  # no causal language model, sizes that do not divide
+        raise ConfigError(f"{path}: {in_short(error)}") from error
+    return model
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Whether a model of transformers predicts each next token from those before it."""
+    return type(model).__name__ in _transformers().models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def settings(path: str | PathLike[str]) -> Any:
+    """The settings of a model as transformers has them.
+
+    Raises:
+        ConfigError: see `build`.
+    """
+    transformers = _transformers()
+    folder = Path(path).expanduser()
+    if not folder.is_dir() and str(path) in transformers.CONFIG_MAPPING:
+        return transformers.AutoConfig.for_model(str(path))
+    if not folder.is_dir() and (str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1):  # no name of a hub
+        raise ConfigError(f"{path} does not exist; give a folder with config.json, or a model type")
+    try:
+        return transformers.AutoConfig.from_pretrained(str(folder if folder.is_dir() else path))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{path}: no model of transformers: {in_short(error)}") from error
+
+
+def weights(model: nn.Module, path: str | PathLike[str]) -> "HFWeights":
+    """The weights of a folder or file by the names that `model` has, for `zero.init(weights=...)`; it can be printed.
+
+    Raises:
+        PlanError, CheckpointError: as `StoredWeights`.
+    """
+    return HFWeights(model, StoredWeights(Path(path).expanduser()))
+
+
+def logits(model: Callable[..., Any], tokens: Tensor) -> Tensor:
+    """tokens: (b, t) int64, to (b, t, vocab)."""
+    found = model(input_ids=tokens).logits
+    assert isinstance(found, Tensor)
+    return found
+
+
+def loss(model: Callable[..., Any], rows: Tensor, *, router: float = 0.0) -> Tensor:
+    """Mean cross entropy of each next token, in nats, fp32; and `router` times what unbalanced experts cost.
+
+    Args:
+        rows: (b, t + 1) int64; each gives both inputs and targets.
+    """
+    outputs = model(input_ids=rows[:, :-1])
+    mean = F.cross_entropy(outputs.logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+    unbalanced = outputs.get("aux_loss")
+    return mean if unbalanced is None else mean + router * unbalanced
+
+
+def write_settings(path: str | PathLike[str], out: Path) -> None:
+    """What `from_pretrained` needs beside weights: the settings of `path`, and its tokenizer where it has one.
+
+    Raises:
+        ConfigError: see `build`.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        settings(path).save_pretrained(out)
+        return
+    for pattern in BESIDE:
+        for file in folder.glob(pattern):
+            if not file.name.endswith(".index.json"):
+                shutil.copyfile(file, out / file.name)
+
+
+class HFWeights(Mapping[str, Tensor]):
+    """Stored tensors under the model's names; what one translation makes beside is kept until another is asked for.
+
+    Attributes:
+        unused: names in the files that mean nothing to the model, but for those that its class says it can do without.
+    """
+
+    def __init__(self, model: nn.Module, stored: StoredWeights) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+
+        known, prefix = dict.fromkeys(model.state_dict(), True), getattr(model, "base_model_prefix", None)
+        table = get_model_conversion_mapping(model)
+        renamings = [one for one in table if isinstance(one, WeightRenaming)]
+        converters = [one for one in table if isinstance(one, WeightConverter)]
+        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        self._model, self._stored = model, stored
+        self._sources: dict[str, list[tuple[str, str]]] = {}
+        self._converters: dict[str, Any] = {}
+        self._first: dict[str, str] = {}
+        self._last: tuple[str, dict[str, Tensor]] | None = None
+        ignored = [re.compile(one) for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+        unused = []
+        for key in sorted(stored, key=dot_natural_key):  # the experts in their order
+            name, pattern = rename_source_key(key, renamings, converters, prefix, known)
+            if name not in known and key in known:
+                name, pattern = key, None
+            if name not in known:
+                unused += [] if any(one.search(name) for one in ignored) else [key]
+                continue
+            self._sources.setdefault(name, []).append((pattern or key, key))
+            for target in by_pattern[pattern].target_patterns if pattern else (name,):
+                first = by_pattern[pattern].target_patterns[0] if pattern else name
+                self._first.setdefault(name.replace(first, target), name)
+            if pattern:
+                self._converters[name] = by_pattern[pattern]
+        self.unused = tuple(unused)
+
+    def __getitem__(self, name: str) -> Tensor:
+        first = self._first[name]
+        if first not in self._converters:
+            return self._stored[self._sources[first][0][1]]
+        if self._last is None or self._last[0] != first:
+            self._last = None  # freed before the next are made
+            self._last = first, self._translated(first)
+        return self._last[1][name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._first  # by default it would read the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._first)
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def __str__(self) -> str:
+        keys = [key for sources in self._sources.values() for _, key in sources]
+        nbytes = sum(map(self._stored.nbytes, keys))
+        return f"weights of {self._stored.path}: {len(keys)} tensors, {nbytes:,} bytes"
+
+    def _translated(self, first: str) -> dict[str, Tensor]:
+        converter = copy.deepcopy(self._converters[first])
+        for pattern, key in self._sources[first]:
+            converter.add_tensor(first, key, pattern, partial(self._stored.__getitem__, key))
+        made = converter.convert(first, model=self._model, config=self._model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "models of Hugging Face need transformers, which is not installed; pip install 'functional-zero[hf]'"
+        ) from error
+    return transformers

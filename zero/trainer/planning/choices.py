@@ -1,0 +1,217 @@
+"""Every setting that a machine could train a model with: what it takes, whether it fits, how long a step would last."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from torch import nn
+
+from zero.core.placement import NO_LIMIT, PRESETS, Tier, budget_bytes
+from zero.core.stage import Stage
+from zero.engine.plan import Plan
+from zero.errors import ConfigError
+from zero.progress import Progress, silent
+from zero.trainer.build import build_plan
+from zero.trainer.config import Batch, Config
+from zero.trainer.planning.activations import Activations
+from zero.trainer.planning.cost import Rates, step_seconds, traffic
+from zero.trainer.planning.machine import Machine
+
+STAGES = tuple(Stage(level) for level in range(4))
+
+ALIKE = 0.02
+"""Predictions that differ by less than this share are the same: then what moves and takes less is better."""
+
+
+class Short(NamedTuple):
+    """A memory that is too small for one rank."""
+
+    tier: Tier
+    need_bytes: int
+    room_bytes: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One setting.
+
+    Attributes:
+        config: complete, with the batch as numbers.
+        preset: of offload; "asked" for one that is none of them.
+        plan: what it takes on the machine; where it does not fit, on a machine without limits and with fewest buffers.
+        refusal: why it does not fit, in one line; None if it does.
+        short: the memories that are too small.
+        seconds: predicted for one step.
+        moved_bytes: between ranks and between tiers, by one rank in one step.
+    """
+
+    config: Config
+    preset: str
+    plan: Plan
+    refusal: str | None
+    short: tuple[Short, ...]
+    seconds: float
+    moved_bytes: float
+
+    @property
+    def fits(self) -> bool:
+        return self.refusal is None
+
+    @property
+    def memory_bytes(self) -> int:
+        """On the device and on the host, which are what is scarce."""
+        told = self.plan.bytes
+        return sum(sum(told.get(tier, {}).values()) for tier in ("device", "host"))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What to type for it."""
+        _, micro, accumulate = self.config.batch.numbers()
+        offload = () if self.preset == "asked" else (f"offload={self.preset}",)
+        return (
+            f"zero.stage={self.plan.stage.level}",
+            *offload,
+            f"batch.micro={micro}",
+            f"batch.accumulate={accumulate}",
+        )
+
+
+def choices(
+    config: Config,
+    machine: Machine,
+    model: nn.Module,
+    rates: Rates,
+    *,
+    stages: Sequence[Stage] = STAGES,
+    presets: Sequence[str] = ("none", "cpu", "nvme", "infinity"),
+    activations: Activations | None = None,
+    progress: Progress = silent,
+) -> list[Choice]:
+    """Every stage with every preset, each with the largest microbatch that fits, in that order.
+
+    Args:
+        config: `zero.stage` is ignored; presets replace its offload, but "asked" leaves it as it is.
+        activations: of this model, if they were counted before.
+        progress: told the settings that were planned.
+    """
+    activations = activations or Activations(config, model)
+    wanted = [(with_setting(config, stage, preset), preset) for stage in stages for preset in presets]
+    possible = [(setting, preset) for setting, preset in wanted if setting is not None]
+    found: list[Choice] = []
+    for setting, preset in possible:
+        progress("settings to choose from", len(found), len(possible))
+        found.append(choice(setting, preset, machine, model, rates, activations))
+    progress("settings to choose from", len(found), len(possible))
+    return found
+
+
+def best(found: Sequence[Choice]) -> Choice | None:
+    """The fastest that fits; of those alike what moves least, between ranks and tiers, then what takes least memory.
+
+    Of equals the lowest stage.
+    """
+    fitting = [one for one in found if one.fits]
+    if not fitting:
+        return None
+    fastest_s = min(one.seconds for one in fitting)
+    alike = [one for one in fitting if one.seconds <= fastest_s * (1 + ALIKE)]
+    return min(alike, key=lambda one: (one.moved_bytes, one.memory_bytes, one.plan.stage.level))
+
+
+def nearest(found: Sequence[Choice]) -> Choice:
+    """What lacks least, where nothing fits."""
+    return min(found, key=lambda one: sum(short.need_bytes - short.room_bytes for short in one.short))
+
+
+def choice(
+    config: Config, preset: str, machine: Machine, model: nn.Module, rates: Rates, activations: Activations
+) -> Choice:
+    """One setting with the largest microbatch that fits, or with the smallest if none does."""
+
+    def taken(batch: Batch) -> int:
+        return activations.bytes(batch.numbers()[1], machine.device)
+
+    def attempt(batch: Batch) -> tuple[Config, Plan | ConfigError]:
+        solved = config.model_copy(update={"batch": batch})
+        # what would be lighter takes traces to say, and no other refusal is shown
+        lighter = partial(activations.lighter, batch.numbers()[1], machine.device) if batch is smallest else dict
+        try:
+            return solved, build_plan(
+                solved, model, machine.world, room=machine.room, activation_bytes=taken(batch), lighter=lighter
+            )
+        except ConfigError as refused:
+            return solved, refused
+
+    room_bytes = machine.room.device if machine.device == "cuda" else machine.room.host
+    *larger, smallest = batches(config, machine.ranks)  # most that are too large are so without a plan
+    larger = [batch for batch in larger if taken(batch) <= room_bytes]
+    largest, *others = *larger, smallest
+    solved, plan = attempt(largest)
+    if others and isinstance(plan, ConfigError):
+        solved, plan = attempt(others[-1])
+        if isinstance(plan, Plan):  # one fits, so which is the largest?
+            tried = ((solved, plan) for solved, plan in map(attempt, others[:-1]) if isinstance(plan, Plan))
+            solved, plan = next(tried, (solved, plan))
+    traced = activations.of(solved.batch.numbers()[1])
+    refusal, short = None, tuple[Short, ...]()
+    if isinstance(plan, ConfigError):
+        refusal = str(plan)
+        plan = _unlimited(solved, machine, model, taken(solved.batch))
+        short = _short(plan, solved, machine)
+    seconds = step_seconds(plan, rates, forward_flops=traced.forward_flops, backward_flops=traced.backward_flops)
+    moved_bytes = sum(traffic(plan).of_step(plan.accumulate))
+    return Choice(solved, preset, plan, refusal, short, seconds, moved_bytes)
+
+
+def batches(config: Config, ranks: int) -> Iterator[Batch]:
+    """The batch as numbers, the largest microbatch first; several where `batch.micro` and `.accumulate` are free."""
+    asked = config.batch
+    if asked.global_ == "auto" or asked.micro != "auto" or asked.accumulate != "auto":
+        yield asked.solved(ranks)
+        return
+    most = asked.solved(ranks).numbers()[1]
+    for accumulate in range(1, most + 1):
+        if most % accumulate == 0:
+            yield asked.model_copy(update={"accumulate": accumulate}).solved(ranks)
+
+
+def with_setting(config: Config, stage: Stage, preset: str) -> Config | None:
+    """The settings with another stage and preset; None where the two do not go together."""
+    offload = config.offload
+    if preset != "asked":
+        offload = offload.model_copy(update=dict(zip(("optimizer", "param", "grad"), PRESETS[preset], strict=True)))
+    try:
+        offload.asked().at(parameters_sharded=stage.parameters)
+    except ConfigError:
+        return None
+    zero = config.zero.model_copy(update={"stage": stage.level})
+    return config.model_copy(update={"zero": zero, "offload": offload})
+
+
+def _unlimited(config: Config, machine: Machine, model: nn.Module, activation_bytes: int) -> Plan:
+    free: dict[str, str | int] = {"device_budget": "auto", "host_budget": "auto"}
+    if config.offload.read_ahead == "auto":
+        free["read_ahead"] = 0  # as a plan does that does not fit otherwise
+    offload = config.offload.model_copy(update=free)
+    return build_plan(
+        config.model_copy(update={"offload": offload}),
+        model,
+        machine.world,
+        room=NO_LIMIT,
+        activation_bytes=activation_bytes,
+    )
+
+
+def _short(plan: Plan, config: Config, machine: Machine) -> tuple[Short, ...]:
+    """Which memories a plan without limits does not fit in."""
+    room, asked = machine.room, config.offload.asked()
+    needs = {tier: sum(kinds.values()) for tier, kinds in plan.bytes.items()}
+    if machine.device == "cpu":
+        needs["host"] = needs.pop("device") + needs.get("host", 0)
+    rooms: dict[Tier, int] = {
+        "device": budget_bytes(asked.device_budget, room.device),
+        "host": budget_bytes(asked.host_budget, room.host),
+        "nvme": room.disk or 0,
+    }
+    return tuple(Short(tier, needs[tier], has) for tier, has in rooms.items() if needs.get(tier, 0) > has)

@@ -1,0 +1,80 @@
+"""What to say when a GPU ran out of memory although the plan had fitted: what was taken, and what would fit.
+
+Reality took more than the plan, by what kernels and the allocator hold beside tensors. The same share is expected of
+every other setting.
+"""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from zero.core.placement import NO_LIMIT, size_text
+from zero.core.stage import Stage
+from zero.distributed.world import World
+from zero.engine.plan import Plan
+from zero.errors import ConfigError
+from zero.trainer.build import build_plan
+from zero.trainer.config import Config
+from zero.trainer.planning.activations import Activations
+from zero.trainer.planning.choices import with_setting
+
+SHOWN = 3
+"""Settings that are proposed."""
+
+
+def out_of_memory(config: Config, plan: Plan, model: nn.Module, *, taken_bytes: int, device_bytes: int) -> str:
+    """One line.
+
+    Args:
+        config: of the run, with every auto settled.
+        taken_bytes: the most that tensors took on the device.
+        device_bytes: all that it has.
+    """
+    planned_bytes = device_bytes_of(plan)
+    told = f"the GPU ran out of memory: planned {size_text(planned_bytes)}, taken {size_text(taken_bytes)}"
+    told += f" of {size_text(device_bytes)}"
+    beyond = max(1.0, taken_bytes / planned_bytes)
+    fitting = []
+    for keys, other in alternatives(config):
+        try:
+            needs_bytes = int(device_bytes_of(_planned(other, plan.world, model)) * beyond)
+        except ConfigError:  # a budget that the user gave
+            continue
+        if needs_bytes < min(device_bytes, taken_bytes):
+            fitting.append(f"{keys} ({size_text(needs_bytes)})")
+    if not fitting:
+        return f"{told}; nothing smaller fits on {plan.world.size} ranks: use more, or a smaller model.seq"
+    return f"{told}; these would fit: {', or '.join(fitting[:SHOWN])}"
+
+
+def device_bytes_of(plan: Plan) -> int:
+    """Planned for the device of one rank, activations included."""
+    return sum(plan.bytes["device"].values())
+
+
+def alternatives(config: Config) -> Iterator[tuple[str, Config]]:
+    """What to type, and the settings with it: what costs least speed first."""
+    _, micro, accumulate = config.batch.numbers()
+    fewer = next((less for less in range(micro // 2, 0, -1) if micro % less == 0), None)
+    if fewer is not None:
+        more = accumulate * micro // fewer
+        batch = config.batch.model_copy(update={"micro": fewer, "accumulate": more})
+        yield f"batch.micro={fewer} batch.accumulate={more}", config.model_copy(update={"batch": batch})
+    sharded = with_setting(config, Stage(3), "asked")
+    if sharded is not None and sharded != config:
+        yield "zero.stage=3", sharded
+    recomputing = [("", config)]
+    if config.zero.activations != "remat":
+        remat = config.model_copy(update={"zero": config.zero.model_copy(update={"activations": "remat"})})
+        yield "zero.activations=remat", remat
+        recomputing.append(("zero.activations=remat ", remat))
+    for preset in ("cpu", "nvme"):
+        for keys, base in recomputing:
+            offloaded = with_setting(base, Stage(3), preset)
+            if offloaded is not None:
+                yield f"{keys}zero.stage=3 offload={preset}", offloaded
+
+
+def _planned(config: Config, world: World, model: nn.Module) -> Plan:
+    activation_bytes = Activations(config, model).bytes(config.batch.numbers()[1], world.compute.kind)
+    return build_plan(config, model, world, room=NO_LIMIT, activation_bytes=activation_bytes)

@@ -1,0 +1,129 @@
+"""Numbers for what a run leaves to us: `zero.stage=auto`, `batch.micro=auto`, each with the reason.
+
+Rank 0 decides by the least that any rank has free, and tells the others.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from zero.core.placement import PRESETS, budget_bytes, size_text
+from zero.core.stage import Stage
+from zero.distributed.world import World
+from zero.errors import ConfigError
+from zero.progress import Progress, silent
+from zero.trainer.config import Config, read
+from zero.trainer.planning.activations import Activations
+from zero.trainer.planning.choices import STAGES, Choice, best, choices, nearest
+from zero.trainer.planning.cost import seconds_text
+from zero.trainer.planning.machine import Machine
+from zero.trainer.planning.rates import assumed, measured, with_disk_or_without
+
+
+def resolve_auto(
+    config: Config,
+    model: nn.Module,
+    world: World,
+    note: Callable[[str], None],
+    activations: Activations | None = None,
+    progress: Progress = silent,
+) -> Config:
+    """The same run with stage, offload and batch as numbers. Collective, unless nothing is auto.
+
+    A run whose batch fits in one microbatch gets exactly that. Where `zero.stage` is given only the batch is settled,
+    and `offload=auto` stays what it is: the plan places each kind on the fastest tier with room.
+
+    Args:
+        config: not yet solved for this world: `config.on(world.size)` would fix the microbatch.
+        model: built under `zero.empty()`.
+        note: told on rank 0 what was chosen and why.
+        activations: of this model, to be counted once for whoever asks later; nothing of theirs is settled here.
+        progress: told on rank 0 the rates that were measured, then the settings that were compared.
+
+    Raises:
+        ConfigError: on every rank: nothing fits; with the numbers and the key to change.
+    """
+    if config.zero.stage != "auto" and not _batch_is_open(config, world.size):
+        return config.on(world.size)
+    machine = Machine.of(config, world)
+    letter = ""
+    if world.rank == 0:
+        try:
+            chosen, why = _chosen(config, machine, model, activations or Activations(config, model), progress)
+            letter = json.dumps({"config": chosen.plain(), "why": why})
+        except ConfigError as refused:
+            letter = json.dumps({"refused": str(refused)})
+    told: dict[str, Any] = json.loads(world.share(letter))
+    if "refused" in told:
+        raise ConfigError(told["refused"])
+    for line in told["why"]:
+        note(line)
+    return read(told["config"]).on(world.size)
+
+
+def _batch_is_open(config: Config, ranks: int) -> bool:
+    """More than one microbatch could be chosen."""
+    batch = config.batch
+    free = batch.global_ != "auto" and batch.micro == "auto" and batch.accumulate == "auto"
+    return free and batch.solved(ranks).numbers()[1] > 1
+
+
+def _chosen(
+    config: Config, machine: Machine, model: nn.Module, activations: Activations, progress: Progress
+) -> tuple[Config, list[str]]:
+    """The best settings, and the reasons in a line each.
+
+    Raises:
+        ConfigError: none fits.
+    """
+    level = config.zero.stage
+    staged, stages = level == "auto", STAGES if level == "auto" else (Stage(level),)
+    anything = staged and config.offload.asked().kinds == PRESETS["auto"]
+    presets = ("none", "cpu", "nvme", "infinity", "auto") if anything else ("asked",)
+    rates, told = assumed(config, machine), list[str]()
+    if anything:
+        machine, rates, told = with_disk_or_without(config, machine, model, progress)
+    elif staged:
+        disk = "nvme" in config.offload.asked().kinds
+        rates = measured(config, machine, model, disk=disk, progress=progress)
+    found = choices(
+        config, machine, model, rates, stages=stages, presets=presets, activations=activations, progress=progress
+    )
+    winner = best(found)
+    if winner is None:
+        raise ConfigError(nearest(found).refusal or "")
+    why = _why_stage(winner, found, rates.source) if staged else []
+    return winner.config, [*(f"auto: {line}" for line in told), *why, *_why_batch(winner, config, machine)]
+
+
+def _why_stage(winner: Choice, found: Sequence[Choice], source: str) -> list[str]:
+    others = [one for one in found if one is not winner and one.fits]
+    others.sort(key=lambda one: one.seconds)
+    told = f"{len(others) + 1} of {len(found)} settings fit"
+    if others:
+        near = others[0]
+        told += (
+            f"; next: {' '.join(near.keys)} at {seconds_text(near.seconds)} a step and {size_text(near.memory_bytes)}"
+        )
+    keys, takes = " ".join(winner.keys), size_text(winner.memory_bytes)
+    return [
+        f"auto: {keys}: {seconds_text(winner.seconds)} a step predicted, {takes} per rank; {told}",
+        f"auto: rates {source}",
+    ]
+
+
+def _why_batch(winner: Choice, config: Config, machine: Machine) -> list[str]:
+    """Nothing where the whole batch fits at once, which is what everybody expects."""
+    rows, micro, accumulate = winner.config.batch.numbers()
+    if config.batch.micro != "auto" or config.batch.accumulate != "auto" or accumulate == 1:
+        return []
+    room, asked = machine.room, winner.config.offload.asked()
+    on_gpu = machine.device == "cuda"
+    may_bytes = budget_bytes(*((asked.device_budget, room.device) if on_gpu else (asked.host_budget, room.host)))
+    activations = size_text(winner.plan.activation_bytes)
+    return [
+        f"auto: batch.micro={micro} batch.accumulate={accumulate}: the largest microbatch of {rows} rows a step that "
+        f"fits; its activations take {activations} of the {size_text(may_bytes)} that a rank may take"
+    ]

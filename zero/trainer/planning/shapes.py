@@ -1,0 +1,205 @@
+"""What an operator's result looks like, without computing it: shape, dtype and strides on meta.
+
+torch can say so itself, but for most arithmetic it imports its compiler first, two seconds and 80 MB in every rank.
+These few rules cover what transformers, convolutions aside, are made of; whatever has none is left to torch, which is
+slower and right. `tests/trainer/test_planning.py` compares every rule with torch's own answer.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+
+Rule = Callable[..., Any]
+
+
+def result_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The result of `func` on meta tensors: new ones, or what the operator itself would return of its arguments."""
+    rule = _RULES.get(func)
+    if rule is not None:
+        return rule(*args, **kwargs)
+    if torch.Tag.pointwise in func.tags:
+        made = _pointwise(func, args, kwargs)
+        if made is not None:
+            return made
+    return func(*args, **kwargs)
+
+
+def _pointwise(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Of floating point tensors and numbers; None for anything else."""
+    tensors = [value for value in tree_leaves(args) if isinstance(value, Tensor)]
+    plain = not kwargs and all(tensor.is_floating_point() for tensor in tensors)
+    if not plain or func.overloadpacket in _TESTS or any(isinstance(value, complex) for value in args):
+        return None
+    if func._schema.is_mutable:
+        return args[0] if func._schema.name.endswith("_") and isinstance(args[0], Tensor) else None
+    shape = _broadcast([tensor.shape for tensor in tensors])
+    dtype = _widest([tensor for tensor in tensors if tensor.ndim] or tensors)  # numbers and 0-dim tensors follow
+    if all(tensor.is_contiguous() for tensor in tensors if list(tensor.shape) == shape):
+        return tensors[0].new_empty(shape, dtype=dtype)
+    return tensors[0].new_empty_strided(shape, _strides([tensor.expand(shape) for tensor in tensors]), dtype=dtype)
+
+
+def _broadcast(shapes: list[torch.Size]) -> list[int]:
+    ndim = max(len(shape) for shape in shapes)
+    padded = [(1,) * (ndim - len(shape)) + tuple(shape) for shape in shapes]
+    return [next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True)]
+
+
+def _strides(tensors: list[Tensor]) -> list[int]:
+    """Dense strides in the order that dimensions have in the inputs, the first input that tells them apart deciding."""
+    shape = tensors[0].shape
+
+    def order(one: int, other: int) -> int:
+        for tensor in tensors:
+            a, b = tensor.stride(one), tensor.stride(other)
+            if a and b and (a != b or shape[one] > shape[other]):
+                return 1 if a >= b else -1
+        return 0
+
+    dims = list(reversed(range(len(shape))))  # the innermost first
+    for last in range(1, len(dims)):
+        place = last
+        for before in range(last - 1, -1, -1):
+            found = order(dims[before], dims[place])
+            if found < 0:
+                break
+            if found > 0:
+                dims[before], dims[place] = dims[place], dims[before]
+                place = before
+    strides, step = [0] * len(shape), 1
+    for dim in dims:
+        strides[dim], step = step, step * shape[dim]
+    return strides
+
+
+def _reduced(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    dims = {d % x.ndim for d in ([dim] if isinstance(dim, int) else dim or range(x.ndim))} if x.ndim else set()
+    shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
+    whole = torch.int64 if not x.is_floating_point() else x.dtype
+    return x.new_empty(shape, dtype=dtype or whole)
+
+
+def _cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    given = [tensor for tensor in tensors if tensor.shape != (0,)] or tensors[:1]
+    shape = list(given[0].shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in given)
+    return given[0].new_empty(shape, dtype=_widest(tensors))
+
+
+def _stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    shape = list(tensors[0].shape)
+    shape.insert(dim % (len(shape) + 1), len(tensors))
+    return tensors[0].new_empty(shape, dtype=_widest(tensors))
+
+
+def _widest(tensors: list[Tensor]) -> torch.dtype:
+    dtype = tensors[0].dtype
+    for tensor in tensors[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.float32 if half_to_float else x.dtype)
+
+
+def _softmax_backward(grad: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return grad.new_empty(grad.shape, dtype=dtype)
+
+
+def _nll(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[:1] if reduction == 0 and x.ndim == 2 else ()), x.new_empty(())
+
+
+def _nll_backward(grad: Tensor, x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _layer_norm(x: Tensor, shape: list[int], weight: Any, bias: Any, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    outer = [*x.shape[: x.ndim - len(shape)], *[1] * len(shape)]
+    return x.new_empty(x.shape), x.new_empty(outer), x.new_empty(outer)
+
+
+def _layer_norm_backward(
+    grad: Tensor, x: Tensor, shape: Any, mean: Any, rstd: Any, weight: Any, bias: Any, mask: list[bool]
+) -> tuple[Tensor | None, ...]:
+    made = (x, weight, bias)
+    return tuple(t.new_empty(t.shape) if m and t is not None else None for t, m in zip(made, mask, strict=True))
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[-1]))
+
+
+def _grouped(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Experts: rows of a or b belong to groups, or what is added up does."""
+    groups = (offsets.shape[0],) if offsets is not None and a.ndim == b.ndim == 2 else b.shape[:-2] * (a.ndim == 3)
+    rows = a.shape[-2]
+    return a.new_empty((*groups, rows, b.shape[-1]))
+
+
+def _alike(x: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return x.new_empty_strided(x.shape, _strides([x]), dtype=dtype or x.dtype)
+
+
+def _embedding(weight: Tensor, indices: Tensor, *_: Any) -> Tensor:
+    return weight.new_empty((*indices.shape, weight.shape[1]))
+
+
+def _embedding_backward(grad: Tensor, indices: Tensor, rows: int, *_: Any) -> Tensor:
+    return grad.new_empty((rows, grad.shape[-1]))
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """One fp32 number per row of scores is kept for backward; these lie in memory as (b, t, h)."""
+    b, h, t, _d = query.shape
+    return _alike(query), query.new_empty((b, t, h), dtype=torch.float32).transpose(1, 2)
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+    """These lie in memory as (b, t, h, d)."""
+    sizes = [(b, t, h, d) for b, h, t, d in (query.shape, key.shape, value.shape)]
+    return tuple(query.new_empty(size).transpose(1, 2) for size in sizes)
+
+
+def _value(x: Tensor) -> bool | int | float:
+    """Code that asks for a value takes the way that it takes for most: yes, all of them."""
+    return True if x.dtype == torch.bool else 1.0 if x.is_floating_point() else 1
+
+
+_TESTS = frozenset((aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.isnan, aten.isinf, aten.isfinite))
+_TESTS |= {aten.logical_and, aten.logical_or, aten.logical_not, aten.signbit, aten.isposinf, aten.isneginf}
+
+_RULES: Mapping[Any, Rule] = MappingProxyType(
+    {
+        aten._local_scalar_dense.default: _value,
+        aten.ones_like.default: _alike,
+        aten.mm.default: _product,
+        aten.bmm.default: _product,
+        aten._grouped_mm.default: _grouped,
+        aten.embedding.default: _embedding,
+        aten.embedding_dense_backward.default: _embedding_backward,
+        aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+        aten.sum.dim_IntList: _reduced,
+        aten.sum.default: _reduced,
+        aten.mean.dim: _reduced,
+        aten.mean.default: _reduced,
+        aten.cat.default: _cat,
+        aten.stack.default: _stack,
+        aten._softmax.default: _softmax,
+        aten._log_softmax.default: _softmax,
+        aten._softmax_backward_data.default: _softmax_backward,
+        aten._log_softmax_backward_data.default: _softmax_backward,
+        aten.nll_loss_forward.default: _nll,
+        aten.nll_loss_backward.default: _nll_backward,
+        aten.native_layer_norm.default: _layer_norm,
+        aten.native_layer_norm_backward.default: _layer_norm_backward,
+    }
+)

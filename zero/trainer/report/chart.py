@@ -1,0 +1,433 @@
+"""Charts as SVG text: lines, stacked bars, rows of spans, small multiples. Pure functions of what they show.
+
+Colours are names of CSS variables, so that the page decides about light and dark. There is no script: what a mark means
+exactly stands in its `<title>`, which browsers show on hovering and readers read out. Gaps stay gaps; a point alone is
+a dot. Coordinates are pixels of a box as wide as `WIDTH`, which the page may stretch.
+"""
+
+import html
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Literal, NamedTuple
+
+from zero.trainer.report.scale import Scale, duration_unit, finite, linear, logarithmic, number, size
+
+WIDTH = 560.0
+
+SMALLEST = 0.55
+"""How far a page may shrink a chart before the chart scrolls: its text is to be read."""
+
+COLOURS = ("blue", "amber", "green", "purple", "teal", "rose", "slate")
+"""What a page must define, as `--blue` and so on; also `--ink`, `--soft`, `--line`, `--grid` and `--card`."""
+
+FEW, SOME = 24, 240
+"""A line of few points shows each of them; one of some tells their values, but shows only those without neighbours."""
+
+MANY = 700
+"""A line of more points is drawn by the lowest and the highest of each pixel or so."""
+
+Point = tuple[object, object]
+
+
+class Series(NamedTuple):
+    """A line through (x, y) points in their order; whatever is no finite number is a gap."""
+
+    name: str
+    points: Sequence[Point]
+    colour: str = "blue"
+    style: Literal["line", "dots"] = "line"
+
+
+class Part(NamedTuple):
+    """One piece of a bar. Equal names get one entry in the legend; `shade` is its opacity."""
+
+    name: str
+    value: float
+    colour: str
+    shade: float = 1.0
+
+
+class Bar(NamedTuple):
+    """Parts one after another."""
+
+    name: str
+    parts: Sequence[Part]
+
+
+class Span(NamedTuple):
+    """Something that lasted from one second to another; `label` is written on it if there is room."""
+
+    begin_s: float
+    end_s: float
+    name: str
+    label: str = ""
+    shade: float = 1.0
+
+
+class Row(NamedTuple):
+    """Spans of one kind; those that overlap lie below each other."""
+
+    name: str
+    spans: Sequence[Span]
+    colour: str
+
+
+class Panel(NamedTuple):
+    """One of several charts with the same axes."""
+
+    name: str
+    points: Sequence[Point]
+    colour: str = "blue"
+    note: str = ""
+
+
+def words(value: object) -> str:
+    """Any text, safe inside HTML, SVG and attributes. Characters that XML cannot hold become U+FFFD."""
+    return html.escape(_NOT_XML.sub("\ufffd", str(value)))
+
+
+_NOT_XML = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufdcf\ufdf0-\ufffd\U00010000-\U0010fffd]")
+
+
+# The four kinds
+
+
+def lines(
+    series: Sequence[Series],
+    *,
+    title: str,
+    x_name: str = "step",
+    log: bool = False,
+    log_x: bool = False,
+    from_zero: bool = False,
+    binary: bool = False,
+    width: float = WIDTH,
+    height: float = 236.0,
+) -> str:
+    """Several series over one pair of axes.
+
+    Args:
+        title: what a reader who cannot see it is told.
+        log, log_x: logarithmic axes; what is not positive is a gap there.
+        from_zero: zero is on the y axis.
+        binary: y is in bytes.
+        width, height: of the box; the wider, the smaller its text in the same place. A long legend makes it higher.
+    """
+    legend, top = _legend([(one.name, one.colour, 1.0) for one in series] if len(series) > 1 else [], width)
+    right = width - 18
+    height = max(height, top + 120)
+    top, bottom = top + 10, height - 36
+    y_values = [y for one in series for _, y in one.points]
+    y = logarithmic(y_values, bottom, top) if log else linear(
+        y_values, bottom, top, from_zero=from_zero, binary=binary, count=4 if height < 200 else 5
+    )  # fmt: skip
+    left = 12 + max(_text_width(name) for _, name in y.ticks)
+    x_values = [x for one in series for x, _ in one.points]
+    inset = 14 * any(one.style == "dots" for one in series)  # no dot lies on the axis
+    x = logarithmic(x_values, left, right) if log_x else linear(
+        x_values, left + inset, right - inset, snug=True, whole=_is_whole(x_values), count=max(2, round(width / 90))
+    )  # fmt: skip
+    told = [_told(one, x, y, size if binary else number, x_name) for one in series]
+    body = [_grid(x, y, left, right, bottom, x_name), *(_line(one, x, y, binary, x_name) for one in series), legend]
+    if not any(x.shows(at) and y.shows(value) for one in series for at, value in one.points):
+        body.append(_text((left + right) / 2, (top + bottom) / 2, "nothing was measured", "middle"))
+    return _svg(width, height, f"{title}: {'; '.join(told)}", body)
+
+
+def bars(rows: Sequence[Bar], *, title: str, order: Sequence[str] = ()) -> str:
+    """Horizontal bars of bytes on one axis from zero, each with its total at its end; negative parts are left out.
+
+    Args:
+        order: names of parts as the legend has them; those that are not in it follow.
+    """
+    kept = [
+        Bar(bar.name, [part._replace(value=value) for part in bar.parts if (value := finite(part.value) or 0.0) > 0])
+        for bar in rows
+    ]
+    shown = {part.name: (part.name, part.colour, part.shade) for bar in kept for part in bar.parts}
+    in_order = dict.fromkeys(name for name in [*order, *shown] if name in shown)
+    legend, top = _legend([shown[name] for name in in_order], WIDTH)
+    top += 8
+    left = 14 + max((min(150.0, _text_width(bar.name, 12.5)) for bar in kept), default=0.0)
+    totals = [min(1e300, sum(part.value for part in bar.parts)) for bar in kept]
+    right = WIDTH - 16 - max((_text_width(size(total)) for total in totals), default=0.0)
+    x = linear([0, *totals], left, right, binary=True, count=4, snug=True)
+    bottom = top + 32 * max(1, len(kept))
+    body = [_ticks_below(x, top, bottom), legend]
+    for index, (bar, total) in enumerate(zip(kept, totals, strict=True)):
+        y = top + 32 * index + 5
+        body.append(_text(left - 8, y + 15, _fit(bar.name, 150, 12.5), "end", "name"))
+        end = 0.0
+        for part in bar.parts:
+            begin, end = end, end + part.value
+            width = max(0.75, x.at(end) - x.at(begin) - 1)
+            body.append(
+                f'<rect x="{x.at(begin):.2f}" y="{y:.2f}" width="{width:.2f}" height="22" rx="2.5" '
+                f'style="fill:var(--{part.colour});fill-opacity:{part.shade:g}">'
+                f"<title>{words(f'{bar.name}, {part.name}: {size(part.value)}')}</title></rect>"
+            )
+        body.append(_text(x.at(total) + 7, y + 15, size(total), "start"))
+    told = "; ".join(f"{bar.name} {size(total)}" for bar, total in zip(kept, totals, strict=True))
+    return _svg(WIDTH, bottom + 24, f"{title}: {told}", body)
+
+
+def timeline(rows: Sequence[Row], *, title: str) -> str:
+    """One row for each kind, time from left to right. Spans that overlap within a row get lanes of their own."""
+    kept = [row._replace(spans=sorted(_known_spans(row.spans))) for row in rows]
+    first = min((span.begin_s for row in kept for span in row.spans), default=0.0)
+    last = max((span.end_s for row in kept for span in row.spans), default=0.0)
+    unit, unit_name = duration_unit(last - first, least=2)
+    left = 14 + max((_text_width(row.name, 12.5) for row in kept), default=0.0)
+    x = linear([0, (last - first) / unit], left, 2 * WIDTH - 18, snug=True, from_zero=True, count=10)
+    body, y = [], 10.0
+    for row in kept:
+        drawn = [(x.at((span.begin_s - first) / unit), x.at((span.end_s - first) / unit), span) for span in row.spans]
+        lanes = _lanes(drawn)
+        height = max(24.0, 13.0 * len(lanes))
+        body.append(_text(left - 8, y + height / 2 + 4, row.name, "end", "name"))
+        for index, lane in enumerate(lanes):
+            tall = height / len(lanes)
+            body += [_span(*one, y + index * tall, tall - 1, row.colour, unit, unit_name) for one in lane]
+        y += height + 8
+        body.append(f'<line class="grid" x1="{left:.2f}" y1="{y - 4:.2f}" x2="{2 * WIDTH - 18:.2f}" y2="{y - 4:.2f}"/>')
+    told = "; ".join(f"{row.name} {len(row.spans)} spans" for row in kept)
+    axis = [_ticks_below(x, 4, y), _text(2 * WIDTH - 18, y + 32, unit_name, "end")]
+    return _svg(2 * WIDTH, y + 38, f"{title}: {told}", [*axis, *body])
+
+
+def multiples(panels: Sequence[Panel], *, title: str, x_name: str = "step", log: bool = False) -> str:
+    """One small chart for each panel, all with the same axes, and behind each line the others as pale ones."""
+    columns = min((4, 5, 3), key=lambda count: -len(panels) % count)  # as few empty places as possible
+    tall, below, top, bottom = 132.0, 46.0, 26.0, 128.0
+    y_values = [y for panel in panels for _, y in panel.points]
+    y = logarithmic(y_values, bottom, top) if log else linear(y_values, bottom, top, count=3)
+    left = 10 + max(_text_width(name) for _, name in y.ticks)
+    wide = (2 * WIDTH - left) / columns
+    right = wide - 16
+    x_values = [x for panel in panels for x, _ in panel.points]
+    x = linear(x_values, 0.0, right, snug=True, whole=_is_whole(x_values), count=3)
+    everyone = "".join(_path(panel.points, x, y, "ghost", "", MANY // 8) for panel in panels)
+    name = f"others-{zlib.crc32(everyone.encode()):08x}"
+    body = [f'<defs><g id="{name}">{everyone}</g></defs>']
+    for index, panel in enumerate(panels):
+        row, column = divmod(index, columns)
+        body += [
+            f'<g transform="translate({left + column * wide:.2f} {row * (tall + below):.2f})">',
+            _text(0, 12, _fit(panel.name, right - _text_width(panel.note) - 8, 12.5), "start", "name"),
+            _text(right, 12, panel.note, "end"),
+            _panel_grid(x, y, right, top, bottom, first=column == 0),
+            f'<use href="#{name}"/>' if len(panels) > 1 else "",
+            _path(panel.points, x, y, "line", f"stroke:var(--{panel.colour})", MANY // 4),
+            _dots(panel.points, x, y, panel.colour, 2.2, x_name, few=1),
+            "</g>",
+        ]
+    rows = -(-len(panels) // columns)
+    return _svg(2 * WIDTH, max(1, rows) * (tall + below) - 18, f"{title}: {len(panels)} charts", body)
+
+
+# Lines and points
+
+
+def _line(one: Series, x: Scale, y: Scale, binary: bool, x_name: str) -> str:
+    if one.style == "dots":
+        return _dots(one.points, x, y, one.colour, 3.4, x_name, few=len(one.points), binary=binary)
+    dots = _dots(one.points, x, y, one.colour, 2.4, x_name, few=FEW, binary=binary)
+    return _path(one.points, x, y, "line", f"stroke:var(--{one.colour})", MANY) + dots
+
+
+def _path(points: Sequence[Point], x: Scale, y: Scale, kind: str, style: str, limit: int) -> str:
+    """Every run of at least two neighbours that have a place, as one path."""
+    runs = [_thin(run, limit) for run in _runs(points, x, y) if len(run) > 1]
+    if not runs:
+        return ""
+    way = "".join("M" + "L".join(f"{px:.2f} {py:.2f}" for px, py in run) for run in runs)
+    return f'<path class="{kind}" d="{way}"' + (f' style="{style}"/>' if style else "/>")
+
+
+def _dots(
+    points: Sequence[Point],
+    x: Scale,
+    y: Scale,
+    colour: str,
+    radius: float,
+    x_name: str,
+    *,
+    few: int,
+    binary: bool = False,
+) -> str:
+    """A dot for each point; of more than a few only for those without neighbours, the others can only be pointed at."""
+    shown = [(at, value) for at, value in points if x.shows(at) and y.shows(value)]
+    single = {run[0] for run in _runs(points, x, y) if len(run) == 1}
+    found = []
+    for at, value in shown:
+        place = x.at(_known(at)), y.at(_known(value))
+        seen = len(shown) <= few or place in single
+        if not seen and len(shown) > SOME:
+            continue
+        look = f'r="{radius}" style="fill:var(--{colour})"' if seen else 'r="5" class="felt"'
+        told = f"{x_name} {number(at)}: {size(value) if binary else number(value, 5)}"
+        found.append(f'<circle cx="{place[0]:.2f}" cy="{place[1]:.2f}" {look}><title>{words(told)}</title></circle>')
+    return "".join(found)
+
+
+def _runs(points: Sequence[Point], x: Scale, y: Scale) -> Iterator[list[tuple[float, float]]]:
+    """Coordinates of neighbours without a gap between them."""
+    for has_place, run in groupby(points, key=lambda point: x.shows(point[0]) and y.shows(point[1])):
+        if has_place:
+            yield [(x.at(_known(at)), y.at(_known(value))) for at, value in run]
+
+
+def _thin(run: list[tuple[float, float]], limit: int) -> list[tuple[float, float]]:
+    """At most about `limit` of the points: both ends, and the lowest and highest of each stretch."""
+    if len(run) <= limit:
+        return run
+    stride = -(-2 * len(run) // limit)
+    kept = [run[0]]
+    for begin in range(1, len(run) - 1, stride):
+        stretch = run[begin : min(begin + stride, len(run) - 1)]
+        ends = min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])
+        kept += sorted(set(ends))
+    return [*kept, run[-1]]
+
+
+def _is_whole(values: Iterable[object]) -> bool:
+    """Whether all that can be drawn are integers, so that ticks between them would mean nothing."""
+    return all(value is None or value.is_integer() for value in map(finite, values))
+
+
+def _known(value: object) -> float:
+    known = finite(value)
+    assert known is not None, "asked for the place of a gap"
+    return known
+
+
+def _told(one: Series, x: Scale, y: Scale, write: Callable[[object], str], x_name: str) -> str:
+    """A series in one phrase."""
+    shown = [(at, value) for at, value in one.points if x.shows(at) and y.shows(value)]
+    if not shown:
+        return f"{one.name} was not measured"
+    (first_x, first_y), (last_x, last_y) = shown[0], shown[-1]
+    return f"{one.name} from {write(first_y)} at {x_name} {number(first_x)} to {write(last_y)} at {number(last_x)}"
+
+
+# Spans
+
+
+def _known_spans(spans: Iterable[Span]) -> Iterator[Span]:
+    """Those that end, and not before they begin."""
+    for span in spans:
+        begin_s, end_s = finite(span.begin_s), finite(span.end_s)
+        if begin_s is not None and end_s is not None and end_s >= begin_s:
+            yield span._replace(begin_s=begin_s, end_s=end_s)
+
+
+def _lanes(drawn: Iterable[tuple[float, float, Span]], most: int = 6) -> list[list[tuple[float, float, Span]]]:
+    """Spans by lane, such that none covers another; what finds no lane goes into the one that is free first.
+
+    Spans too short to be seen that follow each other in a lane are drawn once.
+    """
+    lanes: list[list[tuple[float, float, Span]]] = [[]]
+    for begin, end, span in drawn:
+        free = next((lane for lane in lanes if not lane or lane[-1][1] <= begin + 0.01), None)
+        if free is None and len(lanes) < most:
+            lanes.append(free := [])
+        lane = min(lanes, key=lambda lane: lane[-1][1]) if free is None else free
+        if not lane or end - begin >= 0.3 or begin - lane[-1][0] >= 0.5:
+            lane.append((begin, end, span))
+    return lanes
+
+
+def _span(
+    begin: float, end: float, span: Span, y: float, height: float, colour: str, unit: float, unit_name: str
+) -> str:
+    width = max(0.75, end - begin - 0.5)
+    told = f"{span.name}: {number((span.end_s - span.begin_s) / unit, 3)} {unit_name}"
+    fits = height >= 12 and _text_width(span.label, 10.5) + 6 <= width
+    label = _text(begin + width / 2, y + height / 2 + 3.5, span.label, "middle", "on") if fits else ""
+    return (
+        f'<rect x="{begin:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" rx="{min(2.5, width / 3):.2f}" '
+        f'style="fill:var(--{colour});fill-opacity:{span.shade:g}"><title>{words(told)}</title></rect>{label}'
+    )
+
+
+# Axes, legend, text
+
+
+def _grid(x: Scale, y: Scale, left: float, right: float, bottom: float, x_name: str) -> str:
+    parts = []
+    for value, name in y.ticks:
+        at = y.at(value)
+        kind = "axis" if value == y.ticks[0][0] else "grid"
+        parts.append(f'<line class="{kind}" x1="{left:.2f}" y1="{at:.2f}" x2="{right:.2f}" y2="{at:.2f}"/>')
+        parts.append(_text(left - 7, at + 4, name, "end"))
+    for value, name in x.ticks:
+        at = x.at(value)
+        parts.append(f'<line class="axis" x1="{at:.2f}" y1="{bottom:.2f}" x2="{at:.2f}" y2="{bottom + 4:.2f}"/>')
+        parts.append(_text(at, bottom + 17, name, "middle"))
+    return "".join(parts) + _text(right, bottom + 32, x_name, "end")
+
+
+def _panel_grid(x: Scale, y: Scale, right: float, top: float, bottom: float, *, first: bool) -> str:
+    parts = []
+    for value, name in y.ticks:
+        kind = "axis" if value == y.ticks[0][0] else "grid"
+        parts.append(f'<line class="{kind}" x1="0" y1="{y.at(value):.2f}" x2="{right:.2f}" y2="{y.at(value):.2f}"/>')
+        parts.append(_text(-6, y.at(value) + 4, name, "end") if first else "")
+    for value, name in x.ticks[:1] + x.ticks[-1:] if len(x.ticks) > 1 else x.ticks:
+        anchor = "start" if x.at(value) < 12 else "end" if x.at(value) > right - 12 else "middle"
+        parts.append(_text(x.at(value), bottom + 15, name, anchor))
+    return "".join(parts)
+
+
+def _ticks_below(x: Scale, top: float, bottom: float) -> str:
+    parts = []
+    for value, name in x.ticks:
+        at = x.at(value)
+        parts.append(f'<line class="grid" x1="{at:.2f}" y1="{top:.2f}" x2="{at:.2f}" y2="{bottom:.2f}"/>')
+        parts.append(_text(at, bottom + 16, name, "middle"))
+    return "".join(parts)
+
+
+def _legend(entries: Iterable[tuple[str, str, float]], width: float) -> tuple[str, float]:
+    """Names beside their colours in as many lines as they take; gives their height, too."""
+    parts: list[str] = []
+    x, y = 10.0, 14.0
+    for name, colour, shade in entries:
+        name = _fit(name, width - 60)
+        taken = 32 + _text_width(name)
+        if x > 10 and x + taken > width:
+            x, y = 10.0, y + 19
+        parts.append(
+            f'<rect x="{x:.2f}" y="{y - 9:.2f}" width="10" height="10" rx="2.5" '
+            f'style="fill:var(--{colour});fill-opacity:{shade:g}"/>'
+        )
+        parts.append(_text(x + 16, y, name, "start"))
+        x += taken
+    return "".join(parts), y + 6 if parts else 0.0
+
+
+def _text(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> str:
+    return f'<text class="{kind}" x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}">{words(text)}</text>'
+
+
+def _text_width(text: str, font_size: float = 11.5) -> float:
+    """Pixels that `text` takes, about; wide scripts take more."""
+    return sum(1.05 if ord(letter) > 0x2E7F else 0.58 for letter in text) * font_size
+
+
+def _fit(text: str, width: float, font_size: float = 11.5) -> str:
+    """`text`, cut where it would be wider than `width`."""
+    if _text_width(text, font_size) <= width:
+        return text
+    while text and _text_width(text + "…", font_size) > width:
+        text = text[:-1]
+    return text + "…"
+
+
+def _svg(width: float, height: float, told: str, body: Iterable[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width:g} {height:g}" '
+        f'style="min-width:{SMALLEST * width:.0f}px" role="img" aria-label="{words(told)}">{"".join(body)}</svg>'
+    )

@@ -1,0 +1,131 @@
+"""What a run folder says, in whatever state it is: finished, failed, running, or killed in the middle of a line.
+
+Nothing here raises because of what a file holds. What is missing or cannot be read is left out, and said in `unread`.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+import yaml
+
+from zero.platform.timeline import Span, from_trace
+from zero.trainer.loop import CUT_SHORT, EVALUATED, FINISHED, STOPPED
+from zero.trainer.report.scale import finite
+from zero.trainer.tracker import RUNNING
+
+Status = Literal["finished", "stopped", "failed", "running"]
+
+
+class Run(NamedTuple):
+    """One run.
+
+    `rows` are those of metrics.jsonl whose steps increase, `trace` the spans of trace.json, `overrides` None where
+    nobody noted them, `unread` what could not be had, in words.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    summary: dict[str, Any]
+    rows: list[dict[str, Any]]
+    overrides: list[str] | None
+    trace: list[Span]
+    unread: list[str]
+
+    @property
+    def reason(self) -> str:
+        """How it ended, in the words of summary.json."""
+        return str(self.summary.get("exit_reason") or RUNNING)
+
+    @property
+    def status(self) -> Status:
+        if self.reason in (FINISHED, EVALUATED, CUT_SHORT):
+            return "finished"
+        if self.reason == RUNNING:
+            return "running"
+        return "stopped" if self.reason == STOPPED or self.reason.startswith("stopped by ") else "failed"
+
+    def final(self, summary_key: str, row_key: str) -> float | None:
+        """A number from the summary, or the newest one in the rows."""
+        newest = [value for row in self.rows if (value := finite(row.get(row_key))) is not None]
+        said = finite(self.summary.get(summary_key))
+        return said if said is not None else (newest[-1] if newest else None)
+
+    def points(self, key: str) -> list[tuple[object, object]]:
+        """(step, value) of each row; None where it was not measured."""
+        return [(row["step"], row.get(key)) for row in self.rows]
+
+    def typical(self, key: str) -> float | None:
+        """The median of the rows after the first, which is slower than the rest; of a single row, that one."""
+        known = [value for row in self.rows[1:] or self.rows if (value := finite(row.get(key))) is not None]
+        return median(known) if known else None
+
+    def measured(self, key: str) -> bool:
+        """Whether some row has a number other than zero."""
+        return any(finite(row.get(key)) for row in self.rows)
+
+
+def read_run(folder: Path) -> Run:
+    """All that is known of the run in `folder`."""
+    unread: list[str] = []
+    overrides = _read(folder / ".hydra" / "overrides.yaml", yaml.safe_load, unread, needed=False)
+    return Run(
+        folder=folder,
+        config=mapping(_read(folder / "config.yaml", yaml.safe_load, unread)),
+        summary=mapping(_read(folder / "summary.json", json.loads, unread)),
+        rows=_rows(folder / "metrics.jsonl", unread),
+        overrides=[str(one) for one in overrides] if isinstance(overrides, list) else None,
+        trace=_read(folder / "trace.json", lambda text: from_trace(json.loads(text)), unread, needed=False) or [],
+        unread=unread,
+    )
+
+
+def mapping(value: object) -> dict[str, Any]:
+    """`value` if it is a mapping, else an empty one; keys as text."""
+    return {str(key): one for key, one in value.items()} if isinstance(value, Mapping) else {}
+
+
+def flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key to value."""
+    found: dict[str, Any] = {}
+    for key, value in node.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
+def _read(path: Path, parse: Callable[[str], Any], unread: list[str], *, needed: bool = True) -> Any:
+    """What `path` holds; None, and a word in `unread`, where it cannot be had."""
+    try:
+        return parse(path.read_text(encoding="utf-8", errors="replace"))
+    except FileNotFoundError:
+        unread += [f"there is no {path.name}"] if needed else []
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        unread.append(f"{path.name} cannot be read: {type(error).__name__}")
+    return None
+
+
+def _rows(path: Path, unread: list[str]) -> list[dict[str, Any]]:
+    """Rows with increasing steps. A run that was started again from a checkpoint repeats steps: the newer rows hold."""
+    rows: list[dict[str, Any]] = []
+    broken = 0
+    for line in _read(path, str.splitlines, unread) or ():
+        row = _row(line)
+        if row is None:
+            broken += bool(line.strip())
+            continue
+        while rows and rows[-1]["step"] >= row["step"]:
+            rows.pop()
+        rows.append(row)
+    if broken:
+        unread.append(f"{broken} line{'s' * (broken > 1)} of {path.name} cannot be read")
+    return rows
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and finite(row.get("step")) is not None else None

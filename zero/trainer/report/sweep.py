@@ -1,0 +1,371 @@
+"""The table of a sweep, written anew after each of its jobs: sweep.md to read, sweep.csv to compute with, sweep.html.
+
+Everything is read from the folders of the jobs, so jobs may run in any order, in other processes and on other machines
+that share the disk; whoever ends writes. A job that still runs, or was killed, has a row like the others.
+"""
+
+import csv
+import fcntl
+import io
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote
+
+import zero.trainer.report.chart as chart
+from zero.platform.run_files import publish, writing
+from zero.trainer.report.chart import Panel, Series
+from zero.trainer.report.folder import Run, Status, read_run
+from zero.trainer.report.page import Html, code, figure, page, pill, section, side_by_side, table, with_bar
+from zero.trainer.report.run import PILLS
+from zero.trainer.report.scale import UNKNOWN, finite, number, seconds, size
+
+PALETTE = {"finished": "blue", "failed": "rose", "stopped": "amber", "running": "amber"}
+
+
+class Job(NamedTuple):
+    """One row. Losses in nats per token, peaks the largest over ranks; None is what nobody measured.
+
+    `speed` is tokens per second as a ratio to the first job that finished; `cause` is empty unless it failed or was
+    stopped.
+    """
+
+    name: str
+    overrides: dict[str, str]
+    status: Status
+    steps_done: float | None
+    train_loss: float | None
+    val_loss: float | None
+    tokens_per_s: float | None
+    speed: float | None
+    step_s: float | None
+    device_peak_bytes: float | None
+    host_peak_bytes: float | None
+    cause: str
+
+
+class Sweep(NamedTuple):
+    """What `write` found: jobs in the order of their names, the best of them, and the page."""
+
+    jobs: tuple[Job, ...]
+    best: Job | None
+    page: Path
+
+    @property
+    def failed(self) -> tuple[Job, ...]:
+        """Jobs with a cause of failure."""
+        return tuple(job for job in self.jobs if job.status == "failed")
+
+
+FIGURES = Job._fields[3:-1]
+
+OF_A_RUN = {".hydra", "config.yaml", "summary.json"}
+"""What tells the folder of a run from others; `hydra.sweep.subdir` may give it any name."""
+
+
+def write(folder: Path) -> Sweep:
+    """Write sweep.md, sweep.csv and sweep.html of the sweep whose jobs have their folders in `folder`.
+
+    Raises:
+        MachineError: one of them cannot be written.
+    """
+    with _alone(folder):
+        runs = [read_run(job) for job in jobs_in(folder)]
+        jobs = table_of(folder, runs)
+        keys, best = differing(jobs), best_of(jobs)
+        publish(folder / "sweep.md", markdown(jobs, keys, best))
+        publish(folder / "sweep.csv", spreadsheet(jobs, keys, best))
+        publish(folder / "sweep.html", html(folder, runs, jobs, keys, best))
+    return Sweep(jobs, best, folder / "sweep.html")
+
+
+def jobs_in(folder: Path) -> list[Path]:
+    """Folders of the jobs of a sweep by name, 2 before 10, at whatever depth; none where `folder` is a run itself."""
+    found = []
+    for place, folders, files in os.walk(folder):
+        if OF_A_RUN.intersection(folders + files):
+            found.append(Path(place))
+            folders.clear()  # nothing in a run is another one
+    return sorted((path for path in found if path != folder), key=lambda path: _in_order(str(path)))
+
+
+def _in_order(name: str) -> list[str | int]:
+    """Text and numbers in turn, to sort by."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Jobs of a launcher may end at the same time: none may write what it read before another one ended."""
+    path = folder / ".sweep.lock"
+    with writing(path):
+        lock = path.open("a")
+    with lock:
+        with suppress(OSError):  # some network disks have no locks; then the last table may lack a job for a while
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+# The table
+
+
+def table_of(folder: Path, runs: Sequence[Run]) -> tuple[Job, ...]:
+    """One row for each run of the sweep in `folder`."""
+    jobs = [_job(folder, run) for run in runs]
+    reference = next((job.tokens_per_s for job in jobs if job.status == "finished" and job.tokens_per_s), None)
+    return tuple(
+        job._replace(speed=job.tokens_per_s / reference) if reference and job.tokens_per_s else job for job in jobs
+    )
+
+
+def _job(folder: Path, run: Run) -> Job:
+    device, host = (run.final(f"{tier}_peak_bytes", f"memory/{tier}_peak_bytes") for tier in ("device", "host"))
+    return Job(
+        name=run.folder.relative_to(folder).as_posix(),
+        overrides=dict(map(_key_and_value, run.overrides or [])),
+        status=run.status,
+        steps_done=run.final("steps", "step"),
+        train_loss=run.final("train_loss", "train/loss"),
+        val_loss=run.final("val_loss", "val/loss"),
+        tokens_per_s=run.typical("speed/tokens_per_s"),
+        speed=None,
+        step_s=run.typical("speed/step_s"),
+        device_peak_bytes=device or None,
+        host_peak_bytes=host or None,
+        cause=_cause(folder, run),
+    )
+
+
+def _cause(folder: Path, run: Run) -> str:
+    """Why it did not finish, on one line; files by their path inside the sweep."""
+    if run.status not in ("failed", "stopped"):
+        return ""
+    return " ".join(run.reason.split()).replace(f"{folder.absolute()}/", "")
+
+
+def _key_and_value(override: str) -> tuple[str, str]:
+    """Hydra's `key=value`, `+key=value` and `~key`."""
+    key, _, value = override.partition("=")
+    return key.lstrip("+"), value
+
+
+def differing(jobs: Sequence[Job]) -> list[str]:
+    """Overrides that tell the jobs apart, in the order of typing; of a single job all of them."""
+    keys = list(dict.fromkeys(key for job in jobs for key in job.overrides))
+    return [key for key in keys if len(jobs) == 1 or len({job.overrides.get(key) for job in jobs}) > 1]
+
+
+def best_of(jobs: Sequence[Job]) -> Job | None:
+    """The finished job with the lowest validation loss; of equals the fastest, then the first."""
+    known = [
+        (job.val_loss, -(job.tokens_per_s or 0.0), place)
+        for place, job in enumerate(jobs)
+        if job.status == "finished" and job.val_loss is not None
+    ]
+    return jobs[min(known)[-1]] if known else None
+
+
+def counts(jobs: Sequence[Job]) -> str:
+    """3 jobs: 2 finished, 1 failed."""
+    states = {status: sum(job.status == status for job in jobs) for status in PILLS}
+    parts = ", ".join(f"{count} {status}" for status, count in states.items() if count)
+    return f"{len(jobs)} job{'s' * (len(jobs) != 1)}" + (f": {parts}" if parts else "")
+
+
+HEAD = {
+    "steps_done": "steps done",
+    "train_loss": "train loss",
+    "val_loss": "val loss",
+    "tokens_per_s": "tokens/s",
+    "speed": "speed",
+    "step_s": "step",
+    "device_peak_bytes": "device peak",
+    "host_peak_bytes": "host peak",
+}
+
+
+def _written(field: str, value: float | None) -> str:
+    """A number of the table as a person reads it."""
+    if value is None:
+        return UNKNOWN
+    if field.endswith("_loss"):
+        return f"{value:.4f}" if abs(value) < 1e6 else number(value)
+    if field.endswith("_bytes"):
+        return size(value)
+    if field == "speed":
+        return f"{value:.2f} x"
+    return seconds(value) if field == "step_s" else number(value, 9 if field == "steps_done" else 4)
+
+
+def _measured(jobs: Sequence[Job]) -> list[str]:
+    """Figures that some job has."""
+    return [field for field in FIGURES if any(getattr(job, field) is not None for job in jobs)]
+
+
+# As Markdown, as CSV, as HTML
+
+
+def markdown(jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> str:
+    """A table that reads well as plain text, too."""
+    fields = _measured(jobs)
+    head = ["job", *keys, "status", *(HEAD[field] for field in fields), "cause"]
+    right = [False] * (len(keys) + 2) + [True] * len(fields) + [False]
+    rows = [
+        [
+            f"**{job.name}**" if job is best else job.name,
+            *(job.overrides.get(key, "") for key in keys),
+            f"{job.status}, best" if job is best else job.status,
+            *(_written(field, getattr(job, field)) for field in fields),
+            job.cause,
+        ]
+        for job in jobs
+    ]
+    cells = [[_cell(text) for text in row] for row in [head, *rows]]
+    widths = [max(3, *(len(row[column]) for row in cells[: 1 + len(rows)])) for column in range(len(head))]
+    widths[-1] = max(3, len(head[-1]))  # a cause may be long
+    lines = [
+        "| " + " | ".join(text.rjust(width) if to_right else text.ljust(width)
+        for text, width, to_right in zip(row, widths, right, strict=True)) + " |"
+        for row in cells
+    ]  # fmt: skip
+    rule = (
+        "|"
+        + "|".join(
+            "-" * (width + 1) + (":" if to_right else "-") for width, to_right in zip(widths, right, strict=True)
+        )
+        + "|"
+    )
+    return "\n".join([counts(jobs), "", lines[0], rule, *lines[1:]]) + "\n"
+
+
+def _cell(text: str) -> str:
+    """Text inside a table of Markdown: no bar, no line end, no markup."""
+    return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").split())
+
+
+def spreadsheet(jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> str:
+    """The same with every digit, in bytes, seconds and ratios; what nobody measured is empty."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["job", *keys, "status", "best", *FIGURES, "cause"])
+    for job in jobs:
+        figures = [_exact(field, getattr(job, field)) for field in FIGURES]
+        values = [job.overrides.get(key, "").replace("\r", " ") for key in keys]  # Python's writer would not quote it
+        rows.writerow([job.name, *values, job.status, int(job is best), *figures, job.cause])
+    return text.getvalue()
+
+
+def _exact(field: str, value: float | None) -> float | str:
+    if value is None:
+        return ""
+    return int(value) if field.endswith(("_bytes", "_done")) else value
+
+
+def html(folder: Path, runs: Sequence[Run], jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> str:
+    """The page."""
+    shared = [f"{key}={value}" for key, value in (jobs[0].overrides.items() if jobs else ()) if key not in keys]
+    states = {job.status for job in jobs}
+    state: Status = next((one for one in ("running", "failed", "stopped") if one in states), "finished")
+    said = f"All with {' '.join(shared)}." if shared else ""
+    return page(
+        " x ".join(keys) or "A sweep",
+        kicker="sweep · " + "/".join(folder.absolute().parts[-2:]),
+        status=pill(counts(jobs), PILLS[state]),
+        parts=[
+            section("Jobs", _rows(folder, jobs, keys, best), note=said),
+            section("Loss", _losses(runs, jobs, keys, best), _against(jobs, keys)),
+            section("What went wrong", _causes(jobs, keys)),
+        ],
+    )
+
+
+def _rows(folder: Path, jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> Html:
+    fields = _measured(jobs)
+    most = {field: max((getattr(job, field) or 0.0) for job in jobs) for field in fields}
+    rows = [
+        [
+            _link(folder, job),
+            *(code(job.overrides.get(key, "")) for key in keys),
+            pill("best" if job is best else job.status, PILLS[job.status]),
+            *(_with_bar(field, getattr(job, field), most[field]) for field in fields),
+        ]
+        for job in jobs
+    ]
+    right = range(2 + len(keys), 2 + len(keys) + len(fields))
+    marked = {place: "best" for place, job in enumerate(jobs) if job is best}
+    head = ["job", *keys, "", *(HEAD[field] for field in fields)]
+    return table(head, rows, numbers=right, marked=marked)
+
+
+def _link(folder: Path, job: Job) -> Html:
+    report = f"{job.name}/report.html"
+    name = chart.words(job.name).replace("/", "/<wbr/>").replace(",", ",<wbr/>")  # where it may go on below
+    return Html(f'<a href="{quote(report)}">{name}</a>') if (folder / report).exists() else Html(name)
+
+
+def _with_bar(field: str, value: float | None, most: float) -> str:
+    text = _written(field, value)
+    colours = {"tokens_per_s": "blue", "device_peak_bytes": "purple", "host_peak_bytes": "amber"}
+    return with_bar(text, value / most, colours[field]) if value and most and field in colours else text
+
+
+def _causes(jobs: Sequence[Job], keys: Sequence[str]) -> Html:
+    rows = [(job.name, _choice(job, keys), job.cause) for job in jobs if job.cause]
+    return table(["job", "overrides", "cause"], rows) if rows else Html()
+
+
+def _losses(runs: Sequence[Run], jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> Html:
+    """A small chart for each job."""
+    values = [value for run in runs for _, raw in run.points("train/loss") if (value := finite(raw)) is not None]
+    if not values:
+        return Html()
+    panels = [
+        Panel(
+            " · ".join(job.overrides[key] for key in keys if key in job.overrides) or f"job {job.name}",
+            run.points("train/loss"),
+            "green" if job is best else PALETTE[job.status],
+            _written("val_loss", job.val_loss) if job.status == "finished" else job.status,
+        )
+        for run, job in zip(runs, jobs, strict=True)
+    ]
+    log = min(values) > 0 and max(values) > 20 * min(values)
+    drawn = chart.multiples(panels, title="training loss", log=log)
+    names = " · ".join(map(_last_word, keys))
+    return figure(drawn, "Training loss of each job", f"{names}; grey: the others; right: validation loss")
+
+
+def _choice(job: Job, keys: Sequence[str]) -> str:
+    """What tells the job from the others, in few words: stage=3 offload=nvme."""
+    return " ".join(f"{_last_word(key)}={job.overrides[key]}" for key in keys if key in job.overrides)
+
+
+def _last_word(key: str) -> str:
+    return key.rpartition(".")[-1]
+
+
+def _against(jobs: Sequence[Job], keys: Sequence[str]) -> Html:
+    """Validation loss against each override that took three numbers or more."""
+    figures = []
+    for key in keys:
+        points = [
+            (value, job.val_loss)
+            for job in jobs
+            if job.val_loss is not None and job.status == "finished" and (value := _as_number(job, key)) is not None
+        ]
+        known = [value for value, _ in points]
+        if len(set(known)) >= 3:
+            log_x = min(known) > 0 and max(known) >= 10 * min(known)
+            series = [Series(key, points, "green", "dots")]
+            drawn = chart.lines(series, title=f"validation loss against {key}", x_name=key, log_x=log_x)
+            figures.append(figure(drawn, f"Validation loss against {key}"))
+    return side_by_side(*figures)
+
+
+def _as_number(job: Job, key: str) -> float | None:
+    try:
+        return finite(float(job.overrides.get(key, "")))
+    except ValueError:
+        return None

@@ -1,0 +1,153 @@
+"""How a run differs from the one that saved the checkpoint it goes on from, in the words of the command line.
+
+Another model or other moments cannot be, and are refused with what to add. What may be, and changes the result, is one
+line. Only rank 0 has somebody to tell, and every rank finds the same.
+"""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from zero.checkpoint import Checkpoint
+from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER
+from zero.core import suggest
+from zero.core.optim import Transform
+from zero.errors import CheckpointError, ConfigError
+from zero.trainer.build import build_schedule
+from zero.trainer.config import Config, Decay, kinds, read
+
+MATTERS = ("seed", "steps", "batch.global", "model.", "data.", "optim.", "schedule.", "precision.", "debug.overfit")
+"""Settings and sections that change what is computed; of the rest only when, where and on how many ranks it is."""
+
+MATTERS_TO_A_LOSS = ("seed", "data.", "precision.", "val.rows", "val.weights")
+"""The same for mode=eval."""
+
+AS_DECLARED = {"gpt": "gpt_nano"}
+"""Option of a kind that is not named like it: what conf/ says there is what the schema says."""
+
+
+def refuse_other_model(config: Config, checkpoint: Checkpoint) -> None:
+    """Say which settings of the model differ, rather than which tensors do not fit.
+
+    Raises:
+        CheckpointError: some do, and `checkpoint.partial` does not say that it is meant.
+    """
+    theirs = _saved(checkpoint.facts).get("model")
+    ours = config.plain()["model"]
+    if not isinstance(theirs, Mapping) or config.checkpoint.partial:
+        return
+    if other := _as_saved("model", ours, theirs):
+        data = _saved(checkpoint.facts).get("data")
+        if config.mode == "eval" and isinstance(data, Mapping):  # whoever asks for a loss means the run's own
+            other += _as_saved("data", config.plain()["data"], data)
+        raise CheckpointError(
+            f"{checkpoint.folder} is of another model; add {' '.join(other)}, or name in checkpoint.partial what is to "
+            "start afresh"
+        )
+
+
+def refuse_other_moments(config: Config, optimizer: Transform, checkpoint: Checkpoint) -> None:
+    """Say which settings of the optimizer differ, where it keeps other moments than the checkpoint has.
+
+    Raises:
+        CheckpointError: it does, and `checkpoint.partial` does not say that it is meant.
+    """
+    there = {entry.kind for entry in checkpoint.manifest.entries} - {PARAMETER, FROZEN, BUFFER}
+    lacking = sorted({*optimizer.moments} - {*optimizer.copies} - there)
+    beyond = sorted(there - {*optimizer.moments})
+    if config.checkpoint.partial or not (lacking or beyond):
+        return
+    ours, theirs = config.plain()["optim"], _saved(checkpoint.facts).get("optim")
+    what, meant = [], []
+    if lacking:
+        what.append(f"lacks {', '.join(lacking)}, which optim={ours['name']} keeps")
+        meant.append("begin at zero")
+    if beyond:
+        what.append(f"has {', '.join(beyond)}, which optim={ours['name']} does not keep")
+        meant.append("be left behind")
+    words = _as_saved("optim", ours, theirs) if isinstance(theirs, Mapping) else []
+    same = f"add {' '.join(words)}, or " if words else "add "
+    partial = f"checkpoint.partial=[{','.join(f'{kind}/*' for kind in (*lacking, *beyond))}]"
+    raise CheckpointError(
+        f"{checkpoint.folder} {' and '.join(what)}; {same}{partial} if they are to {' or '.join(meant)}"
+    )
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any], step: int) -> Iterator[str]:
+    """Lines about other data, and about other settings that change the result.
+
+    Args:
+        there, here: what the checkpoint remembers, and what the next one would.
+        step: of the checkpoint.
+    """
+    was, now = there.get("data"), here.get("data")
+    if was is not None and was != now:
+        yield f"warning: the digest of the data is {now}, and was {was} in the run that saved the checkpoint"
+    theirs, ours = _saved(there), _saved(here)
+    if not (theirs and ours):
+        return
+    trains = ours.get("mode") != "eval"
+    mattering = MATTERS if trains else MATTERS_TO_A_LOSS
+    changed = [
+        f"{key.removesuffix('.name')}={suggest.shown(value)} (was {suggest.shown(before)})"
+        for key, before, value in _changed(theirs, ours)
+        if key.startswith(mattering) and key != "data.cache"
+    ]
+    if changed:
+        moved = _moved(theirs, ours, step) if trains else ""
+        yield f"settings that differ from those of the run that saved the checkpoint: {', '.join(changed)}{moved}"
+
+
+def _moved(theirs: Mapping[str, Any], ours: Mapping[str, Any], step: int) -> str:
+    """What the learning rate of the next step is and was, and how to keep the old schedule if `steps` has moved it."""
+    try:
+        before, now = read(theirs), read(ours)
+    except ConfigError:  # of another version, which had other keys
+        return ""
+    was, is_now = (build_schedule(config)(step + 1) for config in (before, now))
+    text = "" if was == is_now else f"; the learning rate of step {step + 1} is {is_now:.3g} (was {was:.3g})"
+    if isinstance(before.schedule, Decay) and before.schedule == now.schedule:
+        kept = [f"schedule.total={before.decayed}"] if before.decayed != now.decayed else []
+        kept += [f"schedule.warmup={before.warmup}"] if before.warmup != now.warmup else []
+        text += f"; {' '.join(kept)} keeps the old schedule" if kept else ""
+    return text
+
+
+def _saved(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    config = facts.get("config")
+    return config if isinstance(config, Mapping) else {}
+
+
+def _changed(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, value there, value here) of what both have and differs."""
+    for name in filter(theirs.__contains__, ours):
+        key, before, now = f"{prefix}{name}", theirs[name], ours[name]
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            yield from _changed(before, now, f"{key}.")
+        elif before != now:
+            yield key, before, now
+
+
+def _as_saved(section: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Words to add to the command line for a section to be as it was saved: only of its kind is a key known."""
+    kind = str(theirs.get("name"))
+    if kind == ours["name"]:
+        chosen, expected = [], ours
+    else:
+        fields = kinds(section)[kind].model_fields if kind in kinds(section) else {}
+        chosen = [f"{section}={AS_DECLARED.get(kind, kind)}"]
+        expected = {name: _plain(field.default) for name, field in fields.items()}
+    return chosen + [
+        _typed(f"{section}.{name}={suggest.word(theirs[name])}")
+        for name in expected
+        if name != "name" and name in theirs and theirs[name] != expected[name]
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _typed(word: str) -> str:
+    """A shell takes away the quotes that Hydra's grammar wants, unless there are others around them."""
+    return shlex.quote(word) if '"' in word else word

@@ -1,0 +1,116 @@
+"""What a run trains: the GPT here or a model of transformers, with its loss, its logits and its first values.
+
+Everything else in a run takes these and does not know which of the two it is.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+
+from zero.core.suggest import some
+from zero.engine.empty import empty
+from zero.errors import ConfigError
+from zero.trainer.config import HF, Config
+from zero.trainer.models.gpt_config import GPTConfig
+from zero.trainer.models.hf_config import HFConfig
+
+if TYPE_CHECKING:
+    from zero.trainer.models.hf import HFWeights
+
+
+class Task(NamedTuple):
+    """A model on meta and how it is used."""
+
+    model: nn.Module
+    loss: Callable[[Any, Tensor], Tensor]
+    """(model, rows of seq + 1 tokens) to the mean of next tokens."""
+    logits: Callable[[Any, Tensor], Tensor]
+    """(model, (b, t) tokens) to (b, t, vocab)."""
+    weights: Any
+    """First values for `zero.init`; None: the model's own."""
+    flops_per_token: float
+    """Of forward and backward."""
+    notes: tuple[str, ...] = ()
+    """What a fresh run is to say of its first values."""
+
+
+def build_task(config: Config) -> Task:
+    """The model of a run; for an evaluation frozen, so that a plan holds neither masters, moments nor gradients of it.
+
+    Raises:
+        ConfigError: transformers cannot build it, or it does not fit the data.
+    """
+    chosen = config.model
+    task = _of_transformers(config, chosen.hf()) if isinstance(chosen, HF) else _gpt(config, chosen.gpt())
+    if config.mode == "eval":
+        task.model.requires_grad_(False)
+    return task
+
+
+def loss_of(config: Config) -> Callable[[Any, Tensor], Tensor]:
+    """The loss alone, for whoever has a model already."""
+    from zero.trainer.models import hf, loss
+
+    return hf.loss if isinstance(config.model, HF) else loss
+
+
+def _gpt(config: Config, sizes: GPTConfig) -> Task:
+    from zero.trainer.models import GPT
+
+    with empty():
+        model = GPT(sizes)
+    return Task(model, loss_of(config), lambda model, tokens: model(tokens), None, sizes.flops_per_token)
+
+
+def _of_transformers(config: Config, chosen: HFConfig) -> Task:
+    from zero.trainer.models import hf
+
+    model: Any = hf.build(chosen.path)
+    settings = model.config
+    if not hf.is_causal(model):
+        raise ConfigError(
+            f"model.path={chosen.path} is a {type(model).__name__}; train.py trains causal language models, others run "
+            "in a loop of your own: zero.trainer.models.hf.build and zero.make_step"
+        )
+    text = settings.get_text_config()
+    if config.vocab > text.vocab_size:
+        raise ConfigError(
+            f"model.path={chosen.path} knows {text.vocab_size} tokens, fewer than the {config.vocab} of "
+            f"data={config.data.name}; choose other data"
+        )
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is not None and chosen.seq > longest:
+        raise ConfigError(
+            f"model.seq={chosen.seq} is more than the {longest} tokens of model.path={chosen.path}; "
+            f"set model.seq={longest}"
+        )
+    folder = Path(chosen.path).expanduser()
+    weights = hf.weights(model, folder) if any(folder.glob("*.safetensors")) else None
+    if weights is None and any(folder.glob("*.bin")):
+        raise ConfigError(f"model.path={folder}: its weights are pickles; save them as safetensors first")
+    tables = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
+    tables -= {id(model.get_output_embeddings().weight)}
+    matrices = sum(one.numel() for one in model.parameters() if id(one) not in tables)
+    attention = 12 * text.num_hidden_layers * text.hidden_size * chosen.seq
+    router = float(getattr(text, "router_aux_loss_coef", None) or 0.0)
+    notes = tuple(_notes_on(config, weights, folder))
+    return Task(model, partial(hf.loss, router=router), hf.logits, weights, 6.0 * matrices + attention, notes)
+
+
+def _notes_on(config: Config, weights: "HFWeights | None", folder: Path) -> Iterator[str]:
+    """Where first values come from, which of them are not used, and a learning rate that is too much for them."""
+    if weights is None:
+        yield f"weights: fresh ones, {folder} holds no safetensors" if folder.is_dir() else "weights: fresh ones"
+        return
+    yield str(weights)
+    if weights.unused:
+        yield f"warning: this model has no use for {some(weights.unused)}"
+    usual = type(config.optim)().lr  # as long as nobody sets it
+    if config.optim.lr >= usual:
+        yield (
+            f"warning: optim.lr={config.optim.lr:g} is for fresh weights and would undo these; a hundredth is usual: "
+            f"optim.lr={usual / 100:g}"
+        )

@@ -1,0 +1,175 @@
+"""What a run says while it runs: rows in metrics.jsonl always, the console, and Weights & Biases if asked.
+
+Rank 0 has a tracker; the others have one without views. Views do not know each other. metrics.jsonl comes first, and is
+the only one whose failure ends a run; any other is told of once and left out.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import methodcaller
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from zero.trainer.config import Config, Tracker as TrackerSettings, Wandb
+from zero.trainer.tracker import wandb
+from zero.trainer.tracker.behind import Behind
+from zero.trainer.tracker.console import Bar, Lines
+from zero.trainer.tracker.jsonl import RUNNING, Jsonl, write_failure, write_summary
+from zero.trainer.tracker.view import ROW, Row, View
+
+__all__ = [
+    "ROW", "RUNNING", "Bar", "Jsonl", "Lines", "Row", "Tracker", "View", "open_tracker", "write_failure",
+    "write_summary",
+]  # fmt: skip
+
+Open = Callable[[Mapping[str, Any], Mapping[str, Any], str | None], tuple[View, str]]
+"""From what `Tracker.begin` is given to a view, and the id of what it shows."""
+
+
+class Tracker:
+    """Passes on what a run says; a context manager that closes every view with the run's exit code.
+
+    Args:
+        views: what each call goes to, in this order.
+        later: makes one more when training begins.
+        said: what views have to say to a person, put there from any thread.
+
+    Attributes:
+        run_id: W&B's, for a checkpoint to remember; None before `begin`.
+    """
+
+    def __init__(
+        self, views: Sequence[View] = (), later: Open | None = None, said: SimpleQueue[str] | None = None
+    ) -> None:
+        self._views, self._later, self._said = list(views), later, said or SimpleQueue()
+        self._lost: list[View] = []
+        self._summary: Mapping[str, Any] = {}
+        self._exit_code = 0
+        self.run_id: str | None = None
+
+    def begin(self, config: Mapping[str, Any], facts: Mapping[str, Any], run_id: str | None = None) -> None:
+        """Training is about to begin.
+
+        Args:
+            config: plain settings as config.yaml has them, with every auto settled; `mode` is one.
+            facts: plain values that are known of the run beside its settings; `plan_bytes` is tier to kind to bytes.
+            run_id: what the checkpoint remembers that the run goes on from.
+        """
+        if self._later is not None:
+            try:
+                view, self.run_id = self._later(config, facts, run_id)
+                self._views.append(view)
+            except Exception as error:
+                self._said.put(_left_out("W&B", error))
+            self._pass_on()
+
+    def log(self, row: Row) -> None:
+        """One row, with the keys of `ROW`."""
+        self._tell(lambda view: view.log(row))
+
+    def note(self, text: str) -> None:
+        """Lines for a person."""
+        self._tell(lambda view: view.note(text))
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """How far a longer work has come; `done == total` ends it. Cheap, and nothing on ranks without views."""
+        self._tell(lambda view: view.progress(what, done, total))
+
+    def saved(self, path: Path, step: int) -> None:
+        """There is a checkpoint at `path`."""
+        self._tell(lambda view: view.saved(path, step))
+
+    def report(self, path: Path) -> None:
+        """There is a page about the run at `path`, self-contained HTML."""
+        self._tell(lambda view: view.report(path))
+
+    def finish(self, summary: Mapping[str, Any], exit_code: int = 0) -> None:
+        """Remember how the run ended, for those views that show it. An exception has an exit code of its own."""
+        self._summary, self._exit_code = summary, exit_code
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        exit_code = self._exit_code if error is None else getattr(error, "exit_code", 1)
+        failures = []
+        for view in self._views:  # a console that is closed still shows what a later view has to say
+            try:
+                self._try(view, lambda view: view.close(self._summary, exit_code))
+            except Exception as failed:
+                failures.append(failed)
+            self._pass_on()
+        if failures and error is None:  # else what ends the run is the cause
+            raise failures[0]
+
+    def _tell(self, call: Callable[[View], None]) -> None:
+        for view in self._views:
+            if view not in self._lost:
+                self._try(view, call)
+        self._pass_on()
+
+    def _try(self, view: View, call: Callable[[View], None]) -> None:
+        try:
+            call(view)
+        except Exception as error:
+            if isinstance(view, Jsonl):
+                raise
+            if view not in self._lost:
+                self._lost.append(view)
+                self._said.put(_left_out("W&B" if isinstance(view, Behind) else "the console", error))
+
+    def _pass_on(self) -> None:
+        while not self._said.empty():
+            text = self._said.get()
+            for view in self._views:
+                if view not in self._lost:
+                    self._try(view, methodcaller("note", text))
+
+
+def open_tracker(
+    config: Config, folder: Path | None, stream: TextIO | None = None, *, endless: bool = False
+) -> Tracker:
+    """The views that `config.tracker` asks for; none where `folder` is None.
+
+    Args:
+        folder: the run folder; receives metrics.jsonl.
+        stream: the console; None: stdout.
+        endless: the loop is the user's own, and so is the console: a line per row, and nobody knows the last step.
+    """
+    if folder is None:
+        return Tracker()
+    stream = sys.stdout if stream is None else stream
+    views: list[View] = [Jsonl(folder / "metrics.jsonl")]
+    said: SimpleQueue[str] = SimpleQueue()
+    try:
+        views += [Lines(None, stream)] if endless else _console(config, stream)
+    except Exception as error:
+        said.put(_left_out("the console", error))
+    return Tracker(views, _later(config.tracker, folder, said.put), said)
+
+
+def _console(config: Config, stream: TextIO) -> list[View]:
+    console = config.tracker.console
+    if console == "auto":
+        console = "bar" if stream.isatty() else "lines"
+    views = {"bar": Bar, "lines": Lines}
+    return [views[console](config.steps, stream)] if console in views else []
+
+
+def _left_out(name: str, error: Exception) -> str:
+    return f"{name} is left out from here on: {wandb.first_line(error)}; metrics.jsonl has every row"
+
+
+def _later(settings: TrackerSettings, folder: Path, say: Callable[[str], None]) -> Open | None:
+    if not isinstance(settings, Wandb) or wandb.mode_of(settings) == "disabled":
+        return None
+
+    def open_wandb(config: Mapping[str, Any], facts: Mapping[str, Any], stored: str | None) -> tuple[View, str]:
+        run_id = wandb.run_id_of(config, folder, stored)
+        opened = partial(wandb.WandbRun, config, settings, folder, facts, run_id=run_id, say=say)
+        return Behind(opened, wandb.abandon), run_id
+
+    return open_wandb

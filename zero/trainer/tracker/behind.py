@@ -1,0 +1,98 @@
+"""A view in a thread of its own, so that it can neither end a run nor hold one up."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from zero.platform.threads import Beside
+from zero.trainer.tracker.view import Row, View
+
+MOST_WAITING = 1000
+"""Calls that a view may be behind."""
+
+
+class Remote(Protocol):
+    """A view that may hang."""
+
+    def log(self, row: Row) -> None: ...
+    def saved(self, path: Path, step: int) -> None: ...
+    def report(self, path: Path) -> None: ...
+    def close(self, summary: Mapping[str, Any], exit_code: int) -> None: ...
+
+
+class Behind(View):
+    """Opens a view and calls it, in order, from one thread. Each call here returns at once, but for `close`.
+
+    What goes wrong is raised by the next call, and every later one does nothing.
+
+    Args:
+        opened: makes the view.
+        abandon: called beside a call that does not return: nothing may wait for the view any more.
+        patience_s: how long `close` waits until all calls are done.
+        hurried_s: the same after a failure, when somebody may be about to kill the process, and at the end of a script
+            that has not called it: W&B does not always answer there.
+    """
+
+    def __init__(
+        self,
+        opened: Callable[[], Remote],
+        abandon: Callable[[], None],
+        *,
+        patience_s: float = 60.0,
+        hurried_s: float = 10.0,
+    ) -> None:
+        self._opened, self._abandon = opened, abandon
+        self._patience_s, self._hurried_s = patience_s, hurried_s
+        self._calls: SimpleQueue[Callable[[Remote], None] | None] = SimpleQueue()
+        self._error: Exception | None = None
+        self._thread = Beside(self._work, name="view", stop=lambda: self._calls.put(None), limit_s=hurried_s)
+        self._thread.start()
+
+    def log(self, row: Row) -> None:
+        row = dict(row)
+        self._call(lambda view: view.log(row))
+
+    def saved(self, path: Path, step: int) -> None:
+        self._call(lambda view: view.saved(path, step))
+
+    def report(self, path: Path) -> None:
+        self._call(lambda view: view.report(path))
+
+    def close(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        self._calls.put(lambda view: view.close(summary, exit_code))
+        self._calls.put(None)
+        patience_s = self._hurried_s if exit_code else self._patience_s
+        self._thread.join(patience_s)
+        if self._thread.is_alive():
+            self._thread.limit_s = 0.0
+            self._abandon()
+            raise TimeoutError(f"it was not done {patience_s:.0f} s after the run")
+        self._raise()
+
+    def _call(self, call: Callable[[Remote], None]) -> None:
+        self._raise()
+        if self._calls.qsize() > MOST_WAITING:
+            raise TimeoutError(f"it is {MOST_WAITING} calls behind")
+        self._calls.put(call)
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        try:
+            view = self._opened()
+        except BaseException as error:
+            self._error = _harmless(error)
+            return
+        while (call := self._calls.get()) is not None:
+            try:
+                call(view)
+            except BaseException as error:  # a view that logs no more may still be closed
+                self._error = self._error or _harmless(error)
+
+
+def _harmless(error: BaseException) -> Exception:
+    """An error that may be raised in the thread that trains: SystemExit would end it."""
+    return error if isinstance(error, Exception) else RuntimeError(str(error) or type(error).__name__)

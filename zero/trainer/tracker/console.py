@@ -1,0 +1,268 @@
+"""What a person sees while a run runs: one line that says how it goes, as long as the screen is wide.
+
+On a terminal the line stays in place beside a bar, with longer works above it; in a pipe there is one line per row.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from zero.trainer.tracker.view import Row, View
+
+PIPE_COLUMNS = 120
+"""Of a line in a pipe or a file."""
+
+FIRST_S, AGAIN_S = 5.0, 10.0
+"""In a pipe a work is worth a first line after so long, and another one every so long."""
+
+BAR_COLUMNS = 14
+"""Of a bar that is worth drawing, with the gap after it."""
+
+SHOWN_S = 0.3
+"""On a terminal a shorter work would only flicker."""
+
+Clock = Callable[[], float]
+
+
+class Word(NamedTuple):
+    """A piece of a line; those with a lower rank stay longer where there is no room."""
+
+    text: str
+    rank: int
+
+
+class Lines(View):
+    """A plain line per row, for pipes and files.
+
+    Args:
+        steps: of the whole run; None where only a loop of the user's own knows when it ends.
+    """
+
+    def __init__(self, steps: int | None, stream: TextIO, clock: Clock = time.monotonic) -> None:
+        self._of, self._stream = "" if steps is None else f"/{steps}", stream
+        self._left = None if steps is None else _Left(steps, clock)
+        self._work, self._clock = _Work(clock), clock
+        self._said_s: float | None = None  # when a line about this work was printed
+
+    def log(self, row: Row) -> None:
+        step = Word(f"step {row['step']}{self._of}", 0)
+        left = [] if self._left is None else [Word(f"{_minutes(self._left.after(row))} left", 2)]
+        self.note(fit([step, *words(row), *left], PIPE_COLUMNS))
+
+    def note(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        if self._work.goes_on(what, done, total):
+            self._said_s = None
+        now_s, begun_s = self._clock(), self._work.begun_s
+        due_s = begun_s + FIRST_S if self._said_s is None else self._said_s + AGAIN_S
+        if done >= total and self._said_s is not None:
+            self.note(f"{what}: done in {_minutes(now_s - begun_s)}")
+        elif done < total and now_s >= due_s:
+            self.note(f"{what}: {self._work.share:.0%}, {_minutes(self._work.left_s)} left")
+            self._said_s = now_s
+
+    def close(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        self._stream.flush()
+
+
+class Bar(View):
+    """A bar and the words of the newest row, for terminals."""
+
+    def __init__(self, steps: int, stream: TextIO, clock: Clock = time.monotonic) -> None:
+        self._steps, self._step, self._clock = steps, 0, clock
+        self._left, self._work = _Left(steps, clock), _Work(clock)
+        self._words: list[Word] = []
+        self._val: float | int | None = None
+        self._console = Console(file=stream)
+        self._live = Live(
+            console=self._console,
+            get_renderable=self._drawn,
+            refresh_per_second=4,
+            redirect_stderr=_is_terminal_of_stderr(stream),
+        )
+        self._live.start()
+
+    def log(self, row: Row) -> None:
+        self._left.after(row)
+        self._step, self._val = int(row["step"] or 0), row.get("val/loss") or self._val
+        self._words = words({**row, "val/loss": self._val})
+
+    def note(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        self._work.goes_on(what, done, total)
+
+    def close(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        self._work.end()
+        self._live.stop()
+
+    def _drawn(self) -> RenderableType:
+        columns, work = self._console.width, self._work
+        told = [*self._words, Word(f"{_minutes(self._left.now_s)} left", 2)] if self._words else []
+        bar = BAR_COLUMNS if columns >= 100 or not told else 0
+        lines = [_line(f"step {self._step}/{self._steps}", self._step / self._steps, told, columns, bar)]
+        if work.is_under_way and self._clock() - work.begun_s >= SHOWN_S:
+            left = [Word(f"{work.share:.0%}", 0), Word(f"{_minutes(work.left_s)} left", 0)]
+            lines.insert(0, _line(work.what, work.share, left, columns, BAR_COLUMNS))
+        return Group(*lines)
+
+
+def words(row: Row) -> list[Word]:
+    """What a row says, in reading order; what was not measured is left out."""
+    found = [Word(f"loss {_number(row.get('train/loss'))}", 1)]
+    for key, rank, text in _WORDS:
+        value = row.get(key)
+        if value is not None and (shown := text(value)):
+            found.append(Word(shown, rank))
+    if row.get("train/skipped"):
+        found.append(Word(f"{row['train/skipped']} skipped", 2))
+    memory = _memory(row)
+    return [*found, Word(memory, 5)] if memory else found
+
+
+def fit(words: Sequence[Word], columns: int) -> str:
+    """The words as one line: closer together where there is no room for all, then without the least important."""
+    kept = list(words)
+    while len(kept) > 1:
+        for gap in ("  ", " "):
+            line = gap.join(word.text for word in kept)
+            if len(line) <= columns:
+                return line
+        kept.remove(max(kept, key=lambda word: word.rank))
+    return kept[0].text[:columns] if kept else ""
+
+
+_WORDS: tuple[tuple[str, int, Callable[[float], str]], ...] = (
+    ("val/loss", 3, lambda value: f"val {_number(value)}"),
+    ("train/grad_norm", 8, lambda value: f"norm {value:.3g}"),
+    ("train/lr", 9, lambda value: f"lr {_exponent(value)}"),
+    ("speed/tokens_per_s", 4, lambda value: f"{value:,.0f} tok/s"),
+    ("speed/mfu", 7, lambda value: f"mfu {value:.0%}"),
+    ("speed/stall_fraction", 6, lambda value: f"stall {value:.0%}" if value >= 0.005 else ""),
+)
+
+
+class _Work:
+    """A longer work under way, seen from when it was first heard of."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self.begun_s = clock, 0.0
+        self.what, self.done, self.total = "", 0, 0
+
+    def goes_on(self, what: str, done: int, total: int) -> bool:
+        """Returns whether it is another one than before."""
+        is_new = what != self.what or done < self.done or not self.is_under_way
+        if is_new:
+            self.begun_s, self._first = self._clock(), done
+        self.what, self.done, self.total = what, done, total
+        return is_new
+
+    def end(self) -> None:
+        self.done = self.total
+
+    @property
+    def is_under_way(self) -> bool:
+        return self.done < self.total
+
+    @property
+    def share(self) -> float:
+        return self.done / self.total
+
+    @property
+    def left_s(self) -> float | None:
+        made = self.done - self._first
+        return (self.total - self.done) * (self._clock() - self.begun_s) / made if made > 0 else None
+
+
+class _Left:
+    """Seconds until the last step, from the speed since the first row: the steps before it are slower than the rest."""
+
+    def __init__(self, steps: int, clock: Clock) -> None:
+        self._steps, self._clock = steps, clock
+        self._first: tuple[float, float] | None = None
+        self._newest: tuple[float, float | None] = (clock(), None)
+
+    def after(self, row: Row) -> float | None:
+        """Take note of a row."""
+        step, now_s = float(row["step"] or 0), self._clock()
+        left_s: float | None = (self._steps - step) * float(row.get("speed/step_s") or 0)
+        if self._first is not None and step > self._first[0]:
+            left_s = (self._steps - step) * (now_s - self._first[1]) / (step - self._first[0])
+        if self._first is None or row.get("speed/step_s") is None:  # it has a step that was slow for being recorded
+            self._first = step, now_s
+        self._newest = now_s, left_s
+        return left_s
+
+    @property
+    def now_s(self) -> float | None:
+        """The same, while nothing new is known."""
+        at_s, left_s = self._newest
+        return None if left_s is None else max(0.0, left_s - (self._clock() - at_s))
+
+
+def _line(what: str, share: float, words: Sequence[Word], columns: int, bar_columns: int) -> Table:
+    """`what`, a bar of at least so many columns if any, and the words that fit."""
+    text = Text(fit(words, columns - len(what) - 2 - bar_columns), no_wrap=True)
+    text.highlight_regex(r"(?<![\w.])[a-z/]+(?![\w.])", "dim")
+    cells: list[RenderableType] = [Text(what, no_wrap=True), text]
+    grid = Table.grid(padding=(0, 2, 0, 0), expand=bar_columns > 0)
+    grid.add_column(no_wrap=True)
+    if bar_columns:
+        cells.insert(1, ProgressBar(total=1.0, completed=share))
+        grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True)
+    grid.add_row(*cells)
+    return grid
+
+
+def _memory(row: Row) -> str:
+    tiers = {
+        "gpu": row.get("memory/device_peak_bytes"),
+        "host": row.get("memory/host_peak_bytes"),
+        "nvme": row.get("memory/nvme_bytes"),
+    }
+    held = {name: nbytes for name, nbytes in tiers.items() if nbytes}
+    if not held:
+        return ""
+    unit, name = (2**30, "GiB") if max(held.values()) >= 2**30 else (2**20, "MiB")
+    return " ".join(f"{tier} {_short(nbytes / unit)}" for tier, nbytes in held.items()) + f" {name}"
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 9.95 else f"{value:.2g}"
+
+
+def _number(value: float | None) -> str:
+    return "?" if value is None else f"{value:.4f}"
+
+
+def _exponent(value: float) -> str:
+    """3.0e-4: three columns less than usual; nothing is 0."""
+    if value == 0:
+        return "0"
+    mantissa, _, exponent = f"{value:.1e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def _minutes(seconds: float | None) -> str:
+    if seconds is None or not math.isfinite(seconds):
+        return "?"
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+
+
+def _is_terminal_of_stderr(stream: TextIO) -> bool:
+    """What is printed there would tear the line. A rank's stderr may be its log, where it belongs."""
+    import sys
+
+    return stream.isatty() and sys.stderr.isatty()

@@ -1,0 +1,53 @@
+"""What a run leaves in its folder for programs: rows in metrics.jsonl, and how it ended in summary.json."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zero.platform.run_files import publish, writing
+from zero.trainer.tracker.view import Row, View, finite
+
+RUNNING = "running, or ended without a word"
+"""The exit reason until there is one."""
+
+
+class Jsonl(View):
+    """One JSON object a line, on disk when `log` returns. Numbers that JSON does not have become null."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with writing(path):
+            self._file = path.open("a", encoding="utf-8")
+
+    def log(self, row: Row) -> None:
+        with writing(self._path):
+            self._file.write(json.dumps({key: finite(value) for key, value in row.items()}, allow_nan=False) + "\n")
+            self._file.flush()
+
+    def close(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        with writing(self._path):
+            self._file.close()
+
+
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    """summary.json of a run, whole at any moment; numbers that JSON does not have become null."""
+    clean = {key: finite(value) if isinstance(value, float) else value for key, value in summary.items()}
+    publish(folder / "summary.json", json.dumps(clean, indent=2, allow_nan=False) + "\n")
+
+
+def write_failure(folder: Path, summary: Mapping[str, Any], *, final: bool = False) -> None:
+    """Bring summary.json up to date after a failure; fields that `summary` lacks stay.
+
+    Args:
+        summary: at least `exit_reason`.
+        final: replace a reason that is there already. By default it stays: the first rank to say one is the nearest
+            to the cause.
+    """
+    try:
+        before = dict(json.loads((folder / "summary.json").read_text()))
+    except (OSError, ValueError, TypeError):  # none yet, or none that can be read: the failure is what matters
+        before = {}
+    before.setdefault("exit_reason", RUNNING)
+    known = not final and before["exit_reason"] != RUNNING
+    write_summary(folder, {**before, **summary, **({"exit_reason": before["exit_reason"]} if known else {})})

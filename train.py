@@ -645,7 +645,7 @@ def _run_job(composed: Any, codes: list[int]) -> float | None:
         return None  # the other runs of a sweep go on
     finally:
         if sweep:
-            from zero.trainer.report.sweep import write as write_sweep  # and torch with it
+            from zero.trainer.report.sweep import write as write_sweep
 
             with contextlib.suppress(Exception):  # what is wrong with its page is said when the sweep ends
                 write_sweep(Path(hydra.runtime.cwd) / hydra.sweep.dir)

@@ -424,7 +424,7 @@ def finished(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     overrides = ["debug=tiny", "data=synthetic", "offload=nvme", f"offload.path={folder}", "tracker.console=none"]
     overrides += ["sample.tokens=0", "launch.threads=1", "launch.ranks=1", "launch.malloc=default"]
-    train.run(train.resolve_auto(train.settings_in(train.compose(overrides))), folder)
+    train.run(train.parse_config(train.settings_in(train.compose(overrides))), folder)
     return folder
 
 
@@ -451,6 +451,17 @@ def test_the_script_says_where_the_page_is(finished, monkeypatch, capsys):
     refused = subprocess.run([script, finished / "nowhere"], capture_output=True, text=True, check=False, timeout=60)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "is not a folder; give that of a run" in refused.stderr
+
+
+def test_a_page_is_made_without_torch(finished):
+    """With the timeline of a step and a table of settings: what reads files needs nothing that computes."""
+    assert (finished / "trace.json").exists()
+    watch = (
+        "import sys\nfrom pathlib import Path\nfrom zero.trainer.report import run, sweep\n"
+        f"folder = Path({str(finished)!r})\nrun.write(folder), sweep.write(folder)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", watch], cwd=ROOT, timeout=60, check=True)
 
 
 def test_a_page_forbids_itself_to_load_or_run_anything():

@@ -27,8 +27,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from torch.profiler import record_function
-
 from zero.errors import StaleStateError
 from zero.platform.run_files import publish
 
@@ -437,7 +435,11 @@ class _Recording:
         return entry
 
     def _range(self, name: str) -> AbstractContextManager[Any]:
-        return record_function(name) if self._profile else _NOTHING
+        if not self._profile:
+            return _NOTHING
+        from torch.profiler import record_function  # whoever only reads a timeline needs no torch
+
+        return record_function(name)
 
 
 class _UnderWay:

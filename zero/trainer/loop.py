@@ -23,9 +23,7 @@ from zero.trainer.resume import refuse_other_model, refuse_other_moments
 from zero.trainer.saver import ASKED_TO_STOP, Saver
 from zero.trainer.task import Task
 from zero.trainer.tracker import RUNNING, Tracker, write_summary
-
-FINISHED, EVALUATED, STOPPED, CUT_SHORT = "finished", "evaluated", "stopped by a signal", "debug.stop_at reached"
-"""How a run can end well."""
+from zero.trainer.tracker.jsonl import CUT_SHORT, EVALUATED, FINISHED, STOPPED
 
 RECORDED = 3
 """Which step after a start is recorded at the earliest: the first ones learn in which order units are visited."""

@@ -11,6 +11,9 @@ from zero.trainer.tracker.view import Row, View, finite
 RUNNING = "running, or ended without a word"
 """The exit reason until there is one."""
 
+FINISHED, EVALUATED, STOPPED, CUT_SHORT = "finished", "evaluated", "stopped by a signal", "debug.stop_at reached"
+"""How a run can end well."""
+
 
 class Jsonl(View):
     """One JSON object a line, on disk when `log` returns. Numbers that JSON does not have become null."""

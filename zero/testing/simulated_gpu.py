@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import zero.testing.streams as simulation
 from zero.platform.device import Clock, Device, Event, GiB, Moment, aligned_zeros, work_alone
+from zero.testing.handoffs import Watched, watching
 from zero.testing.operators import (
     LOOKS,
     WAITS,
@@ -37,7 +38,6 @@ from zero.testing.operators import (
     tensors_of,
 )
 from zero.testing.streams import Gate, Handed, Marker, Streams, quietly, thread
-from zero.testing.watching import Watched, watching
 
 ROOT = str(Path(__file__).parents[2])
 LIBRARY, HERE = f"{ROOT}/zero/", str(Path(__file__).parent)

@@ -14,7 +14,7 @@ from zero.trainer import doctor
 from zero.trainer.config import read
 from zero.trainer.doctor import Check, Host, checks, exit_code, mount_of, report, within
 
-MEMINFO = "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\nSwapTotal: 4194304 kB\nSwapFree: 4194304 kB\n"
+GiB = 2**30
 CPUINFO = "model name\t: A processor\nflags\t\t: fpu avx2 avx512f avx512_bf16\n"
 MOUNTS = "22 1 0:1 / / rw - ext4 /dev/sda rw\n30 22 0:2 / /mnt/far\\040away rw shared:1 - nfs4 server:/x rw\n"
 H100 = "NVIDIA H100, 81559, 81000, 550.54, 9.0\n"
@@ -25,34 +25,40 @@ TOPO = (
 
 
 class Made(Host):
-    """A machine as told: a healthy one with a processor, unless told otherwise."""
+    """A machine as described: a healthy one with a processor, but for what is given."""
 
-    def __init__(self, root: Path, **told) -> None:
-        super().__init__(root, told.pop("environ", {}))
-        self._told = {"limits": {}, "gpus": "", "topo": "", "torch_gpus": 0, "cores": 4, "versions": {}, **told}
-        files = {"/proc/meminfo": MEMINFO, "/proc/cpuinfo": CPUINFO, "/proc/self/mountinfo": MOUNTS}
-        for path, text in (files | self._told.get("texts", {})).items():
+    def __init__(self, root: Path, **given) -> None:
+        super().__init__(root, given.pop("environ", {}))
+        self._given = {"limits": {}, "gpus": "", "topo": "", "torch_gpus": 0, "cores": 4, "versions": {}, **given}
+        files = {"/proc/cpuinfo": CPUINFO, "/proc/self/mountinfo": MOUNTS}
+        for path, text in (files | self._given.get("texts", {})).items():
             where = root / path.lstrip("/")
             where.parent.mkdir(parents=True, exist_ok=True)
             where.write_text(text)
 
+    def memory(self):
+        return self._given.get("memory", (16 * GiB, 8 * GiB))
+
+    def swap(self):
+        return self._given.get("swap", (4 * GiB, 4 * GiB))
+
     def limit(self, which):
-        return self._told["limits"].get(which, resource.RLIM_INFINITY)
+        return self._given["limits"].get(which, resource.RLIM_INFINITY)
 
     def space(self, folder):
-        return self._told.get("space", (2**40, 2**39))
+        return self._given.get("space", (2**40, 2**39))
 
     def output(self, *command):
-        return self._told["topo" if "topo" in command else "gpus"]
+        return self._given["topo" if "topo" in command else "gpus"]
 
     def cores(self):
-        return self._told["cores"]
+        return self._given["cores"]
 
     def version(self, package):
-        return self._told["versions"].get(package, super().version(package))
+        return self._given["versions"].get(package, super().version(package))
 
     def torch_gpus(self):
-        return self._told["torch_gpus"]
+        return self._given["torch_gpus"]
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +71,8 @@ def _a_quick_disk_and_no_account(monkeypatch, tmp_path):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
 
-def seen(tmp_path, *, config=None, **told) -> dict[str, Check]:
-    return {check.name: check for check in checks(read(config or {}), Made(tmp_path / "root", **told))}
+def found_on(tmp_path, *, config=None, **given) -> dict[str, Check]:
+    return {check.name: check for check in checks(read(config or {}), Made(tmp_path / "root", **given))}
 
 
 def test_a_healthy_machine_is_well(tmp_path):
@@ -102,19 +108,20 @@ def test_a_report_is_aligned_and_has_the_advice_below():
 def test_every_check_that_is_not_well_says_what_to_do(tmp_path):
     worst = {
         "texts": {
-            "/proc/meminfo": "MemTotal: 16777216 kB\nMemAvailable: 1000 kB\nSwapTotal: 1000 kB\nSwapFree: 0 kB\n",
             "/proc/cpuinfo": "",
             "/sys/fs/cgroup/cpu.max": "100000 100000",
             "/sys/devices/system/node/node0/x": "",
             "/sys/devices/system/node/node1/x": "",
         },
+        "memory": (16 * GiB, 10**6),
+        "swap": (10**6, 0),
         "limits": {resource.RLIMIT_NOFILE: 64, resource.RLIMIT_MEMLOCK: 65536},
         "space": (2**20, 2**20),
         "versions": {"torch": "1.0"},
         "environ": {"LD_PRELOAD": "/lib/libjemalloc.so.2"},
     }
     config = {"precision": {"compute": "bf16"}, "tracker": {"name": "wandb", "mode": "online"}}
-    found = seen(tmp_path, config=config, **worst)
+    found = found_on(tmp_path, config=config, **worst)
     wrong = {name: check for name, check in found.items() if check.state != "ok"}
     assert all(check.advice for check in wrong.values())
     assert not any(check.advice for check in found.values() if check.state == "ok")
@@ -122,8 +129,8 @@ def test_every_check_that_is_not_well_says_what_to_do(tmp_path):
     assert set(wrong) - {"versions", "memory", "open files"} == {
         *("swap", "/dev/shm", "malloc", "CPU quota", "CPU and dtype", "NUMA", "disk rate", "checkpoints", "W&B")
     }
-    assert wrong["CPU quota"].seen == "the container may use 1 of 4 cores"
-    assert "torch 1.0 (>=2.11,<2.14)" in wrong["versions"].seen
+    assert wrong["CPU quota"].finding == "the container may use 1 of 4 cores"
+    assert "torch 1.0 (>=2.11,<2.14)" in wrong["versions"].finding
 
 
 @pytest.mark.parametrize(
@@ -136,24 +143,24 @@ def test_every_check_that_is_not_well_says_what_to_do(tmp_path):
 def test_a_containers_limit_counts_wherever_it_is_set(tmp_path, group, folder, files):
     limit, used = (f"{folder}/{name}" for name in files)
     texts = {"/proc/self/cgroup": f"{group}\n", limit: "3221225472\n", used: "1073741824\n"}
-    found = seen(tmp_path, texts=texts)["memory"]
-    assert found.seen == "16.00 GiB, 8.00 GiB free; this container may take 3.00 GiB and has 1.00 GiB"
+    found = found_on(tmp_path, texts=texts)["memory"]
+    assert found.finding == "16.0 GiB, 8.0 GiB free; this container may take 3.0 GiB and has 1.0 GiB"
     assert found.state == "warn"
 
 
-def test_a_limit_that_is_none_is_not_told(tmp_path):
+def test_no_limit_is_not_shown(tmp_path):
     texts = {
         "/proc/self/cgroup": "0::/\n",
         "/sys/fs/cgroup/memory.max": "max\n",
         "/sys/fs/cgroup/memory.current": "1\n",
     }
-    assert "container" not in seen(tmp_path, texts=texts)["memory"].seen
+    assert "container" not in found_on(tmp_path, texts=texts)["memory"].finding
 
 
 @pytest.mark.parametrize(
-    ("told", "name", "state", "said"),
+    ("given", "name", "state", "finding"),
     [
-        ({"gpus": H100, "torch_gpus": 1}, "GPUs", "ok", "1 for torch: NVIDIA H100 79.65 GiB, driver 550.54"),
+        ({"gpus": H100, "torch_gpus": 1}, "GPUs", "ok", "1 for torch: NVIDIA H100 79.6 GiB, driver 550.54"),
         ({"gpus": H100}, "GPUs", "bad", "1, and torch can use none"),
         ({"texts": {"/proc/driver/nvidia/version": "550"}}, "GPUs", "bad", "a driver, but no GPU answers"),
         ({"gpus": H100.replace("81000", "40000"), "torch_gpus": 1}, "GPU memory", "warn", "in use on GPU 0"),
@@ -167,10 +174,10 @@ def test_a_limit_that_is_none_is_not_told(tmp_path):
         ),
     ],
 )
-def test_gpus(tmp_path, told, name, state, said):
+def test_gpus(tmp_path, given, name, state, finding):
     config = {"precision": {"compute": "bf16"}, "launch": {"ranks": 2}}
-    found = seen(tmp_path, config=config, **told)[name]
-    assert (found.state, said) == (state, found.seen[: len(said)])
+    found = found_on(tmp_path, config=config, **given)[name]
+    assert (found.state, finding) == (state, found.finding[: len(finding)])
 
 
 def test_a_mount_is_the_longest_that_holds_the_path():
@@ -181,11 +188,11 @@ def test_a_mount_is_the_longest_that_holds_the_path():
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "cifs", "lustre", "fuse.sshfs", "tmpfs", "overlay"])
-def test_a_file_system_that_is_no_local_disk_is_told(tmp_path, kind):
+def test_a_file_system_that_is_not_a_local_disk_is_named(tmp_path, kind):
     texts = {"/proc/self/mountinfo": f"22 1 0:1 / / rw - {kind} x rw\n"}
-    found = seen(tmp_path, texts=texts)
+    found = found_on(tmp_path, texts=texts)
     assert found["offload.path"].state == "warn"
-    assert kind in found["offload.path"].seen
+    assert kind in found["offload.path"].finding
     assert found["checkpoints"].state == ("ok" if kind == "overlay" else "warn")
 
 
@@ -194,16 +201,16 @@ def test_a_file_system_that_is_no_local_disk_is_told(tmp_path, kind):
 )
 def test_a_folder_that_cannot_be_used_is_bad_where_it_is_asked_for(tmp_path, path, why):
     (tmp_path / "file").touch()
-    found = seen(tmp_path, config={"offload": {"path": path}})
+    found = found_on(tmp_path, config={"offload": {"path": path}})
     assert found["offload.path"].state == "bad"
-    assert found["offload.path"].seen == f"{tmp_path / path} {why}"
+    assert found["offload.path"].finding == f"{tmp_path / path} {why}"
     assert "disk rate" not in found
 
 
 @pytest.mark.parametrize(("optimizer", "state"), [("none", "warn"), ("nvme", "bad")])
 def test_the_current_folder_must_do_only_if_something_goes_there(tmp_path, monkeypatch, optimizer, state):
     monkeypatch.chdir("/proc/self")
-    found = seen(tmp_path, config={"offload": {"optimizer": optimizer}})
+    found = found_on(tmp_path, config={"offload": {"optimizer": optimizer}})
     assert (found["offload.path"].state, found["checkpoints"].state) == (state, "bad")
 
 
@@ -211,7 +218,7 @@ def test_the_current_folder_must_do_only_if_something_goes_there(tmp_path, monke
     ("name", "call", "flag"),
     [("nameless files", "open", NAMELESS), ("direct I/O", "open", DIRECT), ("reserving", "fallocate", 0)],
 )
-def test_what_a_file_system_refuses_is_told_with_what_follows(tmp_path, monkeypatch, name, call, flag):
+def test_what_a_file_system_refuses_is_named_with_what_follows(tmp_path, monkeypatch, name, call, flag):
     def fault(given):
         return fail(errno.EINVAL)(given) if not flag or given.args[1] & flag == flag else given.through()
 
@@ -219,7 +226,7 @@ def test_what_a_file_system_refuses_is_told_with_what_follows(tmp_path, monkeypa
     host.files = FaultyFiles(fault, only=call, on=True)
     found = {check.name: check for check in checks(read({}), host)}
     assert found[name].state == "warn"
-    assert "EINVAL" in found[name].seen
+    assert "EINVAL" in found[name].finding
     assert [path.name for path in tmp_path.iterdir()] == ["root"]
 
 
@@ -228,8 +235,8 @@ def test_what_a_file_system_refuses_is_told_with_what_follows(tmp_path, monkeypa
 )
 def test_the_disks_rate_is_judged(tmp_path, monkeypatch, speed, state, said):
     monkeypatch.setattr(doctor, "probe", lambda *args, **how: speed)
-    found = seen(tmp_path)["disk rate"]
-    assert (found.state, said in found.seen) == (state, True)
+    found = found_on(tmp_path)["disk rate"]
+    assert (found.state, said in found.finding) == (state, True)
 
 
 @pytest.mark.parametrize(
@@ -243,6 +250,7 @@ def test_the_disks_rate_is_judged(tmp_path, monkeypatch, speed, state, said):
             ("7", "", True),
         ],
         *[("3.13.2", ">=3.11,<3.14", True), ("3.14.0rc1", ">=3.11,<3.14", False)],
+        *[("2.11.0a0+git12", ">=2.11,<2.14", True), ("2.11.0.dev20260101", ">=2.11,<2.14", True)],
     ],
 )
 def test_a_version_inside_its_pin(version, pin, fits):
@@ -257,10 +265,10 @@ def test_pins_are_those_of_the_project():
     assert all(re.fullmatch(r"([<>=!]+[\d.]+,?)*", pin) for pin in pins.values())
 
 
-def test_the_key_for_wandb_is_never_told(tmp_path, monkeypatch):
+def test_the_key_for_wandb_is_never_shown(tmp_path, monkeypatch):
     canary = "c0ffee" * 7
     monkeypatch.setenv("WANDB_API_KEY", canary)
     monkeypatch.setenv("WANDB_MODE", "offline")
     found = list(checks(read({"tracker": {"name": "wandb"}}), Made(tmp_path / "root")))
-    assert found[-1] == Check("W&B", "ok", "a key is there; runs are offline")
+    assert found[-1] == Check("W&B", "ok", "a key is set; runs are offline")
     assert canary not in report(found)

@@ -333,7 +333,7 @@ def give_back_memory() -> None:
 def free_host_bytes() -> int:
     """Host memory that a process may still take: what the system has available, within its cgroup's limits."""
     free = psutil.virtual_memory().available
-    for folder, limit, used in _cgroups():
+    for folder, limit, used in memory_groups():
         try:
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))  # given up when needed
@@ -343,16 +343,20 @@ def free_host_bytes() -> int:
     return max(free, 0)
 
 
-def _cgroups() -> Iterator[tuple[Path, str, str]]:
-    """(folder, file of the limit, file of the use) of each group that this process may be in, with those around it."""
+def memory_groups(top: Path = Path("/")) -> Iterator[tuple[Path, str, str]]:
+    """(folder, file of the limit, file of the use) of each memory cgroup that this process may be in, with those around it.
+
+    Args:
+        top: a folder in place of `/`.
+    """
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = (top / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, names, path = line.split(":", 2)
         if names == "" or "memory" in names.split(","):
-            root = Path("/sys/fs/cgroup") if names == "" else Path("/sys/fs/cgroup/memory")
+            root = top / "sys/fs/cgroup" / ("memory" if names else "")
             files = ("memory.max", "memory.current") if names == "" else MEMORY_FILES_V1
             inner = root / path.lstrip("/")
             for folder in (inner, *inner.parents):

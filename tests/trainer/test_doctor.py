@@ -39,7 +39,7 @@ class Made(Host):
     def memory(self):
         return self._given.get("memory", (16 * GiB, 8 * GiB))
 
-    def swap(self):
+    def paged_out(self):
         return self._given.get("swap", (4 * GiB, 4 * GiB))
 
     def limit(self, which):

@@ -344,7 +344,7 @@ def free_host_bytes() -> int:
 
 
 def memory_groups(top: Path = Path("/")) -> Iterator[tuple[Path, str, str]]:
-    """(folder, file of the limit, file of the use) of each memory cgroup that this process may be in, with those around it.
+    """(folder, file of the limit, file of the use) of each memory cgroup of this process, and of those around it.
 
     Args:
         top: a folder in place of `/`.

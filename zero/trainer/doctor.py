@@ -86,7 +86,7 @@ class Host:
         found = psutil.virtual_memory()
         return found.total, found.available
 
-    def swap(self) -> tuple[int, int]:
+    def paged_out(self) -> tuple[int, int]:
         """(total, free) bytes of swap."""
         found = psutil.swap_memory()
         return found.total, found.free
@@ -131,7 +131,8 @@ def checks(config: Config, host: Host | None = None) -> Iterator[Check]:
     """Check everything that a run with these settings depends on; each result comes as soon as it is known."""
     host = host or Host()
     all_checks: tuple[Callable[[Config, Host], Iterator[Check]], ...] = (
-        _versions, _memory, _swap, _shared_memory, _limits, _malloc, _cpu, _numa, _gpus, _disk, _checkpoints, _wandb,
+        _versions, _memory, _paged_out, _shared_memory, _limits, _malloc, _cpu, _numa, _gpus, _disk, _checkpoints,
+        _wandb,
     )  # fmt: skip
     return itertools.chain.from_iterable(check(config, host) for check in all_checks)
 
@@ -239,8 +240,8 @@ def _group_limits(host: Host) -> Iterator[tuple[int, int]]:
             yield limit, used
 
 
-def _swap(config: Config, host: Host) -> Iterator[Check]:
-    total, free = host.swap()
+def _paged_out(config: Config, host: Host) -> Iterator[Check]:
+    total, free = host.paged_out()
     used = total - free
     if used > total // 10:
         advice = "memory is short already; see memory"

@@ -6,12 +6,17 @@ deepspeed` in place of the marked line.
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+import tokenize
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+import zero
+from zero.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "scripts/examples/deepspeed").glob("*.py"))
@@ -64,6 +69,21 @@ def test_a_script_with_one_line_changed_has_the_losses_of_deepspeed(script, stag
         pytest.importorskip("transformers")
     assert script.read_text().count("import zero") == 1
     close(told(script, arguments(script, stage, tmp_path)), recorded(script))
+
+
+def test_the_example_needs_two_words(here: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of `initialize.py`, with a config of one's own and a checkpoint that it saves."""
+    script = ROOT / "scripts/examples/initialize.py"
+    with tokenize.open(script) as file:
+        words = [token.string for token in tokenize.generate_tokens(file.readline) if token.type == tokenize.NAME]
+    assert words.count("zero") == 2
+    config = (ROOT / "scripts/examples/ds_config.json").read_text().replace("/tmp", str(here))
+    (here / "ds_config.json").write_text(config)
+    arguments = ["--deepspeed_config", "ds_config.json", "--steps", "3", "--save", "kept"]
+    monkeypatch.setattr("sys.argv", [str(script), *arguments])
+    runpy.run_path(str(script), run_name="__main__")
+    checkpoint = open_checkpoint(zero.World.from_env(), here / "kept" / "step-0000000003")
+    assert checkpoint.facts["engine"]["client_state"] == {"steps": 3}
 
 
 @pytest.mark.skipif(

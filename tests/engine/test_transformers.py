@@ -550,7 +550,7 @@ def loaded(name):
 
 
 def test_the_example_trains_a_llama_from_folder_to_folder(tmp_path, capsys):
-    example = loaded("examples/hf_llama")
+    example = loaded("bench_llama")
     assert example.main(["--small", "--offload", "infinity", "--folder", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "in 6 files" in told

@@ -38,7 +38,7 @@ class Choice:
 
     Attributes:
         config: complete, with the batch as numbers.
-        preset: of offload; "asked" for one that is none of them.
+        preset: of offload; "asked" for the offload of the config.
         plan: what it takes on the machine; where it does not fit, on a machine without limits and with fewest buffers.
         refusal: why it does not fit, in one line; None if it does.
         short: the memories that are too small.
@@ -61,20 +61,23 @@ class Choice:
     @property
     def memory_bytes(self) -> int:
         """On the device and on the host, which are what is scarce."""
-        told = self.plan.bytes
-        return sum(sum(told.get(tier, {}).values()) for tier in ("device", "host"))
+        return sum(nbytes for tier, nbytes in bytes_by_tier(self.plan).items() if tier != "nvme")
 
     @property
     def keys(self) -> tuple[str, ...]:
         """What to type for it."""
         _, micro, accumulate = self.config.batch.numbers()
         offload = () if self.preset == "asked" else (f"offload={self.preset}",)
-        return (
-            f"zero.stage={self.plan.stage.level}",
-            *offload,
-            f"batch.micro={micro}",
-            f"batch.accumulate={accumulate}",
-        )
+        batch = f"batch.micro={micro}", f"batch.accumulate={accumulate}"
+        return f"zero.stage={self.plan.stage.level}", *offload, *batch
+
+
+def bytes_by_tier(plan: Plan) -> dict[str, int]:
+    """Bytes that a plan takes of each memory of one rank. Where the CPU computes, the device's are the host's."""
+    taken = {tier: sum(kinds.values()) for tier, kinds in plan.bytes.items()}
+    if plan.world.compute.shares_memory:
+        taken["host"] = taken.pop("device") + taken.get("host", 0)
+    return taken
 
 
 def choices(
@@ -93,11 +96,11 @@ def choices(
     Args:
         config: `zero.stage` is ignored; presets replace its offload, but "asked" leaves it as it is.
         activations: of this model, if they were counted before.
-        progress: told the settings that were planned.
+        progress: is given the number of settings planned so far.
     """
     activations = activations or Activations(config, model)
-    wanted = [(with_setting(config, stage, preset), preset) for stage in stages for preset in presets]
-    possible = [(setting, preset) for setting, preset in wanted if setting is not None]
+    settings = ((with_setting(config, stage, preset), preset) for stage in stages for preset in presets)
+    possible = [(setting, preset) for setting, preset in settings if setting is not None]
     found: list[Choice] = []
     for setting, preset in possible:
         progress("settings to choose from", len(found), len(possible))
@@ -120,7 +123,7 @@ def best(found: Sequence[Choice]) -> Choice | None:
 
 
 def nearest(found: Sequence[Choice]) -> Choice:
-    """What lacks least, where nothing fits."""
+    """The one that lacks least memory, where nothing fits."""
     return min(found, key=lambda one: sum(short.need_bytes - short.room_bytes for short in one.short))
 
 
@@ -134,7 +137,7 @@ def choice(
 
     def attempt(batch: Batch) -> tuple[Config, Plan | ConfigError]:
         solved = config.model_copy(update={"batch": batch})
-        # what would be lighter takes traces to say, and no other refusal is shown
+        # to say what would be lighter takes traces, and no other refusal is shown
         lighter = partial(activations.lighter, batch.numbers()[1], machine.device) if batch is smallest else dict
         try:
             return solved, build_plan(
@@ -166,14 +169,19 @@ def choice(
 
 def batches(config: Config, ranks: int) -> Iterator[Batch]:
     """The batch as numbers, the largest microbatch first; several where `batch.micro` and `.accumulate` are free."""
-    asked = config.batch
-    if asked.global_ == "auto" or asked.micro != "auto" or asked.accumulate != "auto":
-        yield asked.solved(ranks)
+    batch = config.batch
+    if not batch_is_open(batch):
+        yield batch.solved(ranks)
         return
-    most = asked.solved(ranks).numbers()[1]
+    most = batch.solved(ranks).numbers()[1]
     for accumulate in range(1, most + 1):
         if most % accumulate == 0:
-            yield asked.model_copy(update={"accumulate": accumulate}).solved(ranks)
+            yield batch.model_copy(update={"accumulate": accumulate}).solved(ranks)
+
+
+def batch_is_open(batch: Batch) -> bool:
+    """Whether the microbatch may be chosen."""
+    return batch.global_ != "auto" and batch.micro == "auto" and batch.accumulate == "auto"
 
 
 def with_setting(config: Config, stage: Stage, preset: str) -> Config | None:
@@ -193,25 +201,16 @@ def _unlimited(config: Config, machine: Machine, model: nn.Module, activation_by
     free: dict[str, str | int] = {"device_budget": "auto", "host_budget": "auto"}
     if config.offload.read_ahead == "auto":
         free["read_ahead"] = 0  # as a plan does that does not fit otherwise
-    offload = config.offload.model_copy(update=free)
-    return build_plan(
-        config.model_copy(update={"offload": offload}),
-        model,
-        machine.world,
-        room=NO_LIMIT,
-        activation_bytes=activation_bytes,
-    )
+    config = config.model_copy(update={"offload": config.offload.model_copy(update=free)})
+    return build_plan(config, model, machine.world, room=NO_LIMIT, activation_bytes=activation_bytes)
 
 
 def _short(plan: Plan, config: Config, machine: Machine) -> tuple[Short, ...]:
     """Which memories a plan without limits does not fit in."""
-    room, asked = machine.room, config.offload.asked()
-    needs = {tier: sum(kinds.values()) for tier, kinds in plan.bytes.items()}
-    if machine.device == "cpu":
-        needs["host"] = needs.pop("device") + needs.get("host", 0)
+    room, offload, needs = machine.room, config.offload.asked(), bytes_by_tier(plan)
     rooms: dict[Tier, int] = {
-        "device": budget_bytes(asked.device_budget, room.device),
-        "host": budget_bytes(asked.host_budget, room.host),
+        "device": budget_bytes(offload.device_budget, room.device),
+        "host": budget_bytes(offload.host_budget, room.host),
         "nvme": room.disk or 0,
     }
     return tuple(Short(tier, needs[tier], has) for tier, has in rooms.items() if needs.get(tier, 0) > has)

@@ -1,7 +1,7 @@
 """How long a step will take, from a plan and rates: arithmetic only.
 
 An update hides behind the next forward, so a lazy step lasts max(C_forward, O) + C_backward, with C the time to compute
-and O the time to move and update what sleeps off the device. Gathers hide behind the compute of other units, and
+and O the time to move and update what is offloaded. Gathers hide behind the compute of other units, and
 reductions behind backward. What the device itself updates hides behind nothing. Of several microbatches the
 first forward hides the update, and at stages that keep parameters the gather; the last backward hides the reduction of
 what microbatches added up to.
@@ -20,7 +20,7 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 def seconds_text(seconds: float) -> str:
-    """A time as people say it, three digits of it, or all those before the point."""
+    """A time with its unit: three digits of it, or all those before the point."""
     unit, name = next(((unit, name) for unit, name in _UNITS if seconds >= unit), _UNITS[-1])
     value = seconds / unit
     return f"{f'{value:.3g}' if value < 100 else f'{value:,.0f}'} {name}"
@@ -80,7 +80,7 @@ class Traffic(NamedTuple):
     """Beside that in the first forward: the gather of what is resident."""
     last: Load
     """Beside that in the last backward: the reduction of what microbatches added up, and the sum's way to all."""
-    away_numel: int
+    offloaded_numel: int
     """Parameters that the store's threads update."""
 
     def of_step(self, microbatches: int) -> Load:
@@ -90,7 +90,7 @@ class Traffic(NamedTuple):
 
 def traffic(plan: Plan) -> Traffic:
     """What a step of `plan` moves on one rank, by tier."""
-    states, params, grads, away = Load(), Load(), Load(), 0
+    states, params, grads, offloaded_numel = Load(), Load(), Load(), 0
     device_is_host = plan.world.compute.shares_memory
     counted = next((kind for kind in plan.state_kinds if kind != "param"), "param")  # there is one per update
     for page, spec in plan.store_pages().items():
@@ -101,7 +101,7 @@ def traffic(plan: Plan) -> Traffic:
             grads += moved
         else:
             states += moved
-        away += spec.numel if page.kind == counted and moved != Load() else 0
+        offloaded_numel += spec.numel if page.kind == counted and moved != Load() else 0
     others = (plan.world.size - 1) / plan.world.size
     compute = plan.precision.compute.itemsize
     whole_numel = sum(unit.trainable.P + unit.frozen.P for unit in plan.units)
@@ -120,7 +120,7 @@ def traffic(plan: Plan) -> Traffic:
         backward=params + gathered + grads + (Load() if plan.local_sum else reduction),
         first=first,
         last=last,
-        away_numel=away,
+        offloaded_numel=offloaded_numel,
     )
 
 
@@ -132,9 +132,11 @@ def step_seconds(plan: Plan, rates: Rates, *, forward_flops: float, backward_flo
     """
     moved, count = traffic(plan), plan.accumulate
     forward_s, backward_s = forward_flops / rates.flops, backward_flops / rates.flops
-    hidden_numel = 0 if plan.world.compute.shares_memory else moved.away_numel  # its threads would take compute's cores
-    away_s = hidden_numel / (rates.host_update_numel if plan.offload.compute == "host" else rates.update_numel)
-    offload_s = max(moved.update.seconds(rates), away_s)
+    hidden_numel = moved.offloaded_numel
+    if plan.world.compute.shares_memory:
+        hidden_numel = 0  # the store's threads would take compute's cores
+    update_s = hidden_numel / (rates.host_update_numel if plan.offload.compute == "host" else rates.update_numel)
+    offload_s = max(moved.update.seconds(rates), update_s)
     numel = sum(plan.update_numel(unit) for unit in plan.units)
     in_place_s = max(0, numel - hidden_numel) / rates.update_numel
     middle_s = (count - 1) * (

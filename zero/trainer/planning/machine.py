@@ -1,6 +1,6 @@
-"""The machine that a plan is for: this one, or one that nobody here sits at.
+"""The machine that a plan is for: this one, or one that is only described.
 
-A paper machine is numbers alone: nothing of it is asked of this one, least of all of its GPU.
+A machine on paper is numbers alone: nothing of it is read here, least of all from a GPU.
 """
 
 import shutil
@@ -18,7 +18,7 @@ from zero.platform.device import Device, free_host_bytes
 from zero.trainer.config import Config
 
 NODE_RANKS = 8
-"""Ranks that share one host memory at most, where nobody says how many."""
+"""Ranks that share one host memory at most, unless `plan.ranks_per_node` says how many."""
 
 
 class PaperWorld(World):
@@ -50,7 +50,7 @@ class Machine:
         ranks_per_node: that share `host_bytes` and `disk_bytes`.
         device_bytes: free on the GPU of each rank; 0 where the CPU computes.
         host_bytes, disk_bytes: free on each node, for all its ranks together.
-        paper: some of it was asked for and not read here, so nothing can be measured.
+        paper: some of it was described and not read here, so nothing can be measured.
     """
 
     ranks: int
@@ -62,56 +62,42 @@ class Machine:
     paper: bool = False
 
     @staticmethod
-    def here(config: Config, ranks: int) -> "Machine":
-        """This machine, for `ranks` ranks on it, as far as it is free now."""
-        device: Literal["cuda", "cpu"] = "cuda" if _has_gpus(config) else "cpu"
-        return Machine(
-            ranks,
-            ranks,
-            device,
-            _usable_bytes(config, compute_device(torch.device(device))),
-            _usable_host_bytes(config, on_gpu=device == "cuda"),
-            _disk_bytes(config),
-        )
-
-    @staticmethod
     def of(config: Config, world: World) -> "Machine":
         """What the ranks of a running world may take; all go by the one that has least. Collective."""
         on_host = _usable_host_bytes(config, on_gpu=not world.compute.shares_memory)
         mine = (_usable_bytes(config, world.compute), on_host, _disk_bytes(config))
-        told = world.gather_texts(" ".join(map(str, mine)), "free memory")
-        least = (min(column) for column in zip(*(map(int, text.split()) for text in told), strict=True))
+        texts = world.gather_texts(" ".join(map(str, mine)), "free memory")
+        least = (min(column) for column in zip(*(map(int, text.split()) for text in texts), strict=True))
         return Machine(world.size, world.local_size, world.compute.kind, *least)
 
     @staticmethod
-    def asked(config: Config) -> "Machine":
-        """What `plan.*` says, and where it says auto, this machine. Asked for `plan.device_memory`, it has GPUs.
+    def described(config: Config) -> "Machine":
+        """What `plan.*` says, and where it says auto, this machine. With a `plan.device_memory` it has GPUs.
 
         Raises:
             ConfigError: `launch.ranks` are the ranks of one machine, and this one has fewer GPUs.
         """
-        wish, asked = config.plan, config.launch.ranks
-        on_paper = wish.device_memory != "auto"
+        plan, launched = config.plan, config.launch.ranks
+        on_paper = plan.device_memory != "auto"
         on_gpus = not on_paper and _has_gpus(config)
         here = torch.cuda.device_count() if on_gpus else 1
-        if wish.ranks == "auto" and asked != "auto" and on_gpus and asked > here:
-            raise ConfigError(f"launch.ranks={asked}: there are {here} GPUs here; plan.ranks={asked} plans for others")
-        on_one_node = here if asked == "auto" else asked
-        ranks, per_node = (on_one_node, on_one_node) if wish.ranks == "auto" else (wish.ranks, NODE_RANKS)
-        per_node = min(ranks, per_node if wish.ranks_per_node == "auto" else wish.ranks_per_node)
+        if plan.ranks == "auto" and launched != "auto" and on_gpus and launched > here:
+            raise ConfigError(
+                f"launch.ranks={launched}: there are {here} GPUs here; plan.ranks={launched} plans for others"
+            )
+        on_one_node = here if launched == "auto" else launched
+        ranks, per_node = (on_one_node, on_one_node) if plan.ranks == "auto" else (plan.ranks, NODE_RANKS)
+        per_node = min(ranks, per_node if plan.ranks_per_node == "auto" else plan.ranks_per_node)
         device: Literal["cuda", "cpu"] = "cuda" if on_paper or on_gpus else "cpu"
-        device_bytes = wish.device_memory
+        device_bytes, host_bytes, disk_bytes = plan.device_memory, plan.host_memory, plan.disk
+        paper = any(one != "auto" for one in (plan.ranks, device_bytes, host_bytes, disk_bytes))
         if device_bytes == "auto":
             device_bytes = _usable_bytes(config, compute_device(torch.device(device)))
-        return Machine(
-            ranks,
-            per_node,
-            device,
-            device_bytes,
-            _usable_host_bytes(config, on_gpu=device == "cuda") if wish.host_memory == "auto" else wish.host_memory,
-            _disk_bytes(config) if wish.disk == "auto" else wish.disk,
-            paper=any(one != "auto" for one in (wish.ranks, wish.device_memory, wish.host_memory, wish.disk)),
-        )
+        if host_bytes == "auto":
+            host_bytes = _usable_host_bytes(config, on_gpu=device == "cuda")
+        if disk_bytes == "auto":
+            disk_bytes = _disk_bytes(config)
+        return Machine(ranks, per_node, device, device_bytes, host_bytes, disk_bytes, paper=paper)
 
     @property
     def room(self) -> Room:
@@ -129,7 +115,7 @@ class Machine:
         where = f"{ranks} on {nodes} node{'s' * (nodes > 1)}"
         device = f"{size_text(self.device_bytes)} on each GPU, " if self.device == "cuda" else ""
         host, disk = size_text(self.host_bytes), size_text(self.disk_bytes)
-        return f"{where}; {'asked or free' if self.paper else 'free now'}: {device}{host} host memory, {disk} disk"
+        return f"{where}; {'described or free' if self.paper else 'free now'}: {device}{host} host memory, {disk} disk"
 
 
 def _usable_bytes(config: Config, device: Device) -> int:
@@ -145,6 +131,6 @@ def _has_gpus(config: Config) -> bool:
 
 
 def _disk_bytes(config: Config) -> int:
-    """Free where `offload.path` says; 0 where there is no such folder."""
+    """Free at `offload.path`; 0 if there is no such folder."""
     folder = Path(config.offload.path or ".").expanduser()
     return shutil.disk_usage(folder).free if folder.is_dir() else 0

@@ -1,4 +1,4 @@
-"""What a state really holds, asked of its tensors and its store; the other side of what the plan says."""
+"""The bytes that a state really holds, read from its tensors and its store; the plan says what they should be."""
 
 from collections import Counter
 
@@ -8,13 +8,13 @@ from zero.engine.state import State
 
 
 def measured(state: State) -> dict[str, int]:
-    """Bytes on this rank, tier to bytes, between two steps, when nothing is there for a moment only."""
+    """Tier to bytes on this rank, between two steps, when no temporary buffer exists."""
     parts = state.runtime
     plan, store = parts.plan, parts.store
     held: Counter[str] = Counter()
     for unit in parts.units:
-        whole = [] if unit.resident is None else [unit.resident.flat]
-        held[plan.placement.param] += _distinct_bytes([*whole, unit.shard_S, unit.frozen_S])
+        resident = [] if unit.resident is None else [unit.resident.flat]
+        held[plan.placement.param] += _distinct_bytes([*resident, unit.shard_S, unit.frozen_S])
         held[plan.placement.grad] += _distinct_bytes([unit.grad])
     pool = parts.gatherer.pool
     held["device"] += 0 if pool is None else pool.allocated_bytes

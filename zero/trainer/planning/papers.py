@@ -1,4 +1,4 @@
-"""Bytes of model states per rank by formula, the papers' and ours; and a DeepSpeed tutorial's table that fits neither.
+"""Bytes of model states per rank by formula: the papers' and ours.
 
 For Adam in mixed precision, P parameters on W ranks. The papers count 2 bytes of parameters, 2 of gradients, and 12 of
 optimizer (fp32 master and two moments). We add gradients up in fp32, so 4 bytes of gradients; one rank with one
@@ -31,19 +31,3 @@ PAPERS = (States(16, 0), States(4, 12), States(2, 14), States(0, 16))
 
 OURS = (States(18, 0), States(6, 12), States(2, 16), States(0, 18))
 """By stage, with gradients added up in fp32."""
-
-TUTORIAL = "DeepSpeed tutorial"
-TUTORIAL_NUMEL, TUTORIAL_RANKS = 7_000_000_000, 4
-TUTORIAL_GB = (112, 44, 30, 28)
-"""By stage: what a tutorial on ZeRO with DeepSpeed, from which this project was started, has for 7B on 4 GPUs."""
-
-EXPLANATION = (
-    "Its 44 and 30 GB follow from no formula: without what stays whole (28 and 14 GB) both leave 16 GB, though stage 2 "
-    "divides more than stage 1. The papers' formula makes 49 and 38.5 GB, so a run planned for the tutorial's would "
-    "lack 5 and 8.5 GB."
-)
-
-
-def is_tutorial(numel: int, ranks: int) -> bool:
-    """Whether the tutorial's table is about this model and world: 7B, give or take half a billion, on 4 ranks."""
-    return ranks == TUTORIAL_RANKS and abs(numel - TUTORIAL_NUMEL) <= 500_000_000

@@ -53,7 +53,7 @@ PROBE_COPY_BYTES, PROBE_NUMEL = 64 * 2**20, 4 * 2**20
 
 
 def assumed(config: Config, machine: Machine) -> Rates:
-    """Round numbers for the kind of machine; they are said wherever they are used."""
+    """Round numbers for the kind of machine; whatever is computed from them names them."""
     rates = GPU if machine.device == "cuda" else CPU
     rates = replace(rates, disk_bytes=rates.disk_bytes / machine.ranks_per_node)
     if machine.device == "cuda" and config.precision.compute == "fp32":
@@ -69,8 +69,8 @@ def measured(config: Config, machine: Machine, model: nn.Module, *, disk: bool, 
     Links between ranks are assumed. Takes two or three seconds, one of them for the disk.
 
     Args:
-        disk: whether something may sleep on `offload.path`.
-        progress: told the rates that are known.
+        disk: whether something may be offloaded to `offload.path`.
+        progress: is given the number of rates known so far.
 
     Raises:
         StoreError: no file can be made there, or the disk reports an error; nothing else was measured yet.
@@ -90,31 +90,31 @@ def measured(config: Config, machine: Machine, model: nn.Module, *, disk: bool, 
         found[name] = probed()
     progress("probe", len(probes), len(probes))
     found = {"host_update_numel": found["update_numel"]} | {name: rate for name, rate in found.items() if rate > 0}
-    told = f"measured here: {found['flops'] / 1e9:,.0f} GFLOP/s, {found['update_numel'] / 1e6:,.0f} million updates/s"
-    told += f", {found['copy_bytes'] / 1e9:.1f} GB/s to the host and back" if "copy_bytes" in found else ""
-    told += f", {found['disk_bytes'] / 1e9:.1f} GB/s of disk for each rank" if "disk_bytes" in found else ""
-    told += f"; assumed: {rates.link_bytes / 1e9:g} GB/s between ranks" if machine.ranks > 1 else ""
-    return replace(rates, **found, source=told)
+    source = f"measured here: {found['flops'] / 1e9:,.0f} GFLOP/s, {found['update_numel'] / 1e6:,.0f} million updates/s"
+    source += f", {found['copy_bytes'] / 1e9:.1f} GB/s to the host and back" if "copy_bytes" in found else ""
+    source += f", {found['disk_bytes'] / 1e9:.1f} GB/s of disk for each rank" if "disk_bytes" in found else ""
+    source += f"; assumed: {rates.link_bytes / 1e9:g} GB/s between ranks" if machine.ranks > 1 else ""
+    return replace(rates, **found, source=source)
 
 
 def with_disk_or_without(
     config: Config, machine: Machine, model: nn.Module, progress: Progress = silent
 ) -> tuple[Machine, Rates, list[str]]:
-    """The machine and its rates, where nothing has to sleep on the disk; without one where no file can be made, and a
-    line that says so."""
+    """The machine, its rates and notes, where the disk is optional: if no file can be made on it, the machine has none
+    and a note says why."""
     try:
         return machine, measured(config, machine, model, disk=True, progress=progress), []
     except StoreError as refused:
-        told = f"nothing can sleep on disk here, so what needs one is left out: {refused}"
         rates = measured(config, machine, model, disk=False, progress=progress)
-        return replace(machine, disk_bytes=0), rates, [told]
+        note = f"nothing can be offloaded to a disk here, so what needs one is left out: {refused}"
+        return replace(machine, disk_bytes=0), rates, [note]
 
 
 def _rate(work: Callable[[int], object], device: Device, most: int = 1) -> float:
-    """By how many a second `work(count)` goes on: the best of several turns, because others may use the machine too.
+    """`count` per second of `work(count)`: the best of several turns, because others may use the machine too.
 
     Args:
-        most: to do in a turn. Fewer are, where so many would take longer than turns are repeated for.
+        most: the largest count of a turn. It is smaller where a turn would last longer than turns are repeated for.
     """
 
     def shortest_s(count: int) -> float:
@@ -128,8 +128,8 @@ def _rate(work: Callable[[int], object], device: Device, most: int = 1) -> float
         return max(min(times_s), 1e-6)
 
     few = min(PROBE_FEW_TOKENS, most)
-    in_any_case_s, few_s = shortest_s(1), shortest_s(few)
-    count = max(few, min(most, int(few * PROBE_S / max(few_s - in_any_case_s, 1e-6))))
+    fixed_s, few_s = shortest_s(1), shortest_s(few)
+    count = max(few, min(most, int(few * PROBE_S / max(few_s - fixed_s, 1e-6))))
     end_s = time.perf_counter() + PROBE_S
     best_s = shortest_s(count)
     while time.perf_counter() < end_s:

@@ -1,6 +1,6 @@
-"""Numbers for what a run leaves to us: `zero.stage=auto`, `batch.micro=auto`, each with the reason.
+"""Numbers for the settings that are auto: `zero.stage=auto`, `batch.micro=auto`, each with the reason.
 
-Rank 0 decides by the least that any rank has free, and tells the others.
+Rank 0 decides by the least that any rank has free, and sends its decision to the others.
 """
 
 import json
@@ -16,7 +16,7 @@ from zero.errors import ConfigError
 from zero.progress import Progress, silent
 from zero.trainer.config import Config, read
 from zero.trainer.planning.activations import Activations
-from zero.trainer.planning.choices import STAGES, Choice, best, choices, nearest
+from zero.trainer.planning.choices import STAGES, Choice, batch_is_open, best, choices, nearest
 from zero.trainer.planning.cost import seconds_text
 from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.rates import assumed, measured, with_disk_or_without
@@ -32,45 +32,43 @@ def resolve_auto(
 ) -> Config:
     """The same run with stage, offload and batch as numbers. Collective, unless nothing is auto.
 
-    A run whose batch fits in one microbatch gets exactly that. Where `zero.stage` is given only the batch is settled,
+    A run whose batch fits in one microbatch gets exactly that. Where `zero.stage` is given only the batch is resolved,
     and `offload=auto` stays what it is: the plan places each kind on the fastest tier with room.
 
     Args:
         config: not yet solved for this world: `config.on(world.size)` would fix the microbatch.
         model: built under `zero.empty()`.
-        note: told on rank 0 what was chosen and why.
-        activations: of this model, to be counted once for whoever asks later; nothing of theirs is settled here.
-        progress: told on rank 0 the rates that were measured, then the settings that were compared.
+        note: receives on rank 0 what was chosen and why.
+        activations: of this model, if others use them too: then they are counted once.
+        progress: is given on rank 0 the number of rates measured, then of settings compared.
 
     Raises:
         ConfigError: on every rank: nothing fits; with the numbers and the key to change.
     """
-    if config.zero.stage != "auto" and not _batch_is_open(config, world.size):
+    if config.zero.stage != "auto" and not _several_microbatches(config, world.size):
         return config.on(world.size)
     machine = Machine.of(config, world)
-    letter = ""
+    message: dict[str, Any] = {}
     if world.rank == 0:
         try:
-            chosen, why = _chosen(config, machine, model, activations or Activations(config, model), progress)
-            letter = json.dumps({"config": chosen.plain(), "why": why})
+            chosen, reasons = _choose(config, machine, model, activations or Activations(config, model), progress)
+            message = {"config": chosen.plain(), "reasons": reasons}
         except ConfigError as refused:
-            letter = json.dumps({"refused": str(refused)})
-    told: dict[str, Any] = json.loads(world.share(letter))
-    if "refused" in told:
-        raise ConfigError(told["refused"])
-    for line in told["why"]:
+            message = {"refusal": str(refused)}
+    message = json.loads(world.share(json.dumps(message)))
+    if "refusal" in message:
+        raise ConfigError(message["refusal"])
+    for line in message["reasons"]:
         note(line)
-    return read(told["config"]).on(world.size)
+    return read(message["config"]).on(world.size)
 
 
-def _batch_is_open(config: Config, ranks: int) -> bool:
+def _several_microbatches(config: Config, ranks: int) -> bool:
     """More than one microbatch could be chosen."""
-    batch = config.batch
-    free = batch.global_ != "auto" and batch.micro == "auto" and batch.accumulate == "auto"
-    return free and batch.solved(ranks).numbers()[1] > 1
+    return batch_is_open(config.batch) and config.batch.solved(ranks).numbers()[1] > 1
 
 
-def _chosen(
+def _choose(
     config: Config, machine: Machine, model: nn.Module, activations: Activations, progress: Progress
 ) -> tuple[Config, list[str]]:
     """The best settings, and the reasons in a line each.
@@ -82,9 +80,9 @@ def _chosen(
     staged, stages = level == "auto", STAGES if level == "auto" else (Stage(level),)
     anything = staged and config.offload.asked().kinds == PRESETS["auto"]
     presets = ("none", "cpu", "nvme", "infinity", "auto") if anything else ("asked",)
-    rates, told = assumed(config, machine), list[str]()
+    rates, notes = assumed(config, machine), list[str]()
     if anything:
-        machine, rates, told = with_disk_or_without(config, machine, model, progress)
+        machine, rates, notes = with_disk_or_without(config, machine, model, progress)
     elif staged:
         disk = "nvme" in config.offload.asked().kinds
         rates = measured(config, machine, model, disk=disk, progress=progress)
@@ -94,34 +92,32 @@ def _chosen(
     winner = best(found)
     if winner is None:
         raise ConfigError(nearest(found).refusal or "")
-    why = _why_stage(winner, found, rates.source) if staged else []
-    return winner.config, [*(f"auto: {line}" for line in told), *why, *_why_batch(winner, config, machine)]
+    stage = _stage_reasons(winner, found, rates.source) if staged else []
+    return winner.config, [*(f"auto: {line}" for line in notes), *stage, *_batch_reasons(winner, config, machine)]
 
 
-def _why_stage(winner: Choice, found: Sequence[Choice], source: str) -> list[str]:
+def _stage_reasons(winner: Choice, found: Sequence[Choice], source: str) -> list[str]:
     others = [one for one in found if one is not winner and one.fits]
-    others.sort(key=lambda one: one.seconds)
-    told = f"{len(others) + 1} of {len(found)} settings fit"
+    text = f"{len(others) + 1} of {len(found)} settings fit"
     if others:
-        near = others[0]
-        told += (
-            f"; next: {' '.join(near.keys)} at {seconds_text(near.seconds)} a step and {size_text(near.memory_bytes)}"
-        )
+        near = min(others, key=lambda one: one.seconds)
+        keys, takes = " ".join(near.keys), size_text(near.memory_bytes)
+        text += f"; next: {keys} at {seconds_text(near.seconds)} a step and {takes}"
     keys, takes = " ".join(winner.keys), size_text(winner.memory_bytes)
     return [
-        f"auto: {keys}: {seconds_text(winner.seconds)} a step predicted, {takes} per rank; {told}",
+        f"auto: {keys}: {seconds_text(winner.seconds)} a step predicted, {takes} per rank; {text}",
         f"auto: rates {source}",
     ]
 
 
-def _why_batch(winner: Choice, config: Config, machine: Machine) -> list[str]:
+def _batch_reasons(winner: Choice, config: Config, machine: Machine) -> list[str]:
     """Nothing where the whole batch fits at once, which is what everybody expects."""
     rows, micro, accumulate = winner.config.batch.numbers()
     if config.batch.micro != "auto" or config.batch.accumulate != "auto" or accumulate == 1:
         return []
-    room, asked = machine.room, winner.config.offload.asked()
+    room, offload = machine.room, winner.config.offload.asked()
     on_gpu = machine.device == "cuda"
-    may_bytes = budget_bytes(*((asked.device_budget, room.device) if on_gpu else (asked.host_budget, room.host)))
+    may_bytes = budget_bytes(*((offload.device_budget, room.device) if on_gpu else (offload.host_budget, room.host)))
     activations = size_text(winner.plan.activation_bytes)
     return [
         f"auto: batch.micro={micro} batch.accumulate={accumulate}: the largest microbatch of {rows} rows a step that "

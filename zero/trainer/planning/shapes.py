@@ -1,8 +1,8 @@
 """What an operator's result looks like, without computing it: shape, dtype and strides on meta.
 
-torch can say so itself, but for most arithmetic it imports its compiler first, two seconds and 80 MB in every rank.
-These few rules cover what transformers, convolutions aside, are made of; whatever has none is left to torch, which is
-slower and right. `tests/trainer/test_planning.py` compares every rule with torch's own answer.
+torch can compute this itself, but for most arithmetic it imports its compiler first: two seconds and 80 MB in every
+rank. These few rules cover what transformers, convolutions aside, consist of; an operator without a rule is left to
+torch, which is slower and right. `tests/trainer/test_planning.py` compares every rule with torch's own answer.
 """
 
 from collections.abc import Callable, Mapping
@@ -81,8 +81,7 @@ def _strides(tensors: list[Tensor]) -> list[int]:
 def _reduced(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     dims = {d % x.ndim for d in ([dim] if isinstance(dim, int) else dim or range(x.ndim))} if x.ndim else set()
     shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
-    whole = torch.int64 if not x.is_floating_point() else x.dtype
-    return x.new_empty(shape, dtype=dtype or whole)
+    return x.new_empty(shape, dtype=dtype or (x.dtype if x.is_floating_point() else torch.int64))
 
 
 def _cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
@@ -169,7 +168,7 @@ def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
 
 
 def _value(x: Tensor) -> bool | int | float:
-    """Code that asks for a value takes the way that it takes for most: yes, all of them."""
+    """Code that reads a value takes the branch that it takes most often: true, one."""
     return True if x.dtype == torch.bool else 1.0 if x.is_floating_point() else 1
 
 

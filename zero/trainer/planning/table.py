@@ -7,22 +7,13 @@ from zero.core.placement import TIERS, size_text
 from zero.engine.plan import KINDS, Plan
 from zero.trainer.config import Config
 from zero.trainer.planning.activations import Activations
-from zero.trainer.planning.choices import Choice, best, choices, nearest
+from zero.trainer.planning.choices import Choice, best, bytes_by_tier, choices, nearest
 from zero.trainer.planning.cost import seconds_text
 from zero.trainer.planning.machine import Machine
-from zero.trainer.planning.papers import (
-    EXPLANATION,
-    OURS,
-    PAPERS,
-    TUTORIAL,
-    TUTORIAL_GB,
-    TUTORIAL_NUMEL,
-    is_tutorial,
-)
+from zero.trainer.planning.papers import OURS, PAPERS
 from zero.trainer.planning.rates import assumed, with_disk_or_without
 from zero.trainer.task import build_task
 
-GB = 1e9
 UNITS = ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB"), (0, "B"))
 """Of model states: powers of ten, as the papers count them."""
 
@@ -45,15 +36,15 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
     Raises:
         ConfigError: the batch does not divide over the ranks, or a setting that no plan can be made with.
     """
-    machine = Machine.asked(config)
-    config, told = _with_rows(config, machine.ranks)
+    machine = Machine.described(config)
+    config, notes = _with_rows(config, machine.ranks)
     model = build_task(config).model
     activations = Activations(config, model)
     if machine.paper:
         rates = assumed(config, machine)
     else:
         machine, rates, without = with_disk_or_without(config, machine, model)
-        told += without
+        notes += without
     found = choices(config, machine, model, rates, activations=activations)
     numel = found[0].plan.numel
     lines = [
@@ -62,7 +53,7 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
             f"activations {config.zero.activations}"
         ),
         *_sentence(f"machine: {machine}"),
-        *(line for one in told for line in _sentence(one)),
+        *(line for one in notes for line in _sentence(one)),
         "",
         "bytes per rank",
         *_details(found),
@@ -79,7 +70,8 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
 
 
 def against_measured(plan: Plan, measured: Mapping[str, int], peak_bytes: int | None = None) -> str:
-    """Plan and what is really held, per tier. Activations are there within a step only: without a peak, estimated.
+    """Plan beside what is really held, per tier. Activations exist within a step only: they are estimated unless a
+    peak is given.
 
     Args:
         measured: of `zero.trainer.planning.measured`.
@@ -94,8 +86,7 @@ def against_measured(plan: Plan, measured: Mapping[str, int], peak_bytes: int | 
     ]
     if peak_bytes is not None:
         on_host = plan.world.compute.shares_memory
-        whole = sum(sum(plan.bytes.get(tier, {}).values()) for tier in (("device", "host") if on_host else ("device",)))
-        rows.append(("peak", whole, peak_bytes))
+        rows.append(("peak", bytes_by_tier(plan)["host" if on_host else "device"], peak_bytes))
     lines = [f"{'per rank':<12} {'plan':>12} {'measured':>14} {'ratio':>7}"]
     lines += [f"{name:<12} {size_text(a):>12} {size_text(b):>14} {b / a if a else 1:>7.3f}" for name, a, b in rows]
     if peak_bytes is None and plan.activation_bytes:
@@ -104,12 +95,12 @@ def against_measured(plan: Plan, measured: Mapping[str, int], peak_bytes: int | 
 
 
 def _with_rows(config: Config, ranks: int) -> tuple[Config, list[str]]:
-    """The batch, made a multiple of ranks where it is fewer rows than ranks; and what there is to say about that."""
+    """The batch, made a multiple of ranks where it is fewer rows than ranks; and a note about that."""
     rows = config.batch.global_
     if rows == "auto" or rows >= ranks:
         return config, []
-    told = f"batch.global={rows} is less than a row for each rank: planned with batch.global={ranks}"
-    return config.model_copy(update={"batch": config.batch.model_copy(update={"global_": ranks})}), [told]
+    note = f"batch.global={rows} is less than a row for each rank: planned with batch.global={ranks}"
+    return config.model_copy(update={"batch": config.batch.model_copy(update={"global_": ranks})}), [note]
 
 
 def _details(found: Sequence[Choice]) -> Iterator[str]:
@@ -121,7 +112,7 @@ def _details(found: Sequence[Choice]) -> Iterator[str]:
         yield f"{f'offload={preset}':<28}{stages}"
         for tier in TIERS:
             for kind in KINDS:
-                row = [told.get(tier, {}).get(kind, 0) for told in bytes_of]
+                row = [nbytes.get(tier, {}).get(kind, 0) for nbytes in bytes_of]
                 if any(row):
                     cells = "".join(f"{size_text(n) if n else '':>12}" for n in row)
                     yield f"  {tier:<8}{kind:<18}{cells}".rstrip()
@@ -129,7 +120,7 @@ def _details(found: Sequence[Choice]) -> Iterator[str]:
 
 
 def _summary(found: Sequence[Choice], machine: Machine) -> Iterator[str]:
-    """One line for each setting; what is to be said of several is said once, below."""
+    """One line for each setting; a refusal that several share follows once, below."""
     tiers = [tier for tier in TIERS if tier != "device" or machine.device == "cuda"]
     winner = best(found)
     heads = "".join(f"{tier:>11}" for tier in tiers)
@@ -137,9 +128,7 @@ def _summary(found: Sequence[Choice], machine: Machine) -> Iterator[str]:
     room = dict(zip(("device", "host", "nvme"), machine.room, strict=True))
     yield f"  {'room of a rank':<15}" + "".join(f"{size_text(room[tier] or 0):>11}" for tier in tiers)
     for one in found:
-        needs = {tier: sum(kinds.values()) for tier, kinds in one.plan.bytes.items()}
-        if machine.device == "cpu":
-            needs["host"] = needs.pop("device") + needs.get("host", 0)
+        needs = bytes_by_tier(one.plan)
         sizes = "".join(f"{size_text(needs[tier]) if needs.get(tier) else '':>11}" for tier in tiers)
         micro = one.config.batch.numbers()[1]
         lacks = ", ".join(f"{short.tier} {size_text(short.need_bytes - short.room_bytes)}" for short in one.short)
@@ -147,13 +136,13 @@ def _summary(found: Sequence[Choice], machine: Machine) -> Iterator[str]:
         mark = "*" if one is winner else " "
         step = seconds_text(one.seconds)
         yield f"{mark} {one.plan.stage.level:<6}{one.preset:<9}{sizes}{micro:>7}{step:>11}  {verdict}"
-    said = None if winner else nearest(found).refusal  # in the proposal
+    shown_below = None if winner else nearest(found).refusal
     for refusal in dict.fromkeys(one.refusal for one in found if one.refusal and not one.short):
-        if refusal != said:
+        if refusal != shown_below:
             yield from _sentence(f"no: {refusal}")
     if any(one.short for one in found):
-        told = "a rank has its share of a node's host memory and disk; another machine is described by"
-        yield from _sentence(f"{told} plan.device_memory, plan.host_memory, plan.disk and plan.ranks_per_node")
+        text = "a rank has its share of a node's host memory and disk; another machine is described by"
+        yield from _sentence(f"{text} plan.device_memory, plan.host_memory, plan.disk and plan.ranks_per_node")
 
 
 def _proposal(found: Sequence[Choice], machine: Machine, overrides: Sequence[str]) -> Iterator[str]:
@@ -162,8 +151,8 @@ def _proposal(found: Sequence[Choice], machine: Machine, overrides: Sequence[str
         least = nearest(found)
         yield from _sentence(f"nothing fits; nearest is {' '.join(least.keys)}: {least.refusal}")
         return
-    told = "* the fastest that fits; of those alike what moves least, then what takes least"
-    yield from _sentence(f"{told}: {seconds_text(winner.seconds)} a step")
+    text = "* the fastest that fits; of those alike what moves least, then what takes least"
+    yield from _sentence(f"{text}: {seconds_text(winner.seconds)} a step")
     repeated = [one for one in overrides if one.split("=")[0].lstrip("+") not in NOT_REPEATED]
     repeated = [one for one in repeated if not one.startswith(("plan.", "hydra", "-"))]
     rows = winner.config.batch.numbers()[0]
@@ -179,12 +168,12 @@ def _offloaded(config: Config, machine: Machine) -> list[str]:
     """Where activations that leave a GPU are counted. Those of a CPU stay where they are."""
     if config.zero.activations != "offload" or machine.device == "cpu":
         return []
-    told = "zero.activations=offload: they are counted on the device as if they stayed, which is more than it will hold"
-    return _sentence(f"{told}, and the host needs room for them beside its rows: as much at most")
+    text = "zero.activations=offload: they are counted on the device as if they stayed, which is more than it will hold"
+    return _sentence(f"{text}, and the host needs room for them beside its rows: as much at most")
 
 
 def _formulas(found: Sequence[Choice], numel: int, ranks: int) -> Iterator[str]:
-    """Model states by the papers' formula, by ours, and as planned; and the tutorial's table where it is about this."""
+    """Model states by the papers' formula, by ours, and as planned."""
     planned = [_states_bytes(one.plan) for one in found if one.preset == "none"]
     power, name = next((power, name) for power, name in UNITS if OURS[0].of(numel, ranks) >= 10**power)
     unit = 10**power
@@ -193,15 +182,6 @@ def _formulas(found: Sequence[Choice], numel: int, ranks: int) -> Iterator[str]:
     for stage, (paper, ours, plan_bytes) in enumerate(zip(PAPERS, OURS, planned, strict=True)):
         left, right = (f"{f!s:<10} = {f.of(numel, ranks) / unit:>8.3g}" for f in (paper, ours))
         yield f"  stage {stage:<2}{left:<25}{right:<28}{plan_bytes / unit:>8.3g}"
-    if is_tutorial(numel, ranks):
-        yield "  7B on 4 GPUs, in GB:     " + "".join(f"{f'stage {stage}':>10}" for stage in range(4))
-        for name, values in (
-            (TUTORIAL, TUTORIAL_GB),
-            ("papers' formula", [f.of(TUTORIAL_NUMEL, ranks) / GB for f in PAPERS]),
-            ("ours", [f.of(TUTORIAL_NUMEL, ranks) / GB for f in OURS]),
-        ):
-            yield f"    {name:<23}" + "".join(f"{value:>10g}" for value in values)
-        yield from _sentence(EXPLANATION)
 
 
 def _sentence(text: str) -> list[str]:
@@ -209,6 +189,6 @@ def _sentence(text: str) -> list[str]:
 
 
 def _states_bytes(plan: Plan) -> int:
-    """Parameters, gradients, master and moments, wherever they sleep."""
+    """Parameters, gradients, master and moments, on any tier."""
     states = ("parameters", "gradients", "master", "moments")
     return sum(kinds.get(kind, 0) for kinds in plan.bytes.values() for kind in states)

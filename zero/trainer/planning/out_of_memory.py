@@ -1,4 +1,4 @@
-"""What to say when a GPU ran out of memory although the plan had fitted: what was taken, and what would fit.
+"""The message for a GPU that ran out of memory although the plan fitted: what was taken, and what would fit.
 
 Reality took more than the plan, by what kernels and the allocator hold beside tensors. The same share is expected of
 every other setting.
@@ -18,21 +18,21 @@ from zero.trainer.config import Config
 from zero.trainer.planning.activations import Activations
 from zero.trainer.planning.choices import with_setting
 
-SHOWN = 3
-"""Settings that are proposed."""
+PROPOSED = 3
+"""Settings in one message, at most."""
 
 
 def out_of_memory(config: Config, plan: Plan, model: nn.Module, *, taken_bytes: int, device_bytes: int) -> str:
     """One line.
 
     Args:
-        config: of the run, with every auto settled.
+        config: of the run, with every auto resolved.
         taken_bytes: the most that tensors took on the device.
         device_bytes: all that it has.
     """
     planned_bytes = device_bytes_of(plan)
-    told = f"the GPU ran out of memory: planned {size_text(planned_bytes)}, taken {size_text(taken_bytes)}"
-    told += f" of {size_text(device_bytes)}"
+    message = f"the GPU ran out of memory: planned {size_text(planned_bytes)}, taken {size_text(taken_bytes)}"
+    message += f" of {size_text(device_bytes)}"
     beyond = max(1.0, taken_bytes / planned_bytes)
     fitting = []
     for keys, other in alternatives(config):
@@ -43,8 +43,8 @@ def out_of_memory(config: Config, plan: Plan, model: nn.Module, *, taken_bytes: 
         if needs_bytes < min(device_bytes, taken_bytes):
             fitting.append(f"{keys} ({size_text(needs_bytes)})")
     if not fitting:
-        return f"{told}; nothing smaller fits on {plan.world.size} ranks: use more, or a smaller model.seq"
-    return f"{told}; these would fit: {', or '.join(fitting[:SHOWN])}"
+        return f"{message}; nothing smaller fits on {plan.world.size} ranks: use more, or a smaller model.seq"
+    return f"{message}; these would fit: {', or '.join(fitting[:PROPOSED])}"
 
 
 def device_bytes_of(plan: Plan) -> int:

@@ -183,7 +183,7 @@ class Clock:
 
     def __init__(self, monkeypatch) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr("zero.deepspeed.throughput.time.perf_counter", lambda: self.now_s)
+        monkeypatch.setattr("zero.deepspeed.metrics.time.perf_counter", lambda: self.now_s)
 
     def passes(self, seconds: float) -> None:
         self.now_s += seconds

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import zero
 from tests.deepspeed.test_engine import WIDTH, Net, config, net, rows
+from zero.checkpoint.json_values import from_json
 from zero.deepspeed import missing_names
-from zero.deepspeed.plain import read_back
 from zero.errors import ConfigError
 from zero.testing import run_ranks
 
@@ -499,7 +499,7 @@ def test_what_a_script_remembers_comes_back_as_it_was(tmp_path: Path):
 @pytest.mark.parametrize("said", [["load", [1], "AAAA"], ["int8", [5], "AAAA"], ["int8", "x", "AAAA"], ["int8"], 3])
 def test_a_tensor_that_a_file_cannot_mean_is_refused(said):
     with pytest.raises(zero.ZeroError, match="the client state has a tensor that cannot be read"):
-        read_back({"zero: a tensor": said})
+        from_json({"zero: a tensor": said})
 
 
 class WithHead(Net):

@@ -19,7 +19,7 @@ from torch import nn
 
 import zero
 from zero.checkpoint import load, open_checkpoint, save
-from zero.deepspeed.parameters import safe_get_full_grad
+from zero.deepspeed.model import safe_get_full_grad
 from zero.engine import saved_tensors
 from zero.engine.full import digest
 from zero.testing import RaceError, run_processes, run_ranks, simulated_gpu
@@ -508,7 +508,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "zero/engine/gradient.py:PagedGradients._give_back": ("held",),
     "zero/engine/gradient.py:PagedGradients._finish_oldest": ("infinity",),
     "zero/engine/first_values.py": ("nvme",),
-    "zero/deepspeed/original.py": ("a loop of one's own",),
+    "zero/deepspeed/initialize.py": ("a loop of one's own",),
     "zero/engine/step.py:Step": ("interrupted",),
     "zero/engine/step.py:_tell": ("stage 1",),
     "zero/engine/step.py:_wait_for_update": ("serial",),

@@ -1,8 +1,8 @@
-"""The face of a run for a loop of the user's own: forward, backward, step, in DeepSpeed's words.
+"""The engine that `zero.initialize` returns: forward, backward and step for a loop of the user's own.
 
-A microbatch begins with the first forward after `step()`, and ends with the next `step()`: between them may be any
+A microbatch begins with the first forward after `step()` and ends with the next `step()`. Between them may be any
 number of forwards and backwards, by `engine.backward(loss)` or by `engine.scale(loss).backward()`. Every
-`gradient_accumulation_steps()`-th call of `step()` updates.
+`gradient_accumulation_steps()`-th call of `step()` updates the parameters.
 """
 
 import logging
@@ -17,14 +17,12 @@ from torch import Tensor, nn
 
 from zero.core.tree import replaced, tensors_in
 from zero.deepspeed import missing_names
-from zero.deepspeed.grads import Grads
+from zero.deepspeed.checkpoints import EngineCheckpoints
 from zero.deepspeed.loader import Loader
-from zero.deepspeed.optimizers import Optimizer, Taken
-from zero.deepspeed.original import hand_over
-from zero.deepspeed.saved import EngineCheckpoints
+from zero.deepspeed.metrics import RunLog, Throughput
+from zero.deepspeed.model import Grads, take_over
+from zero.deepspeed.optimizers import Optimizer, PassedOptimizer
 from zero.deepspeed.schedulers import Scheduler
-from zero.deepspeed.throughput import Throughput
-from zero.deepspeed.watched import Watched
 from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.engine.step import Metrics, Step
@@ -36,7 +34,7 @@ from zero.trainer.config import Config
 log = logging.getLogger("zero")
 
 MANY_FORWARDS = 64
-"""Of one microbatch. So many are rarely meant, and often a forgotten `step()`."""
+"""Forwards of one microbatch: that many are rarely meant, and often a forgotten `step()`."""
 
 _NO_FORWARD = "no forward in training mode, engine.train(),"
 _WITHOUT_DROPOUT = (
@@ -45,13 +43,13 @@ _WITHOUT_DROPOUT = (
 
 
 class Engine(EngineCheckpoints):
-    """A model in training. Made by `initialize`; what it does not have is looked for in the model.
+    """A model in training. `zero.initialize` makes it; a name that it does not have is looked up in the model.
 
     Attributes:
         module: the model, which runs on gathered parameters.
-        optimizer: whose `param_groups` every update reads.
-        lr_scheduler: stepped with each update that was really made; None if there is none.
-        metrics: what the last step did; None before the first.
+        optimizer: its `param_groups` are read at every update.
+        lr_scheduler: stepped after each update that was really made; None if there is none.
+        metrics: results of the last step; None before the first.
         micro_steps: calls of `step()`.
         training_dataloader: the loader that `initialize` made; None if it was given no data.
         tput_timer: rows a second, from each step's first forward to its end.
@@ -67,14 +65,14 @@ class Engine(EngineCheckpoints):
         state: State,
         optimizer: Optimizer,
         *,
-        taken: Taken | None,
+        passed: PassedOptimizer | None,
         lr_scheduler: Scheduler | None,
         managed: bool,
-        watched: Watched | None,
+        run_log: RunLog | None,
     ) -> None:
         self.config, self.plan, self.optimizer, self.lr_scheduler = config, plan, optimizer, lr_scheduler
         self._state, self._managed = state, managed
-        self._taken, self._watched = taken, watched
+        self._passed, self._run_log = passed, run_log
         self._step: Step | None = None
         self._in_microbatch = self._in_no_sync = self._applied = False
         self._forwards = 0  # in this microbatch
@@ -83,27 +81,37 @@ class Engine(EngineCheckpoints):
         self._boundary: bool | None = None
         self.metrics: Metrics | None = None
         self.micro_steps = 0
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._groups = list(optimizer.param_groups)  # the dicts themselves: every update reads these
         optimizer.engine = self
-        self._call = hand_over(state.model, self)
+        self._call = take_over(state.model, self)
         state.runtime.gatherer.entering = _entering(weakref.ref(self))
         self._grads = Grads(self)
         state.runtime.gatherer.arriving = self._grads.arriving
-        self._closing = weakref.finalize(self, _close_aside, store, watched)
+        self._closing = weakref.finalize(self, _close_in_thread, store, run_log)
         self._closing.atexit = False
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; floating-point tensors are cast to the dtype that it computes in."""
-        state = self._living()
+        """Run the model on full parameters, gathered as they are needed. Collective.
+
+        Args:
+            args, kwargs: the model's; floating-point tensors are cast to the dtype that it computes in.
+
+        Returns:
+            What the model returns.
+
+        Raises:
+            ConfigError: the engine was destroyed.
+        """
+        state = self._open_state()
         if self.plan.trains and torch.is_grad_enabled() and self.module.training:
             self._begin_microbatch()
         elif self._step is None:
             state.runtime.gatherer.begin()
         args, kwargs = self._cast((args, kwargs))
-        with self._abandoning():
+        with self._abort_on_error():
             return self._call(args, kwargs)
 
     __call__ = forward
@@ -116,40 +124,55 @@ class Engine(EngineCheckpoints):
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
     ) -> Tensor:
-        """Backward from the mean loss of the microbatch; returns its share of the step's loss.
+        """Backward from the mean loss of a microbatch. Collective.
 
         Args:
+            loss: () the mean over this rank's rows; the loss scale of fp16 is applied to it.
             allreduce_gradients, release_loss: for old calls; gradients are reduced once per microbatch or step.
-            scale_wrt_gas: False if `loss` is that share already.
+            retain_graph: as torch's.
+            scale_wrt_gas: False if `loss` is divided by `gradient_accumulation_steps()` already.
+
+        Returns:
+            () the loss divided by `gradient_accumulation_steps()`, without a graph.
+
+        Raises:
+            ConfigError: there was no forward in training mode, or nothing trains.
         """
         self._grads.take_back()
         count = self.plan.accumulate
-        whole = loss if scale_wrt_gas else loss * count
-        with self._abandoning():
-            self._under_way("backward").backward(whole, retain_graph=retain_graph)
-        return whole.detach() / count
+        mean = loss if scale_wrt_gas else loss * count
+        with self._abort_on_error():
+            self._current_step("backward").backward(mean, retain_graph=retain_graph)
+        return mean.detach() / count
 
     def scale(self, loss: Tensor, *, already: bool = False) -> Tensor:
-        """What to call `backward` on by hand: it has fp16's loss scale in it.
+        """The tensor to call `backward` on by hand: `loss` times the loss scale of fp16.
 
         Args:
+            loss: of any shape; with one element it counts as the loss of the microbatch.
             already: the scale is in `loss`, or in the gradient that its backward will be given.
-        """
-        under_way = self._under_way("scale")
-        self._grads.take_back()
-        if loss.numel() == 1 and not already:
-            under_way.count(loss)
-        return under_way.scaled(loss, already=already)
 
-    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End a microbatch; at the end of an accumulation update the parameters, and the learning rate after them.
-
-        Args:
-            lr_kwargs: for the scheduler's `step`, such as the metrics of ReduceLROnPlateau.
+        Returns:
+            (shape of `loss`) the tensor for `backward`.
 
         Raises:
-            ConfigError: there was no forward, or on no rank a backward; inside `no_sync`; or a backward by hand without
-                `scale` in fp16.
+            ConfigError: there was no forward in training mode, or nothing trains.
+        """
+        step = self._current_step("scale")
+        self._grads.take_back()
+        if loss.numel() == 1 and not already:
+            step.count(loss)
+        return step.scaled(loss, already=already)
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """End a microbatch; at the end of an accumulation update the parameters, then the learning rate. Collective.
+
+        Args:
+            lr_kwargs: arguments for the scheduler's `step`, such as the metrics of ReduceLROnPlateau.
+
+        Raises:
+            ConfigError: there was no forward, or no rank has made a backward; it is called inside `no_sync`; or a
+                backward by hand in fp16 was made without `scale`.
         """
         if not self._in_microbatch:
             self._refuse_without_training("step")
@@ -163,20 +186,24 @@ class Engine(EngineCheckpoints):
             self._grads.take_back()
             return
         self.optimizer.step()
-        if self._taken is not None:
-            self._taken.step()
+        if self._passed is not None:
+            self._passed.step()
         if self.lr_scheduler is not None and self.was_step_applied():
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients that have arrived since the last update."""
+        """Drop the gradients that have arrived since the last update.
+
+        Args:
+            set_to_none: for old calls; it has no effect.
+        """
         self._grads.drop()
         if self._step is not None:
             self._step.forget()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Microbatches that do not end a step. Gradients are added up in any case, so nothing else changes here."""
+        """Inside, `step()` is refused. Gradients are added up in any case, so nothing else changes."""
         before, self._in_no_sync = self._in_no_sync, True
         try:
             yield
@@ -184,30 +211,41 @@ class Engine(EngineCheckpoints):
             self._in_no_sync = before
 
     def train(self, mode: bool = True) -> "Engine":
+        """Set the model's training mode, as torch does."""
         self.module.train(mode)
         return self
 
     def eval(self) -> "Engine":
+        """Set the model's evaluation mode, in which a forward begins no microbatch."""
         return self.train(False)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """The next `step()` updates."""
+        """Whether the next `step()` updates the parameters."""
         if self._boundary is not None:
             return self._boundary
         begun = 0 if self._step is None else self._step.microbatches
         return not self._managed or begun + (not self._in_microbatch) >= self.plan.accumulate
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say whether the next `step()` updates; None: count again."""
+        """Decide whether the next `step()` updates the parameters.
+
+        Args:
+            is_boundary: None counts microbatches again.
+        """
         self._boundary = is_boundary
 
     def was_step_applied(self) -> bool:
-        """The last call of `step()` changed the parameters: it was the end of an accumulation, and not skipped."""
+        """Whether the last `step()` changed the parameters: at the end of an accumulation, and not skipped."""
         return self._applied
 
     @property
     def state(self) -> State:
-        return self._living()
+        """The state, for `zero.get_full` and its like.
+
+        Raises:
+            ConfigError: the engine was destroyed.
+        """
+        return self._open_state()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -222,12 +260,12 @@ class Engine(EngineCheckpoints):
                 raise missing_names.missing("engine", name) from None
             raise
 
-    # -- what the optimizer is asked for -------------------------------------------------------------------------------
+    # -- what the optimizer calls --------------------------------------------------------------------------------------
 
     def update(self) -> None:
         """The update of all parameters; `step` and `optimizer.step` call it."""
-        step = self._under_way("step")
-        with self._abandoning():
+        step = self._current_step("step")
+        with self._abort_on_error():
             self._check(step)
             self._grads.take_back()
             self._state, self.metrics = step.finish()
@@ -236,38 +274,40 @@ class Engine(EngineCheckpoints):
         self._step, self._in_microbatch = None, False
         self._applied = not self.metrics.skipped
         self.tput_timer.stop(global_step=True)
-        if self._watched is not None:
-            self._watched.stepped(self.metrics, has_loss=step.has_loss)
+        if self._run_log is not None:
+            self._run_log.log_step(self.metrics, has_loss=step.has_loss)
 
     def forget(self) -> None:
-        """A habit before every backward: what earlier microbatches have added up stays."""
+        """`optimizer.zero_grad()`, a habit before every backward: the sum of earlier microbatches is kept."""
         if self._step is not None and (self._step.microbatches > 1 or not self._in_microbatch):
-            self._say_once("optimizer.zero_grad() does nothing while microbatches add up; engine.zero_grad() drops all")
+            self._warn_once(
+                "optimizer.zero_grad() does nothing while microbatches add up; engine.zero_grad() drops all"
+            )
         else:
             self.zero_grad()
 
     def gradient_of(self, name: str) -> Tensor | None:
-        """What `grad` of a parameter reads as: see `Grads`."""
+        """`grad` of the parameter `name`: see `Grads`."""
         arrived = self._step is not None and self._step.has_gradients
         return self._grads.of(name) if arrived else None
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Give back files and memory; the engine cannot be used after it. Once more does nothing.
+        """Close files and free memory; the engine cannot be used after it. A second call has no effect.
 
-        An engine that is only dropped gives them back when Python comes to it, and its rows then end without a word.
+        An engine that is only dropped closes when Python collects it; its summary.json then says that it is running.
         """
         closing = self._closing.detach()
         if closing is None:
             return
         if self._in_microbatch and self._state.runtime.gatherer.arrived:
-            self._say_once("engine.destroy(): gradients have arrived that no engine.step() has taken")
-        self._abandon()
-        if self._taken is not None:
-            self._taken.release()
-        _, _, (store, watched), _ = closing
-        _close("finished", store, watched)
+            self._warn_once("engine.destroy(): gradients have arrived that no engine.step() has taken")
+        self._abort()
+        if self._passed is not None:
+            self._passed.release()
+        _, _, (store, run_log), _ = closing
+        _close("finished", store, run_log)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -286,63 +326,63 @@ class Engine(EngineCheckpoints):
             self._step.microbatch()
             self._in_microbatch, self._forwards = True, 0
         self._forwards += 1
-        says_when = self._boundary is not None or self._in_no_sync  # and so means it
-        if self._forwards == MANY_FORWARDS and self._managed and not says_when:
-            self._say_once(
+        is_meant = self._boundary is not None or self._in_no_sync
+        if self._forwards == MANY_FORWARDS and self._managed and not is_meant:
+            self._warn_once(
                 f"{MANY_FORWARDS} forwards since the last engine.step(): nothing is updated before it is called, after "
                 "each microbatch"
             )
 
     def _gather_ahead(self) -> None:
-        """Start to gather what is resident, unless threads are at its update: so one rank alone may read it, save it or
-        compute with it, as scripts for DeepSpeed's first stages do."""
+        """Start to gather resident parameters, unless threads still update them. Then one rank alone may read, save or
+        run them, as scripts for DeepSpeed's first stages do."""
         runtime = self._state.runtime
         if not any(unit.due for unit in runtime.units):
             runtime.align()
 
-    def _living(self) -> State:
+    def _open_state(self) -> State:
         if not self._closing.alive:
             raise ConfigError("this engine was destroyed; make another one with zero.initialize")
         return self._state
 
-    def _under_way(self, asked: str) -> Step:
+    def _current_step(self, method: str) -> Step:
         if self._step is None:
-            self._refuse_without_training(asked)
-            raise ConfigError(f"engine.{asked}(): {_NO_FORWARD} since the last step; {_WITHOUT_DROPOUT}")
+            self._refuse_without_training(method)
+            raise ConfigError(f"engine.{method}(): {_NO_FORWARD} since the last step; {_WITHOUT_DROPOUT}")
         return self._step
 
-    def _refuse_without_training(self, asked: str) -> None:
+    def _refuse_without_training(self, method: str) -> None:
         if not self.plan.trains:
             raise ConfigError(
-                f"engine.{asked}(): nothing trains here: no optimizer holds a parameter that requires a gradient; "
+                f"engine.{method}(): nothing trains here: no optimizer holds a parameter that requires a gradient; "
                 "gradients of inputs come with loss.backward()"
             )
 
     @contextmanager
-    def _abandoning(self) -> Iterator[None]:
-        """What raises inside ends the step under way."""
+    def _abort_on_error(self) -> Iterator[None]:
+        """An error inside drops the current step."""
         try:
             yield
         except BaseException:
-            self._abandon()
+            self._abort()
             raise
 
-    def _abandon(self) -> None:
+    def _abort(self) -> None:
         step, self._step = self._step, None
         self._in_microbatch = False
         self._grads.drop()
         if step is not None:
             step.abandon()
 
-    def _say_once(self, line: str) -> None:
-        if line not in self._said and self.global_rank == 0:
+    def _warn_once(self, line: str) -> None:
+        if line not in self._warned and self.global_rank == 0:
             log.warning("%s", line)
-        self._said.add(line)
+        self._warned.add(line)
 
     def _check(self, step: Step) -> None:
-        """Refuse an update that would not be what the script means."""
+        """Refuse an update that is not what the script means."""
         wanted = [id(group) for group in self._groups]
-        for one in (self.optimizer, *([self._taken.given] if self._taken is not None else [])):
+        for one in (self.optimizer, *([self._passed.given] if self._passed is not None else [])):
             if [id(group) for group in one.param_groups] != wanted:
                 raise ConfigError(
                     "the optimizer got other groups than zero.initialize was given (add_param_group, load_state_dict): "
@@ -356,7 +396,7 @@ class Engine(EngineCheckpoints):
 
 
 def _entering(held: "weakref.ref[Engine]") -> Callable[[], None]:
-    """A microbatch begins with whatever reads parameters in training first: a method of the model, or the loss."""
+    """Begin a microbatch with the first read of parameters in training: by a method of the model, or by the loss."""
 
     def entering() -> None:
         engine = held()
@@ -368,18 +408,18 @@ def _entering(held: "weakref.ref[Engine]") -> Callable[[], None]:
     return entering
 
 
-def _close(how: str | None, store: PrefetchStore, watched: Watched | None) -> None:
-    """End the rows, and give back files and memory even if that fails."""
+def _close(how: str | None, store: PrefetchStore, run_log: RunLog | None) -> None:
+    """End the rows, and close the store even if that fails."""
     try:
-        if watched is not None:
-            watched.close(how)
+        if run_log is not None:
+            run_log.close(how)
     finally:
         store.close()
 
 
-def _close_aside(store: PrefetchStore, watched: Watched | None) -> None:
-    """What becomes of an engine that nobody has destroyed.
+def _close_in_thread(store: PrefetchStore, run_log: RunLog | None) -> None:
+    """Close an engine that was not destroyed.
 
-    In a thread of its own: Python may come to it anywhere, in the store's threads and under its lock too.
+    In a thread of its own, because Python may collect it anywhere, in the store's threads and under its lock too.
     """
-    Beside(partial(_close, None, store, watched), name="closing").start()
+    Beside(partial(_close, None, store, run_log), name="closing").start()

@@ -1,11 +1,9 @@
-"""From a model, a config and whatever else a DeepSpeed script passes to a running engine."""
+"""`zero.initialize`: from a model, a config and what else a DeepSpeed script passes to a running engine."""
 
 import argparse
 import contextlib
-import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,26 +14,21 @@ from torch import nn
 from zero.deepspeed.config import Translation, translate
 from zero.deepspeed.engine import Engine
 from zero.deepspeed.loader import Loader
-from zero.deepspeed.optimizers import KINDS, Optimizer, Taken, names_of, settings_of, trained, transform
-from zero.deepspeed.original import rank_0, share_buffers, training_only
-from zero.deepspeed.parameters import LEAVES
-from zero.deepspeed.plain import plain
-from zero.deepspeed.precompiled import as_written, beneath
-from zero.deepspeed.schedulers import Scheduled, Scheduler
-from zero.deepspeed.watched import Watched
+from zero.deepspeed.metrics import RunLog, run_folder, run_settings
+from zero.deepspeed.model import LEAF_CLASSES, bypass_compiled, uncompiled
+from zero.deepspeed.optimizers import Optimizer, PassedOptimizer, names_of, trained, transform
+from zero.deepspeed.schedulers import ConfigScheduler, Scheduler
 from zero.distributed.world import World, open_default_group
 from zero.engine.first_values import Weights
 from zero.engine.init import init, open_store
+from zero.engine.module_copy import buffers_of
 from zero.engine.plan import Plan
 from zero.errors import ConfigError
 from zero.store import PrefetchStore
-from zero.trainer.build import build_optimizer, build_plan
-from zero.trainer.config import Config, OneCycle, Wandb, read
+from zero.trainer.build import build_plan
+from zero.trainer.config import Config, read
 
 log = logging.getLogger("zero")
-
-TRUE_OF_ANY_LOOP = ("mode", "zero", "offload", "batch", "precision", "tracker")
-"""Sections of a config that say the same of a model and a loop of the user's own."""
 
 ConfigSource = Mapping[str, Any] | str | PathLike[str]
 AnyOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
@@ -60,30 +53,38 @@ def initialize(
     tokens_per_row: int = 1,
     **others: Any,
 ) -> tuple[Engine, Optimizer | None, Loader | None, Scheduler | None]:
-    """An engine for `model`, the optimizer whose groups it reads, a loader and a scheduler. Collective.
+    """Make an engine for `model`, the optimizer whose groups it reads, a loader and a scheduler. Collective.
 
-    Without an optimizer nothing is trained: the parameters are in shards all the same, and run.
+    The model is taken over, with rank 0's values: `engine.module` is `model`, and whoever holds it can still call it,
+    read its parameters or its `state_dict()`, put hooks on it or set its modes. As its parameters are sharded, all
+    ranks have to read the same ones. They are written with `zero.gathered` and `zero.set_full`.
 
-    The model is taken over, with rank 0's values: `engine.module` is `model`, and it stays what it was for whoever
-    calls it, reads its parameters or its `state_dict()`, puts hooks on it or sets its modes. As its parameters are in
-    shards, every rank has to read them alike. They are written with `zero.gathered` and `zero.set_full`.
+    Without an optimizer nothing is trained; the parameters are sharded and can be run all the same.
 
     Args:
-        args: where `args.deepspeed_config` names the config, for scripts with `add_config_arguments`.
-        model: on any device; parameters on meta (`zero.empty()`) get their values from `weights` or
-            `reset_parameters`. Of what `torch.compile` made of a model, the model is taken, and its units are compiled.
-        optimizer: of torch, or a function that makes one; wins over the config's. Its groups stay live.
-        model_parameters: what the config's optimizer trains, plain or in groups; None: everything that requires grad.
-        training_data: a dataset, for the returned loader of microbatches of this rank.
-        lr_scheduler: of torch, or a function that makes one from the returned optimizer; wins over the config's. The
+        args: its attribute `deepspeed_config` names the config, for scripts with `add_config_arguments`.
+        model: on any device. Parameters on meta (`zero.empty()`) get their values from `weights` or
+            `reset_parameters`. A model that `torch.compile` was given is used without it, and its units are compiled.
+        optimizer: a torch optimizer, or a function from parameters to one; wins over the config's. Its groups are read
+            at every update.
+        model_parameters: parameters, or groups of them, for the config's optimizer; None: all that require a gradient.
+        training_data: a dataset for the returned loader, which gives this rank's microbatches; None: no loader.
+        lr_scheduler: a torch scheduler, or a function from the returned optimizer to one; wins over the config's. The
             engine steps it.
-        config: a `ds_config.json`: its path, its text, or what is in it.
+        collate_fn: makes a batch of a list of rows of `training_data`; None: torch's.
+        config: a `ds_config.json`: its path, its text, or a dict.
+        config_params: an older name of `config`.
         world: the ranks; None: those of the environment.
-        weights, seed: see `zero.init`.
-        folder: where the run leaves its rows and settings, and W&B its own; `run-2` and so on below it where another
-            run has left some that no loaded checkpoint goes on with. None: nowhere, or `runs/DATE/TIME` if the config
-            asks for W&B. Rank 0 writes it.
-        tokens_per_row: what a row of the batch counts as in speeds; 1 counts rows.
+        weights: first values in place of rank 0's model: a file, a mapping or a function, see `zero.init`.
+        seed: of first values and of the loader's order.
+        folder: where rank 0 writes rows and settings, and W&B its files. If another run has written there, and no
+            checkpoint of it is loaded, `run-2` and so on below it. None: no files, or `runs/DATE/TIME` if the config
+            has W&B.
+        tokens_per_row: tokens of a row of the batch, for speeds; 1 counts rows.
+        others: `dist_init_required` and `distributed_port` have no effect; `mpu` and `mesh_param` must be None.
+
+    Returns:
+        (engine, optimizer, loader, scheduler); the last three None where there is none.
 
     Raises:
         ConfigError: one line that names the key, the value and what to do.
@@ -92,59 +93,79 @@ def initialize(
         raise ConfigError("zero.initialize needs model=")
     for key, value in others.items():
         _refuse_argument(key, value)
-    compiled, model = model, beneath(model)
+    compiled, model = model, uncompiled(model)
     world = world or World.from_env()
-    told = translate(_one_config(args, config, config_params), world_size=world.size)
-    for line in told.notes if world.rank == 0 else ():
+    translation = translate(_one_config(args, config, config_params), world_size=world.size)
+    for line in translation.notes if world.rank == 0 else ():
         log.warning("%s", line)
-    settled = _settled(told, world)
-    given, made = _optimizer(optimizer, model_parameters, model, settled, told)
-    settings = _settings(settled, made)  # before a scheduler writes into the groups
-    scheduler = _scheduler(lr_scheduler, made, settled, told) if trained(made) else None
+    settings = _settings(translation, world)
+    passed, made = _optimizer(optimizer, model_parameters, model, settings, translation)
+    recorded = run_settings(settings, made)  # before a scheduler writes into the groups
+    scheduler = _scheduler(lr_scheduler, made, settings, translation) if trained(made) else None
     with contextlib.ExitStack() as undo:  # what a refusal half-way must not leave open
-        backend, compiled_again = as_written(compiled)
+        backend, compiled_again = bypass_compiled(compiled)
         undo.callback(compiled_again)
-        with training_only(model, trained(made)):
-            chosen = transform(made, names_of(model), settled.optim.clip)
-            units = _units(told, model)
-            plan = build_plan(settled, model, world, optimizer=chosen, units=units, compile=backend, in_place=True)
+        with _others_frozen(model, trained(made)):
+            chosen = transform(made, names_of(model), settings.optim.clip)
+            units = _units(translation, model)
+            plan = build_plan(settings, model, world, optimizer=chosen, units=units, compile=backend, in_place=True)
             store = open_store(plan)
             undo.callback(store.close)
-            state = init(plan, store, seed=seed, weights=rank_0(model, world) if weights is None else weights)
-        share_buffers(state.model, world)
-        watched = _watched(settled, settings, told, plan, store, folder, tokens_per_row)
+            first = _values_of_rank_0(model, world) if weights is None else weights
+            state = init(plan, store, seed=seed, weights=first)
+        _broadcast_buffers(state.model, world)
+        run_log = _run_log(settings, recorded, translation, plan, store, folder, tokens_per_row)
         undo.pop_all()
     engine = Engine(
-        settled,
+        settings,
         plan,
         store,
         state,
         made,
-        taken=None if given is None else Taken(given),
+        passed=None if passed is None else PassedOptimizer(passed),
         lr_scheduler=scheduler,
-        managed=told.managed,
-        watched=watched,
+        managed=translation.managed,
+        run_log=run_log,
     )
     returned = made if trained(made) else None
     if training_data is None:
         return engine, returned, None, scheduler
-    rows = engine.train_micro_batch_size_per_gpu()
-    loader = Loader(training_data, world, rows=rows, seed=seed, collate=collate_fn, drop_last=told.drop_last)
+    rows, drop_last = engine.train_micro_batch_size_per_gpu(), translation.drop_last
+    loader = Loader(training_data, world, rows=rows, seed=seed, collate=collate_fn, drop_last=drop_last)
     engine.training_dataloader = loader
     return engine, returned, loader, scheduler
 
 
-def init_distributed(*args: Any, **how: Any) -> None:
-    """Open torch's default process group, for scripts that use it before `initialize`, which needs no such call."""
+def init_distributed(*args: Any, **kwargs: Any) -> None:
+    """Open torch's default process group, for scripts that use it before `initialize`, which does not need it.
+
+    Args:
+        args, kwargs: for old calls; the environment says what backend and which ranks there are.
+    """
     open_default_group()
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--deepspeed` and `--deepspeed_config`."""
+    """Add `--deepspeed`, which has no effect, and `--deepspeed_config`, the path of the `ds_config.json`.
+
+    Args:
+        parser: it is changed and returned.
+    """
     group = parser.add_argument_group("zero")
     group.add_argument("--deepspeed", action="store_true", help="for old command lines; nothing depends on it")
     group.add_argument("--deepspeed_config", help="path of the ds_config.json")
     return parser
+
+
+# Arguments
+
+
+def _refuse_argument(key: str, value: Any) -> None:
+    harmless = ("dist_init_required", "distributed_port")
+    if key not in (*harmless, "mpu", "mesh_param"):
+        raise ConfigError(f"zero.initialize has no argument {key}")
+    if value is not None and key not in harmless:
+        raise ConfigError(f"zero.initialize: {key} is for model parallelism, which is not here; leave it out")
 
 
 def _one_config(args: Any, config: ConfigSource | None, old: ConfigSource | None) -> ConfigSource:
@@ -160,9 +181,9 @@ def _one_config(args: Any, config: ConfigSource | None, old: ConfigSource | None
     return named[0][1]
 
 
-def _settled(told: Translation, world: World) -> Config:
-    """The config in our words, with nothing left open: for a model of the user's there is nothing to settle it by."""
-    settings = told.settings
+def _settings(translation: Translation, world: World) -> Config:
+    """The config as settings of this library; nothing may be "auto", because a user's model has no planner."""
+    settings = translation.settings
     if settings.get("zero", {}).get("stage") == "auto":
         raise ConfigError("zero_optimization.stage=auto: write the number; python train.py mode=plan compares them")
     rows = settings.get("batch", {})
@@ -172,93 +193,89 @@ def _settled(told: Translation, world: World) -> Config:
     return read({**settings, "zero": own}).on(world.size)
 
 
-def _units(told: Translation, model: nn.Module) -> list[str]:
-    """What the JSON and `set_z3_leaf_modules` say of units; none: the default policy."""
-    leaves = vars(model).get(LEAVES, [])
-    return [*told.settings.get("zero", {}).get("units", ["auto"] if leaves else []), *leaves]
-
-
-def _refuse_argument(key: str, value: Any) -> None:
-    harmless = ("dist_init_required", "distributed_port")
-    if key not in (*harmless, "mpu", "mesh_param"):
-        raise ConfigError(f"zero.initialize has no argument {key}")
-    if value is not None and key not in harmless:
-        raise ConfigError(f"zero.initialize: {key} is for model parallelism, which is not here; leave it out")
-
-
-def _listed(parameters: Iterable[Any] | None, model: nn.Module) -> list[Any]:
-    if parameters is None:
-        return [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return list(parameters)
+def _units(translation: Translation, model: nn.Module) -> list[str]:
+    """Classes of units by the JSON and by `set_z3_leaf_modules`; none: the default policy."""
+    leaves = vars(model).get(LEAF_CLASSES, [])
+    return [*translation.settings.get("zero", {}).get("units", ["auto"] if leaves else []), *leaves]
 
 
 def _optimizer(
-    asked: AnyOptimizer, parameters: Iterable[Any] | None, model: nn.Module, config: Config, told: Translation
+    passed: AnyOptimizer, parameters: Iterable[Any] | None, model: nn.Module, config: Config, translation: Translation
 ) -> tuple[torch.optim.Optimizer | None, Optimizer]:
-    """The optimizer of torch that was passed, if one was, and ours with the same groups or with the config's."""
-    if callable(asked) and not isinstance(asked, torch.optim.Optimizer):
-        asked = asked(_listed(parameters, model))
-    if isinstance(asked, Optimizer):
-        return None, asked
-    if asked is not None:
-        return asked, Optimizer.of(asked)
-    if not told.has_optimizer:
+    """The torch optimizer that was passed, if one was, and ours with its groups or the config's."""
+    if isinstance(passed, Optimizer):
+        return None, passed
+    if isinstance(passed, torch.optim.Optimizer):
+        return passed, Optimizer.of(passed)
+    if passed is None and not translation.has_optimizer:
         return None, Optimizer.of_nothing()
-    return None, _from_config(config, _listed(parameters, model))
+    listed = [one for one in model.parameters() if one.requires_grad] if parameters is None else list(parameters)
+    if passed is None:
+        return None, Optimizer.of_config(config, listed)
+    return _optimizer(passed(listed), None, model, config, translation)
 
 
-def _from_config(config: Config, parameters: list[Any]) -> Optimizer:
-    """The config's optimizer in torch's shape."""
-    chosen = config.optim
-    told = build_optimizer(config).groups[0](1)
-    defaults: dict[str, Any] = {"lr": chosen.lr, "weight_decay": chosen.weight_decay}
-    if chosen.name == "sgd":
-        defaults |= {"momentum": chosen.momentum, "nesterov": chosen.nesterov}
-    elif chosen.name == "adagrad":
-        defaults |= {"eps": chosen.eps, "lr_decay": 0.0}
-    else:
-        defaults["betas"] = told.betas
-        if chosen.name != "lion":
-            defaults["eps"] = chosen.eps
-    assert chosen.name in KINDS
-    return Optimizer(parameters, defaults, chosen.name)
-
-
-def _scheduler(asked: AnyScheduler, optimizer: Optimizer, config: Config, told: Translation) -> Scheduler | None:
-    if callable(asked) and not isinstance(asked, torch.optim.lr_scheduler.LRScheduler):
-        made: Scheduler = asked(optimizer)
+def _scheduler(
+    passed: AnyScheduler, optimizer: Optimizer, config: Config, translation: Translation
+) -> Scheduler | None:
+    if callable(passed) and not isinstance(passed, torch.optim.lr_scheduler.LRScheduler):
+        made: Scheduler = passed(optimizer)
         return made
-    if asked is not None:
-        scheduler: Scheduler = asked
-        return scheduler
-    if not told.has_scheduler:
-        return None
-    lr = None if told.peak_is_for_all else config.optim.lr
-    momenta = isinstance(config.schedule, OneCycle) and bool(config.schedule.momentum)
-    return Scheduled(optimizer.param_groups, build_optimizer(config), lr, momenta=momenta)
+    if passed is None and translation.has_scheduler:
+        return ConfigScheduler.of(translation, config, optimizer.param_groups)
+    return passed
 
 
-def _settings(config: Config, optimizer: Optimizer) -> dict[str, Any]:
-    """What was set, as JSON holds it: of the config what is true here, without our model, data, schedule and steps."""
-    groups = {str(number): group for number, group in enumerate(settings_of(optimizer.param_groups))}
-    own = {"kind": optimizer.kind, "clip": config.optim.clip, "groups": groups}
-    ours = {key: value for key, value in config.plain().items() if key in TRUE_OF_ANY_LOOP}
-    return {**ours, "optimizer": json.loads(json.dumps(plain(own), default=str))}
-
-
-def _watched(
+def _run_log(
     config: Config,
     settings: Mapping[str, Any],
-    told: Translation,
+    translation: Translation,
     plan: Plan,
     store: PrefetchStore,
     folder: str | PathLike[str] | None,
     tokens_per_row: int,
-) -> Watched | None:
-    """What the run leaves behind; None where nobody asked for anything."""
-    if folder is None and isinstance(config.tracker, Wandb):
-        folder = Path("runs") / f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}"
-    if folder is None and "every" not in told.settings.get("tracker", {}):
+) -> RunLog | None:
+    """The rows of the run; None where neither a folder nor `steps_per_print` asks for them."""
+    place = run_folder(config, None if folder is None else Path(folder))
+    if place is None and "every" not in translation.settings.get("tracker", {}):
         return None
-    place = None if folder is None else Path(folder)
-    return Watched(config, settings, plan, store, place, tokens_per_row=tokens_per_row)
+    return RunLog(config, settings, plan, store, place, tokens_per_row=tokens_per_row)
+
+
+# First values
+
+
+@contextlib.contextmanager
+def _others_frozen(model: nn.Module, chosen: set[int]) -> Iterator[None]:
+    """Inside, parameters that no optimizer was given do not require a gradient."""
+    others = [one for one in model.parameters() if one.requires_grad and id(one) not in chosen]
+    for one in others:
+        one.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for one in others:
+            one.requires_grad_(True)
+
+
+def _values_of_rank_0(model: nn.Module, world: World) -> Weights:
+    """Rank 0's values, one parameter at a time; None where any parameter is on meta."""
+    held = dict(model.named_parameters())
+    if any(parameter.is_meta for parameter in held.values()):
+        return None
+    values = {name: parameter.detach() for name, parameter in held.items()}  # before it is taken over
+
+    def fill(name: str, tensor: torch.Tensor) -> None:
+        tensor.copy_(values[name])
+        world.broadcast(tensor, what=f"first values of {name}").wait()
+
+    return fill
+
+
+def _broadcast_buffers(model: nn.Module, world: World) -> None:
+    """Give every rank rank 0's buffers."""
+    for name, buffer in buffers_of(model).items():
+        full = buffer.contiguous()
+        world.broadcast(full, what=f"buffer {name}").wait()
+        if not torch.equal(full, buffer):
+            buffer.copy_(full)

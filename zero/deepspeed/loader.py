@@ -1,7 +1,10 @@
-"""The loader that `zero.initialize` makes of a dataset: each rank sees its own rows, another order every epoch."""
+"""Loaders: the one that `zero.initialize` makes of a dataset, and DeepSpeed's loader without an end.
+
+Each rank reads its own rows, in another order every epoch.
+"""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -13,12 +16,21 @@ log = logging.getLogger("zero")
 
 
 class Loader:
-    """Microbatches of this rank; every `iter` is an epoch, shuffled by (seed, epoch) alike on all ranks.
+    """Microbatches of this rank. Each `iter` is one epoch, shuffled by (seed, epoch) alike on all ranks.
 
-    An IterableDataset is read as it is: which rows are this rank's, and in what order, it has to say itself.
+    An IterableDataset is read as it is: it must itself give each rank its own rows, in its own order.
+
+    Args:
+        data: the dataset.
+        world: the ranks that share it.
+        rows: rows of a microbatch.
+        seed: of the order.
+        collate: makes a batch of a list of rows; None: torch's.
+        drop_last: leave out the last, smaller batch.
 
     Attributes:
-        epoch: the one that the next `iter` runs through; set it to go on from somewhere.
+        epoch: number of the epoch that the next `iter` runs through, from 0; set it to go on from an epoch.
+        batches: the torch loader inside.
     """
 
     def __init__(
@@ -37,9 +49,7 @@ class Loader:
             order: dict[str, Any] = {"shuffle": True, "seed": seed, "drop_last": drop_last}
             self._sampler = DistributedSampler(data, world.size, world.rank, **order)
         elif world.size > 1 and world.rank == 0:
-            log.warning(
-                "training_data is an IterableDataset: it has to give each rank its own rows; nobody does it for it"
-            )
+            log.warning("training_data is an IterableDataset: it has to give each rank its own rows")
         self.batches: DataLoader[Any] = DataLoader(
             data, batch_size=rows, sampler=self._sampler, collate_fn=collate, drop_last=drop_last
         )
@@ -52,3 +62,25 @@ class Loader:
             self._sampler.set_epoch(self.epoch)
         self.epoch += 1
         return iter(self.batches)
+
+
+class RepeatingLoader:
+    """Batches of `loader` without an end: after the last one it starts again.
+
+    Args:
+        loader: anything that can be iterated more than once.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._batches = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = iter(self.loader)
+            return next(self._batches)

@@ -22,62 +22,52 @@ _SAME_STATE = "engine.eval() and torch.no_grad(); the same state trains and gene
 _LOADER = "zero.initialize(training_data=...) returns the loader"
 _LEAVES = "set_z3_leaf_modules(model, [Class]), before zero.initialize"
 
-_NAMES = "zero.deepspeed.parameters"
+
+def _at(module: str, names: str, *prefixes: str) -> dict[str, str]:
+    """Names of a module of this folder, under each prefix."""
+    return {f"{prefix}{name}": f"zero.deepspeed.{module}:{name}" for prefix in prefixes for name in names.split()}
+
 
 HERE: Mapping[str, str] = {
-    "get_accelerator": "zero.deepspeed.accelerator:get_accelerator",
-    "accelerator.get_accelerator": "zero.deepspeed.accelerator:get_accelerator",
-    "ops.adam.FusedAdam": "zero.deepspeed.classes:FusedAdam",
-    "ops.adam.DeepSpeedCPUAdam": "zero.deepspeed.classes:DeepSpeedCPUAdam",
-    "ops.adagrad.DeepSpeedCPUAdagrad": "zero.deepspeed.classes:DeepSpeedCPUAdagrad",
-    "ops.lion.FusedLion": "zero.deepspeed.classes:FusedLion",
-    "ops.lion.DeepSpeedCPULion": "zero.deepspeed.classes:FusedLion",
-    **{f"{place}Init": f"{_NAMES}:Init" for place in ("", "zero.")},
-    **{f"{place}GatheredParameters": f"{_NAMES}:GatheredParameters" for place in ("", "zero.")},
+    **_at("accelerator", "get_accelerator", "", "accelerator."),
+    **_at("optimizers", "FusedAdam DeepSpeedCPUAdam", "ops.adam."),
+    **_at("optimizers", "DeepSpeedCPUAdagrad", "ops.adagrad."),
+    **_at("optimizers", "FusedLion", "ops.lion."),
+    "ops.lion.DeepSpeedCPULion": "zero.deepspeed.optimizers:FusedLion",
+    **_at("model", "Init GatheredParameters", "", "zero."),
+    **_at(
+        "model",
+        "register_external_parameter unregister_external_parameter unwrap_model_for_generation "
+        "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
+        "safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state set_z3_leaf_modules",
+        *("zero.", "utils.", "runtime.zero."),
+    ),
+    **_at("model", "Init GatheredParameters", "runtime.zero.", "runtime.zero.partition_parameters."),
+    **_at("model", "ZeroParamStatus", "runtime.zero.partition_parameters."),
+    **_at("model", "unwrap_model_for_generation", ""),
+    **{f"{prefix}logger": "zero.deepspeed.missing_names:log" for prefix in ("utils.", "utils.logging.", "")},
+    **_at("accelerator", "log_dist", "utils.", "utils.logging.", ""),
+    **_at("loader", "RepeatingLoader", "utils.", "runtime.dataloader."),
+    **_at("accelerator", "see_memory_usage", "runtime.utils."),
+    **_at(
+        "model",
+        "checkpoint non_reentrant_checkpoint configure is_configured reset",
+        *("checkpointing.", "runtime.activation_checkpointing.checkpointing."),
+    ),
+    **_at(
+        "checkpoints",
+        "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
+        "convert_zero_checkpoint_to_fp32_state_dict",
+        "utils.zero_to_fp32.",
+    ),
+    **_at("schedulers", "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest", "runtime.lr_schedules."),
+    **{f"{prefix}DeepSpeedEngine": "zero.deepspeed.engine:Engine" for prefix in ("", "runtime.engine.")},
     **{
-        f"{place}.{name}": f"{_NAMES}:{name}"
-        for place in ("zero", "utils", "runtime.zero")
-        for name in (
-            *("register_external_parameter", "unregister_external_parameter", "unwrap_model_for_generation"),
-            *("safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state"),
-            *("safe_set_full_fp32_param", "safe_set_full_grad", "safe_set_full_optimizer_state"),
-            "set_z3_leaf_modules",
-        )
+        f"{prefix}DeepSpeedOptimizer": "zero.deepspeed.optimizers:Optimizer"
+        for prefix in ("", "runtime.base_optimizer.")
     },
-    "runtime.zero.Init": f"{_NAMES}:Init",
-    "runtime.zero.GatheredParameters": f"{_NAMES}:GatheredParameters",
-    **{
-        f"runtime.zero.partition_parameters.{name}": f"{_NAMES}:{name}"
-        for name in ("Init", "GatheredParameters", "ZeroParamStatus")
-    },
-    "unwrap_model_for_generation": f"{_NAMES}:unwrap_model_for_generation",
-    **{f"{place}logger": "zero.deepspeed.missing_names:log" for place in ("utils.", "utils.logging.", "")},
-    **{f"{place}log_dist": "zero.deepspeed.aside:log_dist" for place in ("utils.", "utils.logging.", "")},
-    **{f"{place}.RepeatingLoader": "zero.deepspeed.aside:RepeatingLoader" for place in ("utils", "runtime.dataloader")},
-    "runtime.utils.see_memory_usage": "zero.deepspeed.aside:see_memory_usage",
-    **{
-        f"{place}.{name}": f"zero.deepspeed.aside:{name}"
-        for place in ("checkpointing", "runtime.activation_checkpointing.checkpointing")
-        for name in ("checkpoint", "non_reentrant_checkpoint", "configure", "is_configured", "reset")
-    },
-    **{
-        f"utils.zero_to_fp32.{name}": f"zero.deepspeed.zero_to_fp32:{name}"
-        for name in (
-            "get_fp32_state_dict_from_zero_checkpoint",
-            "load_state_dict_from_zero_checkpoint",
-            "convert_zero_checkpoint_to_fp32_state_dict",
-        )
-    },
-    **{
-        f"runtime.lr_schedules.{name}": f"zero.deepspeed.classes:{name}"
-        for name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
-    },
-    **{f"{place}DeepSpeedEngine": "zero.deepspeed.engine:Engine" for place in ("", "runtime.engine.")},
-    **{
-        f"{place}DeepSpeedOptimizer": "zero.deepspeed.optimizers:Optimizer" for place in ("", "runtime.base_optimizer.")
-    },
-    "comm.init_distributed": "zero.deepspeed.initialize:init_distributed",
-    "comm.get_local_rank": "zero.deepspeed.aside:get_local_rank",
+    **_at("initialize", "init_distributed", "comm."),
+    **_at("accelerator", "get_local_rank", "comm."),
 }
 """DeepSpeed's name, with the modules in front -> where it is here."""
 
@@ -130,7 +120,7 @@ OF_THE_MODULE: Mapping[str, str] = {
         ("runtime.zero.stage3", "runtime.zero.stage_1_and_2"),
         "zero.DeepSpeedOptimizer for isinstance; engine.plan, or mode=plan of train.py, for what memory is needed",
     ),
-    "runtime.zero.trainer.config": "engine.zero_optimization_stage(), which is a number",
+    "runtime.zero.config": "engine.zero_optimization_stage(), which is a number",
     "runtime.zero.offload_config": _TIERS,
     "runtime.utils.clip_grad_norm_": "gradient_clipping in the config, and engine.get_global_grad_norm()",
     "runtime.utils.set_random_seed": "torch.manual_seed(seed) and random.seed(seed)",

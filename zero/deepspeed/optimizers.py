@@ -1,8 +1,9 @@
-"""What a torch optimizer means here: its class names a transform, its groups are settings that are read at every step.
+"""Optimizers in torch's shape: a torch class names a transform, and its groups are settings that every update reads.
 
-`Optimizer` is what `zero.initialize` returns: torch's schedulers write into its `param_groups`, and the next update
-reads what they wrote. Given a torch optimizer it shares that one's groups, so a scheduler that holds the first writes
-for both.
+`Optimizer` is what `zero.initialize` returns. Schedulers write into its `param_groups`, and the next update reads what
+they wrote. Made of a torch optimizer it shares that one's groups, so a scheduler that holds either writes for both.
+DeepSpeed's own optimizer classes come last, as functions that return torch's: the config says where an update is
+computed, so the fused class and the CPU class are the same here.
 """
 
 import logging
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from zero.core import optim
 from zero.core.optim import Transform
 from zero.errors import ConfigError
+from zero.trainer.build import build_optimizer
+from zero.trainer.config import Config
 
 log = logging.getLogger("zero")
 
@@ -24,10 +27,10 @@ ParamGroup = dict[str, Any]
 
 
 class _Kind(NamedTuple):
-    """A class of `torch.optim` in our words.
+    """A class of `torch.optim` as a transform.
 
-    `make` takes `keys` of the groups, which all must share. `needs` are settings that have a meaning there and none
-    here, with the only value that is the same thing.
+    `make` takes `keys` of the groups, which all groups must share. `needs` are settings that torch has and this library
+    does not, each with the only value that means the same.
     """
 
     make: Callable[..., Transform]
@@ -48,8 +51,8 @@ KINDS = {
 TORCH = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd", torch.optim.Adagrad: "adagrad"}
 
 
-class Updating(Protocol):
-    """What an engine does for its optimizer, and tells it."""
+class OptimizerEngine(Protocol):
+    """What an optimizer calls and reads of its engine."""
 
     @property
     def loss_scale(self) -> float: ...
@@ -63,25 +66,25 @@ class Updating(Protocol):
 
 
 class Optimizer(torch.optim.Optimizer):
-    """The groups of a run, in torch's shape; `step` is the engine's update.
+    """The parameter groups of a run, in torch's shape; `step` is the engine's update.
 
     Args:
         groups: parameters, or dicts as torch's optimizers take them.
-        defaults: of what a group does not say.
+        defaults: settings of a group that does not name them.
         kind: a name in `KINDS`.
 
     Attributes:
-        engine: that it belongs to; None before.
+        engine: the engine that it belongs to; None before there is one.
     """
 
     def __init__(self, groups: Iterable[Any], defaults: Mapping[str, Any], kind: str) -> None:
-        self.engine: Updating | None = None
+        self.engine: OptimizerEngine | None = None
         super().__init__(groups, dict(defaults))
         self.kind = kind
 
     @classmethod
     def of(cls, given: torch.optim.Optimizer) -> "Optimizer":
-        """The same groups, whose dicts stay the given optimizer's.
+        """The same groups as `given`, whose dicts are shared.
 
         Raises:
             ConfigError: a class that has no counterpart here, or an optimizer that has made steps.
@@ -102,64 +105,99 @@ class Optimizer(torch.optim.Optimizer):
         return made
 
     @classmethod
+    def of_config(cls, config: Config, parameters: Iterable[Any]) -> "Optimizer":
+        """The optimizer that a config names, for parameters or groups of them."""
+        chosen, defaults = config.optim, dict[str, Any]()
+        if chosen.name == "sgd":
+            defaults = {"momentum": chosen.momentum, "nesterov": chosen.nesterov}
+        elif chosen.name == "adagrad":
+            defaults = {"eps": chosen.eps, "lr_decay": 0.0}
+        else:
+            defaults = {"betas": build_optimizer(config).groups[0](1).betas}
+            if chosen.name != "lion":
+                defaults["eps"] = chosen.eps
+        return cls(parameters, {"lr": chosen.lr, "weight_decay": chosen.weight_decay} | defaults, chosen.name)
+
+    @classmethod
     def of_nothing(cls) -> "Optimizer":
-        """Of an engine that does not train."""
+        """The optimizer of an engine that does not train: one group without parameters."""
         return cls([{"params": []}], {"lr": 0.0, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}, "sgd")
 
     @torch._dynamo.disable
     def step(self, closure: None = None) -> None:
-        """The update of all parameters, as `engine.step` makes it at the end of an accumulation."""
+        """Update all parameters, as `engine.step` does at the end of an accumulation. Collective.
+
+        Args:
+            closure: must be None.
+
+        Raises:
+            ConfigError: a closure was passed, or the optimizer belongs to no engine.
+        """
         if closure is not None:
             raise ConfigError("optimizer.step(closure): no optimizer here calls a closure; call engine.backward before")
-        self._of().update()
+        self._engine().update()
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by; 1 but in fp16."""
-        return self._of().loss_scale
+        """The factor on the next loss; 1 except in fp16."""
+        return self._engine().loss_scale
 
     cur_scale = loss_scale
 
     @property
     def overflow(self) -> bool:
-        """The last update was skipped, because a gradient was not finite."""
-        return self._of().overflow
+        """Whether the last update was skipped because a gradient was not finite."""
+        return self._engine().overflow
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Only before training: what is sharded is decided once."""
+        """Add a group; only before `zero.initialize`, which decides once how parameters are sharded.
+
+        Args:
+            param_group: a dict as torch's optimizers take it.
+
+        Raises:
+            ConfigError: the optimizer belongs to an engine already.
+        """
         if self.engine is not None:
             raise ConfigError("add_param_group: give every group to zero.initialize, which shards them; it has begun")
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the step under way; after a step there are none."""
+        """Drop the gradients of the current step; after a step there are none.
+
+        Args:
+            set_to_none: for old calls; it has no effect.
+        """
         if self.engine is not None:
             self.engine.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Settings of the groups; the moments are in the engine's checkpoints."""
+        """The settings of the groups; moments are in the engine's checkpoints."""
         return {"param_groups": settings_of(self.param_groups)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Settings of the groups, as `state_dict` gave them.
+        """Set the settings of the groups.
+
+        Args:
+            state_dict: what `state_dict` returned.
 
         Raises:
-            ConfigError: there are moments in it, as in a torch optimizer's.
+            ConfigError: it has moments, as a torch optimizer's has, or another number of groups.
         """
         if state_dict.get("state"):
             raise ConfigError("optimizer.load_state_dict: moments are sharded; engine.load_checkpoint brings them back")
         restore(self.param_groups, state_dict["param_groups"])
 
-    def _of(self) -> Updating:
+    def _engine(self) -> OptimizerEngine:
         if self.engine is None:
             raise ConfigError("this optimizer belongs to no engine; zero.initialize returns the one that does")
         return self.engine
 
 
-class Taken:
-    """The optimizer of torch that was passed: its groups are in use, and it has nothing to update any more.
+class PassedOptimizer:
+    """The torch optimizer that the script passed: its groups are used, and its own `step` is refused.
 
-    Who steps it would train nothing, and is told so. It knows no engine, so that it keeps none alive.
+    It holds no engine, so it keeps none alive.
     """
 
     def __init__(self, given: torch.optim.Optimizer) -> None:
@@ -167,13 +205,13 @@ class Taken:
         self._hook = given.register_step_pre_hook(self._refuse)
 
     def step(self) -> None:
-        """No parameter has a gradient there: torch's schedulers look for the call."""
+        """Call its `step`, because torch's schedulers look for the call. No parameter has a gradient there."""
         self._is_ours = True
         self.given.step()
         self._is_ours = False
 
     def release(self) -> None:
-        """It may do as it likes."""
+        """Allow its `step` again."""
         self._hook.remove()
 
     def _refuse(self, *_: Any) -> None:
@@ -182,13 +220,15 @@ class Taken:
 
 
 def transform(optimizer: Optimizer, names: Mapping[int, str], clip: float | None) -> Transform:
-    """A transform whose settings are read from the optimizer's groups whenever a step is made.
+    """A transform that reads its settings from the optimizer's groups at every step.
 
     Args:
-        names: of the model's parameters, by identity.
+        names: names of the model's parameters by `id`.
+        clip: the largest gradient norm; None for none.
 
     Raises:
-        ConfigError: a setting without a meaning here, groups that differ where they cannot, a stranger's parameter.
+        ConfigError: a setting that is not supported, groups that differ where they cannot, or a parameter that is not
+            the model's.
     """
     kind, first = KINDS[optimizer.kind], optimizer.param_groups[0]
     groups = []
@@ -210,25 +250,32 @@ def transform(optimizer: Optimizer, names: Mapping[int, str], clip: float | None
 
 
 def trained(optimizer: Optimizer) -> set[int]:
-    """Identities of the parameters that the optimizer was given."""
+    """The `id` of each parameter that the optimizer was given."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def settings_of(groups: Sequence[ParamGroup]) -> list[ParamGroup]:
-    """The numbers of the groups, without their parameters."""
+    """The groups without their parameters."""
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
-def restore(groups: Sequence[ParamGroup], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Put saved numbers back into groups."""
-    same_groups(groups, saved)
-    for group, told in zip(groups, saved, strict=True):
-        numbers = {key: value for key, value in told.items() if key != "params"}
-        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in numbers.items()})
+def restore(groups: Sequence[ParamGroup], saved: Sequence[ParamGroup]) -> None:
+    """Put saved settings back into groups.
+
+    Raises:
+        ConfigError: there are more or fewer saved groups.
+    """
+    check_group_count(groups, saved)
+    for group, settings in zip(groups, settings_of(saved), strict=True):
+        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
 
 
-def same_groups(groups: Sequence[ParamGroup], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse saved groups that are not as many."""
+def check_group_count(groups: Sequence[ParamGroup], saved: Sequence[ParamGroup]) -> None:
+    """Refuse saved groups if there are more or fewer of them.
+
+    Raises:
+        ConfigError: there are.
+    """
     if len(groups) != len(saved):
         raise ConfigError(f"the checkpoint has {len(saved)} optimizer groups, this optimizer has {len(groups)}")
 
@@ -245,7 +292,7 @@ def _named(number: int, group: ParamGroup, names: Mapping[int, str]) -> dict[str
 
 
 def _trains(held: Mapping[str, Tensor], frozen: Mapping[str, Tensor], step: int) -> bool:
-    """A group rests while none of its parameters requires a gradient; one that is frozen alone has a zero for it."""
+    """Whether a group is updated: if any of its parameters requires a gradient. One frozen alone gets a zero."""
     thawed = next((name for name, parameter in frozen.items() if parameter.requires_grad), None)
     if thawed is not None:
         raise ConfigError(
@@ -255,19 +302,111 @@ def _trains(held: Mapping[str, Tensor], frozen: Mapping[str, Tensor], step: int)
     moving = [name for name, parameter in held.items() if parameter.requires_grad]
     if moving:
         for name in held.keys() - set(moving):
-            _say_frozen(name)
+            _warn_frozen(name)
     return bool(moving)
 
 
 @cache
-def _say_frozen(name: str) -> None:
+def _warn_frozen(name: str) -> None:
     log.warning(
         "%s was frozen, and others of its optimizer group were not: its gradient is zero, weight decay and momentum "
-        "go on, as in DeepSpeed; what is to rest needs a group of its own",
+        "still change it, as in DeepSpeed; put it into a group of its own to keep its value",
         name,
     )
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """Full names by identity; a tied parameter has its first one."""
+    """Full names of parameters by `id`; a tied parameter has its first name."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+# DeepSpeed's classes
+
+
+def FusedAdam(
+    params: Iterable[Any],
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    adam_w_mode: bool = True,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    set_grad_none: bool = True,
+) -> torch.optim.Optimizer:
+    """`torch.optim.AdamW`, or `torch.optim.Adam` with `adam_w_mode=False`.
+
+    Args:
+        params: parameters or groups of them.
+        lr, betas, eps, weight_decay, amsgrad: as torch's.
+        bias_correction: must be true.
+        adam_w_mode: whether weight decay is decoupled from the gradient.
+        set_grad_none: for old calls; it has no effect.
+
+    Raises:
+        ConfigError: `bias_correction=False`.
+    """
+    if not bias_correction:
+        raise ConfigError("bias_correction=False: Adam corrects its first steps here; leave it out")
+    kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+
+
+def DeepSpeedCPUAdam(
+    model_params: Iterable[Any],
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    adamw_mode: bool = True,
+    fp32_optimizer_states: bool = True,
+) -> torch.optim.Optimizer:
+    """`FusedAdam`, with its arguments in another order.
+
+    Args:
+        model_params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adamw_mode: as `FusedAdam`'s.
+        fp32_optimizer_states: must be true: moments are fp32.
+
+    Raises:
+        ConfigError: `bias_correction=False` or `fp32_optimizer_states=False`.
+    """
+    if not fp32_optimizer_states:
+        raise ConfigError("DeepSpeedCPUAdam(fp32_optimizer_states=False): moments are kept in fp32; leave it out")
+    return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+
+
+def DeepSpeedCPUAdagrad(
+    model_params: Iterable[Any],
+    lr: float = 1e-2,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    fp32_optimizer_states: bool = True,
+) -> torch.optim.Optimizer:
+    """`torch.optim.Adagrad`.
+
+    Args:
+        model_params: parameters or groups of them.
+        lr, eps, weight_decay: as torch's.
+        amsgrad, fp32_optimizer_states: for old calls; they have no effect.
+    """
+    return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+def FusedLion(
+    params: Iterable[Any],
+    lr: float = 1e-4,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    set_grad_none: bool = True,
+) -> torch.optim.Optimizer:
+    """Lion, which torch does not have.
+
+    Args:
+        params: parameters or groups of them.
+        lr, betas, weight_decay: as the Lion paper's (Chen et al. 2023).
+        set_grad_none: for old calls; it has no effect.
+    """
+    return Optimizer(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, "lion")

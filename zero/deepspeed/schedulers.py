@@ -1,19 +1,26 @@
-"""Who writes the learning rate: a torch scheduler, or the schedule of the config in the same shape.
+"""Schedulers write the learning rate into the optimizer's groups: torch's own, or a config's schedule in that shape.
 
-Either writes into the optimizer's groups after each step that was really made, as in DeepSpeed.
+The engine steps a scheduler after each update that was really made, as DeepSpeed does. DeepSpeed's scheduler classes
+come last: each is the scheduler of a config with these `params`.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
+import torch
+
 from zero.core.optim import Transform
+from zero.deepspeed.config import Translation, translate
 from zero.deepspeed.optimizers import ParamGroup
+from zero.trainer.build import build_optimizer
+from zero.trainer.config import Config, OneCycle as Cycle, read
 
 
 class Scheduler(Protocol):
     """What an engine needs of a scheduler; torch's have it."""
 
-    def step(self, *args: Any, **how: Any) -> None: ...
+    def step(self, *args: Any, **kwargs: Any) -> None: ...
 
     def get_last_lr(self) -> Sequence[float]: ...
 
@@ -22,44 +29,108 @@ class Scheduler(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-class Scheduled:
-    """A schedule of the config, written into groups.
+class ConfigScheduler:
+    """The schedule of a config, written into groups.
 
     Args:
-        told: says the learning rate and betas of each step, 1 for the first.
-        lr: the config's peak, to which a group's own learning rate is compared: a group with half of it keeps half.
-            None: every group gets what is told, as in DeepSpeed where the schedule itself names its peak.
-        momenta: the schedule moves these, too; else they are the groups' own.
+        transform: gives the learning rate and betas of each step; the first step is 1.
+        lr: the config's peak learning rate. A group keeps its own rate's share of it: half of it stays half. None: all
+            groups get the schedule's rate, as in DeepSpeed where the schedule itself names its peak.
+        momenta: whether the schedule also writes betas and momentum.
     """
 
-    def __init__(self, groups: Sequence[ParamGroup], told: Transform, lr: float | None, *, momenta: bool) -> None:
-        self._groups, self._told, self._momenta = groups, told, momenta
+    def __init__(self, groups: Sequence[ParamGroup], transform: Transform, lr: float | None, *, momenta: bool) -> None:
+        self._groups, self._transform, self._momenta = groups, transform, momenta
         self._shares = [group["lr"] / lr if lr else 1.0 for group in groups]
         self.made = 0
         self._write()
 
+    @classmethod
+    def of(cls, translation: Translation, config: Config, groups: Sequence[ParamGroup]) -> "ConfigScheduler":
+        """The scheduler that a DeepSpeed configuration names; `config` are its settings."""
+        lr = None if translation.peak_is_for_all else config.optim.lr
+        momenta = isinstance(config.schedule, Cycle) and bool(config.schedule.momentum)
+        return cls(groups, build_optimizer(config), lr, momenta=momenta)
+
     def step(self) -> None:
-        """One more step was made."""
+        """Count an update, and write the settings of the next one."""
         self.made += 1
         self._write()
 
     def get_last_lr(self) -> list[float]:
+        """The learning rate of each group."""
         return [group["lr"] for group in self._groups]
 
     get_lr = get_last_lr
 
     def state_dict(self) -> dict[str, Any]:
+        """The number of updates."""
         return {"made": self.made}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
         self.made = int(state_dict["made"])
         self._write()
 
     def _write(self) -> None:
-        told = self._told.groups[0](self.made + 1)
+        hyper = self._transform.groups[0](self.made + 1)
         for group, share in zip(self._groups, self._shares, strict=True):
-            group["lr"] = told.lr * share
+            group["lr"] = hyper.lr * share
             if self._momenta and "betas" in group:
-                group["betas"] = told.betas
+                group["betas"] = hyper.betas
             elif self._momenta and "momentum" in group:
-                group["momentum"] = told.betas[0]
+                group["momentum"] = hyper.betas[0]
+
+
+def _scheduler(
+    kind: str,
+    names: str,
+    optimizer: torch.optim.Optimizer,
+    *values: Any,
+    last_batch_iteration: int = -1,
+    **named: Any,
+) -> ConfigScheduler:
+    """What `zero.initialize` makes of a config with this section `scheduler`, for these groups.
+
+    Args:
+        kind: the type of the scheduler.
+        names: names of `values`, in DeepSpeed's order.
+        optimizer: a torch optimizer, whose first group's learning rate is the config's.
+        values, named: parameters of the schedule; None is left out.
+        last_batch_iteration: for a run that goes on: one less than its updates.
+
+    Raises:
+        ConfigError: one line that names the parameter.
+    """
+    params = {**dict(zip(names.split(), values, strict=False)), **named}
+    first = optimizer.param_groups[0]
+    translation = translate(
+        {
+            "train_batch_size": 1,
+            "optimizer": {"type": "Adam" if "betas" in first else "SGD", "params": {"lr": float(first["lr"])}},
+            "scheduler": {"type": kind, "params": {name: one for name, one in params.items() if one is not None}},
+        }
+    )
+    made = ConfigScheduler.of(translation, read(translation.settings), optimizer.param_groups)
+    made.load_state_dict({"made": last_batch_iteration + 1})
+    return made
+
+
+WarmupLR = partial(_scheduler, "WarmupLR", "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type")
+WarmupDecayLR = partial(
+    _scheduler, "WarmupDecayLR", "total_num_steps warmup_min_lr warmup_max_lr warmup_num_steps warmup_type"
+)
+WarmupCosineLR = partial(
+    _scheduler, "WarmupCosineLR", "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type"
+)
+OneCycle = partial(
+    _scheduler,
+    "OneCycle",
+    "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size cycle_first_stair_count "
+    "cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom decay_mom_rate",
+)
+LRRangeTest = partial(
+    _scheduler,
+    "LRRangeTest",
+    "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase",
+)

@@ -1,7 +1,7 @@
-"""What a user's scheduler and script remember, as JSON holds it, and back.
+"""Values of Python as JSON holds them, and back: what a loop asks a checkpoint to keep, such as a scheduler's state.
 
-JSON has no keys but texts and no infinities; MultiStepLR has the one and ReduceLROnPlateau the other. Nor has it
-tuples, sets, bytes, tensors and arrays of numpy, as the states of generators are made of. What is none of these is left
+JSON has only texts as keys, and no infinities; MultiStepLR needs other keys and ReduceLROnPlateau an infinity. Nor has
+it tuples, sets, bytes, tensors or numpy's arrays, of which states of random generators are made. Anything else is left
 as it is, and the checkpoint refuses it by name.
 """
 
@@ -27,35 +27,39 @@ KINDS: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
 """Mark -> class, to what JSON holds, and back."""
 
 
-def plain(value: Any) -> Any:
-    """As JSON holds it."""
+def to_json(value: Any) -> Any:
+    """A value as JSON holds it; tensors without dimensions become numbers."""
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value) and not {ITEMS, NUMBER, TENSOR, ARRAY, *KINDS} & value.keys():
-            return {key: plain(one) for key, one in value.items()}
-        return {ITEMS: [[plain(key), plain(one)] for key, one in value.items()]}
+            return {key: to_json(one) for key, one in value.items()}
+        return {ITEMS: [[to_json(key), to_json(one)] for key, one in value.items()]}
     if isinstance(value, list):
-        return [plain(one) for one in value]
-    for mark, (kind, there, _) in KINDS.items():
+        return [to_json(one) for one in value]
+    for mark, (kind, encode, _) in KINDS.items():
         if isinstance(value, kind):
-            return {mark: plain(there(value))}
+            return {mark: to_json(encode(value))}
     if isinstance(value, Tensor) and not value.ndim:
-        return plain(value.item())
+        return to_json(value.item())
     if isinstance(value, Tensor) and value.layout is torch.strided:
         held = value.detach().cpu().contiguous()
         octets = base64.b64encode(memory_of(held)).decode()
         return {TENSOR: [str(held.dtype).removeprefix("torch."), list(held.shape), octets]}
-    if type(value).__module__ == "numpy":  # told by its module: numpy need not be there
-        with suppress(TypeError):  # of objects, or of texts
-            return {ARRAY: plain(torch.as_tensor(value))}
+    if type(value).__module__ == "numpy":  # known by its module, because numpy need not be installed
+        with suppress(TypeError):  # an array of objects, or of texts
+            return {ARRAY: to_json(torch.as_tensor(value))}
     if isinstance(value, float) and not math.isfinite(value):
         return {NUMBER: str(value)}
     return value
 
 
-def read_back(value: Any) -> Any:
-    """The opposite; tensors without dimensions have become numbers."""
+def from_json(value: Any) -> Any:
+    """The value that `to_json` was given.
+
+    Raises:
+        CheckpointError: a tensor that cannot be read.
+    """
     if isinstance(value, list):
-        return [read_back(one) for one in value]
+        return [from_json(one) for one in value]
     if not isinstance(value, Mapping):
         return value
     if value.keys() == {NUMBER}:
@@ -63,19 +67,19 @@ def read_back(value: Any) -> Any:
     if value.keys() == {TENSOR}:
         return _tensor(value[TENSOR])
     if value.keys() == {ARRAY}:
-        found = read_back(value[ARRAY])
+        found = from_json(value[ARRAY])
         return found.numpy() if isinstance(found, Tensor) else found
     if len(value) == 1 and (mark := next(iter(value))) in KINDS:
-        return KINDS[mark][2](read_back(value[mark]))
+        return KINDS[mark][2](from_json(value[mark]))
     if value.keys() == {ITEMS}:
-        return {read_back(key): read_back(one) for key, one in value[ITEMS]}
-    return {key: read_back(one) for key, one in value.items()}
+        return {from_json(key): from_json(one) for key, one in value[ITEMS]}
+    return {key: from_json(one) for key, one in value.items()}
 
 
-def _tensor(said: Any) -> Tensor:
-    """A tensor out of what a file says of it, of which nothing is believed."""
+def _tensor(encoded: Any) -> Tensor:
+    """A tensor from a file, of which nothing is trusted."""
     try:
-        name, shape, octets = said
+        name, shape, octets = encoded
         dtype = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}[f"torch.{name}"]
         held = bytearray(base64.b64decode(octets))
         return (torch.frombuffer(held, dtype=dtype) if held else torch.empty(0, dtype=dtype)).view(shape)

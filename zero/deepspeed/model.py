@@ -1,0 +1,408 @@
+"""The model that the script passed, after `zero.initialize`: its calls, its parameters and its gradients.
+
+The engine takes the model over. Calls of it become the engine's, what a module does to all its parameters goes to the
+engine, and each parameter knows its engine. Below are the names of `deepspeed.zero` and `deepspeed.utils` for single
+parameters, `parameter.grad`, and DeepSpeed's activation checkpointing, which is torch's.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from zero.engine.compile import Backend
+from zero.engine.empty import empty
+from zero.engine.full import Source, gathered, get_full, set_full
+from zero.engine.module_copy import call_through
+from zero.engine.placeholder import ParameterPlaceholder
+from zero.engine.plan import Plan
+from zero.errors import ConfigError, StaleStateError
+
+LEAF_CLASSES = "_leaf_classes"
+"""The attribute of a model with the classes that `set_z3_leaf_modules` was given."""
+MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "mu"}
+"""Torch's names of what an optimizer keeps of a parameter -> this library's."""
+
+
+class ModelEngine(Protocol):
+    """What a model that was taken over calls of its engine."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any: ...
+
+    def gradient_of(self, name: str) -> Tensor | None: ...
+
+
+def take_over(model: nn.Module, engine: ModelEngine) -> Callable[[Any, Any], Any]:
+    """Send calls of `model` to `engine`, which the model does not keep alive; returns what they went to before."""
+    held = weakref.ref(engine)
+
+    def living() -> ModelEngine:
+        found = held()
+        if found is None:
+            raise ConfigError("the engine that had this model is gone; keep what zero.initialize returns")
+        return found
+
+    def moved(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        plan = living().plan
+        dtype, device = plan.precision.compute, plan.world.device
+        there = fn(torch.empty(0, dtype=dtype, device=device))
+        if (there.dtype, there.device) != (dtype, device):
+            raise ConfigError(
+                f"this model trains in {dtype} on {device}, as the config says, and cannot go to {there.dtype} on "
+                f"{there.device}; leave out .to(), .cuda(), .half() and their like after zero.initialize"
+            )
+        return self
+
+    methods: dict[str, Callable[..., Any]] = {
+        "zero_grad": lambda self, set_to_none=True: living().zero_grad(set_to_none),
+        "load_state_dict": lambda self, *args, **kwargs: living().load_module_state_dict(*args, **kwargs),
+        "_apply": moved,
+    }
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, ParameterPlaceholder)
+        parameter.gradient = partial(lambda name: living().gradient_of(name), name)
+        parameter.source = living
+    return call_through(model, lambda args, kwargs: living().forward(*args, **kwargs), methods=methods)
+
+
+# A model that was given to torch.compile before zero.initialize
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile` was given; `model` itself where it was given none."""
+    return model._orig_mod if _is_compiled(model) else model  # type: ignore[return-value]
+
+
+def bypass_compiled(model: nn.Module) -> tuple[Backend, Callable[[], None]]:
+    """Have `model` and its parts run uncompiled, because units are compiled instead, where parameters are whole.
+
+    torch's compiler would trace how a unit is gathered. So what it made of a module passes calls on to the module.
+
+    Returns:
+        The backend that something was compiled with, False where nothing was; and a function that undoes all of it.
+    """
+    backend: Backend = False
+    before: list[tuple[nn.Module, str, Any]] = []
+    for module in list(model.modules()):
+        if _is_compiled(module):
+            backend = backend or _backend(module.dynamo_ctx.callback)  # type: ignore[union-attr]
+            before.append((module, "forward", module.forward))
+            module.forward = _passing(module._orig_mod)  # type: ignore[arg-type]
+        if module._compiled_call_impl is not None:
+            backend = backend or _backend(_closed_over(module._compiled_call_impl, "callback"))
+            before.append((module, "_compiled_call_impl", module._compiled_call_impl))
+            module._compiled_call_impl = None
+
+    def undo() -> None:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+    return backend, undo
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` made it. Known by its name, so that torch's compiler is not imported."""
+    return type(module).__name__ == "OptimizedModule"
+
+
+def _passing(module: nn.Module) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs)
+
+    return forward
+
+
+def _backend(callback: Any) -> Backend:
+    from torch._dynamo.eval_frame import innermost_backend  # it has been imported: something was compiled
+
+    return True if callback is None else innermost_backend(callback)
+
+
+def _closed_over(function: Callable[..., Any], name: str) -> Any:
+    """What `torch.compile` keeps of its arguments in the function that it returns."""
+    free = getattr(function, "__code__", None)
+    cells = zip(free.co_freevars, getattr(function, "__closure__", ()) or (), strict=False) if free else ()
+    return next((cell.cell_contents for own, cell in cells if own == name), None)
+
+
+# Parameters, by DeepSpeed's names; everything here is collective
+
+
+class ZeroParamStatus(Enum):
+    """For scripts that compare `ds_status` where a parameter has a `ds_id`: none has one here, each reads in full."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+@contextmanager
+def Init(module: nn.Module | None = None, *ignored: Any, enabled: bool = True, **others: Any) -> Iterator[None]:
+    """`zero.empty()`: inside, modules are made with parameters on meta.
+
+    Args:
+        module: must be None.
+        enabled: False makes modules as usual.
+        ignored, others: for old calls; `zero.initialize` decides all of it.
+
+    Raises:
+        ConfigError: a module was passed.
+    """
+    if module is not None:
+        raise ConfigError("zero.Init(module=...): the model is whole already; give it to zero.initialize as it is")
+    if not enabled:
+        yield
+        return
+    with empty():
+        yield
+
+
+@contextmanager
+def GatheredParameters(
+    params: Iterable[Tensor] | Tensor,
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """Inside, parameters are full fp32 tensors on every rank, to read and, on `modifier_rank`, to write. Collective.
+
+    Args:
+        params: one or several; those that belong to no engine are left as they are.
+        modifier_rank: the rank whose writes all ranks get at the end; None: nothing may be written.
+        fwd_module: for old calls; it has no effect.
+        enabled: False has no effect.
+
+    Raises:
+        ConfigError: a write without `modifier_rank`, or a parameter whose engine does not exist yet.
+    """
+    held = [
+        one
+        for one in ([params] if isinstance(params, Tensor) else list(params))
+        if isinstance(one, ParameterPlaceholder)
+    ]
+    if not enabled or not held:
+        yield
+        return
+    modify = False if modifier_rank is None else modifier_rank
+    with gathered(_source_of(held[0]), [one.full_name for one in held], modify) as full:
+        try:
+            for one in held:
+                one.whole = full[one.full_name]
+            yield
+        finally:
+            for one in held:
+                one.whole = None
+
+
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
+    """(shape of the parameter) the fp32 master of `param`, on its device. Collective."""
+    return _read(param, "param")
+
+
+def safe_get_full_grad(param: Tensor) -> Tensor | None:
+    """(shape of the parameter) fp32, the mean gradient of `param`, on its device; None if there is none. Collective."""
+    try:
+        return _read(param, "grad")
+    except StaleStateError:
+        return None
+
+
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """(shape of the parameter) fp32, a moment of `param`: exp_avg, exp_avg_sq or momentum_buffer. Collective."""
+    return _read(param, MOMENTS.get(optim_state_key, optim_state_key))
+
+
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Set the fp32 master of `param` to `value`, which has its shape and is the same on every rank. Collective."""
+    set_full(_source_of(param), _name_of(param), value)
+
+
+def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
+    """Set the mean gradient of `param` to `value`, which has its shape and is the same on every rank. Collective."""
+    set_full(_source_of(param), _name_of(param), value, "grad")
+
+
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Set a moment of `param` (see `safe_get_full_optimizer_state`) to `value`, which has its shape. Collective."""
+    set_full(_source_of(param), _name_of(param), value, MOMENTS.get(optim_state_key, optim_state_key))
+
+
+def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:
+    """No effect: a parameter is gathered wherever it is read."""
+
+
+unregister_external_parameter = register_external_parameter
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any, *_: Any, **__: Any) -> Iterator[nn.Module]:
+    """The model of an engine, which can generate as it is."""
+    yield getattr(model, "module", model)
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
+    """Gather modules of these classes as units, never in parts. Call it before `zero.initialize`.
+
+    Args:
+        model: the model.
+        leaf_module_classes: classes, or their names.
+
+    Returns:
+        The modules of these classes.
+
+    Raises:
+        ConfigError: the model has no module of a class.
+    """
+    names = [one if isinstance(one, str) else one.__name__ for one in leaf_module_classes]
+    present = {type(module).__name__ for module in model.modules()}
+    if unknown := [name for name in names if name not in present]:
+        raise ConfigError(f"set_z3_leaf_modules: the model has no module of class {unknown[0]}")
+    model.__dict__[LEAF_CLASSES] = [*vars(model).get(LEAF_CLASSES, ()), *names]
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _read(param: Tensor, kind: str) -> Tensor | None:
+    return get_full(_source_of(param), _name_of(param), kind).to(param.device)
+
+
+def _source_of(param: Tensor) -> Source:
+    engine = param.source() if isinstance(param, ParameterPlaceholder) and param.source is not None else None
+    if engine is None:
+        raise ConfigError("this parameter belongs to no engine; give its model to zero.initialize first")
+    source: Source = engine
+    return source
+
+
+def _name_of(param: Tensor) -> str:
+    assert isinstance(param, ParameterPlaceholder)
+    return param.full_name
+
+
+# parameter.grad
+
+
+class Grads:
+    """`parameter.grad` between backward and step: the full mean over the global batch, which may be edited.
+
+    Below stage 2 every rank holds gradients, or gathers them, so it reads as in torch, and what a script writes into it
+    counts. From stage 2 on no rank holds full gradients, and reading one is refused.
+
+    Args:
+        engine: whose current step it is; not kept alive.
+    """
+
+    def __init__(self, engine: Source) -> None:
+        self._engine = weakref.ref(engine)
+        self._given: dict[str, tuple[Tensor, Tensor]] = {}  # and a copy, to find edits
+        self._outdated: list[tuple[str, weakref.ref[Tensor], Tensor]] = []  # still held by somebody
+
+    def of(self, name: str) -> Tensor | None:
+        """(shape of the parameter) fp32, on the device; the same tensor until `take_back`. Collective.
+
+        Raises:
+            ConfigError: gradients are sharded.
+        """
+        engine = self._living()
+        plan = engine.state.plan
+        if not any(slot.name == name for unit in plan.units for slot in unit.trainable.slots):
+            return None
+        if plan.stage.gradients:
+            raise ConfigError(
+                f"{name}.grad: stage {plan.stage.level} shards gradients, and none is whole; read one with "
+                "zero.get_full(engine, name, kind='grad'), write it with zero.set_full or in a hook of the parameter"
+            )
+        if name not in self._given:
+            full = get_full(engine, name, kind="grad").to(plan.world.device)
+            self._given[name] = full, full.clone()
+        return self._given[name][0]
+
+    def take_back(self) -> None:
+        """Write back what a script has edited. Collective where something was.
+
+        Raises:
+            ConfigError: a gradient was edited that another backward has made outdated.
+        """
+        for name, held, before in self._outdated:
+            if (now := held()) is not None and not torch.equal(now, before):
+                raise ConfigError(
+                    f"a {name}.grad that was read before another backward was edited, and it is a copy of what there "
+                    "was then; read it again"
+                )
+        edited = _edited(self._given)
+        self._outdate()
+        for name, value in edited.items():
+            set_full(self._living(), name, value, kind="grad")
+
+    def arriving(self) -> None:
+        """More of a gradient arrives, from a backward without `take_back`.
+
+        Raises:
+            ConfigError: a gradient was edited.
+        """
+        for name in _edited(self._given):
+            raise ConfigError(
+                f"{name}.grad was edited, and then came a backward that does not know; between edits use "
+                "engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        self._outdate()
+
+    def drop(self) -> None:
+        """Forget all of them, edits too."""
+        self._given.clear()
+        self._outdated.clear()
+
+    def _outdate(self) -> None:
+        given = [(name, weakref.ref(now)) for name, (now, _) in self._given.items()]
+        self._given.clear()  # what lives on is held by the script
+        self._outdated += [(name, ref, now.clone()) for name, ref in given if (now := ref()) is not None]
+
+    def _living(self) -> Source:
+        engine = self._engine()
+        assert engine is not None, "an engine outlives its own gradients"
+        return engine
+
+
+def _edited(given: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    return {name: now for name, (now, before) in given.items() if not torch.equal(now, before)}
+
+
+# deepspeed.checkpointing
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, computed again in backward instead of keeping its activations: torch's checkpoint.
+
+    Args:
+        function: what to compute.
+        args, kwargs: its arguments, and torch's options.
+    """
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+non_reentrant_checkpoint = checkpoint
+
+
+def configure(mpu_: Any = None, *ignored: Any, **others: Any) -> None:
+    """No effect: inputs of `checkpoint` stay where they are, in full."""
+
+
+def is_configured() -> bool:
+    """True: `checkpoint` needs no `configure`."""
+    return True
+
+
+def reset() -> None:
+    """No effect: nothing is kept between two calls."""

@@ -316,7 +316,7 @@ def test_a_finding_of_the_sanitizer_names_the_lines_of_the_library():
     def access(kind: str, line: int) -> SimpleNamespace:
         frames = [
             SimpleNamespace(filename=name, lineno=line)
-            for name in (str(ROOT / "zero" / "update.py"), "/x/torch/autograd.py")
+            for name in (str(ROOT / "zero" / "engine" / "update.py"), "/x/torch/autograd.py")
         ]
         return SimpleNamespace(type=SimpleNamespace(name=kind), operator="aten::copy_(Tensor self)", stack_trace=frames)
 

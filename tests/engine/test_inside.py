@@ -493,7 +493,7 @@ def test_what_is_kept_twice_goes_once_and_views_come_back_as_they_were():
     small.tensor.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         store.find(small)
-    store.drain()
+    store.release_all()
     del packed, changed, one
     assert not store._homes
 

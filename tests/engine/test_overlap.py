@@ -64,8 +64,8 @@ def events_of(steps: int, **settings) -> list[str]:
             unit.register_forward_pre_hook(lambda *_, n=number: events.append(f"forward {n}"))
             unit.register_full_backward_hook(lambda *_, n=number: events.append(f"backward {n}"))
         apply = state.runtime.updater.apply
-        forced = lambda unit: (events.append(f"update {unit.spec.name}"), apply(unit))  # noqa: E731
-        state.runtime.gatherer.residency._force = forced
+        applied = lambda unit: (events.append(f"update {unit.spec.name}"), apply(unit))  # noqa: E731
+        state.runtime.gatherer.residency._apply = applied
         step = zero.make_step(plan, lambda model, x: model(x).square().mean())
         for _ in range(steps):
             events.clear()

@@ -371,7 +371,7 @@ class FailingDisk(Disk):
         raise OSError(self._code, os.strerror(self._code))
 
 
-for _name in [name for name in vars(Disk) if not name.startswith("_")]:
+for _name in [name for name in dir(Disk) if not name.startswith("_")]:
     setattr(FailingDisk, _name, lambda self, *args, _name=_name: self.make(_name, *args))
 
 

@@ -25,8 +25,9 @@ from tests.faults.crash import CrashDisk, Killed, Tree
 from zero.checkpoint.disk import Disk
 from zero.checkpoint.manifest import CAP_BYTES, Entry, Manifest, Piece, file_name, step_name, to_text
 from zero.checkpoint.publish import MANIFEST_NAME, Root
-from zero.checkpoint.shard import Part, ShardReader, ShardWriter, offsets
+from zero.checkpoint.shard import ShardReader, ShardWriter
 from zero.errors import CheckpointError, ConfigError
+from zero.platform.safetensors_files import Part, offsets
 
 WORLD = 2
 NUMEL = 1024  # of each rank
@@ -451,7 +452,7 @@ def test_another_run_that_sweeps_while_this_one_saves_costs_a_save_and_no_more(t
 
 # Every call fails in turn, once and for ever, over a real folder.
 
-CALLS = [name for name in vars(Disk) if not name.startswith("_")]
+CALLS = [name for name in dir(Disk) if not name.startswith("_")]
 
 
 class FaultyDisk(Disk):

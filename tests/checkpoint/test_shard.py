@@ -25,9 +25,10 @@ from tests.faults.disks import Call, Fault, fail
 from zero.checkpoint import shard
 from zero.checkpoint.disk import Disk
 from zero.checkpoint.hashes import FileHash
-from zero.checkpoint.shard import Part, ShardReader, ShardWriter, header, offsets, widest_first
+from zero.checkpoint.shard import ShardReader, ShardWriter
 from zero.errors import CheckpointError
-from zero.platform.files import memory_of
+from zero.platform.files import READ, memory_of
+from zero.platform.safetensors_files import NAMES, Part, header, offsets, widest_first
 
 MIB = 2**20
 NAME = "rank-00000-of-00001.safetensors"
@@ -112,9 +113,7 @@ MANY = [
     Part("none", torch.bool, (0,)),
 ]
 
-a_part = st.builds(
-    Part, st.text(max_size=8), st.sampled_from(list(shard.NAMES)), st.lists(st.integers(0, 4)).map(tuple)
-)
+a_part = st.builds(Part, st.text(max_size=8), st.sampled_from(list(NAMES)), st.lists(st.integers(0, 4)).map(tuple))
 some_parts = st.lists(
     a_part.filter(lambda part: part.key.isprintable() and part.nbytes < 10_000), max_size=12, unique_by=lambda p: p.key
 )
@@ -470,7 +469,7 @@ class FaultyDisk(Disk):
     def create(self, path: Path) -> int:
         return self._do("create", self._held(super().create), path)
 
-    def open(self, path: Path) -> int:
+    def open(self, path: Path, flags: int = READ) -> int:
         return self._do("open", self._held(super().open), path)
 
     def size(self, fd: int) -> int:

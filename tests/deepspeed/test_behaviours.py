@@ -1056,12 +1056,12 @@ def test_files_are_read_and_written_in_parallel_while_python_runs_and_faults_are
         return all(torch.equal(targets[page], source) for page, source in sources.items())
 
     def together(call):
-        if call.name in ("pwritev", "preadv") and threading.current_thread() is not threading.main_thread():
+        if call.name in ("pwrite", "pread") and threading.current_thread() is not threading.main_thread():
             meet.wait(timeout=30)
 
     assert moved(2, FaultyFiles(before=together), lambda: [meet.wait(timeout=30) for _ in pages[::2]])
     assert moved(1, FaultyFiles(short(512), on=True))
-    for fault, call, told in ((fail(errno.EIO), "pwritev", "EIO"), (flip(77), "preadv", "checksum differs")):
+    for fault, call, told in ((fail(errno.EIO), "pwrite", "EIO"), (flip(77), "pread", "checksum differs")):
         with pytest.raises(StoreError, match=rf"page .*offset .*{told}"):
             moved(1, FaultyFiles(fault, at=4, only=call))
 

@@ -341,10 +341,10 @@ def test_a_budget_that_is_too_small_names_the_least():
 
 
 FAULTS = [
-    (fail(errno.EIO), "preadv", "EIO"),
-    (fail(errno.EIO), "pwritev", "EIO"),
-    (fail(errno.ENOSPC), "pwritev", "ENOSPC"),
-    (flip(77), "preadv", "checksum differs"),
+    (fail(errno.EIO), "pread", "EIO"),
+    (fail(errno.EIO), "pwrite", "EIO"),
+    (fail(errno.ENOSPC), "pwrite", "ENOSPC"),
+    (flip(77), "pread", "checksum differs"),
 ]
 
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zero.checkpoint.disk import FILE_MODE, FOLDER_MODE, Disk
+from zero.checkpoint.disk import FOLDER_MODE, Disk
+from zero.platform.files import FILE_MODE, READ
 
 Tree = tuple[tuple[str, Any], ...]
 """What a folder holds, sorted by name: the bytes of a file, or the tree of a folder."""
@@ -140,7 +141,7 @@ class CrashDisk(Disk):
         self._make(path, file)
         return self._opened(path, file)
 
-    def open(self, path: Path) -> int:
+    def open(self, path: Path, flags: int = READ) -> int:
         return self._opened(path, self._at(path))
 
     def size(self, fd: int) -> int:

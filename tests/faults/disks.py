@@ -3,7 +3,7 @@
 `FaultyFiles` stands where a store calls the file system. It counts the calls and lets a `Fault` have some of them:
 
     store = NvmeStore(folder, files=FaultyFiles(fail(errno.EIO), at=7))                     # the 7th call, once
-    store = NvmeStore(folder, files=FaultyFiles(drop(), at=2, only="pwritev", on=True))     # all writes from the 2nd
+    store = NvmeStore(folder, files=FaultyFiles(drop(), at=2, only="pwrite", on=True))     # all writes from the 2nd
 
 `ThrottledStore` gives a tier a fixed bandwidth, so that what is measured does not depend on the machine's disk. Both
 are for tests of your own, too.
@@ -14,7 +14,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero.platform.files import DIRECT, NAMELESS, Files
+from zero.platform.files import DIRECT, NAMELESS, READ, Files
 from zero.store.base import Done, Page, Store, Ticket
 
 
@@ -57,14 +57,14 @@ def short(nbytes: int) -> Fault:
     """A transfer stops after at most `nbytes`; what lies behind is spoiled, in the file or in memory."""
 
     def fault(call: Call) -> Any:
-        if call.name == "pwritev":
-            fd, (buffer,), offset = call.args
+        if call.name == "pwrite":
+            fd, buffer, offset = call.args
             copy = _copy_of(buffer)
             copy[nbytes:] = b"\xa5" * len(copy[nbytes:])
-            return min(nbytes, call.make(fd, [copy], offset))
+            return min(nbytes, call.make(fd, copy, offset))
         count = call.through()
-        if call.name == "preadv":
-            _, (buffer,), _ = call.args
+        if call.name == "pread":
+            _, buffer, _ = call.args
             buffer[nbytes:] = b"\xa5" * len(buffer[nbytes:])
             return min(nbytes, count)
         return count
@@ -76,14 +76,14 @@ def flip(bit: int) -> Fault:
     """One bit of a transfer is inverted on its way (counted around, if the transfer is shorter)."""
 
     def fault(call: Call) -> Any:
-        if call.name == "pwritev":
-            fd, (buffer,), offset = call.args
+        if call.name == "pwrite":
+            fd, buffer, offset = call.args
             copy = _copy_of(buffer)
             _invert(copy, bit)
-            return call.make(fd, [copy], offset)
+            return call.make(fd, copy, offset)
         count = call.through()
-        if call.name == "preadv":
-            _invert(call.args[1][0], bit)
+        if call.name == "pread":
+            _invert(call.args[1], bit)
         return count
 
     return fault
@@ -93,8 +93,8 @@ def drop() -> Fault:
     """A write that never reaches the disk and says that it did; a read that leaves memory as it was."""
 
     def fault(call: Call) -> Any:
-        if call.name in ("pwritev", "preadv"):
-            return sum(len(buffer) for buffer in call.args[1])
+        if call.name in ("pwrite", "pread"):
+            return len(call.args[1])
         return call.through()
 
     return fault
@@ -104,9 +104,9 @@ def misplace(by_bytes: int) -> Fault:
     """A transfer takes place at another offset, that of another page."""
 
     def fault(call: Call) -> Any:
-        if call.name in ("pwritev", "preadv"):
-            fd, buffers, offset = call.args
-            return call.make(fd, buffers, max(0, offset + by_bytes))
+        if call.name in ("pwrite", "pread"):
+            fd, buffer, offset = call.args
+            return call.make(fd, buffer, max(0, offset + by_bytes))
         return call.through()
 
     return fault
@@ -119,7 +119,7 @@ class FaultyFiles(Files):
         fault: takes the place of the chosen calls. None: every call is made, and counted.
         at: the first chosen call, counted from 1 among those that `only` allows.
         on: that call and every later one; else that call alone.
-        only: names of the calls that are counted, such as "preadv pwritev"; empty for all.
+        only: names of the calls that are counted, such as "pread pwrite"; empty for all.
         direct: whether direct I/O is to be had: "yes", or refused at "open", or at the first "transfer".
         nameless: whether files without a name (O_TMPFILE) are.
         before: called with each call before it is made, from the thread that makes it: the place for a delay.
@@ -155,11 +155,11 @@ class FaultyFiles(Files):
     def stat(self, path: Path) -> os.stat_result:
         return self._do("stat", super().stat, path)
 
-    def free_bytes(self, folder: Path) -> int:
-        return self._do("free_bytes", super().free_bytes, folder)
+    def free_bytes(self, path: Path) -> int:
+        return self._do("free_bytes", super().free_bytes, path)
 
-    def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
-        return self._do("open", self._really_open, path, flags, mode)
+    def open(self, path: Path, flags: int = READ) -> int:
+        return self._do("open", self._really_open, path, flags)
 
     def unlink(self, path: Path) -> None:
         self._do("unlink", super().unlink, path)
@@ -170,14 +170,14 @@ class FaultyFiles(Files):
     def truncate(self, fd: int, nbytes: int) -> None:
         self._do("truncate", super().truncate, fd, nbytes)
 
-    def clear_direct(self, fd: int) -> None:
-        self._do("clear_direct", self._really_clear_direct, fd)
+    def direct(self, fd: int, on: bool) -> None:
+        self._do("direct", self._really_direct, fd, on)
 
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return self._do("preadv", self._really_preadv, fd, buffers, offset)
+    def pread(self, fd: int, view: memoryview, offset: int) -> int:
+        return self._do("pread", self._really_pread, fd, view, offset)
 
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return self._do("pwritev", self._really_pwritev, fd, buffers, offset)
+    def pwrite(self, fd: int, view: memoryview, offset: int) -> int:
+        return self._do("pwrite", self._really_pwrite, fd, view, offset)
 
     def close(self, fd: int) -> None:
         self._do("close", self._really_close, fd)
@@ -195,30 +195,30 @@ class FaultyFiles(Files):
             self.count += 1
             return self.count == self._at or (self._on and self.count > self._at)
 
-    def _really_open(self, path: Path, flags: int, mode: int) -> int:
+    def _really_open(self, path: Path, flags: int) -> int:
         if not self._nameless and flags & NAMELESS == NAMELESS:
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
         if flags & DIRECT and self._refuses_direct == "open":
             if flags & os.O_CREAT:
-                super().close(super().open(path, flags & ~DIRECT, mode))  # as Linux does: the name is made first
+                super().close(super().open(path, flags & ~DIRECT))  # as Linux does: the name is made first
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        fd = super().open(path, flags, mode)
+        fd = super().open(path, flags)
         self.held.add(fd)
         if flags & DIRECT:
             self._direct.add(fd)
         return fd
 
-    def _really_clear_direct(self, fd: int) -> None:
-        super().clear_direct(fd)
-        self._direct.discard(fd)
+    def _really_direct(self, fd: int, on: bool) -> None:
+        super().direct(fd, on)
+        (self._direct.add if on else self._direct.discard)(fd)
 
-    def _really_preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def _really_pread(self, fd: int, view: memoryview, offset: int) -> int:
         self._check_direct(fd)
-        return super().preadv(fd, buffers, offset)
+        return super().pread(fd, view, offset)
 
-    def _really_pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def _really_pwrite(self, fd: int, view: memoryview, offset: int) -> int:
         self._check_direct(fd)
-        return super().pwritev(fd, buffers, offset)
+        return super().pwrite(fd, view, offset)
 
     def _check_direct(self, fd: int) -> None:
         if fd in self._direct and self._refuses_direct == "transfer":

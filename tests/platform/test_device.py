@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from zero.platform import files
-from zero.platform.device import memory_of, work_alone
+from zero.platform.device import work_alone
+from zero.platform.files import memory_of
 
 HELD_BYTES = 256 * 2**20
 

@@ -100,7 +100,7 @@ def without_nameless(code: int) -> Fault:
     """A file system that does not know O_TMPFILE."""
 
     def fault(call: Call):
-        _, flags, _ = call.args
+        _, flags = call.args
         if flags & NAMELESS == NAMELESS:
             raise OSError(code, os.strerror(code))
         return call.through()
@@ -319,7 +319,7 @@ def test_no_damaged_stale_or_misplaced_page_is_delivered(tmp_path):
 
 
 def test_a_page_whose_write_failed_is_lost_until_it_is_written_again(tmp_path):
-    with contextlib.closing(NvmeStore(tmp_path, files=FaultyFiles(fail(errno.EIO), at=3, only="pwritev"))) as store:
+    with contextlib.closing(NvmeStore(tmp_path, files=FaultyFiles(fail(errno.EIO), at=3, only="pwrite"))) as store:
         for page in PAGES[:2]:
             store.allocate(page, 3072, torch.float32)
         first, second, into = noise(3072, 1), noise(3072, 2), torch.empty(3072)
@@ -340,7 +340,7 @@ def test_an_interrupted_write_is_a_lost_page(tmp_path):
     def interrupt(call: Call):
         raise KeyboardInterrupt
 
-    with contextlib.closing(NvmeStore(tmp_path, files=FaultyFiles(interrupt, at=2, only="pwritev"))) as store:
+    with contextlib.closing(NvmeStore(tmp_path, files=FaultyFiles(interrupt, at=2, only="pwrite"))) as store:
         store.allocate(PAGES[0], NUMEL, torch.float32)
         with pytest.raises(KeyboardInterrupt):
             store.write(PAGES[0], noise(NUMEL, 1))
@@ -372,7 +372,7 @@ def crew():
 
 def test_what_is_under_way_when_a_store_is_closed_ends_well(tmp_path, crew):
     """And its descriptor stays its own until then."""
-    gate = Gate("preadv")
+    gate = Gate("pread")
     files = FaultyFiles(before=gate)
     store, source, into = NvmeStore(tmp_path, files=files), noise(NUMEL, 1), torch.empty(NUMEL)
     store.allocate(PAGES[0], NUMEL, torch.float32)
@@ -391,7 +391,7 @@ def test_what_is_under_way_when_a_store_is_closed_ends_well(tmp_path, crew):
 
 
 def test_a_page_that_is_written_while_it_is_read_is_not_delivered(tmp_path, crew):
-    gate = Gate("preadv")
+    gate = Gate("pread")
     with contextlib.closing(NvmeStore(tmp_path, files=FaultyFiles(before=gate))) as store:
         store.allocate(PAGES[0], NUMEL, torch.float32)
         store.write(PAGES[0], noise(NUMEL, 1))
@@ -483,7 +483,7 @@ def test_a_folder_where_no_file_can_be_made_is_refused_by_cause(tmp_path, code):
 
 @pytest.mark.parametrize(
     ("fault", "name", "cause"),
-    [(flip(3), "pwritev", "differently"), (flip(3), "preadv", "differently"), (drop(), "pwritev", "nothing more")],
+    [(flip(3), "pwrite", "differently"), (flip(3), "pread", "differently"), (drop(), "pwrite", "nothing more")],
 )
 def test_a_disk_that_returns_something_else_is_refused_at_once(tmp_path, fault, name, cause):
     with pytest.raises(StoreError, match=f"offload.path={tmp_path}: the first block .*{cause}"):
@@ -696,9 +696,9 @@ class SlowDisk:
     def before(self, call: Call) -> None:
         if call.name == "close":
             self.closed.set()
-        if call.name in ("preadv", "pwritev"):
+        if call.name in ("pread", "pwrite"):
             with self._lock:
-                self.now_s += sum(map(len, call.args[1])) / self._bytes_per_s
+                self.now_s += len(call.args[1]) / self._bytes_per_s
 
 
 @pytest.mark.parametrize(("bytes_per_s", "slowest_s"), [(5e9, 3.0), (1e9, 3.0), (1e8, 3.4), (2e7, 4.7)])
@@ -714,7 +714,7 @@ def test_the_probe_keeps_to_three_seconds(tmp_path, bytes_per_s, slowest_s):
 
 
 def test_the_probe_returns_in_time_when_the_disk_hangs(tmp_path):
-    gate, closed = Gate("pwritev"), threading.Event()
+    gate, closed = Gate("pwrite"), threading.Event()
 
     def before(call: Call) -> None:
         gate(call)
@@ -739,14 +739,14 @@ def test_the_probe_prefers_what_is_faster(tmp_path):
 
     def before(call: Call) -> None:
         disk.before(call)
-        if call.name in ("preadv", "pwritev") and sum(map(len, call.args[1])) <= 2**20:
+        if call.name in ("pread", "pwrite") and len(call.args[1]) <= 2**20:
             disk.before(call)
 
     assert probe(tmp_path, size_bytes=2**25, files=FaultyFiles(before=before), clock=disk)[2:] == (2, 2**22)
 
 
 def test_the_probe_reads_what_was_written_and_moves_every_block_once_in_a_turn(tmp_path):
-    moved = {"pwritev": [], "preadv": []}
+    moved = {"pwrite": [], "pread": []}
 
     def before(call: Call) -> None:
         if call.name in moved:
@@ -754,8 +754,8 @@ def test_the_probe_reads_what_was_written_and_moves_every_block_once_in_a_turn(t
 
     probe(tmp_path, size_bytes=2**23, files=FaultyFiles(before=before), clock=lambda: 0.0)
     ways = 2 * 3  # two turns for each number of threads, with requests of 1 MiB and with one of 4 MiB
-    assert sorted(moved["preadv"]) == sorted([0] + ways * [0, 1, 2, 3] + ways * [0])
-    assert sorted(moved["pwritev"]) == sorted([0, 0, 4] + ways * [4, 5, 6, 7] + ways * [4])
+    assert sorted(moved["pread"]) == sorted([0] + ways * [0, 1, 2, 3] + ways * [0])
+    assert sorted(moved["pwrite"]) == sorted([0, 0, 4] + ways * [4, 5, 6, 7] + ways * [4])
 
 
 def test_of_ways_that_are_nearly_as_fast_the_fewest_threads_are_taken():
@@ -764,7 +764,7 @@ def test_of_ways_that_are_nearly_as_fast_the_fewest_threads_are_taken():
     assert nvme._best(speeds[:1] + speeds[2:]) == speeds[2]
 
 
-@pytest.mark.parametrize("name", ["open", "fallocate", "pwritev", "preadv"])
+@pytest.mark.parametrize("name", ["open", "fallocate", "pwrite", "pread"])
 def test_a_probe_that_fails_says_so(tmp_path, name):
     files = FaultyFiles(fail(errno.EIO), at=1 if name in ("open", "fallocate") else 2, only=name)
     with pytest.raises(StoreError, match=r"offload\.path=.*EIO"):

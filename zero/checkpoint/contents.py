@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from zero.checkpoint.manifest import Entry, Piece
-from zero.checkpoint.shard import NAMES, Part, by_width, offsets
 from zero.core.layout import Layout
 from zero.engine.plan import Plan
 from zero.errors import CheckpointError
+from zero.platform.safetensors_files import NAMES, Part, by_width, offsets
 
 PARAMETER, FROZEN, BUFFER = "parameter", "frozen", "buffer"
 

@@ -1,29 +1,24 @@
-"""The only door to the file system for checkpoints, so that a test can fail, forget or model every single call.
+"""The file calls that only checkpoints make: folders, names and what makes them last.
 
-A checkpoint's folder may have been put there by anybody, so the door is narrow: what is made belongs to its owner
-alone and did not exist before; what is opened is never reached through a link at its last name, and never blocks.
+A test can fail, forget or model every single call. A checkpoint's folder may have been put there by anybody: what is
+made belongs to its owner alone and did not exist before; what is opened is never reached through a link at its last
+name, and never blocks.
 """
 
-import contextlib
 import errno
-import fcntl
 import os
 import stat
-from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from zero.errors import CheckpointError
-from zero.platform.files import named
+from zero.platform import files
+from zero.platform.files import FILE_MODE, Files, Transfer
 
 FOLDER_MODE = 0o700
-FILE_MODE = 0o600
-DIRECT = getattr(os, "O_DIRECT", 0)
-
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-class Disk:
-    """The calls themselves; each raises OSError as the system does, and moves as much as one call moves."""
+class Disk(Files):
+    """The calls themselves; each raises OSError as the system does. `open` never follows a link, and never blocks."""
 
     def make_folder(self, path: Path) -> None:
         """Its parent exists, itself it does not."""
@@ -33,22 +28,12 @@ class Disk:
         """A descriptor to write a new file with."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
 
-    def open(self, path: Path) -> int:
-        """A descriptor to read with; it may turn out to be anything but a link, see `size`."""
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-
     def size(self, fd: int) -> int:
         """How many bytes a regular file has; of anything else, OSError."""
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
         return found.st_size
-
-    def pwrite(self, fd: int, view: memoryview, offset: int) -> int:
-        return os.pwrite(fd, view, offset)
-
-    def pread(self, fd: int, view: memoryview, offset: int) -> int:
-        return os.preadv(fd, [view], offset)
 
     def fsync(self, fd: int) -> None:
         os.fsync(fd)
@@ -61,22 +46,11 @@ class Disk:
         finally:
             os.close(fd)
 
-    def direct(self, fd: int, on: bool) -> None:
-        """Whether transfers go past the page cache; where they cannot, OSError, or EINVAL from the transfer."""
-        if on and not DIRECT:
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | DIRECT if on else flags & ~DIRECT)
-
     def forget(self, fd: int, nbytes: int) -> None:
         """Ask the page cache to write out the file's first `nbytes` and keep those no longer that are written out."""
         call = getattr(os, "posix_fadvise", None)
         if call is not None:
             call(fd, 0, nbytes, os.POSIX_FADV_DONTNEED)
-
-    def close(self, fd: int) -> None:
-        """The descriptor is gone, even when this raises."""
-        os.close(fd)
 
     def rename(self, old: Path, new: Path) -> None:
         """Rename a folder; FileExistsError where the new name exists.
@@ -97,17 +71,9 @@ class Disk:
         """What the folder holds, sorted as text."""
         return sorted(os.listdir(path))
 
-    def unlink(self, path: Path) -> None:
-        os.unlink(path)
-
     def remove_folder(self, path: Path) -> None:
         """It is empty."""
         os.rmdir(path)
-
-    def free_bytes(self, path: Path) -> int:
-        """What an ordinary user may still write there."""
-        found = os.statvfs(path)
-        return found.f_bavail * found.f_frsize
 
     def mode(self, path: Path) -> int:
         """Type and rights, as `stat.S_ISDIR` and its like take them; of a link, the link's own (always 0777)."""
@@ -117,24 +83,11 @@ class Disk:
             raise OSError(errno.EINVAL, str(error), str(path)) from error
 
 
-@contextlib.contextmanager
-def naming(path: Path, what: str) -> Iterator[None]:
-    """What the system refuses, said of this path, as a CheckpointError."""
-    try:
-        yield
-    except OSError as error:
-        cure = "; free space there, or set checkpoint.dir to another disk" if error.errno in _NO_SPACE else ""
-        raise CheckpointError(f"{path}: {named(error)} while {what}{cure}") from error
+def naming(path: Path, what: str) -> AbstractContextManager[None]:
+    """Turn an OSError into a CheckpointError of one line that names the path, and what to do where a disk is full."""
+    return files.naming(path, what, if_full="; free space there, or set checkpoint.dir to another disk")
 
 
-def move(
-    call: Callable[[int, memoryview, int], int], fd: int, block: memoryview, offset: int, path: Path, what: str
-) -> None:
-    """`pread` or `pwrite` all of `block`: each call moves as much as it likes, and the next goes on from there."""
-    done = 0
-    while done < len(block):
-        with naming(path, f"{what} at offset {offset + done}"):
-            count = call(fd, block[done:], offset + done)
-            if count <= 0:
-                raise OSError(errno.EIO, f"nothing more after {done} of {len(block)} bytes")
-        done += count
+def move(call: Transfer, fd: int, block: memoryview, offset: int, path: Path, what: str) -> None:
+    """`pread` or `pwrite` all of `block`; an error names the path and the offset."""
+    files.move(call, fd, block, offset, lambda place: naming(path, f"{what} at offset {place}"))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zero.errors import CheckpointError, one_line
-from zero.platform.device import memory_of
+from zero.platform.files import memory_of
 
 ITEMS, NUMBER = "zero: items of a mapping", "zero: a number"
 TENSOR, ARRAY = "zero: a tensor", "zero: an array of numpy"

@@ -39,7 +39,7 @@ from zero.engine.module_copy import buffers_of
 from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.errors import CheckpointError
-from zero.platform.device import memory_of
+from zero.platform.files import memory_of
 from zero.progress import Progress, silent
 
 FOLDER = "checkpoints"

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from zero.checkpoint.hashes import SPAN_BYTES, FileHash
 from zero.errors import CheckpointError
+from zero.platform.safetensors_files import LENGTH_BYTES, MOST_HEADER_BYTES, NAMES
 
 FORMAT = 1
 """What this library writes, and the newest format that it reads."""
@@ -30,22 +31,8 @@ FORMAT = 1
 CAP_BYTES = 64 * 2**20
 """No manifest is longer: about seven terabytes of state. Read no more than this and one byte."""
 
-WORDS = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-"""The dtypes that a checkpoint may hold, and what safetensors calls them: by the bits of an element, but for bool."""
-
-ITEM_BYTES = {name: int(re.sub(r"\D", "", word) or 8) // 8 for name, word in WORDS.items()}
-"""The bytes of one element; of a bool, one."""
+ITEM_BYTES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in NAMES}
+"""The dtypes that a checkpoint may hold, and the bytes of one element."""
 
 MAX_WORLD = 99_999
 MAX_STEP = 9_999_999_999
@@ -55,8 +42,6 @@ _MAX_AXES = 64
 _MAX_NAME = 4096
 _MAX_DEPTH = 32
 _MAX_FACT_BITS = 4096  # Python refuses to read integers of more than 4300 digits
-_LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
-_MAX_HEADER_BYTES = 100_000_000  # safetensors reads no longer one
 _REPR = reprlib.Repr()
 _REPR.maxstring = 80
 _LAST_LINE = re.compile(rb'"sha256":"([0-9a-f]{64})"\}\n')
@@ -228,7 +213,7 @@ def check(manifest: Manifest) -> None:
 
 
 def _check_file(file: FileHash, name: str) -> None:
-    _integer(file.size, f"{name}: its size", _LENGTH_BYTES)
+    _integer(file.size, f"{name}: its size", LENGTH_BYTES)
     if type(file.sha256) is not str or not re.fullmatch(r"[0-9a-f]{64}", file.sha256):
         raise CheckpointError(f"{name}: its SHA-256 is {_short(file.sha256)}; expected 64 hex digits")
     spans = -(-file.size // SPAN_BYTES)
@@ -254,7 +239,7 @@ def _check_entry(entry: Entry, world: int) -> None:
         _integer(piece.rank, f"{what}: the rank of a piece", 0, world - 1)
         _integer(piece.start, f"{what}: the start of a piece", 0)
         _integer(piece.stop, f"{what}: the stop of a piece", 0)
-        _integer(piece.offset, f"{what}: the offset of a piece", _LENGTH_BYTES)
+        _integer(piece.offset, f"{what}: the offset of a piece", LENGTH_BYTES)
         if piece.start != stop or piece.stop <= piece.start:
             raise CheckpointError(f"{what}: a piece is [{piece.start}, {piece.stop}); it must begin at {stop}")
         stop = piece.stop
@@ -280,8 +265,8 @@ def _check_filled(pieces: Iterable[tuple[Entry, Piece]], size: int, name: str) -
 
 
 def _check_header(end: int, name: str) -> None:
-    if end > _LENGTH_BYTES + _MAX_HEADER_BYTES:
-        raise CheckpointError(f"{name}: a header of {end} bytes; at most {_LENGTH_BYTES + _MAX_HEADER_BYTES}")
+    if end > LENGTH_BYTES + MOST_HEADER_BYTES:
+        raise CheckpointError(f"{name}: a header of {end} bytes; at most {LENGTH_BYTES + MOST_HEADER_BYTES}")
 
 
 def _check_fact(value: Any, where: str, depth: int) -> None:

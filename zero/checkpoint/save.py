@@ -45,7 +45,8 @@ from zero.engine.module_copy import buffers_of
 from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.errors import CheckpointError, StoreError
-from zero.platform.device import memory_of, work_alone
+from zero.platform.device import work_alone
+from zero.platform.files import memory_of
 from zero.platform.threads import Beside
 from zero.progress import Progress, silent
 from zero.store import Page, Ticket

@@ -13,105 +13,26 @@ A shard knows names, dtypes, shapes and byte ranges, not what they mean.
 
 import contextlib
 import errno
-import itertools
-import json
-import math
 import mmap
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
-import torch
 from zlib_ng.zlib_ng import crc32
 
 from zero.checkpoint.disk import Disk, move, naming
 from zero.checkpoint.hashes import BLOCK_BYTES, SPAN_BYTES, BlockHash, FileHash, hash_block, hash_of, sha_of
-from zero.checkpoint.manifest import WORDS
 from zero.errors import CheckpointError
-
-ALIGN_BYTES = 4096
-"""The data begins at a multiple of this, so that it can be mapped and read directly."""
+from zero.platform.safetensors_files import ALIGN_BYTES, Part, header, offsets
 
 REQUEST_BYTES = 4 * 2**20
 """The most that one call writes."""
 
 THREADS = 3
 """Two to keep two cores hashing while the third waits for the disk."""
-
-NAMES = {getattr(torch, name): word for name, word in WORDS.items()}
-"""What safetensors calls the dtypes that a checkpoint may hold."""
-
-_MOST_HEADER_BYTES = 100_000_000  # safetensors itself opens no file with a longer one
-
-
-class Part(NamedTuple):
-    """A tensor in a file: its name there, dtype and shape."""
-
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def by_width(part: Part) -> int:
-    """What to sort by, so that every part is aligned to its dtype: the widest come first."""
-    return -part.dtype.itemsize
-
-
-def widest_first(parts: Sequence[Part]) -> list[Part]:
-    """In such an order; equally wide ones keep theirs."""
-    return sorted(parts, key=by_width)
-
-
-def header(parts: Sequence[Part]) -> bytes:
-    """What the file begins with: the length in 8 bytes and JSON, padded with spaces to a multiple of `ALIGN_BYTES`.
-
-    Raises:
-        CheckpointError: parts that safetensors cannot hold, or not in this order; the line names the part.
-    """
-    entries: dict[str, object] = {}
-    for part, start in zip(parts, _starts(parts), strict=False):
-        _check(part, start, entries)
-        name = NAMES[part.dtype]
-        entries[part.key] = {"dtype": name, "shape": list(part.shape), "data_offsets": [start, start + part.nbytes]}
-    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    nbytes = -(-(8 + len(text)) // ALIGN_BYTES) * ALIGN_BYTES - 8
-    if nbytes > _MOST_HEADER_BYTES:
-        raise CheckpointError(f"{len(parts)} parts need a header of {nbytes} bytes, safetensors allows 100,000,000")
-    return nbytes.to_bytes(8, "little") + text.ljust(nbytes)
-
-
-def offsets(parts: Sequence[Part]) -> tuple[int, ...]:
-    """Where each part begins, in bytes from the beginning of the file."""
-    begin = len(header(parts))
-    return tuple(begin + start for start in _starts(parts)[:-1])
-
-
-def _starts(parts: Sequence[Part]) -> list[int]:
-    """Where each part begins in the data, and at last where the data ends."""
-    return list(itertools.accumulate((part.nbytes for part in parts), initial=0))
-
-
-def _check(part: Part, start: int, taken: dict[str, object]) -> None:
-    def refuse(why: str) -> CheckpointError:
-        return CheckpointError(f"part {part.key!r} {why}")
-
-    if part.key in taken or part.key == "__metadata__":
-        raise refuse("has a name that is taken")
-    if not part.key.isprintable():  # no lone surrogates either: they have no bytes
-        raise refuse("has a name that cannot be printed")
-    if part.dtype not in NAMES:
-        raise refuse(f"is {part.dtype}, which safetensors does not hold")
-    if any(length < 0 for length in part.shape):
-        raise refuse(f"has shape {part.shape}")
-    if start % part.dtype.itemsize:
-        raise refuse(f"begins at byte {start} of the data, not aligned to {part.dtype}; order parts by widest_first")
 
 
 class _OpenFile(ABC):

@@ -33,7 +33,8 @@ from zero.engine.pool import Buffer
 from zero.engine.unit import Owner, Splitting, UnitSpec
 from zero.engine.unit_state import UnitState
 from zero.errors import PlanError
-from zero.platform.device import Device, aligned_zeros, memory_of
+from zero.platform.device import Device, aligned_zeros
+from zero.platform.files import memory_of
 from zero.platform.safetensors_files import StoredWeights
 from zero.store import Page, Store
 

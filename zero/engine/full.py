@@ -30,7 +30,7 @@ from zero.engine.transfer import load
 from zero.engine.unit import UnitSpec
 from zero.engine.unit_state import UnitState
 from zero.errors import ConfigError, StaleStateError, WorldError
-from zero.platform.device import memory_of
+from zero.platform.files import memory_of
 from zero.store import Page
 
 

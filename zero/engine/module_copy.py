@@ -19,7 +19,7 @@ from zero.engine.functions import Closures, Held
 from zero.engine.placeholder import ParameterPlaceholder, hooks_of
 from zero.engine.unit import Site, Splitting
 from zero.errors import ConfigError, StaleStateError
-from zero.platform.device import memory_of
+from zero.platform.files import memory_of
 
 BATCH_NORM = nn.BatchNorm1d.forward
 """All dimensions share it. A subclass with a forward of its own knows itself in what dtype it computes."""

@@ -26,17 +26,18 @@ import torch.distributed.checkpoint as torch_checkpoint
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 
-from zero.checkpoint.manifest import ITEM_BYTES
 from zero.errors import CheckpointError, in_short
-from zero.formats.stream import Source, Stream, refused_by_the_system
+from zero.formats.stream import Source, Stream
 from zero.formats.torch_file import TRUST, check_records, unpicklers_own
+from zero.platform.files import naming
+from zero.platform.safetensors_files import NAMES
 
 METADATA = ".metadata"
 
 MOST_AXES = 8
 """Of a tensor that is read: a piece has two to this power corners."""
 
-_DTYPES = {f"torch.{name}": getattr(torch, name) for name in ITEM_BYTES}
+_DTYPES = {str(dtype): dtype for dtype in NAMES}
 _RECORDS = ("Metadata", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")
 _ALLOWED = {
     **{f"{metadata.__name__}.{name}": getattr(metadata, name) for name in _RECORDS},
@@ -123,7 +124,7 @@ def write(folder: Path, tensors: Mapping[str, Stream]) -> None:
     planned = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.items()}
     writer = torch_checkpoint.FileSystemWriter(folder, single_file_per_rank=False)
     try:
-        with refused_by_the_system(folder), warnings.catch_warnings():
+        with naming(folder), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             torch_checkpoint.save(planned, storage_writer=writer, planner=_Planner(tensors), no_dist=True)
     except torch_checkpoint.CheckpointException as error:
@@ -206,7 +207,7 @@ def _whole(folder: Path, what: str, dtype: torch.dtype, shape: tuple[int, ...], 
 
 
 def _metadata(path: Path) -> Any:
-    with refused_by_the_system(path), path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         try:
             found = _Unpickler(io.BytesIO(file.read())).load()
             if not isinstance(found, metadata.Metadata) or not isinstance(found.state_dict_metadata, dict):

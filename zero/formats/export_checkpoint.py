@@ -22,8 +22,9 @@ from zero.checkpoint.manifest import Entry
 from zero.distributed.world import SoloWorld
 from zero.errors import CheckpointError, ConfigError
 from zero.formats.hf import write as write_hf
-from zero.formats.stream import BLOCK_NUMEL, Stream, counted, refused_by_the_system
+from zero.formats.stream import Stream, counted
 from zero.formats.torch_file import write as write_torch
+from zero.platform.files import naming
 from zero.progress import Progress, silent
 
 FORMATS = ("hf", "torch", "dcp")
@@ -113,7 +114,7 @@ def _streams(
     for one in checkpoint.manifest.entries:
         if one.kind in (PARAMETER, FROZEN, BUFFER):
             entry = trained.get(one.name, one) if one.kind == PARAMETER else one
-            stream = Stream(getattr(torch, entry.dtype), entry.shape, partial(_blocks, files, entry))
+            stream = Stream.read_by(getattr(torch, entry.dtype), entry.shape, partial(files.read, entry))
             found[entry.name] = stream if entry.kind == BUFFER else stream.to(dtype, entry.name)
     told = checkpoint.manifest.facts.get("ties", {})
     if not isinstance(told, dict) or not all(isinstance(owner, str) and owner in found for owner in told.values()):
@@ -122,21 +123,16 @@ def _streams(
     return {**found, **{name: found[owner] for name, owner in ties.items()}}, ties
 
 
-def _blocks(files: Tensors, entry: Entry) -> Iterator[Tensor]:
-    for start in range(0, entry.numel, BLOCK_NUMEL):
-        yield files.read(entry, start, min(start + BLOCK_NUMEL, entry.numel))
-
-
 @contextlib.contextmanager
 def _appearing(out: Path, *, folder: bool) -> Iterator[Path]:
     """Where to write; it gets its name when the block ends well, and is removed when it does not."""
     unfinished = out.with_name(f".{out.name[:100]}.{secrets.token_hex(8)}")
     try:
-        with refused_by_the_system(out):
+        with naming(out):
             if folder:
                 unfinished.mkdir()
         yield unfinished
-        with refused_by_the_system(out):
+        with naming(out):
             os.rename(unfinished, out)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -19,17 +19,18 @@ from torch import Tensor
 from zero.checkpoint import Root
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, Held
 from zero.checkpoint.hashes import FileHash
-from zero.checkpoint.manifest import FORMAT, ITEM_BYTES, Entry, Manifest, Piece, file_name, step_name, to_text
+from zero.checkpoint.manifest import FORMAT, Entry, Manifest, Piece, file_name, step_name, to_text
 from zero.checkpoint.save import facts_of
-from zero.checkpoint.shard import ShardWriter, offsets
+from zero.checkpoint.shard import ShardWriter
 from zero.core.precision import Precision
 from zero.core.suggest import some
 from zero.errors import CheckpointError, ConfigError
 from zero.formats.hf import read as read_hf
-from zero.formats.stream import BLOCK_NUMEL, Source, Stream, counted, refused_by_the_system
+from zero.formats.stream import Source, Stream, counted
 from zero.formats.torch_file import read as read_torch
 from zero.formats.universal import read as read_deepspeed
-from zero.platform.device import memory_of
+from zero.platform.files import memory_of, naming
+from zero.platform.safetensors_files import NAMES, offsets
 from zero.progress import Progress, silent
 
 FORMATS = ("hf", "torch", "dcp", "deepspeed")
@@ -75,7 +76,7 @@ def read_source(from_: str, path: Path) -> Source:
     """
     if from_ not in FORMATS:
         raise ConfigError(f"--from {from_}; known: {', '.join(FORMATS)}")
-    with refused_by_the_system(path):
+    with naming(path):
         path.stat()
     read: dict[str, Callable[[Path], Source]] = {"hf": read_hf, "torch": read_torch, "deepspeed": read_deepspeed}
     if from_ == "dcp":
@@ -182,22 +183,20 @@ def _values(source: Source, kinds: Mapping[str, str], moments: tuple[str, ...]) 
             own = source.moments.get((name, moment))
             if own is not None and own.shape != stream.shape:
                 raise CheckpointError(f"{name}: its {moment} has shape {own.shape}, itself {stream.shape}")
-            values = _zeros(stream.shape) if own is None else own.to(torch.float32, f"{moment} of {name}")
+            values = (
+                Stream.read_by(torch.float32, stream.shape, _zeros)
+                if own is None
+                else own.to(torch.float32, f"{moment} of {name}")
+            )
             found.append((name, moment, values))
     for name, kind, stream in found:
-        if str(stream.dtype).removeprefix("torch.") not in ITEM_BYTES:
+        if stream.dtype not in NAMES:
             raise CheckpointError(f"{name} ({kind}): is {stream.dtype}, which a checkpoint does not hold")
     return found
 
 
-def _zeros(shape: tuple[int, ...]) -> Stream:
-    def cut() -> Iterator[Tensor]:
-        block = torch.zeros(min(stream.numel, BLOCK_NUMEL))
-        for start in range(0, stream.numel, BLOCK_NUMEL):
-            yield block[: stream.numel - start]
-
-    stream = Stream(torch.float32, shape, cut)  # `cut` asks it how many
-    return stream
+def _zeros(start: int, stop: int) -> Tensor:
+    return torch.zeros(stop - start)
 
 
 def _notes(source: Source, kinds: Mapping[str, str], choice: Choice, ties: Mapping[str, str]) -> Iterator[str]:

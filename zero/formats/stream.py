@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from zero.errors import CheckpointError, in_short
-from zero.platform.device import memory_of
-from zero.platform.files import named
+from zero.platform.files import memory_of, naming
 from zero.progress import Progress
 
 BLOCK_NUMEL = 2**20
@@ -40,6 +39,16 @@ class Stream:
             flat = whole().detach().resolve_neg().reshape(-1)  # the sign of a view may be a mere mark
             for start in range(0, flat.numel(), BLOCK_NUMEL):
                 yield flat[start : start + BLOCK_NUMEL].contiguous()  # every second element is a view, and 1-D
+
+        return cls(dtype, shape, cut)
+
+    @classmethod
+    def read_by(cls, dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[int, int], Tensor]) -> "Stream":
+        """Of a tensor whose elements [start, stop) `read` gives."""
+
+        def cut() -> Iterator[Tensor]:
+            for start in range(0, prod(shape), BLOCK_NUMEL):
+                yield read(start, min(start + BLOCK_NUMEL, prod(shape)))
 
         return cls(dtype, shape, cut)
 
@@ -163,16 +172,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
     Raises:
         CheckpointError: the system refuses.
     """
-    with refused_by_the_system(path), path.open("xb") as file:
+    with naming(path), path.open("xb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
-def refused_by_the_system(path: Path) -> Iterator[None]:
-    """Turn OSError into one line that names the path."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path}: {named(error)}") from error

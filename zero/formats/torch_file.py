@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero.errors import CheckpointError
-from zero.formats.stream import Source, Stream, new_file, refused_by_the_system
-from zero.platform.device import memory_of
+from zero.formats.stream import Source, Stream, new_file
+from zero.platform.files import memory_of, naming
 
 STORAGES = {
     torch.float64: torch.DoubleStorage,
@@ -158,7 +158,7 @@ def restricted(path: Path, *, compare: bool = False) -> Any:
     Raises:
         CheckpointError: it wants to build something else than tensors, numbers and containers, or is damaged.
     """
-    with refused_by_the_system(path), path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         try:
             if compare:
                 check_records(file)

@@ -375,12 +375,3 @@ def host_peak_bytes() -> int:
         return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024)
-
-
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, not copied; they keep it alive."""
-    if not tensor.numel():
-        return memoryview(b"")
-    octets = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    octets.tensor = tensor  # type: ignore[attr-defined]  # one without a name would be freed before it is read
-    return memoryview(octets).cast("B")

@@ -1,7 +1,7 @@
-"""The few file calls that a store makes, and one nameless file that is read and written in blocks.
+"""The file calls of stores and checkpoints, and one nameless file that is read and written in blocks.
 
-`Files` is the only door to the file system, so a test can fail any call (`zero.testing.FaultyFiles`). `ScratchFile`
-knows descriptors, alignment, request sizes and short counts; it does not know what a page is.
+`Files` is the only way to the file system, so a test can fail any call (`tests/faults`). `move` repeats a call until a
+whole buffer has moved. `ScratchFile` knows descriptors, alignment and request sizes; it does not know what a page is.
 
 The file never has a name, or loses it at once: nothing is left behind however the process ends, nothing of an earlier
 run can be read by mistake, and two runs may share a folder. Transfers go past the page cache (`O_DIRECT`) where the
@@ -18,12 +18,13 @@ import secrets
 import stat
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from torch import Tensor
 
-from zero.errors import StoreError
+from zero.errors import CheckpointError, StoreError
 
 BLOCK_BYTES = 4096
 """Direct transfers start, end and lie in memory at multiples of this: no disk in use asks for more."""
@@ -31,29 +32,38 @@ BLOCK_BYTES = 4096
 REQUEST_BYTES = 4 * 2**20
 """The default size of one call: large enough that Python's share of it does not show."""
 
+MOST_BYTES = 2**30
+"""Of one call: no system moves more than 2 GiB."""
+
+FILE_MODE = 0o600
+READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Never through a link, and never blocking: a checkpoint's folder may have been put there by anybody."""
+
 DIRECT = getattr(os, "O_DIRECT", 0)
 NAMELESS = getattr(os, "O_TMPFILE", 0)
 
 _NO_NAMELESS = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
 _NO_RESERVING = {errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV, errno.EINVAL}
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
-_Transfer = Callable[[int, Sequence[memoryview], int], int]
+Transfer = Callable[[int, memoryview, int], int]
+"""`Files.pread` or `Files.pwrite`: descriptor, memory and offset to the bytes that were moved."""
 
 
 class Files:
-    """The calls themselves; each raises OSError as the system does."""
+    """The calls themselves; each raises OSError as the system does, and moves as much as one call moves."""
 
     def stat(self, path: Path) -> os.stat_result:
         return os.stat(path)
 
-    def free_bytes(self, folder: Path) -> int:
+    def free_bytes(self, path: Path) -> int:
         """What an ordinary user may still write there."""
-        found = os.statvfs(folder)
+        found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
 
-    def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
-        return os.open(path, flags | os.O_CLOEXEC, mode)
+    def open(self, path: Path, flags: int = READ) -> int:
+        """A descriptor; a file that this makes belongs to its owner alone."""
+        return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
 
     def unlink(self, path: Path) -> None:
         os.unlink(path)
@@ -69,18 +79,61 @@ class Files:
         """Set the length; what is new reads as zeros and has no blocks yet."""
         os.ftruncate(fd, nbytes)
 
-    def clear_direct(self, fd: int) -> None:
-        """From now on, transfers go through the page cache. The file may have no name to open it by again."""
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~DIRECT)
+    def direct(self, fd: int, on: bool) -> None:
+        """Whether transfers go past the page cache; where they cannot, OSError, or EINVAL from the transfer."""
+        if on and not DIRECT:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | DIRECT if on else flags & ~DIRECT)
 
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return os.preadv(fd, buffers, offset)
+    def pread(self, fd: int, view: memoryview, offset: int) -> int:
+        return os.preadv(fd, [view[:MOST_BYTES]], offset)
 
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return os.pwritev(fd, buffers, offset)
+    def pwrite(self, fd: int, view: memoryview, offset: int) -> int:
+        return os.pwrite(fd, view[:MOST_BYTES], offset)
 
     def close(self, fd: int) -> None:
+        """The descriptor is gone, even when this raises."""
         os.close(fd)
+
+
+def move(
+    call: Transfer,
+    fd: int,
+    block: memoryview,
+    offset: int,
+    naming: Callable[[int], AbstractContextManager[None]] = lambda offset: contextlib.nullcontext(),
+) -> None:
+    """Have `call` move all of `block`: each call moves as much as it likes, and the next goes on from there.
+
+    Args:
+        naming: around the call at an offset, to say of an error where it was.
+
+    Raises:
+        OSError: as the system says, or EIO at the end of the file.
+    """
+    done = 0
+    while done < len(block):
+        with naming(offset + done):
+            count = call(fd, block[done:], offset + done)
+            if count <= 0:
+                raise OSError(errno.EIO, f"nothing more after {done} of {len(block)} bytes")
+        done += count
+
+
+@contextlib.contextmanager
+def naming(path: Path, what: str = "", *, if_full: str = "") -> Iterator[None]:
+    """Turn an OSError into a CheckpointError of one line that names the path.
+
+    Args:
+        what: what was being done, such as "writing".
+        if_full: advice where there is no space.
+    """
+    try:
+        yield
+    except OSError as error:
+        doing, advice = f" while {what}" if what else "", if_full if error.errno in NO_SPACE else ""
+        raise CheckpointError(f"{path}: {named(error)}{doing}{advice}") from error
 
 
 class ScratchFile:
@@ -134,7 +187,7 @@ class ScratchFile:
                     raise _no_space(self._folder, more_bytes, free_bytes)
                 self._fallocate(fd, end_bytes)
             except OSError as error:
-                if error.errno in _NO_SPACE:
+                if error.errno in NO_SPACE:
                     raise _no_space(self._folder, more_bytes, free_bytes, error) from error
                 raise _refused(self._folder, f"no {sized(more_bytes)} can be reserved", error) from error
             self._reserved_bytes = end_bytes
@@ -145,7 +198,7 @@ class ScratchFile:
             for start, end, straight in self._cuts(memory):
                 piece = memory[start:end]
                 with self._block(piece, straight) as block:
-                    self._move(self._files.preadv, fd, block, offset + start)
+                    move(self._falling_back(self._files.pread), fd, block, offset + start)
                     if not straight:
                         piece[:] = block[: len(piece)]
 
@@ -158,7 +211,7 @@ class ScratchFile:
                     if not straight:
                         block[: len(piece)] = piece
                         block[len(piece) :] = bytes(len(block) - len(piece))
-                    self._move(self._files.pwritev, fd, block, offset + start)
+                    move(self._falling_back(self._files.pwrite), fd, block, offset + start)
 
     def close(self) -> None:
         """Refuse what comes; the last transfer that is still under way closes the descriptor.
@@ -216,27 +269,26 @@ class ScratchFile:
         with memoryview(buffer) as whole, whole[: round_up(len(piece))] as block:
             yield block
 
-    def _move(self, call: _Transfer, fd: int, block: memoryview, offset: int) -> None:
-        """One request, repeated from where it stopped until it is complete."""
-        done = 0
-        while done < len(block):
+    def _falling_back(self, call: Transfer) -> Transfer:
+        """The call, and once more through the page cache where direct I/O turns out to be refused."""
+
+        def move_some(fd: int, view: memoryview, offset: int) -> int:
             direct = self._direct
             try:
-                count = call(fd, [block[done:]], offset + done)
+                return call(fd, view, offset)
             except OSError as error:
                 if error.errno != errno.EINVAL or not direct:
                     raise
-                self._go_buffered(fd)
-                continue
-            if count <= 0:
-                raise OSError(errno.EIO, f"nothing more after {done} of {len(block)} bytes")
-            done += count
+            self._go_buffered(fd)
+            return call(fd, view, offset)
+
+        return move_some
 
     def _go_buffered(self, fd: int) -> None:
         with self._lock:
             first = self._direct
             if first:
-                self._files.clear_direct(fd)
+                self._files.direct(fd, False)
                 self._direct = False
         if first:
             self._say_buffered()

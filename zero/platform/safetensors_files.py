@@ -1,14 +1,18 @@
-"""Tensors of safetensors files, read one by one as they are asked for.
+"""Safetensors files: the header of a new one, and tensors that are read one by one as they are asked for.
+
+    the header's length in 8 bytes | header: JSON, padded with spaces | the values of one tensor after the other
 
 A folder is read by its index, or without one by the headers of all its files. Each file is opened once, and a tensor is
 read from its own bytes: a mapped file would stay in memory as far as it has been read, which for a model is all of it.
 """
 
+import itertools
 import json
 import math
 import os
+import re
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,37 +20,131 @@ import torch
 from torch import Tensor
 
 from zero.errors import CheckpointError, PlanError, in_short
-from zero.platform.device import aligned_zeros, memory_of
+from zero.platform.device import aligned_zeros
+from zero.platform.files import Files, memory_of, move, naming
 
 INDEX = "model.safetensors.index.json"
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
-_MOST_HEADER_BYTES = 100_000_000  # safetensors itself opens no file with a longer one
-_MOST_READ_BYTES = 2**30  # the system reads no more than 2 GiB at once
+"""The dtypes that a checkpoint may hold, and what safetensors calls them."""
+
+LENGTH_BYTES = 8
+"""Of the number that a file begins with."""
+
+MOST_HEADER_BYTES = 100_000_000
+"""Safetensors itself opens no file with a longer one."""
+
+ALIGN_BYTES = 4096
+"""The data of a checkpoint's files begins at a multiple of this, so that it can be mapped and read directly."""
+
+_DTYPES = {word: dtype for dtype, word in NAMES.items()}
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """A tensor in a file: its name there, dtype and shape."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def by_width(part: Part) -> int:
+    """What to sort by, so that every part is aligned to its dtype: the widest come first."""
+    return -part.dtype.itemsize
+
+
+def widest_first(parts: Sequence[Part]) -> list[Part]:
+    """In such an order; equally wide ones keep theirs."""
+    return sorted(parts, key=by_width)
+
+
+def header(
+    parts: Sequence[Part], *, align_bytes: int = ALIGN_BYTES, metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """What the file begins with.
+
+    Args:
+        align_bytes: the data begins at a multiple of this.
+        metadata: texts for whoever reads the file.
+
+    Raises:
+        CheckpointError: parts that safetensors cannot hold, or not in this order; the line names the part.
+    """
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
+    for part, start in zip(parts, _starts(parts), strict=False):
+        _check(part, start, entries)
+        name = NAMES[part.dtype]
+        entries[part.key] = {"dtype": name, "shape": list(part.shape), "data_offsets": [start, start + part.nbytes]}
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    nbytes = -(-(LENGTH_BYTES + len(text)) // align_bytes) * align_bytes - LENGTH_BYTES
+    if nbytes > MOST_HEADER_BYTES:
+        raise CheckpointError(f"{len(parts)} parts need a header of {nbytes} bytes, safetensors allows 100,000,000")
+    return nbytes.to_bytes(LENGTH_BYTES, "little") + text.ljust(nbytes)
+
+
+def offsets(parts: Sequence[Part]) -> tuple[int, ...]:
+    """Where each part begins, in bytes from the beginning of a checkpoint's file."""
+    begin = len(header(parts))
+    return tuple(begin + start for start in _starts(parts)[:-1])
+
+
+def _starts(parts: Sequence[Part]) -> list[int]:
+    """Where each part begins in the data, and at last where the data ends."""
+    return list(itertools.accumulate((part.nbytes for part in parts), initial=0))
+
+
+def _check(part: Part, start: int, taken: Mapping[str, object]) -> None:
+    def refuse(why: str) -> CheckpointError:
+        return CheckpointError(f"part {part.key!r} {why}")
+
+    if part.key in taken or part.key == "__metadata__":
+        raise refuse("has a name that is taken")
+    if not part.key.isprintable():  # no lone surrogates either: they have no bytes
+        raise refuse("has a name that cannot be printed")
+    if part.dtype not in NAMES:
+        raise refuse(f"is {part.dtype}, which safetensors does not hold")
+    if any(length < 0 for length in part.shape):
+        raise refuse(f"has shape {part.shape}")
+    if start % part.dtype.itemsize:
+        raise refuse(f"begins at byte {start} of the data, not aligned to {part.dtype}; order parts by widest_first")
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 class _Piece(NamedTuple):
-    """Where one tensor lies."""
+    """Where one tensor is: bytes [start, stop) of a file."""
 
     file: "_File"
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
+    stop: int
 
 
 class StoredWeights(Mapping[str, Tensor]):
     """The tensors of a folder or a file by name. Each look-up reads; nothing is kept.
+
+    Attributes:
+        ties: further name -> name, as the index of an export says.
 
     Raises:
         PlanError: there is nothing to read.
@@ -55,8 +153,9 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.ties: Mapping[str, str] = {}
         self._pieces: dict[str, _Piece] = {}
-        for file, names in _files(path).items():
+        for file, names in self._files().items():
             found = _pieces_of(_File(file))
             missing = [name for name in names or () if name not in found]
             if missing:
@@ -64,10 +163,7 @@ class StoredWeights(Mapping[str, Tensor]):
             self._pieces |= found if names is None else {name: found[name] for name in names}
 
     def __getitem__(self, name: str) -> Tensor:
-        piece = self._pieces[name]
-        tensor = aligned_zeros(math.prod(piece.shape), piece.dtype, torch.device("cpu"))
-        piece.file.read_into(memory_of(tensor), piece.start)
-        return tensor.view(piece.shape)
+        return self.read(name, 0, math.prod(self.shape(name))).view(self.shape(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._pieces)
@@ -78,90 +174,110 @@ class StoredWeights(Mapping[str, Tensor]):
     def __contains__(self, name: object) -> bool:
         return name in self._pieces
 
+    def dtype(self, name: str) -> torch.dtype:
+        return self._pieces[name].dtype
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._pieces[name].shape
+
     def nbytes(self, name: str) -> int:
         """Of a tensor as it is stored; nothing is read."""
+        return self._pieces[name].stop - self._pieces[name].start
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a tensor, row-major: 1-D, on the host.
+
+        Raises:
+            CheckpointError: the file cannot be read; the line says where.
+        """
         piece = self._pieces[name]
-        return math.prod(piece.shape) * piece.dtype.itemsize
+        values = aligned_zeros(stop - start, piece.dtype, torch.device("cpu"))
+        piece.file.read_into(memory_of(values), piece.start + start * piece.dtype.itemsize)
+        return values
+
+    def _files(self) -> dict[Path, list[str] | None]:
+        """File to the names that are to be taken from it, None for all."""
+        path = self.path
+        if path.is_file():
+            return {path: None}
+        if not path.is_dir():
+            raise PlanError(f"weights={path}: there is no such file or folder")
+        if (path / INDEX).is_file():
+            weight_map, self.ties = _read_index(path / INDEX)
+            files: dict[Path, list[str] | None] = {path / file: [] for file in weight_map.values()}
+            for name, file in weight_map.items():
+                names = files[path / file]
+                assert names is not None
+                names.append(name)
+            return files
+        found = sorted(path.glob("*.safetensors"))
+        if not found:
+            raise PlanError(f"weights={path}: the folder holds no file that ends in .safetensors")
+        return dict.fromkeys(found)
 
 
 class _File:
     """One open file, closed when nobody refers to it."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}") from error
-        weakref.finalize(self, os.close, self._number)
-        self.nbytes = os.fstat(self._number).st_size
+        self.path, self._files = path, Files()
+        with naming(path, "opening"):
+            self._fd = self._files.open(path, os.O_RDONLY)  # often a link: a cache of downloads is full of them
+        weakref.finalize(self, os.close, self._fd)
+        self.nbytes = os.fstat(self._fd).st_size
 
     def read_into(self, memory: memoryview, start: int) -> None:
-        done = 0
-        while done < len(memory):
-            try:
-                count = os.preadv(self._number, [memory[done : done + _MOST_READ_BYTES]], start + done)
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: {error.strerror}") from error
-            if not count:
-                raise CheckpointError(f"{self.path}: ends at byte {start + done}, in the middle of a tensor")
-            done += count
+        move(self._files.pread, self._fd, memory, start, lambda at: naming(self.path, f"reading at offset {at}"))
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        memory = bytearray(nbytes)
+        self.read_into(memoryview(memory), start)
+        return bytes(memory)
 
 
-def _files(path: Path) -> dict[Path, list[str] | None]:
-    """File to the names that are to be taken from it, None for all."""
-    if path.is_file():
-        return {path: None}
-    if not path.is_dir():
-        raise PlanError(f"weights={path}: there is no such file or folder")
-    if (path / INDEX).is_file():
-        return _indexed(path)
-    found = sorted(path.glob("*.safetensors"))
-    if not found:
-        raise PlanError(f"weights={path}: the folder holds no file that ends in .safetensors")
-    return dict.fromkeys(found)
-
-
-def _indexed(folder: Path) -> dict[Path, list[str] | None]:
-    files: dict[Path, list[str] | None] = {}
+def _read_index(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Name -> file, and the ties; the names of files lead nowhere else."""
     try:
-        for name, file in json.loads((folder / INDEX).read_bytes())["weight_map"].items():
-            if Path(file).name != file:
-                raise CheckpointError(f"{folder / INDEX}: {file!r} is no name of a file in this folder")
-            names = files.setdefault(folder / file, [])
-            assert names is not None
-            names.append(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / INDEX}: is no index of safetensors ({type(error).__name__})") from error
-    return files
+        with naming(path):
+            body = json.loads(path.read_bytes())
+        weight_map, ties = body["weight_map"], body.get("metadata", {}).get("ties", {})
+        texts = [text for pair in (*weight_map.items(), *ties.items()) for text in pair]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is no index of safetensors ({type(error).__name__})") from error
+    if not weight_map or not all(isinstance(text, str) for text in texts):
+        raise CheckpointError(f"{path}: is no index of safetensors: it maps names to other things than files")
+    for name in weight_map.values():
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", name):
+            raise CheckpointError(f"{path}: {name!r} is not the name of a safetensors file in this folder")
+    return weight_map, ties
 
 
 def _pieces_of(file: _File) -> dict[str, _Piece]:
-    """What a header says, compared with the file's length."""
+    """What a header says, compared with the file's length: the tensors fill the file, one after the other."""
     try:
-        length = int.from_bytes(_bytes(file, 0, 8), "little")
-        if length > min(file.nbytes - 8, _MOST_HEADER_BYTES):
+        length = int.from_bytes(file.read(0, LENGTH_BYTES), "little")
+        data = LENGTH_BYTES + length
+        if length > MOST_HEADER_BYTES or data > file.nbytes:
             raise ValueError("a header longer than the file")
-        header = json.loads(_bytes(file, 8, length))
-        return {name: _piece(file, 8 + length, name, told) for name, told in header.items() if name != "__metadata__"}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        entries = json.loads(file.read(LENGTH_BYTES, length))
+        pieces = {name: _piece(file, data, name, one) for name, one in entries.items() if name != "__metadata__"}
+        for start, stop in sorted((piece.start, piece.stop) for piece in pieces.values()):
+            if start != data:
+                raise ValueError("tensors that overlap or leave a hole")
+            data = stop
+        if data != file.nbytes:
+            raise ValueError("tensors that do not fill the file")
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         what = f"{type(error).__name__}: {in_short(error)}"
         raise CheckpointError(f"{file.path}: is no whole safetensors file ({what})") from error
+    return pieces
 
 
-def _bytes(file: _File, start: int, nbytes: int) -> bytes:
-    read = bytearray(nbytes)
-    file.read_into(memoryview(read), start)
-    return bytes(read)
-
-
-def _piece(file: _File, data: int, name: str, told: Mapping[str, Any]) -> _Piece:
-    if told["dtype"] not in _DTYPES:
-        raise CheckpointError(f"{file.path}: {name!r} is {told['dtype']}; quantised weights are not read")
-    dtype, shape = _DTYPES[told["dtype"]], tuple(torch.Size(told["shape"]))
-    start, stop = told["data_offsets"]
-    if min(shape, default=0) < 0 or not 0 <= start <= stop <= file.nbytes - data:
-        raise ValueError("a tensor beyond the end")
-    if stop - start != math.prod(shape) * dtype.itemsize:
+def _piece(file: _File, data: int, name: str, entry: Mapping[str, Any]) -> _Piece:
+    if entry["dtype"] not in _DTYPES:
+        raise CheckpointError(f"{file.path}: {name!r} is {entry['dtype']}; known: {', '.join(_DTYPES)}, not quantised")
+    dtype, shape = _DTYPES[entry["dtype"]], tuple(torch.Size(entry["shape"]))
+    start, stop = torch.Size(entry["data_offsets"])
+    if min(shape, default=0) < 0 or stop - start != math.prod(shape) * dtype.itemsize:
         raise ValueError("sizes that contradict each other")
-    return _Piece(file, dtype, shape, data + start)
+    return _Piece(file, dtype, shape, data + start, data + stop)

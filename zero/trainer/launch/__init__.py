@@ -1,4 +1,4 @@
-"""Ranks as processes: started, asked to stop, started again, and heard when they fail."""
+"""Ranks as processes: started, stopped, started again, and their failures reported."""
 
 from zero.trainer.launch.ending import Interrupted, describe
 from zero.trainer.launch.process import MALLOC_VARIABLES, THRESHOLDS, Malloc, environment

@@ -1,6 +1,8 @@
-"""What the parent and its ranks tell each other, in memory that they share.
+"""State that the parent and its ranks share: requests, who lives, where each rank is, and why one ended.
 
-It has no name: no cleaner of temporary files can take it away from a run that takes weeks.
+It is memory without a name: no cleaner of temporary files can delete it during a run of weeks. The ranks of a world
+also leave notes for each other in its store (`zero/distributed/failure.py`). Two places are better than one: those
+notes cross machines and need a world; these reach the parent, before there is a world and after its host died.
 """
 
 import ctypes
@@ -21,7 +23,7 @@ _NOTE_BYTES = 12 * _CAUSE_CHARACTERS + 1024  # so long can one be in JSON
 
 
 class _Slot(ctypes.Structure):
-    """What one rank has said of itself; zeros are nothing."""
+    """The state of one rank; zeros where it has set none."""
 
     pid: int
     place: bytes
@@ -37,19 +39,20 @@ class _Slot(ctypes.Structure):
 
 
 class Board:
-    """Through which the parent and its ranks tell each other that they live, what they are at, and why they died."""
+    """The shared state of a run with `ranks` ranks."""
 
     def __init__(self, ranks: int) -> None:
-        self._asked = RawValue(ctypes.c_bool, False)
+        self._stop_requested = RawValue(ctypes.c_bool, False)
         self._slots = RawArray(_Slot, ranks)
 
-    def ask(self) -> None:
-        """Ask every rank to stop, those too that have not started yet."""
-        self._asked.value = True
+    def request_stop(self) -> None:
+        """Request of every rank to stop, also of those that have not started yet."""
+        self._stop_requested.value = True
         self._send(signal.SIGUSR1)  # of which any number is one request
 
-    def is_asked(self) -> bool:
-        return bool(self._asked.value)
+    @property
+    def stop_requested(self) -> bool:
+        return bool(self._stop_requested.value)
 
     def announce(self, rank: int) -> None:
         self._slots[rank].pid = os.getpid()
@@ -57,11 +60,11 @@ class Board:
     def withdraw(self, rank: int) -> None:
         self._slots[rank].pid = 0
 
-    def ask_for_stacks(self) -> None:
+    def request_stacks(self) -> None:
         self._send(signal.SIGUSR2)
 
-    def wake(self) -> None:
-        """Ranks that somebody has stopped: they can neither answer nor end, other than by SIGKILL."""
+    def resume(self) -> None:
+        """Let ranks go on that a signal has stopped: a stopped one cannot end, other than by SIGKILL."""
         self._send(signal.SIGCONT)
 
     def tell_place(self, rank: int, place: str) -> None:
@@ -71,7 +74,7 @@ class Board:
         return self._slots[rank].place.decode(errors="ignore")
 
     def leave_note(self, rank: int, error: BaseException) -> int:
-        """Say why this rank ends; returns its exit code."""
+        """Write why this rank ends; returns its exit code."""
         exit_code = getattr(error, "exit_code", 1)
         note = {
             "time_ns": time.monotonic_ns(),
@@ -92,7 +95,7 @@ class Board:
         return sorted(notes, key=lambda note: (note["follows"], note["time_ns"]))
 
     def has_trouble(self) -> bool:
-        """Whether a rank has said that it ends, or is gone without a word."""
+        """Whether a rank has left a note, or is gone without one."""
         return any(slot.has_note for slot in self._slots) or not self._send(0)
 
     def clear(self) -> None:

@@ -8,7 +8,7 @@ MEMORY_ADVICE = "mode=plan with the same settings shows which ones take less"
 
 
 class Interrupted(BaseException):
-    """A signal stopped the run at once. Like KeyboardInterrupt no Exception: nobody should go on after it."""
+    """A signal stopped the run at once. Not an Exception, as KeyboardInterrupt: no code should go on after it."""
 
     def __init__(self, signum: int, why: str = "") -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}" + (f": {why}" if why else ""))

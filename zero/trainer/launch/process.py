@@ -1,4 +1,4 @@
-"""The process that a rank is: threads, malloc, variables, and where it prints."""
+"""The process of a rank: threads, malloc, variables, and where it prints."""
 
 import ctypes
 import os
@@ -23,7 +23,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
 def environment(
     ranks: int, threads: int | Literal["auto"], malloc: Malloc, deterministic: bool = False
 ) -> dict[str, str]:
-    """Variables that child ranks are started with; what the user has set already stays.
+    """Variables that child ranks are started with; a variable that the user has set already stays.
 
     Page faults of freshly mapped tensors can cost more than an optimizer step. With both thresholds raised glibc keeps
     freed memory for the next tensor instead of giving it back, in pieces that do not always fit: several hundred MB
@@ -31,12 +31,12 @@ def environment(
     fixed before its first product, or torch refuses it.
     """
     share = max(1, _cores() // ranks) if threads == "auto" else threads
-    wanted = {"OMP_NUM_THREADS": str(share), "MKL_NUM_THREADS": str(share)}
-    wanted |= dict(zip(MALLOC_VARIABLES, map(str, THRESHOLDS.get(malloc, ())), strict=False))
+    variables = {"OMP_NUM_THREADS": str(share), "MKL_NUM_THREADS": str(share)}
+    variables |= dict(zip(MALLOC_VARIABLES, map(str, THRESHOLDS.get(malloc, ())), strict=False))
     if deterministic:
-        wanted["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
-    own = {} if threads == "auto" else {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
-    return {name: value for name, value in wanted.items() if name in own or name not in os.environ}
+        variables["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
+    given = {} if threads == "auto" else {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
+    return {name: value for name, value in variables.items() if name in given or name not in os.environ}
 
 
 @contextmanager
@@ -53,7 +53,10 @@ def set_up(threads: int | Literal["auto"], malloc: Malloc, deterministic: bool) 
 
 
 def redirect(path: Path, *, stdout: bool, further: bool = False) -> None:
-    """Send file descriptor 2, and 1 if asked, to `path`, or to its end: what native code prints goes there too."""
+    """Send file descriptor 2, with `stdout` also 1, to `path`, and with `further` to its end.
+
+    What native code prints goes there too.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if further else os.O_TRUNC), 0o644)
@@ -80,7 +83,7 @@ def redirected(path: Path, *, stdout: bool) -> Iterator[None]:
 
 @contextmanager
 def environ(changes: Mapping[str, str]) -> Iterator[None]:
-    """Children read these when their interpreter starts, so they have to be in this process first."""
+    """Set variables for the time of the body: children read them when their interpreter starts."""
     before = dict(os.environ)
     os.environ.update(changes)
     try:
@@ -94,10 +97,10 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def _set_thresholds(wanted: Sequence[int]) -> None:
+def _set_thresholds(thresholds: Sequence[int]) -> None:
     """Nothing where malloc is not glibc's, or the user has set them."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or set(MALLOC_VARIABLES) & os.environ.keys():
         return
-    for parameter, nbytes in zip((M_MMAP_THRESHOLD, M_TRIM_THRESHOLD), wanted, strict=False):
+    for parameter, nbytes in zip((M_MMAP_THRESHOLD, M_TRIM_THRESHOLD), thresholds, strict=False):
         mallopt(parameter, min(nbytes, 2**31 - 1))  # it takes an int

@@ -1,4 +1,4 @@
-"""Starts the ranks of one run on this machine, and says in one message why a run ended badly.
+"""Starts the ranks of one run on this machine, and reports in one message why a run failed.
 
 `launch` starts child processes through torch's elastic agent; `inside` runs the only rank in this process; `joined`
 runs the rank as which torchrun started this process. What a rank prints goes to `ranks/<rank>.log`, except the stdout
@@ -6,7 +6,7 @@ of rank 0, which is the user's terminal.
 
 The agent reports whichever dead child it sees first, and that may be a survivor that lost its connection. So a failing
 rank leaves a dated note, then waits a moment for the death of another to be seen: the earliest note, or a
-death without a note, is the cause. Knows nothing of models; `entry` is any function that can be pickled.
+death without a note, is the cause. Nothing here depends on models; `entry` is any function that can be pickled.
 """
 
 import faulthandler
@@ -34,8 +34,8 @@ from zero.trainer.launch.board import Board
 from zero.trainer.launch.ending import MEMORY_ADVICE, Interrupted
 from zero.trainer.launch.process import Malloc, environ, environment, redirect, redirected, set_up
 from zero.trainer.launch.request import (
-    ASKING,
-    ENDING,
+    FATAL_SIGNALS,
+    STOP_SIGNALS,
     RankRequest,
     Request,
     stacks_of_ranks,
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
     from zero.platform.memory_watch import Reading
 
 FINAL = (2, 3, 4, 6, 75)
-"""Exit codes of what another start would only meet again: settings, environment, checkpoints, numbers; or did stop."""
+"""Exit codes of causes that another start would meet again: settings, environment, checkpoints, numbers; or a stop."""
 
 GRACE_S = 30.0
-"""How long `entry` has to return once it was asked to stop. torchrun waits as long, unless told otherwise."""
+"""How long `entry` has to return once a stop was requested. torchrun waits as long by default."""
 
 _NOTE_S = 0.5  # for the death of another to be seen
-_LATE_S = 2.0  # that the parent waits longer than a rank, which has more to say
-_WAKE_S = 0.1
+_LATE_S = 2.0  # that the parent waits longer than a rank, whose message is more precise
+_RESUME_S = 0.1
 
 
 def restart_count() -> int:
@@ -61,15 +61,15 @@ def restart_count() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def count_ranks(asked: int | Literal["auto"], device: str = "auto") -> int:
+def count_ranks(ranks: int | Literal["auto"], device: str = "auto") -> int:
     """How many ranks `launch.ranks` means: one per GPU, or 1 on a CPU, when it is "auto".
 
     Under torchrun its world size. Imports torch only on a machine that has a GPU driver.
     """
     if under_torchrun():
         return int(os.environ["WORLD_SIZE"])
-    if asked != "auto":
-        return asked
+    if ranks != "auto":
+        return ranks
     if device == "cpu" or not (Path("/proc/driver/nvidia/version").exists() or Path("/dev/kfd").exists()):
         return 1
     import torch
@@ -83,14 +83,14 @@ def under_torchrun() -> bool:
 
 
 def tell_torchrun(text: str) -> bool:
-    """Leave `text` where torchrun looks for what this rank died of: its last lines show that in place of a link.
+    """Write `text` where torchrun looks for the error of this rank: its last lines show that in place of a link.
 
-    Returns whether it has said where it looks.
+    Returns whether torchrun has set such a file.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        told = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
-        Path(path).write_text(json.dumps(told))
+        error = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": error}))
     return bool(path)
 
 
@@ -116,7 +116,7 @@ def inside(
         stack.enter_context(set_up(threads, malloc, deterministic))
         log = stack.enter_context(_log(folder, f"rank 0 of 1, process {os.getpid()}"))
         if threading.current_thread() is threading.main_thread():  # no other may set handlers
-            stack.enter_context(Request(grace_s).heard_at(*ASKING, *ENDING))
+            stack.enter_context(Request(grace_s).handling(*STOP_SIGNALS, *FATAL_SIGNALS))
             stack.enter_context(stacks_on_request(log))
         try:
             return entry(*args)
@@ -137,8 +137,8 @@ def joined(
 ) -> Any:
     """`entry(*args)` as the rank that torchrun made of this process. Errors pass through.
 
-    `threads="auto"` keeps the OMP_NUM_THREADS that torchrun sets. torchrun sends SIGTERM to all ranks when it is asked
-    to stop, and also when one of them has failed: then the connection to that one breaks, and the error names it.
+    `threads="auto"` keeps the OMP_NUM_THREADS that torchrun sets. torchrun sends SIGTERM to all ranks when it is to
+    stop, and also when one of them has failed: then the connection to that one breaks, and the error names it.
 
     Args:
         folder: receives `<rank>.log`, with the traceback if there is one.
@@ -150,7 +150,7 @@ def joined(
     rank = int(os.environ["RANK"])
     with ExitStack() as stack:
         stack.enter_context(set_up(threads, malloc, deterministic))
-        stack.enter_context(Request(grace_s).heard_at(*ASKING, signal.SIGINT))
+        stack.enter_context(Request(grace_s).handling(*STOP_SIGNALS, signal.SIGINT))
         with writing(folder / f"{rank}.log"):
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(redirected(folder / f"{rank}.log", stdout=rank > 0))
@@ -161,13 +161,13 @@ def joined(
         try:
             return entry(*args)
         except BaseException:
-            _last_words()
+            _log_traceback()
             raise
 
 
 @contextmanager
 def _log(folder: Path, first: str) -> Iterator[TextIO]:
-    """The log of a rank that keeps its terminal. Where it comes to be full is no reason to stop, nor to hide one."""
+    """The log of a rank that keeps its terminal. A full disk does not stop the run, and hides no error of it."""
     path = folder / "0.log"
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -182,12 +182,12 @@ def _log(folder: Path, first: str) -> Iterator[TextIO]:
 
 
 def _write_to_log(text: str) -> None:
-    """Past the buffer of sys.stderr, which would keep what a full disk refuses and show it on the terminal later."""
+    """Without the buffer of sys.stderr, which would keep what a full disk refuses and show it on the terminal later."""
     sys.stderr.flush()
     os.write(2, text.encode(errors="replace"))
 
 
-def _last_words() -> None:
+def _log_traceback() -> None:
     with suppress(OSError):  # the disk may be what failed
         _write_to_log(traceback.format_exc())
 
@@ -221,19 +221,19 @@ def launch(
 
     Each finds torchrun's variables in its environment. All are gone when this returns or raises.
 
-    SIGTERM or SIGUSR1 here, or at a rank, asks to stop. The agent never hears of it: the handler is ours, it passes the
-    request on to all ranks, and they end by returning. A rank that is signalled alone tells the others by `entry`'s own
-    means, see `preempted`. A rank that is still being started has no handler, and dies. SIGUSR2 here makes every rank
-    write where it is into its log.
+    SIGTERM or SIGUSR1 here, or at a rank, requests a stop. The agent does not see it: the handler here passes the
+    request on to all ranks, and they end by returning. A rank that is signalled alone informs the others by `entry`'s
+    own means, see `preempted`. A rank that is still being started has no handler, and dies. SIGUSR2 here makes every
+    rank write its stacks into its log.
 
     Every attempt has an agent of its own that restarts nothing, since one that does would swallow the cause and try
     again whatever it was. So each failure comes here first: it is printed and all ranks start again, unless its exit
-    code is one of `FINAL`, or the run was asked to stop.
+    code is one of `FINAL`, or a stop was requested.
 
     Args:
         entry: defined at the top of a module, like its arguments and result able to be pickled.
         folder: receives `<rank>.log`, of all attempts.
-        grace_s: how long `entry` has to return once asked to stop.
+        grace_s: how long `entry` has to return after the request to stop.
         max_restarts: how often all ranks are started again after a failure.
 
     Raises:
@@ -250,9 +250,11 @@ def launch(
         board = Board(ranks)
         job = _Job(entry, args, ranks, folder, agent_folder, board, grace_s, max_restarts)
         stack.enter_context(environ(environment(ranks, threads, malloc, deterministic)))
-        # What the agent knows: end the children by this signal, which no rank handles, and pass the error on
-        request = Request(grace_s + _LATE_S, board.ask, lambda stopped: SignalException(str(stopped), signal.SIGINT))
-        stack.enter_context(request.heard_at(*ASKING, *ENDING, signal.SIGINT))
+        # The agent's own error: it ends the children by this signal, which no rank handles, and passes the error on
+        request = Request(
+            grace_s + _LATE_S, board.request_stop, lambda stopped: SignalException(str(stopped), signal.SIGINT)
+        )
+        stack.enter_context(request.handling(*STOP_SIGNALS, *FATAL_SIGNALS, signal.SIGINT))
         stack.enter_context(stacks_of_ranks(board, folder))
         try:
             return _until_done(job, request)
@@ -298,13 +300,13 @@ def _attempt(job: _Job, attempt: int, request: Request) -> Any:
     try:
         with (
             memory,
-            _woken_to_end(job.board, request),
+            _resumed_to_end(job.board, request),
             _quiet("torch.distributed", "torch.multiprocessing"),
         ):  # its loggers exist once it is imported
             return elastic_launch(config, _rank)(job, attempt)[0]
     except ChildFailedError as failed:
         rank, failure = min(failed.failures.items())
-        if request.is_made and -failure.exitcode in ASKING:
+        if request.is_made and -failure.exitcode in STOP_SIGNALS:
             raise Interrupted(signal.SIGTERM, f"rank {rank} was still being started") from None
         raise _first_failure(rank, failure.exitcode, job.board.notes(), job.folder, memory.last) from None
     finally:
@@ -335,10 +337,10 @@ def _rank(job: _Job, attempt: int) -> Any:
     try:
         result = job.entry(*job.args)
     except BaseException as error:
-        _last_words()
+        _log_traceback()
         if isinstance(error, DeadlineError):
-            job.board.ask_for_stacks()
-            job.board.wake()
+            job.board.request_stacks()
+            job.board.resume()
         exit_code = job.board.leave_note(rank, error)
         time.sleep(_NOTE_S)
         raise SystemExit(exit_code) from None
@@ -361,8 +363,9 @@ def _first_failure(
         error.exit_code = first["exit_code"]
         return error
     if code == -signal.SIGKILL:
-        likely = "most likely because host memory ran out" if memory is None or memory.is_scarce else "or by somebody"
-        advice = MEMORY_ADVICE if memory is None or memory.is_scarce else "resume=latest goes on"
+        likely, advice = "or by somebody", "resume=latest goes on"
+        if memory is None or memory.is_scarce:
+            likely, advice = "most likely because host memory ran out", MEMORY_ADVICE
         why = f"was killed by the system (signal 9), {likely}; {f'{memory}; ' if memory else ''}{advice}"
     elif code < 0:
         why = f"died of {signal.Signals(-code).name} (signal {-code})"
@@ -372,16 +375,16 @@ def _first_failure(
 
 
 @contextmanager
-def _woken_to_end(board: Board, request: Request) -> Iterator[None]:
-    """The agent's signal reaches no rank that somebody has stopped, and it waits 30 s for one before it kills it."""
+def _resumed_to_end(board: Board, request: Request) -> Iterator[None]:
+    """Resume stopped ranks once the run ends: the agent's signal does not reach one, and it waits 30 s to kill it."""
     over = threading.Event()
 
     def watch() -> None:
-        while not over.wait(_WAKE_S):
+        while not over.wait(_RESUME_S):
             if request.interrupted is not None or board.has_trouble():
-                board.wake()
+                board.resume()
 
-    thread = threading.Thread(target=watch, name="waking", daemon=True)
+    thread = threading.Thread(target=watch, name="resuming", daemon=True)
     thread.start()
     try:
         yield
@@ -392,7 +395,7 @@ def _woken_to_end(board: Board, request: Request) -> Iterator[None]:
 
 @contextmanager
 def _quiet(*prefixes: str) -> Iterator[None]:
-    """The agent's own account of a failure is sixty lines; ours is one. Its loggers have a level each."""
+    """Silence the agent's own report of a failure, which is sixty lines; ours is one. Each logger has its own level."""
     names = [name for name in logging.root.manager.loggerDict if name.startswith(prefixes)]
     before = {name: logging.getLogger(name).level for name in names}
     for name in names:

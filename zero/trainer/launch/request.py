@@ -1,14 +1,14 @@
-"""How a run is asked to stop, and to say where it is.
+"""Signals that request a run to stop, or to write where it is.
 
-SIGTERM and SIGUSR1 ask a run to stop: `preempted` says so to the rank, and `entry` has some time to return. torch's
-elastic agent ends its children with SIGTERM too, once one has failed. A rank tells the two apart by what the others
-have left on the board.
+SIGTERM and SIGUSR1 request a stop: then `preempted` is true in the rank, and `entry` has some time to return. torch's
+elastic agent also ends its children with SIGTERM, once one has failed. A rank tells the two apart by the notes that
+others have left on the board.
 
-What else ends a run does so at once, and is told by its own name.
+Every other signal that ends a run does so at once, and the message names it.
 
-SIGUSR2 makes a rank write where it is into its log: at once the stack of one thread, the main one as a rule, and those
+SIGUSR2 makes a rank write its stacks into its log: at once the stack of one thread, the main one as a rule, and those
 of all as soon as a thread holds the interpreter's lock. Without the lock faulthandler reads stacks that are changing
-under it, and a rank that was only asked where it is would die of that. The parent passes it on to all ranks.
+under it, and the rank could crash of that. The parent passes the signal on to all ranks.
 """
 
 import faulthandler
@@ -25,21 +25,21 @@ from typing import TextIO
 from zero.trainer.launch.board import Board
 from zero.trainer.launch.ending import Interrupted
 
-ASKING = (signal.SIGTERM, signal.SIGUSR1)
-ENDING = (signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU)
-"""A terminal that is closed, its Ctrl-\\, and a limit on CPU time. SIGINT is Python's own where nobody asks for it."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+FATAL_SIGNALS = (signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU)
+"""A terminal that is closed, its Ctrl-\\, and a limit on CPU time. SIGINT is left to Python unless a caller adds it."""
 
 SECOND = "a second one came before the run had ended"
 
 TOGETHER_S = 1.0
 """Within which SIGTERMs are one: a scheduler signals every process, and an agent passes its own on."""
 
-_LAST_WORDS_S = 1.0  # for a rank that fails in these moments too, and has a dashboard to tell
+_CLOSING_S = 1.0  # for a rank that fails in these moments too, and has a dashboard to close
 _PAUSE_S = 0.05
 
 
 def preempted() -> bool:
-    """Whether this rank was asked to stop, by SIGTERM or SIGUSR1 to it or to the parent of `launch`.
+    """Whether a stop of this rank was requested, by SIGTERM or SIGUSR1 to it or to the parent of `launch`.
 
     It then has `grace_s` to agree with the others, save, and return from `entry`.
     """
@@ -48,11 +48,11 @@ def preempted() -> bool:
 
 
 class Request:
-    """That this process is asked to stop: the handler of the signals that ask, and of the clock that then runs.
+    """A request to this process to stop: the handler of its signals, and of the clock that then runs.
 
     Args:
-        grace_s: from being asked to being interrupted.
-        pass_on: called once, when asked.
+        grace_s: from the request to the interruption.
+        pass_on: called once, at the request.
         wrap: what to raise for an interruption.
     """
 
@@ -75,8 +75,8 @@ class Request:
     def is_late(self) -> bool:
         return self._made_s is not None and time.monotonic() > self._made_s + self._grace_s
 
-    def hear(self, signum: int) -> bool:
-        """Take note of a signal; returns whether it is another SIGTERM, which means at once."""
+    def record(self, signum: int) -> bool:
+        """Record a stop signal; returns whether it is another SIGTERM, which means at once."""
         now_s = time.monotonic()
         self._made_s = now_s if self._made_s is None else self._made_s
         if signum != signal.SIGTERM:
@@ -85,11 +85,11 @@ class Request:
         return now_s - self._term_s > TOGETHER_S
 
     @contextmanager
-    def heard_at(self, *signals: int) -> Iterator[None]:
-        """For the time of the body, these signals come here."""
+    def handling(self, *signals: int) -> Iterator[None]:
+        """For the time of the body, handle these signals."""
         with _signal_handlers_kept():
             for signum in (*signals, signal.SIGALRM):
-                if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # as nohup wants it
+                if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # which nohup sets
                     signal.signal(signum, self)
             try:
                 yield
@@ -97,9 +97,9 @@ class Request:
                 signal.setitimer(signal.ITIMER_REAL, 0)
 
     def __call__(self, signum: int, _: object) -> None:
-        if signum in ASKING:
+        if signum in STOP_SIGNALS:
             is_first = not self.is_made
-            if not self.hear(signum):
+            if not self.record(signum):
                 if is_first:
                     signal.setitimer(signal.ITIMER_REAL, self._grace_s)
                     self._pass_on()
@@ -109,7 +109,7 @@ class Request:
             self.interrupted = Interrupted(signal.SIGTERM, self._late("the run"))
         else:
             self.interrupted = Interrupted(signum)
-        for further in (*ASKING, *ENDING, signal.SIGINT, signal.SIGALRM):
+        for further in (*STOP_SIGNALS, *FATAL_SIGNALS, signal.SIGINT, signal.SIGALRM):
             signal.signal(further, signal.SIG_IGN)  # a terminal and torchrun both send one
         raise self._wrap(self.interrupted)
 
@@ -120,43 +120,43 @@ class Request:
 class RankRequest(Request):
     """The same in a rank that `launch` started, where the agent's SIGTERM has to end us even inside a collective.
 
-    There the main thread runs no handler; so the signals wake a thread. A SIGTERM after another rank has failed is the
-    agent's. No other way to tell: the agent cannot be made to send another signal, nor Python to say who sent one.
+    There the main thread runs no handler, so the signals wake a thread. A SIGTERM after another rank has failed is the
+    agent's. There is no other way to know: the agent can send no other signal, and Python does not say who sent one.
     """
 
     def __init__(self, board: Board, rank: int, grace_s: float) -> None:
         super().__init__(grace_s)
         self._board, self._rank = board, rank
         self._has_returned = False
-        self._ear, mouth = os.pipe()
-        os.set_blocking(mouth, False)
-        signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
-        for signum in (*ASKING, signal.SIGUSR2):
+        self._signals_fd, wakeup_fd = os.pipe()
+        os.set_blocking(wakeup_fd, False)
+        signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
+        for signum in (*STOP_SIGNALS, signal.SIGUSR2):
             signal.signal(signum, self)
         faulthandler.register(signal.SIGUSR2, all_threads=False, chain=True)
-        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+        threading.Thread(target=self._watch, name="signals", daemon=True).start()
         board.announce(rank)
-        if board.is_asked():  # before we could be told
+        if board.stop_requested:  # before this handler was set
             os.kill(os.getpid(), signal.SIGUSR1)
 
     def __call__(self, signum: int, _: object) -> None:
-        """The thread hears it. Without a handler, there would be nothing to hear."""
+        """The thread acts on it: without a handler the wakeup descriptor gets nothing."""
 
     def returned(self) -> None:
         """Nothing is left to stop: only the failure of another rank ends us now."""
         self._has_returned = True
         self._board.withdraw(self._rank)
 
-    def _listen(self) -> None:
+    def _watch(self) -> None:
         while True:
-            ready, _, _ = select.select([self._ear], [], [], _PAUSE_S if self.is_made else None)
-            for signum in os.read(self._ear, 64) if ready else b"":
+            ready, _, _ = select.select([self._signals_fd], [], [], _PAUSE_S if self.is_made else None)
+            for signum in os.read(self._signals_fd, 64) if ready else b"":
                 if signum == signal.SIGUSR2:
                     faulthandler.dump_traceback()
-                elif signum in ASKING and self.hear(signum) and not self._has_returned:
+                elif signum in STOP_SIGNALS and self.record(signum) and not self._has_returned:
                     self._end(SECOND)
             if self.is_made and self._board.has_trouble():
-                time.sleep(_LAST_WORDS_S)
+                time.sleep(_CLOSING_S)
                 os._exit(128 + signal.SIGTERM)
             if self.is_late and not self._has_returned:
                 self._end(self._late(f"rank {self._rank}"))
@@ -186,7 +186,7 @@ def stacks_of_ranks(board: Board, folder: Path) -> Iterator[None]:
     """The same in their parent: SIGUSR2 reaches all of them, and the run goes on."""
 
     def pass_on(*_: object) -> None:
-        board.ask_for_stacks()
+        board.request_stacks()
         os.write(2, f"SIGUSR2: each rank writes where it is into {folder}/<rank>.log\n".encode())
 
     with _signal_handlers_kept():
@@ -196,7 +196,7 @@ def stacks_of_ranks(board: Board, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    caught = (*ASKING, *ENDING, signal.SIGINT, signal.SIGALRM, signal.SIGUSR2)
+    caught = (*STOP_SIGNALS, *FATAL_SIGNALS, signal.SIGINT, signal.SIGALRM, signal.SIGUSR2)
     before = {signum: signal.getsignal(signum) for signum in caught}
     try:
         yield

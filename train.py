@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from zero.core import suggest
 from zero.core.placement import Offload
+from zero.core.secret import refuse_secret_words, refuse_secrets
 from zero.errors import (
     CheckpointError,
     ConfigError,
@@ -39,14 +40,14 @@ from zero.errors import (
 )
 from zero.platform.run_files import making, publish, writing
 from zero.trainer import launch
-from zero.trainer.config import HF, Config, flat, keys, keys_of, read, unknown_key
+from zero.trainer.config import Config, flat, keys, keys_of, read, unknown_key
 from zero.trainer.data import check_data, open_data
 from zero.trainer.explain import explain, overview
-from zero.trainer.secret import refuse_secret_words, refuse_secrets
+from zero.trainer.models.hf_config import HFConfig
 
 if TYPE_CHECKING:
     from zero.engine.plan import Plan
-    from zero.trainer.meter import Summary
+    from zero.tracker.meter import Summary
 
 CONF = Path(__file__).resolve().parent / "conf"
 
@@ -63,20 +64,20 @@ def train(config: Config, folder: Path) -> "Summary":
     import torch
 
     import zero
+    from zero.settings.build import build_plan
+    from zero.tracker import open_tracker, write_failure, write_summary
     from zero.trainer import planning
-    from zero.trainer.build import build_plan
     from zero.trainer.loop import STOPPED, Training
     from zero.trainer.report.run import write as write_report
     from zero.trainer.saver import find
     from zero.trainer.task import build_task
-    from zero.trainer.tracker import open_tracker, write_failure, write_summary
 
     if config.deterministic != torch.are_deterministic_algorithms_enabled():  # setting it imports torch's compiler
         torch.use_deterministic_algorithms(config.deterministic)
     torch.set_float32_matmul_precision(config.precision.matmul)
     with (
         zero.World.from_env(config.launch.timeout, config.launch.asked_device()) as world,
-        open_tracker(config, folder if world.rank == 0 else None) as tracker,
+        open_tracker(config.tracker, folder if world.rank == 0 else None, steps=config.steps) as tracker,
         contextlib.ExitStack() as closing,
     ):
         task = build_task(config)  # refuses data that does not fit before it is made
@@ -173,8 +174,8 @@ def run(config: Config, folder: Path, *, apart: bool = False) -> "Summary":
 
 def _leave_failure(folder: Path, error: BaseException, *, final: bool) -> None:
     """summary.json and report.html of a run that failed, as far as it goes: the disk may be what failed."""
+    from zero.tracker import write_failure
     from zero.trainer.report.run import write as write_report
-    from zero.trainer.tracker import write_failure
 
     with contextlib.suppress(MachineError):
         write_failure(folder, {"exit_reason": launch.describe(error)}, final=final)
@@ -212,11 +213,11 @@ def parse_config(raw: Mapping[str, Any]) -> Config:
     if config.mode in ANSWERS:  # nothing is run, and a doctor is asked because something may be wrong
         return config
     config.on(launch.count_ranks(config.launch.ranks, config.launch.device))
-    if isinstance(config.model, HF):
-        config.model.hf().check()  # before the data, whose tokenizer may be the model's
+    if isinstance(config.model, HFConfig):
+        config.model.check()  # before the data, whose tokenizer may be the model's
     check_data(config.source(), config.model.seq)
     config.check_tokens()
-    _check_path(config.offload.asked())
+    _check_path(config.offload)
     _check_checkpoints(config)
     return config
 
@@ -225,7 +226,7 @@ def _check_path(offload: Offload) -> None:
     """Whether a file can be made where it is wanted. Whether it has room there is known with the plan."""
     if offload.path is None and "nvme" not in offload.kinds:
         return
-    folder = Path(offload.path or ".")
+    folder = Path(offload.path or ".").expanduser()
     if not folder.exists():
         raise ConfigError(f"offload.path={folder} does not exist; give a folder on a fast local disk")
     if not folder.is_dir():

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         open_latest as open_latest,
         save as save,
     )
+    from zero.core.loss_scale import LossScaling as LossScaling
     from zero.core.optim import (
         Group as Group,
         adagrad as adagrad,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
         with_ema as with_ema,
     )
     from zero.core.placement import Offload as Offload
-    from zero.core.precision import LossScaling as LossScaling, Precision as Precision
+    from zero.core.precision import Precision as Precision
     from zero.core.stage import Stage as Stage
     from zero.deepspeed.engine import Engine as Engine
     from zero.deepspeed.initialize import (
@@ -62,7 +63,7 @@ _HOME = {
     "World": "distributed.world",
     "Stage": "core.stage",
     "Precision": "core.precision",
-    "LossScaling": "core.precision",
+    "LossScaling": "core.loss_scale",
     "Offload": "core.placement",
     "adamw": "core.optim",
     "adam": "core.optim",

@@ -8,14 +8,16 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _MOVED = {
-    "core": "stage layout precision optim placement",
+    "core": "stage layout precision optim placement secret",
     "platform": "device cuda timeline",
     "distributed": "world failure",
     "engine": "plan unit state full gather reduce update",
-    "trainer": "build config data evaluate launch meter models planning report saver task tracker",
+    "trainer": "config data evaluate launch models planning report saver task",
 }
 
 MODULES: Mapping[str, str] = {name: f"{room}.{name}" for room, names in _MOVED.items() for name in names.split()} | {
+    "build": "settings.build",
+    "meter": "tracker.meter",
     "schedule": "core.lr_schedule",
     "meta": "engine.empty",
     "step": "engine.init",

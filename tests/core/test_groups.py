@@ -352,7 +352,7 @@ def test_one_cycle_moves_rate_and_momentum_of_adam():
 
 
 def test_the_configuration_hands_the_momentum_to_the_optimizer():
-    from zero.trainer.build import build_optimizer
+    from zero.settings.build import build_optimizer
     from zero.trainer.config import read
 
     schedule = {"name": "one_cycle", "rise": 2, "fall": 2}
@@ -362,7 +362,7 @@ def test_the_configuration_hands_the_momentum_to_the_optimizer():
 
 
 def test_the_configuration_asks_for_a_mean():
-    from zero.trainer.build import build_optimizer
+    from zero.settings.build import build_optimizer
     from zero.trainer.config import read
 
     assert build_optimizer(read({"optim": {"name": "sgd", "ema": 0.99}})).moments == ("mu", "ema")

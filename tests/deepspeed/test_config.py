@@ -21,7 +21,7 @@ import train
 from zero.deepspeed.config import differing, overrides, translate
 from zero.deepspeed.config_keys import ALIASES, FEATURES, KEYS, OPTIMIZERS, SCHEDULERS
 from zero.errors import ConfigError
-from zero.trainer.build import build_optimizer, build_schedule
+from zero.settings.build import build_optimizer, build_schedule
 from zero.trainer.config import keys as keys_here, read
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,8 +23,8 @@ from zero.deepspeed.engine import MANY_FORWARDS
 from zero.deepspeed.optimizers import Optimizer
 from zero.errors import CheckpointError, ConfigError
 from zero.testing import run_ranks
+from zero.tracker import RUNNING
 from zero.trainer.report import run as report
-from zero.trainer.tracker import RUNNING
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, WIDTH = 8, 12
@@ -1007,7 +1007,7 @@ def test_wandb_knows_a_run_that_goes_on_in_another_folder(tmp_path: Path, monkey
     opened: list[str] = []
     shown = SimpleNamespace(log=lambda row: None, saved=lambda *_: None, close=lambda *_: None)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr("zero.trainer.tracker.wandb.WandbRun", lambda *_, run_id, say: opened.append(run_id) or shown)
+    monkeypatch.setattr("zero.tracker.wandb.WandbRun", lambda *_, run_id, say: opened.append(run_id) or shown)
     world, settings = zero.World.from_env(), config(wandb={"enabled": True})
     for number, load in enumerate([None, {}, {"load_module_only": True}]):
         engine, *_ = zero.initialize(model=net(), config=settings, world=world, folder=tmp_path / f"{number}")

@@ -465,7 +465,7 @@ OTHERS = {
     "zero/distributed/failure.py": "waits for a process",
     "zero/trainer/launch/ranks.py": "waits for processes",
     "zero/trainer/evaluate.py": "numbers of a step: `World.all_reduce`, whose wait is in the list",
-    "zero/trainer/meter.py": "the same",
+    "zero/tracker/meter.py": "the same",
     "zero/distributed/world.py:_Timed.wait": "passes waits on",
     "zero/engine/update.py:Launched.wait": "passes waits on",
     "zero/engine/reduce.py:Reducer._complete_oldest": "passes on to `World.reduce_scatter`, whose wait is in the list",

@@ -22,7 +22,7 @@ import yaml
 
 import train
 from zero.errors import MachineError, NumericsError, Preempted, RankFailedError
-from zero.trainer.tracker import ROW
+from zero.tracker import ROW
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["debug=tiny", "data=synthetic"]

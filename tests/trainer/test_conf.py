@@ -10,10 +10,13 @@ import zero
 from train import CONF, compose, settings_in
 from zero.core.placement import PRESETS, Offload
 from zero.errors import ConfigError
-from zero.trainer import config as schema
-from zero.trainer.build import build_optimizer, build_plan, build_precision
+from zero.settings import optim, schedule, sections
+from zero.settings.build import build_optimizer, build_plan, build_precision
+from zero.tracker import settings as tracker
 from zero.trainer.config import Config, keys, read
+from zero.trainer.data import SyntheticConfig, TextConfig
 from zero.trainer.models import GPT, GPTConfig
+from zero.trainer.models.hf_config import HFConfig
 
 OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml"))
 NEEDS = {
@@ -72,25 +75,25 @@ def test_an_option_shows_every_key(option):
 @pytest.mark.parametrize(
     ("option", "section"),
     [
-        ("data=text", schema.Text()),
-        ("data=synthetic", schema.Synthetic()),
-        ("optim=adamw", schema.AdamW()),
-        ("optim=adam", schema.Adam()),
-        ("optim=sgd", schema.SGD()),
-        ("optim=lion", schema.Lion()),
-        ("optim=adagrad", schema.Adagrad()),
-        ("schedule=constant", schema.Constant()),
-        ("schedule=linear_warmup", schema.LinearWarmup()),
-        ("schedule=warmup_linear", schema.WarmupLinear()),
-        ("schedule=warmup_cosine", schema.WarmupCosine()),
-        ("schedule=one_cycle", schema.OneCycle()),
-        ("schedule=lr_range", schema.LrRange()),
-        ("offload=none", schema.Offload()),
-        ("precision=fp32", schema.Precision()),
-        ("precision=bf16", schema.Precision(compute="bf16")),
-        ("precision=fp16", schema.Precision(compute="fp16")),
-        ("tracker=jsonl", schema.Jsonl()),
-        ("tracker=wandb", schema.Wandb()),
+        ("data=text", TextConfig()),
+        ("data=synthetic", SyntheticConfig()),
+        ("optim=adamw", optim.AdamW()),
+        ("optim=adam", optim.Adam()),
+        ("optim=sgd", optim.SGD()),
+        ("optim=lion", optim.Lion()),
+        ("optim=adagrad", optim.Adagrad()),
+        ("schedule=constant", schedule.Constant()),
+        ("schedule=linear_warmup", schedule.LinearWarmup()),
+        ("schedule=warmup_linear", schedule.WarmupLinear()),
+        ("schedule=warmup_cosine", schedule.WarmupCosine()),
+        ("schedule=one_cycle", schedule.OneCycle()),
+        ("schedule=lr_range", schedule.LrRange()),
+        ("offload=none", Offload()),
+        ("precision=fp32", sections.Precision()),
+        ("precision=bf16", sections.Precision(compute="bf16")),
+        ("precision=fp16", sections.Precision(compute="fp16")),
+        ("tracker=jsonl", tracker.Jsonl()),
+        ("tracker=wandb", tracker.Wandb()),
     ],
     ids=str,
 )
@@ -108,9 +111,9 @@ def test_an_offload_option_is_the_preset_of_its_name_at_every_stage(preset, stag
             settled(*overrides)
         return
     sharded = {"parameters_sharded": stage == 3}
-    assert settled(*overrides).offload.asked() == Offload(preset)
+    assert settled(*overrides).offload == Offload(preset)
     kinds = Offload(preset).at(**sharded).kinds
-    assert settled(*overrides).offload.asked().at(**sharded).kinds == kinds
+    assert settled(*overrides).offload.at(**sharded).kinds == kinds
     assert stage == 3 or kinds[1] == "none"
 
 
@@ -124,8 +127,8 @@ def test_parameters_explicitly_off_the_device_need_the_last_stage(stage):
 
 def test_a_billion_is_a_billion():
     config = settled("experiment=offload_1b")
-    assert config.model.gpt().parameters_numel == pytest.approx(1e9, rel=0.01)
-    assert config.offload.asked().kinds == Offload("infinity").kinds
+    assert config.model.parameters_numel == pytest.approx(1e9, rel=0.01)
+    assert config.offload.kinds == Offload("infinity").kinds
 
 
 def test_every_key_of_the_schema_is_in_some_yaml():
@@ -140,7 +143,7 @@ def test_every_key_of_the_schema_is_in_some_yaml():
 )
 def test_a_model_is_as_large_as_its_name(name, millions):
     """Byte vocabularies have small tables: the names count the GPT-2 ones."""
-    numel = settled(f"model={name}").model.gpt().parameters_numel
+    numel = settled(f"model={name}").model.parameters_numel
     assert numel / 1e6 == pytest.approx(millions, rel=0.05)
 
 
@@ -153,8 +156,8 @@ def test_a_choice_on_the_command_line_wins_over_an_experiment():
 def test_an_experiment_says_nothing_of_a_kind_that_was_not_chosen():
     """A toy's width means nothing to model=hf, nor gpt_1b's beta2 to SGD; what is left of them holds."""
     tiny = settled("debug=tiny", "model=hf", "model.path=gpt2")
-    assert (tiny.steps, tiny.model) == (4, schema.HF(path="gpt2", seq=32))
-    assert settled("experiment=gpt_1b", "optim=sgd").optim == schema.SGD(lr=2e-4)
+    assert (tiny.steps, tiny.model) == (4, HFConfig(path="gpt2", seq=32))
+    assert settled("experiment=gpt_1b", "optim=sgd").optim == optim.SGD(lr=2e-4)
 
 
 def test_conf_has_no_machine_in_it():

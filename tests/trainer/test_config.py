@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from zero.core.placement import Offload
+from zero.core.schema import Section, walk
 from zero.errors import ConfigError
-from zero.trainer.config import UNIT_CLASSES, Config, flat, keys, read
+from zero.trainer.config import Config, flat, keys, read
 from zero.trainer.models import GPT, GPTConfig
+from zero.trainer.models.gpt_config import UNIT_CLASSES
 
 MISTAKES = [
     ({"zero": {"stage": 7}}, "zero.stage=7: must be 0, 1, 2 or 3, or auto"),
@@ -122,14 +124,14 @@ def test_plain_values_read_back_as_the_same_settings():
 
 
 def test_offload_is_what_the_engine_reads():
-    assert read({}).offload.asked() == Offload()
+    assert read({}).offload == Offload()
     raw = {
         "optimizer": "nvme", "param": "cpu", "grad": "auto", "path": "/mnt/nvme", "page": "8KiB", "threads": 2,
         "read_ahead": 0, "device_budget": "12.5%", "host_budget": "2GiB", "verify": False, "pin": False,
         "compute": "host",
     }  # fmt: skip
     config = read({"offload": raw})
-    assert config.offload.asked() == Offload(
+    assert config.offload == Offload(
         optimizer="nvme", param="cpu", grad="auto", path="/mnt/nvme", page_bytes=8192, threads=2, read_ahead=0,
         device_budget=0.125, host_budget=2 * 2**30, verify=False, pin=False, compute="host",
     )  # fmt: skip
@@ -139,18 +141,16 @@ def test_offload_is_what_the_engine_reads():
 def test_every_key_says_what_it_means():
     def undescribed(section):
         for name, field in section.model_fields.items():
-            if not field.description and not isinstance(field.get_default(), module.Section):
+            if not field.description and not isinstance(field.get_default(), Section):
                 yield name
 
-    from zero.trainer import config as module
-
-    sections = [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, module.Section)]
+    sections = {key.section for key in walk(Config)}
     assert len(sections) > 20
     assert {f"{section.__name__}.{name}" for section in sections for name in undescribed(section)} == set()
 
 
 def test_the_model_has_the_keys_and_defaults_of_its_own_record():
-    assert Config().model.gpt() == GPTConfig()
+    assert Config().model == GPTConfig()
 
 
 def test_unit_classes_are_the_owners_of_the_models_parameters():

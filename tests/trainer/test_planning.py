@@ -24,9 +24,9 @@ from zero.core.stage import Stage, paper_bytes
 from zero.engine.unit import split
 from zero.errors import ConfigError, WorldError
 from zero.platform.device import Device, free_host_bytes
+from zero.settings.build import build_plan
 from zero.testing import run_ranks
 from zero.trainer import planning
-from zero.trainer.build import build_plan
 from zero.trainer.config import Config, read
 from zero.trainer.models import GPT, loss
 from zero.trainer.models.gpt_config import GPTConfig
@@ -59,7 +59,7 @@ def config(**groups) -> Config:
 
 def model_of(settings: Config) -> torch.nn.Module:
     with zero.empty():
-        return GPT(settings.model.gpt())
+        return GPT(settings.model)
 
 
 def gpu(ranks: int, device: int = 80 * GiB, host: int = TiB, disk: int = TiB) -> Machine:
@@ -201,7 +201,7 @@ def test_what_is_not_asked_for_is_this_machine(tmp_path):
     assert (machine.ranks, machine.ranks_per_node) == (2, 2)
     assert machine.device == ("cuda" if torch.cuda.is_available() else "cpu")
     if machine.device == "cpu":
-        usable = usable_host_bytes(settings.offload.asked(), free_host_bytes(), device_is_host=True)
+        usable = usable_host_bytes(settings.offload, free_host_bytes(), device_is_host=True)
         assert machine.host_bytes == pytest.approx(usable, rel=0.1)
     assert machine.disk_bytes > 0
     assert config(plan={"disk": "4TB"}).plan.disk == 4 * 10**12
@@ -453,7 +453,7 @@ def test_tracing_is_quick_and_does_not_import_the_compiler():
         "from zero.trainer.config import read\n"
         "from zero.trainer.models import GPT\n"
         f"config = read({{'model': {TINY!r}, 'batch': {{'global': 8}}, 'precision': {{'compute': 'bf16'}}}}).on(1)\n"
-        "with zero.empty(): model = GPT(config.model.gpt())\n"
+        "with zero.empty(): model = GPT(config.model)\n"
         "begin = time.process_time()\n"
         "assert Activations(config, model).bytes(8, 'cpu') > 0\n"
         "print(time.process_time() - begin, *[name for name in ('torch._dynamo', 'sympy') if name in sys.modules])\n"
@@ -698,7 +698,7 @@ def test_with_offload_auto_as_well_anything_may_be_chosen(tmp_path):
     works = list(dict.fromkeys(what for what, _, _ in shown))
     assert works == ["probe", "settings to choose from"]
     assert [told for told in shown if told[1] == told[2]] == [("probe", 3, 3), ("settings to choose from", 17, 17)]
-    assert settled.offload.asked().kinds in {zero.Offload(p).kinds for p in ("none", "cpu", "auto")}, "memory is fast"
+    assert settled.offload.kinds in {zero.Offload(p).kinds for p in ("none", "cpu", "auto")}, "memory is fast"
     assert "of 17 settings fit" in notes[0]
 
 
@@ -729,7 +729,7 @@ def test_where_no_file_can_be_made_nothing_is_planned_on_disk(size, tmp_path):
     settings = config(zero_={"stage": "auto"}, offload={"path": str(tmp_path / "missing"), **kinds})
     notes = []
     settled = run_ranks(size, lambda world: resolve_auto(settings, model_of_rank(world, settings), world, notes.append))
-    assert all("nvme" not in one.offload.asked().kinds for one in settled)
+    assert all("nvme" not in one.offload.kinds for one in settled)
     assert "nothing can be offloaded to a disk here" in notes[0]
     assert "missing does not exist" in notes[0]
     assert "of 17 settings fit" in "".join(notes)
@@ -923,7 +923,7 @@ def test_fewer_rows_than_ranks_are_planned_with_a_row_each():
 def test_out_of_memory_is_answered_with_plan_taken_and_settings_that_take_less():
     config = read({"zero": {"stage": 2}, "batch": {"global": 8, "micro": 4}, "launch": {"ranks": 2}}).on(2)
     with zero.empty():
-        model = GPT(config.model.gpt())
+        model = GPT(config.model)
     world = PaperWorld(2, local_size=2, device="cuda")
     plan = build_plan(config, model, world, room=NO_LIMIT, activation_bytes=activation_bytes(config, model, "cuda"))
     planned_bytes = device_bytes_of(plan)
@@ -951,7 +951,7 @@ def test_out_of_memory_says_so_when_nothing_smaller_is_left():
     )
     config = config.on(1)
     with zero.empty():
-        model = GPT(config.model.gpt())
+        model = GPT(config.model)
     world = PaperWorld(1, local_size=1, device="cuda")
     plan = build_plan(config, model, world, room=NO_LIMIT, activation_bytes=activation_bytes(config, model, "cuda"))
     said = planning.out_of_memory(config, plan, model, taken_bytes=1, device_bytes=1)

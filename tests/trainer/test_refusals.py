@@ -19,10 +19,10 @@ import pytest
 
 import train
 from zero import errors
-from zero.core.suggest import Key, walk
+from zero.core.schema import Key, walk
+from zero.core.settings import words
 from zero.errors import ConfigError, ZeroError
 from zero.trainer.config import Config, keys, read
-from zero.trainer.config.values import words
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -176,9 +176,9 @@ def test_a_value_is_refused_where_it_would_do_harm_later(raw, said):
 def base(key: Key) -> dict:
     """A run in which the key exists and is right."""
     needed = {
-        "Tokens": {"data": {"name": "tokens", "path": "x"}, "model": {"vocab": 50304}},
-        "HF": {"model": {"name": "hf", "path": "x"}},
-        "HFText": {"data": {"name": "hf", "path": "x", "tokenizer": "y"}},
+        "TokensConfig": {"data": {"name": "tokens", "path": "x"}, "model": {"vocab": 50304}},
+        "HFConfig": {"model": {"name": "hf", "path": "x"}},
+        "HFTextConfig": {"data": {"name": "hf", "path": "x", "tokenizer": "y"}},
     }
     raw = copy.deepcopy(needed.get(key.section.__name__, {}))
     if "name" in key.section.model_fields:

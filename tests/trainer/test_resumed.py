@@ -10,7 +10,7 @@ import pytest
 
 from train import compose, settings_in
 from zero.errors import CheckpointError
-from zero.trainer.build import build_optimizer, build_schedule
+from zero.settings.build import build_optimizer, build_schedule
 from zero.trainer.config import Config, read
 from zero.trainer.resume import differences, refuse_other_model, refuse_other_moments
 

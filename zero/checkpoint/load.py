@@ -30,7 +30,7 @@ from zero.checkpoint.publish import MANIFEST_NAME, Root
 from zero.checkpoint.save import by_rank_0, join, told_by_all
 from zero.checkpoint.shard import THREADS, ShardReader, compare
 from zero.core.layout import Slot
-from zero.core.precision import LossScale
+from zero.core.loss_scale import LossScale
 from zero.core.suggest import some
 from zero.distributed.world import World
 from zero.engine.first_values import sinks_of

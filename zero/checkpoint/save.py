@@ -38,7 +38,7 @@ from zero.checkpoint.manifest import FORMAT, Entry, Manifest, file_name, to_text
 from zero.checkpoint.publish import Root
 from zero.checkpoint.shard import ShardWriter
 from zero.core.layout import pages
-from zero.core.precision import LossScale
+from zero.core.loss_scale import LossScale
 from zero.distributed.failure import first_line
 from zero.distributed.world import World
 from zero.engine.module_copy import buffers_of

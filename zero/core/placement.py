@@ -13,13 +13,16 @@ section 5.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from zero.errors import ConfigError
+from zero.core.schema import Section
+from zero.core.settings import Place, Reads, bytes_of, key, memory_of, whole_or_auto
+from zero.errors import ConfigError, SettingError
 
 Tier = Literal["device", "host", "nvme"]
 
@@ -28,9 +31,6 @@ TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
 
 IF_SHARDED = "cpu_if_sharded"
 """Of parameters: cpu at the stage that shards them; elsewhere they stay on the device. What presets ask for."""
-
-OPTIMIZER = GRAD = ("none", "cpu", "nvme", "auto")
-PARAM = ("none", "cpu", "nvme", "auto", IF_SHARDED)
 
 PRESETS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
@@ -56,68 +56,162 @@ back for data, checkpoints and libraries.
 _TIER_OF: Mapping[str, Tier] = MappingProxyType({"none": "device", "cpu": "host", "nvme": "nvme"})
 
 
-@dataclass(frozen=True)
-class Offload:
-    """What leaves the device between two uses, and how it travels: `Offload("nvme", path="/mnt/nvme")`.
+# Kinds of settings: what is written auto is None here.
 
-    Args:
-        preset: "none", "cpu", "nvme", "infinity" or "auto"; it gives those of the next three that are None.
-        optimizer: tier of master and moments: "none" (the device), "cpu", "nvme", or "auto" (the fastest with room).
-        param: tier of parameters; also "cpu_if_sharded", which is "none" below stage 3.
-        grad: tier of gradients.
-        path: folder of the NVMe file; None: the current folder.
-        page_bytes: bytes of one fp32 page of master, of a moment or of gradients: a multiple of 4 KiB; None: 4 MiB, and
-            up to 64 MiB where that keeps a large model to about a thousand pages.
-        threads: threads that read, update and write pages; None: measured at the start, or 4.
-        read_ahead: pages of each kind that are read before their turn; None: 2.
-        device_budget, host_budget: most that one rank may hold: bytes (int), a share of what is free (float), or None
-            for all that is free; of host memory beside a GPU for nine tenths of it.
-        reserve_bytes: of a GPU's free memory, what is left to its libraries; None: 1 GiB and a fiftieth of the GPU.
-        verify: check length, version and CRC-32 of each page that is read back from a file.
-        pin: lock host buffers for the GPU's copy engines.
-        compute: where pages that sleep off the device are updated: "device", or "host" with the CPU's kernel.
 
-    Raises:
-        ConfigError: an unknown word, a page that is not whole blocks, a number that is too small.
+def _or_auto(words: str, read: Callable[[object], Any], write: Callable[[Any], Any] = lambda value: value) -> Reads:
+    return Reads(
+        words,
+        lambda value: None if value == "auto" else read(value),
+        lambda value: "auto" if value is None else write(value),
+    )
+
+
+def _page(value: object) -> int:
+    nbytes = bytes_of(value)
+    if not BLOCK_BYTES <= nbytes <= GiB or nbytes % BLOCK_BYTES:
+        raise ValueError("must be a positive multiple of 4KiB, at most 1GiB")
+    return nbytes
+
+
+def _budget(value: object) -> int | float:
+    if isinstance(value, str) and (share := re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?)%", value)):
+        if 0 < float(share[1]) <= 100:
+            return float(share[1]) / 100
+        raise ValueError
+    is_exact = isinstance(value, str) and value.endswith("B") and value[:-1].isdigit()
+    return bytes_of(value) if is_exact else bytes_of(value) and memory_of(value)
+
+
+def _budget_text(budget: object) -> object:
+    """A budget of Python's as one types it."""
+    if type(budget) is float and 0 < budget <= 1:
+        return f"{budget:.9%}".rstrip("0%").rstrip(".") + "%"
+    return f"{budget}B" if type(budget) is int and budget >= 0 else budget
+
+
+Page = Annotated[int | None, _or_auto("a size in bytes such as 8MiB or 80GiB, not negative, or auto", _page)]
+Budget = Annotated[
+    int | float | None,
+    _or_auto(
+        "a size such as 8GiB, a share of what is free such as 50%, or auto",
+        _budget,
+        lambda budget: budget if isinstance(budget, int) else _budget_text(budget),
+    ),
+]
+Reserve = Annotated[int | None, _or_auto("a size such as 80GiB, or auto", memory_of)]
+ThreadsOfStore = Annotated[int | None, _or_auto("a whole number from 1, or auto", whole_or_auto(1, 4096).read)]
+ReadAhead = Annotated[int | None, _or_auto("a whole number from 0, or auto", whole_or_auto(0).read)]
+
+
+class Offload(Section):
+    """Which tier each kind of state sleeps on, and how it travels.
+
+    Options set `param` to cpu_if_sharded, which is cpu at the stage that shards parameters and none below. So whoever
+    writes `offload.param=cpu` means it, and is refused below that stage; whoever writes `offload=cpu` is not.
     """
 
-    preset: InitVar[str] = "none"
-    optimizer: str | None = None
-    param: str | None = None
-    grad: str | None = None
-    path: str | None = None
-    page_bytes: int | None = None
-    threads: int | None = None
-    read_ahead: int | None = None
-    device_budget: int | float | None = None
-    host_budget: int | float | None = None
-    reserve_bytes: int | None = None
-    verify: bool = True
-    pin: bool = True
-    compute: str = "device"
+    section_key = "offload"
 
-    def __post_init__(self, preset: str) -> None:
-        _one_of("offload", preset, tuple(PRESETS))
-        for key, given, meant in zip(("optimizer", "param", "grad"), self.kinds, PRESETS[preset], strict=True):
-            object.__setattr__(self, key, meant if given is None else given)
-        for key, known in (("optimizer", OPTIMIZER), ("param", PARAM), ("grad", GRAD), ("compute", ("device", "host"))):
-            _one_of(f"offload.{key}", getattr(self, key), known)
-        if self.path is not None and not isinstance(self.path, str):
-            raise ConfigError(f"offload.path={self.path!r}: a folder's name, as str, or None for the current folder")
-        page = self.page_bytes
-        if page is not None and (type(page) is not int or page < BLOCK_BYTES or page % BLOCK_BYTES):
-            raise ConfigError(f"offload.page={page!r}: must be a positive multiple of 4KiB, in bytes, or None")
-        for key, count, least in (("threads", self.threads, 1), ("read_ahead", self.read_ahead, 0)):
-            if count is not None and (type(count) is not int or count < least):
-                raise ConfigError(f"offload.{key}={count}: must be a whole number from {least}, or None")
-        for key, budget in (("device_budget", self.device_budget), ("host_budget", self.host_budget)):
-            if not _is_budget(budget):
-                raise ConfigError(
-                    f"offload.{key}={budget}: must be a number of bytes, a share such as 0.5 of what is free, or None"
-                )
+    optimizer: Literal["none", "cpu", "nvme", "auto"] = key(
+        "none",
+        "master and moments: none (the device), cpu, nvme, or auto (the fastest with room)",
+        trades="12 bytes per parameter on the device against their way there once per step, behind the next forward",
+        example="cpu",
+    )
+    param: Literal["none", "cpu", "nvme", "auto", "cpu_if_sharded"] = key(
+        "none",
+        "parameters, at zero.stage=3; cpu_if_sharded: cpu there, none below",
+        trades="memory of the device against a read before every gather",
+        example="cpu",
+    )
+    grad: Literal["none", "cpu", "nvme", "auto"] = key(
+        "none",
+        "gradients",
+        trades="4 bytes per parameter on the device against a write and a read per step",
+        example="cpu",
+    )
+    path: Place | None = key(
+        None, "folder of the nameless NVMe file; null: the current folder", example=". offload=nvme"
+    )
+    page_bytes: Page = key(
+        "auto",
+        "bytes of one fp32 page, such as 4MiB; a multiple of 4KiB; auto: 4MiB, for large models up to 64MiB",
+        alias="page",
+        unit="bytes",
+        trades="host memory against speed: the arena holds a few pages per thread, disks like large ones",
+        example="8MiB",
+    )
+    threads: ThreadsOfStore = key(
+        "auto", "threads that read, update and write pages; auto: measured at the start", unit="threads", example="4"
+    )
+    read_ahead: ReadAhead = key(
+        "auto",
+        "pages of each kind that are read before their turn; auto: 2",
+        unit="pages",
+        trades="host memory against waiting for the disk",
+        example="4",
+    )
+    device_budget: Budget = key(
+        "auto",
+        "most that a rank holds on the GPU: 60GiB, 75% of what is free, or auto: all that is free",
+        unit="bytes",
+        example="60GiB",
+    )
+    reserve_bytes: Reserve = key(
+        "auto",
+        "of a GPU's free memory, what is left to its libraries, such as 2GiB; auto: 1GiB and a fiftieth of the GPU",
+        alias="reserve",
+        unit="bytes",
+        example="2GiB",
+    )
+    host_budget: Budget = key(
+        "auto",
+        "most that a rank holds in host memory: 8GiB, 50% of what is free, or auto: all that is free, 90% beside a GPU",
+        unit="bytes",
+        example="50%",
+    )
+    verify: bool = key(
+        True,
+        "check length, version and CRC-32 of each page that is read from a file",
+        trades="about a hundredth of a step against pages that a disk changed in silence",
+        example="false",
+    )
+    pin: bool = key(
+        True,
+        "lock host buffers for the GPU's copy engines",
+        trades="memory that the system cannot take back against copies that run beside compute",
+        example="false",
+    )
+    compute: Literal["device", "host"] = key(
+        "device",
+        "where pages that sleep off the device are updated: device, or host (the CPU's kernel)",
+        trades="host moves gradients and parameters only, and computes on the slower processor",
+        example="host",
+    )
+
+    def __init__(self, preset: str = "none", **settings: Any) -> None:
+        """As Python writes it: `Offload("nvme", path="/mnt/nvme", threads=4)`.
+
+        Args:
+            preset: "none", "cpu", "nvme", "infinity" or "auto"; it gives those of `optimizer`, `param` and `grad` that
+                are not among the settings.
+            settings: fields of this class; None is the default, where a setting says auto. A budget is a number of
+                bytes (int) or a share of what is free (float).
+
+        Raises:
+            SettingError: an unknown word, a page that is not whole blocks, a number that is too small.
+        """
+        if preset not in PRESETS:
+            raise SettingError(f"offload={preset}: must be one of {', '.join(PRESETS)}")
+        given = dict(zip(("optimizer", "param", "grad"), PRESETS[preset], strict=True))
+        given |= {name: value for name, value in settings.items() if value is not None}
+        super().__init__(**given | {name: _budget_text(given[name]) for name in given if name.endswith("_budget")})
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @property
-    def kinds(self) -> tuple[str | None, str | None, str | None]:
+    def kinds(self) -> tuple[str, str, str]:
         """The settings of (optimizer, param, grad)."""
         return self.optimizer, self.param, self.grad
 
@@ -128,9 +222,9 @@ class Offload:
             ConfigError: parameters were asked to leave the device where every rank needs them whole.
         """
         if parameters_sharded:
-            return replace(self, param="cpu") if self.param == IF_SHARDED else self
+            return self.model_copy(update={"param": "cpu"}) if self.param == IF_SHARDED else self
         if self.param in ("none", "auto", IF_SHARDED):
-            return replace(self, param="none")
+            return self.model_copy(update={"param": "none"})
         infinity = self.kinds == PRESETS["infinity"]
         setting = "offload=infinity" if infinity else f"offload.param={self.param}"
         instead = "offload=nvme" if infinity else "offload.param=none"
@@ -211,8 +305,8 @@ def place(
     kinds = {"param": param_bytes, "grad": grad_bytes, "optimizer": sum(size for _, _, size in groups)}
     fixed = {key: _TIER_OF[setting] for key in kinds if (setting := getattr(offload, key)) != "auto"}
     used: Counter[Tier] = Counter({"device": device_fixed_bytes + activation_bytes, "host": host_fixed_bytes})
-    for key, tier in fixed.items():
-        used[tier] += kinds[key]
+    for kind, tier in fixed.items():
+        used[tier] += kinds[kind]
     _refuse_what_cannot_fit(
         offload,
         {key: (tier, kinds[key]) for key, tier in fixed.items()},
@@ -334,17 +428,6 @@ def _limit(tier: Tier, given: int | float | None, limit_bytes: int) -> str:
 def budget_text(budget: int | float) -> str:
     """A budget as a user may type it."""
     return size_text(budget) if isinstance(budget, int) else f"{budget:.4%}".rstrip("0%").rstrip(".") + "%"
-
-
-def _is_budget(budget: object) -> bool:
-    if budget is None or (type(budget) is int and budget >= 0):
-        return True
-    return type(budget) is float and 0 < budget <= 1
-
-
-def _one_of(key: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"{key}={value}: must be one of {', '.join(known)}")
 
 
 def size_text(count: int) -> str:

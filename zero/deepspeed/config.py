@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zero.core import suggest
+from zero.core import schema, suggest
 from zero.core.stage import Stage
 from zero.deepspeed.config_keys import KEYS, Key
 from zero.deepspeed.config_source import Given, check, read_source
 from zero.errors import ConfigError
-from zero.trainer.config import Config, keys as keys_here, read
+from zero.settings import Settings
 
 __all__ = ["Translation", "differing", "overrides", "translate"]
 
@@ -32,7 +32,7 @@ class Translation:
     """A configuration in our words.
 
     Attributes:
-        settings: nested, for `zero.trainer.config.read`; only what the configuration says. Without an `optimizer` or a
+        settings: nested, for `Settings.read`; only what the configuration says. Without an `optimizer` or a
             `scheduler` in it there is no `schedule`, and of `optim` its name and clip only.
         notes: one line for each key without meaning, and for what was decided in its place.
         managed: whether the engine counts microbatches, or the caller says when to step.
@@ -69,7 +69,7 @@ def translate(raw: Mapping[str, Any] | str | os.PathLike[str], *, world_size: in
     except ConfigError as error:
         raise ConfigError(f"{source.name}: {error}") from None
     return Translation(
-        settings=_nested({key: flat[key] for key in keys_here() if key in flat}),
+        settings=_nested({key: flat[key] for key in schema.keys(Settings) if key in flat}),
         notes=tuple(f"{source.name}: {note}" for note in notes),
         managed=given.get("managed_gradient_accumulation", True),
         drop_last=given.get("dataloader_drop_last", False),
@@ -148,7 +148,7 @@ def _precision(given: Given, notes: list[str]) -> dict[str, Any]:
     if least > initial:
         raise ConfigError(f"fp16.min_loss_scale={least:g} is above the first scale, 2^initial_scale_power={initial:g}")
     found["precision.scale.initial"] = initial
-    most = Config().precision.scale.maximum  # DeepSpeed has none
+    most = Settings().precision.scale.maximum  # DeepSpeed has none
     return found | ({"precision.scale.maximum": initial} if initial > most else {})
 
 
@@ -259,7 +259,7 @@ def _lr(given: Given) -> float:
     """The optimizer's learning rate; our default where it was left to us."""
     if given.optimizer is None or "optimizer.params.lr" in given.autos:
         name = "adamw" if given.optimizer is None else given.optimizer.name
-        return read({"optim": {"name": name}}).optim.lr
+        return Settings.read({"optim": {"name": name}}).optim.lr
     return float(given.get("optimizer.params.lr", given.optimizer.defaults["lr"]))
 
 
@@ -338,9 +338,9 @@ def overrides(settings: Mapping[str, Any]) -> list[str]:
 
 def differing(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Those that are not what they would be without, names of options chosen already."""
-    flat, usual = dict(_flat(settings)), dict(_flat(Config().plain()))
+    flat, usual = dict(_flat(settings)), dict(_flat(Settings().plain()))
     names = {key: value for key, value in flat.items() if key.endswith(".name")}
-    plain = dict(_flat(read(_nested(names)).plain()))
+    plain = dict(_flat(Settings.read(_nested(names)).plain()))
     return _nested({key: value for key, value in flat.items() if value != (usual if key in names else plain)[key]})
 
 

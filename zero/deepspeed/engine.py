@@ -28,8 +28,8 @@ from zero.engine.state import State
 from zero.engine.step import Metrics, Step
 from zero.errors import ConfigError
 from zero.platform.threads import Beside
+from zero.settings import Settings
 from zero.store import PrefetchStore
-from zero.trainer.config import Config
 
 log = logging.getLogger("zero")
 
@@ -59,7 +59,7 @@ class Engine(EngineCheckpoints):
 
     def __init__(
         self,
-        config: Config,
+        config: Settings,
         plan: Plan,
         store: PrefetchStore,
         state: State,

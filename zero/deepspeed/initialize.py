@@ -24,9 +24,9 @@ from zero.engine.init import init, open_store
 from zero.engine.module_copy import buffers_of
 from zero.engine.plan import Plan
 from zero.errors import ConfigError
+from zero.settings import Settings
+from zero.settings.build import build_plan
 from zero.store import PrefetchStore
-from zero.trainer.build import build_plan
-from zero.trainer.config import Config, read
 
 log = logging.getLogger("zero")
 
@@ -181,7 +181,7 @@ def _one_config(args: Any, config: ConfigSource | None, old: ConfigSource | None
     return named[0][1]
 
 
-def _settings(translation: Translation, world: World) -> Config:
+def _settings(translation: Translation, world: World) -> Settings:
     """The config as settings of this library; nothing may be "auto", because a user's model has no planner."""
     settings = translation.settings
     if settings.get("zero", {}).get("stage") == "auto":
@@ -190,7 +190,7 @@ def _settings(translation: Translation, world: World) -> Config:
     if not isinstance(rows.get("global"), int) and not isinstance(rows.get("micro"), int):
         raise ConfigError("train_batch_size=auto: write the rows of a step, or train_micro_batch_size_per_gpu")
     own = {key: value for key, value in settings.get("zero", {}).items() if key != "units"}  # of the user's classes
-    return read({**settings, "zero": own}).on(world.size)
+    return Settings.read({**settings, "zero": own}).on(world.size)
 
 
 def _units(translation: Translation, model: nn.Module) -> list[str]:
@@ -200,7 +200,7 @@ def _units(translation: Translation, model: nn.Module) -> list[str]:
 
 
 def _optimizer(
-    passed: AnyOptimizer, parameters: Iterable[Any] | None, model: nn.Module, config: Config, translation: Translation
+    passed: AnyOptimizer, parameters: Iterable[Any] | None, model: nn.Module, config: Settings, translation: Translation
 ) -> tuple[torch.optim.Optimizer | None, Optimizer]:
     """The torch optimizer that was passed, if one was, and ours with its groups or the config's."""
     if isinstance(passed, Optimizer):
@@ -216,7 +216,7 @@ def _optimizer(
 
 
 def _scheduler(
-    passed: AnyScheduler, optimizer: Optimizer, config: Config, translation: Translation
+    passed: AnyScheduler, optimizer: Optimizer, config: Settings, translation: Translation
 ) -> Scheduler | None:
     if callable(passed) and not isinstance(passed, torch.optim.lr_scheduler.LRScheduler):
         made: Scheduler = passed(optimizer)
@@ -227,7 +227,7 @@ def _scheduler(
 
 
 def _run_log(
-    config: Config,
+    config: Settings,
     settings: Mapping[str, Any],
     translation: Translation,
     plan: Plan,

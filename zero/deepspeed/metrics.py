@@ -26,15 +26,16 @@ from zero.deepspeed.optimizers import Optimizer, settings_of
 from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.engine.step import Metrics
+from zero.settings import Settings
 from zero.store import PrefetchStore
-from zero.trainer.config import Config, Wandb
-from zero.trainer.meter import Meter
-from zero.trainer.tracker import RUNNING, Lines, Tracker, open_tracker, write_summary
+from zero.tracker import RUNNING, Lines, Tracker, open_tracker, write_summary
+from zero.tracker.meter import Meter
+from zero.tracker.settings import Wandb
 
 log = logging.getLogger("zero")
 
 ROWS = "metrics.jsonl"
-SECTIONS = ("mode", "zero", "offload", "batch", "precision", "tracker")
+SECTIONS = ("zero", "offload", "batch", "precision", "tracker")
 """Sections of a config that also hold for a model and a loop of the user's own."""
 WARM_UP_STEPS = 2
 """Steps at the beginning that a speed leaves out."""
@@ -43,7 +44,7 @@ WARM_UP_STEPS = 2
 class EngineInfo:
     """The part of an engine that only reports."""
 
-    config: Config
+    config: Settings
     plan: Plan
     optimizer: Optimizer
     metrics: Metrics | None
@@ -225,7 +226,7 @@ class RunLog:
 
     def __init__(
         self,
-        config: Config,
+        config: Settings,
         settings: Mapping[str, Any],
         plan: Plan,
         store: PrefetchStore,
@@ -284,7 +285,7 @@ class RunLog:
         self._has_begun = True
         world = self._plan.world
         by_rank_0(world, self._write_settings)
-        self.tracker = open_tracker(self._config, self._folder, endless=True)
+        self.tracker = open_tracker(self._config.tracker, self._folder, steps=None)
         if self._folder is None and world.rank == 0:
             self.tracker = Tracker([Lines(None, sys.stdout)])
         facts = {"plan_bytes": self._plan.bytes, "ranks": world.size, "parameters_numel": self._plan.numel}
@@ -310,19 +311,19 @@ class RunLog:
             write_summary(self._folder, self.meter.summary("", how)._asdict())
 
 
-def run_folder(config: Config, folder: Path | None) -> Path | None:
+def run_folder(config: Settings, folder: Path | None) -> Path | None:
     """The folder of a run: the given one; `runs/DATE/TIME` if none is given and the config has W&B."""
     if folder is None and isinstance(config.tracker, Wandb):
         return Path("runs") / f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}"
     return folder
 
 
-def run_settings(config: Config, optimizer: Optimizer) -> dict[str, Any]:
+def run_settings(config: Settings, optimizer: Optimizer) -> dict[str, Any]:
     """The settings of a run as JSON values: sections of the config that hold for any loop, and the optimizer's."""
     groups = {str(number): group for number, group in enumerate(settings_of(optimizer.param_groups))}
     own = {"kind": optimizer.kind, "clip": config.optim.clip, "groups": groups}
     sections = {key: value for key, value in config.plain().items() if key in SECTIONS}
-    return {**sections, "optimizer": json.loads(json.dumps(to_json(own), default=str))}
+    return {"mode": "train", **sections, "optimizer": json.loads(json.dumps(to_json(own), default=str))}
 
 
 def _unused_folder(folder: Path) -> Path:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from zero.core import optim
 from zero.core.optim import Transform
 from zero.errors import ConfigError
-from zero.trainer.build import build_optimizer
-from zero.trainer.config import Config
+from zero.settings import Settings
+from zero.settings.build import build_optimizer
 
 log = logging.getLogger("zero")
 
@@ -105,7 +105,7 @@ class Optimizer(torch.optim.Optimizer):
         return made
 
     @classmethod
-    def of_config(cls, config: Config, parameters: Iterable[Any]) -> "Optimizer":
+    def of_config(cls, config: Settings, parameters: Iterable[Any]) -> "Optimizer":
         """The optimizer that a config names, for parameters or groups of them."""
         chosen, defaults = config.optim, dict[str, Any]()
         if chosen.name == "sgd":

@@ -13,8 +13,9 @@ import torch
 from zero.core.optim import Transform
 from zero.deepspeed.config import Translation, translate
 from zero.deepspeed.optimizers import ParamGroup
-from zero.trainer.build import build_optimizer
-from zero.trainer.config import Config, OneCycle as Cycle, read
+from zero.settings import Settings
+from zero.settings.build import build_optimizer
+from zero.settings.schedule import OneCycle as Cycle
 
 
 class Scheduler(Protocol):
@@ -46,7 +47,7 @@ class ConfigScheduler:
         self._write()
 
     @classmethod
-    def of(cls, translation: Translation, config: Config, groups: Sequence[ParamGroup]) -> "ConfigScheduler":
+    def of(cls, translation: Translation, config: Settings, groups: Sequence[ParamGroup]) -> "ConfigScheduler":
         """The scheduler that a DeepSpeed configuration names; `config` are its settings."""
         lr = None if translation.peak_is_for_all else config.optim.lr
         momenta = isinstance(config.schedule, Cycle) and bool(config.schedule.momentum)
@@ -111,7 +112,7 @@ def _scheduler(
             "scheduler": {"type": kind, "params": {name: one for name, one in params.items() if one is not None}},
         }
     )
-    made = ConfigScheduler.of(translation, read(translation.settings), optimizer.param_groups)
+    made = ConfigScheduler.of(translation, Settings.read(translation.settings), optimizer.param_groups)
     made.load_state_dict({"made": last_batch_iteration + 1})
     return made
 

@@ -85,7 +85,7 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
 
 def _open_disk(plan: Plan, nbytes: int, progress: Progress) -> tuple[Store, int]:
     """The file of this rank, and how many threads suit its disk."""
-    folder, threads, request_bytes = Path(plan.offload.path or "."), plan.offload.threads, REQUEST_BYTES
+    folder, threads, request_bytes = Path(plan.offload.path or ".").expanduser(), plan.offload.threads, REQUEST_BYTES
     if threads is None and nbytes >= PROBED_BYTES:
         NvmeStore(folder, capacity_bytes=nbytes).close()  # too little space is refused before anything is measured
         speed = probe(folder, size_bytes=nbytes, tell=partial(progress, "measuring the disk"))

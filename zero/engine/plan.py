@@ -8,7 +8,6 @@ import hashlib
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -155,7 +154,8 @@ class Plan:
         self._pages: dict[tuple[bool, bool], dict[Page, PageSpec]] = {}  # tens of thousands, asked for many times
         room = self._room()
         page_bytes = self.offload.page_bytes or self._auto_page_bytes(room)
-        self.offload, self.page_numel = replace(self.offload, page_bytes=page_bytes), page_bytes // 4
+        self.offload = self.offload.model_copy(update={"page_bytes": page_bytes})
+        self.page_numel = page_bytes // 4
         self.arena_slots, self.placement = self._placed(room)
 
     # -- what is held --------------------------------------------------------------------------------------------------

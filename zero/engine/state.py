@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from zero.core.precision import LossScale
+from zero.core.loss_scale import LossScale
 from zero.engine.gather import Gatherer
 from zero.engine.gradient import Gradients
 from zero.engine.plan import Plan

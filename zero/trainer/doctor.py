@@ -31,8 +31,9 @@ from zero.errors import MachineError, StoreError
 from zero.platform.device import GiB, memory_groups
 from zero.platform.files import DIRECT, NAMELESS, Files, named
 from zero.store.nvme import probe
-from zero.trainer.config import Config, Wandb
-from zero.trainer.tracker.wandb import has_key, mode_of
+from zero.tracker.settings import Wandb
+from zero.tracker.wandb import has_key, mode_of
+from zero.trainer.config import Config
 
 State = Literal["ok", "warn", "bad"]
 

@@ -14,13 +14,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from zero.core import suggest
+from zero.core import schema
+from zero.core.settings import words
 from zero.errors import ConfigError
 from zero.trainer.config import Config
-from zero.trainer.config.values import words
 
 WIDTH, CELL = 100, 28
 """Characters of a line, and of a cell that still decides about the width of its column."""
@@ -64,8 +63,8 @@ class Section(NamedTuple):
 
 def entries() -> tuple[Entry, ...]:
     """Every key, in reading order."""
-    by_name: dict[str, list[suggest.Key]] = {}
-    for declared in suggest.walk(Config):
+    by_name: dict[str, list[schema.Key]] = {}
+    for declared in schema.walk(Config):
         by_name.setdefault(declared.name, []).append(declared)
     return tuple(_entry(name, declared) for name, declared in by_name.items() if _last_word(name) != "name")
 
@@ -137,7 +136,7 @@ More
 # From the schema
 
 
-def _entry(name: str, declared: list[suggest.Key]) -> Entry:
+def _entry(name: str, declared: list[schema.Key]) -> Entry:
     fields = [one.field for one in declared]
     said: list[dict[str, Any]] = [dict(one.json_schema_extra or {}) for one in fields]  # type: ignore[arg-type]
     owners = [_tag(one.section) for one in declared]
@@ -171,19 +170,19 @@ def _merged(texts: list[str], owners: list[str]) -> str:
     return "; ".join(f"{text} ({', '.join(owners)})" for text, owners in having.items())
 
 
-def _siblings(name: str) -> list[type[BaseModel]]:
+def _siblings(name: str) -> list[type[schema.Section]]:
     """The sections that may stand where the key's section stands."""
-    model: list[type[BaseModel]] = [Config]
+    model: list[type[schema.Section]] = [Config]
     for part in name.split(".")[:-1]:
-        model = list(suggest.models_in(_field(model[0], part).annotation))
+        model = list(schema.models_in(_field(model[0], part).annotation))
     return model
 
 
-def _field(model: type[BaseModel], name: str) -> FieldInfo:
+def _field(model: type[schema.Section], name: str) -> FieldInfo:
     return next(field for own, field in model.model_fields.items() if name in (field.alias, own))
 
 
-def _tag(section: type[BaseModel]) -> str:
+def _tag(section: type[schema.Section]) -> str:
     name = section.model_fields.get("name")
     return str(name.default) if name and typing.get_origin(name.annotation) is typing.Literal else ""
 
@@ -199,7 +198,7 @@ def as_typed(value: object) -> str:
 
 def _about(name: str) -> str:
     field = Config.model_fields.get(name)
-    models = [] if field is None else list(suggest.models_in(field.annotation))
+    models = [] if field is None else list(schema.models_in(field.annotation))
     if len(models) == 1:
         return str(models[0].__doc__)
     return {

@@ -14,16 +14,16 @@ from zero.engine.plan import Plan
 from zero.engine.step import Metrics
 from zero.errors import MachineError, NumericsError
 from zero.store import PrefetchStore
+from zero.tracker import RUNNING, Tracker, write_summary
+from zero.tracker.jsonl import CUT_SHORT, EVALUATED, FINISHED, STOPPED
+from zero.tracker.meter import Meter, Summary
 from zero.trainer.config import Config
 from zero.trainer.data.windows import Data
 from zero.trainer.evaluate import sample_text, validation_loss
-from zero.trainer.meter import Meter, Summary
 from zero.trainer.planning import against_measured, measured
 from zero.trainer.resume import refuse_other_model, refuse_other_moments
 from zero.trainer.saver import ASKED_TO_STOP, Saver
 from zero.trainer.task import Task
-from zero.trainer.tracker import RUNNING, Tracker, write_summary
-from zero.trainer.tracker.jsonl import CUT_SHORT, EVALUATED, FINISHED, STOPPED
 
 RECORDED = 3
 """Which step after a start is recorded at the earliest: the first ones learn in which order units are visited."""

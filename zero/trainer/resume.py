@@ -13,8 +13,9 @@ from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER
 from zero.core import suggest
 from zero.core.optim import Transform
 from zero.errors import CheckpointError, ConfigError
-from zero.trainer.build import build_schedule
-from zero.trainer.config import Config, Decay, kinds, read
+from zero.settings.build import build_schedule
+from zero.settings.schedule import Decay
+from zero.trainer.config import Config, kinds, read
 
 MATTERS = ("seed", "steps", "batch.global", "model.", "data.", "optim.", "schedule.", "precision.", "debug.overfit")
 """Settings and sections that change what is computed; of the rest only when, where and on how many ranks it is."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zero.core.suggest import some
 from zero.engine.empty import empty
 from zero.errors import ConfigError
-from zero.trainer.config import HF, Config
+from zero.trainer.config import Config
 from zero.trainer.models.gpt_config import GPTConfig
 from zero.trainer.models.hf_config import HFConfig
 
@@ -44,7 +44,7 @@ def build_task(config: Config) -> Task:
         ConfigError: transformers cannot build it, or it does not fit the data.
     """
     chosen = config.model
-    task = _of_transformers(config, chosen.hf()) if isinstance(chosen, HF) else _gpt(config, chosen.gpt())
+    task = _of_transformers(config, chosen) if isinstance(chosen, HFConfig) else _gpt(config, chosen)
     if config.mode == "eval":
         task.model.requires_grad_(False)
     return task
@@ -54,7 +54,7 @@ def loss_of(config: Config) -> Callable[[Any, Tensor], Tensor]:
     """The loss alone, for whoever has a model already."""
     from zero.trainer.models import hf, loss
 
-    return hf.loss if isinstance(config.model, HF) else loss
+    return hf.loss if isinstance(config.model, HFConfig) else loss
 
 
 def _gpt(config: Config, sizes: GPTConfig) -> Task:

@@ -8,40 +8,47 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Self
 
+from pydantic import Field, model_validator
+
+from zero.core.schema import Section
+from zero.core.settings import Needed, Place, Reads, Rows, Word, key, names_of
 from zero.errors import ConfigError
 from zero.trainer.data.tokenizer import Tokenizer
 
 HEAD_BYTES = 8000  # how much of a file decides whether it is text; git looks at as much
 
 
-def _check_holdout(holdout: float) -> None:
-    if not 0 < holdout <= 0.5:
-        raise ConfigError(f"data.holdout={holdout} must be above 0 and at most 0.5")
+Holdout = Annotated[float, Field(gt=0, le=0.5)]
 
 
-def _check_vocab(vocab: int) -> None:
-    if vocab < 1:
-        raise ConfigError(f"data.vocab={vocab} must be at least 1")
+def _folders(value: object) -> tuple[str, ...]:
+    names = names_of(value)
+    if any("/" in name for name in names):
+        raise ValueError("must be names of folders, without /")
+    return names
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextConfig:
-    """Every text file under a folder; a token is a byte, files are joined by a zero byte."""
+Folders = Annotated[tuple[str, ...], Reads("a list such as [a, b]", _folders)]
 
-    name: Literal["text"] = "text"
-    folder: str | None = None
-    """None: the sources of Python's standard library."""
-    skip: tuple[str, ...] = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
-    """Names of folders to leave out; those that begin with a dot always are."""
-    holdout: float = 0.05
-    """Share of the files kept for validation, chosen by a hash of their paths; of one file, its end."""
 
-    def __post_init__(self) -> None:
-        _check_holdout(self.holdout)
+class TextConfig(Section):
+    """Every text file under a folder, bytes as tokens."""
+
+    section_key = "data"
+
+    name: Literal["text"] = key("text", "kind of data")
+    folder: Place | None = key(
+        None, "folder; null: the sources of the Python standard library", example="/usr/share/doc"
+    )
+    skip: Folders = key(
+        ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"),
+        "names of folders to leave out; those with a leading dot always are",
+        example="[build,dist]",
+    )
+    holdout: Holdout = key(0.05, "share of whole files kept for validation", example="0.1")
 
     @property
     def root(self) -> Path:
@@ -52,25 +59,44 @@ class TextConfig:
         return 256
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokensConfig:
-    """A file of unsigned integers in this machine's byte order, never read whole."""
+class TokensConfig(Section):
+    """A file of token numbers, never read whole."""
 
-    name: Literal["tokens"] = "tokens"
-    path: str
-    dtype: Literal["uint16", "uint32"] = "uint16"
-    vocab: int
-    """Number of tokens; a larger one in the file is an error."""
-    validation_path: str | None = None
-    """A second file of the same kind; None: the end of the first."""
-    holdout: float = 0.05
-    """Share at the end of `path` kept for validation when there is no second file."""
+    section_key = "data"
 
-    def __post_init__(self) -> None:
-        _check_holdout(self.holdout)
-        _check_vocab(self.vocab)
-        if self.dtype not in ("uint16", "uint32"):
-            raise ConfigError(f"data.dtype={self.dtype} must be one of uint16, uint32")
+    name: Literal["tokens"] = key("tokens", "kind of data")
+    path: Needed = key(
+        None,
+        "file of token numbers in this machine's byte order; required",
+        example="train.bin model.vocab=50304",
+    )
+    dtype: Literal["uint16", "uint32"] = key(
+        "uint16", "type of one token number in the file", example="uint32 data.path=train.bin model.vocab=50304"
+    )
+    vocab: Annotated[int, Field(ge=1, le=2**32)] = key(
+        50_304,
+        "number of different tokens; larger numbers in the file are refused",
+        unit="tokens",
+        example="256 data.path=train.bin",
+    )
+    validation_path: Place | None = key(
+        None,
+        "a second file, for validation; null: the end of the first",
+        example="held.bin data.path=train.bin model.vocab=50304",
+    )
+    holdout: Holdout = key(
+        0.05,
+        "share of the file's end kept for validation, without a second file",
+        example="0.1 data.path=train.bin model.vocab=50304",
+    )
+
+    @model_validator(mode="after")
+    def _file_can_be_read(self) -> Self:
+        if self.path is None:
+            raise ConfigError("data=tokens needs data.path=FILE, a file of token numbers")
+        if self.dtype == "uint16" and self.vocab > 2**16:
+            raise ConfigError(f"data.vocab={self.vocab} does not fit data.dtype=uint16; set data.dtype=uint32")
+        return self
 
     @property
     def item_bytes(self) -> int:
@@ -84,37 +110,57 @@ class TokensConfig:
         return (train, held[0]) if held else (train - end, end)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SyntheticConfig:
-    """Rows that count upwards by a stride of their own: no files, learnt in a few dozen steps."""
+class SyntheticConfig(Section):
+    """A made-up language: same tokens on every machine, nothing on disk."""
 
-    name: Literal["synthetic"] = "synthetic"
-    vocab: int = 256
+    section_key = "data"
 
-    def __post_init__(self) -> None:
-        _check_vocab(self.vocab)
+    name: Literal["synthetic"] = key("synthetic", "kind of data")
+    vocab: Rows = key(256, "number of different tokens", unit="tokens", example="64")
 
 
-@dataclass(frozen=True, kw_only=True)
-class HFTextConfig:
-    """Texts for a tokenizer of Hugging Face; its tokens are made once and kept."""
+class HFTextConfig(Section):
+    """Texts through a tokenizer of Hugging Face, tokenised once and kept."""
 
-    name: Literal["hf"] = "hf"
-    path: str
-    """A folder of text and JSONL files, one such file, or a folder that `datasets.save_to_disk` made."""
-    column: str = "text"
-    """Of a JSONL file and of `datasets`: where the text is."""
-    tokenizer: str
-    """A tokenizer.json, or a folder with one."""
-    end: str | None = None
-    """The token after each document; None: as the tokenizer's settings say."""
-    holdout: float = 0.05
-    """Share of the documents kept for validation."""
-    cache: str | None = None
-    """Folder of the tokens; None: in the user's own cache."""
+    section_key = "data"
 
-    def __post_init__(self) -> None:
-        _check_holdout(self.holdout)
+    name: Literal["hf"] = key("hf", "kind of data")
+    path: Needed = key(
+        None,
+        "a folder of text and JSONL files, one such file, or a folder that datasets.save_to_disk made; required",
+        example="texts data.tokenizer=path/to/llama",
+    )
+    column: Word = key(
+        "text",
+        "where the text is in a line of JSONL or a row of datasets",
+        example="body data.path=texts data.tokenizer=path/to/llama",
+    )
+    tokenizer: Needed = key(
+        None,
+        "a tokenizer.json or a folder with one; null: that of model.path, with model=hf",
+        example="path/to/llama data.path=texts",
+    )
+    end: Word | None = key(
+        None,
+        "the token after each document; null: the end of text of the tokenizer's settings",
+        example="'</s>' data.path=texts data.tokenizer=path/to/llama",
+    )
+    holdout: Holdout = key(
+        0.05,
+        "share of whole documents kept for validation",
+        example="0.1 data.path=texts data.tokenizer=path/to/llama",
+    )
+    cache: Place | None = key(
+        None,
+        "folder where the tokens are kept, on a disk that all ranks share; null: functional-zero in the user's cache",
+        example="tokens data.path=texts data.tokenizer=path/to/llama",
+    )
+
+    @model_validator(mode="after")
+    def _has_a_path(self) -> Self:
+        if self.path is None:
+            raise ConfigError("data=hf needs data.path=FOLDER, a folder of text or JSONL files")
+        return self
 
     @property
     def root(self) -> Path:
@@ -136,7 +182,7 @@ class HFTextConfig:
         return Tokenizer(self.tokenizer, self.end).vocab
 
 
-DataConfig = TextConfig | TokensConfig | SyntheticConfig | HFTextConfig
+DataConfig = Annotated[TextConfig | TokensConfig | HFTextConfig | SyntheticConfig, Field(discriminator="name")]
 
 
 def drawn(octets: bytes) -> float:
@@ -223,15 +269,15 @@ def check_text(config: TextConfig, row: int) -> None:
 
 def check_tokens(config: TokensConfig, row: int) -> None:
     """Refuse files that hold something else, or too little."""
-    for key, path in (("path", config.path), ("validation_path", config.validation_path)):
+    for name, path in (("path", config.path), ("validation_path", config.validation_path)):
         if path is None:
             continue
         file = Path(path).expanduser()
         if not file.is_file():
-            raise ConfigError(f"data.{key}={path} is not a file; give a file of {config.dtype} tokens")
+            raise ConfigError(f"data.{name}={path} is not a file; give a file of {config.dtype} tokens")
         if file.stat().st_size % config.item_bytes:
             raise ConfigError(
-                f"data.{key}={path} has {file.stat().st_size} bytes, "
+                f"data.{name}={path} has {file.stat().st_size} bytes, "
                 f"not a multiple of {config.item_bytes}: it does not hold {config.dtype}"
             )
     check_length(f"data.path={config.path}", *config.lengths(), row)

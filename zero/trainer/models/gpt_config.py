@@ -3,61 +3,65 @@
 No torch here: a wrong size is refused before torch is imported. The presets are data in `conf/model/`.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal, Self
 
+from pydantic import Field, model_validator
+
+from zero.core.schema import Section
+from zero.core.settings import Positive, Rate, Rows, key
 from zero.errors import ConfigError
 
+UNIT_CLASSES = ("Block", "Attention", "MLP", "Embedding", "Linear", "RMSNorm", "LayerNorm")
+"""Classes of the models here that own parameters; `zero.units` chooses among them."""
 
-@dataclass(frozen=True, kw_only=True)
-class GPTConfig:
-    """A decoder-only transformer.
+Channels = Annotated[int, Field(ge=1, le=2**24)]
+Layers = Annotated[int, Field(ge=1, le=10_000)]
 
-    Raises:
-        ConfigError: a size is not positive, or `width` does not split into heads of an even number of channels
-            (rotary turns channels in pairs).
+
+class GPTConfig(Section):
+    """The sizes of a GPT, a decoder-only transformer.
+
+    Rotary turns channels in pairs, so each of its heads has an even number of them.
     """
 
-    vocab: int = 256
-    """Number of tokens that the model knows."""
-    width: int = 192
-    """Channels of the residual stream."""
-    layers: int = 4
-    """Number of blocks."""
-    heads: int = 6
-    """Attention heads; each has width / heads channels."""
-    seq: int = 256
-    """Longest context, in tokens; also the length of the rotary tables."""
-    hidden: int | None = None
-    """Channels inside the MLP. None: 4 x width for gelu, 8/3 x width rounded up to 64 for swiglu (equal weights)."""
-    norm: Literal["rms", "layer"] = "rms"
-    """Normalisation before each half of a block."""
-    mlp: Literal["swiglu", "gelu"] = "swiglu"
-    """Kind of MLP."""
-    tied: bool = True
-    """Whether the head reuses the embedding's weight."""
-    rotary_base: float = 10_000.0
-    """Longest rotary wavelength, in units of 2 pi tokens."""
-    init_std: float = 0.02
-    """Standard deviation of fresh weights; residual projections get init_std / sqrt(2 x layers)."""
+    section_key = "model"
 
-    def __post_init__(self) -> None:
-        for key in ("vocab", "width", "layers", "heads", "seq"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"model.{key}={getattr(self, key)} must be at least 1")
-        if self.hidden is not None and self.hidden < 1:
-            raise ConfigError(f"model.hidden={self.hidden} must be at least 1, or null for the usual size")
+    name: Literal["gpt"] = key("gpt", "kind of model")
+    vocab: Rows = key(256, "number of tokens that the model knows", unit="tokens", example="50304")
+    width: Channels = key(192, "channels of the residual stream", unit="channels", example="256 model.heads=8")
+    layers: Layers = key(4, "number of blocks", unit="blocks", example="8")
+    heads: Channels = key(6, "attention heads; width / heads must be even", unit="heads", example="4")
+    seq: Rows = key(
+        256,
+        "longest context, in tokens; also the length of a training row",
+        unit="tokens",
+        trades="memory and time: activations grow with it, attention's work with its square",
+        example="512",
+    )
+    hidden: Channels | None = key(
+        None,
+        "channels inside the MLP; null: 4 x width for gelu, 8/3 x width rounded up to 64 for swiglu",
+        unit="channels",
+        example="768",
+    )
+    norm: Literal["rms", "layer"] = key("rms", "normalisation before each half of a block", example="layer")
+    mlp: Literal["swiglu", "gelu"] = key("swiglu", "kind of MLP", example="gelu")
+    tied: bool = key(True, "whether the head reuses the embedding's weight", example="false")
+    rotary_base: Positive = key(10_000.0, "longest rotary wavelength", unit="2 pi tokens", example="500000")
+    init_std: Rate = key(
+        0.02,
+        "standard deviation of fresh weights; residual projections get init_std / sqrt(2 x layers)",
+        example="0.01",
+    )
+
+    @model_validator(mode="after")
+    def _heads_have_pairs(self) -> Self:
         if self.width % (2 * self.heads):
             raise ConfigError(
                 f"model.width={self.width} does not split into model.heads={self.heads} heads "
                 "of an even number of channels"
             )
-        for key, allowed in (("norm", ("rms", "layer")), ("mlp", ("swiglu", "gelu"))):
-            if getattr(self, key) not in allowed:
-                raise ConfigError(f"model.{key}={getattr(self, key)} must be one of {', '.join(allowed)}")
-        for key in ("rotary_base", "init_std"):
-            if not 0 < getattr(self, key) < float("inf"):
-                raise ConfigError(f"model.{key}={getattr(self, key)} must be a positive number")
+        return self
 
     @property
     def mlp_width(self) -> int:

@@ -1,25 +1,35 @@
 """Which model of transformers, and how long its rows are. No torch here: a missing folder is refused without it."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, Self
 
+from pydantic import model_validator
+
+from zero.core.schema import Section
+from zero.core.settings import Needed, Rows, key
 from zero.errors import ConfigError
 from zero.trainer.data.tokenizer import FILE, SETTINGS
 
 
-@dataclass(frozen=True, kw_only=True)
-class HFConfig:
-    """A model of transformers.
+class HFConfig(Section):
+    """A causal language model of transformers."""
 
-    Raises:
-        ConfigError: a folder without a readable config.json.
-    """
+    section_key = "model"
 
-    path: str
-    """A folder, or a model type such as llama, which is built with all its defaults and fresh weights."""
-    seq: int = 256
-    """Tokens of a training row."""
+    name: Literal["hf"] = key("hf", "kind of model")
+    path: Needed = key(
+        None,
+        "folder with config.json and safetensors; or a model type such as llama, with fresh weights; required",
+        example="gpt2",
+    )
+    seq: Rows = key(256, "length of a training row, in tokens", unit="tokens", example="512 model.path=gpt2")
+
+    @model_validator(mode="after")
+    def _has_a_path(self) -> Self:
+        if self.path is None:
+            raise ConfigError("model=hf needs model.path=FOLDER, a folder with config.json and safetensors")
+        return self
 
     @property
     def has_tokenizer(self) -> bool:

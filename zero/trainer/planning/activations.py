@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from zero.engine.unit import split
-from zero.trainer.build import build_precision
+from zero.settings.build import build_precision
 from zero.trainer.config import Config
 from zero.trainer.evaluate import CHUNK_TOKENS
 from zero.trainer.planning.tracing import META, Traced, trace

@@ -12,8 +12,9 @@ from zero.core.stage import Stage
 from zero.engine.plan import Plan
 from zero.errors import ConfigError
 from zero.progress import Progress, silent
-from zero.trainer.build import build_plan
-from zero.trainer.config import Batch, Config
+from zero.settings.build import build_plan
+from zero.settings.sections import Batch
+from zero.trainer.config import Config
 from zero.trainer.planning.activations import Activations
 from zero.trainer.planning.cost import Rates, step_seconds, traffic
 from zero.trainer.planning.machine import Machine
@@ -190,7 +191,7 @@ def with_setting(config: Config, stage: Stage, preset: str) -> Config | None:
     if preset != "asked":
         offload = offload.model_copy(update=dict(zip(("optimizer", "param", "grad"), PRESETS[preset], strict=True)))
     try:
-        offload.asked().at(parameters_sharded=stage.parameters)
+        offload.at(parameters_sharded=stage.parameters)
     except ConfigError:
         return None
     zero = config.zero.model_copy(update={"stage": stage.level})
@@ -198,8 +199,8 @@ def with_setting(config: Config, stage: Stage, preset: str) -> Config | None:
 
 
 def _unlimited(config: Config, machine: Machine, model: nn.Module, activation_bytes: int) -> Plan:
-    free: dict[str, str | int] = {"device_budget": "auto", "host_budget": "auto"}
-    if config.offload.read_ahead == "auto":
+    free: dict[str, int | None] = {"device_budget": None, "host_budget": None}
+    if config.offload.read_ahead is None:
         free["read_ahead"] = 0  # as a plan does that does not fit otherwise
     config = config.model_copy(update={"offload": config.offload.model_copy(update=free)})
     return build_plan(config, model, machine.world, room=NO_LIMIT, activation_bytes=activation_bytes)
@@ -207,7 +208,7 @@ def _unlimited(config: Config, machine: Machine, model: nn.Module, activation_by
 
 def _short(plan: Plan, config: Config, machine: Machine) -> tuple[Short, ...]:
     """Which memories a plan without limits does not fit in."""
-    room, offload, needs = machine.room, config.offload.asked(), bytes_by_tier(plan)
+    room, offload, needs = machine.room, config.offload, bytes_by_tier(plan)
     rooms: dict[Tier, int] = {
         "device": budget_bytes(offload.device_budget, room.device),
         "host": budget_bytes(offload.host_budget, room.host),

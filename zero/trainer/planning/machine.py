@@ -119,11 +119,11 @@ class Machine:
 
 
 def _usable_bytes(config: Config, device: Device) -> int:
-    return usable_bytes(config.offload.asked(), device.free_bytes(), device.total_bytes())
+    return usable_bytes(config.offload, device.free_bytes(), device.total_bytes())
 
 
 def _usable_host_bytes(config: Config, *, on_gpu: bool) -> int:
-    return usable_host_bytes(config.offload.asked(), free_host_bytes(), device_is_host=not on_gpu)
+    return usable_host_bytes(config.offload, free_host_bytes(), device_is_host=not on_gpu)
 
 
 def _has_gpus(config: Config) -> bool:

@@ -13,7 +13,7 @@ from zero.core.stage import Stage
 from zero.distributed.world import World
 from zero.engine.plan import Plan
 from zero.errors import ConfigError
-from zero.trainer.build import build_plan
+from zero.settings.build import build_plan
 from zero.trainer.config import Config
 from zero.trainer.planning.activations import Activations
 from zero.trainer.planning.choices import with_setting

@@ -13,8 +13,8 @@ from zero.errors import StoreError
 from zero.platform.cuda import compute_device
 from zero.platform.device import Arena, Device
 from zero.progress import Progress, silent
+from zero.settings.build import build_optimizer, build_precision
 from zero.store import probe
-from zero.trainer.build import build_optimizer, build_precision
 from zero.trainer.config import Config
 from zero.trainer.planning.cost import Rates
 from zero.trainer.planning.machine import Machine

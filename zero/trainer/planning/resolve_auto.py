@@ -78,13 +78,13 @@ def _choose(
     """
     level = config.zero.stage
     staged, stages = level == "auto", STAGES if level == "auto" else (Stage(level),)
-    anything = staged and config.offload.asked().kinds == PRESETS["auto"]
+    anything = staged and config.offload.kinds == PRESETS["auto"]
     presets = ("none", "cpu", "nvme", "infinity", "auto") if anything else ("asked",)
     rates, notes = assumed(config, machine), list[str]()
     if anything:
         machine, rates, notes = with_disk_or_without(config, machine, model, progress)
     elif staged:
-        disk = "nvme" in config.offload.asked().kinds
+        disk = "nvme" in config.offload.kinds
         rates = measured(config, machine, model, disk=disk, progress=progress)
     found = choices(
         config, machine, model, rates, stages=stages, presets=presets, activations=activations, progress=progress
@@ -115,7 +115,7 @@ def _batch_reasons(winner: Choice, config: Config, machine: Machine) -> list[str
     rows, micro, accumulate = winner.config.batch.numbers()
     if config.batch.micro != "auto" or config.batch.accumulate != "auto" or accumulate == 1:
         return []
-    room, offload = machine.room, winner.config.offload.asked()
+    room, offload = machine.room, winner.config.offload
     on_gpu = machine.device == "cuda"
     may_bytes = budget_bytes(*((offload.device_budget, room.device) if on_gpu else (offload.host_budget, room.host)))
     activations = size_text(winner.plan.activation_bytes)

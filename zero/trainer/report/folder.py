@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from zero.platform.timeline import Span, from_trace
+from zero.tracker.jsonl import CUT_SHORT, EVALUATED, FINISHED, RUNNING, STOPPED
 from zero.trainer.report.scale import finite
-from zero.trainer.tracker.jsonl import CUT_SHORT, EVALUATED, FINISHED, RUNNING, STOPPED
 
 Status = Literal["finished", "stopped", "failed", "running"]
 

@@ -23,11 +23,11 @@ import train
 import zero
 from tests.common import wandb_file
 from zero.errors import ConfigError, NonFiniteGradientError, Preempted
+from zero.tracker import ROW, Lines, Tracker, open_tracker
+from zero.tracker.behind import Behind
+from zero.tracker.wandb import has_key, mode_of, name_and_group, run_id_of
 from zero.trainer import launch
 from zero.trainer.config import read
-from zero.trainer.tracker import ROW, Lines, Tracker, open_tracker
-from zero.trainer.tracker.behind import Behind
-from zero.trainer.tracker.wandb import has_key, mode_of, name_and_group, run_id_of
 
 NEVER, ONCE = "offload/read_bytes", "comm/gather_bytes"
 """What is 0 throughout the runs here, and what is 0 after the first row."""
@@ -67,7 +67,7 @@ def finished(tmp_path_factory):
     checkpoint = folder / "checkpoints" / "step-3"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("weights of great value")
-    with open_tracker(settings(artifacts=True), folder, stream) as tracker:
+    with open_tracker(settings(artifacts=True).tracker, folder, stream, steps=40) as tracker:
         tracker.begin(SETTLED.plain(), FACTS)
         tracker.log(row(1, **{NEVER: 0, ONCE: 7}))
         scaled = {"train/skipped": 1, "train/loss_scale": 65536.0}
@@ -182,7 +182,7 @@ def test_a_resumed_run_keeps_its_id_and_an_evaluation_has_its_own(tmp_path):
 
 
 def test_a_run_that_goes_on_is_the_same_one_in_wandb_at_whatever_step(finished, tmp_path):
-    with open_tracker(settings(console="none"), tmp_path) as tracker:
+    with open_tracker(settings(console="none").tracker, tmp_path, steps=40) as tracker:
         tracker.begin(settings().plain(), {}, finished.run_id)
         tracker.log(row(2))
     written = wandb_file.read(tmp_path)
@@ -207,7 +207,7 @@ def rank_of_a_run(folder: Path, how: str) -> None:
     """Trains in its way: three rows, then the end that is asked for."""
     with (
         zero.World.from_env(60.0) as world,
-        open_tracker(settings(console="none"), folder if world.rank == 0 else None) as tracker,
+        open_tracker(settings(console="none").tracker, folder if world.rank == 0 else None, steps=40) as tracker,
     ):
         tracker.begin(settings().plain(), FACTS)
         for step in (1, 2, 3):
@@ -282,7 +282,7 @@ def run_with(broken, folder, monkeypatch, **tracker):
     """Three rows past a wandb that is `broken`; returns what was said."""
     monkeypatch.setitem(sys.modules, "wandb", broken)
     stream = io.StringIO()
-    with open_tracker(settings(**tracker), folder, stream) as tracker:
+    with open_tracker(settings(**tracker).tracker, folder, stream, steps=40) as tracker:
         tracker.begin(settings().plain(), {})
         for step in (1, 2, 3):
             tracker.log(row(step))
@@ -332,7 +332,7 @@ def test_a_network_that_drops_what_is_sent_is_an_offline_run_within_seconds(tmp_
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
         begun_s = time.monotonic()
-        with open_tracker(settings(mode="auto"), tmp_path, stream) as tracker:
+        with open_tracker(settings(mode="auto").tracker, tmp_path, stream, steps=40) as tracker:
             tracker.begin(SETTLED.plain(), FACTS)
             tracker.log(row(1))
             until(lambda: "W&B is offline for this run: " in stream.getvalue() or tracker.note(""))
@@ -393,8 +393,8 @@ from functools import partial
 from pathlib import Path
 import psutil
 from zero.trainer.config import read
-from zero.trainer.tracker.behind import Behind
-from zero.trainer.tracker.wandb import WandbRun, abandon
+from zero.tracker.behind import Behind
+from zero.tracker.wandb import WandbRun, abandon
 
 config, folder = read({"tracker": {"name": "wandb", "mode": "offline"}}), Path(sys.argv[1])
 say = lambda text: None
@@ -434,7 +434,7 @@ def test_disabled_means_no_file_no_process_and_no_thread(tmp_path, monkeypatch):
     for mode, variable in (("disabled", "online"), ("auto", "disabled")):
         monkeypatch.setenv("WANDB_MODE", variable)
         stream = io.StringIO()
-        with open_tracker(settings(mode=mode), tmp_path, stream) as tracker:
+        with open_tracker(settings(mode=mode).tracker, tmp_path, stream, steps=40) as tracker:
             tracker.begin(settings().plain(), FACTS)
             tracker.log(row(1))
             assert threading.active_count() == threads
@@ -473,7 +473,7 @@ def test_no_byte_of_a_secret_is_written(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("HTTPS_PROXY", f"http://user:{CANARY}@proxy.example:1")
     monkeypatch.setenv("HF_TOKEN", f"hf_{CANARY}")
     monkeypatch.setattr(sys, "argv", ["train.py", f"token={CANARY}"])
-    with open_tracker(settings(), tmp_path) as tracker:
+    with open_tracker(settings().tracker, tmp_path, steps=40) as tracker:
         tracker.begin(settings().plain(), FACTS)
         tracker.log(row(1))
         tracker.finish({"steps": 1})

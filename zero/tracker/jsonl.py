@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from zero.platform.run_files import publish, writing
-from zero.trainer.tracker.view import Row, View, finite
+from zero.tracker.view import Row, View, finite
 
 RUNNING = "running, or ended without a word"
 """The exit reason until there is one."""

@@ -1,10 +1,10 @@
-"""What a setting may be: kinds of values with the words that describe them, and `key`, which declares one setting.
+"""How a setting is declared: a `Section` of keys, and kinds of values with the words that describe them.
 
-The words are said three times: to whoever typed something else, by mode=explain, and in docs/config.md. Pydantic's own
-kinds would answer a mistake in `int | "auto"` with two errors, and read 0.5 as a size of no bytes.
+A setting is declared once, by the part that uses it. Its words are said three times: to whoever typed something else,
+by mode=explain, and in docs/config.md. Pydantic's own kinds would answer a mistake in `int | "auto"` with two errors,
+and read 0.5 as a size of no bytes.
 """
 
-import os
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -13,9 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     ByteSize,
-    ConfigDict,
     Field,
     GetCoreSchemaHandler,
     TypeAdapter,
@@ -24,19 +22,8 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
-from zero.core import placement
-
-UNIT_CLASSES = ("Block", "Attention", "MLP", "Embedding", "Linear", "RMSNorm", "LayerNorm")
-"""Classes of the models here that own parameters; `zero.units` chooses among them."""
-
 MOST = 2**53
 """The largest whole number that every reader of JSON and YAML gets right."""
-
-
-class Section(BaseModel):
-    """A closed, frozen, strict group of keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def key(
@@ -67,14 +54,17 @@ def key(
 class Reads:
     """How a value is read, and what to say of all that it may be.
 
-    `read` returns what is kept, or raises a ValueError; without words of its own that becomes "must be ...".
+    `read` returns what is kept, or raises a ValueError; without words of its own that becomes "must be ...". `write`
+    gives back what one types for it.
     """
 
     words: str
     read: Callable[[Any], Any]
+    write: Callable[[Any], Any] | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self._read)
+        write = self.write and core_schema.plain_serializer_function_ser_schema(self.write)
+        return core_schema.no_info_plain_validator_function(self._read, serialization=write)
 
     def _read(self, value: object) -> Any:
         try:
@@ -101,13 +91,7 @@ def whole_or_auto(least: int, most: int = MOST) -> Reads:
     return Reads(f"a whole number from {least}, or auto", read)
 
 
-def _stage(value: object) -> Any:
-    if value == "auto" or (type(value) is int and 0 <= value <= 3):
-        return value
-    raise ValueError
-
-
-def _in_fp32(value: float) -> float:
+def in_fp32(value: float) -> float:
     if value < 1e-37:
         raise ValueError("is 0 in fp32, in which updates are made")
     return value
@@ -117,30 +101,23 @@ Count = Annotated[int | Literal["auto"], whole_or_auto(1)]
 Steps = Annotated[int | Literal["auto"], whole_or_auto(0)]
 Threads = Annotated[int | Literal["auto"], whole_or_auto(1, 4096)]
 Ranks = Annotated[int | Literal["auto"], whole_or_auto(1, 2**20)]
-StageOrAuto = Annotated[int | Literal["auto"], Reads("0, 1, 2 or 3, or auto", _stage)]
 Whole = Annotated[int, Field(ge=1, le=MOST)]
 Natural = Annotated[int, Field(ge=0, le=MOST)]
-Held = Annotated[int, Field(ge=-1, le=MOST)]
 Rows = Annotated[int, Field(ge=1, le=2**31)]
-Channels = Annotated[int, Field(ge=1, le=2**24)]
-Layers = Annotated[int, Field(ge=1, le=10_000)]
-Positive = Annotated[float, Field(gt=0, le=1e37), AfterValidator(_in_fp32)]
-Rate = Annotated[float, Field(gt=0, le=1000), AfterValidator(_in_fp32)]
-LossScale = Annotated[float, Field(gt=0, le=2**40), AfterValidator(_in_fp32)]
+Positive = Annotated[float, Field(gt=0, le=1e37), AfterValidator(in_fp32)]
+Rate = Annotated[float, Field(gt=0, le=1000), AfterValidator(in_fp32)]
 NonNegative = Annotated[float, Field(ge=0, le=1000)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Holdout = Annotated[float, Field(gt=0, le=0.5)]
 
 # Sizes
 
 _SIZE = re.compile(r"\d{1,18}|\d{1,18}(\.\d{1,9})? ?[a-zA-Z]{1,5}")
 _BYTES: TypeAdapter[ByteSize] = TypeAdapter(ByteSize)
 _MOST_BYTES = 2**60
-_MOST_PAGE = 2**30
 
 
-def _bytes(value: object) -> int:
+def bytes_of(value: object) -> int:
     # pydantic's ByteSize ignores what follows the unit, and reads 0.5 as no bytes at all
     if not (type(value) is int or (isinstance(value, str) and _SIZE.fullmatch(value))):
         raise ValueError
@@ -153,35 +130,9 @@ def _bytes(value: object) -> int:
     return nbytes
 
 
-def _page(value: object) -> int | str:
-    if value == "auto":
-        return "auto"
-    nbytes = _bytes(value)
-    if not placement.BLOCK_BYTES <= nbytes <= _MOST_PAGE or nbytes % placement.BLOCK_BYTES:
-        raise ValueError("must be a positive multiple of 4KiB, at most 1GiB")
-    return nbytes
-
-
-def _budget(value: object) -> int | str:
-    """Bytes as an int, a share as it was typed."""
-    if value == "auto" or (isinstance(value, str) and share(value) is not None):
-        return str(value)
-    return _disk(value)
-
-
-def _memory(value: object) -> int | str:
-    if value == "auto":
-        return "auto"
-    return _no_slip(value)
-
-
-def _disk(value: object) -> int | str:
-    return "auto" if value == "auto" else _bytes(value) and _no_slip(value)
-
-
-def _no_slip(value: object) -> int:
+def memory_of(value: object) -> int:
     """80 is a slip of whoever means 80GiB."""
-    nbytes = _bytes(value)
+    nbytes = bytes_of(value)
     if nbytes >= 2**20:
         return nbytes
     if str(value).isdigit():
@@ -189,21 +140,15 @@ def _no_slip(value: object) -> int:
     raise ValueError("must be at least 1MiB; what a run takes is in the table of mode=plan")
 
 
-def share(text: str) -> float | None:
-    """0.5 for 50%; None for what is no share."""
-    found = re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?)%", text)
-    return float(found[1]) / 100 if found and 0 < float(found[1]) <= 100 else None
-
-
-Page = Annotated[int | Literal["auto"], Reads("a size in bytes such as 8MiB or 80GiB, not negative, or auto", _page)]
-Budget = Annotated[int | str, Reads("a size such as 8GiB, a share of what is free such as 50%, or auto", _budget)]
-Memory = Annotated[int | Literal["auto"], Reads("a size such as 80GiB, or auto", _memory)]
-Disk = Annotated[int | Literal["auto"], Reads("a size such as 4TB, or auto", _disk)]
+Memory = Annotated[
+    int | Literal["auto"],
+    Reads("a size such as 80GiB, or auto", lambda value: value if value == "auto" else memory_of(value)),
+]
 
 # Words
 
 
-def _text(value: object) -> str:
+def text_of(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError("must be text")
     if not value.strip():
@@ -214,61 +159,23 @@ def _text(value: object) -> str:
 
 
 def _place(value: object) -> str:
-    text = _text(value)
-    if len(os.fsencode(text)) > 4095 or any(len(os.fsencode(part)) > 255 for part in text.split("/")):
+    text = text_of(value)
+    if len(text.encode()) > 4095 or any(len(part.encode()) > 255 for part in text.split("/")):
         raise ValueError("is too long for a path")
     return text
 
 
-def _name(value: object) -> str:
-    text = _text(value)
-    if len(text) > 128:
-        raise ValueError("must have at most 128 characters, which W&B takes")
-    return text
-
-
-def _project(value: object) -> str:
-    text = _name(value)
-    if found := set(text) & set("/\\#?%:"):
-        raise ValueError(f"must be without {min(found)}, which W&B refuses in the name of a project")
-    return text
-
-
-def _names(value: object) -> tuple[str, ...]:
+def names_of(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple):
         raise ValueError
-    return tuple(_text(name) for name in value)
-
-
-def _folders(value: object) -> tuple[str, ...]:
-    names = _names(value)
-    if any("/" in name for name in names):
-        raise ValueError("must be names of folders, without /")
-    return names
-
-
-def _units(value: object) -> Any:
-    if value == "auto":
-        return value
-    if not isinstance(value, list | tuple) or not value or not all(isinstance(name, str) for name in value):
-        raise ValueError
-    return tuple(value)
-
-
-def _activations(value: object) -> Any:
-    if value not in ("keep", "remat", "offload"):
-        raise ValueError
-    return value
+    return tuple(text_of(name) for name in value)
 
 
 Place = Annotated[str, Reads("a path", _place)]
-Name = Annotated[str, Reads("text", _name)]
-Word = Annotated[str, Reads("text", _text)]
-Project = Annotated[str, Reads("text", _project)]
-Names = Annotated[tuple[str, ...], Reads("a list such as [a, b]", _names)]
-Folders = Annotated[tuple[str, ...], Reads("a list such as [a, b]", _folders)]
-Units = Annotated[Literal["auto"] | tuple[str, ...], Reads("auto or a list of class names, such as [Block]", _units)]
-Activations = Annotated[Literal["keep", "remat", "offload"], Reads("keep, remat or offload", _activations)]
+Needed = Annotated[str, Reads("a path, or null", lambda value: value if value is None else _place(value))]
+"""A path without a default; its section refuses null in words of its own."""
+Word = Annotated[str, Reads("text", text_of)]
+Names = Annotated[tuple[str, ...], Reads("a list such as [a, b]", names_of)]
 
 # In words
 

@@ -11,9 +11,9 @@ import zero
 from zero.platform.peak_flops import PEAKS, peak_flops
 from zero.store import Traffic
 from zero.testing import run_ranks
-from zero.trainer.meter import TIMES, TOTALS, Meter, endurance, figures
+from zero.tracker import ROW
+from zero.tracker.meter import TIMES, TOTALS, Meter, endurance, figures
 from zero.trainer.models.gpt_config import GPTConfig
-from zero.trainer.tracker import ROW
 
 
 class Counted:
@@ -95,7 +95,7 @@ def test_what_a_pause_moves_is_not_a_steps_but_wears_the_drive():
 def test_a_step_that_is_looked_at_moves_bytes_and_takes_no_time(monkeypatch):
     """Of three steps one lasts 50 s: the row's speed is that of the others, and alone it has none."""
     now_s, traffic = [0.0], Counted()
-    monkeypatch.setattr("zero.trainer.meter.time.perf_counter", lambda: now_s[0])
+    monkeypatch.setattr("zero.tracker.meter.time.perf_counter", lambda: now_s[0])
     meter = meter_of(zero.World.from_env(), traffic)
 
     def step(seconds, waited):
@@ -217,7 +217,7 @@ def test_mfu_is_the_share_of_what_all_devices_can_do():
 
 def test_the_speed_of_a_run_is_the_median_without_the_start(monkeypatch):
     clock = iter([0.0, 100.0, 101.0, 103.0, 104.0, 104.0])
-    monkeypatch.setattr("zero.trainer.meter.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("zero.tracker.meter.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     meter = meter_of(zero.World.from_env(), Counted())
     speeds = []
     for _ in range(4):
@@ -229,7 +229,7 @@ def test_the_speed_of_a_run_is_the_median_without_the_start(monkeypatch):
 
 def test_waiting_adds_up_over_a_run(monkeypatch):
     clock = iter([0.0, 10.0, 20.0, 20.0])
-    monkeypatch.setattr("zero.trainer.meter.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("zero.tracker.meter.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     traffic = Counted()
     meter = meter_of(zero.World.from_env(), traffic)
     for wait_s in (1.0, 2.5):

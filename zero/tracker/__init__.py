@@ -13,12 +13,12 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from zero.trainer.config import Config, Tracker as TrackerSettings, Wandb
-from zero.trainer.tracker import wandb
-from zero.trainer.tracker.behind import Behind
-from zero.trainer.tracker.console import Bar, Lines
-from zero.trainer.tracker.jsonl import RUNNING, Jsonl, write_failure, write_summary
-from zero.trainer.tracker.view import ROW, Row, View
+from zero.tracker import wandb
+from zero.tracker.behind import Behind
+from zero.tracker.console import Bar, Lines
+from zero.tracker.jsonl import RUNNING, Jsonl, write_failure, write_summary
+from zero.tracker.settings import TrackerSettings, Wandb
+from zero.tracker.view import ROW, Row, View
 
 __all__ = [
     "ROW", "RUNNING", "Bar", "Jsonl", "Lines", "Row", "Tracker", "View", "open_tracker", "write_failure",
@@ -130,14 +130,14 @@ class Tracker:
 
 
 def open_tracker(
-    config: Config, folder: Path | None, stream: TextIO | None = None, *, endless: bool = False
+    settings: TrackerSettings, folder: Path | None, stream: TextIO | None = None, *, steps: int | None
 ) -> Tracker:
-    """The views that `config.tracker` asks for; none where `folder` is None.
+    """The views that the settings ask for; none where `folder` is None.
 
     Args:
         folder: the run folder; receives metrics.jsonl.
         stream: the console; None: stdout.
-        endless: the loop is the user's own, and so is the console: a line per row, and nobody knows the last step.
+        steps: of the whole run; None: the loop is the user's own, and so is the console: a line per row.
     """
     if folder is None:
         return Tracker()
@@ -145,18 +145,17 @@ def open_tracker(
     views: list[View] = [Jsonl(folder / "metrics.jsonl")]
     said: SimpleQueue[str] = SimpleQueue()
     try:
-        views += [Lines(None, stream)] if endless else _console(config, stream)
+        views += [Lines(None, stream)] if steps is None else _console(settings.console, steps, stream)
     except Exception as error:
         said.put(_left_out("the console", error))
-    return Tracker(views, _later(config.tracker, folder, said.put), said)
+    return Tracker(views, _later(settings, folder, said.put), said)
 
 
-def _console(config: Config, stream: TextIO) -> list[View]:
-    console = config.tracker.console
+def _console(console: str, steps: int, stream: TextIO) -> list[View]:
     if console == "auto":
         console = "bar" if stream.isatty() else "lines"
     views = {"bar": Bar, "lines": Lines}
-    return [views[console](config.steps, stream)] if console in views else []
+    return [views[console](steps, stream)] if console in views else []
 
 
 def _left_out(name: str, error: Exception) -> str:

@@ -8,28 +8,19 @@ from torch import nn
 from zero.core import lr_schedule, optim
 from zero.core.optim import Schedule, Transform
 from zero.core.placement import Room
-from zero.core.precision import LossScaling, Precision
+from zero.core.precision import Precision
 from zero.core.stage import Stage
 from zero.distributed.world import World
 from zero.engine.compile import Backend
 from zero.engine.plan import Plan
 from zero.errors import ConfigError
-from zero.trainer.config import (
-    SGD,
-    Adagrad,
-    AdamW,
-    Config,
-    Decay,
-    Lion,
-    LrRange,
-    OneCycle,
-    Warmup,
-    WarmupLinear,
-)
+from zero.settings import Settings
+from zero.settings.optim import SGD, Adagrad, AdamW, Lion
+from zero.settings.schedule import Decay, LrRange, OneCycle, Warmup, WarmupLinear
 
 
 def build_plan(
-    config: Config,
+    config: Settings,
     model: nn.Module,
     world: World,
     *,
@@ -61,7 +52,7 @@ def build_plan(
         optimizer=optimizer or build_optimizer(config),
         stage=Stage(config.zero.stage),
         precision=build_precision(config),
-        offload=config.offload.asked(),
+        offload=config.offload,
         world=world,
         units=units or (None if config.zero.units == "auto" else list(config.zero.units)),
         prefetch=config.zero.prefetch,
@@ -76,13 +67,13 @@ def build_plan(
     )
 
 
-def build_optimizer(config: Config) -> Transform:
+def build_optimizer(config: Settings) -> Transform:
     """The transform with its schedule, clipping and decay, and the mean of the parameters if it is asked for."""
     transform, ema = _build_transform(config), config.optim.ema
     return transform if ema is None else optim.with_ema(transform, ema)
 
 
-def _build_transform(config: Config) -> Transform:
+def _build_transform(config: Settings) -> Transform:
     chosen = config.optim
     decay = optim.decay_matrices if chosen.decay == "matrices" else _decay_all
     lr, cycled = build_schedule(config), _cycled_momentum(config)
@@ -98,7 +89,7 @@ def _build_transform(config: Config) -> Transform:
     return make(lr, **betas, eps=chosen.eps, **how)
 
 
-def build_schedule(config: Config) -> Schedule:
+def build_schedule(config: Settings) -> Schedule:
     """Step to learning rate."""
     chosen, lr = config.schedule, config.optim.lr
     if isinstance(chosen, Warmup):
@@ -115,7 +106,7 @@ def build_schedule(config: Config) -> Schedule:
     return lr_schedule.constant(lr)
 
 
-def _cycled_momentum(config: Config) -> Schedule | None:
+def _cycled_momentum(config: Settings) -> Schedule | None:
     """What goes in place of the optimizer's momentum, where the schedule says so."""
     chosen = config.schedule
     if not isinstance(chosen, OneCycle) or not chosen.momentum:
@@ -130,17 +121,16 @@ def _cycled_momentum(config: Config) -> Schedule | None:
     )
 
 
-def _cycle(config: Config, chosen: OneCycle) -> lr_schedule.Cycle:
+def _cycle(config: Settings, chosen: OneCycle) -> lr_schedule.Cycle:
     rise = max(1, config.steps // 2) if chosen.rise == "auto" else chosen.rise
     down = chosen.rise_stairs if chosen.fall_stairs is None else chosen.fall_stairs
     return lr_schedule.Cycle(rise, chosen.fall or rise, (chosen.rise_stairs, down), chosen.decay_every)
 
 
-def build_precision(config: Config) -> Precision:
+def build_precision(config: Settings) -> Precision:
     """The dtypes; loss scaling for fp16 only."""
     chosen = config.precision
-    scale = LossScaling(**chosen.scale.model_dump()) if chosen.compute == "fp16" else None
-    return Precision(chosen.compute, reduce=chosen.reduce, scale=scale)
+    return Precision(chosen.compute, reduce=chosen.reduce, scale=chosen.scale if chosen.compute == "fp16" else None)
 
 
 def _decay_all(name: str, shape: tuple[int, ...]) -> bool:

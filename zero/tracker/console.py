@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from zero.trainer.tracker.view import Row, View
+from zero.tracker.view import Row, View
 
 PIPE_COLUMNS = 120
 """Of a line in a pipe or a file."""

@@ -20,9 +20,9 @@ from typing import Any
 
 import psutil
 
-from zero.trainer.config import Wandb
-from zero.trainer.secret import hidden
-from zero.trainer.tracker.view import Row
+from zero.core.secret import hidden
+from zero.tracker.settings import Wandb
+from zero.tracker.view import Row
 
 SECTIONS = ("train", "val", "speed", "memory", "comm", "offload")
 

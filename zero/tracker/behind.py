@@ -6,7 +6,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from zero.platform.threads import Beside
-from zero.trainer.tracker.view import Row, View
+from zero.tracker.view import Row, View
 
 MOST_WAITING = 1000
 """Calls that a view may be behind."""

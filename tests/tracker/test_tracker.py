@@ -8,8 +8,7 @@ import resource
 import pytest
 
 from zero.errors import MachineError
-from zero.trainer.config import read
-from zero.trainer.tracker import (
+from zero.tracker import (
     ROW,
     Bar,
     Jsonl,
@@ -20,7 +19,8 @@ from zero.trainer.tracker import (
     write_failure,
     write_summary,
 )
-from zero.trainer.tracker.console import fit, words
+from zero.tracker.console import fit, words
+from zero.trainer.config import read
 
 FIRST = dict.fromkeys(ROW) | {
     "step": 10,
@@ -40,7 +40,7 @@ def settings(console="auto", **tracker):
 
 
 def test_a_row_is_on_disk_when_log_returns(tmp_path):
-    with open_tracker(settings("none"), tmp_path) as tracker:
+    with open_tracker(settings("none").tracker, tmp_path, steps=40) as tracker:
         tracker.log(FIRST)
         (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     row = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -87,7 +87,7 @@ FULL = FIRST | {
 
 def test_a_pipe_gets_one_plain_line_per_row(tmp_path):
     stream = io.StringIO()
-    with open_tracker(settings(), tmp_path, stream) as tracker:
+    with open_tracker(settings().tracker, tmp_path, stream, steps=40) as tracker:
         tracker.note("hello")
         tracker.log(FIRST)
         tracker.log(FIRST | {"step": 20, "val/loss": 3.0, "train/skipped": 0})
@@ -216,7 +216,7 @@ def test_a_console_that_is_gone_ends_nothing(tmp_path):
         def write(self, text):
             raise BrokenPipeError
 
-    with open_tracker(settings(), tmp_path, Gone()) as tracker:
+    with open_tracker(settings().tracker, tmp_path, Gone(), steps=40) as tracker:
         tracker.note("hello")
         tracker.log(FIRST)
         tracker.progress("saving", 1, 2)
@@ -231,7 +231,7 @@ def test_a_view_that_cannot_be_opened_is_told_of_once_and_ends_nothing(tmp_path)
     def fails(config, facts, run_id):
         raise OSError("no such link\nand more")
 
-    with open_tracker(settings(), tmp_path, Gone()) as tracker:
+    with open_tracker(settings().tracker, tmp_path, Gone(), steps=40) as tracker:
         tracker.log(FIRST)
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
     lines = Lines(40, io.StringIO())
@@ -247,13 +247,13 @@ def test_rows_that_cannot_be_kept_end_a_run(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with (
         pytest.raises(MachineError, match=r"metrics\.jsonl .*No space"),
-        open_tracker(settings("none"), tmp_path) as tracker,
+        open_tracker(settings("none").tracker, tmp_path, steps=40) as tracker,
     ):
         tracker.log(FIRST)
 
 
 def test_the_other_ranks_say_nothing(capsys):
-    with open_tracker(settings("lines"), None) as tracker:
+    with open_tracker(settings("lines").tracker, None, steps=40) as tracker:
         tracker.begin(settings().plain(), {})
         tracker.log(FIRST)
         tracker.progress("saving", 1, 2)

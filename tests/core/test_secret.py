@@ -3,9 +3,9 @@
 import pytest
 
 import train
+from zero.core.secret import hidden, looks_secret, refuse_secrets
 from zero.errors import ConfigError
 from zero.trainer.config import keys, read
-from zero.trainer.secret import hidden, looks_secret, refuse_secrets
 
 HEX = "0123456789abcdef0123456789abcdef01234567"
 SECRETS = [

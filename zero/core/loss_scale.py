@@ -1,0 +1,90 @@
+"""How large the loss is made so that fp16 gradients do not vanish: a pure automaton.
+
+`LossScaling` is the rule, `LossScale` the state, and `advance` makes the next state from the last one and whether the
+step's gradients were finite. No torch here: a setting is refused without it.
+
+Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2; hysteresis as in DeepSpeed's and
+Megatron-LM's dynamic scalers.
+"""
+
+from typing import Annotated, NamedTuple, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from zero.core.schema import Section
+from zero.core.settings import Whole, in_fp32, key
+from zero.errors import ConfigError
+
+
+class LossScale(NamedTuple):
+    """Where the automaton stands; four numbers to save and to compare."""
+
+    scale: float
+    """The loss is multiplied, and gradients divided, by it."""
+    good_steps: int
+    """Finite steps since the last overflow or growth."""
+    hysteresis_left: int
+    """Overflows until the scale halves, counting the one that halves it."""
+    skipped: int
+    """Steps skipped since the start."""
+
+
+_Scale = Annotated[float, Field(gt=0, le=2**40), AfterValidator(in_fp32)]
+
+
+class LossScaling(Section):
+    """Loss scaling; used by precision=fp16 only.
+
+    A step whose gradients are not finite uses up hysteresis, then halves the scale each time; `window` finite steps in
+    a row double it and refill the hysteresis. A static scale never moves.
+    """
+
+    section_key = "precision.scale"
+
+    initial: _Scale = key(65536.0, "first scale", example="1024")
+    window: Whole = key(
+        1000,
+        "finite steps before the scale doubles",
+        unit="steps",
+        trades="a short window follows growing gradients closely and skips more steps",
+        example="500",
+    )
+    hysteresis: Whole = key(2, "overflows before the scale halves", unit="steps", example="1")
+    minimum: _Scale = key(1.0, "the scale never falls below this", example="16")
+    maximum: _Scale = key(16777216.0, "the scale never rises above this", example="65536")
+    static: _Scale | None = key(None, "a fixed scale; null: dynamic", example="1024")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if not self.minimum <= self.initial <= self.maximum:
+            raise ConfigError(
+                f"precision.scale.initial={self.initial:g} is not between minimum={self.minimum:g} "
+                f"and maximum={self.maximum:g}"
+            )
+        return self
+
+    def start(self) -> LossScale:
+        """The state before the first step."""
+        scale = self.initial if self.static is None else self.static
+        return LossScale(scale, good_steps=0, hysteresis_left=self.hysteresis, skipped=0)
+
+    def advance(self, last: LossScale, finite: bool) -> LossScale:
+        """The state after a step whose gradients were `finite` on every rank, or were not and it was skipped."""
+        if self.static is not None:
+            return last if finite else last._replace(skipped=last.skipped + 1)
+        if not finite:
+            return self._overflow(last)
+        if last.good_steps + 1 < self.window:
+            return last._replace(good_steps=last.good_steps + 1)
+        return LossScale(min(last.scale * 2, self.maximum), 0, self.hysteresis, last.skipped)
+
+    def resumed(self, saved: LossScale, *, dynamic: bool) -> LossScale:
+        """Where a run goes on that saved `saved` under a `dynamic` or static rule; what never moved begins anew."""
+        if self.static is not None or not dynamic:
+            return self.start()._replace(skipped=saved.skipped)
+        return saved._replace(scale=min(max(saved.scale, self.minimum), self.maximum))
+
+    def _overflow(self, last: LossScale) -> LossScale:
+        if last.hysteresis_left > 1:
+            return LossScale(last.scale, 0, last.hysteresis_left - 1, last.skipped + 1)
+        return LossScale(max(last.scale / 2, self.minimum), 0, 1, last.skipped + 1)

@@ -1,0 +1,90 @@
+"""The optimizers that a run can choose, and what each is made of."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from zero.core.schema import Section
+from zero.core.settings import Fraction, NonNegative, Positive, Rate, key
+from zero.errors import ConfigError
+
+
+class _Optim(Section):
+    lr: Rate = key(1e-3, "peak learning rate; the schedule scales it", example="3e-4")
+    weight_decay: NonNegative = key(0.0, "pull towards zero, per step and unit of learning rate", example="0.05")
+    decay: Literal["matrices", "all"] = key(
+        "matrices", "what decays: matrices (2 or more dimensions: no norms, no biases) or all", example="all"
+    )
+    clip: Positive | None = key(
+        1.0,
+        "largest global gradient norm; null: no clipping",
+        trades="needs the norm of all gradients before the first update; zero.update=lazy hides the wait",
+        example="null",
+    )
+    ema: Fraction | None = key(
+        None,
+        "memory of a running mean of the parameters, per step, kept beside the moments; null: none",
+        trades="4 bytes per parameter",
+        example="0.999",
+    )
+
+
+class AdamW(_Optim):
+    """Adam with decoupled decay."""
+
+    name: Literal["adamw"] = key("adamw", "kind of optimizer")
+    lr: Rate = key(3e-3, "peak learning rate; the schedule scales it", example="3e-4")
+    beta1: Fraction = key(0.9, "memory of the gradient's mean, per step", example="0.95")
+    beta2: Fraction = key(0.99, "memory of the gradient's square, per step", example="0.95")
+    eps: Positive = key(1e-8, "added to the root of the second moment", example="1e-6")
+    weight_decay: NonNegative = key(0.1, "pull towards zero, per step and unit of learning rate", example="0.05")
+
+
+class Adam(_Optim):
+    """Adam; decay is added to the gradient."""
+
+    name: Literal["adam"] = key("adam", "kind of optimizer")
+    beta1: Fraction = key(0.9, "memory of the gradient's mean, per step", example="0.95")
+    beta2: Fraction = key(0.999, "memory of the gradient's square, per step", example="0.95")
+    eps: Positive = key(1e-8, "added to the root of the second moment", example="1e-6")
+
+
+class SGD(_Optim):
+    """Gradient descent; decay is added to the gradient."""
+
+    name: Literal["sgd"] = key("sgd", "kind of optimizer")
+    lr: Rate = key(0.1, "peak learning rate; the schedule scales it", example="0.01")
+    momentum: Fraction = key(
+        0.9,
+        "memory of the gradient, per step; 0: none kept",
+        trades="4 bytes per parameter; at 0 the optimizer keeps nothing",
+        example="0",
+    )
+    nesterov: bool = key(False, "whether to look ahead along the momentum", example="true")
+
+    @model_validator(mode="after")
+    def _nesterov_needs_momentum(self) -> Self:
+        if self.nesterov and self.momentum == 0:
+            raise ConfigError("optim.nesterov=true needs optim.momentum above 0")
+        return self
+
+
+class Lion(_Optim):
+    """The sign of an averaged gradient, with decoupled decay."""
+
+    name: Literal["lion"] = key("lion", "kind of optimizer")
+    lr: Rate = key(3e-4, "peak learning rate; the schedule scales it", example="1e-4")
+    beta1: Fraction = key(0.9, "share of the memory in the sign that is applied", example="0.95")
+    beta2: Fraction = key(0.99, "memory of the gradient, per step", example="0.98")
+    weight_decay: NonNegative = key(0.3, "pull towards zero, per step and unit of learning rate", example="1")
+
+
+class Adagrad(_Optim):
+    """Steps shrink with the sum of all squared gradients; decay is added to the gradient."""
+
+    name: Literal["adagrad"] = key("adagrad", "kind of optimizer")
+    lr: Rate = key(1e-2, "peak learning rate; the schedule scales it", example="3e-3")
+    eps: Positive = key(1e-10, "added to the root of the sum of squares", example="1e-8")
+
+
+Optim = Annotated[AdamW | Adam | SGD | Lion | Adagrad, Field(discriminator="name")]

@@ -1,0 +1,170 @@
+"""What a training step is made with: how its state is sharded and moved, its batch, its number types."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import model_validator
+
+from zero.core.loss_scale import LossScaling
+from zero.core.schema import Section
+from zero.core.settings import Count, Natural, Reads, key
+from zero.errors import ConfigError
+
+
+def _stage(value: object) -> Any:
+    if value == "auto" or (type(value) is int and 0 <= value <= 3):
+        return value
+    raise ValueError
+
+
+def _units(value: object) -> Any:
+    if value == "auto":
+        return value
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(name, str) for name in value):
+        raise ValueError
+    return tuple(value)
+
+
+def _activations(value: object) -> Any:
+    if value not in ("keep", "remat", "offload"):
+        raise ValueError
+    return value
+
+
+StageOrAuto = Annotated[int | Literal["auto"], Reads("0, 1, 2 or 3, or auto", _stage)]
+Units = Annotated[Literal["auto"] | tuple[str, ...], Reads("auto or a list of class names, such as [Block]", _units)]
+Activations = Annotated[Literal["keep", "remat", "offload"], Reads("keep, remat or offload", _activations)]
+
+
+class Zero(Section):
+    """How the training state is sharded and moved."""
+
+    stage: StageOrAuto = key(
+        3,
+        "what is sharded: 0 nothing, 1 moments and master, 2 and gradients, 3 and parameters; "
+        "auto: the fastest that fits",
+        trades="memory against traffic: each stage holds less per rank, 3 gathers each unit again in backward",
+        example="2 launch.ranks=2",
+    )
+    units: Units = key(
+        "auto",
+        "what is gathered together: auto (each block), class names such as [Block], or both: [auto,Experts] is auto, "
+        "and no part of such a class alone",
+        trades="larger units take more memory while they compute, smaller ones wait more often",
+        example="[Attention,MLP,Embedding,RMSNorm]",
+    )
+    prefetch: Natural = key(
+        1,
+        "units gathered ahead of the one that computes, in both directions",
+        unit="units",
+        trades="memory against waiting: each takes one more gathered unit",
+        example="2",
+    )
+    activations: Activations = key(
+        "keep",
+        "activations of a unit: keep, remat (computed again in backward), or offload (kept in host memory)",
+        trades="memory against time: remat keeps one activation per unit and computes a third more; offload sends "
+        "those of 1 MiB and more to pinned host memory and back, and on a CPU it is keep",
+        example="remat",
+    )
+    compile: bool = key(
+        False,
+        "run what each unit computes through torch.compile, once for each class of blocks",
+        trades="time at the first steps, and memory of the compiler, against faster steps; the last bits differ",
+        example="true",
+    )
+    update: Literal["lazy", "serial", "eager"] = key(
+        "lazy",
+        "when a unit's update runs: lazy (before its next gather), serial (right after backward), "
+        "eager (in backward; needs optim.clip=null and no loss scaling)",
+        trades="lazy and serial give the same bits, lazy hides the update behind the next forward; eager holds no "
+        "gradient from backward to update",
+        example="eager optim.clip=null",
+    )
+
+
+class Batch(Section):
+    """global = micro x accumulate x ranks; what is auto follows from the rest (accumulate then is 1 where free)."""
+
+    global_: Count = key(16, "rows per step over all ranks, or auto", alias="global", unit="rows", example="32")
+    micro: Count = key(
+        "auto",
+        "rows per microbatch and rank; auto: the most that fit",
+        unit="rows",
+        trades="activation memory against speed: kernels like many rows at once",
+        example="4",
+    )
+    accumulate: Count = key(
+        "auto",
+        "microbatches per step and rank, or auto",
+        unit="microbatches",
+        trades="time against memory: the same step in smaller pieces",
+        example="4 batch.micro=4",
+    )
+
+    def solved(self, ranks: int) -> "Batch":
+        """All three as numbers.
+
+        Raises:
+            ConfigError: they contradict each other or do not divide; the message has the numbers.
+        """
+        rows, micro, accumulate = self.global_, self.micro, self.accumulate
+        if rows == "auto":
+            if micro == "auto":
+                raise ConfigError("batch.global and batch.micro are both auto; give one of them")
+            accumulate = 1 if accumulate == "auto" else accumulate
+            return Batch(**{"global": micro * accumulate * ranks, "micro": micro, "accumulate": accumulate})
+        if micro == "auto":
+            accumulate = 1 if accumulate == "auto" else accumulate
+            micro = rows // (accumulate * ranks)
+        elif accumulate == "auto":
+            accumulate = rows // (micro * ranks)
+        if rows != micro * accumulate * ranks:
+            given = {"batch.micro": self.micro, "batch.accumulate": self.accumulate}
+            factors = [f"{key}={value}" for key, value in given.items() if value != "auto"]
+            product = " x ".join([*factors, f"{ranks} rank{'s' * (ranks > 1)}"])
+            if len(factors) == 2:
+                raise ConfigError(
+                    f"batch.global={rows} is not {product} = {micro * accumulate * ranks}; set one of the three to auto"
+                )
+            raise ConfigError(f"batch.global={rows} does not divide by {product}; choose a multiple")
+        return Batch(**{"global": rows, "micro": micro, "accumulate": accumulate})
+
+    def numbers(self) -> tuple[int, int, int]:
+        """(global, micro, accumulate) of a solved batch."""
+        if self.global_ == "auto" or self.micro == "auto" or self.accumulate == "auto":
+            raise ConfigError("batch.* still holds auto; write `config = config.on(ranks)` first")
+        return self.global_, self.micro, self.accumulate
+
+
+class Precision(Section):
+    """Number types. The master copy and the accumulation are always fp32."""
+
+    compute: Literal["fp32", "bf16", "fp16"] = key(
+        "fp32",
+        "type of forward and backward",
+        trades="half types halve gathered units, activations and traffic and are fast where the hardware has them; "
+        "fp16 skips steps that overflow",
+        example="bf16",
+    )
+    reduce: Literal["fp32", "bf16", "fp16"] = key(
+        "fp32",
+        "widest type in which gradients travel (compute, if narrower); they are added in fp32",
+        trades="traffic against digits of each gradient",
+        example="bf16",
+    )
+    matmul: Literal["highest", "high", "medium"] = key(
+        "highest",
+        "how products of fp32 matrices may be computed: highest is fp32, high may use TF32, medium bf16",
+        trades="digits of each product against the tensor cores of a GPU",
+        example="high",
+    )
+    scale: LossScaling = key(LossScaling(), "loss scaling, for fp16")
+
+    @model_validator(mode="after")
+    def _fp16_is_scaled(self) -> Self:
+        if self.reduce == "fp16" != self.compute:
+            raise ConfigError(
+                f"precision.reduce=fp16 has no loss scale with precision.compute={self.compute}, and small gradients "
+                "would be lost; set precision.reduce=bf16"
+            )
+        return self

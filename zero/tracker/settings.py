@@ -1,0 +1,52 @@
+"""Where the numbers of a run are written: the settings of a tracker."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from zero.core.schema import Section
+from zero.core.settings import Reads, Whole, key, text_of
+
+
+def _name(value: object) -> str:
+    text = text_of(value)
+    if len(text) > 128:
+        raise ValueError("must have at most 128 characters, which W&B takes")
+    return text
+
+
+def _project(value: object) -> str:
+    text = _name(value)
+    if found := set(text) & set("/\\#?%:"):
+        raise ValueError(f"must be without {min(found)}, which W&B refuses in the name of a project")
+    return text
+
+
+Name = Annotated[str, Reads("text", _name)]
+Project = Annotated[str, Reads("text", _project)]
+
+
+class Jsonl(Section):
+    """metrics.jsonl and the console; always on."""
+
+    name: Literal["jsonl"] = key("jsonl", "kind of tracker")
+    every: Whole = key(10, "steps between two rows", unit="steps", example="1")
+    console: Literal["auto", "bar", "lines", "none"] = key(
+        "auto", "auto: a progress bar on a terminal, plain lines in a pipe", example="lines"
+    )
+
+
+class Wandb(Jsonl):
+    """The same, and a Weights & Biases run beside it."""
+
+    name: Literal["wandb"] = key("wandb", "kind of tracker")  # type: ignore[assignment]
+    project: Project = key("functional-zero", "W&B project", example="my-project")
+    run: Name | None = key(None, "name of the run; null: its overrides in a sweep, else its folder", example="first")
+    group: Name | None = key(None, "group of the run; null: the folder of its sweep, if it has one", example="stages")
+    mode: Literal["auto", "online", "offline", "disabled"] = key(
+        "auto", "auto: online where a key is found, else offline", example="offline"
+    )
+    artifacts: bool = key(False, "record each checkpoint's place as a reference artifact; no upload", example="true")
+
+
+TrackerSettings = Annotated[Jsonl | Wandb, Field(discriminator="name")]

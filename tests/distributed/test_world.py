@@ -342,9 +342,7 @@ def test_a_rank_that_never_comes_is_named_with_its_last_operation():
             finally:
                 release.set()
 
-    with pytest.raises(
-        DeadlineError, match=r"waited 0\.2 s in barrier of the end; not there: rank 1, last .* of start"
-    ):
+    with pytest.raises(DeadlineError, match=r"waited 0\.2 s in barrier of the end; missing: rank 1, last .* of start"):
         run_ranks(2, late)
 
 
@@ -684,7 +682,7 @@ def is_killed(world: World) -> None:
 
 @pytest.mark.process
 def test_a_killed_process_is_named_by_the_others_and_by_the_parent():
-    with pytest.raises(RankFailedError, match=r"rank 1 left without a result: killed by signal 9 \(SIGKILL\)"):
+    with pytest.raises(RankFailedError, match=r"rank 1 ended without a result: killed by signal 9 \(SIGKILL\)"):
         run_processes(2, is_killed, timeout_s=30)
 
 

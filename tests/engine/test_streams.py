@@ -24,7 +24,7 @@ from zero.engine import saved_tensors
 from zero.engine.full import digest
 from zero.testing import RaceError, run_processes, run_ranks, simulated_gpu
 from zero.testing.races import Agent, History
-from zero.testing.simulated_gpu import Site, WatchedGpu
+from zero.testing.simulated_gpu import InstrumentedGpu, WaitSite
 from zero.testing.streams import Streams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,11 +84,11 @@ def test_a_race_is_what_no_order_of_marks_and_waits_rules_out(told):
         for act in told:
             agent = agents[act.agent]
             if act.what == "mark":
-                marks[act.mark] = dict(agent.known)
+                marks[act.mark] = dict(agent.clock)
             elif act.what == "after":
-                agent.hear(marks.get(act.mark, {}))
+                agent.join(marks.get(act.mark, {}))
             else:
-                history.touch(agent, act.first, act.stop, writes=act.what == "write", what=act.what)
+                history.access(agent, act.first, act.stop, writes=act.what == "write", what=act.what)
     except RaceError:
         found = True
     assert found == is_racy(told)
@@ -174,7 +174,7 @@ def train(world: zero.World, path: Path, *, accumulate: int = 1, count: int = RO
     for number in range(STEPS):
         state, _ = step(state, [rows(accumulate * number + k, world, dtype, count) for k in range(accumulate)])
     if state.plan.update == "serial":
-        assert world.compute.is_quiet, "serial leaves nothing under way"
+        assert world.compute.is_idle, "serial leaves nothing under way"
     told = digest(state)
     state.runtime.store.close()
     return told
@@ -563,7 +563,7 @@ def test_a_wait_that_is_taken_away_is_found(wait, tmp_path):
     for name, ranks, kind in itertools.product(names, (2, 1), wait.kinds):
         if not seen.get(kind):
             wanted = expected(name, ranks, tmp_path)
-            site = Site(kind, wait.file, wait.line)
+            site = WaitSite(kind, wait.file, wait.line)
             for order in ("program", "late"):
                 if order == "program" or seen.get(kind) is False:
                     there, missed = without(site, order, name, ranks, tmp_path, wanted)
@@ -573,7 +573,7 @@ def test_a_wait_that_is_taken_away_is_found(wait, tmp_path):
     assert all(seen.values()), f"nobody misses {wait}: {seen}"
 
 
-def without(site: Site, order: str, name: str, ranks: int, path: Path, wanted: str) -> tuple[bool, bool]:
+def without(site: WaitSite, order: str, name: str, ranks: int, path: Path, wanted: str) -> tuple[bool, bool]:
     """Whether the wait is made, and whether somebody notices that it is not."""
     found = None
     try:
@@ -600,7 +600,7 @@ def test_each_reason_why_a_call_is_no_wait_is_still_needed():
 def test_a_store_that_closes_waits_for_what_is_on_its_way(waits, tmp_path, monkeypatch):
     """Copies that were launched go on when the threads that launched them have ended."""
     if not waits:
-        monkeypatch.setattr(WatchedGpu, "join", lambda gpu: None)
+        monkeypatch.setattr(InstrumentedGpu, "join", lambda gpu: None)
     with simulated_gpu(races=True) as seen:
         run_ranks(1, step_and_close, tmp_path)
     assert seen.counts["unpinned in use"] == (0 if waits else 1)

@@ -13,7 +13,7 @@ from zero.engine.full import digest, full_state_dict
 from zero.platform.timeline import Span, Timeline
 from zero.store.workers import WorkerPool
 from zero.testing import run_ranks, simulated_gpu, streams
-from zero.testing.simulated_gpu import Simulation, WatchedGpu
+from zero.testing.simulated_gpu import InstrumentedGpu, Simulation
 
 HOST = Setting(precision="bf16", offload=(("preset", "cpu"),), page_bytes=4 * KiB)
 
@@ -23,13 +23,13 @@ def aside(name: str) -> str:
     return f"the stream {name!r}"
 
 
-def watched(simulation: Simulation) -> list[WatchedGpu]:
-    return [gpu for gpu in simulation.gpus if isinstance(gpu, WatchedGpu)]
+def watched(simulation: Simulation) -> list[InstrumentedGpu]:
+    return [gpu for gpu in simulation.gpus if isinstance(gpu, InstrumentedGpu)]
 
 
 def current(world: zero.World) -> str:
     """The stream on which this thread launches."""
-    assert isinstance(world.compute, WatchedGpu)
+    assert isinstance(world.compute, InstrumentedGpu)
     return world.compute.streams.current.agent.name
 
 

@@ -1,4 +1,4 @@
-"""For tests of your own: many ranks, as threads or as processes; and what a store must do."""
+"""For your own tests: ranks as threads or processes of one machine, a simulated GPU, the contract of a store."""
 
 from zero.testing.processes import forked_ranks, run_processes
 from zero.testing.races import RaceError

@@ -1,8 +1,9 @@
-"""How threads and ranks hand over to one another, as a simulated GPU is told of it.
+"""What orders threads and ranks of a simulated GPU: jobs of the store, and collectives.
 
-What orders threads of the host are the store's tickets: a job comes after whoever asked for it, after what the schedule
-had before it on the same pages and the same slot, and before whoever waits for its ticket. Collectives are a stream of
-their own, the network's: they begin where the current stream is, and a stream that waits for one goes on after it.
+The library is instrumented by wrapping the methods of `WorkerPool`, `PrefetchStore` and `World` through which threads
+and ranks hand over to one another. A job of the store runs after the call that asked for it, after earlier jobs on the
+same pages and the same slot, and before whoever waits for its ticket. A collective runs on a stream of its own, the
+network: it begins where the current stream is, and a stream that waits for it continues after it.
 """
 
 from abc import ABC, abstractmethod
@@ -20,64 +21,64 @@ from zero.store.base import Page, Ticket
 from zero.store.prefetch import PrefetchStore
 from zero.store.schedule import Action, Asked, Copy, Due, Move, Work
 from zero.store.workers import WorkerPool
-from zero.testing.races import Known
-from zero.testing.streams import NETWORK_BYTES_PER_S, Gate, Handed, Marker, Streams, quietly, thread
+from zero.testing.races import VectorClock
+from zero.testing.streams import NETWORK_BYTES_PER_S, Gate, Handoffs, Key, Marker, Streams, thread, untraced
 from zero.testing.threads import ThreadWorld
 
 
-class Watched(ABC):
-    """A device that is told.
+class InstrumentedDevice(ABC):
+    """A device that sees every operator, every handoff between threads and every collective.
 
     Attributes:
-        streams: what it keeps of streams and threads.
-        handed: what threads have handed over.
-        gate: where its store's threads may be held back.
+        streams: its streams and threads, with their vector clocks.
+        handoffs: vector clocks that threads hand to one another.
+        gate: where the store's threads may be held back.
     """
 
     streams: Streams
-    handed: Handed
+    handoffs: Handoffs
     gate: Gate
 
-    def attend(self) -> None:
-        """This thread works with this device from here on."""
+    def attach_thread(self) -> None:
+        """From here on, operators of the calling thread go to this device."""
         thread.gpu = self
-        if thread.watching is None:
-            thread.watching = _Watching()
-            thread.watching.__enter__()
+        if thread.mode is None:
+            thread.mode = _TracingMode()
+            thread.mode.__enter__()
 
     @abstractmethod
-    def operate(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """One operator."""
+    def dispatch(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Record one call of a torch operator, execute it now or later, and return its result."""
 
     @abstractmethod
-    def touch_on_host(self, tensor: Tensor, *, writes: bool) -> None:
-        """The host itself moves bytes between `tensor` and something else, such as a file."""
+    def access_on_host(self, tensor: Tensor, *, writes: bool) -> None:
+        """Record that the host reads or writes `tensor` without a torch operator, as for a file."""
 
     @abstractmethod
-    def is_there(self, kind: str) -> bool:
-        """A wait is made; it is not the one that is left out."""
+    def keeps_wait(self, kind: str) -> bool:
+        """Record a wait of this kind at the calling line; False if it is the one that a test leaves out."""
 
     @abstractmethod
     def is_home_of(self, tensor: Tensor) -> bool:
-        """It is memory of the device."""
+        """The tensor lies in memory of the device, not of the host."""
 
 
-class _Watching(TorchDispatchMode):
-    """Tells the thread's device of every operator."""
+class _TracingMode(TorchDispatchMode):
+    """Passes every operator of a thread to the thread's device."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if thread.quiet or thread.gpu is None:
+        if thread.is_untraced or thread.gpu is None:
             return operator(*args, **(kwargs or {}))
-        return thread.gpu.operate(operator, args, kwargs or {})
+        return thread.gpu.dispatch(operator, args, kwargs or {})
 
 
-def _leave_thread() -> None:
-    thread.watching = thread.gpu = None
+def _detach_thread() -> None:
+    thread.mode = thread.gpu = None
 
 
 @contextmanager
-def watching() -> Iterator[None]:
-    """In the block simulated GPUs are told of operators, and of what threads and ranks hand over."""
+def instrumentation() -> Iterator[None]:
+    """Instrument torch's operators, the store and the worlds in the block, for instrumented devices."""
     wrapped: list[tuple[type, str, Callable[[Any], Any]]] = [
         (WorkerPool, "_run", _run),
         (WorkerPool, "ask", _ask),
@@ -92,12 +93,12 @@ def watching() -> Iterator[None]:
         (World, "__exit__", _exit),
     ]
     wrapped += [(World, name, _between_hosts) for name in ("agree", "barrier", "gather_texts", "share")]
-    wrapped += [(kind, name, way) for kind in (ThreadWorld, ProcessWorld) for name, way in COLLECTIVES.items()]
+    wrapped += [(kind, name, wrap) for kind in (ThreadWorld, ProcessWorld) for name, wrap in COLLECTIVES.items()]
     with ExitStack() as undo:
-        for kind, name, way in wrapped:
-            undo.enter_context(patch.object(kind, name, way(getattr(kind, name))))
-        thread.watching = undo.enter_context(_Watching())
-        undo.callback(_leave_thread)
+        for kind, name, wrap in wrapped:
+            undo.enter_context(patch.object(kind, name, wrap(getattr(kind, name))))
+        thread.mode = undo.enter_context(_TracingMode())
+        undo.callback(_detach_thread)
         yield
 
 
@@ -105,10 +106,10 @@ def watching() -> Iterator[None]:
 
 
 class _Job:
-    """A job, and what was known to whoever asked for it."""
+    """A job for the store, with the vector clock and the time of the thread that asked for it."""
 
-    def __init__(self, job: Callable[..., None], known: Known, time_s: float) -> None:
-        self.job, self.known, self.time_s = job, known, time_s
+    def __init__(self, job: Callable[..., None], clock: VectorClock, time_s: float) -> None:
+        self.job, self.clock, self.time_s = job, clock, time_s
 
     def __call__(self, *args: Any) -> None:
         self.job(*args)
@@ -116,15 +117,15 @@ class _Job:
 
 def _run(original: Any) -> Any:
     def run(workers: WorkerPool) -> None:
-        """A thread of the store ends unwatched: with what torch would let go of after its last line of Python, the
-        interpreter's end, which waits for that line alone, would end the process by a signal."""
+        """Removes the dispatch mode before a thread of the store ends. Torch would otherwise drop it after the thread's
+        last line of Python. Python's exit waits only for that line, so the process could end by a signal."""
         try:
             original(workers)
         finally:
-            watching = thread.watching
-            _leave_thread()
-            if watching is not None:
-                watching.__exit__(None, None, None)
+            mode = thread.mode
+            _detach_thread()
+            if mode is not None:
+                mode.__exit__(None, None, None)
 
     return run
 
@@ -132,7 +133,7 @@ def _run(original: Any) -> Any:
 def _ask(original: Any) -> Any:
     def ask(workers: WorkerPool, event: Due | Asked, job: Callable[..., None]) -> Ticket:
         host = None if thread.gpu is None else thread.gpu.streams.host
-        return original(workers, event, job if host is None else _Job(job, dict(host.known), host.time_s))
+        return original(workers, event, job if host is None else _Job(job, dict(host.clock), host.time_s))
 
     return ask
 
@@ -141,8 +142,8 @@ def _do_here(original: Any) -> Any:
     def do_here(workers: WorkerPool, event: Asked, job: Callable[..., None]) -> None:
         if thread.gpu is None:
             return original(workers, event, job)
-        done = thread.gpu.handed
-        return original(workers, event, lambda: done.between([(id(workers), event.page)], job))
+        handoffs = thread.gpu.handoffs
+        return original(workers, event, lambda: handoffs.ordered([(id(workers), event.page)], job))
 
     return do_here
 
@@ -150,11 +151,11 @@ def _do_here(original: Any) -> Any:
 def _await_end(original: Any) -> Any:
     def await_end(workers: WorkerPool, ticket: Any) -> None:
         gpu = thread.gpu
-        there = gpu is None or gpu.is_there("ticket")
-        if there or not gpu.gate.is_held:  # the order of the program holds even where a wait is left out
+        is_kept = gpu is None or gpu.keeps_wait("ticket")
+        if is_kept or not gpu.gate.is_held:  # in program order the job must end first even if the wait is left out
             original(workers, ticket)
-        if gpu is not None and there:
-            gpu.handed.hear((id(workers), ticket.event.number))
+        if gpu is not None and is_kept:
+            gpu.handoffs.acquire((id(workers), ticket.event.number))
 
     return await_end
 
@@ -171,8 +172,8 @@ def _drain(original: Any) -> Any:
     def drain(workers: WorkerPool) -> None:
         original(workers)
         gpu = thread.gpu
-        if gpu is not None and gpu.is_there("drain"):
-            gpu.handed.hear_all(id(workers))
+        if gpu is not None and gpu.keeps_wait("drain"):
+            gpu.handoffs.acquire_all(id(workers))
 
     return drain
 
@@ -182,7 +183,7 @@ def _leave(original: Any) -> Any:
         with nullcontext() if thread.gpu is None else thread.gpu.gate.opened():
             original(workers)
         if thread.gpu is not None:
-            thread.gpu.handed.hear_all(id(workers))  # its threads have ended
+            thread.gpu.handoffs.acquire_all(id(workers))  # its threads have ended
 
     return leave_
 
@@ -194,14 +195,14 @@ def _carry_out(original: Any) -> Any:
             return original(store, action, job)
         gpu.gate.pass_through()
         if isinstance(job, _Job):
-            gpu.streams.host.hear(job.known, job.time_s)
+            gpu.streams.host.join(job.clock, job.time_s)
         workers = id(store._workers)
-        keys: list[Any] = [(workers, page) for page in _pages(action)]
+        keys: list[Key] = [(workers, page) for page in _pages(action)]
         if not isinstance(action, Move) and action.slot is not None:
             keys.append((workers, "slot", action.slot))
-        gpu.handed.between(keys, lambda: original(store, action, job))
+        gpu.handoffs.ordered(keys, lambda: original(store, action, job))
         if isinstance(action, Work | Move | Copy):
-            gpu.handed.say((workers, action.number))
+            gpu.handoffs.release((workers, action.number))
         return None
 
     return carry_out
@@ -216,8 +217,8 @@ def _pages(action: Action) -> Sequence[Page]:
 def _copy(original: Any) -> Any:
     def copy(store: PrefetchStore, page: Page, tensor: Tensor, writes: bool) -> None:
         if thread.gpu is not None and store.in_place(page) is None:
-            thread.gpu.touch_on_host(tensor, writes=not writes)
-            with quietly():
+            thread.gpu.access_on_host(tensor, writes=not writes)
+            with untraced():
                 return original(store, page, tensor, writes)
         return original(store, page, tensor, writes)
 
@@ -229,8 +230,8 @@ def _copy(original: Any) -> Any:
 
 def _enter(original: Any) -> Any:
     def enter(world: World) -> Any:
-        if isinstance(world.compute, Watched):
-            world.compute.attend()
+        if isinstance(world.compute, InstrumentedDevice):
+            world.compute.attach_thread()
         return original(world)
 
     return enter
@@ -247,10 +248,10 @@ def _exit(original: Any) -> Any:
 
 
 def _between_hosts(original: Any) -> Any:
-    """Small tensors of the host, which on a GPU travel over gloo: no stream has to do with them."""
+    """For collectives of small host tensors. On a GPU they travel over gloo, and no stream is involved."""
 
     def between_hosts(*args: Any, **kwargs: Any) -> Any:
-        with quietly():
+        with untraced():
             return original(*args, **kwargs)
 
     return between_hosts
@@ -258,8 +259,8 @@ def _between_hosts(original: Any) -> Any:
 
 def _gather(original: Any) -> Any:
     def gather(world: World, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
-        if aside or not _is_watched(world, full_P):
-            with quietly():
+        if aside or not _is_traced(world, full_P):
+            with untraced():
                 return original(world, shard_S, full_P, op, aside=aside)
         return _collective(world, op, shard_S, full_P, lambda into: original(world, shard_S, into, op))
 
@@ -268,7 +269,7 @@ def _gather(original: Any) -> Any:
 
 def _exchange(original: Any) -> Any:
     def exchange(world: World, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
-        if not _is_watched(world, recv_P):
+        if not _is_traced(world, recv_P):
             return original(world, full_P, recv_P, op)
         return _collective(world, op, full_P, recv_P, lambda into: original(world, full_P, into, op))
 
@@ -277,7 +278,7 @@ def _exchange(original: Any) -> Any:
 
 def _broadcast(original: Any) -> Any:
     def broadcast(world: World, flat: Tensor, source: int, op: str) -> Handle:
-        if not _is_watched(world, flat) or world.rank == source:
+        if not _is_traced(world, flat) or world.rank == source:
             return original(world, flat, source, op)
         return _collective(world, op, flat[:0], flat, lambda into: original(world, into, source, op))
 
@@ -287,57 +288,65 @@ def _broadcast(original: Any) -> Any:
 COLLECTIVES = {"_gather": _gather, "_exchange": _exchange, "_broadcast": _broadcast}
 
 
-def _is_watched(world: World, tensor: Tensor) -> bool:
+def _is_traced(world: World, tensor: Tensor) -> bool:
     gpu = world.compute
-    return thread.gpu is gpu and isinstance(gpu, Watched) and not thread.quiet and gpu.is_home_of(tensor)
+    return (
+        thread.gpu is gpu and isinstance(gpu, InstrumentedDevice) and not thread.is_untraced and gpu.is_home_of(tensor)
+    )
 
 
-class _Arrival:
-    """A collective under way: what waits for it goes on after it. Its memory stays until then."""
+class _CollectiveHandle:
+    """A collective under way. The stream that waits for it continues after it. Keeps its tensors until then."""
 
-    def __init__(self, gpu: Watched, marker: Marker, started: Handle, memory: Sequence[Tensor]) -> None:
+    def __init__(self, gpu: InstrumentedDevice, marker: Marker, started: Handle, memory: Sequence[Tensor]) -> None:
         self._gpu, self._marker, self._started, self._memory = gpu, marker, started, memory
 
     def wait(self) -> None:
-        if self._gpu.is_there("collective"):
-            self._gpu.streams.hold_back(self._marker)
-        with quietly():
+        if self._gpu.keeps_wait("collective"):
+            self._gpu.streams.wait_on_stream(self._marker)
+        with untraced():
             self._started.wait()
 
 
 def _collective(world: World, op: str, source: Tensor, into: Tensor, start: Callable[[Tensor], Handle]) -> Handle:
-    """Start it on the network's stream. Where side streams are late, so is what arrives."""
+    """Start a collective on the network. On deferred streams its result arrives late, too.
+
+    Args:
+        source: what this rank sends.
+        into: where the result arrives.
+        start: starts the real collective, into the tensor that it is given.
+    """
     gpu = world.compute
-    assert isinstance(gpu, Watched)
+    assert isinstance(gpu, InstrumentedDevice)
     streams = gpu.streams
     before, marker = Marker(), Marker()
     streams.allocated([source, into])
     streams.record(before)
-    lane = streams.collective()
-    with streams.on(lane):
-        streams.hold_back(before)
-        streams.run(lane, lane.launched)  # what is sent is read now: the other side needs it
-        streams.takes(lane.agent, into.nbytes / NETWORK_BYTES_PER_S)
-        arriving = _without(into, source)
-        streams.touch(lane.agent, [source], arriving, op)
-        with quietly():
-            arrived = torch.empty_like(into) if streams.is_late() else into
-            if streams.is_late() and not source.numel():
+    network = streams.collective()
+    with streams.on(network):
+        streams.wait_on_stream(before)
+        streams.run(network, network.launched)  # what is sent is read now: the other ranks need it
+        streams.add_time(network.agent, into.nbytes / NETWORK_BYTES_PER_S)
+        arriving = _outside(into, source)
+        streams.access(network.agent, [source], arriving, op)
+        with untraced():
+            arrived = torch.empty_like(into) if streams.is_deferred() else into
+            if streams.is_deferred() and not source.numel():
                 arrived.copy_(into)
             started = start(arrived)
-        if streams.is_late():
-            streams.launch(lambda: _land(started, arrived, into), arriving)
+        if streams.is_deferred():
+            streams.launch(lambda: _deliver(started, arrived, into), arriving)
         streams.record(marker)
-    return _Arrival(gpu, marker, started, (source, into))
+    return _CollectiveHandle(gpu, marker, started, (source, into))
 
 
-def _land(started: Handle, arrived: Tensor, into: Tensor) -> None:
+def _deliver(started: Handle, arrived: Tensor, into: Tensor) -> None:
     started.wait()
     into.data.copy_(arrived)
 
 
-def _without(into: Tensor, source: Tensor) -> list[Tensor]:
-    """What of `into` is not `source`, if that lies in it: there its own bytes stay as they are."""
+def _outside(into: Tensor, source: Tensor) -> list[Tensor]:
+    """The parts of `into` that do not overlap with `source`. An in-place gather leaves its own part as it is."""
     first = (source.data_ptr() - into.data_ptr()) // max(into.element_size(), 1)
     if not source.numel() or not 0 <= first < into.numel():
         return [into]

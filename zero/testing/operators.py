@@ -1,4 +1,4 @@
-"""What an operator of torch does with memory, as its schema says: which bytes it reads, which it writes."""
+"""What a torch operator does with memory, taken from its schema: which bytes it reads and which it writes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
-LOOKS = frozenset(
+WITHOUT_KERNEL = frozenset(
     f"aten::{name}"
     for name in (
         *("alias", "as_strided", "chunk", "detach", "detach_", "expand", "expand_as", "flatten", "lift_fresh"),
@@ -20,64 +20,66 @@ LOOKS = frozenset(
         *("is_same_size", "result_type", "item", "_local_scalar_dense", "to", "is_pinned", "record_stream"),
     )
 )
-"""Operators that look at memory, or allocate it, and launch nothing by themselves."""
+"""Operators that launch no kernel themselves: views, allocations, and questions about a tensor."""
 
-WAITS = frozenset(
+SYNCHRONIZING = frozenset(
     f"aten::{name}"
     for name in ("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2", "unique_dim")
 )
-"""Operators for which the host waits for the device: a number or a size comes back."""
+"""Operators that make the host wait for the device, because they return a number or a size."""
 
-PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm"))
-"""Products of matrices, which take as long as their arithmetic; other operators are done when their bytes are moved."""
+MATMULS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm"))
+"""Matrix products, whose time depends on their arithmetic. All other operators take as long as moving their bytes."""
 
 
-class Place(NamedTuple):
-    """Bytes [start, stop) of a storage."""
+class ByteRange(NamedTuple):
+    """Bytes [start, stop) of a tensor's storage."""
 
     tensor: Tensor
     storage: int
-    """Where the storage begins, which is its name as long as it lives."""
+    """Address of the storage. It identifies the storage as long as that lives."""
     start: int
     stop: int
 
 
-class _Argument(NamedTuple):
+class _TensorArgument(NamedTuple):
     number: int
     name: str
     is_written: bool
 
 
-class Form(NamedTuple):
+class OperatorInfo(NamedTuple):
     """What the schema of an operator says.
 
     Attributes:
-        looks: it touches no bytes on the device.
-        allocates: its result is memory that holds anything.
-        returned: numbers of the written arguments that are its results, where they are.
+        name: such as "aten::add_".
+        without_kernel: the operator reads and writes no bytes on the device.
+        allocates: its result is uninitialized memory.
+        arguments: those that are tensors or lists of tensors.
+        returned: for an in-place operator, the positions of the arguments that it returns.
     """
 
     name: str
-    looks: bool
+    without_kernel: bool
     allocates: bool
-    arguments: tuple[_Argument, ...]
+    arguments: tuple[_TensorArgument, ...]
     returned: tuple[int, ...]
 
     @property
     def in_place(self) -> bool:
-        return any(one.is_written for one in self.arguments)
+        return any(argument.is_written for argument in self.arguments)
 
 
 @cache
-def form_of(operator: OpOverload) -> Form:
+def operator_info(operator: OpOverload) -> OperatorInfo:
     schema = operator._schema
     arguments = [
-        _Argument(number, one.name, one.alias_info is not None and one.alias_info.is_write)
+        _TensorArgument(number, one.name, one.alias_info is not None and one.alias_info.is_write)
         for number, one in enumerate(schema.arguments)
         if "Tensor" in str(one.type)
     ]
     name = schema.name
-    looks = name in LOOKS or operator.is_view
+    without_kernel = name in WITHOUT_KERNEL or operator.is_view
     aliases = {
         alias: number
         for number, one in enumerate(schema.arguments)
@@ -91,31 +93,38 @@ def form_of(operator: OpOverload) -> Form:
         for alias in one.alias_info.before_set
         if alias in aliases
     )
-    return Form(name, looks, "empty" in name, tuple(arguments), returned)
+    return OperatorInfo(name, without_kernel, "empty" in name, tuple(arguments), returned)
 
 
-def tensors_of(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any], *, written: bool) -> list[Tensor]:
-    """Of the arguments that are written, or of those that are only read."""
+def tensor_arguments(
+    info: OperatorInfo, args: Sequence[Any], kwargs: Mapping[str, Any], *, written: bool
+) -> list[Tensor]:
+    """The tensors that a call writes (`written`), or those that it only reads."""
     return [
         tensor
-        for one in form.arguments
+        for one in info.arguments
         if one.is_written is written
-        for tensor in _tensors_in(args[one.number] if one.number < len(args) else kwargs.get(one.name))
+        for tensor in tensors_in(args[one.number] if one.number < len(args) else kwargs.get(one.name))
     ]
 
 
-def results_of(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator that works in place returns: its own arguments."""
-    names = {one.number: one.name for one in form.arguments}
-    found = [args[number] if number < len(args) else kwargs[names[number]] for number in form.returned]
+def in_place_results(info: OperatorInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a call of an in-place operator returns: some of its own arguments, a tuple if several, None if none."""
+    names = {one.number: one.name for one in info.arguments}
+    found = [args[number] if number < len(args) else kwargs[names[number]] for number in info.returned]
     return None if not found else found[0] if len(found) == 1 else tuple(found)
 
 
-def flops_of(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Of a product of matrices; 0 for other operators."""
-    if form_of(operator).name not in PRODUCTS:
+def matmul_flops(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Floating-point operations of a matrix product; 0 for any other operator."""
+    if operator_info(operator).name not in MATMULS:
         return 0
     return int(flop_registry[operator.overloadpacket](*args, **kwargs))
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All strided CPU tensors in an operator's argument or result, with those inside lists and tuples."""
+    return list(_tensors_in(value))
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
@@ -127,18 +136,13 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(one)
 
 
-def fresh_tensors(results: Any) -> list[Tensor]:
-    """Of an operator's results."""
-    return list(_tensors_in(results))
-
-
-def place_of(tensor: Tensor) -> Place | None:
-    """From the first byte that the tensor can reach to its last; None where it has none."""
+def byte_range(tensor: Tensor) -> ByteRange | None:
+    """From the first to the last byte that the tensor's elements occupy; None if it has no elements or no storage."""
     if not tensor.numel():
         return None
     storage = tensor.untyped_storage().data_ptr()
     if not storage:
         return None
     item, start = tensor.element_size(), int(tensor.storage_offset()) * tensor.element_size()
-    reach = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
-    return Place(tensor, storage, start, start + (reach + 1) * item)
+    last = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
+    return ByteRange(tensor, storage, start, start + (last + 1) * item)

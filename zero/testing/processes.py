@@ -1,4 +1,4 @@
-"""Ranks that are processes of their own, over gloo, with a hard limit and a dump of every stack when it runs out."""
+"""Ranks as processes that communicate over gloo, with a time limit. When that is over, every rank's stack is shown."""
 
 import contextlib
 import faulthandler
@@ -27,10 +27,10 @@ import torch.multiprocessing
 from zero.distributed.failure import GRACE_S, some_ranks
 from zero.distributed.world import World
 from zero.errors import DeadlineError, RankFailedError, WorldError
-from zero.testing.simulated_gpu import surroundings, within
+from zero.testing.simulated_gpu import current_settings, with_settings
 
 START_S = 90.0
-"""How long processes may take to import what they need, on a busy machine."""
+"""Seconds that processes may take to import their modules, on a busy machine."""
 
 PRELOADED = (
     "zero.trainer.loop",
@@ -41,31 +41,39 @@ PRELOADED = (
     "pytest",
     "hypothesis",
 )
-"""What most ranks need, as far as it is installed."""
+"""Modules that most ranks import. Those that are not installed are skipped."""
 
 _STARTED = b"started"
 _STREAMS = (1, 2)  # standard output and standard error
 
 
 def run_processes(size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """Run fn(world, *args) in `size` fresh gloo processes of one thread each; return their results in rank order.
+    """Run `fn(world, *args)` in `size` new processes, one thread each, that communicate over gloo.
 
-    `fn` must be importable by name, its arguments and results must pickle. The parent hosts the store on a free port
-    of its own, so calls do not meet and any rank may die. The parent's warning filters hold in the ranks too.
+    The calling process hosts torch's key-value store on a free port, so that calls do not interfere and any rank may
+    die. Ranks use the caller's warning filters, environment, working folder and output, and its `simulated_gpu`.
 
-    A rank is forked from a server that has imported torch and never used it, so that only the first call waits for the
-    imports. What libraries read from the environment as they are imported is that of the first call; else ranks
-    have the environment, the folder and the output of now.
+    A rank is forked from a server process that has imported torch and never used it, so only the first call waits for
+    the imports. Variables that libraries read during their import therefore have the values of the first call.
+
+    Args:
+        size: number of ranks.
+        fn: a function that can be imported by name; gets the rank's `zero.World`.
+        args: further arguments of `fn`; they must pickle, and so must its result.
+        timeout_s: seconds that ranks may run after the last one has started; also the timeout of their collectives.
+
+    Returns:
+        The results in rank order.
 
     Raises:
-        Exception: what the first failing rank raised, with its rank and traceback as a note.
-        RankFailedError: a rank was killed, or left without a result.
-        DeadlineError: a rank was still running `timeout_s` after the last one had started, with the stacks of all
-            that were.
+        Exception: what the first failing rank raised, with its rank and traceback as a note. If that does not pickle:
+            a `WorldError` with its text.
+        RankFailedError: a rank was killed, or ended without a result.
+        DeadlineError: a rank was still running when the time was over; with the stacks of all such ranks.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = _forking()
-    job = pickle.dumps((fn, args, surroundings()))
+    context = _fork_context()
+    job = pickle.dumps((fn, args, current_settings()))
     with tempfile.TemporaryDirectory() as folder:
         ranks = [_RankProcess(context, rank, size, store.port, folder, job, timeout_s) for rank in range(size)]
         try:
@@ -77,28 +85,29 @@ def run_processes(size: int, fn: Callable[..., Any], *args: Any, timeout_s: floa
 
 @contextlib.contextmanager
 def forked_ranks() -> Iterator[None]:
-    """Ranks that `zero.trainer.launch` starts in here are forked as those of `run_processes` are, and start at once.
+    """In the block, `zero.trainer.launch` forks ranks from the server of `run_processes`, so that they start at once.
 
-    Not for what malloc is told as a process begins, nor for ranks that are stopped (SIGSTOP), nor for a parent that
-    dies: only one that lives ends such ranks whatever they are in.
+    Not for tests of malloc's settings, which a process reads when it begins; of ranks that are stopped (SIGSTOP); or of
+    a launcher that dies: forked ranks are only certain to end while their launcher lives.
     """
-    real = torch.multiprocessing.start_processes
+    original = torch.multiprocessing.start_processes
 
-    def start_processes(fn: Callable[..., Any], args: tuple[Any, ...], **how: Any) -> Any:
-        with _surroundings(os.environ) as around:
-            return real(_in_surroundings, (around, fn, args), **{**how, "start_method": _forking().get_start_method()})
+    def start_processes(fn: Callable[..., Any], args: tuple[Any, ...], **options: Any) -> Any:
+        with _inherited(os.environ) as inherited:
+            options["start_method"] = _fork_context().get_start_method()
+            return original(_run_inheriting, (inherited, fn, args), **options)
 
     with patch.object(torch.multiprocessing, "start_processes", start_processes):
         yield
 
 
-def _in_surroundings(rank: int, around: "_Surroundings", fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    around.enter()
+def _run_inheriting(rank: int, inherited: "_Inherited", fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    inherited.apply()
     fn(rank, *args)
 
 
-def _forking() -> Any:
-    """The context whose server runs and finds modules where this process does."""
+def _fork_context() -> Any:
+    """The multiprocessing context of a running fork server, which finds modules on the same path as this process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, *PRELOADED])
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1"):
@@ -106,15 +115,16 @@ def _forking() -> Any:
     return context
 
 
-class _Surroundings(NamedTuple):
-    """What a new process would have of its parent, and a forked one has of the server: those of the first call."""
+class _Inherited(NamedTuple):
+    """What a new process inherits from its parent. A forked one would have the fork server's, from the first call."""
 
     environ: dict[str, str]
     streams: list[Connection]
-    """Standard output and error. A connection is what a descriptor can travel as."""
+    """Standard output and error, as connections, because descriptors pickle only as such."""
 
-    def enter(self) -> None:
-        threading.Thread(target=_leave_with_parent, daemon=True).start()
+    def apply(self) -> None:
+        """Use them in this process, and end it when its parent ends."""
+        threading.Thread(target=_exit_with_parent, daemon=True).start()
         os.environ.clear()
         os.environ.update(self.environ)
         for stream, descriptor in zip(self.streams, _STREAMS, strict=True):
@@ -123,22 +133,24 @@ class _Surroundings(NamedTuple):
 
 
 @contextlib.contextmanager
-def _surroundings(environ: Mapping[str, str]) -> Iterator[_Surroundings]:
+def _inherited(environ: Mapping[str, str]) -> Iterator[_Inherited]:
     with contextlib.ExitStack() as stack:
         streams = [Connection(os.dup(descriptor), readable=False) for descriptor in _STREAMS]
         for stream in streams:
             stack.enter_context(stream)
-        yield _Surroundings(dict(environ), streams)
+        yield _Inherited(dict(environ), streams)
 
 
 class _Outcome(NamedTuple):
+    """How a rank ended: its result, or its error and traceback."""
+
     result: Any = None
     error: BaseException | None = None
     trace: str = ""
 
 
 class _RankProcess:
-    """One rank as the parent sees it: a process, the pipe that its outcome comes through, the file of its stacks."""
+    """One rank, seen from the parent: its process, the pipe for its outcome, the file for the stacks of its threads."""
 
     def __init__(
         self,
@@ -163,20 +175,20 @@ class _RankProcess:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         }
-        with _surroundings(env) as around:
-            arguments = (around, job, child_end, str(self.stacks), timeout_s, list(warnings.filters))
+        with _inherited(env) as inherited:
+            arguments = (inherited, job, child_end, str(self.stacks), timeout_s, list(warnings.filters))
             self.process = context.Process(target=_rank_main, args=arguments, name=f"rank {rank}", daemon=False)
             self.process.start()
         child_end.close()
 
     def receive(self) -> "_Outcome | None":
-        """The next word from the rank; None when it has only started."""
+        """The next message from the rank: None if it says that the rank has started, else the rank's outcome."""
         try:
             message = self.outcome.recv_bytes()
         except EOFError:
             self.process.join(GRACE_S)
-            how = _how(self.process.exitcode)
-            return _Outcome(error=RankFailedError(f"rank {self.rank} left without a result: {how}"))
+            reason = _describe_exit(self.process.exitcode)
+            return _Outcome(error=RankFailedError(f"rank {self.rank} ended without a result: {reason}"))
         if message == _STARTED:
             return None
         outcome: _Outcome = pickle.loads(message)
@@ -197,7 +209,7 @@ class _RankProcess:
 
 
 def _collect(ranks: list[_RankProcess], timeout_s: float) -> list[Any]:
-    """Results in rank order, or the error that explains the others."""
+    """Results in rank order. Raises the error that caused the others, if there was one."""
     waiting = {rank.outcome: rank for rank in ranks}
     results: dict[int, Any] = {}
     errors: list[BaseException] = []
@@ -215,7 +227,7 @@ def _collect(ranks: list[_RankProcess], timeout_s: float) -> list[Any]:
             results[rank.rank] = outcome.result
             if outcome.error is not None:
                 errors.append(outcome.error)
-                # The ranks that only noticed may speak first, the cause gets a moment to follow.
+                # Ranks that noticed the failure may report before the rank that caused it: wait a moment for that one.
                 end_s = min(end_s, time.monotonic() + 4 * GRACE_S)
     if errors:
         errors.sort(key=lambda error: isinstance(error, RankFailedError))
@@ -224,54 +236,54 @@ def _collect(ranks: list[_RankProcess], timeout_s: float) -> list[Any]:
         finally:
             del errors, outcome  # they hold the error, which holds this frame, and so every descriptor
     if waiting:
-        raise DeadlineError(_late(list(waiting.values()), len(ranks), timeout_s))
+        raise DeadlineError(_timeout_message(list(waiting.values()), len(ranks), timeout_s))
     return [results[rank.rank] for rank in ranks]
 
 
-def _late(ranks: list[_RankProcess], size: int, timeout_s: float) -> str:
+def _timeout_message(ranks: list[_RankProcess], size: int, timeout_s: float) -> str:
     for rank in ranks:
         rank.dump_stacks()
     multiprocessing.connection.wait([rank.process.sentinel for rank in ranks], GRACE_S)
     stacks = "\n".join(
-        f"--- rank {rank.rank} ---\n{rank.stacks.read_text() if rank.stacks.exists() else 'had not started yet'}"
+        f"--- rank {rank.rank} ---\n{rank.stacks.read_text() if rank.stacks.exists() else 'not started yet'}"
         for rank in ranks
     )
     return f"{some_ranks([rank.rank for rank in ranks])} of {size} still running after {timeout_s:g} s\n{stacks}"
 
 
-def _how(exitcode: int | None) -> str:
+def _describe_exit(exitcode: int | None) -> str:
     if exitcode is not None and exitcode < 0:
-        memory = ", most often for memory" if exitcode == -signal.SIGKILL else ""
+        memory = ", usually because memory ran out" if exitcode == -signal.SIGKILL else ""
         return f"killed by signal {-exitcode} ({signal.Signals(-exitcode).name}){memory}"
     return f"exit code {exitcode}"
 
 
 def _rank_main(
-    around: _Surroundings, job: bytes, outcome: Any, stacks: str, timeout_s: float, filters: list[Any]
+    inherited: _Inherited, job: bytes, outcome: Any, stacks: str, timeout_s: float, filters: list[Any]
 ) -> None:
-    around.enter()
+    inherited.apply()
     torch.set_num_threads(1)
-    # In place: the interpreter's own warning code holds on to this very list.
+    # In place, because Python's own warning code keeps a reference to this list.
     cast(list[Any], warnings.filters)[:] = filters
     with Path(stacks).open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         outcome.send_bytes(_STARTED)
-        outcome.send_bytes(_outcome(job, timeout_s))
+        outcome.send_bytes(_run_job(job, timeout_s))
         faulthandler.unregister(signal.SIGUSR1)
 
 
-def _leave_with_parent() -> None:
+def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
 
 
-def _outcome(job: bytes, timeout_s: float) -> bytes:
-    """What a rank sends home: its result, or its error and traceback, as far as they pickle."""
+def _run_job(job: bytes, timeout_s: float) -> bytes:
+    """Run the pickled job and return its pickled `_Outcome`. An error that does not pickle becomes a `WorldError`."""
     try:
         fn, args, settings = pickle.loads(job)
-        with within(settings), World.from_env(timeout_s, device="cpu") as world:
+        with with_settings(settings), World.from_env(timeout_s, device="cpu") as world:
             result = fn(world, *args)
         return pickle.dumps(_Outcome(result))
     except BaseException as error:

@@ -1,12 +1,12 @@
-"""Who touched which bytes, and what orders the touches: a race detector for streams and threads.
+"""A race detector for streams and threads: vector clocks over ranges of bytes.
 
-An agent does one thing after the other: a stream of a device, or a thread of the host. Each counts what it does, and
-knows how far the others had come when it last heard of them; it hears of them through events, launches and waits. Two
-touches of the same bytes, at least one of which writes, race if the later agent has not heard of the earlier touch:
-some other execution has them the other way round.
+An agent is a stream of a device or a thread of the host; it does one thing after the other. Its vector clock says how
+much of every agent's work happens before what it does next. Events, launches and waits pass clocks on. Two accesses to
+the same bytes race if at least one of them writes and neither happens before the other: then some other execution has
+them in the opposite order.
 
 Source: Fidge 1988, "Timestamps in Message-Passing Systems That Preserve the Partial Ordering"; Flanagan and Freund
-2009, "FastTrack", section 3, with ranges of bytes in place of variables.
+2009, "FastTrack", section 3, with ranges of bytes instead of variables.
 """
 
 from bisect import bisect_right
@@ -14,116 +14,127 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-Known = dict[int, int]
-"""By number of an agent: how much of what it did is known to be over."""
+VectorClock = dict[int, int]
+"""Number of an agent -> how many of its operations happen before this point; 0 for agents that are missing."""
 
 
 class RaceError(AssertionError):
-    """Two touches of the same memory that nothing orders, each with its agent and its place in the code."""
+    """Two accesses to the same memory, at least one a write, and nothing orders them.
+
+    `simulated_gpu(races=True)` raises it. The message names both accesses: operation, stream or thread, line of code.
+    """
 
 
 @dataclass(eq=False)
 class Agent:
-    """A stream or a thread: its number, a name for messages, what it knows, and how far its own work would have come.
+    """A stream or a thread.
 
-    `time_s` is when it would be done with what it was given, on a clock on which work takes as long as a device would.
+    Attributes:
+        number: its index in vector clocks.
+        name: for messages.
+        clock: what happens before its next operation.
+        time_s: simulated seconds at which all work that it was given so far is finished.
     """
 
     number: int
     name: str
-    known: Known = field(default_factory=dict)
+    clock: VectorClock = field(default_factory=dict)
     time_s: float = 0.0
 
-    def hear(self, known: Known, time_s: float = 0.0) -> None:
-        """From here on it comes after all that."""
-        for number, count in known.items():
-            if count > self.known.get(number, 0):
-                self.known[number] = count
+    def join(self, clock: VectorClock, time_s: float = 0.0) -> None:
+        """Everything in `clock` happens before this agent's next operation, which begins at `time_s` or later."""
+        for number, count in clock.items():
+            if count > self.clock.get(number, 0):
+                self.clock[number] = count
         self.time_s = max(self.time_s, time_s)
 
     def tick(self) -> int:
-        """One more thing that it does; its count."""
-        count = self.known[self.number] = self.known.get(self.number, 0) + 1
+        """Count one more operation; returns the count."""
+        count = self.clock[self.number] = self.clock.get(self.number, 0) + 1
         return count
 
 
-class Touch(NamedTuple):
-    """One agent at some bytes."""
+class Access(NamedTuple):
+    """A read or write of some bytes by one agent."""
 
     agent: Agent
-    at: int
+    epoch: int
+    """The agent's own count when it made the access."""
     what: str
-    """The operation and its place in the code."""
+    """The operation and its line of code."""
 
-    def is_known_to(self, known: Known) -> bool:
-        return known.get(self.agent.number, 0) >= self.at
+    def happens_before(self, clock: VectorClock) -> bool:
+        """The access happens before the point that `clock` describes."""
+        return clock.get(self.agent.number, 0) >= self.epoch
 
     def __str__(self) -> str:
         return f"{self.what} on {self.agent.name}"
 
 
 class _Span(NamedTuple):
-    """Bytes from `start` to the next span: who wrote them last, and who has read them since."""
+    """Bytes from `start` to the next span, with their last write and all reads since then."""
 
     start: int
-    written: Touch | None
-    read: tuple[Touch, ...]
+    written: Access | None
+    reads: tuple[Access, ...]
 
 
 class History:
-    """Of one piece of memory.
+    """All accesses to one storage that a later access may race with.
 
     Args:
         name: for messages.
-        origin: number of the agent that may use the memory again once it is free, as allocators of GPUs do.
+        owner: the agent that allocated the storage. As with a GPU's caching allocator, the memory may be reused in this
+            agent's order once it is freed.
     """
 
-    def __init__(self, name: str, origin: Agent) -> None:
-        self.name, self.origin = name, origin
+    def __init__(self, name: str, owner: Agent) -> None:
+        self.name, self.owner = name, owner
         self._spans = [_Span(0, None, ())]
 
-    def touch(self, agent: Agent, start: int, stop: int, *, writes: bool, what: str) -> None:
-        """`agent` reads or writes bytes [start, stop).
+    def access(self, agent: Agent, start: int, stop: int, *, writes: bool, what: str) -> None:
+        """Add a read or write of bytes [start, stop) by `agent`.
 
         Raises:
-            RaceError: nothing orders that after an earlier touch.
+            RaceError: an earlier access conflicts with it and does not happen before it.
         """
         if stop <= start:
             return
-        touch = Touch(agent, agent.tick(), what)
+        access = Access(agent, agent.tick(), what)
         first, last = self._cut(start), self._cut(stop)
         for span in self._spans[first:last]:
-            self._check(span, touch, "writes" if writes else "reads", is_write=writes)
+            self._check(span, access, writes=writes)
         if writes:
-            self._spans[first:last] = [_Span(start, touch, ())]
+            self._spans[first:last] = [_Span(start, access, ())]
             return
-        self._spans[first:last] = [_with_reader(span, touch) for span in self._spans[first:last]]
+        self._spans[first:last] = [_with_reader(span, access) for span in self._spans[first:last]]
 
     def free(self, agent: Agent) -> None:
-        """Nobody holds the memory any more, as `agent` goes on; whoever comes next gets it in the origin's order.
+        """The last reference to the storage goes away while `agent` runs. The owner may allocate the memory again.
 
         Raises:
-            RaceError: somebody may still be at it.
+            RaceError: an access by another agent may still be under way.
         """
-        known = dict(self.origin.known)
-        for number, count in agent.known.items():
-            known[number] = max(count, known.get(number, 0))
+        clock = dict(self.owner.clock)
+        for number, count in agent.clock.items():
+            clock[number] = max(count, clock.get(number, 0))
         for span in self._spans:
-            for touch in _touches(span):
-                if touch.agent is not self.origin and not touch.is_known_to(known):
-                    raise RaceError(f"{self.name} is freed by {agent.name} while {touch} may still be at it")
+            for access in _accesses(span):
+                if access.agent is not self.owner and not access.happens_before(clock):
+                    raise RaceError(f"{self.name} is freed by {agent.name} while {access} may still be using it")
 
-    def _check(self, span: _Span, touch: Touch, verb: str, *, is_write: bool) -> None:
-        for before in _touches(span) if is_write else (span.written,):
-            if before is not None and not before.is_known_to(touch.agent.known):
+    def _check(self, span: _Span, access: Access, *, writes: bool) -> None:
+        for before in _accesses(span) if writes else (span.written,):
+            if before is not None and not before.happens_before(access.agent.clock):
+                verb = "writes" if writes else "reads"
                 did = "wrote" if before is span.written else "read"
                 raise RaceError(
-                    f"{touch} {verb} bytes from {span.start} of {self.name}, and nothing orders that after {before}, "
+                    f"{access} {verb} bytes from {span.start} of {self.name}, and nothing orders that after {before}, "
                     f"which {did} them"
                 )
 
     def _cut(self, at: int) -> int:
-        """The number of the span that begins at byte `at`, which may have to be cut for it."""
+        """The number of the span that begins at byte `at`; splits the span that contains it if none does."""
         number = bisect_right(self._spans, at, key=_start) - 1
         if self._spans[number].start == at:
             return number
@@ -135,12 +146,12 @@ def _start(span: _Span) -> int:
     return span.start
 
 
-def _touches(span: _Span) -> Iterator[Touch]:
+def _accesses(span: _Span) -> Iterator[Access]:
     if span.written is not None:
         yield span.written
-    yield from span.read
+    yield from span.reads
 
 
-def _with_reader(span: _Span, touch: Touch) -> _Span:
-    """The last read of each agent is enough: it comes after its earlier ones."""
-    return span._replace(read=(*(one for one in span.read if one.agent is not touch.agent), touch))
+def _with_reader(span: _Span, access: Access) -> _Span:
+    """Keeps the last read of each agent, which comes after its earlier ones."""
+    return span._replace(reads=(*(one for one in span.reads if one.agent is not access.agent), access))

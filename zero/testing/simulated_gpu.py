@@ -1,11 +1,11 @@
-"""A GPU that is none: every decision of the engine is the one it makes for a GPU, and its memory is the host's.
+"""A simulated GPU: the engine decides as it does on a GPU, kernels are the CPU's, and memory is the host's.
 
     with zero.testing.simulated_gpu():
         world = zero.World.from_env()
 
-What lies in the arena, which on a GPU is pinned memory of the host, is host memory here, and everything else is the
-device's: what travels between tiers is copied as it would be, and kernels are the CPU's. With `races` every operator is
-checked: see `races` for what orders it, and `streams` for when it runs.
+Memory that the arena or `device.host` gave out is pinned host memory on a GPU, and counts as host memory here. All
+other memory counts as the device's, so copies between tiers are made as on a GPU. With `races=True` every operator is
+checked: `races` says what orders operators, and `streams` when they run.
 """
 
 import sys
@@ -26,41 +26,45 @@ from torch.profiler import ProfilerActivity, profile
 
 import zero.testing.streams as simulation
 from zero.platform.device import Clock, Device, Event, GiB, Moment, aligned_zeros, work_alone
-from zero.testing.handoffs import Watched, watching
+from zero.testing.handoffs import InstrumentedDevice, instrumentation
 from zero.testing.operators import (
-    LOOKS,
-    WAITS,
-    Form,
-    flops_of,
-    form_of,
-    fresh_tensors,
-    results_of,
-    tensors_of,
+    SYNCHRONIZING,
+    WITHOUT_KERNEL,
+    OperatorInfo,
+    in_place_results,
+    matmul_flops,
+    operator_info,
+    tensor_arguments,
+    tensors_in,
 )
-from zero.testing.streams import Gate, Handed, Marker, Streams, quietly, thread
+from zero.testing.streams import Gate, Handoffs, Marker, Streams, thread, untraced
 
 ROOT = str(Path(__file__).parents[2])
 LIBRARY, HERE = f"{ROOT}/zero/", str(Path(__file__).parent)
-DOORS = ("zero/platform/device.py", "zero/platform/cuda.py", "zero/platform/timeline.py")
-PASSED_ON = {
+DEVICE_FILES = ("zero/platform/device.py", "zero/platform/cuda.py", "zero/platform/timeline.py")
+"""Files that define waits. The line of a wait is looked up in their callers."""
+FORWARDING = {
     ("zero/distributed/world.py", "wait"),
     ("zero/store/workers.py", "wait"),
     ("zero/store/prefetch.py", "drain"),
     ("zero/engine/update.py", "wait"),
 }
-"""Functions that only pass a wait on."""
+"""(file, function) that only forward a wait. Its line is looked up in their callers, too."""
+
+COPIES = frozenset(("aten::copy_", "aten::_foreach_copy_", "aten::_to_copy", "aten::clone"))
+"""Operators that may have one argument on the host and another on the device."""
 
 
-class Site(NamedTuple):
-    """A wait in the code: which kind, and where it is asked for."""
+class WaitSite(NamedTuple):
+    """A wait in the library's code: its kind, and the file and line of the call."""
 
     kind: str
     file: str
     line: int
 
 
-class Copied(NamedTuple):
-    """A copy between the host and the device."""
+class CopyRecord(NamedTuple):
+    """A copy between host and device: the stream it ran on, its direction, its size in bytes."""
 
     stream: str
     to_host: bool
@@ -69,60 +73,60 @@ class Copied(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """What `simulated_gpu` is asked for."""
+    """The arguments of `simulated_gpu`."""
 
     memory_bytes: int
     races: bool
     order: str
     seed: int
-    without: Site | None
+    without: WaitSite | None
 
     @property
-    def is_watching(self) -> bool:
-        """Every operator is looked at."""
+    def is_instrumented(self) -> bool:
+        """Every operator is recorded."""
         return self.races or self.order != "program"
 
 
 class Simulation:
-    """What has been seen of the devices that were made within one `simulated_gpu`.
+    """What happened on the devices of one `simulated_gpu` block.
 
     Attributes:
         gpus: one for each rank.
-        sites: the waits that were made, if operators were watched.
+        sites: the waits that were reached, if devices are instrumented.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.gpus: list[SimulatedGpu] = []
-        self.sites: set[Site] = set()
+        self.sites: set[WaitSite] = set()
 
     @property
     def counts(self) -> Counter[str]:
-        """Launches, waits of the host, bytes each way: of all devices."""
+        """Launches, waits of the host and bytes copied each way, summed over all devices."""
         return sum((gpu.streams.counts for gpu in self.gpus), Counter())
 
     def finish(self) -> None:
-        """Raise what nobody could be told before."""
+        """Raise a race that a finalizer saw and that no later access has raised."""
         for gpu in self.gpus:
-            if gpu.streams.found:
-                raise gpu.streams.found[0]
+            if gpu.streams.deferred_races:
+                raise gpu.streams.deferred_races[0]
 
-    def make(self) -> "SimulatedGpu":
-        if not self.settings.is_watching:
+    def make_gpu(self) -> "SimulatedGpu":
+        if not self.settings.is_instrumented:
             self.gpus.append(SimulatedGpu(self.settings.memory_bytes))
         else:
-            self.gpus.append(WatchedGpu(self))
-            if thread.watching is not None:
+            self.gpus.append(InstrumentedGpu(self))
+            if thread.mode is not None:
                 thread.gpu = self.gpus[-1]
         return self.gpus[-1]
 
 
 class SimulatedGpu(Device):
-    """A device with memory of its own, by which memory of the host is told from it.
+    """A device that distinguishes its own memory from the host's, by address.
 
     Args:
-        memory_bytes: what it has.
-        order, seed: see `streams`.
+        memory_bytes: size of its memory.
+        order, seed: see `Streams`.
     """
 
     kind = "cuda"
@@ -133,13 +137,13 @@ class SimulatedGpu(Device):
         super().__init__(torch.device("cpu"))
         self._memory_bytes = memory_bytes
         self.streams = Streams(order, seed)
-        self._host_memory: dict[int, int] = {}  # where pieces of it begin, and where they end
+        self._host_memory: dict[int, int] = {}  # address of a piece of host memory -> address of its end
         self._pinned: set[int] = set()
         self._lock = threading.Lock()
 
     @property
     def host(self) -> Device:
-        return _HostOf(self)
+        return _SimulatedHost(self)
 
     def sum_of_squares(self, flat: Tensor) -> Tensor:
         return torch.linalg.vector_norm(flat, dtype=torch.float64).square_()
@@ -150,12 +154,12 @@ class SimulatedGpu(Device):
     def bring(self, tensor: Tensor) -> Tensor:
         if self.is_home_of(tensor):
             return tensor
-        there = torch.empty_like(tensor)
-        self.copy(there, tensor)
-        return there
+        on_device = torch.empty_like(tensor)
+        self.copy(on_device, tensor)
+        return on_device
 
     def adopt(self, memory: Tensor) -> None:
-        """Memory of the host, for as long as a tensor looks at it."""
+        """Count `memory` as the host's as long as any tensor uses its storage."""
         first = memory.data_ptr()
         with self._lock:
             self._host_memory = {**self._host_memory, first: first + memory.nbytes}
@@ -169,7 +173,7 @@ class SimulatedGpu(Device):
         self._pinned.discard(memory.untyped_storage().data_ptr())
 
     def give_back_memory(self) -> None:
-        """Nothing, as on a GPU."""
+        """Does nothing, as on a GPU."""
 
     def free_bytes(self) -> int:
         return self._memory_bytes
@@ -178,8 +182,8 @@ class SimulatedGpu(Device):
         return self._memory_bytes
 
     @property
-    def is_quiet(self) -> bool:
-        """Nothing is under way, as far as the thread that asks knows."""
+    def is_idle(self) -> bool:
+        """No work is under way that the calling thread has not waited for. Without streams, always."""
         return True
 
     def _piece_of_host(self, tensor: Tensor) -> int | None:
@@ -191,8 +195,8 @@ class SimulatedGpu(Device):
             self._host_memory = {one: stop for one, stop in self._host_memory.items() if one != first}
 
 
-class _HostOf(Device):
-    """The host beside a simulated GPU, where it updates what it holds."""
+class _SimulatedHost(Device):
+    """The host of a simulated GPU, as the device that updates what is in host memory."""
 
     def __init__(self, gpu: SimulatedGpu) -> None:
         super().__init__(gpu.device)
@@ -204,41 +208,41 @@ class _HostOf(Device):
     def bring(self, tensor: Tensor) -> Tensor:
         if self.is_home_of(tensor):
             return tensor
-        here = self.zeros(tensor.numel(), tensor.dtype).view(tensor.shape)
-        here.copy_(tensor)
-        return here
+        on_host = self.zeros(tensor.numel(), tensor.dtype).view(tensor.shape)
+        on_host.copy_(tensor)
+        return on_host
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        here = aligned_zeros(numel, dtype, self.device)
+        on_host = aligned_zeros(numel, dtype, self.device)
         if numel:
-            self._gpu.adopt(here)
-        return here
+            self._gpu.adopt(on_host)
+        return on_host
 
 
 class SimulatedEvent(Event):
     """A point of a simulated stream."""
 
-    def __init__(self, gpu: "WatchedGpu") -> None:
+    def __init__(self, gpu: "InstrumentedGpu") -> None:
         self._gpu, self._marker = gpu, Marker()
 
     def record(self) -> None:
         self._gpu.streams.record(self._marker)
 
     def finish(self) -> None:
-        if self._gpu.is_there("finish"):
-            self._gpu.streams.await_(self._marker)
+        if self._gpu.keeps_wait("finish"):
+            self._gpu.streams.synchronize_marker(self._marker)
 
     def wait(self) -> None:
-        if self._gpu.is_there("wait"):
-            self._gpu.streams.hold_back(self._marker)
+        if self._gpu.keeps_wait("wait"):
+            self._gpu.streams.wait_on_stream(self._marker)
 
 
 class SimulatedClock(Clock):
-    """The simulation's time."""
+    """Reads the simulated time of streams and threads."""
 
-    def __init__(self, gpu: "WatchedGpu") -> None:
+    def __init__(self, gpu: "InstrumentedGpu") -> None:
         self._streams = gpu.streams
-        gpu.streams.await_all()
+        gpu.streams.synchronize_all()
         self._zero_s = self._streams.host.time_s
 
     def host(self) -> float:
@@ -251,20 +255,20 @@ class SimulatedClock(Clock):
         return max(self._streams.main.agent.time_s, self._streams.host.time_s)
 
 
-class WatchedGpu(SimulatedGpu, Watched):
-    """A simulated GPU with streams, of which every operator is told.
+class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
+    """A simulated GPU with streams, which records every operator, wait and copy.
 
     Attributes:
-        copies: between it and the host, in the order in which they were launched.
+        copies: between host and device, in the order of their launches.
     """
 
     def __init__(self, simulation: Simulation) -> None:
         settings = simulation.settings
         super().__init__(settings.memory_bytes, settings.order, settings.seed)
         self.simulation = simulation
-        self.handed = Handed(self.streams)
+        self.handoffs = Handoffs(self.streams)
         self.gate = Gate(is_held=simulation.settings.order == "late")
-        self.copies: list[Copied] = []
+        self.copies: list[CopyRecord] = []
 
     @contextmanager
     def aside(self, name: str, *, after: Event | None = None) -> Iterator[Event]:
@@ -274,8 +278,8 @@ class WatchedGpu(SimulatedGpu, Watched):
         with streams.on(streams.stream(f"the stream {name!r}")):
             if after is not None:
                 after.wait()
-            elif self.is_there("aside"):
-                streams.hold_back(before)
+            elif self.keeps_wait("aside"):
+                streams.wait_on_stream(before)
             try:
                 yield event
             finally:
@@ -290,8 +294,8 @@ class WatchedGpu(SimulatedGpu, Watched):
         return event
 
     def join(self) -> None:
-        if self.is_there("join"):
-            self.streams.await_all()
+        if self.keeps_wait("join"):
+            self.streams.synchronize_all()
 
     def clock(self) -> Clock:
         return SimulatedClock(self)
@@ -308,17 +312,17 @@ class WatchedGpu(SimulatedGpu, Watched):
             finally:
                 if end is not None:
                     end.record()
-                elif self.is_there("paging"):
-                    self.streams.await_stream(stream)
+                elif self.keeps_wait("paging"):
+                    self.streams.synchronize_stream(stream)
 
     def unpin(self, memory: Tensor) -> None:
-        self.streams.counts["unpinned in use"] += not self.is_quiet
+        self.streams.counts["unpinned in use"] += not self.is_idle
         super().unpin(memory)
 
     def prepare_thread(self) -> None:
         work_alone()
-        thread.beside = True
-        self.attend()
+        thread.is_worker = True
+        self.attach_thread()
 
     def copy(self, into: Tensor, source: Tensor) -> None:
         before, thread.asynchronous = thread.asynchronous, True
@@ -329,150 +333,154 @@ class WatchedGpu(SimulatedGpu, Watched):
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         found = super().zeros(numel, dtype)
-        self.streams.touch(self.streams.current.agent, [], [found], f"zeros{_at()}")
+        self.streams.access(self.streams.current.agent, [], [found], f"zeros{_location()}")
         return found
 
     def numbers(self, tensor: Tensor) -> list[Any]:
-        self.streams.await_stream(self.streams.current)
-        with quietly():
+        self.streams.synchronize_stream(self.streams.current)
+        with untraced():
             return tensor.tolist()
 
     @property
-    def is_quiet(self) -> bool:
-        return self.streams.is_quiet
+    def is_idle(self) -> bool:
+        return self.streams.is_idle
 
-    # -- what is watched -----------------------------------------------------------------------------------------------
+    # -- what is recorded ----------------------------------------------------------------------------------------------
 
-    def is_there(self, kind: str) -> bool:
-        """A wait is made; it is not the one that is left out."""
-        site = Site(kind, *_asked_at())
+    def keeps_wait(self, kind: str) -> bool:
+        site = WaitSite(kind, *_calling_line())
         self.simulation.sites.add(site)
         return site != self.simulation.settings.without
 
-    def operate(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """One operator: note what it touches, and run it now or later.
+    def dispatch(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Record one call of a torch operator, execute it now or later, and return its result.
 
         Raises:
-            RaceError: nothing orders it after another one.
-            AssertionError: it was given memory of the host and of the device.
+            RaceError: it races with an earlier access.
+            AssertionError: its arguments lie on both host and device, and it is not a copy.
         """
-        form = form_of(operator)
-        if form.name in WAITS:
-            self.streams.await_stream(self.streams.current)
-        if form.looks:
+        info = operator_info(operator)
+        if info.name in SYNCHRONIZING:
+            self.streams.synchronize_stream(self.streams.current)
+        if info.without_kernel:
             result = operator(*args, **kwargs)
-            if form.allocates:
-                self.streams.allocated(fresh_tensors(result))
+            if info.allocates:
+                self.streams.allocated(tensors_in(result))
             return result
-        reads, writes = (tensors_of(form, args, kwargs, written=written) for written in (False, True))
-        homes = {self.is_home_of(tensor) for tensor in (*reads, *writes) if tensor.dim()}  # numbers may lie anywhere
+        reads, writes = (tensor_arguments(info, args, kwargs, written=written) for written in (False, True))
+        homes = {self.is_home_of(tensor) for tensor in (*reads, *writes) if tensor.dim()}  # 0-dim ones may lie anywhere
         if homes == {False}:
-            return self._on_host(form, operator, args, kwargs, reads, writes)
-        self._note(form, reads, writes, flops_of(operator, args, kwargs), mixed=len(homes) == 2)
-        result = self._run(form, operator, args, kwargs, writes)
+            return self._on_host(info, operator, args, kwargs, reads, writes)
+        self._record(info, reads, writes, matmul_flops(operator, args, kwargs), mixed=len(homes) == 2)
+        result = self._execute(info, operator, args, kwargs, writes)
         if len(homes) == 2 and not self._is_asynchronous(reads, writes):
-            self.streams.await_stream(self.streams.current)
+            self.streams.synchronize_stream(self.streams.current)
         return result
 
-    def touch_on_host(self, tensor: Tensor, *, writes: bool) -> None:
-        """The host itself moves bytes between its memory and something else, such as a file."""
+    def access_on_host(self, tensor: Tensor, *, writes: bool) -> None:
+        """Record that the host reads or writes `tensor` without a torch operator, as for a file."""
         streams = self.streams
-        streams.takes(streams.host, tensor.nbytes / simulation.HOST_BYTES_PER_S, launched=False)
+        streams.add_time(streams.host, tensor.nbytes / simulation.HOST_BYTES_PER_S, is_launch=False)
         if self.is_home_of(tensor):
-            return  # files move no memory of the device: this is the host's own, of which nothing is known here
-        what = f"{'a read from' if writes else 'a write to'} a file{_at()}"
-        streams.touch(streams.host, *(([], [tensor]) if writes else ([tensor], [])), what)
+            return  # the host's own scratch, which is not registered: files do not access memory of the device
+        what = f"{'a read from' if writes else 'a write to'} a file{_location()}"
+        streams.access(streams.host, *(([], [tensor]) if writes else ([tensor], [])), what)
 
     def _on_host(
         self,
-        form: Form,
+        info: OperatorInfo,
         operator: Any,
         args: Sequence[Any],
         kwargs: dict[str, Any],
         reads: list[Tensor],
         writes: list[Tensor],
     ) -> Any:
+        """Run an operator of the host; its result is host memory, too."""
         streams, moved = self.streams, sum(tensor.nbytes for tensor in (*reads, *writes))
-        streams.takes(streams.host, moved / simulation.HOST_BYTES_PER_S, launched=False)
-        streams.touch(streams.host, reads, writes, f"{form.name}{_at()}")
+        streams.add_time(streams.host, moved / simulation.HOST_BYTES_PER_S, is_launch=False)
+        streams.access(streams.host, reads, writes, f"{info.name}{_location()}")
         result = operator(*args, **kwargs)
-        for fresh in () if form.in_place else fresh_tensors(result):
+        for fresh in () if info.in_place else tensors_in(result):
             if fresh.untyped_storage().data_ptr() not in self._host_memory and fresh.numel():
                 self.adopt(fresh)
         return result
 
-    def _note(self, form: Form, reads: list[Tensor], writes: list[Tensor], flops: int, *, mixed: bool) -> None:
+    def _record(
+        self, info: OperatorInfo, reads: list[Tensor], writes: list[Tensor], flops: int, *, mixed: bool
+    ) -> None:
+        """Count a launch on the current stream, its time and its accesses; `mixed`: host and device take part."""
         streams, agent = self.streams, self.streams.current.agent
         written = sum(tensor.nbytes for tensor in writes)
         seconds = (written + sum(tensor.nbytes for tensor in reads)) / simulation.DEVICE_BYTES_PER_S
         if mixed:
-            if form.name not in COPIES:
-                raise AssertionError(f"{form.name} got memory of the host and of the device{_at()}")
+            if info.name not in COPIES:
+                raise AssertionError(f"{info.name} has arguments both on the host and on the device{_location()}")
             seconds = written / simulation.LINK_BYTES_PER_S
-            self.copies.append(Copied(agent.name, any(not self.is_home_of(tensor) for tensor in writes), written))
+            self.copies.append(CopyRecord(agent.name, any(not self.is_home_of(tensor) for tensor in writes), written))
             streams.counts["bytes to the host" if self.copies[-1].to_host else "bytes from the host"] += written
         streams.counts["launches"] += 1
-        streams.takes(agent, max(seconds, flops / simulation.FLOPS_PER_S))
-        streams.touch(agent, reads, writes, f"{form.name}{_at()}")
+        streams.add_time(agent, max(seconds, flops / simulation.FLOPS_PER_S))
+        streams.access(agent, reads, writes, f"{info.name}{_location()}")
 
-    def _run(self, form: Form, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], writes: list[Tensor]) -> Any:
+    def _execute(
+        self, info: OperatorInfo, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], writes: list[Tensor]
+    ) -> Any:
+        """Run an operator of the device. On a deferred stream it runs later: an in-place one only then, any other one
+        now, for a result of the right shape, and again then, for its values."""
         streams = self.streams
-        if streams.is_late() and form.in_place:
+        if streams.is_deferred() and info.in_place:
             streams.launch(lambda: operator(*args, **kwargs), writes)
-            return results_of(form, args, kwargs)
-        if not streams.is_late():
+            return in_place_results(info, args, kwargs)
+        if not streams.is_deferred():
             streams.launch(lambda: None, ())
         result = operator(*args, **kwargs)
-        fresh = [] if form.in_place else fresh_tensors(result)
-        streams.touch(streams.current.agent, [], fresh, f"{form.name}{_at()}")
-        if streams.is_late():
-            streams.launch(lambda: _again(operator, args, kwargs, fresh), fresh)
+        fresh = [] if info.in_place else tensors_in(result)
+        streams.access(streams.current.agent, [], fresh, f"{info.name}{_location()}")
+        if streams.is_deferred():
+            streams.launch(lambda: _recompute(operator, args, kwargs, fresh), fresh)
         return result
 
     def _is_asynchronous(self, reads: list[Tensor], writes: list[Tensor]) -> bool:
-        away = [piece for tensor in (*reads, *writes) if (piece := self._piece_of_host(tensor)) is not None]
-        return thread.asynchronous and all(piece in self._pinned for piece in away)
+        pieces = [piece for tensor in (*reads, *writes) if (piece := self._piece_of_host(tensor)) is not None]
+        return thread.asynchronous and all(piece in self._pinned for piece in pieces)
 
 
-COPIES = frozenset(("aten::copy_", "aten::_foreach_copy_", "aten::_to_copy", "aten::clone"))
-"""What may have one end in memory of the host and the other on the device."""
-
-
-def _again(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Sequence[Tensor]) -> None:
-    """Compute what was computed too early once more, now from what its arguments hold."""
-    for tensor, value in zip(results, fresh_tensors(operator(*args, **kwargs)), strict=True):
+def _recompute(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Sequence[Tensor]) -> None:
+    """Run the operator again, now that its stream has got to it, and put the values into its earlier results."""
+    for tensor, value in zip(results, tensors_in(operator(*args, **kwargs)), strict=True):
         tensor.data.copy_(value)
 
 
-def _asked_at() -> tuple[str, int]:
-    """The file and line in the library of whoever asks; doors and what passes a wait on are left out."""
+def _calling_line() -> tuple[str, int]:
+    """(file, line) of the innermost caller in the library, without `DEVICE_FILES` and `FORWARDING`; ("", 0) if none."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        is_ours = file.startswith(LIBRARY) and not file.startswith(HERE)
-        if is_ours and not file.endswith(DOORS) and (file[len(ROOT) + 1 :], frame.f_code.co_name) not in PASSED_ON:
-            return file[len(ROOT) + 1 :], frame.f_lineno
+        is_library = file.startswith(LIBRARY) and not file.startswith(HERE)
+        relative = file[len(ROOT) + 1 :]
+        if is_library and not file.endswith(DEVICE_FILES) and (relative, frame.f_code.co_name) not in FORWARDING:
+            return relative, frame.f_lineno
         frame = frame.f_back
     return "", 0
 
 
-def _at() -> str:
-    file, line = _asked_at()
+def _location() -> str:
+    file, line = _calling_line()
     return f" ({file}:{line})" if file else ""
 
 
 _SETTINGS: list[Settings] = []
-"""Of the blocks that this process is in."""
+"""Of the `simulated_gpu` blocks that are open in this process, the innermost last."""
 
 
-def surroundings() -> Settings | None:
-    """What a new process has to be told, so that its worlds have what those of this one have."""
+def current_settings() -> Settings | None:
+    """The settings of the innermost block, to be passed to new processes; None outside of any block."""
     return _SETTINGS[-1] if _SETTINGS else None
 
 
 @contextmanager
-def within(settings: Settings | None) -> Iterator[None]:
-    """The surroundings of another process."""
+def with_settings(settings: Settings | None) -> Iterator[None]:
+    """Simulate as the process does that these are the `current_settings` of."""
     if settings is None:
         yield
         return
@@ -487,51 +495,56 @@ def simulated_gpu(
     races: bool = False,
     order: str = "program",
     seed: int = 0,
-    without: Site | None = None,
+    without: WaitSite | None = None,
 ) -> Iterator[Simulation]:
-    """Worlds that are made in the block have a simulated GPU, those of `run_ranks` and `run_processes` too.
+    """Worlds that are made in the block have a simulated GPU, also in `run_ranks` and `run_processes`.
 
     Args:
-        memory_bytes: what each GPU has.
-        races: look for accesses to the same bytes that nothing orders.
-        order: when what is launched on side streams runs: "program", "late" or "random".
-        seed: of random moments.
-        without: a wait that is left out, for tests of the simulation.
+        memory_bytes: what each GPU reports as its total and free memory, in bytes.
+        races: check every operator for races: accesses to the same bytes, at least one a write, that nothing orders.
+        order: when launches on side streams run: "program", at once; "late", when somebody waits for them; "random",
+            at a random moment before that. Until then, the memory that they will write holds NaN.
+        seed: for the random moments of order "random".
+        without: a wait to leave out, for tests of the simulation itself.
 
     Yields:
-        What is seen.
+        The simulation: its devices, and counts of launches, waits and copies.
 
     Raises:
-        RaceError: there is a race; usually from where it is, as the operator is called.
+        RaceError: there is a race. Usually raised by the operator that makes the second access; at the end of the block
+            if memory was freed while it was in use.
     """
-    with _simulated(Settings(memory_bytes, races, order, seed, without)) as seen:
-        yield seen
+    with _simulated(Settings(memory_bytes, races, order, seed, without)) as simulated:
+        yield simulated
 
 
 @contextmanager
 def _simulated(settings: Settings) -> Iterator[Simulation]:
-    seen = Simulation(settings)
-    before, Device.stand_in = Device.stand_in, seen.make
+    simulated = Simulation(settings)
+    before, Device.stand_in = Device.stand_in, simulated.make_gpu
     _SETTINGS.append(settings)
     try:
-        with watching() if seen.settings.is_watching else nullcontext():
-            yield seen
-        seen.finish()
+        with instrumentation() if simulated.settings.is_instrumented else nullcontext():
+            yield simulated
+        simulated.finish()
     finally:
         _SETTINGS.pop()
         Device.stand_in = before
 
 
 def count_launches(run: Callable[[], object]) -> Counter[str]:
-    """What `run` would launch on a GPU: operators by name, called from outside of operators, in all threads."""
-    everywhere = _ExperimentalConfig(profile_all_threads=True)
-    with profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere) as told:
+    """How many kernels `run` would launch on a GPU, by name of the operator, in all threads.
+
+    Counts operators that Python or autograd calls, not those that other operators call.
+    """
+    all_threads = _ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=all_threads) as profiled:
         run()
-    return Counter(event.name for event in told.events() if event.name.startswith("aten::") and _is_launch(event))
+    return Counter(event.name for event in profiled.events() if event.name.startswith("aten::") and _is_launch(event))
 
 
 def _is_launch(event: "torch.autograd.profiler_util.FunctionEvent") -> bool:
-    around = event.cpu_parent
-    while around is not None and not around.name.startswith("aten::"):
-        around = around.cpu_parent
-    return around is None and event.name not in LOOKS
+    caller = event.cpu_parent
+    while caller is not None and not caller.name.startswith("aten::"):
+        caller = caller.cpu_parent
+    return caller is None and event.name not in WITHOUT_KERNEL

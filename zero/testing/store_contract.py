@@ -1,4 +1,4 @@
-"""What a store promises, as tests that every tier inherits."""
+"""The contract of a store, as tests that every tier inherits."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -13,23 +13,27 @@ from zero.store import Page, Store, Ticket
 
 
 class StoreContract:
-    """The laws of `zero.store.Store`, as pytest tests. A tier passes them by inheriting:
+    """Pytest tests of everything that `zero.store.Store` promises. A tier inherits them and defines `open`:
 
-    class TestMemoryStore(StoreContract):
-        def open(self) -> Store:
-            return MemoryStore(torch.device("cpu"))
+        class TestMemoryStore(StoreContract):
+            def open(self) -> Store:
+                return MemoryStore(torch.device("cpu"))
 
-    Pages are compared by their bytes, so that no NaN, signed zero or denormal number is lost. Tickets are waited for
-    out of order, because a tier may finish in any order.
+    Pages are compared by their bytes, because NaN, signed zeros and denormal numbers must survive. Tickets are waited
+    for in another order than they were made in, because a tier may finish them in any order.
+
+    Attributes:
+        sizes: elements of the pages that are tried. A subclass may change it.
+        dtypes: of those pages. A subclass may change it.
     """
 
     sizes = (64, 2048, 2048 * 5, 2048 * 3 + 64, 100_032)
-    """Elements of a page: one vector, whole blocks of 4 KiB, and last pages of a shard, which are ragged."""
+    """One SIMD vector, multiples of 4 KiB, and odd sizes, which the last page of a shard may have."""
 
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
 
     def open(self) -> Store:
-        """An empty store."""
+        """A new, empty store. The tests close it."""
         raise NotImplementedError
 
     def test_a_fresh_page_holds_zeros(self) -> None:
@@ -44,7 +48,7 @@ class StoreContract:
             pages = self._allocated(store)
             sources = {page: self._noise(numel, dtype, seed) for seed, (page, numel, dtype) in enumerate(pages)}
             self._write(store, sources)
-            self._holds(store, sources)
+            self._check(store, sources)
 
     def test_the_last_write_wins_and_leaves_other_pages_alone(self) -> None:
         with contextlib.closing(self.open()) as store:
@@ -54,10 +58,10 @@ class StoreContract:
             for seed, (page, numel, dtype) in enumerate(pages[::3]):
                 sources[page] = self._noise(numel, dtype, 1000 + seed)
                 store.write(page, sources[page]).wait()
-            self._holds(store, sources)
+            self._check(store, sources)
 
-    def test_a_read_sees_the_write_before_it_whether_or_not_that_was_waited_for(self) -> None:
-        """The first reads of a step are the last writes of the one before."""
+    def test_a_read_returns_the_last_write_even_if_that_was_not_waited_for(self) -> None:
+        """The first reads of a step follow the last writes of the step before it."""
         with contextlib.closing(self.open()) as store:
             page, numel = Page(0, "mu", 0), self.sizes[-1]
             store.allocate(page, numel, torch.float32)
@@ -68,8 +72,8 @@ class StoreContract:
                 writing.wait()
                 assert _bytes_of(into) == _bytes_of(source)
 
-    def test_what_was_copied_is_nobody_elses(self) -> None:
-        """Once waited for, neither side of a read or a write is connected to the page."""
+    def test_a_page_shares_no_memory_with_what_was_read_or_written(self) -> None:
+        """After its ticket was waited for, the tensor of a read or write can change without changing the page."""
         with contextlib.closing(self.open()) as store:
             page = Page(0, "mu", 0)
             store.allocate(page, 2048, torch.float32)
@@ -79,7 +83,7 @@ class StoreContract:
             source.zero_()
             store.read(page, into).wait()
             into.zero_()
-            self._holds(store, {page: kept})
+            self._check(store, {page: kept})
 
     def test_a_ticket_may_be_waited_for_twice(self) -> None:
         with contextlib.closing(self.open()) as store:
@@ -89,8 +93,8 @@ class StoreContract:
                 ticket.wait()
                 ticket.wait()
 
-    def test_a_page_in_place_is_the_page_itself(self) -> None:
-        """Where a store lends pages at all."""
+    def test_in_place_returns_the_memory_of_the_page(self) -> None:
+        """For stores that support `in_place`."""
         with contextlib.closing(self.open()) as store:
             page = Page(0, "mu", 0)
             store.allocate(page, 2048, torch.float32)
@@ -100,59 +104,59 @@ class StoreContract:
             assert (lent.shape, lent.dtype) == ((2048,), torch.float32)
             source = self._noise(2048, torch.float32, 1)
             lent.copy_(source)
-            self._holds(store, {page: source})
+            self._check(store, {page: source})
             source = self._noise(2048, torch.float32, 2)
             store.write(page, source).wait()
             assert _bytes_of(lent) == _bytes_of(source)
 
-    def test_two_stores_share_nothing(self) -> None:
+    def test_two_stores_are_independent(self) -> None:
         with contextlib.closing(self.open()) as one, contextlib.closing(self.open()) as other:
             page = Page(0, "mu", 0)
             for store, value in ((one, 1.0), (other, 2.0)):
                 store.allocate(page, 64, torch.float32)
                 store.write(page, torch.full((64,), value)).wait()
-            self._holds(one, {page: torch.ones(64)})
+            self._check(one, {page: torch.ones(64)})
 
-    def test_bytes_are_counted(self) -> None:
+    def test_allocated_bytes_counts_all_pages(self) -> None:
         with contextlib.closing(self.open()) as store:
             assert store.allocated_bytes == 0
             for number, (numel, dtype) in enumerate(((2048, torch.float32), (4096, torch.bfloat16))):
                 store.allocate(Page(0, "mu", number), numel, dtype)
                 assert store.allocated_bytes == 8192 * (number + 1)
 
-    def test_what_does_not_fit_is_refused_and_changes_nothing(self) -> None:
+    def test_a_wrong_size_or_dtype_is_refused_and_changes_nothing(self) -> None:
         with contextlib.closing(self.open()) as store:
             page, source = Page(0, "mu", 0), self._noise(64, torch.float32, 1)
             store.allocate(page, 64, torch.float32)
             store.write(page, source).wait()
             other = torch.zeros(128), torch.zeros(32), torch.zeros(64, dtype=torch.bfloat16)
-            _refused(partial(store.allocate, page, 64, torch.float32))
+            _raises_store_error(partial(store.allocate, page, 64, torch.float32))
             for tensor in other:
-                _refused(partial(_finish, store.read, page, tensor))
-                _refused(partial(_finish, store.write, page, tensor))
-            self._holds(store, {page: source})
+                _raises_store_error(partial(_finish, store.read, page, tensor))
+                _raises_store_error(partial(_finish, store.write, page, tensor))
+            self._check(store, {page: source})
 
-    def test_an_unknown_page_is_refused(self) -> None:
+    def test_an_unknown_page_is_raises_store_error(self) -> None:
         with contextlib.closing(self.open()) as store:
             store.allocate(Page(1, "mu", 2), 64, torch.float32)
             for page in (Page(0, "mu", 2), Page(1, "nu", 2), Page(1, "mu", 0)):
-                _refused(partial(_finish, store.read, page, torch.empty(64)))
-                _refused(partial(_finish, store.write, page, torch.empty(64)))
-                _refused(partial(store.in_place, page))
+                _raises_store_error(partial(_finish, store.read, page, torch.empty(64)))
+                _raises_store_error(partial(_finish, store.write, page, torch.empty(64)))
+                _raises_store_error(partial(store.in_place, page))
 
-    def test_a_closed_store_refuses_everything_but_closing(self) -> None:
+    def test_a_closed_store_refuses_everything_but_close(self) -> None:
         store, page = self.open(), Page(0, "mu", 0)
         store.allocate(page, 64, torch.float32)
         store.close()
         store.close()
-        _refused(partial(store.allocate, Page(1, "mu", 0), 64, torch.float32))
-        _refused(partial(_finish, store.read, page, torch.empty(64)))
-        _refused(partial(_finish, store.write, page, torch.zeros(64)))
-        _refused(partial(store.in_place, page))
-        _refused(lambda: store.allocated_bytes)
+        _raises_store_error(partial(store.allocate, Page(1, "mu", 0), 64, torch.float32))
+        _raises_store_error(partial(_finish, store.read, page, torch.empty(64)))
+        _raises_store_error(partial(_finish, store.write, page, torch.zeros(64)))
+        _raises_store_error(partial(store.in_place, page))
+        _raises_store_error(lambda: store.allocated_bytes)
 
     def _allocated(self, store: Store) -> list[tuple[Page, int, torch.dtype]]:
-        """Pages of every size and dtype, under keys that differ in one field each."""
+        """Allocate pages of every size and dtype, with keys that differ in one field each."""
         made = [
             (Page(unit, kind, number), numel, dtype)
             for unit, dtype in enumerate(self.dtypes)
@@ -164,12 +168,12 @@ class StoreContract:
         return made
 
     def _write(self, store: Store, sources: Mapping[Page, Tensor]) -> None:
-        """All writes are under way at once, and are waited for from the last to the first."""
+        """Start all writes at once, then wait for them from the last to the first."""
         for ticket in reversed([store.write(page, source) for page, source in sources.items()]):
             ticket.wait()
 
-    def _holds(self, store: Store, expected: Mapping[Page, Tensor]) -> None:
-        """The same for reads."""
+    def _check(self, store: Store, expected: Mapping[Page, Tensor]) -> None:
+        """Compare pages with `expected`: start all reads at once, then wait for them from the last to the first."""
         found = {page: torch.empty_like(source) for page, source in expected.items()}
         for ticket in reversed([store.read(page, into) for page, into in found.items()]):
             ticket.wait()
@@ -177,7 +181,7 @@ class StoreContract:
             assert _bytes_of(into) == _bytes_of(expected[page]), page
 
     def _noise(self, numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-        """Random bits: every kind of number that the dtype has."""
+        """Random bytes, and so numbers of every kind that the dtype has."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
 
@@ -187,11 +191,11 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 
 def _finish(start: Callable[[Page, Tensor], Ticket], page: Page, tensor: Tensor) -> None:
-    """A store may refuse at once, or when the ticket is waited for."""
+    """A store may raise at once or when its ticket is waited for."""
     start(page, tensor).wait()
 
 
-def _refused(call: Callable[[], Any]) -> None:
+def _raises_store_error(call: Callable[[], Any]) -> None:
     try:
         call()
     except StoreError:

@@ -1,15 +1,15 @@
-"""Streams, events and threads of a GPU that is none: what orders what, what runs when, and how long it would take.
+"""Streams, events and threads of a simulated GPU: what orders what, when each launch runs, and how long it would take.
 
-Two things are done with everything that is launched. `races` is told which bytes it touches, in an order that holds for
-every execution. And it is executed: at once, in the order of the program; or, on side streams, as late as an event that
-somebody waits for allows, or at a random moment before. What it will write is poison until then, so whoever reads too
-early computes nonsense, and whoever overwrites what is still to be read spoils the result.
+Two things happen to every launch. Its accesses go to the race detector (`races`), in an order that some execution has.
+And it is executed: at once, in program order; or, on side streams, as late as an event that somebody waits for allows,
+or at a random moment before that. Until it runs, the memory that it will write holds poison. So code that reads too
+early computes NaN, and code that overwrites too early spoils the result.
 
-Time is made up: every operation takes as long as its bytes or its arithmetic need, streams run beside one another, and
-the host takes a little for each launch. What overlaps does so by the order of events alone, on any machine.
+Time is simulated. An operation takes as long as its bytes or its arithmetic need, streams run in parallel, and each
+launch costs the host a few microseconds. What overlaps depends only on the order of events, on any machine.
 
-Rates are a GPU's divided by a thousand, and of arithmetic by a hundred thousand: the tensors of a test are that much
-smaller, and have that many fewer rows, than those that keep a GPU busy for longer than their launches keep the host.
+Rates are a GPU's divided by 1,000, and by 100,000 for arithmetic: a test's tensors are that much smaller, and have that
+many fewer rows, than tensors that keep a GPU busy for longer than their launches keep the host.
 """
 
 import itertools
@@ -17,79 +17,86 @@ import random
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zero.testing.operators import Place, place_of
-from zero.testing.races import Agent, History, Known, RaceError
+from zero.testing.operators import ByteRange, byte_range
+from zero.testing.races import Agent, History, RaceError, VectorClock
 
 LAUNCH_S = 5e-6
-"""What a launch takes of the host."""
+"""Seconds of the host for one launch."""
 DEVICE_BYTES_PER_S, LINK_BYTES_PER_S, HOST_BYTES_PER_S, NETWORK_BYTES_PER_S = 1e9, 5e7, 5e6, 1e8
-"""Of the GPU's own memory, of the way between it and the host, of what the host does, and of collectives."""
+"""Bandwidth of the GPU's memory, between GPU and host, of work on the host, and of collectives."""
 FLOPS_PER_S = 5e9
-"""Of products of matrices."""
-
-_NUMBERS = itertools.count()
+"""Rate of matrix products."""
 
 HELD_S = 5.0
-"""The longest that a thread of the store is held back: who waits for it in another way would wait for ever."""
+"""Longest time that a thread of the store is held back. Without a limit, a wait that the simulation does not see would
+never return.
+"""
 
 ORDERS = ("program", "late", "random")
 
+_DEVICE_NUMBERS = itertools.count()
+
 
 class Marker:
-    """A point of a stream: everything that was launched there before."""
+    """A point of a stream: everything that was launched there before it."""
 
     def __init__(self) -> None:
-        self.known: Known = {}
+        self.clock: VectorClock = {}
         self.time_s = 0.0
         self.stream: Stream | None = None
         self.count = 0
 
 
-class Handed:
-    """What threads know as they hand over to one another, by what they hand over."""
+Key = tuple[Hashable, ...]
+
+
+class Handoffs:
+    """Vector clocks that threads hand to one another, by what they hand over: a ticket, a page, a slot."""
 
     def __init__(self, streams: "Streams") -> None:
         self._streams = streams
-        self._said: dict[Any, tuple[Known, float]] = {}
+        self._released: dict[Key, tuple[VectorClock, float]] = {}
 
-    def say(self, what: Any) -> None:
+    def release(self, key: Key) -> None:
+        """What this thread did so far happens before whatever follows the next `acquire(key)`."""
         with self._streams.lock:
             host = self._streams.host
-            self._said[what] = dict(host.known), host.time_s
+            self._released[key] = dict(host.clock), host.time_s
 
-    def hear(self, what: Any) -> None:
+    def acquire(self, key: Key) -> None:
+        """This thread continues after the last `release(key)`, if there was one."""
         with self._streams.lock:
-            if what in self._said:
-                self._streams.host.hear(*self._said[what])
+            if key in self._released:
+                self._streams.host.join(*self._released[key])
 
-    def hear_all(self, owner: int) -> None:
-        """Of what begins with `owner`."""
-        for what in [one for one in self._said if one[0] == owner]:
-            self.hear(what)
+    def acquire_all(self, owner: int) -> None:
+        """`acquire` for every key whose first element is `owner`."""
+        for key in [one for one in self._released if one[0] == owner]:
+            self.acquire(key)
 
-    def between(self, keys: Sequence[Any], run: Callable[[], None]) -> None:
-        """Run it after whoever had these before, and before whoever has them next."""
+    def ordered(self, keys: Sequence[Key], run: Callable[[], None]) -> None:
+        """Run `run` after the previous release of each key, and release the keys when it ends."""
         for key in keys:
-            self.hear(key)
+            self.acquire(key)
         try:
             run()
         finally:
             for key in keys:
-                self.say(key)
+                self.release(key)
 
 
 class Gate:
-    """Holds the store's threads back until somebody waits for one of them: so late are they in the worst case.
+    """Holds the store's threads back until somebody waits for one of them: they run as late as they possibly can.
 
     Args:
-        is_held: it does; otherwise everybody passes.
+        is_held: hold threads back; otherwise every thread passes at once.
     """
 
     def __init__(self, *, is_held: bool) -> None:
@@ -98,12 +105,13 @@ class Gate:
         self._waiting = 0
 
     def pass_through(self) -> None:
+        """Return when a thread may go on, after `HELD_S` at the latest."""
         with self._changed:
             self._changed.wait_for(lambda: not self.is_held or self._waiting, HELD_S)
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Somebody waits."""
+        """Let threads pass during the block, in which the caller waits for one of them."""
         with self._changed:
             self._waiting += 1
             self._changed.notify_all()
@@ -114,111 +122,126 @@ class Gate:
                 self._waiting -= 1
 
 
-class _Launched(NamedTuple):
-    """Something that has not run: what does it, and what it will write."""
+class _Launch(NamedTuple):
+    """Something that was launched and has not run: the function that executes it, and the tensors that it writes."""
 
     run: Callable[[], object]
-    written: Sequence[Tensor]
+    writes: Sequence[Tensor]
 
 
 class Stream:
-    """One queue of the device."""
+    """One queue of the device.
+
+    Attributes:
+        queue: launches that have not run.
+        done: how many launches have run.
+    """
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
-        self.queue: list[_Launched] = []
-        self.done = 0  # of what was launched, how much has run
+        self.queue: list[_Launch] = []
+        self.done = 0
 
     @property
     def launched(self) -> int:
         return self.done + len(self.queue)
 
 
-class _OfThread(threading.local):
-    """What a thread is at: its agent and its current stream, by number of the device.
+class _ThreadState(threading.local):
+    """The simulation's state of one thread.
 
-    It is quiet while the simulation itself works; `beside` are threads of the store.
+    Attributes:
+        agents: the thread as an agent, by number of the device.
+        streams: its current stream, by number of the device.
+        is_untraced: the simulation itself is using tensors; its operators are not recorded.
+        asynchronous: copies between host and device do not make the host wait.
+        is_worker: a thread of a store.
+        gpu: the simulated GPU that its operators run on.
+        mode: the torch dispatch mode that passes operators to `gpu`.
     """
 
     def __init__(self) -> None:
         self.agents: dict[int, Agent] = {}
         self.streams: dict[int, Stream] = {}
-        self.quiet = self.asynchronous = self.beside = False
+        self.is_untraced = self.asynchronous = self.is_worker = False
         self.gpu: Any = None
-        self.watching: Any = None
+        self.mode: Any = None
 
 
-thread = _OfThread()
+thread = _ThreadState()
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
-    """What this thread does with tensors in here is the simulation's own."""
-    before, thread.quiet = thread.quiet, True
+def untraced() -> Iterator[None]:
+    """Operators of this thread in the block belong to the simulation: they are not recorded."""
+    before, thread.is_untraced = thread.is_untraced, True
     try:
-        with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():  # which counts no version of a tensor
+        with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():  # which leaves tensors' versions alone
             yield
     finally:
-        thread.quiet = before
+        thread.is_untraced = before
 
 
 class Streams:
-    """Of one device.
+    """All streams of one simulated device, and the threads that use them.
 
     Args:
-        order: of `ORDERS`: when what was launched on side streams runs.
-        seed: of random moments.
+        order: when launches on side streams run; one of `ORDERS`.
+        seed: for the random moments of order "random".
 
     Attributes:
-        counts: launches, waits of the host, bytes each way.
-        found: races that were seen where nobody could be told.
+        counts: launches, waits of the host, bytes copied each way.
+        deferred_races: races seen by a finalizer, which cannot raise. The next access raises them.
     """
 
     def __init__(self, order: str, seed: int) -> None:
         self.lock = threading.RLock()
-        self._number = next(_NUMBERS)
+        self._number = next(_DEVICE_NUMBERS)
         self.counts: Counter[str] = Counter()
-        self.found: list[RaceError] = []
+        self.deferred_races: list[RaceError] = []
         self._order, self._draw = order, random.Random(seed)
-        self._everybody: list[Agent] = []
+        self._agents: list[Agent] = []
         self._histories: dict[int, History] = {}
         self._streams: dict[str, Stream] = {}
-        self._poisoned: list[tuple[Tensor, Tensor]] = []  # where, and what was there before
+        self._poisoned: list[tuple[Tensor, Tensor]] = []  # (tensor, the values that it held before)
         self.main = self.stream("the compute stream")
         self._network: list[Stream] = []
 
-    # -- who -----------------------------------------------------------------------------------------------------------
+    # -- agents --------------------------------------------------------------------------------------------------------
 
     def agent(self, name: str) -> Agent:
+        """A new agent."""
         with self.lock:
-            self._everybody.append(Agent(len(self._everybody), name))
-            return self._everybody[-1]
+            self._agents.append(Agent(len(self._agents), name))
+            return self._agents[-1]
 
     def stream(self, name: str) -> Stream:
+        """The stream of that name, made on first use."""
         with self.lock:
             if name not in self._streams:
                 self._streams[name] = Stream(self.agent(name))
             return self._streams[name]
 
     def collective(self) -> Stream:
-        """A stream for one collective: how libraries order them among themselves is not relied on."""
+        """A new stream for one collective: no order among collectives is relied on."""
         self._network.append(self.stream(f"collective {len(self._network)}"))
         return self._network[-1]
 
     @property
     def host(self) -> Agent:
-        """The thread that asks."""
+        """The calling thread."""
         if self._number not in thread.agents:
             thread.agents[self._number] = self.agent(f"the host's thread {threading.current_thread().name!r}")
         return thread.agents[self._number]
 
     @property
     def current(self) -> Stream:
+        """The stream that the calling thread launches on."""
         return thread.streams.get(self._number, self.main)
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        """Launch there."""
+        """Make `stream` the current one of this thread in the block."""
         before = self.current
         thread.streams[self._number] = stream
         try:
@@ -226,181 +249,183 @@ class Streams:
         finally:
             thread.streams[self._number] = before
 
-    # -- what orders what ----------------------------------------------------------------------------------------------
+    # -- order ---------------------------------------------------------------------------------------------------------
 
     def record(self, marker: Marker) -> None:
+        """Set `marker` to the point that the current stream has reached."""
         with self.lock:
             stream, agent = self.current, self.current.agent
-            agent.hear(self.host.known, self.host.time_s)
-            marker.known, marker.time_s = dict(agent.known), agent.time_s
+            agent.join(self.host.clock, self.host.time_s)
+            marker.clock, marker.time_s = dict(agent.clock), agent.time_s
             marker.stream, marker.count = stream, stream.launched
 
-    def hold_back(self, marker: Marker) -> None:
-        """The current stream goes on after `marker`; the host does not wait."""
+    def wait_on_stream(self, marker: Marker) -> None:
+        """Work launched on the current stream from now on runs after `marker`. The host does not wait."""
         with self.lock:
             stream = self.current
-            stream.agent.hear(self.host.known, self.host.time_s)
-            stream.agent.hear(marker.known, marker.time_s)
+            stream.agent.join(self.host.clock, self.host.time_s)
+            stream.agent.join(marker.clock, marker.time_s)
             other, count = marker.stream, marker.count
             if other is None or other is stream:
                 return
-            if self._is_late(stream):
-                stream.queue.append(_Launched(lambda: self._run(other, count), ()))
+            if self._is_deferred(stream):
+                stream.queue.append(_Launch(lambda: self._execute(other, count), ()))
             else:
                 self.run(other, count)
 
-    def await_(self, marker: Marker) -> None:
-        """The host goes on after `marker`."""
+    def synchronize_marker(self, marker: Marker) -> None:
+        """The host waits until the device has reached `marker`."""
         with self.lock:
             self._count_wait()
-            self.host.hear(marker.known, marker.time_s)
+            self.host.join(marker.clock, marker.time_s)
             if marker.stream is not None:
                 self.run(marker.stream, marker.count)
 
-    def await_stream(self, stream: Stream) -> None:
+    def synchronize_stream(self, stream: Stream) -> None:
+        """The host waits for everything that was launched on `stream`."""
         with self.lock:
             self._count_wait()
-            self._await_stream(stream)
+            self._synchronize(stream)
 
-    def await_all(self) -> None:
+    def synchronize_all(self) -> None:
+        """The host waits for everything that was launched on any stream."""
         with self.lock:
             self._count_wait()
             for stream in [*self._streams.values()]:
-                self._await_stream(stream)
+                self._synchronize(stream)
 
-    def _await_stream(self, stream: Stream) -> None:
-        self.host.hear(stream.agent.known, stream.agent.time_s)
+    def _synchronize(self, stream: Stream) -> None:
+        self.host.join(stream.agent.clock, stream.agent.time_s)
         self.run(stream, stream.launched)
 
     def _count_wait(self) -> None:
-        self.counts["waits of the store's threads" if thread.beside else "waits of the host"] += 1
+        self.counts["waits of the store's threads" if thread.is_worker else "waits of the host"] += 1
 
     @property
-    def is_quiet(self) -> bool:
-        """The thread that asks knows that everything is over."""
+    def is_idle(self) -> bool:
+        """All work of all streams and threads happens before what the calling thread does next."""
         with self.lock:
-            return all(self.host.known.get(one.number, 0) >= one.known.get(one.number, 0) for one in self._everybody)
+            return all(self.host.clock.get(one.number, 0) >= one.clock.get(one.number, 0) for one in self._agents)
 
-    # -- what is done --------------------------------------------------------------------------------------------------
+    # -- work ----------------------------------------------------------------------------------------------------------
 
-    def touch(self, agent: Agent, reads: Sequence[Tensor], writes: Sequence[Tensor], what: str) -> None:
-        """Note what `agent` is at.
+    def access(self, agent: Agent, reads: Sequence[Tensor], writes: Sequence[Tensor], what: str) -> None:
+        """Record that `agent` reads and writes these tensors; `what` names the operation in messages.
 
         Raises:
-            RaceError: nothing orders it after somebody else's touch.
+            RaceError: the access races with an earlier one, or a finalizer has seen a race since the last access.
         """
         with self.lock:
-            if self.found:
-                raise self.found[0]
+            if self.deferred_races:
+                raise self.deferred_races[0]
             for tensors, is_write in ((reads, False), (writes, True)):
-                for place in filter(None, map(place_of, tensors)):
-                    history = self._history(place, agent)
-                    history.touch(agent, place.start, place.stop, writes=is_write, what=what)
+                for where in filter(None, map(byte_range, tensors)):
+                    history = self._history(where, agent)
+                    history.access(agent, where.start, where.stop, writes=is_write, what=what)
 
     def allocated(self, tensors: Sequence[Tensor]) -> None:
-        """The current stream made them, out of what was freed in its order: others must not be at them before it is.
+        """The current stream allocated `tensors`. Other streams must not use them before this point.
 
-        When they are freed, what it does next may get their memory.
+        Once they are freed, later work of this stream may get their memory.
         """
         with self.lock:
             agent = self.current.agent
-            agent.hear(self.host.known, self.host.time_s)
-            for place in filter(None, map(place_of, tensors)):
-                if place.storage not in self._histories:
-                    self._history(place, agent).touch(
-                        agent, place.start, place.stop, writes=True, what="its allocation"
-                    )
+            agent.join(self.host.clock, self.host.time_s)
+            for where in filter(None, map(byte_range, tensors)):
+                if where.storage not in self._histories:
+                    history = self._history(where, agent)
+                    history.access(agent, where.start, where.stop, writes=True, what="its allocation")
 
-    def launch(self, run: Callable[[], object], written: Sequence[Tensor]) -> None:
-        """Run it when its stream gets there."""
+    def launch(self, run: Callable[[], object], writes: Sequence[Tensor]) -> None:
+        """Launch `run`, which writes `writes`, on the current stream: it runs now or, on a deferred stream, later."""
         with self.lock:
             stream = self.current
-            if self._is_late(stream):
-                one = _Launched(run, [tensor.data for tensor in written])
+            if self._is_deferred(stream):
+                one = _Launch(run, [tensor.data for tensor in writes])
                 stream.queue.append(one)
                 self._poison(one)
-                self._maybe_run()
+                self._run_at_random()
                 return
             self.run(stream, stream.launched)
             stream.done += 1
-            self._maybe_run()
-        with quietly():
+            self._run_at_random()
+        with untraced():
             run()
 
-    def is_late(self) -> bool:
-        """What is launched now runs later."""
-        return self._is_late(self.current)
+    def is_deferred(self) -> bool:
+        """What is launched on the current stream runs later, not at once."""
+        return self._is_deferred(self.current)
 
     def run(self, stream: Stream, until: int) -> None:
-        """Have `stream` get as far as its launch number `until`, and what that waits for."""
+        """Execute the first `until` launches of `stream`, and what they wait for, as far as they have not run."""
         with self.lock:
             if until <= stream.done:
                 return
-            with quietly():
+            with untraced():
                 for tensor, before in reversed(self._poisoned):
                     tensor.copy_(before)
                 self._poisoned.clear()
-                self._run(stream, until)
+                self._execute(stream, until)
                 for one in [one for each in self._streams.values() for one in each.queue]:
                     self._poison(one)
 
-    def takes(self, agent: Agent, seconds: float, *, launched: bool = True) -> None:
-        """Work of so many seconds."""
+    def add_time(self, agent: Agent, seconds: float, *, is_launch: bool = True) -> None:
+        """`agent` works for so many seconds more, after the host has launched it if `is_launch`."""
         with self.lock:
-            if launched:
+            if is_launch:
                 self.host.time_s += LAUNCH_S
-                agent.hear(self.host.known, self.host.time_s)
+                agent.join(self.host.clock, self.host.time_s)
             agent.time_s += seconds
 
     # -- the simulation's own ------------------------------------------------------------------------------------------
 
-    def _is_late(self, stream: Stream) -> bool:
+    def _is_deferred(self, stream: Stream) -> bool:
         return self._order != "program" and stream is not self.main
 
-    def _maybe_run(self) -> None:
-        """At random moments some stream gets one further."""
+    def _run_at_random(self) -> None:
+        """In order "random", sometimes execute the next launch of a random stream."""
         if self._order == "random" and self._draw.random() < 0.3:
             waiting = [one for one in self._streams.values() if one.queue and one not in self._network]
             if waiting:
                 stream = self._draw.choice(waiting)
                 self.run(stream, stream.done + 1)
 
-    def _run(self, stream: Stream, until: int) -> None:
+    def _execute(self, stream: Stream, until: int) -> None:
         while stream.done < until:
             one = stream.queue.pop(0)
             stream.done += 1
-            with quietly():
+            with untraced():
                 one.run()
 
-    def _poison(self, one: _Launched) -> None:
-        with quietly():
-            for tensor in one.written:
+    def _poison(self, one: _Launch) -> None:
+        with untraced():
+            for tensor in one.writes:
                 self._poisoned.append((tensor, tensor.clone()))
                 poison(tensor)
 
-    def _history(self, place: Place, agent: Agent) -> History:
-        history = self._histories.get(place.storage)
+    def _history(self, where: ByteRange, agent: Agent) -> History:
+        history = self._histories.get(where.storage)
         if history is None:
-            what = f"a tensor of {tuple(place.tensor.shape)} {place.tensor.dtype}, or what shares its memory"
-            history = self._histories[place.storage] = History(what, agent)
-            storage = place.tensor.untyped_storage()
-            weakref.finalize(storage, self._freed, place.storage, history).atexit = False
+            what = f"a tensor of {tuple(where.tensor.shape)} {where.tensor.dtype}, or one that shares its memory"
+            history = self._histories[where.storage] = History(what, agent)
+            storage = where.tensor.untyped_storage()
+            weakref.finalize(storage, self._check_free, where.storage, history).atexit = False
         return history
 
-    def _freed(self, storage: int, history: History) -> None:
-        """Without the lock: two ranks may each free, at work under their own, the last of what the other one made."""
+    def _check_free(self, storage: int, history: History) -> None:
+        """Takes no lock: each of two ranks may, under its own lock, free the last reference to the other's memory."""
         if self._histories.get(storage) is history:
             del self._histories[storage]
         if self._number not in thread.agents:
-            return  # a thread that has no part in this, when it is all over
+            return  # a thread that never used this device, such as one that cleans up at the end
         try:
             history.free(self.host)
-        except RaceError as error:  # nobody can be told here: the next touch raises it
-            self.found.append(error)
+        except RaceError as error:  # a finalizer cannot raise
+            self.deferred_races.append(error)
 
 
 def poison(tensor: Tensor) -> None:
-    """Bytes that are NaN in every format of floating point, and no number that anybody meant in others."""
+    """Fill with bytes that are NaN in every floating-point format, and an unlikely number in other dtypes."""
     if tensor.is_contiguous():
         tensor.reshape(-1).view(torch.uint8).fill_(0xFF)
     else:

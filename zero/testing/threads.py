@@ -1,8 +1,8 @@
-"""Ranks that are threads of this process.
+"""Ranks as threads of this process.
 
-Thread ranks meet at a board. The last one to come does the copying for all, so an operation is complete exactly when
-every rank has started it, as on a real network, and handles can be waited for in any order. Sums are the world's own.
-Ranks that run different operations, shapes or dtypes are refused at once, by name.
+The last rank to start a collective copies the data of all ranks. So a collective is complete exactly when every rank
+has started it, as on a real network, and handles can be waited for in any order. Sums are computed by `World` itself.
+An error names ranks that run different operations, or the same one with different shapes or dtypes, at once.
 """
 
 import contextlib
@@ -24,76 +24,76 @@ from zero.distributed.world import Handle, World, signature_of
 from zero.errors import DeadlineError, RankFailedError, WorldError
 
 
-class _Seat(NamedTuple):
-    """One rank at a meeting: what it gives, where it receives; both may be the same tensor."""
+class _Buffers(NamedTuple):
+    """One rank's tensors in a collective: what it sends and where it receives; both may be the same tensor."""
 
     source: Tensor
     target: Tensor
 
 
-_Move = Callable[[list[_Seat]], None]
+_Move = Callable[[list[_Buffers]], None]
 
 
 @dataclass
-class _Meeting:
-    """One operation: how each rank described it, and its seats until the last rank has come."""
+class _Collective:
+    """One collective: each rank's description of it, and each rank's buffers until the last rank has started it."""
 
     signatures: dict[int, str] = field(default_factory=dict)
-    seats: dict[int, _Seat] = field(default_factory=dict)
+    buffers: dict[int, _Buffers] = field(default_factory=dict)
     done: bool = False
 
 
-class _Board:
-    """What thread ranks share: one lock, the meetings under way, who has left, the first failure."""
+class _Shared:
+    """What thread ranks share: one lock, the collectives under way, the ranks that have left, the first failure."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.changed = threading.Condition()
         self.generator_lock = threading.RLock()
-        self.meetings: dict[tuple[bool, int], _Meeting] = {}
+        self.collectives: dict[tuple[bool, int], _Collective] = {}
         self.last_op = ["nothing"] * size
         self.left: set[int] = set()
         self.failure: tuple[int, BaseException] | None = None
 
-    def arrive(self, rank: int, number: tuple[bool, int], op: str, seat: _Seat, move: _Move) -> _Meeting:
-        """Take a seat at meeting `number`; the last rank to come moves everyone's data."""
+    def start(self, rank: int, number: tuple[bool, int], op: str, own: _Buffers, move: _Move) -> _Collective:
+        """Start collective `number` on this rank; the last rank to start it moves the data of all ranks."""
         with self.changed:
             self.raise_failure(rank, op)
             self.last_op[rank] = op
-            meeting = self.meetings.setdefault(number, _Meeting())
-            meeting.signatures[rank] = signature_of(op, seat.target)
-            meeting.seats[rank] = seat
-            if len(set(meeting.signatures.values())) > 1:
-                different = WorldError(f"the ranks run different operations: {by_rank(meeting.signatures)}")
+            collective = self.collectives.setdefault(number, _Collective())
+            collective.signatures[rank] = signature_of(op, own.target)
+            collective.buffers[rank] = own
+            if len(set(collective.signatures.values())) > 1:
+                different = WorldError(f"the ranks run different operations: {by_rank(collective.signatures)}")
                 self.fail(rank, different)
                 raise different
-            if len(meeting.seats) == self.size:
+            if len(collective.buffers) == self.size:
                 with torch.no_grad():
-                    move([meeting.seats[r] for r in range(self.size)])
-                meeting.done = True
-                meeting.seats.clear()
-                del self.meetings[number]
+                    move([collective.buffers[r] for r in range(self.size)])
+                collective.done = True
+                collective.buffers.clear()
+                del self.collectives[number]
                 self.changed.notify_all()
-        return meeting
+        return collective
 
-    def await_all(self, rank: int, meeting: _Meeting, op: str, timeout_s: float) -> None:
-        """Return when the meeting is done."""
+    def wait(self, rank: int, collective: _Collective, op: str, timeout_s: float) -> None:
+        """Return when the collective is done; raise when it cannot be, or after `timeout_s` seconds."""
 
-        def settled() -> bool:
-            return meeting.done or self.failure is not None or bool(self.left - meeting.signatures.keys())
+        def is_over() -> bool:
+            return collective.done or self.failure is not None or bool(self.left - collective.signatures.keys())
 
         with self.changed:
-            self.changed.wait_for(settled, timeout_s)
-            if meeting.done:
+            self.changed.wait_for(is_over, timeout_s)
+            if collective.done:
                 return
             self.raise_failure(rank, op)
-            absent = [r for r in range(self.size) if r not in meeting.signatures]
-            gone = [r for r in absent if r in self.left]
+            missing = [r for r in range(self.size) if r not in collective.signatures]
+            gone = [r for r in missing if r in self.left]
             if gone:
                 error = WorldError(f"{some_ranks(gone)} left the world; rank {rank} was in {op}")
             else:
-                last = "; ".join(f"rank {r}, last seen in {self.last_op[r]}" for r in absent)
-                error = DeadlineError(f"rank {rank} waited {timeout_s:g} s in {op}; not there: {last}")
+                last = "; ".join(f"rank {r}, last seen in {self.last_op[r]}" for r in missing)
+                error = DeadlineError(f"rank {rank} waited {timeout_s:g} s in {op}; missing: {last}")
             self.fail(rank, error)
             raise error
 
@@ -118,87 +118,106 @@ class _Board:
         raise RankFailedError(f"rank {first} failed first: {cause}; rank {rank} was in {op}") from error
 
 
-class _BoardHandle:
-    def __init__(self, await_all: Callable[[], None]) -> None:
-        self._await_all = await_all
-
-    def wait(self) -> None:
-        self._await_all()
+class _ThreadHandle:
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.wait = wait
 
 
 class ThreadWorld(World):
-    """One rank of a world whose ranks are threads of this process. Each rank needs its own copy of a module."""
+    """One rank of a world whose ranks are threads of this process. Each rank needs its own copy of a module.
 
-    def __init__(self, rank: int, board: _Board, *, timeout_s: float = 60.0) -> None:
-        super().__init__(rank, board.size, device="cpu", timeout_s=timeout_s)
-        self._board = board
-        self._numbers = {False: 0, True: 0}  # of operations, and of those aside from their order
+    Made by `all_ranks`; `run_ranks` also runs the threads.
+
+    Raises, in collectives:
+        WorldError: ranks run different operations, or a rank has left the world.
+        RankFailedError: another rank has failed; the message says with what.
+        DeadlineError: a rank did not start the collective within the timeout.
+    """
+
+    def __init__(self, rank: int, shared: _Shared, *, timeout_s: float = 60.0) -> None:
+        super().__init__(rank, shared.size, device="cpu", timeout_s=timeout_s)
+        self._shared = shared
+        self._numbers = {False: 0, True: 0}  # how many collectives in the ranks' common order, and outside of it
 
     @classmethod
     def all_ranks(cls, size: int, *, timeout_s: float = 60.0) -> "list[ThreadWorld]":
-        """A new world, seen from each of its ranks; `run_ranks` gives each to a thread."""
-        board = _Board(size)
-        return [cls(rank, board, timeout_s=timeout_s) for rank in range(size)]
+        """The ranks of a new world, to be used in one thread each.
+
+        Args:
+            size: number of ranks.
+            timeout_s: seconds that a rank waits for the others in a collective.
+        """
+        shared = _Shared(size)
+        return [cls(rank, shared, timeout_s=timeout_s) for rank in range(size)]
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        if not self._board.generator_lock.acquire(timeout=self.timeout_s):
+        if not self._shared.generator_lock.acquire(timeout=self.timeout_s):
             raise DeadlineError(f"rank {self.rank} waited {self.timeout_s:g} s for another rank's exclusive block")
         try:
             yield
         finally:
-            self._board.generator_lock.release()
+            self._shared.generator_lock.release()
 
     def fail(self, error: BaseException) -> None:
-        self._board.fail(self.rank, error)
+        self._shared.fail(self.rank, error)
 
     def close(self) -> None:
-        self._board.leave(self.rank)
+        self._shared.leave(self.rank)
 
     def _gather(self, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
-        return self._meet(op, _Seat(shard_S, full_P), _move_gather, aside=aside)
+        return self._start(op, _Buffers(shard_S, full_P), _move_gather, aside=aside)
 
     def _exchange(self, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
-        return self._meet(op, _Seat(full_P, recv_P), _move_exchange)
+        return self._start(op, _Buffers(full_P, recv_P), _move_exchange)
 
     def _broadcast(self, flat: Tensor, source: int, op: str) -> Handle:
-        return self._meet(op, _Seat(flat, flat), lambda seats: _move_broadcast(seats, source))
+        return self._start(op, _Buffers(flat, flat), lambda buffers: _move_broadcast(buffers, source))
 
-    def _meet(self, op: str, seat: _Seat, move: _Move, *, aside: bool = False) -> Handle:
+    def _start(self, op: str, own: _Buffers, move: _Move, *, aside: bool = False) -> Handle:
         self._numbers[aside] += 1
-        meeting = self._board.arrive(self.rank, (aside, self._numbers[aside]), op, seat, move)
-        return _BoardHandle(lambda: self._board.await_all(self.rank, meeting, op, self.timeout_s))
+        collective = self._shared.start(self.rank, (aside, self._numbers[aside]), op, own, move)
+        return _ThreadHandle(lambda: self._shared.wait(self.rank, collective, op, self.timeout_s))
 
 
-def _move_gather(seats: list[_Seat]) -> None:
-    for _, full_P in seats:
-        for (shard_S, _), slot_S in zip(seats, full_P.view(len(seats), -1), strict=True):
+def _move_gather(buffers: list[_Buffers]) -> None:
+    for _, full_P in buffers:
+        for (shard_S, _), slot_S in zip(buffers, full_P.view(len(buffers), -1), strict=True):
             if shard_S.data_ptr() != slot_S.data_ptr():
                 slot_S.copy_(shard_S)
 
 
-def _move_exchange(seats: list[_Seat]) -> None:
-    size = len(seats)
-    for r, (_, recv_P) in enumerate(seats):
-        for (full_P, _), slot_S in zip(seats, recv_P.view(size, -1), strict=True):
+def _move_exchange(buffers: list[_Buffers]) -> None:
+    size = len(buffers)
+    for r, (_, recv_P) in enumerate(buffers):
+        for (full_P, _), slot_S in zip(buffers, recv_P.view(size, -1), strict=True):
             slot_S.copy_(full_P.view(size, -1)[r])
 
 
-def _move_broadcast(seats: list[_Seat], source: int) -> None:
-    for r, (_, flat) in enumerate(seats):
+def _move_broadcast(buffers: list[_Buffers], source: int) -> None:
+    for r, (_, flat) in enumerate(buffers):
         if r != source:
-            flat.copy_(seats[source].source)
+            flat.copy_(buffers[source].source)
 
 
 def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-    """Run fn(world, *args) on `size` thread ranks and return their results in rank order.
+    """Run `fn(world, *args)` in `size` threads of this process, one for each rank.
+
+    Args:
+        size: number of ranks.
+        fn: gets the rank's `ThreadWorld`. Each rank must make or copy its own model.
+        args: further arguments of `fn`, shared by all ranks.
+        timeout_s: seconds that ranks may run; also the timeout of their collectives.
+
+    Returns:
+        The results in rank order.
 
     Raises:
-        BaseException: what the first failing rank raised, with its rank as a note; the others are released at once.
-        DeadlineError: a rank was still running after `timeout_s`, with the stacks of all that were.
+        BaseException: what the first failing rank raised, with its rank as a note. Ranks that wait for it stop at once.
+        DeadlineError: a rank was still running when the time was over; with the stacks of all such ranks.
     """
     worlds = ThreadWorld.all_ranks(size, timeout_s=timeout_s)
-    board = worlds[0]._board
+    shared = worlds[0]._shared
     results: list[Any] = [None] * size
 
     def run(world: ThreadWorld) -> None:
@@ -211,17 +230,17 @@ def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 
     with _no_collection():
         for thread in threads:
             thread.start()
-        _await_ranks(board, threads, timeout_s)
-    if board.failure is not None:
-        rank, error = board.failure
+        _await_ranks(shared, threads, timeout_s)
+    if shared.failure is not None:
+        rank, error = shared.failure
         error.add_note(f"raised on rank {rank} of {size}")
         raise error
     return results
 
 
 def _stay_on_one_core() -> None:
-    """This thread, and those that it starts. Python's lock lets one rank run at a time anyway, and to hand it from core
-    to core takes 8 ranks a quarter of their time.
+    """Keep this thread, and those that it starts, on one core. Python's global lock lets only one rank run at a time
+    anyway, and passing it from core to core costs 8 ranks a quarter of their time.
     """
     if sys.platform == "linux":
         cores = sorted(os.sched_getaffinity(0))
@@ -230,9 +249,11 @@ def _stay_on_one_core() -> None:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """No automatic garbage collection in here. torch's random state can start one (as a checkpoint saves it) while it
-    holds the generator's lock; the collection lets Python's lock go, and the next rank to save its state takes that one
-    and waits for the other for ever.
+    """Disable automatic garbage collection in the block, which could deadlock thread ranks.
+
+    Reading torch's random state, as activation checkpointing does, can start a collection while it holds the
+    generator's lock. The collection releases Python's global lock; another rank that reads its random state then takes
+    that lock and waits for the generator's for ever.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -243,16 +264,16 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _await_ranks(board: _Board, threads: list[threading.Thread], timeout_s: float) -> None:
-    """Return when all ranks have left, or when one has failed and the others have had the time to notice."""
+def _await_ranks(shared: _Shared, threads: list[threading.Thread], timeout_s: float) -> None:
+    """Return when all ranks have ended, or when one has failed and the others have had time to notice."""
     size = len(threads)
-    with board.changed:
-        board.changed.wait_for(lambda: board.failure is not None or len(board.left) == size, timeout_s)
-        if board.failure is None and len(board.left) < size:
-            late = sorted(set(range(size)) - board.left)
+    with shared.changed:
+        shared.changed.wait_for(lambda: shared.failure is not None or len(shared.left) == size, timeout_s)
+        if shared.failure is None and len(shared.left) < size:
+            late = sorted(set(range(size)) - shared.left)
             stacks = "\n".join(f"--- rank {r} ---\n{_stack(threads[r])}" for r in late)
             message = f"{some_ranks(late)} of {size} still running after {timeout_s:g} s"
-            board.fail(late[0], DeadlineError(f"{message}\n{stacks}"))
+            shared.fail(late[0], DeadlineError(f"{message}\n{stacks}"))
     end_s = time.monotonic() + GRACE_S
     for thread in threads:
         thread.join(max(0.0, end_s - time.monotonic()))
@@ -260,4 +281,4 @@ def _await_ranks(board: _Board, threads: list[threading.Thread], timeout_s: floa
 
 def _stack(thread: threading.Thread) -> str:
     frame = sys._current_frames().get(thread.ident or 0)
-    return "".join(traceback.format_stack(frame)) if frame else "has just ended\n"
+    return "".join(traceback.format_stack(frame)) if frame else "ended just now\n"

@@ -1,14 +1,14 @@
-"""The systems that `bench_offload` compares: one function each, from a job to a step. Runs one system in this process.
+"""The systems that `bench_offload` compares, one function for each. This program runs one system.
 
-All train the same GPT on the same rows: bf16, AdamW with fp32 master, clipping at norm 1 (but for eager), one rank.
-Beside them stand the parts that no system can do without: compute alone, and the file's traffic alone.
+All train the same GPT on the same rows: bf16, AdamW with fp32 master, clipping at norm 1 (except eager), one rank.
+The lower bounds are compute alone, and the file traffic alone: no system can be faster than either.
 
-How DeepSpeed's NVMe offload comes to run on a CPU (0.19.8): `DS_ACCELERATOR=cpu`, and three extensions that it compiles
-on first use into ~/.cache/torch_extensions: async_io (needs Debian's libaio-dev), pin_memory, and cpu_adam for
-DeepSpeedCPUAdam, the only optimizer that it offloads without being told to. A C++ compiler and ninja have to be on the
-PATH. On two cores that takes six minutes, so `bench_offload` has `build_deepspeed` do it before any clock runs. Nothing
-has to be installed with DS_BUILD_AIO=1. Of the `aio` section only known keys count, and the number of threads is
-`intra_op_parallelism` (`thread_count`, as many pages have it, is ignored without a word).
+What DeepSpeed's NVMe offload needs on a CPU (0.19.8): `DS_ACCELERATOR=cpu`, and three extensions that it compiles on
+first use into ~/.cache/torch_extensions: async_io (needs Debian's libaio-dev), pin_memory, and cpu_adam for
+DeepSpeedCPUAdam, the only optimizer that it offloads by default. A C++ compiler and ninja must be on the PATH. On two
+cores that takes six minutes, so `bench_offload` runs `build_deepspeed` before it measures. DS_BUILD_AIO=1 is not
+needed. In the `aio` section unknown keys are ignored without a message, among them `thread_count`, which many pages
+name; the number of threads is `intra_op_parallelism`.
 """
 
 import argparse
@@ -43,7 +43,7 @@ Step = Callable[[Tensor], dict[str, float]]
 
 
 class Job(NamedTuple):
-    """What to build. State that leaves memory goes below `path`; `io_threads` None is measured by the store."""
+    """What to train. Offloaded state is in files below `path`. `io_threads` None: the store measures the best."""
 
     system: str
     width: int
@@ -65,8 +65,8 @@ class Running(NamedTuple):
     Attributes:
         step: takes rows (b, t + 1) int64; returns numbers of this step by name: `loss`, and times and bytes.
         numel: parameters of the model.
-        facts: what else is worth keeping: sizes from the plan, bytes of activations.
-        close: ends it.
+        facts: further results: sizes from the plan, bytes of activations.
+        close: closes it.
     """
 
     step: Step
@@ -91,7 +91,7 @@ def compute(job: Job, remat: bool = False) -> Running:
     facts: dict[str, Any] = {}
 
     def step(batch: Tensor) -> dict[str, float]:
-        # what a checkpoint keeps passes by these hooks
+        # torch's checkpoint keeps tensors without these hooks
         with contextlib.nullcontext() if facts or remat else _saved(model, facts):
             start = time.perf_counter()
             value = loss(model, batch)
@@ -106,7 +106,7 @@ def compute(job: Job, remat: bool = False) -> Running:
 
 @contextlib.contextmanager
 def _saved(model: nn.Module, facts: dict[str, Any]) -> Iterator[None]:
-    """Note the bytes that forward keeps for backward, each storage once and parameters not at all."""
+    """Count the bytes that forward keeps for backward: each storage once, without parameters."""
     owned = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -121,11 +121,11 @@ def _saved(model: nn.Module, facts: dict[str, Any]) -> Iterator[None]:
     facts["activation_bytes"] = sum(kept.values())
 
 
-# Ours
+# This library
 
 
 def _plan(job: Job, preset: str, *, verify: bool = True, clip: float | None = CLIP, **settings: Any) -> Any:
-    """A plan at stage 3; everything that is not named here is its default."""
+    """A plan at stage 3, otherwise with default settings."""
     import zero
 
     with zero.empty():
@@ -164,15 +164,15 @@ def _moved(before: Any, after: Any) -> dict[str, float]:
     return {name: getattr(after, name) - getattr(before, name) for name in names}
 
 
-# The file's traffic alone
+# The file traffic alone
 
 
 def traffic(job: Job, preset: str, **settings: Any) -> Running:
-    """What a step reads and writes, through the same store with the same pages and threads, and no compute beside it.
+    """What a step reads and writes, with the same store, pages and threads, but without compute.
 
-    `nvme`: every page of master and moments, read and written. `infinity`: a forward that also reads the gradients,
-    writes the parameters and reads them for each unit; then a backward that reads the parameters again, but for the
-    units that gathered buffers still hold, and writes the gradients. Each ends when the last byte is written.
+    `nvme`: reads and writes every page of master and moments. `infinity`: a forward that also reads the gradients,
+    writes the parameters and reads them for each unit; then a backward that reads the parameters again, except for
+    units that are still in gathered buffers, and writes the gradients. Each ends when the last byte is written.
     """
     import zero
 
@@ -193,7 +193,7 @@ def traffic(job: Job, preset: str, **settings: Any) -> Running:
 
 
 class _Traffic:
-    """The reads and writes of a step. Work on a group does nothing."""
+    """The reads and writes of a step. Updates of page groups do nothing."""
 
     def __init__(self, plan: Any, store: Any) -> None:
         from zero.store import Group, Page
@@ -216,13 +216,13 @@ class _Traffic:
         ]
 
     def fill(self) -> None:
-        """Write every page once: what was never written is zeros, and costs nothing to read."""
+        """Write every page once: a page that was never written is a hole in the file, which costs nothing to read."""
         self._store.expect(self._groups)
         self.forward()
         self.backward()
 
     def forward(self) -> None:
-        # asked for at once and in order, as a lazy update asks
+        # all at once and in order, as a lazy update does
         for place, group in enumerate(self._groups):
             self._store.modify(group, _nothing, (place,))
         for unit in self._order:
@@ -241,7 +241,7 @@ class _Traffic:
 
 
 def _held_at_the_turn(plan: Any) -> set[int]:
-    """The units that lie in gathered buffers when forward ends: the last ones of each size."""
+    """The units that are in gathered buffers when forward ends: the last ones of each size."""
     by_size: dict[int, list[int]] = {}
     for unit in plan.units:
         by_size.setdefault(unit.trainable.P + unit.frozen.P, []).append(unit.index)
@@ -278,21 +278,21 @@ class _Buffers:
 
 
 def _nothing(tensors: tuple[Tensor, ...]) -> None:
-    """The work of a floor."""
+    """An update that computes nothing."""
 
 
-# The neighbours
+# Other libraries
 
 
 def fsdp2(job: Job) -> Running:
-    """As `bench_step` has it: fully_shard per block and root, bf16 parameters, fp32 reduction, fused AdamW."""
+    """The same as in `bench_step`: fully_shard per block and root, bf16 parameters, fp32 reduction, fused AdamW."""
     step = bench_systems.fsdp2(bench_systems.Job("fsdp2", "bf16", job.width, job.layers, job.seq, job.rows))
     numel = sum(parameter.numel() for parameter in GPT(job.config()).to("meta").parameters())
     return Running(lambda batch: {"loss": step(batch)}, numel, {})
 
 
 def deepspeed_settings(job: Job, device: str, tuned: bool) -> dict[str, Any]:
-    """DeepSpeed's json: what the job is, then what its guides recommend (`tuned`)."""
+    """DeepSpeed's JSON for the job; `tuned` adds what its guides recommend."""
     offload: dict[str, Any] = {"device": device, "pin_memory": True}
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": job.rows,
@@ -325,7 +325,7 @@ def deepspeed_settings(job: Job, device: str, tuned: bool) -> dict[str, Any]:
 
 
 def deepspeed(job: Job, device: str, tuned: bool) -> Running:
-    """ZeRO-3 with the optimizer's state off the device and DeepSpeedCPUAdam."""
+    """ZeRO-3 with offloaded optimizer state and DeepSpeedCPUAdam."""
     import deepspeed as library
 
     library.init_distributed(dist_backend="gloo", verbose=False)
@@ -354,7 +354,7 @@ def deepspeed(job: Job, device: str, tuned: bool) -> Running:
 
 
 def build_deepspeed() -> None:
-    """Compile what DeepSpeed needs, unless that was done before. Minutes."""
+    """Compile DeepSpeed's extensions if that was not done before. Takes minutes."""
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
 
     for builder in (AsyncIOBuilder(), CPUAdamBuilder()):
@@ -413,14 +413,14 @@ SYSTEMS: dict[str, System] = {
     ),
     "deepspeed-nvme-defaults": System(
         partial(deepspeed, device="nvme", tuned=False),
-        "ZeRO-3, offload_optimizer nvme, its own defaults",
+        "ZeRO-3, offload_optimizer nvme, its defaults",
         deepspeed=True,
     ),
 }
 
 
 def disk_bytes() -> tuple[int, int]:
-    """What the kernel says that this process had read from and written to disks; Linux only."""
+    """(read, written): bytes that this process has moved from and to disks, counted by the kernel; Linux only."""
     found = dict(re.findall(r"^(\w+): (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE))
     return int(found["read_bytes"]), int(found["write_bytes"])
 
@@ -438,12 +438,12 @@ def measure(job: Job, warmup: int, steps: int) -> dict[str, Any]:
             forget_peak()
         batch = data.batch(number, 0, job.rows, job.rows)
         before, start = disk_bytes(), time.perf_counter()
-        told = running.step(batch)
-        told["step_s"] = time.perf_counter() - start
-        told["disk_read_bytes"], told["disk_write_bytes"] = (
+        numbers = running.step(batch)
+        numbers["step_s"] = time.perf_counter() - start
+        numbers["disk_read_bytes"], numbers["disk_write_bytes"] = (
             after - earlier for after, earlier in zip(disk_bytes(), before, strict=True)
         )
-        for name, value in told.items():
+        for name, value in numbers.items():
             per_step.setdefault(name, []).append(value)
     peak = host_peak_bytes()
     running.close()
@@ -461,7 +461,7 @@ def measure(job: Job, warmup: int, steps: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--build-deepspeed", action="store_true", help="compile its extensions and end")
+    parser.add_argument("--build-deepspeed", action="store_true", help="compile DeepSpeed's extensions and exit")
     for name in ("system", "path", "out"):
         parser.add_argument(f"--{name}")
     for name in ("width", "layers", "heads", "seq", "rows", "tied", "warmup", "steps", "threads", "io-threads"):
@@ -475,7 +475,7 @@ def main() -> None:
     job = Job(given.system, *sizes, given.io_threads or None, given.path)
     result = measure(job, given.warmup, given.steps)
     Path(given.out).write_text(json.dumps(result))
-    # nothing of ours is open any more, and some systems' threads make an orderly end slow
+    # everything is closed, and threads of some systems make a normal exit slow
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,7 +1,7 @@
-"""The systems that `bench_step` compares: one function each, from a job to a step. Runs as one rank of one system.
+"""The systems that `bench_step` compares, one function for each. This program runs one rank of one system.
 
 All train the same GPT on the same rows with the same optimizer: fused AdamW, clipping at norm 1, gradients reduced in
-fp32. What a system does beyond that is what its own documentation recommends, and is said in `SYSTEMS`.
+fp32. Other settings are those that a system's own documentation recommends; `SYSTEMS` lists them.
 """
 
 import argparse
@@ -50,7 +50,7 @@ class Job(NamedTuple):
 
 
 def fill(name: str, parameter: Tensor) -> None:
-    """First values from the parameter's name, so that every system starts from the same ones."""
+    """Initial values from the parameter's name, so that every system starts with the same ones."""
     if parameter.ndim == 1:
         parameter.fill_(1.0)
         return
@@ -59,7 +59,7 @@ def fill(name: str, parameter: Tensor) -> None:
 
 
 def replica(config: GPTConfig) -> GPT:
-    """The whole model with the values that every system starts from."""
+    """The whole model with the initial values of every system."""
     model = GPT(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -68,7 +68,7 @@ def replica(config: GPTConfig) -> GPT:
 
 
 def _adamw(model: torch.nn.Module) -> torch.optim.AdamW:
-    """Weight decay on matrices only, as our own default mask has it."""
+    """Weight decay on matrices only, as in this library by default."""
     decay = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     plain = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups = [{"params": decay, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}]
@@ -173,7 +173,7 @@ def _deepspeed(job: Job, stage: int, communication: str | None) -> Step:
 
 
 def _zero(job: Job, stage: int, *, compiled: bool = False) -> Step:
-    """Our own stage with its defaults: lazy update, prefetch 1."""
+    """A stage of this library with its defaults: lazy update, prefetch 1."""
     import zero
 
     world = zero.World.from_env()
@@ -223,7 +223,7 @@ for _stage in (1, 2, 3):
     )
     SYSTEMS[f"deepspeed{_stage}-asis"] = System(
         lambda job, stage=_stage: _deepspeed(job, stage, None),
-        f"DeepSpeed ZeRO-{_stage}, communication_data_type as it comes (the model's dtype)",
+        f"DeepSpeed ZeRO-{_stage}, communication_data_type by default (the model's dtype)",
         dtypes=("bf16",),  # with an fp32 model it would be the same job as above
         deepspeed=True,
     )
@@ -237,7 +237,7 @@ SYSTEMS["zero3-compiled"] = System(
 
 
 def forget_peak() -> None:
-    """`host_peak_bytes` begins anew; Linux only."""
+    """Reset `host_peak_bytes`; Linux only."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -291,7 +291,7 @@ def main() -> None:
     if os.environ["RANK"] == "0":
         Path(given.out).write_text(json.dumps(result))
     dist.barrier()
-    # nothing of ours is open any more, and some systems' threads make an orderly end slow
+    # everything is closed, and threads of some systems make a normal exit slow
     sys.stdout.flush()
     os._exit(0)
 

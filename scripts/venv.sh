@@ -1,10 +1,10 @@
-# Sourced by the other scripts: goes to the repository and puts its .venv first in PATH.
+# Sourced by other scripts: changes to the repository and puts its .venv first in PATH.
 #
 #     extra=test    # or nothing
 #     source "$(dirname "$0")/venv.sh"
 #
 # Makes .venv if it is missing, and installs again only when the dependencies in pyproject.toml have changed.
-# PYTHON chooses the interpreter; without it the first of python3, python3.13, python3.12, python3.11 that fits.
+# PYTHON chooses the interpreter; default: the first suitable one of python3, python3.13, ... python3.11.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 

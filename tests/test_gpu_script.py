@@ -25,7 +25,7 @@ sys.path.append(str(SCRIPT.parent))
 
 from gpu_parts.page import HEADING, NONE_YET, page, row_text  # noqa: E402 - found through the line above
 
-Told = dict[str, Any]
+Results = dict[str, Any]
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -37,51 +37,51 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return found
 
 
-def rows(told: Told, kind: str) -> list[dict[str, Any]]:
-    return [row for task in told["tasks"] for row in task.get("rows", []) if row["kind"] == kind]
+def rows(results: Results, kind: str) -> list[dict[str, Any]]:
+    return [row for task in results["tasks"] for row in task.get("rows", []) if row["kind"] == kind]
 
 
 # -- a dry run ---------------------------------------------------------------------------------------------------------
 
 
-def every_part_ends_well_and_says_nothing_of_an_error(told: Told, folder: Path) -> None:
-    ends = {f"{task['part']} {task['name']}": task["status"] for task in told["tasks"]}
+def every_part_ends_well_and_says_nothing_of_an_error(results: Results, folder: Path) -> None:
+    ends = {f"{task['part']} {task['name']}": task["status"] for task in results["tasks"]}
     assert set(ends.values()) == {"done"}, (ends, (folder / "log.txt").read_text()[-3000:])
-    assert {task["part"] for task in told["tasks"]} == {1, 2, 3, 4, 5}
-    assert not [row for task in told["tasks"] for row in task["rows"] if "error" in row]
-    assert told["simulated"]
+    assert {task["part"] for task in results["tasks"]} == {1, 2, 3, 4, 5}
+    assert not [row for task in results["tasks"] for row in task["rows"] if "error" in row]
+    assert results["simulated"]
 
 
-def all_ways_to_train_have_the_same_bits(told: Told, folder: Path) -> None:
-    digests = rows(told, "digest")
+def all_ways_to_train_have_the_same_bits(results: Results, folder: Path) -> None:
+    digests = rows(results, "digest")
     assert all(row["equal"] for row in digests)
     families = Counter((row["precision"], row["family"]) for row in digests)
     assert {precision for precision, _ in families} == {"fp32", "bf16", "fp16"}
     assert families["bf16", ""] >= 15
     assert families["bf16", "compiled"] >= 3
-    assert {row["precision"] for row in rows(told, "bound") if row["holds"]} == {"fp32", "bf16", "fp16"}
+    assert {row["precision"] for row in rows(results, "bound") if row["holds"]} == {"fp32", "bf16", "fp16"}
 
 
-def every_system_takes_its_turns_and_is_looked_into(told: Told, folder: Path) -> None:
-    timed = Counter(row["system"] for row in rows(told, "speed"))
+def every_system_takes_its_turns_and_is_looked_into(results: Results, folder: Path) -> None:
+    timed = Counter(row["system"] for row in rows(results, "speed"))
     assert len(timed) == 7
     assert len(set(timed.values())) == 1, "as often as each other"
-    steps = {row["system"]: row for row in rows(told, "step")}
+    steps = {row["system"]: row for row in rows(results, "step")}
     assert set(steps) == set(timed)
     assert all(row["launches"] > 0 for row in steps.values())
     assert "page in" in steps["stage 3, nvme"]["shares"]
     assert steps["FSDP2"]["waits"] is None, "not on a simulated GPU"
 
 
-def the_largest_lies_on_every_tier(told: Told, folder: Path) -> None:
-    forecast = rows(told, "forecast")[-1]
+def the_largest_lies_on_every_tier(results: Results, folder: Path) -> None:
+    forecast = rows(results, "forecast")[-1]
     assert all(forecast["bytes"][tier] > 0 for tier in ("device", "host", "nvme"))
     assert forecast["step_s"] > 0
-    assert len([row for row in rows(told, "largest") if row["model"] == forecast["model"]]) == 2
+    assert len([row for row in rows(results, "largest") if row["model"] == forecast["model"]]) == 2
 
 
-def traces_are_small_files_that_a_viewer_opens(told: Told, folder: Path) -> None:
-    names = [name for row in rows(told, "exposed") for name in row["files"]]
+def traces_are_small_files_that_a_viewer_opens(results: Results, folder: Path) -> None:
+    names = [name for row in rows(results, "exposed") for name in row["files"]]
     assert len(names) == 4
     for name in names:
         with gzip.open(folder / name) as file:
@@ -94,9 +94,9 @@ def traces_are_small_files_that_a_viewer_opens(told: Told, folder: Path) -> None
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def the_page_is_made_from_the_json_alone(told: Told, folder: Path) -> None:
+def the_page_is_made_from_the_json_alone(results: Results, folder: Path) -> None:
     made = run(SCRIPT, "--page", folder / "gpu.json").stdout
-    assert made == (folder / "gpu.md").read_text() == page(told)
+    assert made == (folder / "gpu.md").read_text() == page(results)
     assert made.startswith(f"{HEADING}\n\nNothing of this ran on a GPU")
     for title in ("The machine", "The laws", "Speed", "The largest", "One step", "How the parts ended"):
         assert f"### {title}" in made
@@ -104,16 +104,16 @@ def the_page_is_made_from_the_json_alone(told: Told, folder: Path) -> None:
         assert not line.startswith("|") or line.endswith("|")
 
 
-def there_is_a_page_of_whatever_was_told(told: Told, folder: Path) -> None:
+def there_is_a_page_of_whatever_was_told(results: Results, folder: Path) -> None:
     """A run that is cut short anywhere."""
-    for number, task in enumerate(told["tasks"]):
-        cut = deepcopy(told)
+    for number, task in enumerate(results["tasks"]):
+        cut = deepcopy(results)
         for later in cut["tasks"][number:]:
             later.update(status="not begun", rows=[])
         for count in range(len(task["rows"])):
             cut["tasks"][number].update(status="cut after 3 s, its limit", rows=task["rows"][:count])
             assert "cut after 3 s" in page(cut)
-    for task in told["tasks"]:
+    for task in results["tasks"]:
         assert all(row_text(row) for row in task["rows"])
 
 
@@ -121,14 +121,14 @@ def there_is_a_page_of_whatever_was_told(told: Told, folder: Path) -> None:
 def test_a_dry_run_from_its_beginning_to_its_page(tmp_path):
     """One run, looked at from all sides."""
     run(SCRIPT, "--dry", "--out", tmp_path)
-    told = json.loads((tmp_path / "gpu.json").read_text())
-    every_part_ends_well_and_says_nothing_of_an_error(told, tmp_path)
-    all_ways_to_train_have_the_same_bits(told, tmp_path)
-    every_system_takes_its_turns_and_is_looked_into(told, tmp_path)
-    the_largest_lies_on_every_tier(told, tmp_path)
-    traces_are_small_files_that_a_viewer_opens(told, tmp_path)
-    the_page_is_made_from_the_json_alone(told, tmp_path)
-    there_is_a_page_of_whatever_was_told(told, tmp_path)
+    results = json.loads((tmp_path / "gpu.json").read_text())
+    every_part_ends_well_and_says_nothing_of_an_error(results, tmp_path)
+    all_ways_to_train_have_the_same_bits(results, tmp_path)
+    every_system_takes_its_turns_and_is_looked_into(results, tmp_path)
+    the_largest_lies_on_every_tier(results, tmp_path)
+    traces_are_small_files_that_a_viewer_opens(results, tmp_path)
+    the_page_is_made_from_the_json_alone(results, tmp_path)
+    there_is_a_page_of_whatever_was_told(results, tmp_path)
 
 
 def test_a_page_shows_what_only_a_gpu_can_say():
@@ -170,9 +170,9 @@ def test_documentation_and_readme_say_what_has_been_seen_of_a_gpu():
     """`docs/gpu.json` is what a run on one left; without it both say that there was none."""
     readme, seen = (ROOT / "README.md").read_text(), ROOT / "docs" / "gpu.json"
     if seen.exists():
-        told = json.loads(seen.read_text())
-        assert not told["simulated"], "a dry run has seen no GPU"
-        assert section() == page(told), "scripts/gpu --page docs/gpu.json prints the section"
+        results = json.loads(seen.read_text())
+        assert not results["simulated"], "a dry run has seen no GPU"
+        assert section() == page(results), "scripts/gpu --page docs/gpu.json prints the section"
         assert "No GPU has run it yet" not in readme
         assert "docs/benchmarks.md#on-a-gpu" in readme
     else:
@@ -188,23 +188,23 @@ from pathlib import Path
 from gpu_parts.page import page
 from gpu_parts.run import Budget, Ledger, Task, run_all
 
-def hang(tell, budget):
-    tell({"kind": "note", "text": "before it hung"})
+def hang(emit, budget):
+    emit({"kind": "note", "text": "before it hung"})
     threading.Event().wait()
 
-def crash(tell, budget):
-    tell({"kind": "note", "text": "before it crashed"})
+def crash(emit, budget):
+    emit({"kind": "note", "text": "before it crashed"})
     os.kill(os.getpid(), signal.SIGSEGV)
 
-def fail(tell, budget):
-    tell({"kind": "note", "text": "before it failed"})
+def fail(emit, budget):
+    emit({"kind": "note", "text": "before it failed"})
     raise ValueError("wrong\\nby far")
 
-def leave(tell, budget):
+def leave(emit, budget):
     os._exit(3)
 
-def well(tell, budget):
-    tell({"kind": "note", "text": f"{budget.limit_s:.0f}"})
+def well(emit, budget):
+    emit({"kind": "note", "text": f"{budget.limit_s:.0f}"})
 
 tasks = [Task(1, "hang", 3.2, hang), Task(2, "crash", 10, crash), Task(3, "fail", 10, fail),
          Task(3, "leave", 10, leave), Task(4, "well", 10, well), Task(5, "lacks", 10, well, ("torch", "zlib_ng")),
@@ -219,15 +219,15 @@ def test_a_task_that_hangs_or_crashes_costs_only_itself(tmp_path):
     program = tmp_path / "broken.py"
     program.write_text(f"import sys\nsys.path.append({str(SCRIPT.parent)!r})\n{BROKEN}")
     printed = run(program, tmp_path / "out").stdout
-    told = json.loads((tmp_path / "out" / "gpu.json").read_text())
-    ends = {task["name"]: task["status"] for task in told["tasks"]}
+    results = json.loads((tmp_path / "out" / "gpu.json").read_text())
+    ends = {task["name"]: task["status"] for task in results["tasks"]}
     assert ends["hang"].startswith("cut after 3 s")
     assert ends["crash"] == "killed by SIGSEGV"
     assert ends["fail"] == "failed: ValueError: wrong"
     assert ends["leave"] == "ended with 3"
     assert ends["well"] == ends["last"] == "done"
-    assert ends["lacks"] == "left out: this Python has no zlib_ng"
-    found = [row["text"] for row in rows(told, "note")]
+    assert ends["lacks"] == "skipped: this Python has no zlib_ng"
+    found = [row["text"] for row in rows(results, "note")]
     assert found[:3] == ["before it hung", "before it crashed", "before it failed"]
     assert int(found[3]) > 10, "what the others left of their time went to those after them"
     log = (tmp_path / "out" / "log.txt").read_text()
@@ -247,12 +247,12 @@ def test_a_run_that_is_killed_leaves_the_parts_that_it_had(tmp_path):
             assert any(line.startswith("part 1, the machine: done") for line in child.stdout)
         finally:
             child.kill()
-    told = json.loads((tmp_path / "gpu.json").read_text())
-    first, second = told["tasks"][:2]
+    results = json.loads((tmp_path / "gpu.json").read_text())
+    first, second = results["tasks"][:2]
     assert first["status"] == "done"
     assert rows({"tasks": [first]}, "rate")
     assert second["status"] in ("running", "not begun")
-    assert "running" in page(told) or "not begun" in page(told)
+    assert "running" in page(results) or "not begun" in page(results)
 
 
 def test_processes_that_are_not_forked_do_the_same(tmp_path):
@@ -261,30 +261,30 @@ def test_processes_that_are_not_forked_do_the_same(tmp_path):
     assert "part 5, trace: done" in printed
 
 
-NOBODY_ASKS = """
+NO_CUDA = """
 import importlib, importlib.machinery, importlib.util, sys
 import torch
 
-def asked(*args, **more):
-    raise SystemExit("a GPU was asked for before the fork")
+def refuse(*args, **more):
+    raise SystemExit("CUDA was used before the fork")
 
 for name in ("is_available", "device_count", "_lazy_init", "init", "current_device", "get_device_properties"):
-    setattr(torch.cuda, name, asked)
+    setattr(torch.cuda, name, refuse)
 loader = importlib.machinery.SourceFileLoader("gpu", sys.argv[1])
 script = importlib.util.module_from_spec(importlib.util.spec_from_loader("gpu", loader))
 loader.exec_module(script)
 assert script.missing() == []
 assert "gpu_parts.largest" in sys.modules
-print("nobody asked")
+print("no call of CUDA")
 """
 
 
-def test_nobody_asks_for_a_gpu_before_processes_are_forked():
-    """They could not use it then."""
-    assert "nobody asked" in run("-c", NOBODY_ASKS, SCRIPT).stdout
+def test_cuda_is_not_initialized_before_processes_are_forked():
+    """A forked process could not use the GPU then."""
+    assert "no call of CUDA" in run("-c", NO_CUDA, SCRIPT).stdout
 
 
-def test_a_forked_process_that_cannot_use_the_gpu_is_told_from_one_that_can():
+def test_works_forked_says_whether_a_forked_process_succeeds():
     program = (
         f"import sys; sys.path.append({str(SCRIPT.parent)!r}); from gpu_parts.run import works_forked\n"
         "print(works_forked(int), works_forked(lambda: 1 / 0))"
@@ -292,26 +292,26 @@ def test_a_forked_process_that_cannot_use_the_gpu_is_told_from_one_that_can():
     assert run("-c", program).stdout == "True False\n"
 
 
-def test_there_is_a_word_for_a_machine_without_a_gpu(tmp_path):
+def test_a_machine_without_a_gpu_is_refused(tmp_path):
     found = subprocess.run(
         [sys.executable, SCRIPT, "--out", tmp_path], env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
     assert found.returncode == 1
-    assert "finds no GPU here; --dry does without one" in found.stderr
+    assert "finds no GPU here; --dry needs none" in found.stderr
 
 
-def test_there_is_a_word_for_a_part_that_does_not_exist(tmp_path):
+def test_a_part_that_does_not_exist_is_refused(tmp_path):
     found = subprocess.run(
         [sys.executable, SCRIPT, "--parts", "7", "--out", tmp_path],
         capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
     assert found.returncode == 1
-    assert "there are 1 to 5" in found.stderr
+    assert "choose from 1 to 5" in found.stderr
 
 
 def test_a_finding_of_the_sanitizer_names_the_lines_of_the_library():
-    from gpu_parts.doors import _hazard_text
+    from gpu_parts.devices import _hazard_text
 
     def access(kind: str, line: int) -> SimpleNamespace:
         frames = [

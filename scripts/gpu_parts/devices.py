@@ -1,7 +1,7 @@
-"""The two things that can compute here: a GPU, and a simulated one that gives the same answers as far as it has any.
+"""The device that is measured: a GPU, or a simulated one with the same methods.
 
-Everything that only a GPU can say is asked here, so that the parts are the same for both. None is "not on a simulated
-GPU"; the pages show it as a dash.
+Everything that depends on which of the two it is stands here, so that all parts are the same for both. A result of None
+means "not available on a simulated GPU"; pages show it as a dash.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ Run = Callable[[], object]
 LIBRARY = f"{Path(__file__).resolve().parent.parent.parent / 'zero'}{os.sep}"
 
 HOST_RESERVE_BYTES = 8 * GiB
-"""Of free host memory, what plans leave to libraries and to first values: a system out of memory ends everything."""
+"""Free host memory that plans leave to libraries and initial values: running out of memory would end everything."""
 
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch")
@@ -35,10 +35,10 @@ COPIES = ("cudaMemcpy", "cudaMemset", "cuMemcpy", "cuMemset")
 
 
 class Gpu:
-    """One GPU of CUDA.
+    """A CUDA GPU.
 
     Attributes:
-        name: as torch has it; of a simulated one, that it is that.
+        name: torch's name for it.
     """
 
     simulated = False
@@ -51,7 +51,7 @@ class Gpu:
     # -- what it is ----------------------------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """What is to be known of it, in the order in which it is shown."""
+        """Its properties, in the order in which the page shows them."""
         properties = torch.cuda.get_device_properties(self.device)
         return {
             "GPU": self.name,
@@ -59,7 +59,7 @@ class Gpu:
             "GPU memory": f"{properties.total_memory / GiB:.1f} GiB, {self.free_bytes() / GiB:.1f} free",
             "compute capability": f"{properties.major}.{properties.minor}, {properties.multi_processor_count} SMs",
             "CUDA of torch": str(torch.version.cuda),
-            **_told_by_the_driver(),
+            **_driver_facts(),
         }
 
     def peak_flops(self, dtype: str) -> float | None:
@@ -74,7 +74,7 @@ class Gpu:
         return World.from_env(device="cuda")
 
     def room(self, host_bytes: int | None, folder: Path) -> Any:
-        """What a plan may take."""
+        """How much of each tier a plan may use."""
         from zero.core.placement import Offload, Room, usable_bytes
         from zero.platform.device import free_host_bytes
 
@@ -101,33 +101,32 @@ class Gpu:
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
         return seconds
 
-    def forget(self) -> None:
-        """Give back what was freed, so that the next system finds an empty GPU."""
+    def free_cached(self) -> None:
+        """Return cached memory to the driver, so that the next system finds an empty GPU."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
-    def fill_gaps(self) -> None:
-        """Let the allocator's blocks grow in place, where nearly all memory will be taken; before anything is."""
-        with contextlib.suppress(
-            RuntimeError, AttributeError
-        ):  # not every driver can, and the door is a private one, and then it goes without
+    def use_expandable_segments(self) -> None:
+        """Let the allocator's blocks grow in place, for models that fill nearly all memory. Call before allocating."""
+        # not every driver supports it, and the function is private to torch
+        with contextlib.suppress(RuntimeError, AttributeError):
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
     def begin_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak_bytes(self) -> int | None:
-        """The most that tensors took since `begin_peak`."""
+        """Most bytes that tensors have used since `begin_peak`."""
         return torch.cuda.max_memory_allocated(self.device)
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Return when all that was launched is done."""
+        """Wait until everything that was launched is done."""
         torch.cuda.synchronize(self.device)
 
     def moment(self) -> Any:
-        """When the current stream gets here; nothing waits for it before it is asked for."""
+        """The time at which the current stream gets here. Only `seconds` waits for it."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -138,37 +137,37 @@ class Gpu:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """What the body launches goes on beside what comes after it."""
+        """Launch the body on a side stream, in parallel to what follows."""
         with torch.cuda.stream(torch.cuda.Stream(self.device)):
             yield
 
-    # -- looking at a step ---------------------------------------------------------------------------------------------
+    # -- inspecting a step ---------------------------------------------------------------------------------------------
 
     def launches(self, run: Run) -> dict[str, int | None]:
         """Calls of CUDA's runtime in all threads, as torch.profiler sees them."""
-        with self._profile() as told:
+        with self._profile() as profiled:
             run()
-        found = Counter(event.name for event in told.events())
+        found = Counter(event.name for event in profiled.events())
         kinds = {"launches": LAUNCHES, "copies": COPIES, "waits": WAITS}
         return {kind: sum(n for name, n in found.items() if name.startswith(names)) for kind, names in kinds.items()}
 
     def syncs(self, run: Run) -> int | None:
-        """Operators of torch that made the host wait, as its sync debug mode warns of them: numbers that are read off
-        the GPU, copies that block. Waits for events and streams that a program asks for are not among them."""
-        with warnings.catch_warnings(record=True) as told:
+        """How many torch operators made the host wait, counted by torch's sync debug mode: reading a number from the
+        GPU, blocking copies. Explicit waits for events and streams are not counted."""
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 run()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        return sum("synchronizing CUDA operation" in str(one.message) for one in told)
+        return sum("synchronizing CUDA operation" in str(one.message) for one in caught)
 
     def hazards(self, run: Run) -> list[str] | None:
-        """Accesses from two streams that nothing orders, as torch's sanitizer sees them.
+        """Races between two streams that torch's sanitizer finds, with how often.
 
-        It looks at tensors by their first address, and here all are views of a few flats: it misses some, and may name
-        some that touch other bytes. It would stop at the first; all are wanted.
+        It identifies a tensor by its first address. Most tensors here are views of a few flat tensors, so it misses
+        some races, and may report accesses to different bytes. It would stop at the first; this collects all.
         """
         import torch.cuda._sanitizer as sanitizer
 
@@ -189,10 +188,10 @@ class Gpu:
         return [f"{count} x {text}" for text, count in found.most_common()]
 
     def trace(self, run: Run, path: Path) -> None:
-        """Run under torch.profiler, and write a Chrome trace; with gzip where the name says so."""
-        with self._profile() as told:
+        """Run under torch.profiler and write a Chrome trace to `path`, compressed if its name ends in .gz."""
+        with self._profile() as profiled:
             run()
-        told.export_chrome_trace(str(path))
+        profiled.export_chrome_trace(str(path))
 
     def _profile(self) -> Any:
         both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
@@ -200,12 +199,12 @@ class Gpu:
 
 
 class Simulated(Gpu):
-    """`zero.testing.simulated_gpu`: every decision is a GPU's, and memory and kernels are the CPU's."""
+    """`zero.testing.simulated_gpu`: the library decides as on a GPU; memory and kernels are the CPU's."""
 
     simulated = True
 
     def __init__(self) -> None:
-        self.device, self.name = torch.device("cpu"), "none: a simulated one"
+        self.device, self.name = torch.device("cpu"), "none: a simulated GPU"
 
     def facts(self) -> dict[str, Any]:
         return {"GPU": self.name, "CPU": platform.processor() or platform.machine()}
@@ -221,7 +220,7 @@ class Simulated(Gpu):
             return World.from_env(device="cpu")
 
     def room(self, host_bytes: int | None, folder: Path) -> Any:
-        """Little, so that the models of a dry run lie on all tiers."""
+        """Little, so that the models of a dry run use all tiers."""
         from zero.core.placement import Room
 
         return Room(600_000, 1_000_000, _free_disk_bytes(folder))
@@ -233,25 +232,25 @@ class Simulated(Gpu):
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def lock_s(self, nbytes: int) -> float:
-        """Fresh memory is touched, which is most of it on a GPU too."""
+        """Touches fresh memory, which is most of the time on a GPU, too."""
         begin_s = time.perf_counter()
         torch.zeros(nbytes, dtype=torch.uint8)
         return time.perf_counter() - begin_s
 
-    def forget(self) -> None:
-        """Nothing is kept."""
+    def free_cached(self) -> None:
+        """Does nothing: no memory is cached."""
 
-    def fill_gaps(self) -> None:
-        """The host's allocator does what it does."""
+    def use_expandable_segments(self) -> None:
+        """Does nothing: the host's allocator has no such setting."""
 
     def begin_peak(self) -> None:
-        """Nothing is counted."""
+        """Does nothing: memory is not counted."""
 
     def peak_bytes(self) -> int | None:
         return None
 
     def finish(self) -> None:
-        """Everything is in program order."""
+        """Does nothing: everything has run in program order."""
 
     def moment(self) -> Any:
         return time.perf_counter()
@@ -264,7 +263,7 @@ class Simulated(Gpu):
         yield
 
     def launches(self, run: Run) -> dict[str, int | None]:
-        """Operators that would launch something."""
+        """Operators that would launch a kernel."""
         from zero.testing.simulated_gpu import count_launches
 
         return {"launches": sum(count_launches(run).values()), "copies": None, "waits": None}
@@ -283,30 +282,30 @@ class Simulated(Gpu):
         )
 
 
-def _told_by_the_driver() -> dict[str, str]:
-    """What nvidia-smi says of the first GPU; nothing where there is none."""
-    asked = {
+def _driver_facts() -> dict[str, str]:
+    """Properties of the first GPU according to nvidia-smi; empty if that fails."""
+    fields = {
         "driver": "driver_version",
         "PCIe": "pcie.link.gen.max,pcie.link.width.max",
         "power limit": "power.limit",
         "clock": "clocks.max.sm",
     }
-    query = ",".join(asked.values())
+    query = ",".join(fields.values())
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "-i", "0"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    values = dict(zip(query.split(","), (one.strip() for one in told.strip().split(",")), strict=False))
+    values = dict(zip(query.split(","), (one.strip() for one in output.strip().split(",")), strict=False))
     names = {"pcie.link.gen.max": "generation {}", "pcie.link.width.max": "x{}"}
     return {
         what: ", ".join(names.get(key, "{}").format(values.get(key, "?")) for key in keys.split(","))
-        for what, keys in asked.items()
+        for what, keys in fields.items()
     }
 
 
 def _hazard_text(error: Any) -> str:
-    """One finding of the sanitizer: both accesses, each with the line of this library that made it."""
+    """One race that the sanitizer found: both accesses, each with the line of this library that launched it."""
     return f"{_access_text(error.current_access)}, and no wait after {_access_text(error.previous_access)}"
 
 
@@ -318,5 +317,5 @@ def _access_text(access: Any) -> str:
 
 
 def _free_disk_bytes(folder: Path) -> int:
-    told = os.statvfs(folder)
-    return told.f_bavail * told.f_frsize
+    space = os.statvfs(folder)
+    return space.f_bavail * space.f_frsize

@@ -1,4 +1,4 @@
-"""Part 4: the largest models that fit with `offload=auto`; what the plan foretells, and then what happens."""
+"""Part 4: the largest models that fit with `offload=auto`: the forecast of the plan, then real steps."""
 
 import time
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 import zero
-from gpu_parts.doors import Gpu
-from gpu_parts.run import Budget, Row, Tell, error_text
+from gpu_parts.devices import Gpu
+from gpu_parts.run import Budget, Emit, Row, error_text
 from gpu_parts.sizes import Model, Sizes
 from gpu_parts.training import Running, Values, activation_bytes, optimizer, tokens
 from zero.trainer.config import read
@@ -17,25 +17,25 @@ from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.rates import measured
 
 
-def tell_largest(
-    model: Model, host_bytes: int | None, gpu: Gpu, sizes: Sizes, disk: Path, tell: Tell, budget: Budget
+def train_largest(
+    model: Model, host_bytes: int | None, gpu: Gpu, sizes: Sizes, disk: Path, emit: Emit, budget: Budget
 ) -> None:
-    """One model: its forecast, then a row for each step."""
-    gpu.fill_gaps()
+    """For one model, emit its forecast and then a row for each step."""
+    gpu.use_expandable_segments()
     config, rows = GPTConfig(**model.config), model.rows[0]
     known: Row = {"model": model.name, "parameters": config.parameters_numel, "tokens": rows * config.seq}
     remat = model.activations == "remat"
     counted, *flops = activation_bytes(config, rows, torch.bfloat16, remat=remat)
     try:
         plan = _plan(model, config, host_bytes, gpu, sizes, disk, counted)
-    except zero.ZeroError as refused:  # it does not fit: the words say why
-        tell({"kind": "forecast", **known, "error": error_text(refused)})
+    except zero.ZeroError as refused:  # it does not fit: the message says why
+        emit({"kind": "forecast", **known, "error": error_text(refused)})
         return
     print(plan, flush=True)
-    tell({"kind": "forecast", **known, **_forecast(plan, gpu, disk, (flops[0], flops[1]))})
+    emit({"kind": "forecast", **known, **_forecast(plan, gpu, disk, (flops[0], flops[1]))})
     begin_s = time.monotonic()
     run = Running(plan, Values())
-    tell({"kind": "built", **known, "seconds": round(time.monotonic() - begin_s, 1)})
+    emit({"kind": "built", **known, "seconds": round(time.monotonic() - begin_s, 1)})
     gpu.begin_peak()
     for number in range(sizes.largest_steps):
         batch, begin_s = tokens(config, rows, gpu, number), time.monotonic()
@@ -44,10 +44,10 @@ def tell_largest(
         row: Row = {"kind": "largest", **known, "step": number + 1, "step_s": time.monotonic() - begin_s}
         row |= {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "peak_bytes": gpu.peak_bytes()}
         row |= {"flops": config.flops_per_token * known["tokens"], "peak_flops": gpu.peak_flops("bf16")}
-        tell(row)
+        emit(row)
     begin_s = time.monotonic()
-    run.settle()  # what the last step decided is written behind it
-    tell({"kind": "settled", **known, "seconds": round(time.monotonic() - begin_s, 1)})
+    run.drain()  # the deferred updates of the last step are still being written
+    emit({"kind": "settled", **known, "seconds": round(time.monotonic() - begin_s, 1)})
     run.close()
 
 
@@ -69,7 +69,7 @@ def _plan(
 
 
 def _forecast(plan: zero.Plan, gpu: Gpu, disk: Path, flops: tuple[float, float]) -> Row:
-    """What sleeps where, and how long a step will take by rates that are measured here in some seconds."""
+    """Bytes on each tier, and the forecast of a step's time, from rates that are measured here in a few seconds."""
     bytes_of = {tier: sum(kinds.values()) for tier, kinds in plan.bytes.items()}
     config = read({"precision": {"compute": "bf16"}, "offload": {"path": str(disk)}})
     room = gpu.room(None, disk)

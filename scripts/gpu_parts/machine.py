@@ -1,4 +1,4 @@
-"""Part 1: what is there, and how fast it copies, multiplies and writes. Needs torch alone."""
+"""Part 1: the machine, and how fast it copies, multiplies and writes. Needs only torch."""
 
 import os
 import platform
@@ -9,20 +9,20 @@ from pathlib import Path
 
 import torch
 
-from gpu_parts.doors import Gpu
-from gpu_parts.run import Budget, Row, Tell, error_text
+from gpu_parts.devices import Gpu
+from gpu_parts.run import Budget, Emit, Row, error_text
 from gpu_parts.sizes import Sizes
 
 GiB = 2**30
 TURNS = 4
-"""Of what is timed, after one that is not; the best counts, because the others waited for something."""
+"""How often each rate is measured, after one turn to warm up. The best counts: the others waited for something."""
 
 
-def tell_what_is_there(gpu: Gpu, sizes: Sizes, disk: Path, tell: Tell, budget: Budget) -> None:
-    """Facts first, then rates, one after the other, so that one that cannot be had costs itself."""
+def measure_machine(gpu: Gpu, sizes: Sizes, disk: Path, emit: Emit, budget: Budget) -> None:
+    """Emit facts, then rates one by one, so that an error in one does not affect the others."""
     facts = gpu.facts() | _facts_of_the_host(disk)
     for what, value in facts.items():
-        tell({"kind": "fact", "what": what, "value": value})
+        emit({"kind": "fact", "what": what, "value": value})
     for what, unit, rate in (
         ("host to GPU, pinned", "GB/s", lambda: _copy_gbps(gpu, sizes, "in", pinned=True)),
         ("GPU to host, pinned", "GB/s", lambda: _copy_gbps(gpu, sizes, "out", pinned=True)),
@@ -35,7 +35,7 @@ def tell_what_is_there(gpu: Gpu, sizes: Sizes, disk: Path, tell: Tell, budget: B
         ("writing a file, to the disk", "GB/s", lambda: _disk_gbps(disk, sizes)[0]),
         ("reading it again, not from memory", "GB/s", lambda: _disk_gbps(disk, sizes)[1]),
     ):
-        tell({"kind": "rate", "what": what, "unit": unit, **_rated(rate)})
+        emit({"kind": "rate", "what": what, "unit": unit, **_rated(rate)})
 
 
 def _rated(rate: Callable[[], float]) -> Row:
@@ -63,14 +63,14 @@ def _text(path: str) -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """The type of the file system that holds `folder`: of a tmpfs the disk would be memory."""
+    """The type of the file system of `folder`. On a tmpfs, the disk would be memory."""
     found = [(line.split()[1], line.split()[2]) for line in _text("/proc/mounts").splitlines()]
     around = {str(folder.resolve()), *map(str, folder.resolve().parents)}
     return max((one for one in found if one[0] in around), key=lambda one: len(one[0]), default=("", "unknown"))[1]
 
 
 def _best_s(gpu: Gpu, run: Callable[[], object]) -> float:
-    """Seconds of the quickest turn."""
+    """Seconds of the fastest of several turns."""
     times = []
     for _ in range(1 + TURNS):
         begin = gpu.moment()
@@ -81,15 +81,15 @@ def _best_s(gpu: Gpu, run: Callable[[], object]) -> float:
 
 def _copy_gbps(gpu: Gpu, sizes: Sizes, way: str, *, pinned: bool) -> float:
     host = gpu.host_buffer(sizes.copy_bytes, pinned=pinned)
-    there = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=gpu.device)
+    on_device = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=gpu.device)
     if way != "both":
-        into, source = (there, host) if way == "in" else (host, there)
+        into, source = (on_device, host) if way == "in" else (host, on_device)
         return sizes.copy_bytes / _best_s(gpu, lambda: into.copy_(source, non_blocking=pinned)) / 1e9
-    other, also = gpu.host_buffer(sizes.copy_bytes, pinned=True), torch.zeros_like(there)
+    other, also = gpu.host_buffer(sizes.copy_bytes, pinned=True), torch.zeros_like(on_device)
 
     def both() -> None:
         with gpu.aside():
-            there.copy_(host, non_blocking=True)
+            on_device.copy_(host, non_blocking=True)
         other.copy_(also, non_blocking=True)
         gpu.finish()
 
@@ -103,13 +103,13 @@ def _device_copy_gbps(gpu: Gpu, sizes: Sizes) -> float:
 
 
 def _product_tflops(gpu: Gpu, sizes: Sizes) -> float:
-    """Of random numbers: zeros are multiplied faster."""
+    """Multiplies random numbers: zeros would be faster."""
     left, right = torch.randn(2, sizes.product, sizes.product, device=gpu.device).bfloat16().unbind()
     return 2 * sizes.product**3 / _best_s(gpu, lambda: left @ right) / 1e12
 
 
 def _disk_gbps(folder: Path, sizes: Sizes) -> tuple[float, float]:
-    """(written and flushed, read after the system was told to forget it)."""
+    """(writing with fsync, reading after the file was dropped from the page cache), in GB/s."""
     block = memoryview(os.urandom(min(sizes.disk_bytes, 2**24)))
     path = folder / f".disk-{os.getpid()}"
     try:

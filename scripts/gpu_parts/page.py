@@ -1,6 +1,6 @@
-"""`gpu.json` as Markdown: the same words for a run that is under way, a dry one, and the page of the documentation.
+"""`gpu.json` as Markdown: of a run that is under way, of a dry run, and for the documentation.
 
-No torch here, and nothing is required of the JSON: what a run did not come to is not shown.
+Does not import torch. Every part of the JSON may be missing; what is missing is not shown.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,55 +12,57 @@ GB = 2**30
 NONE = "–"
 
 NONE_YET = "No GPU has been seen yet: this section is what `scripts/gpu --page gpu.json` prints when one has been."
-"""The section's only line until there is a `docs/gpu.json`."""
+"""The only line of the section until there is a `docs/gpu.json`."""
 
 HEADING = "## On a GPU"
 
 BEGINNING = """\
-`{command}`, {date}{commit}, {device}. One rank. A part that was cut or failed says so at the end; what it had told by
-then is here.
+`{command}`, {date}{commit}, {device}. One rank. The last table lists tasks that failed or reached their time
+limit; their results until then are included.
 """
 
 SPEED = """\
-bf16, all on the same rows and first values. One system is alive at a time and they take turns in one process, every
-other round in the opposite order. A step is the time between events on the stream that computes, median (lowest to
-highest). MFU is without recomputation, of the maker's dense peak. The peak is of tensors on the GPU during these steps;
-the plan counts a step of this size.
+bf16, the same rows and initial values for all. The systems run one after the other in one process, in every second
+round in the opposite order. A step is the time between two events on the compute stream: median (lowest to highest).
+MFU does not count recomputation, and refers to the dense peak that the maker states. "peak" is the most memory of
+tensors on the GPU in these steps; "plan" is the plan's count for a step of this size.
 """
 
-LOOKED_INTO = """\
-What is in a step is looked at in steps of their own, of the first size. Launches, copies (and fills) and waits are
-calls of CUDA's runtime in all threads; syncs are operators of torch that made the host wait, as its sync debug mode
-counts them. Hidden: of the time that a row of the timeline was busy, the part in which nothing stood still for it.
+INSPECTED = """\
+The content of a step is measured in separate steps of the first size. Launches, copies (and fills) and waits are calls
+of CUDA's runtime in all threads. Syncs are torch operators that made the host wait, counted by torch's sync debug mode.
+Hidden: the part of a timeline row's busy time during which nothing waited for it.
 """
 
 
-def page(told: Row) -> str:
-    """Everything as a section of the documentation."""
+def page(results: Row) -> str:
+    """All results as a section of the documentation."""
     parts = [
         HEADING,
-        _beginning(told),
-        *(make(told) for make in (_there, _laws, _speed, _largest, _traces)),
-        _ends(told),
+        _beginning(results),
+        *(make(results) for make in (_machine, _laws, _speed, _largest, _traces)),
+        _ends(results),
     ]
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
 
 
-def _beginning(told: Row) -> str:
+def _beginning(results: Row) -> str:
     known = {"command": "scripts/gpu", "date": "", "device": "not known yet"}
-    found = {row["what"]: row["value"] for row in _rows(told, "fact")}
-    known |= {key: told[key] for key in known if told.get(key)} | ({"device": found["GPU"]} if "GPU" in found else {})
-    known["commit"] = f", commit {told['commit']}" if told.get("commit") else ""
-    simulated = "Nothing of this ran on a GPU: it is a dry run.\n\n" if told.get("simulated") else ""
+    found = {row["what"]: row["value"] for row in _rows(results, "fact")}
+    known |= {key: results[key] for key in known if results.get(key)} | (
+        {"device": found["GPU"]} if "GPU" in found else {}
+    )
+    known["commit"] = f", commit {results['commit']}" if results.get("commit") else ""
+    simulated = "Nothing of this ran on a GPU: it is a dry run.\n\n" if results.get("simulated") else ""
     return simulated + BEGINNING.format(**known)
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-def _there(told: Row) -> str:
-    rates = [(row["what"], _rate(row)) for row in _rows(told, "rate")]
-    facts = [(row["what"], str(row["value"])) for row in _rows(told, "fact")]
+def _machine(results: Row) -> str:
+    rates = [(row["what"], _rate(row)) for row in _rows(results, "rate")]
+    facts = [(row["what"], str(row["value"])) for row in _rows(results, "fact")]
     return _titled("The machine", _table(("", ""), [*facts, *rates]))
 
 
@@ -68,17 +70,17 @@ def _rate(row: Row) -> str:
     return row["error"] if "error" in row else f"{row['rate']:,.1f} {row['unit']}"
 
 
-def _laws(told: Row) -> str:
-    digests = _rows(told, "digest")
+def _laws(results: Row) -> str:
+    digests = _rows(results, "digest")
     groups = list(dict.fromkeys((row["precision"], row["family"]) for row in digests))
     lines = [_group(*group, [row for row in digests if (row["precision"], row["family"]) == group]) for group in groups]
-    equal = _table(("precision", "", "ways to train", "of the same bits", "others"), lines)
+    equal = _table(("precision", "", "settings", "with the same bits", "others"), lines)
     bounds = _table(
         ("precision", "steps", "loss, relative", "norm, relative", "bound", ""),
-        [_bound(row) for row in _rows(told, "bound")],
+        [_bound(row) for row in _rows(results, "bound")],
     )
-    hazards = _table(("", "found by torch's sanitizer"), [_hazards(row) for row in _rows(told, "hazards")])
-    notes = [row["text"] for row in _rows(told, "note")]
+    hazards = _table(("", "found by torch's sanitizer"), [_hazards(row) for row in _rows(results, "hazards")])
+    notes = [row["text"] for row in _rows(results, "note")]
     return _titled(
         "The laws", equal, *notes, bounds and f"Against plain torch, largest difference:\n\n{bounds}", hazards
     )
@@ -99,18 +101,18 @@ def _bound(row: Row) -> Sequence[str]:
 
 def _hazards(row: Row) -> Sequence[str]:
     if "error" in row:
-        return row["case"], f"it did not run: {row['error']}"
+        return row["case"], f"failed: {row['error']}"
     found = NONE if row["found"] is None else "nothing" if not row["found"] else "<br>".join(row["texts"])
     return row["case"], found
 
 
-def _speed(told: Row) -> str:
-    models = [_speed_of(told, model) for model in _rows(told, "model")]
-    return _titled("Speed", SPEED, LOOKED_INTO, *models) if models else ""
+def _speed(results: Row) -> str:
+    models = [_speed_of(results, model) for model in _rows(results, "model")]
+    return _titled("Speed", SPEED, INSPECTED, *models) if models else ""
 
 
-def _speed_of(told: Row, model: Row) -> str:
-    rows = [row for row in _rows(told, "speed") if row["model"] == model["model"]]
+def _speed_of(results: Row, model: Row) -> str:
+    rows = [row for row in _rows(results, "speed") if row["model"] == model["model"]]
     turns = 1 + max((row["round"] for row in rows), default=0)
     kept = "kept" if model["activations"] == "keep" else "computed again in backward"
     head = f"**{model['model']}**, {model['parameters'] / 1e6:,.0f} million parameters, rows of {model['seq']} tokens, "
@@ -118,7 +120,7 @@ def _speed_of(told: Row, model: Row) -> str:
     tables = [_speed_table([row for row in rows if row.get("tokens") == size], size) for size in sizes]
     failed = dict.fromkeys(f"{row['system']}: {row['error']}" for row in rows if "error" in row)
     head += f"activations {kept}; {turns} round{'s' * (turns > 1)}."
-    return "\n\n".join([head, *tables, *failed, _step_table(told, model)]).strip()
+    return "\n\n".join([head, *tables, *failed, _step_table(results, model)]).strip()
 
 
 def _speed_table(rows: Sequence[Row], size: int) -> str:
@@ -148,8 +150,8 @@ def _speed_table(rows: Sequence[Row], size: int) -> str:
     return _table(header, lines)
 
 
-def _step_table(told: Row, model: Row) -> str:
-    rows = [row for row in _rows(told, "step") if row["model"] == model["model"]]
+def _step_table(results: Row, model: Row) -> str:
+    rows = [row for row in _rows(results, "step") if row["model"] == model["model"]]
     header = ("in a step", "launches", "copies", "waits", "syncs", "hidden", "exposed, ms")
     counts = ("launches", "copies", "waits", "syncs")
     lines = [
@@ -158,7 +160,7 @@ def _step_table(told: Row, model: Row) -> str:
     return _table(header, lines)
 
 
-def _largest(told: Row) -> str:
+def _largest(results: Row) -> str:
     header = (
         "model",
         "parameters",
@@ -170,20 +172,20 @@ def _largest(told: Row) -> str:
         "peak, GiB",
         "loss",
     )
-    lines = [_largest_line(row, told) for row in _rows(told, "forecast")]
-    rates = list(dict.fromkeys(row["rates"] for row in _rows(told, "forecast") if "rates" in row))
+    lines = [_largest_line(row, results) for row in _rows(results, "forecast")]
+    rates = list(dict.fromkeys(row["rates"] for row in _rows(results, "forecast") if "rates" in row))
     intro = f"`offload=auto`, bf16, activations computed again in backward. Rates: {'; '.join(rates)}."
     return _titled("The largest", lines and intro, _table(header, lines))
 
 
-def _largest_line(row: Row, told: Row) -> Sequence[str]:
+def _largest_line(row: Row, results: Row) -> Sequence[str]:
     known = row["model"], f"{row['parameters'] / 1e9:.2f} billion"
     if "error" in row:
         return *known, row["error"], *[NONE] * 6
     places = ", ".join(_gib(row["bytes"].get(tier, 0)) for tier in ("device", "host", "nvme"))
-    made = [one for one in _rows(told, "largest") if one["model"] == row["model"]]
+    made = [one for one in _rows(results, "largest") if one["model"] == row["model"]]
     if not made:
-        return *known, places, f"{row['step_s']:.2f}", *["no step was made", NONE, NONE, NONE, NONE]
+        return *known, places, f"{row['step_s']:.2f}", *["no step was completed", NONE, NONE, NONE, NONE]
     steps = ", ".join(f"{one['step_s']:.2f}" for one in made)
     best = min(one["step_s"] for one in made)
     peak = max((one["peak_bytes"] or 0 for one in made), default=0)
@@ -192,8 +194,8 @@ def _largest_line(row: Row, told: Row) -> Sequence[str]:
     return *known, places, f"{row['step_s']:.2f}", steps, speed, _mfu(made[0], best), _gib(peak or None), losses
 
 
-def _traces(told: Row) -> str:
-    rows = _rows(told, "exposed")
+def _traces(results: Row) -> str:
+    rows = _rows(results, "exposed")
     lines = [(row["preset"], row["error"], "", "", "") if "error" in row else _trace_line(row) for row in rows]
     return _titled("One step", _table(("offload", "step, ms", "hidden", "exposed, ms", "files"), lines))
 
@@ -202,20 +204,21 @@ def _trace_line(row: Row) -> Sequence[str]:
     return row["preset"], f"{1e3 * row['recorded_s']:.1f}", *_shares(row["shares"]), ", ".join(row["files"])
 
 
-def _ends(told: Row) -> str:
-    """What did not come to its end, or all tasks where that is every one."""
+def _ends(results: Row) -> str:
+    """The status of every task."""
     header = ("part", "task", "", "s")
     lines = [
-        (str(one["part"]), one["name"], one["status"], str(one.get("seconds", NONE))) for one in told.get("tasks", [])
+        (str(one["part"]), one["name"], one["status"], str(one.get("seconds", NONE)))
+        for one in results.get("tasks", [])
     ]
     return _titled("How the parts ended", _table(header, lines))
 
 
-# -- words -------------------------------------------------------------------------------------------------------------
+# -- text --------------------------------------------------------------------------------------------------------------
 
 
 def row_text(row: Row) -> str:
-    """A row in a line, for somebody who looks on."""
+    """A row as one line of text, for the terminal."""
     return "  " + "  ".join(f"{key} {_short(value)}" for key, value in row.items() if key not in ("kind", "flops"))
 
 
@@ -229,17 +232,17 @@ def _short(value: Any) -> str:
     return NONE if value is None else str(value)
 
 
-def _rows(told: Row, kind: str) -> list[Row]:
-    return [row for task in told.get("tasks", []) for row in task.get("rows", []) if row.get("kind") == kind]
+def _rows(results: Row, kind: str) -> list[Row]:
+    return [row for task in results.get("tasks", []) for row in task.get("rows", []) if row.get("kind") == kind]
 
 
 def _titled(title: str, *texts: Any) -> str:
-    there = [text.strip() for text in texts if text and text.strip()]
-    return "\n\n".join([f"### {title}", *there]) if there else ""
+    found = [text.strip() for text in texts if text and text.strip()]
+    return "\n\n".join([f"### {title}", *found]) if found else ""
 
 
 def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Nothing without a line."""
+    """A Markdown table; an empty text if there are no lines."""
     drawn = ["| " + " | ".join(one.replace("|", "/") for one in line) + " |" for line in lines]
     head = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join([*head, *drawn]) if drawn else ""
@@ -263,8 +266,8 @@ def _count(number: int | None) -> str:
 
 
 def _shares(shares: dict[str, Sequence[float]]) -> tuple[str, str]:
-    """(hidden fractions, exposed milliseconds) of the rows that were busy; compute hides nothing."""
+    """(hidden fractions, exposed milliseconds) of the busy rows of a timeline, except compute."""
     busy = {row: pair for row, pair in shares.items() if row != "compute"}
     hidden = [f"{row} {1 - exposed / whole:.0%}" for row, (whole, exposed) in busy.items()]
-    stood = [f"{row} {1e3 * exposed:.1f}" for row, (_, exposed) in busy.items()]
-    return ", ".join(hidden) or NONE, ", ".join(stood) or NONE
+    exposed_ms = [f"{row} {1e3 * exposed:.1f}" for row, (_, exposed) in busy.items()]
+    return ", ".join(hidden) or NONE, ", ".join(exposed_ms) or NONE

@@ -1,9 +1,9 @@
-"""Runs tasks one after the other, each in a process of its own that is killed at its limit, and keeps what they tell.
+"""Runs tasks one after the other, each in its own process with a time limit, and records the rows that they emit.
 
-A task tells rows, and every row is in `gpu.json` before the next one comes: whatever ends a task, or all of this, costs
-what was not told yet. Processes are forked where that can be, so that torch is imported once: a process that was forked
-can use a GPU only if nothing asked for one before, and nothing here does. No torch in this file: what a crash of it
-leaves must still be written.
+Every row is in `gpu.json` before the next one is made, so an early end loses only results that were not emitted yet.
+Processes are forked where possible, so that torch is imported once. A forked process can use the GPU only if CUDA was
+not initialized before the fork; nothing here does that. This file does not import torch, so that results are written
+even if torch crashes.
 """
 
 import contextlib
@@ -22,22 +22,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Row = dict[str, Any]
-Tell = Callable[[Row], None]
+Emit = Callable[[Row], None]
 
 LEAST_S = 3.0
-"""A task that would get less is not begun."""
+"""A task that would get less time than this is skipped."""
 
 STACKS_S = 1.0
-"""Before its limit a task writes its stacks to the log: what it hung in is seldom seen again."""
+"""So long before its limit, a task writes the stacks of its threads to the log, which shows where it hangs."""
 
-LAST_WORDS_S = 10.0
-"""How long a killed process may take to end. One that the driver holds is left behind."""
+END_S = 10.0
+"""Seconds to wait for a killed process to end. One that hangs in the driver is left behind."""
 
 DONE, RUNNING, WAITING = "done", "running", "not begun"
 
 
 class Budget:
-    """How much of its time a task has left."""
+    """The remaining time of a task, or of everything."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s, self._end_s = limit_s, time.monotonic() + limit_s
@@ -48,54 +48,54 @@ class Budget:
 
 
 class Task(NamedTuple):
-    """One process.
+    """What one process does.
 
     Attributes:
-        seconds: of a run of the usual length; of another one its share of what is left is the same.
-        needs: packages without which it cannot run.
+        seconds: its time limit in a run of the usual length. In another run, its limit is the same share of the time.
+        needs: packages that it imports.
     """
 
     part: int
     name: str
     seconds: float
-    run: Callable[[Tell, Budget], None]
+    run: Callable[[Emit, Budget], None]
     needs: tuple[str, ...] = ()
 
 
 class Ledger:
-    """What is known so far, in `gpu.json`, and as a page in `gpu.md`.
+    """All results so far, in `gpu.json`, and as a page in `gpu.md`.
 
     Args:
-        about: what holds for the whole run.
-        page: the JSON as Markdown.
+        about: facts about the whole run.
+        page: turns the results into Markdown.
     """
 
     def __init__(self, folder: Path, about: Row, tasks: Sequence[Task], page: Callable[[Row], str]) -> None:
         self._folder, self._page = folder, page
-        self.told: Row = {**about, "tasks": [{"part": t.part, "name": t.name, "status": WAITING} for t in tasks]}
+        self.results: Row = {**about, "tasks": [{"part": t.part, "name": t.name, "status": WAITING} for t in tasks]}
         folder.mkdir(parents=True, exist_ok=True)
         self.write()
 
     def begin(self, number: int, limit_s: float) -> Row:
-        entry: Row = self.told["tasks"][number]
+        entry: Row = self.results["tasks"][number]
         entry.update(status=RUNNING, limit_s=round(limit_s, 1), rows=[])
         self.write()
         return entry
 
     def add(self, number: int, row: Row) -> None:
-        self.told["tasks"][number]["rows"].append(row)
-        self._publish("gpu.json", json.dumps(self.told, indent=1))
+        self.results["tasks"][number]["rows"].append(row)
+        self._publish("gpu.json", json.dumps(self.results, indent=1))
 
     def end(self, number: int, status: str, seconds: float = 0.0) -> None:
-        self.told["tasks"][number].update(status=status, seconds=round(seconds, 1))
+        self.results["tasks"][number].update(status=status, seconds=round(seconds, 1))
         self.write()
 
     def write(self) -> None:
-        self._publish("gpu.json", json.dumps(self.told, indent=1))
-        self._publish("gpu.md", self._page(self.told))
+        self._publish("gpu.json", json.dumps(self.results, indent=1))
+        self._publish("gpu.md", self._page(self.results))
 
     def _publish(self, name: str, text: str) -> None:
-        """By rename: whoever reads it, or stops here, has the last one whole."""
+        """Replace the file by a rename, so that it is complete at any time."""
         beside = self._folder / f".{name}"
         beside.write_text(text)
         beside.replace(self._folder / name)
@@ -108,91 +108,92 @@ def run_all(
     *,
     log: Path,
     missing: Sequence[str] = (),
-    say: Tell = print,
+    show: Emit = print,
     start: str = "fork",
 ) -> None:
-    """Every task in order. Each gets its share of the time that is left: what one leaves goes to all after it.
+    """Run every task in order. Each gets its share of the remaining time; what it does not use goes to later tasks.
 
     Args:
-        log: file of what the tasks print.
-        missing: packages that this Python has not.
+        log: file for the output of the tasks.
+        missing: packages that are not installed.
+        show: called with each row.
         start: how processes start, "fork" or "spawn".
     """
     for number, task in enumerate(tasks):
         weight = task.seconds / sum(later.seconds for later in tasks[number:])
         limit_s, lacking = budget.left_s * weight, [name for name in task.needs if name in missing]
         if lacking:
-            ledger.end(number, f"left out: this Python has no {', '.join(lacking)}")
+            ledger.end(number, f"skipped: this Python has no {', '.join(lacking)}")
         elif limit_s < LEAST_S:
-            ledger.end(number, "left out: no time was left")
+            ledger.end(number, "skipped: no time was left")
         else:
             print(f"part {task.part}, {task.name}, for at most {limit_s:.0f} s", flush=True)
-            _run(number, task, ledger, limit_s, log, say, start)
-        entry = ledger.told["tasks"][number]
+            _run(number, task, ledger, limit_s, log, show, start)
+        entry = ledger.results["tasks"][number]
         print(f"part {task.part}, {task.name}: {entry['status']} ({entry.get('seconds', 0):.0f} s)", flush=True)
 
 
 def works_forked(run: Callable[[], object]) -> bool:
-    """Whether `run` succeeds in a process that is forked off now."""
+    """Whether `run` succeeds in a process that is forked now."""
 
     def attempt() -> None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - it is an answer here, and no error
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - an error here is an answer
         run()
 
     child = multiprocessing.get_context("fork").Process(target=attempt, daemon=True)
     child.start()
-    child.join(timeout=LAST_WORDS_S)
+    child.join(timeout=END_S)
     child.kill()
     return child.exitcode == 0
 
 
-def _run(number: int, task: Task, ledger: Ledger, limit_s: float, log: Path, say: Tell, start: str) -> None:
-    """One task, to its end or its limit."""
+def _run(number: int, task: Task, ledger: Ledger, limit_s: float, log: Path, show: Emit, start: str) -> None:
+    """Run one task until it ends or reaches its limit."""
     ledger.begin(number, limit_s)
     context: Any = multiprocessing.get_context(start)
     begin_s = time.monotonic()
-    ours, theirs = context.Pipe(duplex=False)
-    other_end = ours if start == "fork" else None  # a process that was spawned has only what it was given
-    child = context.Process(target=_child, args=(task, theirs, other_end, log, limit_s))
+    parent_end, child_end = context.Pipe(duplex=False)
+    other_end = parent_end if start == "fork" else None  # a spawned process does not inherit it
+    child = context.Process(target=_child, args=(task, child_end, other_end, log, limit_s))
     sys.stdout.flush()
     child.start()
-    theirs.close()
-    status = "stopped with everything"
+    child_end.close()
+    status = "stopped with the whole program"
 
-    def told(row: Row) -> None:
+    def receive(row: Row) -> None:
         ledger.add(number, row)
-        say(row)
+        show(row)
 
     try:
-        status = _listen(ours, begin_s + limit_s, told)
+        status = _listen(parent_end, begin_s + limit_s, receive)
     finally:
         _kill(child.pid, child)
-        ours.close()
-        ended = status if status != DONE else _how_it_ended(child.exitcode, ledger.told["tasks"][number]["rows"])
+        parent_end.close()
+        ended = status if status != DONE else _status_of(child.exitcode, ledger.results["tasks"][number]["rows"])
         ledger.end(number, ended, time.monotonic() - begin_s)
 
 
-def _listen(pipe: Connection, end_s: float, told: Tell) -> str:
-    """Take rows until the other end is closed or time is up."""
+def _listen(pipe: Connection, end_s: float, receive: Emit) -> str:
+    """Receive rows until the other end is closed or the time is over."""
     begin_s = time.monotonic()
     while pipe.poll(max(0.0, end_s - time.monotonic())):
         try:
-            told(json.loads(pipe.recv_bytes()))
+            receive(json.loads(pipe.recv_bytes()))
         except (EOFError, OSError):
             return DONE
     return f"cut after {time.monotonic() - begin_s:.0f} s, its limit"
 
 
 def _kill(pid: int | None, child: Any) -> None:
-    """The process and all that it started. One that has told everything has nothing left to do but end."""
+    """End the process and all that it started. One that has emitted everything gets a moment to end by itself."""
     child.join(timeout=STACKS_S)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid or 0, signal.SIGKILL)
     child.kill()
-    child.join(timeout=LAST_WORDS_S)
+    child.join(timeout=END_S)
 
 
-def _how_it_ended(code: int | None, rows: list[Row]) -> str:
+def _status_of(code: int | None, rows: list[Row]) -> str:
     if code == 0:
         return DONE
     if rows and rows[-1].get("kind") == "failed":
@@ -203,10 +204,10 @@ def _how_it_ended(code: int | None, rows: list[Row]) -> str:
 
 
 def _child(task: Task, pipe: Connection, other_end: Connection | None, log: Path, limit_s: float) -> None:
-    """The task's process, from its start to its end, which takes no notice of what is still open."""
+    """The main function of a task's process. Ends it without cleanup."""
     if other_end is not None:
         other_end.close()
-    os.setsid()  # so that what it starts ends with it
+    os.setsid()  # so that its children can be killed with it
     _die_with_parent()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)
@@ -215,16 +216,16 @@ def _child(task: Task, pipe: Connection, other_end: Connection | None, log: Path
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(0.1, limit_s - STACKS_S))
 
-    def tell(row: Row) -> None:
+    def emit(row: Row) -> None:
         pipe.send_bytes(json.dumps(row).encode())
 
     code = 1
     try:
-        task.run(tell, Budget(limit_s))
+        task.run(emit, Budget(limit_s))
         code = 0
-    except BaseException as error:  # told, whatever it is: the process ends here
+    except BaseException as error:  # any error is a result: the process ends here
         traceback.print_exc()
-        tell({"kind": "failed", "error": error_text(error)})
+        emit({"kind": "failed", "error": error_text(error)})
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -238,7 +239,7 @@ def error_text(error: BaseException) -> str:
 
 
 def _die_with_parent() -> None:
-    """Linux: a parent that is killed takes this process along, and with it what it holds of the GPU."""
-    died_with_parent = 1  # PR_SET_PDEATHSIG
+    """On Linux, let this process end when its parent is killed, and so free the GPU."""
+    signal_on_parents_death = 1  # PR_SET_PDEATHSIG
     with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(died_with_parent, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(signal_on_parents_death, signal.SIGKILL)

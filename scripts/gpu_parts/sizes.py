@@ -1,4 +1,4 @@
-"""How large everything is: for a GPU, and for the dry run, which does the same with next to nothing."""
+"""All sizes: for a GPU, and for a dry run, which does the same with tiny models."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,10 +11,10 @@ class Model:
     """A GPT to be timed.
 
     Attributes:
-        config: of `zero.trainer.models.GPTConfig`.
-        rows: of a step, one number after the other; a row is `config["seq"]` tokens.
-        activations: kept, or computed again in backward, by every system alike.
-        seconds: that its task may take in a run of the usual length.
+        config: arguments of `zero.trainer.models.GPTConfig`.
+        rows: sizes of the steps that are tried, in rows of `config["seq"]` tokens.
+        activations: kept, or recomputed in backward, by every system alike.
+        seconds: time limit of its task in a run of the usual length.
     """
 
     name: str
@@ -26,18 +26,19 @@ class Model:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one run.
+    """All sizes of one run.
 
     Attributes:
-        laws, law_rows, law_steps: the model whose bits are compared, and how long it is trained.
+        laws, law_rows, law_steps: the model whose bits are compared, rows of its steps, number of steps.
         compile: backend of the compiled units.
-        speed: what systems are timed with.
-        warm, timed, rounds: steps before those that are timed, those, and how often all systems take turns at most.
-        largest: what is tried with offload=auto, the surest first.
-        largest_steps: made with each.
-        traced: the model whose step is profiled.
-        page_bytes: of the store; None: as the library has it.
-        copy_bytes, disk_bytes, product: of what is copied, written, and the width of what is multiplied, for rates.
+        speed: models that all systems train.
+        warm, timed, rounds: steps to warm up, timed steps, and the largest number of turns of each system.
+        largest: models that are tried with offload=auto, the most likely to fit first.
+        largest_steps: steps of each of these.
+        traced: the model of which a step is profiled.
+        page_bytes: of the store; None: the library's default.
+        copy_bytes, disk_bytes, product: for rates: bytes copied, bytes written to disk, width of multiplied matrices.
+        law_pages: further page sizes, in bytes, that must not change the bits.
     """
 
     laws: dict[str, Any]

@@ -1,8 +1,7 @@
-"""Part 3: how fast every system trains the same GPT, in one process for each size of it.
+"""Part 3: how fast every system trains the same GPT, in one process for each size of the GPT.
 
-One system is alive at a time: it is built, warmed up, timed and freed, and then comes the next one. When all have had
-their turn they take another in the opposite order, as long as there is time. A step lasts from one event on the stream
-that computes to the next, so that no system is made to wait for its own end.
+One system at a time is built, warmed up, timed and freed. Then all take another turn in the opposite order, as long as
+there is time. A step lasts from one event on the compute stream to the next, so that no system has to wait at its end.
 """
 
 import gc
@@ -18,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from gpu_parts.doors import Gpu
-from gpu_parts.run import Budget, Row, Tell, error_text
+from gpu_parts.devices import Gpu
+from gpu_parts.run import Budget, Emit, Row, error_text
 from gpu_parts.sizes import Model, Sizes
 from gpu_parts.training import (
     CLIP,
-    Away,
+    Offloading,
     Running,
     Values,
     activation_bytes,
@@ -36,18 +35,18 @@ from gpu_parts.training import (
 from zero.trainer.models import GPT, GPTConfig, loss
 
 OURS = {
-    "stage 3": Away("none"),
-    "stage 3, cpu": Away("cpu"),
-    "stage 3, cpu, update on the host": Away("cpu", "host"),
-    "stage 3, nvme": Away("nvme"),
-    "stage 3, auto": Away("auto"),
+    "stage 3": Offloading("none"),
+    "stage 3, cpu": Offloading("cpu"),
+    "stage 3, cpu, update on the host": Offloading("cpu", "host"),
+    "stage 3, nvme": Offloading("nvme"),
+    "stage 3, auto": Offloading("auto"),
 }
 SYSTEMS = ("forward and backward", "FSDP2", *OURS)
-"""In the order of their turns: what others are held against first."""
+"""In the order of their turns; the references first."""
 
 
 class Job(NamedTuple):
-    """What all systems of one size are told."""
+    """What all systems of one size have in common."""
 
     gpu: Gpu
     sizes: Sizes
@@ -57,53 +56,52 @@ class Job(NamedTuple):
     disk: Path
     host_bytes: int | None
     activations: dict[int, int]
-    """By rows of a step: bytes that forward and backward take by the library's count."""
+    """Rows of a step -> bytes of its activations, as the library counts them."""
 
 
 class System(NamedTuple):
-    """One that is alive."""
+    """A system that is ready to train. `run` is None for systems other than this library."""
 
     step: Callable[[Tensor], Any]
     run: Running | None = None
-    """Of ours."""
 
 
-def tell_speed(
-    model: Model, host_bytes: int | None, gpu: Gpu, sizes: Sizes, disk: Path, tell: Tell, budget: Budget
+def measure_speed(
+    model: Model, host_bytes: int | None, gpu: Gpu, sizes: Sizes, disk: Path, emit: Emit, budget: Budget
 ) -> None:
-    """Every system in turn, as often as there is time for all of them."""
+    """Measure every system in turn, as often as there is time for all of them."""
     config, remat = GPTConfig(**model.config), model.activations == "remat"
     counted = {rows: activation_bytes(config, rows, torch.bfloat16, remat=remat)[0] for rows in model.rows}
     job = Job(gpu, sizes, model, config, Values(), disk, host_bytes, counted)
     about = {"model": model.name, "parameters": config.parameters_numel, "activations": model.activations}
-    tell({"kind": "model", **about, "seq": config.seq, "rows": list(model.rows)})
+    emit({"kind": "model", **about, "seq": config.seq, "rows": list(model.rows)})
     for turn in range(sizes.rounds):
         begin_s = time.monotonic()
         for name in SYSTEMS if turn % 2 == 0 else reversed(SYSTEMS):
-            _tell_system(name, turn, job, tell)
-            gc.collect()  # nothing of it is in use any more, and the next one is to find an empty GPU
-            gpu.forget()
+            _measure_system(name, turn, job, emit)
+            gc.collect()  # so that the next system finds an empty GPU
+            gpu.free_cached()
         if budget.left_s < 1.1 * (time.monotonic() - begin_s):
             return
 
 
-def _tell_system(name: str, turn: int, job: Job, tell: Tell) -> None:
-    """A row for each size of the step, and in the first round one of what is in a step. An error is a row too."""
+def _measure_system(name: str, turn: int, job: Job, emit: Emit) -> None:
+    """Emit a row for each size of the step, and in the first round the content of a step. Errors are rows, too."""
     known: Row = {"model": job.model.name, "system": name, "round": turn}
     begin_s = time.monotonic()
     try:
-        with _alive(name, job) as system:
+        with _built(name, job) as system:
             built_s = time.monotonic() - begin_s
             for number, rows in enumerate(job.model.rows):
-                tell({"kind": "speed", **known, "built_s": round(built_s, 1), **_timed(system, rows, job)})
+                emit({"kind": "speed", **known, "built_s": round(built_s, 1), **_timed(system, rows, job)})
                 if number == 0 and turn == 0:
-                    tell({"kind": "step", **known, **_looked_into(system, rows, job)})
-    except Exception as error:  # one system that cannot run is no reason to leave out the others
-        tell({"kind": "speed", **known, "error": error_text(error)})
+                    emit({"kind": "step", **known, **_inspected(system, rows, job)})
+    except Exception as error:  # the other systems may still run
+        emit({"kind": "speed", **known, "error": error_text(error)})
 
 
 @contextmanager
-def _alive(name: str, job: Job) -> Iterator[System]:
+def _built(name: str, job: Job) -> Iterator[System]:
     with ExitStack() as stack:
         if name in OURS:
             yield _ours(OURS[name], job, stack)
@@ -112,7 +110,7 @@ def _alive(name: str, job: Job) -> Iterator[System]:
 
 
 def _plain(job: Job) -> System:
-    """Forward and backward alone, of a model in bf16."""
+    """Only forward and backward of the bf16 model."""
     model = whole_model(job.config, job.gpu, job.values, torch.bfloat16)
     if job.model.activations == "remat":
         recomputing(model)
@@ -125,7 +123,7 @@ def _plain(job: Job) -> System:
 
 
 def _fsdp2(job: Job) -> System:
-    """fully_shard of each block and of the root, bf16 with gradients in fp32, fused AdamW, clipping."""
+    """fully_shard on each block and the root, bf16 with gradients in fp32, fused AdamW, clipping."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -151,7 +149,7 @@ def _fsdp2(job: Job) -> System:
     return System(step)
 
 
-def _ours(away: Away, job: Job, stack: ExitStack) -> System:
+def _ours(offloading: Offloading, job: Job, stack: ExitStack) -> System:
     with zero.empty():
         model = GPT(job.config)
     plan = zero.Plan(
@@ -160,7 +158,7 @@ def _ours(away: Away, job: Job, stack: ExitStack) -> System:
         world=job.gpu.world(),
         precision="bf16",
         activations=job.model.activations,
-        offload=zero.Offload(away.preset, path=str(job.disk), compute=away.compute, page_bytes=job.sizes.page_bytes),
+        offload=offloading.offload(job.disk, job.sizes.page_bytes),
         room=_room(job),
         activation_bytes=max(job.activations.values()),
     )
@@ -169,17 +167,17 @@ def _ours(away: Away, job: Job, stack: ExitStack) -> System:
 
 
 def _room(job: Job) -> Any:
-    """On a simulated GPU all there is: that one is made small for the part that needs little."""
+    """No limit on a simulated GPU, whose small room is only for the part with the largest models."""
     from zero.core.placement import NO_LIMIT
 
     return NO_LIMIT if job.gpu.simulated else job.gpu.room(job.host_bytes, job.disk)
 
 
-# -- looking at one ----------------------------------------------------------------------------------------------------
+# -- measurements -----------------------------------------------------------------------------------------------------
 
 
 def _timed(system: System, rows: int, job: Job) -> Row:
-    """Times of steps that follow one another, and the peak of memory meanwhile."""
+    """Times of consecutive steps, and the peak of memory during them."""
     gpu, batch = job.gpu, tokens(job.config, rows, job.gpu)
     gpu.begin_peak()
     for _ in range(job.sizes.warm):
@@ -190,11 +188,11 @@ def _timed(system: System, rows: int, job: Job) -> Row:
         system.step(batch)
         moments.append(gpu.moment())
     gpu.finish()
-    told = [gpu.seconds(a, b) for a, b in pairwise(moments)]
+    times = [gpu.seconds(a, b) for a, b in pairwise(moments)]
     return {
         "rows": rows,
         "tokens": rows * job.config.seq,
-        "step_s": told,
+        "step_s": times,
         "peak_bytes": gpu.peak_bytes(),
         "plan_bytes": None if system.run is None else _planned_bytes(system.run.plan, job.activations[rows]),
         "flops": job.config.flops_per_token * rows * job.config.seq,
@@ -203,15 +201,15 @@ def _timed(system: System, rows: int, job: Job) -> Row:
 
 
 def _planned_bytes(plan: zero.Plan, activations: int) -> int:
-    """On the GPU, with a step of this size; the plan counts the largest."""
+    """Bytes on the GPU with a step of this size. The plan itself counts the largest step."""
     return sum(plan.bytes["device"].values()) - plan.activation_bytes + activations
 
 
-def _looked_into(system: System, rows: int, job: Job) -> Row:
-    """What a step launches and waits for, and what of the other work is hidden; each in a step of its own."""
+def _inspected(system: System, rows: int, job: Job) -> Row:
+    """Launches and waits of a step, and how much of the other work is hidden; each measured in a step of its own."""
     gpu, batch = job.gpu, tokens(job.config, rows, job.gpu)
     row: Row = {"rows": rows, "tokens": rows * job.config.seq}
-    one = partial(system.step if system.run is None else system.run.settled_step, batch)
+    one = partial(system.step if system.run is None else system.run.drained_step, batch)
     one()
     row |= gpu.launches(one)
     row["syncs"] = gpu.syncs(lambda: system.step(batch))
@@ -221,7 +219,7 @@ def _looked_into(system: System, rows: int, job: Job) -> Row:
 
 
 def recorded(run: Running, batch: Tensor) -> Row:
-    """One step's time, and of each row of its timeline the seconds that it was busy, and exposed."""
+    """The time of one step, and for each row of its timeline [seconds busy, seconds exposed]."""
     run.step(batch)
     with zero.record(run.state) as timeline:
         run.step(batch)

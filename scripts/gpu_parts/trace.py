@@ -1,4 +1,4 @@
-"""Part 5: one step as a trace, by torch's profiler and by the library's own timeline, and what of it is exposed."""
+"""Part 5: the trace of one step, by torch's profiler and by the library's timeline, and how much work is exposed."""
 
 import gzip
 import shutil
@@ -6,21 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import zero
-from gpu_parts.doors import Gpu
-from gpu_parts.run import Budget, Tell, error_text
+from gpu_parts.devices import Gpu
+from gpu_parts.run import Budget, Emit, error_text
 from gpu_parts.sizes import Sizes
-from gpu_parts.training import Away, Values, running, tokens
+from gpu_parts.training import Offloading, Values, running, tokens
 from zero.trainer.models import GPTConfig
 
 MOST_BYTES = 15 * 2**20
-"""Of a file: larger ones are not worth sending, and are removed."""
+"""Largest size of a file. Larger ones are removed."""
 
 
-def tell_traces(folder: Path, gpu: Gpu, sizes: Sizes, disk: Path, tell: Tell, budget: Budget) -> None:
-    """With pages in host memory, where most can go wrong, and with nothing away."""
+def trace_steps(folder: Path, gpu: Gpu, sizes: Sizes, disk: Path, emit: Emit, budget: Budget) -> None:
+    """Trace a step with everything in host memory, where most can go wrong, and one with nothing offloaded."""
     for preset in ("cpu", "none"):
         try:
-            tell(
+            emit(
                 {
                     "kind": "exposed",
                     "model": sizes.traced.name,
@@ -29,15 +29,21 @@ def tell_traces(folder: Path, gpu: Gpu, sizes: Sizes, disk: Path, tell: Tell, bu
                 }
             )
         except (zero.ZeroError, RuntimeError, OSError) as error:
-            tell({"kind": "exposed", "preset": preset, "error": error_text(error)})
+            emit({"kind": "exposed", "preset": preset, "error": error_text(error)})
 
 
 def _one(preset: str, folder: Path, gpu: Gpu, sizes: Sizes, disk: Path) -> dict[str, Any]:
     config = GPTConfig(**sizes.traced.config)
     batch, files = tokens(config, sizes.traced.rows[0], gpu), []
-    activations = sizes.traced.activations
     with running(
-        config, gpu, sizes, disk, away=Away(preset), values=Values(), precision="bf16", activations=activations
+        config,
+        gpu,
+        sizes,
+        disk,
+        offloading=Offloading(preset),
+        values=Values(),
+        precision="bf16",
+        activations=sizes.traced.activations,
     ) as run:
         for _ in range(2):
             run.step(batch)
@@ -47,9 +53,9 @@ def _one(preset: str, folder: Path, gpu: Gpu, sizes: Sizes, disk: Path) -> dict[
         timeline.write(plain)
         files += [_zipped(plain)]
         traced = folder / f"trace-{preset}.json"
-        run.settle()
+        run.drain()
         with zero.record(run.state, profile=True):
-            gpu.trace(lambda: run.settled_step(batch), traced)
+            gpu.trace(lambda: run.drained_step(batch), traced)
         files += [_zipped(traced)]
     shares = {row: [share.busy_s, share.exposed_s] for row, share in timeline.hidden().items() if share.busy_s}
     return {
@@ -61,7 +67,7 @@ def _one(preset: str, folder: Path, gpu: Gpu, sizes: Sizes, disk: Path) -> dict[
 
 
 def _zipped(path: Path) -> str | None:
-    """The name of the file that takes the place of `path`; None where even that would be too large."""
+    """Replace the file by a compressed one and return its name; None if that is too large, too."""
     small = path.with_name(f"{path.name}.gz")
     with path.open("rb") as source, gzip.open(small, "wb") as into:
         shutil.copyfileobj(source, into)

@@ -1,4 +1,4 @@
-"""What several parts train with: rows, first values, and a run of this library that is closed at its end."""
+"""What several parts train with: rows, initial values, optimizers, and a run of this library."""
 
 import contextlib
 import hashlib
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import zero
-from gpu_parts.doors import Gpu
+from gpu_parts.devices import Gpu
 from gpu_parts.sizes import Sizes
 from zero.engine.unit import split
 from zero.trainer.models import GPT, GPTConfig, loss
@@ -19,17 +19,21 @@ from zero.trainer.planning.tracing import trace
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 
 TILE = 1_000_003
-"""Values that first values repeat; a prime, so that no two rows of a matrix are the same."""
+"""How many random values there are before they repeat; a prime, so that no two rows of a matrix are equal."""
 
 
-class Away(NamedTuple):
-    """Where states sleep, and who updates them."""
+class Offloading(NamedTuple):
+    """An offload preset, and what updates offloaded pages: "device" or "host"."""
 
     preset: str
     compute: str = "device"
 
+    def offload(self, disk: Path, page_bytes: int | None) -> zero.Offload:
+        """Its settings, with pages of this size; None: the library's default."""
+        return zero.Offload(self.preset, path=str(disk), compute=self.compute, page_bytes=page_bytes)
 
-HERE = Away("none")
+
+NO_OFFLOAD = Offloading("none")
 
 
 def tokens(config: GPTConfig, rows: int, gpu: Gpu, step: int = 0) -> Tensor:
@@ -39,7 +43,7 @@ def tokens(config: GPTConfig, rows: int, gpu: Gpu, step: int = 0) -> Tensor:
 
 
 class Values:
-    """First values by name, the same for all systems, as fast as memory is: those of a drawn tile, over and over."""
+    """Initial values from a parameter's name, the same for all systems. Repeats random values, which is fast."""
 
     def __init__(self) -> None:
         self._tile = torch.randn(TILE, generator=torch.Generator().manual_seed(0)) * 0.02
@@ -56,19 +60,19 @@ class Values:
 
 
 def optimizer(clip: float | None = CLIP) -> Any:
-    """Ours, with decay of matrices only."""
+    """This library's AdamW, with weight decay on matrices only."""
     return zero.adamw(LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY, clip=clip)
 
 
 def torch_optimizer(parameters: list[Tensor]) -> torch.optim.AdamW:
-    """torch's fused one, which does the same."""
+    """torch's fused AdamW with the same settings."""
     matrices = {"params": [one for one in parameters if one.ndim > 1], "weight_decay": WEIGHT_DECAY}
     others = {"params": [one for one in parameters if one.ndim <= 1], "weight_decay": 0.0}
     return torch.optim.AdamW([matrices, others], lr=LR, betas=BETAS, eps=EPS, fused=True)
 
 
 def whole_model(config: GPTConfig, gpu: Gpu, values: Values, dtype: torch.dtype = torch.float32) -> GPT:
-    """The model on the GPU, for those who do not shard it."""
+    """The unsharded model on the GPU."""
     with gpu.device:
         model = GPT(config)
     with torch.no_grad():
@@ -78,27 +82,27 @@ def whole_model(config: GPTConfig, gpu: Gpu, values: Values, dtype: torch.dtype 
 
 
 def recomputing(model: GPT) -> None:
-    """Keep of each block nothing but its input, as `activations="remat"` does."""
+    """Keep only the input of each block for backward, as `activations="remat"` does."""
     from torch.utils.checkpoint import checkpoint
 
-    def again(forward: Any) -> Any:
+    def recompute(forward: Any) -> Any:
         return lambda x: checkpoint(forward, x, use_reentrant=False)
 
     for block in model.blocks:
-        block.forward = again(block.forward)
+        block.forward = recompute(block.forward)
 
 
 def activation_bytes(config: GPTConfig, rows: int, dtype: torch.dtype, *, remat: bool) -> tuple[int, float, float]:
-    """(bytes that forward and backward of a microbatch take by the library's count, flops of each of the two)."""
+    """(peak bytes of activations, flops of forward, flops of backward) of a microbatch, as the library counts them."""
     with zero.empty():
         model = GPT(config)
     meta = torch.empty(rows, config.seq + 1, dtype=torch.int64, device="meta")
-    told = trace(model, split(model, world_size=1, class_names=None), loss, meta, compute=dtype, remat=remat)
-    return told.peak_bytes, told.forward_flops, told.backward_flops
+    traced = trace(model, split(model, world_size=1, class_names=None), loss, meta, compute=dtype, remat=remat)
+    return traced.peak_bytes, traced.forward_flops, traced.backward_flops
 
 
 class Running:
-    """A run of this library; its state changes with each step."""
+    """A run of this library that keeps the newest state."""
 
     def __init__(self, plan: zero.Plan, values: Values | None, seed: int = 0) -> None:
         self.plan, self._store = plan, zero.open_store(plan)
@@ -113,15 +117,15 @@ class Running:
         self.state, metrics = self._step(self.state, [rows])
         return metrics
 
-    def settle(self) -> None:
-        """Return when no thread of the store has anything to do."""
+    def drain(self) -> None:
+        """Wait until the threads of the store have nothing left to do."""
         self._store.drain()
 
-    def settled_step(self, rows: Tensor) -> None:
-        """A step and all that goes on beside it. torch's profiler, told to look at all threads, crashes where one of
-        them is at work as it starts or stops."""
+    def drained_step(self, rows: Tensor) -> None:
+        """A step, and the work of the store's threads after it. torch's profiler of all threads crashes if it starts or
+        stops while one of them works."""
         self.step(rows)
-        self.settle()
+        self.drain()
 
     def close(self) -> None:
         self._store.close()
@@ -134,17 +138,16 @@ def running(
     sizes: Sizes,
     disk: Path,
     *,
-    away: Away = HERE,
+    offloading: Offloading = NO_OFFLOAD,
     clip: float | None = CLIP,
     values: Values | None = None,
     page_bytes: int | None = None,
     **plan: Any,
 ) -> Iterator[Running]:
-    """A run that is closed whatever happens in the block; `plan` goes to `zero.Plan`."""
+    """A run that is closed at the end of the block. `plan` are further arguments of `zero.Plan`."""
     with zero.empty():
         model = GPT(config)
-    page_bytes = page_bytes or sizes.page_bytes
-    offload = zero.Offload(away.preset, path=str(disk), compute=away.compute, page_bytes=page_bytes)
+    offload = offloading.offload(disk, page_bytes or sizes.page_bytes)
     made = Running(zero.Plan(model, optimizer=optimizer(clip), world=gpu.world(), offload=offload, **plan), values)
     try:
         yield made

@@ -113,7 +113,7 @@ def test_without_a_key_the_sections_are_listed():
 def test_an_unknown_key_is_one_line_with_the_nearest(asked, said):
     with pytest.raises(ConfigError) as caught:
         explain(asked, CONF)
-    assert str(caught.value) == f"explain.key={asked} is no key and no section; {said}"
+    assert str(caught.value) == f"explain.key={asked} is not a key or a section; {said}"
 
 
 def test_the_overview_fits_two_screens_and_names_every_option():

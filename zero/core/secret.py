@@ -1,8 +1,8 @@
-"""Whether a text looks like a key that nobody else should see.
+"""Whether a text is a secret: a key, a token or a password.
 
-Settings are written to the run folder, to checkpoints and to dashboards, so none of them may be one. No list of shapes
-is complete: this one knows those that the services around training give out, and addresses with a password in them.
-Whatever its shape, what stands in a variable or under a key that is called like a secret is one, too.
+Settings are written to the run folder, to checkpoints and to dashboards, so none of them may be one. A value is a
+secret if its key or its variable is named like one, whatever it looks like. A token under another key, such as a run's
+name, has no name that tells, so the shapes of common services' tokens are refused too, and addresses with a password.
 """
 
 import re
@@ -39,17 +39,19 @@ _HEX = re.compile(r"[0-9a-fA-F]{40,}")
 """W&B's older keys. Only as a word of its own: hashes are usual inside paths."""
 
 
-_CALLED = re.compile(r"(?:_KEY|APIKEY|(?:^|_)TOKEN|(?:SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?(?:_.*)?)$", re.I)
-_PLACE = re.compile(r"_(?:FILE|PATH|DIR|URL|NAME|ID)$", re.I)
-"""What is called like a secret, and what only says where one is."""
+_SECRET_NAME = re.compile(
+    r"(?:_KEY|APIKEY|(?:^|_)TOKEN|(?:SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?(?:_.*)?)$", re.I
+)
+_PLACE_NAME = re.compile(r"_(?:FILE|PATH|DIR|URL|NAME|ID)$", re.I)
+"""Names of secrets, and names that only say where one is."""
 
-_NAMED = re.compile(r"oc\.env:\s*(\w+)|[{,]\s*(\w+)\s*:")
-"""Variables that a text asks for, and keys of a mapping that is written as one."""
+_NAMES = re.compile(r"oc\.env:\s*(\w+)|[{,]\s*(\w+)\s*:")
+"""Variables that a text reads, and keys of a mapping that is written as text."""
 
-LEAST = 8
-"""Letters of a variable's value that are looked for inside other texts: a shorter one may be in any path by chance."""
+SHORTEST = 8
+"""Characters of a variable's value that is searched for in other texts: a shorter one may be in any path by chance."""
 
-NOTHING: Mapping[str, str] = MappingProxyType({})
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 
 def looks_secret(text: str) -> bool:
@@ -57,26 +59,26 @@ def looks_secret(text: str) -> bool:
     return bool(_SHAPES.search(text)) or any(_HEX.fullmatch(word) for word in re.split(r"[\s,;=\[\]{}'\"]+", text))
 
 
-def hidden(text: str, environment: Mapping[str, str] = NOTHING) -> str:
-    """`text` without the words that look secret, and without what the environment keeps."""
-    for value in _kept(environment).values():
+def hidden(text: str, environment: Mapping[str, str] = NO_VARIABLES) -> str:
+    """`text` with *** in place of words that look secret, and of secrets of the environment."""
+    for value in _secrets_of(environment).values():
         text = text.replace(value, "***")
     return " ".join("***" if looks_secret(word) else word for word in text.split(" "))
 
 
-def refuse_secrets(settings: Mapping[str, object], environment: Mapping[str, str] = NOTHING) -> None:
-    """Look at every text in a nested mapping.
+def refuse_secrets(settings: Mapping[str, object], environment: Mapping[str, str] = NO_VARIABLES) -> None:
+    """Check every text in a nested mapping.
 
     Args:
-        environment: variables whose values are secrets where their names say so.
+        environment: variables; the values of those with the name of a secret are secrets.
 
     Raises:
-        ConfigError: one looks secret; names its key, and does not repeat it.
+        ConfigError: a text is a secret; names its key, and does not repeat the text.
     """
-    kept = _kept(environment)
+    secrets = _secrets_of(environment)
     for key, text in _texts(settings, ""):
-        named = [key.split(".")[-1], *filter(None, (name for found in _NAMED.findall(text) for name in found))]
-        names = [*filter(_is_called_secret, named), *(name for name, value in kept.items() if value in text)]
+        used = [key.split(".")[-1], *filter(None, (name for found in _NAMES.findall(text) for name in found))]
+        names = [*filter(_names_secret, used), *(name for name, value in secrets.items() if value in text)]
         if names or looks_secret(text):
             of = f" ({names[0]})" if names else ""
             raise ConfigError(
@@ -85,17 +87,17 @@ def refuse_secrets(settings: Mapping[str, object], environment: Mapping[str, str
             )
 
 
-def _is_called_secret(name: str) -> bool:
-    return bool(_CALLED.search(name)) and not _PLACE.search(name)
+def _names_secret(name: str) -> bool:
+    return bool(_SECRET_NAME.search(name)) and not _PLACE_NAME.search(name)
 
 
-def _kept(environment: Mapping[str, str]) -> dict[str, str]:
+def _secrets_of(environment: Mapping[str, str]) -> dict[str, str]:
     """The secrets of an environment by their names."""
-    return {name: value for name, value in environment.items() if len(value) >= LEAST and _is_called_secret(name)}
+    return {name: value for name, value in environment.items() if len(value) >= SHORTEST and _names_secret(name)}
 
 
-def refuse_secret_words(words: Iterable[str], environment: Mapping[str, str] = NOTHING) -> None:
-    """Look at the words of a command line, before anything repeats one that it cannot read.
+def refuse_secret_words(words: Iterable[str], environment: Mapping[str, str] = NO_VARIABLES) -> None:
+    """Check the words of a command line, before an error message repeats one.
 
     Raises:
         ConfigError: as `refuse_secrets`.

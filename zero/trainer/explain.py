@@ -1,7 +1,7 @@
-"""What the settings mean, as text for a person: one key, one section, or all there is on a screen.
+"""What the settings mean, as text: one key, one section, or an overview on one screen.
 
 Everything comes from the schema's own metadata (`zero/trainer/config`) and from the first line of each option's file,
-so it cannot go stale. The same entries make docs/config.md. No torch: an answer takes as long as Python needs to start.
+so it cannot go stale. The same entries make docs/config.md. No torch: an answer comes as soon as Python has started.
 """
 
 import difflib
@@ -86,25 +86,25 @@ def sections(conf: Path) -> tuple[Section, ...]:
     )
 
 
-def explain(asked: str | None, conf: Path) -> str:
-    """What `asked` means, a key or a section; without one, which sections there are.
+def explain(name: str | None, conf: Path) -> str:
+    """What a key or a section means; without one, which sections there are.
 
     Raises:
         ConfigError: there is no such key; names the nearest.
     """
-    if asked is None:
+    if name is None:
         return _contents(sections(conf))
-    asked = asked.removesuffix(".name")  # of the option that was chosen, which is the section's business
+    name = name.removesuffix(".name")  # of the chosen option: the section explains it
     by_key = {entry.key: entry for entry in entries()}
     by_name = {section.name: section for section in sections(conf) if section.name}
-    if asked in by_key:
-        return _of_key(by_key[asked])
-    if asked in by_name:
-        return _of_section(by_name[asked])
-    inside = [entry for entry in by_key.values() if entry.key.startswith(f"{asked}.")]
+    if name in by_key:
+        return _of_key(by_key[name])
+    if name in by_name:
+        return _of_section(by_name[name])
+    inside = [entry for entry in by_key.values() if entry.key.startswith(f"{name}.")]
     if inside:
-        return _table((entry.key, entry.default, entry.text) for entry in inside)
-    raise ConfigError(f"explain.key={asked} is no key and no section; {_nearest(asked, [*by_name, *by_key])}")
+        return _rows_of(inside)
+    raise ConfigError(f"explain.key={name} is not a key or a section; {_nearest(name, [*by_name, *by_key])}")
 
 
 def overview(conf: Path) -> str:
@@ -124,7 +124,7 @@ Options, written {groups[0].name}={next(iter(groups[0].options))}; the default c
 {_table((group.name, _choices(group)) for group in groups)}
 
 Keys to know first
-{_table((key, by_key[key].default, by_key[key].text) for key in FIRST)}
+{_rows_of(by_key[key] for key in FIRST)}
 
 More
   python train.py mode=explain                           every section
@@ -138,10 +138,10 @@ More
 
 def _entry(name: str, declared: list[schema.Key]) -> Entry:
     fields = [one.field for one in declared]
-    said: list[dict[str, Any]] = [dict(one.json_schema_extra or {}) for one in fields]  # type: ignore[arg-type]
+    extras: list[dict[str, Any]] = [dict(one.json_schema_extra or {}) for one in fields]  # type: ignore[arg-type]
     owners = [_tag(one.section) for one in declared]
     everywhere = len(declared) == len(_siblings(name))
-    unit, trades = (next((one[what] for one in said if what in one), "") for what in ("unit", "trades"))
+    unit, trades = (next((one[extra] for one in extras if extra in one), "") for extra in ("unit", "trades"))
     return Entry(
         key=name,
         text=_merged([one.description or "" for one in fields], owners),
@@ -149,16 +149,16 @@ def _entry(name: str, declared: list[schema.Key]) -> Entry:
         default=_merged([as_typed(one.get_default()) for one in fields], owners),
         unit=unit,
         trades=trades,
-        example=_example(name, said, owners, everywhere),
+        example=_example(name, extras, owners, everywhere),
         options=() if everywhere else tuple(owners),
     )
 
 
-def _example(name: str, said: list[dict[str, Any]], owners: list[str], everywhere: bool) -> str:
+def _example(name: str, extras: list[dict[str, Any]], owners: list[str], everywhere: bool) -> str:
     """Words to type; with the option of its group where the default one does not have the key."""
     chosen = _tag(type(getattr(Config(), name.split(".")[0]))) if "." in name else ""
     best = owners.index(chosen) if chosen in owners else 0
-    text = f"{name}={said[best]['example']}" if "example" in said[best] else ""
+    text = f"{name}={extras[best]['example']}" if "example" in extras[best] else ""
     return text if everywhere or owners[best] == chosen or not text else f"{name.split('.')[0]}={owners[best]} {text}"
 
 
@@ -171,7 +171,7 @@ def _merged(texts: list[str], owners: list[str]) -> str:
 
 
 def _siblings(name: str) -> list[type[schema.Section]]:
-    """The sections that may stand where the key's section stands."""
+    """The alternatives of the key's section, itself included."""
     model: list[type[schema.Section]] = [Config]
     for part in name.split(".")[:-1]:
         model = list(schema.models_in(_field(model[0], part).annotation))
@@ -188,7 +188,7 @@ def _tag(section: type[schema.Section]) -> str:
 
 
 def as_typed(value: object) -> str:
-    """A value as one writes it on the command line."""
+    """A value as it is written on the command line."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(as_typed, value))}]"
     if isinstance(value, int) and not isinstance(value, bool) and value and value % 2**20 == 0:
@@ -219,7 +219,7 @@ def _groups(conf: Path) -> list[str]:
 
 
 def _options(folder: Path) -> dict[str, str]:
-    """Name to what its file begins with."""
+    """Name to the first line of its file."""
     return {path.stem: _idea(path) for path in sorted(folder.glob("*.yaml"))}
 
 
@@ -241,18 +241,18 @@ def _of_key(entry: Entry) -> str:
         "only": only,
         "example": entry.example and f"python train.py {entry.example}",
     }
-    told = _table((f"  {name}", text) for name, text in facts.items() if text)
-    return f"{entry.key}\n\n{textwrap.fill(entry.text, WIDTH, initial_indent='  ', subsequent_indent='  ')}\n\n{told}"
+    table = _table((f"  {name}", text) for name, text in facts.items() if text)
+    return f"{entry.key}\n\n{textwrap.fill(entry.text, WIDTH, initial_indent='  ', subsequent_indent='  ')}\n\n{table}"
 
 
 def _of_section(section: Section) -> str:
     text = [textwrap.fill(f"{section.name}: {_first_paragraph(section.text)}", WIDTH)]
     if section.options:
         text += ["", f"options, written {section.name}={next(iter(section.options))}"]
-        text += [_table((name, idea) for name, idea in section.options.items())]
+        text += [_table(section.options.items())]
     if section.entries:
         text += ["", f"keys; one of them in full: mode=explain explain.key={section.entries[0].key}"]
-        text += [_table((entry.key, entry.default, entry.text) for entry in section.entries)]
+        text += [_rows_of(section.entries)]
     return "\n".join(text)
 
 
@@ -278,13 +278,13 @@ def _first_paragraph(text: str) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
-def _nearest(asked: str, known: list[str]) -> str:
-    """The keys that end in the word that was asked for; else what looks most like it, or like its last word."""
+def _nearest(name: str, known: list[str]) -> str:
+    """The keys that end in the last word of `name`; else what looks most like it, or like its last word."""
     by_word: dict[str, list[str]] = {}
-    for name in known:
-        by_word.setdefault(_last_word(name), []).append(name)
-    word = _last_word(asked)
-    found = by_word.get(word) or difflib.get_close_matches(asked, known, n=1, cutoff=0.6)
+    for one in known:
+        by_word.setdefault(_last_word(one), []).append(one)
+    word = _last_word(name)
+    found = by_word.get(word) or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     for close in difflib.get_close_matches(word, by_word, n=1, cutoff=0.6):
         found = found or by_word[close]
     return f"did you mean {' or '.join(found)}?" if found else "mode=explain lists the sections"
@@ -292,6 +292,10 @@ def _nearest(asked: str, known: list[str]) -> str:
 
 def _last_word(key: str) -> str:
     return key.rpartition(".")[2]
+
+
+def _rows_of(entries: Iterable[Entry]) -> str:
+    return _table((entry.key, entry.default, entry.text) for entry in entries)
 
 
 def _table(rows: Iterable[tuple[str, ...]]) -> str:

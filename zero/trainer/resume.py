@@ -1,7 +1,7 @@
 """How a run differs from the one that saved the checkpoint it goes on from, in the words of the command line.
 
-Another model or other moments cannot be, and are refused with what to add. What may be, and changes the result, is one
-line. Only rank 0 has somebody to tell, and every rank finds the same.
+Another model or other moments are refused, with the words to add. Other settings that change the result are one line.
+Only rank 0 shows it, and every rank finds the same.
 """
 
 import shlex
@@ -18,20 +18,20 @@ from zero.settings.schedule import Decay
 from zero.trainer.config import Config, kinds, read
 
 MATTERS = ("seed", "steps", "batch.global", "model.", "data.", "optim.", "schedule.", "precision.", "debug.overfit")
-"""Settings and sections that change what is computed; of the rest only when, where and on how many ranks it is."""
+"""Settings and sections that change the result; the others change when, where and on how many ranks it is computed."""
 
 MATTERS_TO_A_LOSS = ("seed", "data.", "precision.", "val.rows", "val.weights")
 """The same for mode=eval."""
 
 AS_DECLARED = {"gpt": "gpt_nano"}
-"""Option of a kind that is not named like it: what conf/ says there is what the schema says."""
+"""Kind to the option with the schema's own defaults, where that has another name."""
 
 
 def refuse_other_model(config: Config, checkpoint: Checkpoint) -> None:
-    """Say which settings of the model differ, rather than which tensors do not fit.
+    """Name the settings of the model that differ, rather than the tensors that do not fit.
 
     Raises:
-        CheckpointError: some do, and `checkpoint.partial` does not say that it is meant.
+        CheckpointError: some differ, and `checkpoint.partial` is empty.
     """
     theirs = _saved(checkpoint.facts).get("model")
     ours = config.plain()["model"]
@@ -39,7 +39,7 @@ def refuse_other_model(config: Config, checkpoint: Checkpoint) -> None:
         return
     if other := _as_saved("model", ours, theirs):
         data = _saved(checkpoint.facts).get("data")
-        if config.mode == "eval" and isinstance(data, Mapping):  # whoever asks for a loss means the run's own
+        if config.mode == "eval" and isinstance(data, Mapping):  # by default the loss of the run's own data
             other += _as_saved("data", config.plain()["data"], data)
         raise CheckpointError(
             f"{checkpoint.folder} is of another model; add {' '.join(other)}, or name in checkpoint.partial what is to "
@@ -48,10 +48,10 @@ def refuse_other_model(config: Config, checkpoint: Checkpoint) -> None:
 
 
 def refuse_other_moments(config: Config, optimizer: Transform, checkpoint: Checkpoint) -> None:
-    """Say which settings of the optimizer differ, where it keeps other moments than the checkpoint has.
+    """Name the settings of the optimizer that differ, if it keeps other moments than the checkpoint has.
 
     Raises:
-        CheckpointError: it does, and `checkpoint.partial` does not say that it is meant.
+        CheckpointError: it keeps others, and `checkpoint.partial` is empty.
     """
     there = {entry.kind for entry in checkpoint.manifest.entries} - {PARAMETER, FROZEN, BUFFER}
     lacking = sorted({*optimizer.moments} - {*optimizer.copies} - there)
@@ -59,18 +59,18 @@ def refuse_other_moments(config: Config, optimizer: Transform, checkpoint: Check
     if config.checkpoint.partial or not (lacking or beyond):
         return
     ours, theirs = config.plain()["optim"], _saved(checkpoint.facts).get("optim")
-    what, meant = [], []
+    what, effects = [], []
     if lacking:
         what.append(f"lacks {', '.join(lacking)}, which optim={ours['name']} keeps")
-        meant.append("begin at zero")
+        effects.append("begin at zero")
     if beyond:
         what.append(f"has {', '.join(beyond)}, which optim={ours['name']} does not keep")
-        meant.append("be left behind")
+        effects.append("be left behind")
     words = _as_saved("optim", ours, theirs) if isinstance(theirs, Mapping) else []
     same = f"add {' '.join(words)}, or " if words else "add "
     partial = f"checkpoint.partial=[{','.join(f'{kind}/*' for kind in (*lacking, *beyond))}]"
     raise CheckpointError(
-        f"{checkpoint.folder} {' and '.join(what)}; {same}{partial} if they are to {' or '.join(meant)}"
+        f"{checkpoint.folder} {' and '.join(what)}; {same}{partial} if they are to {' or '.join(effects)}"
     )
 
 
@@ -78,7 +78,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], step: int) ->
     """Lines about other data, and about other settings that change the result.
 
     Args:
-        there, here: what the checkpoint remembers, and what the next one would.
+        there, here: facts of the checkpoint, and of the next one.
         step: of the checkpoint.
     """
     was, now = there.get("data"), here.get("data")
@@ -100,7 +100,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], step: int) ->
 
 
 def _moved(theirs: Mapping[str, Any], ours: Mapping[str, Any], step: int) -> str:
-    """What the learning rate of the next step is and was, and how to keep the old schedule if `steps` has moved it."""
+    """The learning rate of the next step, now and before, and how to keep the old schedule if `steps` has moved it."""
     try:
         before, now = read(theirs), read(ours)
     except ConfigError:  # of another version, which had other keys
@@ -150,5 +150,5 @@ def _plain(value: Any) -> Any:
 
 
 def _typed(word: str) -> str:
-    """A shell takes away the quotes that Hydra's grammar wants, unless there are others around them."""
+    """For a shell: it removes the quotes that Hydra's grammar needs, unless others are around them."""
     return shlex.quote(word) if '"' in word else word

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from zero.checkpoint.disk import naming
 from zero.checkpoint.load import FOLDER, is_step
 from zero.checkpoint.manifest import step_name, step_of
 from zero.checkpoint.save import by_rank_0
+from zero.core.placement import size_text
 from zero.distributed.world import World
 from zero.engine.module_copy import buffers_of
 from zero.engine.plan import Plan
@@ -41,23 +42,23 @@ MARGIN_BYTES = 2**28
 """Beside a copy of the state, what writing it takes and what training may still want."""
 
 ASKED_TO_STOP, NOTHING_TO_WRITE = 1, 2
-"""Bits of what each rank says with a step."""
+"""Bits of the flag that each rank sends with a step."""
 
 
 class Saver:
-    """Saves one run. Making one is collective.
+    """Saves one run. Creating one is collective.
 
     Attributes:
         last_published: the newest checkpoint that this start of the run has published.
 
     Args:
         folder: of the run.
-        facts: what a checkpoint is to remember beside the state.
-        note: tells a person.
-        saved: told of each checkpoint and its step.
+        facts: what a checkpoint holds beside the state.
+        note: receives lines for the user.
+        saved: is called with the path and step of each checkpoint.
         progress: shows how far a save is.
-        asked_to_stop: whether this rank was.
-        began_from: what the run goes on from, whose bytes were all compared.
+        asked_to_stop: whether a stop of this rank was requested.
+        began_from: the checkpoint that the run goes on from, with all its bytes verified.
 
     Raises:
         CheckpointError: the run is to save, and no checkpoint could hold its state.
@@ -92,7 +93,7 @@ class Saver:
             by_rank_0(self._world, lambda: record_start(folder, began_from))
 
     def word(self) -> float:
-        """What this rank says with a step: sums of the bits above."""
+        """The flag that this rank sends with a step: a sum of the bits above."""
         written = self._under_way is None or self._under_way.is_written
         return ASKED_TO_STOP * self._asked_to_stop() + NOTHING_TO_WRITE * written
 
@@ -101,7 +102,7 @@ class Saver:
         return self._keys.every > 0 and (number % self._keys.every == 0 or number == last)
 
     def publish_if_written(self, words: tuple[float, ...]) -> None:
-        """After a step: publish what was written behind it, if every rank has said so."""
+        """After a step: publish what was written behind it, if every rank has sent that its file is written."""
         if self._under_way is not None and all(int(word) & NOTHING_TO_WRITE for word in words):
             self.finish()
 
@@ -109,11 +110,11 @@ class Saver:
         """Save now, or begin to. Collective.
 
         Raises:
-            CheckpointError: this save or the one before it failed, and `checkpoint.on_failure` says to stop.
+            CheckpointError: this save or the one before it failed, and `checkpoint.on_failure` is stop.
         """
         state.runtime.come_to_rest()
         self.finish()
-        with _Failures(self._keys.on_failure, self._note):
+        with self._tolerating_failures():
             self._under_way = begin(
                 state, self.root, self._facts(), behind=self._fits_beside(state), progress=self._progress
             )
@@ -129,7 +130,7 @@ class Saver:
         saving, self._under_way = self._under_way, None
         if saving is None:
             return
-        with _Failures(self._keys.on_failure, self._note):
+        with self._tolerating_failures():
             self.last_published = path = saving.finish()
             self._valid.add(path.absolute())
             self._note(f"saved {path}")
@@ -137,9 +138,19 @@ class Saver:
             by_rank_0(self._world, lambda: self._keep(path))
 
     def abandon(self) -> None:
-        """The run has failed: what was not published never will be."""
+        """The run has failed: publish nothing more."""
         if self._under_way is not None:
             self._under_way.abandon()
+
+    @contextlib.contextmanager
+    def _tolerating_failures(self) -> Iterator[None]:
+        """A failed save ends the run, or with `checkpoint.on_failure=continue` becomes a warning."""
+        try:
+            yield
+        except CheckpointError as error:
+            if self._keys.on_failure != "continue":
+                raise
+            self._note(f"warning: not saved, training goes on: {error}")
 
     def _keep(self, published: Path) -> None:
         self.root.retain(self._keys.keep, self._keys.keep_every, lambda one: one.absolute() in self._valid)
@@ -151,34 +162,17 @@ class Saver:
         if not self._keys.async_:
             return False
         needs, free = snapshot_bytes(state.plan), free_host_bytes() // self._world.local_size
-        has_room = needs + MARGIN_BYTES < free
-        fits = all(text == "True" for text in self._world.gather_texts(str(has_room), "room for a copy"))
+        fits = "False" not in self._world.gather_texts(str(needs + MARGIN_BYTES < free), "room for a copy")
         if not fits:
             self._note(
-                f"checkpoint.async: a copy of {needs / 2**20:,.0f} MiB has no room on every rank ({free / 2**20:,.0f} "
-                "MiB free here), so training waits for this save"
+                f"checkpoint.async: a copy of {size_text(needs)} has no room on every rank ({size_text(free)} free "
+                "here), so training waits for this save"
             )
         return fits
 
 
-class _Failures:
-    """What a failed save does: `stop` lets it end the run, `continue` says so and goes on."""
-
-    def __init__(self, on_failure: str, note: Callable[[str], None]) -> None:
-        self._goes_on, self._note = on_failure == "continue", note
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> bool:
-        if self._goes_on and isinstance(error, CheckpointError):
-            self._note(f"warning: not saved, training goes on: {error}")
-            return True
-        return False
-
-
 def root_of(config: Config, folder: Path) -> Path:
-    """Where the checkpoints of the run in `folder` lie."""
+    """The folder of the checkpoints of the run in `folder`."""
     return Path(config.checkpoint.dir) if config.checkpoint.dir is not None else folder / FOLDER
 
 
@@ -197,12 +191,12 @@ def find(
         restarts: how often this run was started again after a failure.
 
     Raises:
-        CheckpointError: there is none where the user wants one, or there are only damaged ones, or what this run saves
-            would be older than what is there already.
+        CheckpointError: there is none although `resume` names one, or all are damaged, or what this run saves would be
+            older than what is there already.
     """
     own = root_of(config, folder).absolute()
     trains = config.mode == "train"
-    lines = by_rank_0(world, lambda: _put_in_order(own, folder, restarts)) if trains else []
+    lines = by_rank_0(world, lambda: _clean(own, folder, restarts)) if trains else []
     if lines:
         found, rejected = _again(config, world, own, lines, progress)
     elif config.resume == "none":
@@ -223,7 +217,7 @@ def find(
 
 
 def open_named(path: Path, world: World, note: Callable[[str], None], progress: Progress = silent) -> Checkpoint:
-    """As `open_at`; what there is to say of it, `note` hears."""
+    """As `open_at`; `note` receives what was rejected and what was chosen."""
     return _chosen(*open_at(world, path, progress), note, "reading")
 
 
@@ -254,8 +248,8 @@ def _newest_roots(config: Config, folder: Path) -> list[Path]:
 
 
 def _roots_beside(folder: Path) -> list[Path]:
-    """Of the runs in runs/<date>/<time>/ and runs/<date>/<time>/<number>/, if this is one; of other folders, nobody
-    knows whose they are."""
+    """Of the runs in runs/<date>/<time>/ and runs/<date>/<time>/<number>/, if this is one; other folders may belong to
+    anything."""
     dates = [date for date in folder.parents[:2] if _is_date(date)]
     days = [day for date in dates for day in date.parent.glob("*") if _is_date(day)]
     return sorted({root for day in days for pattern in ("*", "*/*") for root in day.glob(f"{pattern}/{FOLDER}")})
@@ -275,7 +269,7 @@ def _last_save_s(root: Path) -> float:
 
 
 def _refuse_newer(own: Path, found: Checkpoint | None, rejected: Sequence[str]) -> None:
-    """Those that were found damaged on the way to `found` are no rivals."""
+    """Refuse a folder with newer checkpoints, except those that were found damaged on the way to `found`."""
     step = -1 if found is None else found.step
     walked_here = bool(rejected) and found is not None and found.folder.parent.absolute() == own
     newer = [one for one in Root(own).steps() if one > step]
@@ -287,11 +281,11 @@ def _refuse_newer(own: Path, found: Checkpoint | None, rejected: Sequence[str]) 
         )
 
 
-# -- what a run remembers of itself ------------------------------------------------------------------------------------
+# -- the record of starts and saves ------------------------------------------------------------------------------------
 
 
 def record_start(folder: Path, checkpoint: Checkpoint | None) -> None:
-    """Remember that the run in `folder` starts from there; None: from nothing."""
+    """Record that the run in `folder` starts from a checkpoint; None: from none."""
     began = (None, None) if checkpoint is None else (str(checkpoint.folder.absolute()), checkpoint.step)
     with writing(folder / STARTS):
         _record(folder, dict(zip(("from", "step"), began, strict=True)))
@@ -302,15 +296,15 @@ def _record(folder: Path, line: Mapping[str, Any]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def _put_in_order(root: Path, folder: Path, restarts: int) -> list[dict[str, Any]]:
-    """Clear up what a dead run left in the root that this run will write in; returns what this run has recorded."""
+def _clean(root: Path, folder: Path, restarts: int) -> list[dict[str, Any]]:
+    """Remove what a dead run left in the root that this run will write in; returns what this run has recorded."""
     Root(root).sweep()
     path = folder / STARTS
     with naming(path, "reading it"):
         if not restarts:
             path.unlink(missing_ok=True)  # an earlier run's in the same folder
         lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]  # the last one may be torn
+    return [json.loads(line) for line in lines if line.endswith("}")]  # the last one may be half written
 
 
 def _again(

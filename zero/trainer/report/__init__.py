@@ -1,1 +1,1 @@
-"""Pages to look at: `run.write(folder)` for one run, `sweep.write(folder)` for several."""
+"""Pages about finished and running jobs: `run.write(folder)` for one run, `sweep.write(folder)` for several."""

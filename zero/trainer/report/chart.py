@@ -1,8 +1,8 @@
 """Charts as SVG text: lines, stacked bars, rows of spans, small multiples. Pure functions of what they show.
 
-Colours are names of CSS variables, so that the page decides about light and dark. There is no script: what a mark means
-exactly stands in its `<title>`, which browsers show on hovering and readers read out. Gaps stay gaps; a point alone is
-a dot. Coordinates are pixels of a box as wide as `WIDTH`, which the page may stretch.
+Colours are names of CSS variables, so that the page decides about light and dark. There is no script: the exact value
+of a mark is in its `<title>`, which browsers show on hovering and screen readers read. Gaps stay gaps; a point alone
+is a dot. Coordinates are pixels of a box as wide as `WIDTH`, which the page may stretch.
 """
 
 import html
@@ -17,22 +17,22 @@ from zero.trainer.report.scale import Scale, duration_unit, finite, linear, loga
 WIDTH = 560.0
 
 SMALLEST = 0.55
-"""How far a page may shrink a chart before the chart scrolls: its text is to be read."""
+"""How far a page may shrink a chart before the chart scrolls, so that its text stays legible."""
 
 COLOURS = ("blue", "amber", "green", "purple", "teal", "rose", "slate")
 """What a page must define, as `--blue` and so on; also `--ink`, `--soft`, `--line`, `--grid` and `--card`."""
 
 FEW, SOME = 24, 240
-"""A line of few points shows each of them; one of some tells their values, but shows only those without neighbours."""
+"""A line of few points shows each; one of some has their values on hovering, and shows those without neighbours."""
 
 MANY = 700
-"""A line of more points is drawn by the lowest and the highest of each pixel or so."""
+"""A line of more points is drawn through the lowest and the highest of about each pixel."""
 
 Point = tuple[object, object]
 
 
 class Series(NamedTuple):
-    """A line through (x, y) points in their order; whatever is no finite number is a gap."""
+    """A line through (x, y) points in their order; what is not a finite number is a gap."""
 
     name: str
     points: Sequence[Point]
@@ -83,8 +83,8 @@ class Panel(NamedTuple):
     note: str = ""
 
 
-def words(value: object) -> str:
-    """Any text, safe inside HTML, SVG and attributes. Characters that XML cannot hold become U+FFFD."""
+def escape(value: object) -> str:
+    """Any text, escaped for HTML, SVG and attributes. Characters that XML cannot hold become U+FFFD."""
     return html.escape(_NOT_XML.sub("\ufffd", str(value)))
 
 
@@ -109,7 +109,7 @@ def lines(
     """Several series over one pair of axes.
 
     Args:
-        title: what a reader who cannot see it is told.
+        title: for screen readers.
         log, log_x: logarithmic axes; what is not positive is a gap there.
         from_zero: zero is on the y axis.
         binary: y is in bytes.
@@ -129,11 +129,11 @@ def lines(
     x = logarithmic(x_values, left, right) if log_x else linear(
         x_values, left + inset, right - inset, snug=True, whole=_is_whole(x_values), count=max(2, round(width / 90))
     )  # fmt: skip
-    told = [_told(one, x, y, size if binary else number, x_name) for one in series]
+    labels = [_label(one, x, y, size if binary else number, x_name) for one in series]
     body = [_grid(x, y, left, right, bottom, x_name), *(_line(one, x, y, binary, x_name) for one in series), legend]
     if not any(x.shows(at) and y.shows(value) for one in series for at, value in one.points):
         body.append(_text((left + right) / 2, (top + bottom) / 2, "nothing was measured", "middle"))
-    return _svg(width, height, f"{title}: {'; '.join(told)}", body)
+    return _svg(width, height, f"{title}: {'; '.join(labels)}", body)
 
 
 def bars(rows: Sequence[Bar], *, title: str, order: Sequence[str] = ()) -> str:
@@ -166,11 +166,11 @@ def bars(rows: Sequence[Bar], *, title: str, order: Sequence[str] = ()) -> str:
             body.append(
                 f'<rect x="{x.at(begin):.2f}" y="{y:.2f}" width="{width:.2f}" height="22" rx="2.5" '
                 f'style="fill:var(--{part.colour});fill-opacity:{part.shade:g}">'
-                f"<title>{words(f'{bar.name}, {part.name}: {size(part.value)}')}</title></rect>"
+                f"<title>{escape(f'{bar.name}, {part.name}: {size(part.value)}')}</title></rect>"
             )
         body.append(_text(x.at(total) + 7, y + 15, size(total), "start"))
-    told = "; ".join(f"{bar.name} {size(total)}" for bar, total in zip(kept, totals, strict=True))
-    return _svg(WIDTH, bottom + 24, f"{title}: {told}", body)
+    label = "; ".join(f"{bar.name} {size(total)}" for bar, total in zip(kept, totals, strict=True))
+    return _svg(WIDTH, bottom + 24, f"{title}: {label}", body)
 
 
 def timeline(rows: Sequence[Row], *, title: str) -> str:
@@ -192,9 +192,9 @@ def timeline(rows: Sequence[Row], *, title: str) -> str:
             body += [_span(*one, y + index * tall, tall - 1, row.colour, unit, unit_name) for one in lane]
         y += height + 8
         body.append(f'<line class="grid" x1="{left:.2f}" y1="{y - 4:.2f}" x2="{2 * WIDTH - 18:.2f}" y2="{y - 4:.2f}"/>')
-    told = "; ".join(f"{row.name} {len(row.spans)} spans" for row in kept)
+    label = "; ".join(f"{row.name} {len(row.spans)} spans" for row in kept)
     axis = [_ticks_below(x, 4, y), _text(2 * WIDTH - 18, y + 32, unit_name, "end")]
-    return _svg(2 * WIDTH, y + 38, f"{title}: {told}", [*axis, *body])
+    return _svg(2 * WIDTH, y + 38, f"{title}: {label}", [*axis, *body])
 
 
 def multiples(panels: Sequence[Panel], *, title: str, x_name: str = "step", log: bool = False) -> str:
@@ -208,9 +208,9 @@ def multiples(panels: Sequence[Panel], *, title: str, x_name: str = "step", log:
     right = wide - 16
     x_values = [x for panel in panels for x, _ in panel.points]
     x = linear(x_values, 0.0, right, snug=True, whole=_is_whole(x_values), count=3)
-    everyone = "".join(_path(panel.points, x, y, "ghost", "", MANY // 8) for panel in panels)
-    name = f"others-{zlib.crc32(everyone.encode()):08x}"
-    body = [f'<defs><g id="{name}">{everyone}</g></defs>']
+    all_lines = "".join(_path(panel.points, x, y, "ghost", "", MANY // 8) for panel in panels)
+    name = f"others-{zlib.crc32(all_lines.encode()):08x}"
+    body = [f'<defs><g id="{name}">{all_lines}</g></defs>']
     for index, panel in enumerate(panels):
         row, column = divmod(index, columns)
         body += [
@@ -263,12 +263,12 @@ def _dots(
     found = []
     for at, value in shown:
         place = x.at(_known(at)), y.at(_known(value))
-        seen = len(shown) <= few or place in single
-        if not seen and len(shown) > SOME:
+        visible = len(shown) <= few or place in single
+        if not visible and len(shown) > SOME:
             continue
-        look = f'r="{radius}" style="fill:var(--{colour})"' if seen else 'r="5" class="felt"'
-        told = f"{x_name} {number(at)}: {size(value) if binary else number(value, 5)}"
-        found.append(f'<circle cx="{place[0]:.2f}" cy="{place[1]:.2f}" {look}><title>{words(told)}</title></circle>')
+        style = f'r="{radius}" style="fill:var(--{colour})"' if visible else 'r="5" class="felt"'
+        text = f"{x_name} {number(at)}: {size(value) if binary else number(value, 5)}"
+        found.append(f'<circle cx="{place[0]:.2f}" cy="{place[1]:.2f}" {style}><title>{escape(text)}</title></circle>')
     return "".join(found)
 
 
@@ -299,11 +299,11 @@ def _is_whole(values: Iterable[object]) -> bool:
 
 def _known(value: object) -> float:
     known = finite(value)
-    assert known is not None, "asked for the place of a gap"
+    assert known is not None, "a gap has no place"
     return known
 
 
-def _told(one: Series, x: Scale, y: Scale, write: Callable[[object], str], x_name: str) -> str:
+def _label(one: Series, x: Scale, y: Scale, write: Callable[[object], str], x_name: str) -> str:
     """A series in one phrase."""
     shown = [(at, value) for at, value in one.points if x.shows(at) and y.shows(value)]
     if not shown:
@@ -343,12 +343,12 @@ def _span(
     begin: float, end: float, span: Span, y: float, height: float, colour: str, unit: float, unit_name: str
 ) -> str:
     width = max(0.75, end - begin - 0.5)
-    told = f"{span.name}: {number((span.end_s - span.begin_s) / unit, 3)} {unit_name}"
+    text = f"{span.name}: {number((span.end_s - span.begin_s) / unit, 3)} {unit_name}"
     fits = height >= 12 and _text_width(span.label, 10.5) + 6 <= width
     label = _text(begin + width / 2, y + height / 2 + 3.5, span.label, "middle", "on") if fits else ""
     return (
         f'<rect x="{begin:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" rx="{min(2.5, width / 3):.2f}" '
-        f'style="fill:var(--{colour});fill-opacity:{span.shade:g}"><title>{words(told)}</title></rect>{label}'
+        f'style="fill:var(--{colour});fill-opacity:{span.shade:g}"><title>{escape(text)}</title></rect>{label}'
     )
 
 
@@ -409,7 +409,7 @@ def _legend(entries: Iterable[tuple[str, str, float]], width: float) -> tuple[st
 
 
 def _text(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> str:
-    return f'<text class="{kind}" x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}">{words(text)}</text>'
+    return f'<text class="{kind}" x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def _text_width(text: str, font_size: float = 11.5) -> float:
@@ -426,8 +426,8 @@ def _fit(text: str, width: float, font_size: float = 11.5) -> str:
     return text + "…"
 
 
-def _svg(width: float, height: float, told: str, body: Iterable[str]) -> str:
+def _svg(width: float, height: float, label: str, body: Iterable[str]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width:g} {height:g}" '
-        f'style="min-width:{SMALLEST * width:.0f}px" role="img" aria-label="{words(told)}">{"".join(body)}</svg>'
+        f'style="min-width:{SMALLEST * width:.0f}px" role="img" aria-label="{escape(label)}">{"".join(body)}</svg>'
     )

@@ -1,6 +1,6 @@
-"""What a run folder says, in whatever state it is: finished, failed, running, or killed in the middle of a line.
+"""The files of a run's folder, read in any state: finished, failed, running, or killed in the middle of a line.
 
-Nothing here raises because of what a file holds. What is missing or cannot be read is left out, and said in `unread`.
+Nothing here raises because of what a file holds. What is missing or not readable is left out, and named in `unread`.
 """
 
 import json
@@ -22,7 +22,7 @@ class Run(NamedTuple):
     """One run.
 
     `rows` are those of metrics.jsonl whose steps increase, `trace` the spans of trace.json, `overrides` None where
-    nobody noted them, `unread` what could not be had, in words.
+    no file has them, `unread` sentences about what could not be read.
     """
 
     folder: Path
@@ -49,8 +49,8 @@ class Run(NamedTuple):
     def final(self, summary_key: str, row_key: str) -> float | None:
         """A number from the summary, or the newest one in the rows."""
         newest = [value for row in self.rows if (value := finite(row.get(row_key))) is not None]
-        said = finite(self.summary.get(summary_key))
-        return said if said is not None else (newest[-1] if newest else None)
+        final = finite(self.summary.get(summary_key))
+        return final if final is not None else (newest[-1] if newest else None)
 
     def points(self, key: str) -> list[tuple[object, object]]:
         """(step, value) of each row; None where it was not measured."""
@@ -95,7 +95,7 @@ def flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _read(path: Path, parse: Callable[[str], Any], unread: list[str], *, needed: bool = True) -> Any:
-    """What `path` holds; None, and a word in `unread`, where it cannot be had."""
+    """The parsed contents of `path`; None, and a sentence in `unread`, if it cannot be read."""
     try:
         return parse(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
@@ -106,7 +106,7 @@ def _read(path: Path, parse: Callable[[str], Any], unread: list[str], *, needed:
 
 
 def _rows(path: Path, unread: list[str]) -> list[dict[str, Any]]:
-    """Rows with increasing steps. A run that was started again from a checkpoint repeats steps: the newer rows hold."""
+    """Rows with increasing steps. A run that went on from a checkpoint has some steps twice: the newer rows count."""
     rows: list[dict[str, Any]] = []
     broken = 0
     for line in _read(path, str.splitlines, unread) or ():

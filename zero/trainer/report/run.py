@@ -1,9 +1,11 @@
-"""report.html of a run: how it ended, what it was set to, what it held, how fast it was, and one step in detail.
+"""report.html of a run: how it ended, its settings, its memory, its speed, and one step in detail.
 
-A view of the files that the run left, so it can be made again at any time, also of a run that failed or still runs.
+It is made from the run's files alone, so it can be made again at any time, also of a run that failed or still runs.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,10 @@ from zero.trainer.report.page import (
     links,
     page,
     pill,
-    said,
     section,
     side_by_side,
     table,
+    verbatim,
 )
 from zero.trainer.report.scale import UNKNOWN, finite, number, seconds, size
 
@@ -41,13 +43,14 @@ KINDS = {
     "activations": ("green", 1.0),
     "arena": ("teal", 1.0),
 }
-"""Colour and shade of what a plan has bytes for; anything else is slate."""
+"""Colour and shade of each kind that a plan has bytes of; any other kind is slate."""
 
 COLOURS = {"gather": "green", "compute": "blue", "reduce": "amber", "page in": "teal", "update": "purple"}
 """Of the rows of a timeline; the last, page out, is rose."""
 
-NARROW = 368.0
-"""Width of a chart where three stand side by side."""
+THIRD: Mapping[str, Any] = {"width": 368.0}
+LOW: Mapping[str, Any] = {"width": 470.0, "height": 172.0}
+"""Sizes of a chart with two others side by side, and with others below it."""
 
 TIERS = ("device", "host", "nvme")
 FILES = ("config.yaml", "metrics.jsonl", "summary.json", "trace.json", "ranks/0.log")
@@ -64,26 +67,18 @@ def write(folder: Path) -> Path:
 def report(run: Run) -> str:
     """The page."""
     overrides = run.overrides or []
-    asked = " ".join(overrides) if overrides else "the default run" if run.overrides == [] else run.folder.name
+    title = " ".join(overrides) if overrides else "the default run" if run.overrides == [] else run.folder.name
+    parts = (_headline, _plan, _learning, _speed, _offload, _step, _settings, _footer)
     return page(
-        asked,
-        kicker=" · ".join([*_what(run), "/".join(run.folder.absolute().parts[-2:])]),
+        title,
+        kicker=" · ".join([*_summary(run), "/".join(run.folder.absolute().parts[-2:])]),
         status=pill(run.status, PILLS[run.status]),
-        parts=[
-            _headline(run),
-            _plan(run),
-            _learning(run),
-            _speed(run),
-            _offload(run),
-            _step(run),
-            _settings(run),
-            _footer(run),
-        ],
+        parts=[part(run) for part in parts],
     )
 
 
-def _what(run: Run) -> list[str]:
-    """What was run, in a few words."""
+def _summary(run: Run) -> list[str]:
+    """Model and setting, in a few words."""
     settings, ranks = flat(run.config), finite(run.summary.get("ranks"))
     numel = finite(run.summary.get("parameters_numel"))
     return [
@@ -95,24 +90,17 @@ def _what(run: Run) -> list[str]:
 
 
 def _headline(run: Run) -> Html:
-    words = (
-        []
-        if run.status == "finished"
-        else [said(run.reason.replace(f"{run.folder.absolute()}/", ""), PILLS[run.status])]
-    )
+    reason = verbatim(run.reason.replace(f"{run.folder.absolute()}/", ""), PILLS[run.status])
     best = finite(run.summary.get("best_val_loss"))
     steps, of = run.final("steps", "step"), finite(run.config.get("steps"))
     skipped = finite(run.summary.get("skipped")) or 0
     device, host = (run.final(f"{tier}_peak_bytes", f"memory/{tier}_peak_bytes") for tier in ("device", "host"))
     tokens = run.final("tokens", "tokens")
+    of_steps = f"of {number(of, 9)}" * (of is not None) + (f", {skipped:.0f} skipped" if skipped else "")
     shown = [
         Fact("Validation loss", _loss(run.final("val_loss", "val/loss")), f"best {_loss(best)}" if best else ""),
         Fact("Training loss", _loss(run.final("train_loss", "train/loss")), "of the last step"),
-        Fact(
-            "Steps",
-            number(steps, 9),
-            f"of {number(of, 9)}" * (of is not None) + (f", {skipped:.0f} skipped" if skipped else ""),
-        ),
+        Fact("Steps", number(steps, 9), of_steps),
         Fact("Time", seconds(run.summary.get("seconds")), f"{_count(tokens)} tokens" if tokens else ""),
         Fact("Tokens per second", number(run.typical("speed/tokens_per_s")), "median"),
         Fact("Step", seconds(run.typical("speed/step_s")), "median"),
@@ -120,14 +108,15 @@ def _headline(run: Run) -> Html:
         *([Fact("Device peak", size(device), "allocated")] if device else []),
         Fact("Host peak", size(host), "whole process"),
     ]
-    return section("How it ended" if run.status != "running" else "So far", *words, facts(shown))
+    heading = "How it ended" if run.status != "running" else "So far"
+    return section(heading, *([] if run.status == "finished" else [reason]), facts(shown))
 
 
-# What it was set to, and what that was to hold
+# Settings, and the plan beside what was measured
 
 
 def differences(config: Mapping[str, Any], default: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key, value, default) of what differs: first what was chosen, then what `auto` became.
+    """(key, value, default) of settings that differ: first those that were set, then those whose default is auto.
 
     A key that only one of the two has is compared with None.
     """
@@ -149,7 +138,7 @@ def _settings(run: Run) -> Html:
         for key, value, default in differences(run.config, known)
     ]
     if not rows:
-        return section("Settings", said("all settings are the defaults"))
+        return section("Settings", verbatim("all settings are the defaults"))
     return section(
         "Settings that differ from the defaults",
         table(["key", "this run", "default"], rows),
@@ -171,21 +160,21 @@ def _plan(run: Run) -> Html:
     for tier in planned:
         rows.append(Bar(f"{tier}, plan" if measured[tier] else tier, _parts(planned[tier])))
         rows += [Bar("measured", _parts(measured[tier]))] if measured[tier] else []
-    held = [kind for tier in planned.values() for kind, count in tier.items() if count]
-    kinds = dict.fromkeys(kind for kind in [*KINDS, *held] if kind in held)
+    totals = {tier: sum(kinds.values()) for tier, kinds in planned.items()}
+    known = [kind for kinds in planned.values() for kind, count in kinds.items() if count]
     body = [
-        (kind, *(size(planned[tier][kind]) if planned[tier].get(kind) else "" for tier in planned)) for kind in kinds
+        (kind, *(size(kinds[kind]) if kinds.get(kind) else "" for kinds in planned.values()))
+        for kind in dict.fromkeys([*KINDS, *known])
+        if kind in known
     ]
-    body.append(("plan", *(size(sum(planned[tier].values())) for tier in planned)))
+    body.append(("plan", *map(size, totals.values())))
     marked = {len(body) - 1: "total"}
     if any(measured.values()):
-        held_only = {tier: _held(kinds) for tier, kinds in planned.items()}
-        if held_only != {tier: sum(kinds.values()) for tier, kinds in planned.items()}:
-            body.append(("plan, between steps", *map(size, held_only.values())))
-        body.append(
-            ("measured", *(size(sum(measured[tier].values())) if measured[tier] else UNKNOWN for tier in planned))
-        )
-        body.append(("difference", *(_difference(held_only[tier], measured[tier]) for tier in planned)))
+        between = {tier: totals[tier] - kinds.get("activations", 0) for tier, kinds in planned.items()}
+        body += [("plan, between steps", *map(size, between.values()))] * (between != totals)
+        sums = {tier: sum(kinds.values()) for tier, kinds in measured.items() if kinds}
+        body.append(("measured", *(size(sums.get(tier)) for tier in planned)))
+        body.append(("difference", *(_difference(between[tier], sums.get(tier)) for tier in planned)))
     return section(
         "Plan and measurement",
         side_by_side(
@@ -209,20 +198,15 @@ def _measured(run: Run, tier: str) -> dict[str, float]:
     return {"measured": known} if (known := finite(counted)) else {}
 
 
-def _held(kinds: Mapping[str, float]) -> float:
-    """What is there between two steps, too: all but activations."""
-    return sum(count for kind, count in kinds.items() if kind != "activations")
-
-
 def _parts(kinds: Mapping[str, float]) -> list[Part]:
     return [Part(kind, count, *KINDS.get(kind, ("slate", 0.7))) for kind, count in kinds.items()]
 
 
-def _difference(planned: float, measured: Mapping[str, float]) -> str:
-    return f"{100 * (sum(measured.values()) / planned - 1):+.1f} %" if measured and planned else UNKNOWN
+def _difference(planned: float, measured: float | None) -> str:
+    return f"{100 * (measured / planned - 1):+.1f} %" if measured is not None and planned else UNKNOWN
 
 
-# What it learned, and how fast
+# Learning and speed
 
 
 def _learning(run: Run) -> Html:
@@ -230,41 +214,30 @@ def _learning(run: Run) -> Html:
         return Html()
     norms = [value for _, raw in run.points("train/grad_norm") if (value := finite(raw)) and value > 0]
     wide = bool(norms) and max(norms) > 30 * min(norms)
-    losses = [
-        Series("training", run.points("train/loss")),
-        Series("validation", _without_gaps(run.points("val/loss")), "amber"),
-    ]
+    validation = [(at, value) for at, value in run.points("val/loss") if finite(value) is not None]
+    losses = [Series("training", run.points("train/loss")), Series("validation", validation, "amber")]
+    scales = len({row.get("train/loss_scale") for row in run.rows}) > 1
     return section(
         "Learning",
         side_by_side(
-            figure(chart.lines(losses, title="loss", width=640, height=372), "Loss", "nats per token"),
-            figure(_line(run, "train/lr", "learning rate", "teal", from_zero=True, height=172), "Learning rate"),
-            figure(
-                _line(run, "train/grad_norm", "gradient norm", "purple", log=wide, height=172),
-                "Gradient norm",
-                "before clipping",
-            ),
-            _scale(run),
+            _chart("Loss", losses, "nats per token", width=640, height=372),
+            _line(run, "Learning rate", "train/lr", "teal", from_zero=True, **LOW),
+            _line(run, "Gradient norm", "train/grad_norm", "purple", "before clipping", log=wide, **LOW),
+            _line(run, "Loss scale", "train/loss_scale", "slate", log=True, **LOW) if scales else Html(),
             layout="lead",
         ),
     )
 
 
-def _scale(run: Run) -> Html:
-    if len({row.get("train/loss_scale") for row in run.rows}) < 2:
-        return Html()
-    return figure(_line(run, "train/loss_scale", "loss scale", "slate", log=True, height=172), "Loss scale")
-
-
 def _speed(run: Run) -> Html:
     if not run.rows:
         return Html()
-    spent = [
+    times = [
         Series("whole step", run.points("speed/step_s")),
         *([Series("waiting for the store", run.points("offload/wait_s"), "rose")] if _moves(run) else []),
         *([Series("for other ranks", run.points("comm/wait_s"), "green")] if run.measured("comm/wait_s") else []),
     ]
-    held = [
+    peaks = [
         Series(tier, run.points(key), colour)
         for tier, key, colour in (
             ("device", "memory/device_peak_bytes", "purple"),
@@ -273,37 +246,31 @@ def _speed(run: Run) -> Html:
         )
         if run.measured(key)
     ]
+    tiers = f"most so far; {', '.join(one.name for one in peaks)}"
     return section(
         "Speed and memory",
         side_by_side(
-            figure(_line(run, "speed/tokens_per_s", "tokens per second", "blue", from_zero=True), "Tokens per second"),
-            figure(chart.lines(spent, title="seconds of a step", from_zero=True, width=NARROW), "A step", "seconds"),
-            figure(
-                chart.lines(held, title="memory peaks", binary=True, width=NARROW),
-                "Memory by tier",
-                f"most so far; {', '.join(one.name for one in held)}",
-            ),
+            _line(run, "Tokens per second", "speed/tokens_per_s", "blue", from_zero=True, **THIRD),
+            _chart("A step", times, "seconds", title="seconds of a step", from_zero=True, **THIRD),
+            _chart("Memory by tier", peaks, tiers, title="memory peaks", binary=True, **THIRD),
             layout="three",
         ),
     )
 
 
 def _moves(run: Run) -> bool:
-    """Whether something sleeps where it has to be fetched from."""
+    """Whether state is offloaded, so that it moves."""
     return run.measured("offload/read_bytes") or run.measured("offload/write_bytes")
 
 
 def _offload(run: Run) -> Html:
     if not _moves(run):
         return Html()
-    moved = [
-        Series("read", _per_step(run, "offload/read_bytes"), "teal"),
-        Series("written", _per_step(run, "offload/write_bytes"), "rose"),
-    ]
-    rates = [
-        Series("read", run.points("offload/read_gbps"), "teal"),
-        Series("written", run.points("offload/write_gbps"), "rose"),
-    ]
+    ways = ("read", "read", "teal"), ("written", "write", "rose")
+    moved, rates = (
+        [Series(name, points(f"offload/{key}_{unit}"), colour) for name, key, colour in ways]
+        for unit, points in (("bytes", partial(_per_step, run)), ("gbps", run.points))
+    )
     written = finite(run.summary.get("offload_written_bytes"))
     shown = [
         Fact("Hidden", _percent(run.typical("speed/hidden_fraction")), "of the transfers' time; median"),
@@ -315,44 +282,29 @@ def _offload(run: Run) -> Html:
         "Offload",
         facts(shown),
         side_by_side(
-            figure(chart.lines(moved, title="bytes per step", binary=True), "Moved per step", "bytes of all ranks"),
-            figure(
-                chart.lines(rates, title="rates", from_zero=True),
-                "Rate while something moves",
-                "10⁹ bytes a second",
-            ),
+            _chart("Moved per step", moved, "bytes of all ranks", title="bytes per step", binary=True),
+            _chart("Rate while something moves", rates, "10⁹ bytes a second", title="rates", from_zero=True),
         ),
         note=str(run.summary.get("endurance") or ""),
     )
 
 
 def _per_step(run: Run, key: str) -> list[tuple[object, object]]:
-    """What a row counts, divided by the steps since the row before."""
-    before = 0.0
-    found: list[tuple[object, object]] = []
-    for step, raw in run.points(key):
-        value, now = finite(raw), finite(step) or 0.0
-        found.append((step, None if value is None else value / max(1.0, now - before)))
-        before = now
-    return found
+    """The value of each row, divided by the steps since the row before."""
+    steps = [finite(step) or 0.0 for step, _ in run.points(key)]
+    counts = (max(1.0, step - before) for before, step in pairwise([0.0, *steps]))
+    values = zip(run.points(key), counts, strict=True)
+    return [(step, None if (value := finite(raw)) is None else value / count) for (step, raw), count in values]
 
 
-def _line(
-    run: Run, key: str, title: str, colour: str, *, log: bool = False, from_zero: bool = False, height: float = 236.0
-) -> str:
-    width = NARROW if height > 200 else 470.0
-    return chart.lines(
-        [Series(title, run.points(key), colour)],
-        title=title,
-        log=log,
-        from_zero=from_zero,
-        width=width,
-        height=height,
-    )
+def _chart(caption: str, series: Sequence[Series], note: str = "", *, title: str = "", **axes: Any) -> Html:
+    """Lines under their caption; `axes` as `chart.lines` takes them."""
+    return figure(chart.lines(series, title=title or caption.lower(), **axes), caption, note)
 
 
-def _without_gaps(points: Iterable[tuple[object, object]]) -> list[tuple[object, object]]:
-    return [(at, value) for at, value in points if finite(value) is not None]
+def _line(run: Run, caption: str, key: str, colour: str, note: str = "", **axes: Any) -> Html:
+    """The chart of one key."""
+    return _chart(caption, [Series(caption.lower(), run.points(key), colour)], note, **axes)
 
 
 # One step
@@ -362,17 +314,13 @@ def _step(run: Run) -> Html:
     spans = [span for span in run.trace if span.rank == min(one.rank for one in run.trace)]
     if not spans:
         return Html()
-    rows = [
-        chart.Row(name, [_drawn(span) for span in spans if span.row == name], COLOURS.get(name, "rose"))
-        for name in ROWS
-        if any(span.row == name for span in spans)
-    ]
+    drawn = {name: [_drawn(span) for span in spans if span.row == name] for name in ROWS}
+    rows = [chart.Row(name, found, COLOURS.get(name, "rose")) for name, found in drawn.items() if found]
+    head = ["row", "spans", "busy", "hidden", "exposed", "exposed, of the step"]
     return section(
         "One step",
         figure(chart.timeline(rows, title="timeline of one step"), "Timeline", "point at a span for what it is"),
-        table(
-            ["row", "spans", "busy", "hidden", "exposed", "exposed, of the step"], _shares(spans), numbers=range(1, 6)
-        ),
+        table(head, _shares(spans), numbers=range(1, 6)),
         note="Exposed: the training thread stood still for it. Hidden: it did not notice. One wait may be for several "
         "rows. trace.json holds the same for ui.perfetto.dev.",
     )
@@ -387,19 +335,14 @@ def _shares(spans: list[Span]) -> list[tuple[str, ...]]:
     step_s = Timeline(spans).step_s
     found: list[tuple[str, ...]] = []
     for name, share in shares(spans).items():
-        times = (
-            seconds(share.hidden_s),
-            seconds(share.exposed_s),
-            _percent(share.exposed_s / step_s if step_s else None),
-        )
-        shown = ("", "", "") if name == "compute" else times
+        part = _percent(share.exposed_s / step_s if step_s else None)
+        times = ("", "", "") if name == "compute" else (seconds(share.hidden_s), seconds(share.exposed_s), part)
         count = sum(span.row == name for span in spans)
-        if count:
-            found.append((name, number(count, 9), seconds(share.busy_s), *shown))
+        found += [(name, number(count, 9), seconds(share.busy_s), *times)] if count else []
     return found
 
 
-# Words
+# Numbers as text
 
 
 def _loss(value: object) -> str:
@@ -422,5 +365,5 @@ def _percent(value: object) -> str:
 
 
 def _footer(run: Run) -> Html:
-    unread = f"<p>{chart.words('; '.join(run.unread))}.</p>" if run.unread else ""
+    unread = f"<p>{chart.escape('; '.join(run.unread))}.</p>" if run.unread else ""
     return Html(f"<footer>{unread}<p>{links(run.folder, FILES)}</p></footer>")

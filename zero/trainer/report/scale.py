@@ -1,8 +1,8 @@
-"""Where a number goes on paper, and how it is written there. Pure arithmetic.
+"""Where a number is drawn, and how it is written there. Pure arithmetic.
 
 Ticks are 1, 2 or 5 times a power of ten; of bytes, powers of two; of a logarithmic axis, powers of ten where that is
-enough. A series may be empty, constant, or hold anything: what is no finite number is a gap, and what lies beyond 1e300
-is drawn at 1e300, so that no difference overflows.
+enough. A series may be empty, constant, or hold anything: what is not a finite number is a gap, and what lies beyond
+1e300 is drawn at 1e300, so that no difference overflows.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import NamedTuple
 HUGE, TINY = 1e300, 1e-300
 
 UNKNOWN = "–"
-"""What stands where a number would."""
+"""In place of a number."""
 
 SIZES = ((1024**5, "PiB"), (1024**4, "TiB"), (1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB"))
 POWERS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
@@ -46,7 +46,7 @@ class Scale(NamedTuple):
 
 
 def finite(value: object) -> float | None:
-    """`value` as a number that can be drawn; None if it is none."""
+    """`value` as a number that can be drawn; None if it is not one."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     if isinstance(value, float) and not math.isfinite(value):
@@ -118,7 +118,7 @@ def duration_unit(longest_s: float, least: float = 1.0) -> tuple[float, str]:
 
 
 def number(value: object, digits: int = 4) -> str:
-    """`value` with so many digits, read by a person: 12,345, 0.00123, 1.5e-7. What is no finite number is a dash."""
+    """`value` with so many digits, read by a person: 12,345, 0.00123, 1.5e-7. What is not a finite number is a dash."""
     shown = finite(value)
     if shown is None:
         return UNKNOWN

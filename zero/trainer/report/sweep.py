@@ -1,7 +1,7 @@
 """The table of a sweep, written anew after each of its jobs: sweep.md to read, sweep.csv to compute with, sweep.html.
 
 Everything is read from the folders of the jobs, so jobs may run in any order, in other processes and on other machines
-that share the disk; whoever ends writes. A job that still runs, or was killed, has a row like the others.
+that share the disk; each writes when it ends. A job that still runs, or was killed, has a row like the others.
 """
 
 import csv
@@ -27,7 +27,7 @@ PALETTE = {"finished": "blue", "failed": "rose", "stopped": "amber", "running": 
 
 
 class Job(NamedTuple):
-    """One row. Losses in nats per token, peaks the largest over ranks; None is what nobody measured.
+    """One row. Losses in nats per token, peaks the largest over ranks; None for what was not measured.
 
     `speed` is tokens per second as a ratio to the first job that finished; `cause` is empty unless it failed or was
     stopped.
@@ -63,7 +63,7 @@ class Sweep(NamedTuple):
 FIGURES = Job._fields[3:-1]
 
 OF_A_RUN = {".hydra", "config.yaml", "summary.json"}
-"""What tells the folder of a run from others; `hydra.sweep.subdir` may give it any name."""
+"""Any of these marks the folder of a run, which `hydra.sweep.subdir` may give any name."""
 
 
 def write(folder: Path) -> Sweep:
@@ -212,7 +212,7 @@ def markdown(jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> str:
     """A table that reads well as plain text, too."""
     fields = _measured(jobs)
     head = ["job", *keys, "status", *(HEAD[field] for field in fields), "cause"]
-    right = [False] * (len(keys) + 2) + [True] * len(fields) + [False]
+    pads = [str.ljust] * (len(keys) + 2) + [str.rjust] * len(fields) + [str.ljust]
     rows = [
         [
             f"**{job.name}**" if job is best else job.name,
@@ -224,21 +224,15 @@ def markdown(jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> str:
         for job in jobs
     ]
     cells = [[_cell(text) for text in row] for row in [head, *rows]]
-    widths = [max(3, *(len(row[column]) for row in cells[: 1 + len(rows)])) for column in range(len(head))]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
     widths[-1] = max(3, len(head[-1]))  # a cause may be long
-    lines = [
-        "| " + " | ".join(text.rjust(width) if to_right else text.ljust(width)
-        for text, width, to_right in zip(row, widths, right, strict=True)) + " |"
+    top, *lines = (
+        "| " + " | ".join(pad(text, width) for pad, text, width in zip(pads, row, widths, strict=True)) + " |"
         for row in cells
-    ]  # fmt: skip
-    rule = (
-        "|"
-        + "|".join(
-            "-" * (width + 1) + (":" if to_right else "-") for width, to_right in zip(widths, right, strict=True)
-        )
-        + "|"
     )
-    return "\n".join([counts(jobs), "", lines[0], rule, *lines[1:]]) + "\n"
+    dashes = ("-" * (width + 1) + ("-" if pad is str.ljust else ":") for pad, width in zip(pads, widths, strict=True))
+    rule = f"|{'|'.join(dashes)}|"
+    return "\n".join([counts(jobs), "", top, rule, *lines]) + "\n"
 
 
 def _cell(text: str) -> str:
@@ -247,7 +241,7 @@ def _cell(text: str) -> str:
 
 
 def spreadsheet(jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> str:
-    """The same with every digit, in bytes, seconds and ratios; what nobody measured is empty."""
+    """The same with every digit, in bytes, seconds and ratios; empty where nothing was measured."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["job", *keys, "status", "best", *FIGURES, "cause"])
@@ -269,13 +263,13 @@ def html(folder: Path, runs: Sequence[Run], jobs: Sequence[Job], keys: Sequence[
     shared = [f"{key}={value}" for key, value in (jobs[0].overrides.items() if jobs else ()) if key not in keys]
     states = {job.status for job in jobs}
     state: Status = next((one for one in ("running", "failed", "stopped") if one in states), "finished")
-    said = f"All with {' '.join(shared)}." if shared else ""
+    note = f"All with {' '.join(shared)}." if shared else ""
     return page(
         " x ".join(keys) or "A sweep",
         kicker="sweep · " + "/".join(folder.absolute().parts[-2:]),
         status=pill(counts(jobs), PILLS[state]),
         parts=[
-            section("Jobs", _rows(folder, jobs, keys, best), note=said),
+            section("Jobs", _rows(folder, jobs, keys, best), note=note),
             section("Loss", _losses(runs, jobs, keys, best), _against(jobs, keys)),
             section("What went wrong", _causes(jobs, keys)),
         ],
@@ -302,7 +296,7 @@ def _rows(folder: Path, jobs: Sequence[Job], keys: Sequence[str], best: Job | No
 
 def _link(folder: Path, job: Job) -> Html:
     report = f"{job.name}/report.html"
-    name = chart.words(job.name).replace("/", "/<wbr/>").replace(",", ",<wbr/>")  # where it may go on below
+    name = chart.escape(job.name).replace("/", "/<wbr/>").replace(",", ",<wbr/>")  # where it may go on below
     return Html(f'<a href="{quote(report)}">{name}</a>') if (folder / report).exists() else Html(name)
 
 

@@ -1,5 +1,7 @@
 """What the README and the docs show runs as it is written, and an example's page shows the example's file."""
 
+import contextlib
+import io
 import os
 import re
 import runpy
@@ -8,12 +10,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 import zero
+from zero.testing import run_processes
 from zero.trainer.models import GPT, GPTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,24 +78,24 @@ def test_an_example_learns(name: str, here: Path, monkeypatch: pytest.MonkeyPatc
         assert "transformers has 197,184 trained parameters" in printed
 
 
+def printed_by(world: zero.World, name: str, *arguments: str) -> str:
+    """What one rank of `world` prints when it runs an example."""
+    with (
+        patch.object(zero.World, "from_env", lambda: world),
+        patch("sys.argv", [name, *arguments]),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    return printed.getvalue()
+
+
 @pytest.mark.parametrize("name", SHOWN)
 def test_an_example_runs_on_two_ranks(name: str, here: Path):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    less = ["--steps", "10"] if name == "initialize" else []
-    done = subprocess.run(
-        [*command, EXAMPLES / f"{name}.py", *less],
-        cwd=here,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert losses(done.stdout)[-1] < 5.5
+    first, second = run_processes(2, printed_by, name, *(["--steps", "10"] if name == "initialize" else []))
+    assert losses(first)[-1] < 5.5
+    assert not second, "only rank 0 prints"
 
 
 # -- the README and the other blocks of the docs -----------------------------------------------------------------------

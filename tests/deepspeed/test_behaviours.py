@@ -426,7 +426,7 @@ def test_gradients_are_a_mean_and_a_loss_times_ranks_and_microbatches_makes_them
         (loss_of(model(x)) * (2 * 4)).backward()
 
     same(by_zero(summed, stage=stage, accumulate=4), by_torch(accumulate=4, mean=False))
-    with pytest.raises(ConfigError, match=r"gradient_allreduce_op=sum cannot be had: gradients are averaged"):
+    with pytest.raises(ConfigError, match=r"gradient_allreduce_op=sum is not supported: gradients are averaged"):
         by_zero(stage=stage, ranks=1, gradient_allreduce_op="sum")
 
 

@@ -23,7 +23,7 @@ from zero.checkpoint.json_values import from_json, to_json
 from zero.checkpoint.load import one_sided
 from zero.checkpoint.save import by_rank_0, tied_names
 from zero.core.suggest import some
-from zero.deepspeed.metrics import EngineInfo, RunLog
+from zero.deepspeed.metrics import EngineInfo, RunLog, make_folder
 from zero.deepspeed.optimizers import check_group_count, restore, settings_of
 from zero.deepspeed.schedulers import Scheduler
 from zero.distributed.world import SoloWorld, World
@@ -40,9 +40,9 @@ class LoopState(NamedTuple):
     """What a checkpoint keeps of a loop beside the state; empty where no engine has made it."""
 
     client_state: dict[str, Any]
-    micro_steps: int
-    param_groups: list[dict[str, Any]] | None
-    lr_scheduler: dict[str, Any] | None
+    micro_steps: int = 0
+    param_groups: list[dict[str, Any]] | None = None
+    lr_scheduler: dict[str, Any] | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -51,9 +51,8 @@ class LoopState(NamedTuple):
 
     @classmethod
     def of(cls, found: Checkpoint) -> "LoopState":
-        defaults = {"client_state": {}, "micro_steps": 0, "param_groups": None, "lr_scheduler": None}
-        saved = from_json(found.facts.get("engine", {}))
-        return cls(**{name: saved.get(name, value) for name, value in defaults.items()})
+        saved = {"client_state": {}} | from_json(found.facts.get("engine", {}))
+        return cls(**{name: saved[name] for name in cls._fields if name in saved})
 
 
 class LoadResult(NamedTuple):
@@ -174,7 +173,7 @@ class EngineCheckpoints(EngineInfo, ABC):
         if exclude_frozen_parameters:
             self._warn_once("save_checkpoint(exclude_frozen_parameters=True): a checkpoint holds the whole model here")
         state, root = self._open_state(), _root(save_dir, tag)
-        _make_root(self.plan.world, root)
+        make_folder(self.plan.world, root)
         schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
         groups = settings_of(self.optimizer.param_groups)
         facts = LoopState(dict(client_state or {}), self.micro_steps, groups, schedule).facts
@@ -276,20 +275,6 @@ def _zero_moments(state: State) -> None:
 
 def _root(folder: str | PathLike[str], tag: str | None) -> Path:
     return Path(folder) if tag is None else Path(folder) / str(tag)
-
-
-def _make_root(world: World, root: Path) -> None:
-    """Make the folder if it is missing. Collective.
-
-    Raises:
-        CheckpointError: it cannot be made; on every rank.
-    """
-
-    def make() -> None:
-        with naming(root, "making it"):
-            root.mkdir(parents=True, exist_ok=True)
-
-    by_rank_0(world, make)
 
 
 def _refuse_deepspeed_folder(world: World, folder: Path) -> None:

@@ -1,11 +1,11 @@
-"""A DeepSpeed configuration as settings of ours, for whoever has a ds_config.json.
+"""A DeepSpeed configuration, translated to settings of this library.
 
-`translate` gives them with one line about each key that has no meaning here. What only says how bytes are moved is
-accepted; what would change the numbers of a run is refused, like what is misspelt or contradicts itself. Defaults are
-DeepSpeed's wherever a section of its is used: an optimizer without a schedule keeps its learning rate, decay is of all
-parameters, a schedule rises with the logarithm.
+`translate` returns them, with one line about each key that has no meaning here. A key that only says how bytes are
+moved is accepted; one that would change the numbers of a run is refused, and so are misspelt keys and contradictions.
+Defaults are DeepSpeed's wherever its section is used: an optimizer without a scheduler keeps its learning rate, weight
+decay is applied to all parameters, a warm-up is logarithmic.
 
-`keys` is the table, `source` compares a configuration with it; here is what several keys together mean.
+`config_keys` has the table of keys, `config_source` reads and checks them; this file decides what they mean together.
 """
 
 import math
@@ -16,8 +16,8 @@ from typing import Any
 
 from zero.core import schema, suggest
 from zero.core.stage import Stage
-from zero.deepspeed.config_keys import KEYS, Key
-from zero.deepspeed.config_source import Given, check, read_source
+from zero.deepspeed.config_keys import KEYS
+from zero.deepspeed.config_source import CheckedConfig, check, read_source
 from zero.errors import ConfigError
 from zero.settings import Settings
 
@@ -29,13 +29,13 @@ PARAM, OPTIMIZER = f"{ZERO}.offload_param", f"{ZERO}.offload_optimizer"
 
 @dataclass(frozen=True)
 class Translation:
-    """A configuration in our words.
+    """A configuration as settings of this library.
 
     Attributes:
-        settings: nested, for `Settings.read`; only what the configuration says. Without an `optimizer` or a
-            `scheduler` in it there is no `schedule`, and of `optim` its name and clip only.
-        notes: one line for each key without meaning, and for what was decided in its place.
-        managed: whether the engine counts microbatches, or the caller says when to step.
+        settings: nested, for `Settings.read`; only what the configuration says. If it has neither an `optimizer` nor a
+            `scheduler` there is no `schedule`, and `optim` has only a name and a clip.
+        notes: one line for each key without meaning, and for each default that may surprise.
+        managed: True if the engine counts microbatches; False if the caller decides when to step.
         drop_last: whether a loader leaves out the last, smaller batch.
         has_optimizer, has_scheduler: whether the configuration names one.
         peak_is_for_all: the schedule has a highest learning rate of its own, which is every group's.
@@ -51,100 +51,98 @@ class Translation:
 
 
 def translate(raw: Mapping[str, Any] | str | os.PathLike[str], *, world_size: int | None = None) -> Translation:
-    """A DeepSpeed configuration in our words.
+    """Translate a DeepSpeed configuration.
 
     Args:
         raw: a dict, the path of a JSON file, JSON, or JSON in base64.
-        world_size: ranks, where they are known: the batch is then checked against them.
+        world_size: the number of ranks, to check the batch sizes against; None: they are not known yet.
 
     Raises:
         ConfigError: one line that begins with the configuration's name.
     """
     source = read_source(raw)
     try:
-        given = check(source.settings)
-        notes = list(given.notes)
-        flat = _taken(given) | _batch(given, world_size) | _stage(given) | _precision(given, notes)
-        flat |= _offload(given, notes) | _optim(given, notes) | _schedule(given, notes) | _tracker(given)
+        config = check(source.settings)
+        notes = list(config.notes)
+        flat = _direct(config) | _batch(config, world_size) | _stage(config) | _precision(config, notes)
+        flat |= _offload(config, notes) | _optim(config, notes) | _schedule(config, notes) | _tracker(config)
     except ConfigError as error:
         raise ConfigError(f"{source.name}: {error}") from None
     return Translation(
         settings=_nested({key: flat[key] for key in schema.keys(Settings) if key in flat}),
         notes=tuple(f"{source.name}: {note}" for note in notes),
-        managed=given.get("managed_gradient_accumulation", True),
-        drop_last=given.get("dataloader_drop_last", False),
-        has_optimizer=given.optimizer is not None,
-        has_scheduler=given.scheduler is not None,
-        peak_is_for_all=_peak(given) is not None,
+        managed=config.get("managed_gradient_accumulation", True),
+        drop_last=config.get("dataloader_drop_last", False),
+        has_optimizer=config.optimizer is not None,
+        has_scheduler=config.scheduler is not None,
+        peak_is_for_all=_peak(config) is not None,
     )
 
 
-def _taken(given: Given) -> dict[str, Any]:
-    """Every value that one of our keys takes as it is."""
-    kinds = (("", KEYS), ("optimizer.params.", _keys(given.optimizer)), ("scheduler.params.", _keys(given.scheduler)))
+def _direct(config: CheckedConfig) -> dict[str, Any]:
+    """Every value that a setting takes as it is."""
+    optimizer = config.optimizer.keys if config.optimizer else ()
+    scheduler = config.scheduler.keys if config.scheduler else ()
+    kinds = (("", KEYS), ("optimizer.params.", optimizer), ("scheduler.params.", scheduler))
     return {
-        key.to: given.values[f"{prefix}{key.name}"]
+        key.to: config.values[f"{prefix}{key.name}"]
         for prefix, kind in kinds
         for key in kind
-        if key.to and f"{prefix}{key.name}" in given.values
+        if key.to and f"{prefix}{key.name}" in config.values
     }
 
 
-def _keys(kind: Any) -> tuple[Key, ...]:
-    return () if kind is None else kind.keys
-
-
-def _batch(given: Given, world_size: int | None) -> dict[str, Any]:
-    """total = micro x accumulation x ranks, with DeepSpeed's rule: what is not said about accumulation is 1."""
+def _batch(config: CheckedConfig, world_size: int | None) -> dict[str, Any]:
+    """total = micro x accumulation x ranks, with DeepSpeed's rule: accumulation is 1 where it is left out."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    total, micro, accumulate = (given.get(name) for name in names)
+    total, micro, accumulate = (config.get(name) for name in names)
     if total is None and micro is None:
-        if given.autos & set(names[:2]):
+        if config.autos & set(names[:2]):
             return {}  # ours are auto too
         raise ConfigError("train_batch_size and train_micro_batch_size_per_gpu are both missing; give one of them")
     if total is not None:
-        factors = {name: given.get(name) for name in names[1:] if given.get(name) is not None}
+        factors = {name: config.get(name) for name in names[1:] if config.get(name) is not None}
         product = math.prod(factors.values()) * (world_size or 1)
         wrong = total % product if world_size is None or None in (micro, accumulate) else total != product
         if wrong:
             ranks = [] if world_size is None else [f"{world_size} rank{'s' * (world_size > 1)}"]
-            said = " x ".join([*(f"{name}={value}" for name, value in factors.items()), *ranks])
+            text = " x ".join([*(f"{name}={value}" for name, value in factors.items()), *ranks])
             does = "is not" if None not in (micro, accumulate, world_size) else "does not divide by"
-            raise ConfigError(f"train_batch_size={total} {does} {said} = {product}; leave one of them out")
+            raise ConfigError(f"train_batch_size={total} {does} {text} = {product}; leave one of them out")
     if total is None:
         return {"batch.global": "auto", "batch.accumulate": accumulate or 1}
     return {"batch.accumulate": accumulate or 1} if micro is None else {}
 
 
-def _stage(given: Given) -> dict[str, Any]:
-    """The stage, what is gathered whole, and whether activations are recomputed."""
-    stage = "auto" if f"{ZERO}.stage" in given.autos else given.get(f"{ZERO}.stage", 0)
-    asked = given.below("activation_checkpointing")
+def _stage(config: CheckedConfig) -> dict[str, Any]:
+    """The stage, classes of units, and whether activations are recomputed."""
+    stage = "auto" if f"{ZERO}.stage" in config.autos else config.get(f"{ZERO}.stage", 0)
+    chosen = config.below("activation_checkpointing")
     words = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization", "number_checkpoints")
-    leaves = given.get(f"{ZERO}.leaf_module.classes")
+    leaves = config.get(f"{ZERO}.leaf_module.classes")
     units = {"zero.units": ["auto", *(str(one).rpartition(".")[2] for one in leaves)]} if leaves else {}
     return {"zero.stage": stage, **units} | (
-        {"zero.activations": "remat"} if any(asked.get(word) for word in words) else {}
+        {"zero.activations": "remat"} if any(chosen.get(word) for word in words) else {}
     )
 
 
-def _precision(given: Given, notes: list[str]) -> dict[str, Any]:
-    fp16, bf16 = given.get("fp16.enabled", False), given.get("bf16.enabled", False)
+def _precision(config: CheckedConfig, notes: list[str]) -> dict[str, Any]:
+    fp16, bf16 = config.get("fp16.enabled", False), config.get("bf16.enabled", False)
     if fp16 and bf16:
         raise ConfigError("fp16.enabled and bf16.enabled are both true; choose one")
-    if not (fp16 or bf16) and (unfilled := sorted(given.autos & {"fp16.enabled", "bf16.enabled"})):
-        notes.append(f"{unfilled[0]}=auto is filled in by nobody here: the model computes in fp32; write true or false")
+    if not (fp16 or bf16) and (unfilled := sorted(config.autos & {"fp16.enabled", "bf16.enabled"})):
+        notes.append(f"{unfilled[0]}=auto is not filled in here: the model computes in fp32; write true or false")
     compute = "fp16" if fp16 else "bf16" if bf16 else "fp32"
-    if given.get("communication_data_type") == "fp16" != compute:
+    if config.get("communication_data_type") == "fp16" != compute:
         raise ConfigError(f"communication_data_type=fp16 has no loss scale while the model computes in {compute}")
     if not fp16:
         return {"precision.compute": compute}
     found: dict[str, Any] = {"precision.compute": compute}
-    initial, least = 2.0 ** given.get("fp16.initial_scale_power", 16), given.get("fp16.min_loss_scale", 1.0)
+    initial, least = 2.0 ** config.get("fp16.initial_scale_power", 16), config.get("fp16.min_loss_scale", 1.0)
     if least <= 0:
         raise ConfigError("fp16.min_loss_scale=0: must be above 0")
-    if given.get("fp16.loss_scale"):
-        return found | {"precision.scale.static": given.get("fp16.loss_scale")}
+    if config.get("fp16.loss_scale"):
+        return found | {"precision.scale.static": config.get("fp16.loss_scale")}
     if least > initial:
         raise ConfigError(f"fp16.min_loss_scale={least:g} is above the first scale, 2^initial_scale_power={initial:g}")
     found["precision.scale.initial"] = initial
@@ -152,12 +150,12 @@ def _precision(given: Given, notes: list[str]) -> dict[str, Any]:
     return found | ({"precision.scale.maximum": initial} if initial > most else {})
 
 
-def _offload(given: Given, notes: list[str]) -> dict[str, Any]:
+def _offload(config: CheckedConfig, notes: list[str]) -> dict[str, Any]:
     """Tiers of parameters, of the optimizer's state and of gradients, which follow the optimizer's off the device."""
-    param = _device(given, PARAM, "offload_param_nvme", "cpu_offload_param")
-    optimizer = _device(given, OPTIMIZER, "offload_optimizer_nvme", "cpu_offload")
-    stage = given.get(f"{ZERO}.stage", 0)
-    if param in ("cpu", "nvme") and not Stage(stage).parameters and f"{ZERO}.stage" not in given.autos:
+    param = _device(config, PARAM, "offload_param_nvme", "cpu_offload_param")
+    optimizer = _device(config, OPTIMIZER, "offload_optimizer_nvme", "cpu_offload")
+    stage = config.get(f"{ZERO}.stage", 0)
+    if param in ("cpu", "nvme") and not Stage(stage).parameters and f"{ZERO}.stage" not in config.autos:
         if param == "nvme":
             raise ConfigError(f"{PARAM} on {param} needs {ZERO}.stage=3; stage {stage} keeps parameters on every rank")
         notes.append(f"{PARAM} on cpu counts at {ZERO}.stage=3 only; at stage {stage} parameters stay on the device")
@@ -166,8 +164,8 @@ def _offload(given: Given, notes: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"offload.optimizer": optimizer, "offload.param": param, "offload.grad": grad}
 
     sources = (f"{ZERO}.nvme_offload_path", f"{OPTIMIZER}.nvme_path", f"{PARAM}.nvme_path")
-    paths = [given.get(name) for name in sources if given.get(name)]
-    if "nvme" in (param, optimizer) and not paths and not given.autos & set(sources):
+    paths = [config.get(name) for name in sources if config.get(name)]
+    if "nvme" in (param, optimizer) and not paths and not config.autos & set(sources):
         which = OPTIMIZER if optimizer == "nvme" else PARAM
         raise ConfigError(f"{which} on nvme needs {which}.nvme_path, a folder on a fast local disk")
     if paths and {param, optimizer} & {"nvme", "auto"}:
@@ -175,95 +173,95 @@ def _offload(given: Given, notes: list[str]) -> dict[str, Any]:
         if set(paths) - {paths[0]}:
             notes.append(f"all pages are in one file, in {paths[0]}; the other nvme_path is not used")
     pins = [
-        given.get(f"{section}.pin_memory")
+        config.get(f"{section}.pin_memory")
         for section, device in ((PARAM, param), (OPTIMIZER, optimizer))
         if device != "none"
     ]
-    pins = [pin for pin in [*pins, given.get(f"{ZERO}.cpu_offload_use_pin_memory")] if pin is not None]
+    pins = [pin for pin in [*pins, config.get(f"{ZERO}.cpu_offload_use_pin_memory")] if pin is not None]
     return found | ({"offload.pin": any(pins)} if pins else {})
 
 
-def _device(given: Given, section: str, flag: str, older: str) -> str:
-    """Where a kind of state sleeps: the flag for NVMe wins over the device that stands beside it."""
-    if given.get(f"{ZERO}.{flag}"):
+def _device(config: CheckedConfig, section: str, flag: str, older: str) -> str:
+    """The tier of a kind of state: the flag for NVMe wins over the device beside it."""
+    if config.get(f"{ZERO}.{flag}"):
         return "nvme"
-    if f"{section}.device" in given.autos:
+    if f"{section}.device" in config.autos:
         return "auto"
-    if given.get(f"{ZERO}.{older}"):
-        if f"{section}.device" in given.values:
+    if config.get(f"{ZERO}.{older}"):
+        if f"{section}.device" in config.values:
             raise ConfigError(f"{ZERO}.{older} is the older spelling of {section}.device; remove it")
         return "cpu"
-    return str(given.get(f"{section}.device", "none"))
+    return str(config.get(f"{section}.device", "none"))
 
 
-def _optim(given: Given, notes: list[str]) -> dict[str, Any]:
-    clip = given.get("gradient_clipping", 1.0)
-    if not {"gradient_clipping"} & {*given.values, *given.autos}:
+def _optim(config: CheckedConfig, notes: list[str]) -> dict[str, Any]:
+    clip = config.get("gradient_clipping", 1.0)
+    if not {"gradient_clipping"} & {*config.values, *config.autos}:
         notes.append("gradient_clipping is not given: 1.0, as in newest DeepSpeed (older ones: 0.0, no clipping)")
     found: dict[str, Any] = {"optim.name": "adamw", "optim.clip": clip or None}
-    if given.optimizer is None:
+    if config.optimizer is None:
         return found
-    params = {**given.optimizer.defaults, **given.below("optimizer.params")}
-    params = {name: value for name, value in params.items() if f"optimizer.params.{name}" not in given.autos}
-    found |= {"optim.name": given.optimizer.name, "optim.decay": "all"}
-    if given.get("optimizer.type").lower() == "adam" and not params.get("adam_w_mode", True):
+    params = {**config.optimizer.defaults, **config.below("optimizer.params")}
+    params = {name: value for name, value in params.items() if f"optimizer.params.{name}" not in config.autos}
+    found |= {"optim.name": config.optimizer.name, "optim.decay": "all"}
+    if config.get("optimizer.type").lower() == "adam" and not params.get("adam_w_mode", True):
         found["optim.name"] = "adam"
     elif params.get("torch_adam"):
-        params["weight_decay"] = given.get("optimizer.params.weight_decay", 0.01)  # torch.optim.AdamW's
+        params["weight_decay"] = config.get("optimizer.params.weight_decay", 0.01)  # torch.optim.AdamW's
     if "betas" in params:
         found["optim.beta1"], found["optim.beta2"] = params["betas"]
-    own = {key.name for key in given.optimizer.keys if key.to}
+    own = {key.name for key in config.optimizer.keys if key.to}
     return found | {f"optim.{name}": value for name, value in params.items() if name in own}
 
 
 _PEAKS = {"one_cycle": "cycle_max_lr", "lr_range": "lr_range_test_min_lr"}
 
 
-def _peak(given: Given) -> float | None:
+def _peak(config: CheckedConfig) -> float | None:
     """The highest learning rate that the schedule itself names."""
-    if given.scheduler is None:
+    if config.scheduler is None:
         return None
-    key = _PEAKS.get(given.scheduler.name, "warmup_max_lr")
-    if f"scheduler.params.{key}" in given.autos:
+    key = _PEAKS.get(config.scheduler.name, "warmup_max_lr")
+    if f"scheduler.params.{key}" in config.autos:
         return None
-    peak: float | None = {**given.scheduler.defaults, **given.below("scheduler.params")}.get(key)
+    peak: float | None = {**config.scheduler.defaults, **config.below("scheduler.params")}.get(key)
     return peak
 
 
-def _schedule(given: Given, notes: list[str]) -> dict[str, Any]:
+def _schedule(config: CheckedConfig, notes: list[str]) -> dict[str, Any]:
     """The schedule, and the peak learning rate, which DeepSpeed's schedules set themselves."""
-    if given.scheduler is None:
-        return {} if given.optimizer is None else {"schedule.name": "constant"}
+    if config.scheduler is None:
+        return {} if config.optimizer is None else {"schedule.name": "constant"}
     section = "scheduler.params"
-    params = {**given.scheduler.defaults, **given.below(section)}
-    lr = _lr(given)
-    name, found = given.scheduler.name, dict[str, Any]()
-    peak_key, own = _PEAKS.get(name, "warmup_max_lr"), _peak(given)
+    params = {**config.scheduler.defaults, **config.below(section)}
+    lr = _lr(config)
+    name, found = config.scheduler.name, dict[str, Any]()
+    peak_key, own = _PEAKS.get(name, "warmup_max_lr"), _peak(config)
     peak = lr if own is None else own
     if own is not None:
         found["optim.lr"] = peak
-        if peak_key not in given.below(section) or ("optimizer.params.lr" in given.values and lr != peak):
+        if peak_key not in config.below(section) or ("optimizer.params.lr" in config.values and lr != peak):
             notes.append(f"{section}.{peak_key} is {peak:g}, and wins over optimizer.params.lr, as it does there")
     if peak <= 0:
         raise ConfigError(f"{section}.{peak_key}={peak:g}: must be above 0")
     if name == "one_cycle":
-        found |= _cycle(given, params, peak)
+        found |= _cycle(config, params, peak)
     elif name == "lr_range":
         found |= {"schedule.every": params["lr_range_test_step_size"]}
     else:
-        found |= _rise(given, name, params, peak)
+        found |= _rise(config, name, params, peak)
     return {"schedule.name": name} | found
 
 
-def _lr(given: Given) -> float:
-    """The optimizer's learning rate; our default where it was left to us."""
-    if given.optimizer is None or "optimizer.params.lr" in given.autos:
-        name = "adamw" if given.optimizer is None else given.optimizer.name
+def _lr(config: CheckedConfig) -> float:
+    """The optimizer's learning rate; this library's default where it is "auto" or there is no optimizer."""
+    if config.optimizer is None or "optimizer.params.lr" in config.autos:
+        name = "adamw" if config.optimizer is None else config.optimizer.name
         return Settings.read({"optim": {"name": name}}).optim.lr
-    return float(given.get("optimizer.params.lr", given.optimizer.defaults["lr"]))
+    return float(config.get("optimizer.params.lr", config.optimizer.defaults["lr"]))
 
 
-def _rise(given: Given, name: str, params: Mapping[str, Any], peak: float) -> dict[str, Any]:
+def _rise(config: CheckedConfig, name: str, params: Mapping[str, Any], peak: float) -> dict[str, Any]:
     """A warm-up and its decay.
 
     DeepSpeed makes its first two updates at the first rate; here that is one, so everything is a step earlier. A
@@ -272,12 +270,12 @@ def _rise(given: Given, name: str, params: Mapping[str, Any], peak: float) -> di
     """
     log, cosine = params["warmup_type"] == "log", name == "warmup_cosine"
     start = params["warmup_min_ratio"] if cosine else params["warmup_min_lr"] / peak
-    if start and not cosine and _peak(given) is None and given.optimizer is None:
+    if start and not cosine and _peak(config) is None and config.optimizer is None:
         raise ConfigError("scheduler.params.warmup_min_lr needs warmup_max_lr: there is no optimizer.params.lr")
     if start > 1:
         raise ConfigError(f"scheduler.params: the warm-up begins at {start * peak:g}, above its peak of {peak:g}")
     found: dict[str, Any] = {"schedule.start": start, "schedule.curve": params["warmup_type"]}
-    if "scheduler.params.warmup_num_steps" in given.autos:
+    if "scheduler.params.warmup_num_steps" in config.autos:
         found["schedule.warmup"] = "auto"
     else:
         found["schedule.warmup"] = max(2, params["warmup_num_steps"]) + (not log)
@@ -297,7 +295,7 @@ def _rise(given: Given, name: str, params: Mapping[str, Any], peak: float) -> di
     return found if total is None else found | {"schedule.total": total}
 
 
-def _cycle(given: Given, params: Mapping[str, Any], peak: float) -> dict[str, Any]:
+def _cycle(config: CheckedConfig, params: Mapping[str, Any], peak: float) -> dict[str, Any]:
     """One cycle. DeepSpeed's sets both betas where there are any, the second to 0.99, and no other momentum.
 
     Its first update is made with the lowest momentum.
@@ -306,7 +304,7 @@ def _cycle(given: Given, params: Mapping[str, Any], peak: float) -> dict[str, An
     if start > 1:
         raise ConfigError(f"scheduler.params.cycle_min_lr={start * peak:g} is above cycle_max_lr={peak:g}")
     found = {"schedule.start": start, "schedule.rise": params["cycle_first_step_size"]}
-    has_betas = given.optimizer is None or any(key.name == "betas" for key in given.optimizer.keys)
+    has_betas = config.optimizer is None or any(key.name == "betas" for key in config.optimizer.keys)
     if not has_betas:
         return found | {"schedule.momentum": False}
     if not params.get("cycle_momentum", True):
@@ -319,11 +317,11 @@ def _cycle(given: Given, params: Mapping[str, Any], peak: float) -> dict[str, An
     return found | {"optim.beta2": 0.99, "schedule.momentum_start": params.get("cycle_min_mom", 0.8)}
 
 
-def _tracker(given: Given) -> dict[str, Any]:
-    if not given.get("wandb.enabled", False):
+def _tracker(config: CheckedConfig) -> dict[str, Any]:
+    if not config.get("wandb.enabled", False):
         return {"tracker.name": "jsonl"}
-    found = {"tracker.name": "wandb", "tracker.project": given.get("wandb.project", "deepspeed")}
-    return found | ({"tracker.group": given.get("wandb.group")} if given.get("wandb.group") else {})
+    found = {"tracker.name": "wandb", "tracker.project": config.get("wandb.project", "deepspeed")}
+    return found | ({"tracker.group": config.get("wandb.group")} if config.get("wandb.group") else {})
 
 
 # Settings as text

@@ -1,7 +1,7 @@
-"""Where a DeepSpeed configuration comes from, and what of it is known: a flat record, or one line of suggest.
+"""A DeepSpeed configuration as it is read and checked: known keys with their values, or one line about a mistake.
 
-DeepSpeed takes a dict, the path of a JSON file, or that file in base64; here the JSON itself is taken as well. Key by
-key it is then compared with the table in `keys`.
+DeepSpeed takes a dict, the path of a JSON file, or that file in base64; here the JSON itself is taken as well. Then
+each key is compared with the table in `config_keys`.
 """
 
 import base64
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from zero.core import suggest
@@ -21,19 +20,26 @@ from zero.deepspeed.config_keys import ALIASES, FEATURES, KEYS, OPTIMIZERS, SCHE
 from zero.errors import ConfigError
 
 AUTO = "auto"
-"""What Hugging Face's trainer fills in. Here nobody does: it is our own auto, or the default."""
+"""A value that Hugging Face's trainer fills in. Nothing does so here: it is this library's auto, or the default."""
 
 
-class Written(NamedTuple):
-    """A configuration as it was written, and what to call it in messages."""
+class Source(NamedTuple):
+    """A configuration as it was written, and its name in messages."""
 
     name: str
     settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Given:
-    """What is known of a configuration: dotted key -> value; the names of those that were "auto"; the lines to say."""
+class CheckedConfig:
+    """The known keys of a configuration.
+
+    Attributes:
+        values: dotted key -> value.
+        autos: keys whose value is "auto".
+        notes: one line for each key without meaning here.
+        optimizer, scheduler: their types; None where there is none.
+    """
 
     values: Mapping[str, Any]
     autos: frozenset[str]
@@ -46,22 +52,22 @@ class Given:
         return self.values.get(name, default)
 
     def below(self, section: str) -> dict[str, Any]:
-        """What is given directly below a section."""
+        """Values of the keys of a section, by their own names."""
         prefix = f"{section}."
         return {name.removeprefix(prefix): value for name, value in self.values.items() if name.startswith(prefix)}
 
 
-# From what was passed to a mapping
+# From an argument to a mapping
 
 
-def read_source(raw: Mapping[str, Any] | str | os.PathLike[str]) -> Written:
-    """The configuration behind `raw`.
+def read_source(raw: Mapping[str, Any] | str | os.PathLike[str]) -> Source:
+    """The configuration that `raw` is, or names.
 
     Raises:
-        ConfigError: no file, no JSON, no object, or a key that stands there twice.
+        ConfigError: it is not a file, not JSON or not an object, or a key appears twice in a section.
     """
     if isinstance(raw, Mapping):
-        return Written("ds_config", raw)
+        return Source("ds_config", raw)
     if isinstance(raw, str) and raw.lstrip().startswith("{"):
         return _parsed("ds_config", raw)
     path = Path(raw).expanduser()
@@ -74,39 +80,36 @@ def read_source(raw: Mapping[str, Any] | str | os.PathLike[str]) -> Written:
         text = base64.urlsafe_b64decode(str(raw)).decode()
     except (binascii.Error, ValueError):
         raise ConfigError(
-            f"ds_config={suggest.shown(raw)} is no file; give the path of a JSON file, a dict, or JSON"
+            f"ds_config={suggest.shown(raw)} is not a file; give the path of a JSON file, a dict, or JSON"
         ) from None
     return _parsed("ds_config", text)
 
 
-def _parsed(name: str, text: str) -> Written:
+def _parsed(name: str, text: str) -> Source:
     try:
-        found = json.loads(text, object_pairs_hook=_without_twins)
-    except json.JSONDecodeError as error:
-        if find_spec("hjson") is not None:
-            return _parsed_loosely(name, text)
-        raise ConfigError(f"{name}: line {error.lineno}, column {error.colno}: no JSON: {error.msg}") from None
-    except ValueError:
-        raise ConfigError(f"{name}: holds a number of thousands of digits") from None
+        found = _loaded(text)
+    except _TwinKeyError as twin:
+        raise ConfigError(f"{name}: the key {suggest.shown(twin)} appears twice in one section; remove one") from None
     except RecursionError:
         raise ConfigError(f"{name}: nested deeper than any configuration") from None
-    except _TwinKeyError as twin:
-        raise ConfigError(f"{name}: the key {suggest.shown(twin)} stands twice in one section; remove one") from None
+    except ValueError as error:
+        at = vars(error)
+        if "lineno" not in at:
+            raise ConfigError(f"{name}: holds a number of thousands of digits") from None
+        raise ConfigError(f"{name}: line {at['lineno']}, column {at['colno']}: not JSON: {at['msg']}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{name}: holds {suggest.shown(found)}; it must be an object of keys, {{...}}")
-    return Written(name, found)
+    return Source(name, found)
 
 
-def _parsed_loosely(name: str, text: str) -> Written:
-    """JSON with comments and the like, as DeepSpeed reads it."""
-    hjson = import_module("hjson")
+def _loaded(text: str) -> Any:
+    """JSON; with comments and the like where hjson is installed, as DeepSpeed reads it."""
     try:
-        found = hjson.loads(text, object_pairs_hook=_without_twins)
-    except hjson.HjsonDecodeError as error:
-        raise ConfigError(f"{name}: line {error.lineno}, column {error.colno}: no JSON: {error.msg}") from None
-    except _TwinKeyError as twin:
-        raise ConfigError(f"{name}: the key {suggest.shown(twin)} stands twice in one section; remove one") from None
-    return Written(name, found)
+        return json.loads(text, object_pairs_hook=_without_twins)
+    except json.JSONDecodeError:
+        if find_spec("hjson") is None:
+            raise
+        return import_module("hjson").loads(text, object_pairs_hook=_without_twins)
 
 
 class _TwinKeyError(Exception):
@@ -122,11 +125,11 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-# From a mapping to what is known
+# From a mapping to known keys
 
 
-def check(settings: Mapping[str, Any]) -> Given:
-    """What the table knows of it.
+def check(settings: Mapping[str, Any]) -> CheckedConfig:
+    """The known keys of a configuration.
 
     Raises:
         ConfigError: an unknown key, a value that its key does not take, or one that asks for other numbers.
@@ -139,15 +142,15 @@ def check(settings: Mapping[str, Any]) -> Given:
             found.take(_PLAIN[name], typed, value)
     optimizer = _kind("optimizer", found, OPTIMIZERS, lower=True)
     scheduler = _kind("scheduler", found, SCHEDULERS)
-    return Given(found.values, frozenset(found.autos), tuple(found.notes), optimizer, scheduler)
+    return CheckedConfig(found.values, frozenset(found.autos), tuple(found.notes), optimizer, scheduler)
 
 
-_PLAIN: Mapping[str, Key] = MappingProxyType({key.name: key for key in KEYS})
-_FEATURES: Mapping[str, Feature] = MappingProxyType({feature.name: feature for feature in FEATURES})
+_PLAIN: Mapping[str, Key] = {key.name: key for key in KEYS}
+_FEATURES: Mapping[str, Feature] = {feature.name: feature for feature in FEATURES}
 
 
 class _Found:
-    """What was read so far."""
+    """What has been read."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -156,7 +159,7 @@ class _Found:
 
     def take(self, key: Key, typed: str, value: Any) -> None:
         if key.name in self.values or key.name in self.autos:
-            raise ConfigError(f"{typed} says again what another spelling of {key.name} says; remove one")
+            raise ConfigError(f"{typed}: {key.name} appears twice, in two spellings; remove one")
         if value is None:
             return
         if value == AUTO:
@@ -198,19 +201,19 @@ _KNOWN = tuple(dict.fromkeys([*_PLAIN, *_FEATURES, *(section for name in _PLAIN 
 
 def _value(key: Key, typed: str, value: Any) -> Any:
     try:
-        found = key.takes.read(value)
+        found = key.type.read(value)
     except (ValueError, OverflowError):
-        raise ConfigError(f"{typed}={suggest.shown(value)}: must be {key.takes.words}") from None
+        raise ConfigError(f"{typed}={suggest.shown(value)}: must be {key.type.words}") from None
     if key.only and found not in key.only:
-        raise ConfigError(f"{typed}={suggest.shown(value)} cannot be had: {key.why}")
+        raise ConfigError(f"{typed}={suggest.shown(value)} is not supported: {key.why}")
     return found
 
 
 def _feature(feature: Feature, typed: str, value: Any) -> Iterator[str]:
-    """What is said of a section that is switched on.
+    """The line about a section that is switched on.
 
     Raises:
-        ConfigError: it would change the numbers of a run, or holds a key that it does not have.
+        ConfigError: it would change the numbers of a run, or has an unknown key.
     """
     section = _section(typed, value)
     if feature.keys is not None:
@@ -224,7 +227,7 @@ def _feature(feature: Feature, typed: str, value: Any) -> Iterator[str]:
     if type(switch) is not bool:
         raise ConfigError(f"{typed}.{feature.on}={suggest.shown(switch)}: must be true or false")
     if switch and feature.refused:
-        raise ConfigError(f"{typed} cannot be had: {feature.why}")
+        raise ConfigError(f"{typed} is not supported: {feature.why}")
     if switch:
         yield f"{typed} has no meaning here: {feature.why}"
 
@@ -238,14 +241,14 @@ def _kind(section: str, found: _Found, kinds: Mapping[str, Kind], *, lower: bool
         return None
     name = wanted.lower() if lower else wanted
     if name not in kinds:
-        said = suggest.nearest(wanted, kinds)
-        raise ConfigError(f"{section}.type={suggest.shown(wanted)} does not exist here; {said}")
+        hint = suggest.nearest(wanted, kinds)
+        raise ConfigError(f"{section}.type={suggest.shown(wanted)} does not exist here; {hint}")
     prefix = f"{section}.params."
     own = {f"{prefix}{key.name}": key for key in kinds[name].keys}
     for key, value in _section(f"{section}.params", params).items():
         typed = f"{prefix}{suggest.shown(key)}"
         if key == "max_grad_norm":
-            raise ConfigError(f"{typed}: the norm is limited by gradient_clipping, beside {section}")
+            raise ConfigError(f"{typed}: gradient_clipping, a key beside {section}, limits the norm")
         if typed not in own:
             raise ConfigError(suggest.unknown(typed, list(own)))
         found.take(own[typed]._replace(name=typed), typed, value)

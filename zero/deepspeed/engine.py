@@ -7,7 +7,7 @@ number of forwards and backwards, by `engine.backward(loss)` or by `engine.scale
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from zero.core.tree import replaced, tensors_in
 from zero.deepspeed import missing_names
 from zero.deepspeed.checkpoints import EngineCheckpoints
-from zero.deepspeed.loader import Loader
 from zero.deepspeed.metrics import RunLog, Throughput
 from zero.deepspeed.model import Grads, take_over
 from zero.deepspeed.optimizers import Optimizer, PassedOptimizer
@@ -55,7 +54,7 @@ class Engine(EngineCheckpoints):
         tput_timer: rows a second, from each step's first forward to its end.
     """
 
-    training_dataloader: Loader | None = None
+    training_dataloader: Iterable[Any] | None = None
 
     def __init__(
         self,

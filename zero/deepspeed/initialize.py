@@ -1,20 +1,25 @@
-"""`zero.initialize`: from a model, a config and what else a DeepSpeed script passes to a running engine."""
+"""`zero.initialize`: from what a DeepSpeed script passes to an engine, an optimizer, a loader and a scheduler.
+
+The loaders are here, too: the one that `initialize` makes of a dataset, and DeepSpeed's loader without an end.
+"""
 
 import argparse
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from zero.deepspeed.config import Translation, translate
 from zero.deepspeed.engine import Engine
-from zero.deepspeed.loader import Loader
-from zero.deepspeed.metrics import RunLog, run_folder, run_settings
+from zero.deepspeed.metrics import RunLog, run_settings
 from zero.deepspeed.model import LEAF_CLASSES, bypass_compiled, uncompiled
 from zero.deepspeed.optimizers import Optimizer, PassedOptimizer, names_of, trained, transform
 from zero.deepspeed.schedulers import ConfigScheduler, Scheduler
@@ -27,6 +32,7 @@ from zero.errors import ConfigError
 from zero.settings import Settings
 from zero.settings.build import build_plan
 from zero.store import PrefetchStore
+from zero.tracker.settings import Wandb
 
 log = logging.getLogger("zero")
 
@@ -52,7 +58,7 @@ def initialize(
     folder: str | PathLike[str] | None = None,
     tokens_per_row: int = 1,
     **others: Any,
-) -> tuple[Engine, Optimizer | None, Loader | None, Scheduler | None]:
+) -> tuple[Engine, Optimizer | None, "Loader | None", Scheduler | None]:
     """Make an engine for `model`, the optimizer whose groups it reads, a loader and a scheduler. Collective.
 
     The model is taken over, with rank 0's values: `engine.module` is `model`, and whoever holds it can still call it,
@@ -236,9 +242,11 @@ def _run_log(
     tokens_per_row: int,
 ) -> RunLog | None:
     """The rows of the run; None where neither a folder nor `steps_per_print` asks for them."""
-    place = run_folder(config, None if folder is None else Path(folder))
-    if place is None and "every" not in translation.settings.get("tracker", {}):
+    if folder is None and isinstance(config.tracker, Wandb):
+        folder = Path("runs") / f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}"
+    if folder is None and "every" not in translation.settings.get("tracker", {}):
         return None
+    place = None if folder is None else Path(folder)
     return RunLog(config, settings, plan, store, place, tokens_per_row=tokens_per_row)
 
 
@@ -279,3 +287,77 @@ def _broadcast_buffers(model: nn.Module, world: World) -> None:
         world.broadcast(full, what=f"buffer {name}").wait()
         if not torch.equal(full, buffer):
             buffer.copy_(full)
+
+
+# Loaders
+
+
+class Loader:
+    """Microbatches of this rank. Each `iter` is one epoch, shuffled by (seed, epoch) alike on all ranks.
+
+    An IterableDataset is read as it is: it must itself give each rank its own rows, in its own order.
+
+    Args:
+        data: the dataset.
+        world: the ranks that share it.
+        rows: rows of a microbatch.
+        seed: of the order.
+        collate: makes a batch of a list of rows; None: torch's.
+        drop_last: leave out the last, smaller batch.
+
+    Attributes:
+        epoch: number of the epoch that the next `iter` runs through, from 0; set it to go on from an epoch.
+        batches: the torch loader inside.
+    """
+
+    def __init__(
+        self,
+        data: Dataset[Any],
+        world: World,
+        *,
+        rows: int,
+        seed: int = 0,
+        collate: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        self.epoch = 0
+        self._sampler: DistributedSampler[Any] | None = None
+        if not isinstance(data, IterableDataset):
+            order: dict[str, Any] = {"shuffle": True, "seed": seed, "drop_last": drop_last}
+            self._sampler = DistributedSampler(data, world.size, world.rank, **order)
+        elif world.size > 1 and world.rank == 0:
+            log.warning("training_data is an IterableDataset: it has to give each rank its own rows")
+        self.batches: DataLoader[Any] = DataLoader(
+            data, batch_size=rows, sampler=self._sampler, collate_fn=collate, drop_last=drop_last
+        )
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._sampler is not None:
+            self._sampler.set_epoch(self.epoch)
+        self.epoch += 1
+        return iter(self.batches)
+
+
+class RepeatingLoader:
+    """Batches of `loader` without an end: after the last one it starts again.
+
+    Args:
+        loader: anything that can be iterated more than once.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._batches = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = iter(self.loader)
+            return next(self._batches)

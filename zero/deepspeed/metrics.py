@@ -9,7 +9,6 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
-from datetime import datetime
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -23,6 +22,7 @@ from zero.checkpoint.disk import naming
 from zero.checkpoint.json_values import to_json
 from zero.checkpoint.save import by_rank_0
 from zero.deepspeed.optimizers import Optimizer, settings_of
+from zero.distributed.world import World
 from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.engine.step import Metrics
@@ -30,7 +30,6 @@ from zero.settings import Settings
 from zero.store import PrefetchStore
 from zero.tracker import RUNNING, Lines, Tracker, open_tracker, write_summary
 from zero.tracker.meter import Meter
-from zero.tracker.settings import Wandb
 
 log = logging.getLogger("zero")
 
@@ -241,7 +240,7 @@ class RunLog:
         self._run_id: str | None = None
         self._has_begun = self._continues = False
         self.start_from(0, 0)
-        by_rank_0(plan.world, self._make_folder)
+        make_folder(plan.world, self._folder)
         self.tracker = Tracker()
 
     @property
@@ -291,11 +290,6 @@ class RunLog:
         facts = {"plan_bytes": self._plan.bytes, "ranks": world.size, "parameters_numel": self._plan.numel}
         self.tracker.begin(self._settings, facts, self._run_id)
 
-    def _make_folder(self) -> None:
-        if self._folder is not None:
-            with naming(self._folder, "making it"):
-                self._folder.mkdir(parents=True, exist_ok=True)
-
     def _write_settings(self) -> None:
         if self._folder is None:
             return
@@ -311,11 +305,19 @@ class RunLog:
             write_summary(self._folder, self.meter.summary("", how)._asdict())
 
 
-def run_folder(config: Settings, folder: Path | None) -> Path | None:
-    """The folder of a run: the given one; `runs/DATE/TIME` if none is given and the config has W&B."""
-    if folder is None and isinstance(config.tracker, Wandb):
-        return Path("runs") / f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}"
-    return folder
+def make_folder(world: World, folder: Path | None) -> None:
+    """Make rank 0's folder if there is one, and it is missing. Collective.
+
+    Raises:
+        CheckpointError: it cannot be made; on every rank.
+    """
+
+    def make() -> None:
+        if folder is not None:
+            with naming(folder, "making it"):
+                folder.mkdir(parents=True, exist_ok=True)
+
+    by_rank_0(world, make)
 
 
 def run_settings(config: Settings, optimizer: Optimizer) -> dict[str, Any]:

@@ -12,16 +12,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-_PLACED = "zero.initialize has placed the model; the config's bf16 or fp16 says what it computes in"
-_MONITOR = "zero.initialize(folder=...): metrics.jsonl, and W&B if the config has it"
-_NO_PIPELINE = "there is no pipeline parallelism"
-_FIXED = "the plan fixes it: save, and initialize again with another config"
-_TIERS = "offload_optimizer and offload_param in the config; or save_checkpoint and destroy"
-_OWN_LAYERS = "the model's own layers: none is replaced here"
-_SAME_STATE = "engine.eval() and torch.no_grad(); the same state trains and generates"
-_LOADER = "zero.initialize(training_data=...) returns the loader"
-_LEAVES = "set_z3_leaf_modules(model, [Class]), before zero.initialize"
-
 
 def _at(module: str, names: str, *prefixes: str) -> dict[str, str]:
     """Names of a module of this folder, under each prefix."""
@@ -47,7 +37,7 @@ HERE: Mapping[str, str] = {
     **_at("model", "unwrap_model_for_generation", ""),
     **{f"{prefix}logger": "zero.deepspeed.missing_names:log" for prefix in ("utils.", "utils.logging.", "")},
     **_at("accelerator", "log_dist", "utils.", "utils.logging.", ""),
-    **_at("loader", "RepeatingLoader", "utils.", "runtime.dataloader."),
+    **_at("initialize", "RepeatingLoader", "utils.", "runtime.dataloader."),
     **_at("accelerator", "see_memory_usage", "runtime.utils."),
     **_at(
         "model",
@@ -76,96 +66,107 @@ FORWARDED: Mapping[str, str] = {"comm": "torch.distributed"}
 
 log = logging.getLogger("zero")
 
-OF_THE_MODULE: Mapping[str, str] = {
-    "monitor": _MONITOR,
-    **dict.fromkeys(
-        (f"utils.safe_get_local_{what}" for what in ("fp32_param", "grad", "optimizer_state")),
-        "zero.get_full: a shard has no shape of its own here",
-    ),
-    **dict.fromkeys(
-        (f"utils.safe_set_local_{what}" for what in ("fp32_param", "grad", "optimizer_state")),
-        "zero.set_full: a shard has no shape of its own here",
-    ),
-    "utils.safe_update_full_grad_vectorized": "safe_get_full_grad and safe_set_full_grad of each parameter",
-    **dict.fromkeys(
-        (f"utils.{name}" for name in ("set_z3_leaf_module", "set_z3_leaf_modules_by_name", "unset_z3_leaf_modules")),
-        _LEAVES,
-    ),
-    "runtime.zero.utils": "nothing to ask: every parameter reads as whole",
-    "OnDevice": "with zero.empty(): for meta, with torch.device(...): for others",
-    **dict.fromkeys(("zero.TiledLinear", "runtime.zero.tiling"), "torch.nn.Linear: it is gathered with its unit"),
-    **dict.fromkeys(("zero.MiCS_Init", "runtime.zero.mics"), "zero.Init: all ranks share, there is no smaller group"),
-    **dict.fromkeys(("init_inference", "inference", "InferenceEngine", "DeepSpeedInferenceConfig"), _SAME_STATE),
-    **dict.fromkeys(("runtime.hybrid_engine", "DeepSpeedHybridEngine"), _SAME_STATE),
-    **dict.fromkeys(("DeepSpeedConfig", "runtime.config"), "zero.initialize takes the JSON as it is"),
-    **dict.fromkeys(("pipe", "PipelineModule", "PipelineEngine"), _NO_PIPELINE),
-    "moe": "experts are modules like others: a block is gathered whole",
-    **dict.fromkeys(
-        ("tp_model_init", "set_autotp_mode", "runtime.tensor_parallel", "runtime.domino"),
-        "there is no tensor parallelism",
-    ),
-    **dict.fromkeys(("sequence", "runtime.sequence_parallel"), "there is no sequence parallelism"),
-    "utils.groups": "all ranks are one group: torch.distributed.group.WORLD",
-    **dict.fromkeys(("module_inject", "replace_transformer_layer", "revert_transformer_layer"), _OWN_LAYERS),
-    **dict.fromkeys(("DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig"), _OWN_LAYERS),
-    "ops.sparse_attention": "attention is the model's own",
-    "ops.op_builder": "nothing is compiled: operations are torch's",
-    **dict.fromkeys(
-        ("ops.lamb", "ops.muon", "runtime.fp16.onebit"), "optimizers are AdamW, Adam, Lion, Adagrad and SGD"
-    ),
-    **dict.fromkeys(
-        ("runtime.fp16", "runtime.bf16_optimizer"), "fp16 or bf16 in the config; engine.loss_scale tells the scale"
-    ),
-    **dict.fromkeys(
-        ("runtime.zero.stage3", "runtime.zero.stage_1_and_2"),
-        "zero.DeepSpeedOptimizer for isinstance; engine.plan, or mode=plan of train.py, for what memory is needed",
-    ),
-    "runtime.zero.config": "engine.zero_optimization_stage(), which is a number",
-    "runtime.zero.offload_config": _TIERS,
-    "runtime.utils.clip_grad_norm_": "gradient_clipping in the config, and engine.get_global_grad_norm()",
-    "runtime.utils.set_random_seed": "torch.manual_seed(seed) and random.seed(seed)",
-    "add_tuning_arguments": "the scheduler in the config",
-    **dict.fromkeys(("DeepSpeedDataLoader", "runtime.dataloader.DeepSpeedDataLoader"), _LOADER),
-    "runtime.data_pipeline": "data comes from the loader as it is",
-    "compression": "there is no compression",
-    "linear": "PEFT's adapters, on the model before zero.initialize",
-    "profiling": "torch.utils.flop_counter.FlopCounterMode counts; profile=true of train.py records one step",
-    "utils.timer": "engine.tput_timer, or time.perf_counter() after get_accelerator().synchronize()",
-    "utils.instrument_w_nvtx": "torch.profiler.record_function",
-    "comm.log_summary": "profile=true of train.py: report.html has every collective of one step",
-    "checkpoint.utils": "engine.module_state_dict(), whose tensors are copies already",
-    "checkpoint.ds_to_universal": "nothing: a checkpoint loads into any world and stage",
-    "autotuning": "mode=plan of train.py says what fits and what is fastest",
-    "elasticity": "checkpoints load into any world",
-    "launcher": "torchrun, or launch.ranks=N of train.py",
-    "env_report": "mode=doctor of train.py",
-    "git_version_info": "zero.__version__",
-}
+
+def _by_name(names_of: Mapping[str, str]) -> dict[str, str]:
+    """Reason -> names, as name -> reason."""
+    return {name: reason for reason, names in names_of.items() for name in names.split()}
+
+
+_MONITOR = "zero.initialize(folder=...): metrics.jsonl, and W&B if the config has it"
+_NO_PIPELINE = "there is no pipeline parallelism"
+_TIERS = "offload_optimizer and offload_param in the config; or save_checkpoint and destroy"
+_LOADER = "zero.initialize(training_data=...) returns the loader"
+
+OF_THE_MODULE: Mapping[str, str] = _by_name(
+    {
+        _MONITOR: "monitor",
+        "zero.get_full: a shard has no shape of its own here": (
+            "utils.safe_get_local_fp32_param utils.safe_get_local_grad utils.safe_get_local_optimizer_state"
+        ),
+        "zero.set_full: a shard has no shape of its own here": (
+            "utils.safe_set_local_fp32_param utils.safe_set_local_grad utils.safe_set_local_optimizer_state"
+        ),
+        "safe_get_full_grad and safe_set_full_grad of each parameter": "utils.safe_update_full_grad_vectorized",
+        "set_z3_leaf_modules(model, [Class]), before zero.initialize": (
+            "utils.set_z3_leaf_module utils.set_z3_leaf_modules_by_name utils.unset_z3_leaf_modules"
+        ),
+        "nothing to do: every parameter reads in full": "runtime.zero.utils",
+        "with zero.empty(): for meta, with torch.device(...): for others": "OnDevice",
+        "torch.nn.Linear: it is gathered with its unit": "zero.TiledLinear runtime.zero.tiling",
+        "zero.Init: all ranks share, there is no smaller group": "zero.MiCS_Init runtime.zero.mics",
+        "engine.eval() and torch.no_grad(); the same state trains and generates": (
+            "init_inference inference InferenceEngine DeepSpeedInferenceConfig runtime.hybrid_engine "
+            "DeepSpeedHybridEngine"
+        ),
+        "zero.initialize takes the JSON as it is": "DeepSpeedConfig runtime.config",
+        _NO_PIPELINE: "pipe PipelineModule PipelineEngine",
+        "experts are modules like others: a block is gathered as one unit": "moe",
+        "there is no tensor parallelism": "tp_model_init set_autotp_mode runtime.tensor_parallel runtime.domino",
+        "there is no sequence parallelism": "sequence runtime.sequence_parallel",
+        "all ranks are one group: torch.distributed.group.WORLD": "utils.groups",
+        "the model's own layers: none is replaced here": (
+            "module_inject replace_transformer_layer revert_transformer_layer DeepSpeedTransformerLayer "
+            "DeepSpeedTransformerConfig"
+        ),
+        "attention is the model's own": "ops.sparse_attention",
+        "nothing is compiled: operations are torch's": "ops.op_builder",
+        "optimizers are AdamW, Adam, Lion, Adagrad and SGD": "ops.lamb ops.muon runtime.fp16.onebit",
+        "fp16 or bf16 in the config; engine.loss_scale is the scale": "runtime.fp16 runtime.bf16_optimizer",
+        "zero.DeepSpeedOptimizer for isinstance; engine.plan, or mode=plan of train.py, for what memory is needed": (
+            "runtime.zero.stage3 runtime.zero.stage_1_and_2"
+        ),
+        "engine.zero_optimization_stage(), which is a number": "runtime.zero.config",
+        _TIERS: "runtime.zero.offload_config",
+        "gradient_clipping in the config, and engine.get_global_grad_norm()": "runtime.utils.clip_grad_norm_",
+        "torch.manual_seed(seed) and random.seed(seed)": "runtime.utils.set_random_seed",
+        "the scheduler in the config": "add_tuning_arguments",
+        _LOADER: "DeepSpeedDataLoader runtime.dataloader.DeepSpeedDataLoader",
+        "data comes from the loader as it is": "runtime.data_pipeline",
+        "there is no compression": "compression",
+        "PEFT's adapters, on the model before zero.initialize": "linear",
+        "torch.utils.flop_counter.FlopCounterMode counts; profile=true of train.py records one step": "profiling",
+        "engine.tput_timer, or time.perf_counter() after get_accelerator().synchronize()": "utils.timer",
+        "torch.profiler.record_function": "utils.instrument_w_nvtx",
+        "profile=true of train.py: report.html has every collective of one step": "comm.log_summary",
+        "engine.module_state_dict(), whose tensors are copies already": "checkpoint.utils",
+        "nothing to do: a checkpoint loads into any world and stage": "checkpoint.ds_to_universal",
+        "mode=plan of train.py says what fits and what is fastest": "autotuning",
+        "checkpoints load into any world": "elasticity",
+        "torchrun, or launch.ranks=N of train.py": "launcher",
+        "mode=doctor of train.py": "env_report",
+        "zero.__version__": "git_version_info",
+    }
+)
 """DeepSpeed's name, or that of a module that it is in -> what to write."""
 
-OF_THE_ENGINE: Mapping[str, str] = {
-    **dict.fromkeys(("to", "cuda", "cpu", "half", "bfloat16", "float", "double"), _PLACED),
-    "compile": "zero.compile=true of train.py compiles what a unit computes; the config has no key for it",
-    "requires_grad_": "the model that was passed: its flags are followed",
-    "load_state_dict": "engine.load_module_state_dict, or engine.load_checkpoint",
-    **dict.fromkeys(("set_train_batch_size", "set_train_micro_batch_size"), _FIXED),
-    "allreduce_gradients": "backward reduces them",
-    "coalesce_grad_reduction": "a unit's gradients are reduced together, once per microbatch or step",
-    **dict.fromkeys(("offload_states", "reload_states"), _TIERS),
-    "empty_partition_cache": "no gathered parameter outlives its use",
-    "deepspeed_io": _LOADER,
-    "monitor": _MONITOR,
-    "train_batch": f"{_NO_PIPELINE}: engine(batch), engine.backward(loss), engine.step()",
-    "eval_batch": f"{_NO_PIPELINE}: engine.eval() and engine(batch)",
-    "save_fp16_model": "engine.save_16bit_model",
-    "optimizer_name": "engine.optimizer.kind",
-    "scheduler_name": "type(engine.lr_scheduler).__name__",
-    **dict.fromkeys(
-        (f"zero_optimization{what}" for what in ("", "_partition_gradients", "_partition_weights")),
-        "engine.zero_optimization_stage(): any, from 2, 3",
-    ),
-    "dump_state": "engine.config, engine.plan",
-}
+OF_THE_ENGINE: Mapping[str, str] = _by_name(
+    {
+        "zero.initialize has placed the model; the config's bf16 or fp16 says what it computes in": (
+            "to cuda cpu half bfloat16 float double"
+        ),
+        "zero.compile=true of train.py compiles what a unit computes; the config has no key for it": "compile",
+        "the model that was passed: its flags are followed": "requires_grad_",
+        "engine.load_module_state_dict, or engine.load_checkpoint": "load_state_dict",
+        "the plan fixes it: save, and initialize again with another config": (
+            "set_train_batch_size set_train_micro_batch_size"
+        ),
+        "backward reduces them": "allreduce_gradients",
+        "a unit's gradients are reduced together, once per microbatch or step": "coalesce_grad_reduction",
+        _TIERS: "offload_states reload_states",
+        "no gathered parameter outlives its use": "empty_partition_cache",
+        _LOADER: "deepspeed_io",
+        _MONITOR: "monitor",
+        f"{_NO_PIPELINE}: engine(batch), engine.backward(loss), engine.step()": "train_batch",
+        f"{_NO_PIPELINE}: engine.eval() and engine(batch)": "eval_batch",
+        "engine.save_16bit_model": "save_fp16_model",
+        "engine.optimizer.kind": "optimizer_name",
+        "type(engine.lr_scheduler).__name__": "scheduler_name",
+        "engine.zero_optimization_stage(): any, from 2, 3": (
+            "zero_optimization zero_optimization_partition_gradients zero_optimization_partition_weights"
+        ),
+        "engine.config, engine.plan": "dump_state",
+    }
+)
 
 
 def answer(path: str) -> str | None:

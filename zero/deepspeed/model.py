@@ -188,11 +188,8 @@ def GatheredParameters(
     Raises:
         ConfigError: a write without `modifier_rank`, or a parameter whose engine does not exist yet.
     """
-    held = [
-        one
-        for one in ([params] if isinstance(params, Tensor) else list(params))
-        if isinstance(one, ParameterPlaceholder)
-    ]
+    given = [params] if isinstance(params, Tensor) else params
+    held = [one for one in given if isinstance(one, ParameterPlaceholder)]
     if not enabled or not held:
         yield
         return

@@ -12,6 +12,7 @@ import torch
 
 from zero.core.optim import Transform
 from zero.deepspeed.config import Translation, translate
+from zero.deepspeed.config_keys import SCHEDULERS
 from zero.deepspeed.optimizers import ParamGroup
 from zero.settings import Settings
 from zero.settings.build import build_optimizer
@@ -83,27 +84,21 @@ class ConfigScheduler:
                 group["momentum"] = hyper.betas[0]
 
 
-def _scheduler(
-    kind: str,
-    names: str,
-    optimizer: torch.optim.Optimizer,
-    *values: Any,
-    last_batch_iteration: int = -1,
-    **named: Any,
-) -> ConfigScheduler:
+def _scheduler(kind: str, optimizer: torch.optim.Optimizer, *values: Any, **named: Any) -> ConfigScheduler:
     """What `zero.initialize` makes of a config with this section `scheduler`, for these groups.
 
     Args:
         kind: the type of the scheduler.
-        names: names of `values`, in DeepSpeed's order.
-        optimizer: a torch optimizer, whose first group's learning rate is the config's.
-        values, named: parameters of the schedule; None is left out.
-        last_batch_iteration: for a run that goes on: one less than its updates.
+        optimizer: a torch optimizer; its first group's learning rate is the config's.
+        values, named: parameters of the schedule, in DeepSpeed's order or by name; None is left out.
+            `last_batch_iteration`, for a run that goes on, is one less than its updates.
 
     Raises:
         ConfigError: one line that names the parameter.
     """
-    params = {**dict(zip(names.split(), values, strict=False)), **named}
+    names = (key.name for key in SCHEDULERS[kind].keys)
+    params = {**dict(zip(names, values, strict=False)), **named}
+    last = params.pop("last_batch_iteration", -1)
     first = optimizer.param_groups[0]
     translation = translate(
         {
@@ -113,25 +108,12 @@ def _scheduler(
         }
     )
     made = ConfigScheduler.of(translation, Settings.read(translation.settings), optimizer.param_groups)
-    made.load_state_dict({"made": last_batch_iteration + 1})
+    made.load_state_dict({"made": last + 1})
     return made
 
 
-WarmupLR = partial(_scheduler, "WarmupLR", "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type")
-WarmupDecayLR = partial(
-    _scheduler, "WarmupDecayLR", "total_num_steps warmup_min_lr warmup_max_lr warmup_num_steps warmup_type"
-)
-WarmupCosineLR = partial(
-    _scheduler, "WarmupCosineLR", "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type"
-)
-OneCycle = partial(
-    _scheduler,
-    "OneCycle",
-    "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size cycle_first_stair_count "
-    "cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom decay_mom_rate",
-)
-LRRangeTest = partial(
-    _scheduler,
-    "LRRangeTest",
-    "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase",
-)
+WarmupLR = partial(_scheduler, "WarmupLR")
+WarmupDecayLR = partial(_scheduler, "WarmupDecayLR")
+WarmupCosineLR = partial(_scheduler, "WarmupCosineLR")
+OneCycle = partial(_scheduler, "OneCycle")
+LRRangeTest = partial(_scheduler, "LRRangeTest")

@@ -1112,7 +1112,7 @@ def test_a_forgotten_step_is_said_once(caplog):
     engine.destroy()
     told = [line for line in caplog.messages if "engine.step()" in line]
     assert ["forwards since the last" in line for line in told] == [True, False]
-    assert told[1] == "engine.destroy(): gradients have arrived that no engine.step() has taken"
+    assert told[1] == "engine.destroy(): gradients that arrived after the last engine.step() are dropped"
 
 
 @pytest.mark.parametrize(

@@ -499,12 +499,12 @@ def test_grad_that_was_read_is_read_again_after_another_backward(ranks, stage):
         losses[1].backward()
         close([("g", model.first.weight.grad)], [("g", expected.first.weight.grad)])
         first.mul_(2)
-        with pytest.raises(ConfigError, match=r"first\.weight\.grad that was read before another backward was edited"):
+        with pytest.raises(ConfigError, match=r"first\.weight\.grad was read before another backward, and then edited"):
             engine.step()
         losses = [model(rows(step, world)) for step in range(2)]
         losses[0].backward()
         model.first.weight.grad.mul_(2)
-        with pytest.raises(ConfigError, match=r"first\.weight\.grad was edited, and then came a backward"):
+        with pytest.raises(ConfigError, match=r"first\.weight\.grad was edited, and loss"):
             losses[1].backward()
         return True
 

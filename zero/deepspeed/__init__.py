@@ -1,1 +1,1 @@
-"""For people who come with a model, a loop and often a `ds_config.json` of their own."""
+"""DeepSpeed's interface: `zero.initialize` for a model and a loop of the user's own, and the names that scripts use."""

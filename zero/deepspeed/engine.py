@@ -301,7 +301,7 @@ class Engine(EngineCheckpoints):
         if closing is None:
             return
         if self._in_microbatch and self._state.runtime.gatherer.arrived:
-            self._warn_once("engine.destroy(): gradients have arrived that no engine.step() has taken")
+            self._warn_once("engine.destroy(): gradients that arrived after the last engine.step() are dropped")
         self._abort()
         if self._passed is not None:
             self._passed.release()
@@ -354,7 +354,7 @@ class Engine(EngineCheckpoints):
         if not self.plan.trains:
             raise ConfigError(
                 f"engine.{method}(): nothing trains here: no optimizer holds a parameter that requires a gradient; "
-                "gradients of inputs come with loss.backward()"
+                "for gradients of inputs call loss.backward()"
             )
 
     @contextmanager

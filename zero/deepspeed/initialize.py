@@ -171,7 +171,7 @@ def _refuse_argument(key: str, value: Any) -> None:
     if key not in (*harmless, "mpu", "mesh_param"):
         raise ConfigError(f"zero.initialize has no argument {key}")
     if value is not None and key not in harmless:
-        raise ConfigError(f"zero.initialize: {key} is for model parallelism, which is not here; leave it out")
+        raise ConfigError(f"zero.initialize: {key} is for model parallelism, which is not supported; leave it out")
 
 
 def _one_config(args: Any, config: ConfigSource | None, old: ConfigSource | None) -> ConfigSource:

@@ -162,7 +162,9 @@ def Init(module: nn.Module | None = None, *ignored: Any, enabled: bool = True, *
         ConfigError: a module was passed.
     """
     if module is not None:
-        raise ConfigError("zero.Init(module=...): the model is whole already; give it to zero.initialize as it is")
+        raise ConfigError(
+            "zero.Init(module=...): the model has its parameters already; give it to zero.initialize as it is"
+        )
     if not enabled:
         yield
         return
@@ -318,7 +320,7 @@ class Grads:
             return None
         if plan.stage.gradients:
             raise ConfigError(
-                f"{name}.grad: stage {plan.stage.level} shards gradients, and none is whole; read one with "
+                f"{name}.grad: stage {plan.stage.level} shards gradients, and no rank has a full one; read it with "
                 "zero.get_full(engine, name, kind='grad'), write it with zero.set_full or in a hook of the parameter"
             )
         if name not in self._given:
@@ -335,8 +337,7 @@ class Grads:
         for name, held, before in self._outdated:
             if (now := held()) is not None and not torch.equal(now, before):
                 raise ConfigError(
-                    f"a {name}.grad that was read before another backward was edited, and it is a copy of what there "
-                    "was then; read it again"
+                    f"{name}.grad was read before another backward, and then edited: that copy is outdated; read again"
                 )
         edited = _edited(self._given)
         self._outdate()
@@ -351,8 +352,8 @@ class Grads:
         """
         for name in _edited(self._given):
             raise ConfigError(
-                f"{name}.grad was edited, and then came a backward that does not know; between edits use "
-                "engine.backward(loss), or engine.scale(loss).backward()"
+                f"{name}.grad was edited, and loss.backward() would lose the edit; use engine.backward(loss), or "
+                "engine.scale(loss).backward()"
             )
         self._outdate()
 

@@ -134,7 +134,7 @@ class Optimizer(torch.optim.Optimizer):
             ConfigError: a closure was passed, or the optimizer belongs to no engine.
         """
         if closure is not None:
-            raise ConfigError("optimizer.step(closure): no optimizer here calls a closure; call engine.backward before")
+            raise ConfigError("optimizer.step(closure): no optimizer here calls a closure; call engine.backward first")
         self._engine().update()
 
     @property
@@ -159,7 +159,9 @@ class Optimizer(torch.optim.Optimizer):
             ConfigError: the optimizer belongs to an engine already.
         """
         if self.engine is not None:
-            raise ConfigError("add_param_group: give every group to zero.initialize, which shards them; it has begun")
+            raise ConfigError(
+                "add_param_group: training has begun; give every group to zero.initialize, which shards them"
+            )
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -185,7 +187,7 @@ class Optimizer(torch.optim.Optimizer):
             ConfigError: it has moments, as a torch optimizer's has, or another number of groups.
         """
         if state_dict.get("state"):
-            raise ConfigError("optimizer.load_state_dict: moments are sharded; engine.load_checkpoint brings them back")
+            raise ConfigError("optimizer.load_state_dict: moments are sharded; engine.load_checkpoint loads them")
         restore(self.param_groups, state_dict["param_groups"])
 
     def _engine(self) -> OptimizerEngine:
@@ -216,7 +218,7 @@ class PassedOptimizer:
 
     def _refuse(self, *_: Any) -> None:
         if not self._is_ours:
-            raise ConfigError("this optimizer was taken over by zero.initialize: call engine.step() in its place")
+            raise ConfigError("this optimizer was taken over by zero.initialize: call engine.step() instead")
 
 
 def transform(optimizer: Optimizer, names: Mapping[int, str], clip: float | None) -> Transform:

@@ -303,7 +303,7 @@ def test_what_is_advised_can_be_done_and_takes_less(mode, ranks, stage):
     for device_bytes, expected in ((nbytes + 4 * KiB, [*moves, *resorts]), (KiB, ["use a machine with more memory"])):
         machine = gpu(ranks, device_bytes)
         rates = assumed(settings, machine)
-        (refused,) = choices(settings, machine, model, rates, stages=[Stage(stage)], presets=["asked"])
+        (refused,) = choices(settings, machine, model, rates, stages=[Stage(stage)], presets=["config"])
         assert refused.refusal.split("; ")[-1].split(", or ") == expected
 
 
@@ -317,7 +317,9 @@ def test_a_budget_is_raised_where_it_is_the_limit():
         (3, 512 * KiB, "set offload.param=cpu, or use more ranks"),
     ):
         with pytest.raises(ConfigError) as refused:
-            build_plan(with_setting(settings, Stage(stage), "asked").on(4), model, gpu(4).world, room=gpu(4, free).room)
+            build_plan(
+                with_setting(settings, Stage(stage), "config").on(4), model, gpu(4).world, room=gpu(4, free).room
+            )
         assert str(refused.value).split("; ")[-1] == advised
 
 

@@ -66,8 +66,8 @@ def refuse_other_moments(config: Config, optimizer: Transform, checkpoint: Check
     if beyond:
         what.append(f"has {', '.join(beyond)}, which optim={ours['name']} does not keep")
         effects.append("be left behind")
-    words = _as_saved("optim", ours, theirs) if isinstance(theirs, Mapping) else []
-    same = f"add {' '.join(words)}, or " if words else "add "
+    overrides = _as_saved("optim", ours, theirs) if isinstance(theirs, Mapping) else []
+    same = f"add {' '.join(overrides)}, or " if overrides else "add "
     partial = f"checkpoint.partial=[{','.join(f'{kind}/*' for kind in (*lacking, *beyond))}]"
     raise CheckpointError(
         f"{checkpoint.folder} {' and '.join(what)}; {same}{partial} if they are to {' or '.join(effects)}"

@@ -1,6 +1,6 @@
 """When a run saves, what it keeps, and where it goes on from.
 
-A run saves every so many steps, and when it is asked to stop. Behind training (`checkpoint.async`) a thread writes a
+A run saves every so many steps, and when a stop is requested. Behind training (`checkpoint.async`) a thread writes a
 copy; every rank says with each step whether its file is written, so all publish it after the same step.
 
 A run that was started again after a failure goes on from what it saved itself, else from what it began from: its
@@ -101,9 +101,9 @@ class Saver:
         """A checkpoint belongs after step `number`."""
         return self._keys.every > 0 and (number % self._keys.every == 0 or number == last)
 
-    def publish_if_written(self, words: tuple[float, ...]) -> None:
+    def publish_if_written(self, flags: tuple[float, ...]) -> None:
         """After a step: publish what was written behind it, if every rank has sent that its file is written."""
-        if self._under_way is not None and all(int(word) & NOTHING_TO_WRITE for word in words):
+        if self._under_way is not None and all(int(flag) & NOTHING_TO_WRITE for flag in flags):
             self.finish()
 
     def save(self, state: State) -> None:

@@ -16,20 +16,6 @@ from zero.trainer.launch.ranks import (
 from zero.trainer.launch.request import preempted
 
 __all__ = [
-    "FINAL",
-    "GRACE_S",
-    "MALLOC_VARIABLES",
-    "THRESHOLDS",
-    "Interrupted",
-    "Malloc",
-    "count_ranks",
-    "describe",
-    "environment",
-    "inside",
-    "joined",
-    "launch",
-    "preempted",
-    "restart_count",
-    "tell_torchrun",
-    "under_torchrun",
-]
+    "FINAL", "GRACE_S", "MALLOC_VARIABLES", "THRESHOLDS", "Interrupted", "Malloc", "count_ranks", "describe",
+    "environment", "inside", "joined", "launch", "preempted", "restart_count", "tell_torchrun", "under_torchrun",
+]  # fmt: skip

@@ -11,19 +11,6 @@ from zero.trainer.planning.table import against_measured, plan_text
 from zero.trainer.planning.tracing import trace
 
 __all__ = [
-    "Activations",
-    "Choice",
-    "Machine",
-    "PaperWorld",
-    "Rates",
-    "against_measured",
-    "best",
-    "choices",
-    "measured",
-    "out_of_memory",
-    "plan_text",
-    "resolve_auto",
-    "step_seconds",
-    "trace",
-    "traffic",
-]
+    "Activations", "Choice", "Machine", "PaperWorld", "Rates", "against_measured", "best", "choices", "measured",
+    "out_of_memory", "plan_text", "resolve_auto", "step_seconds", "trace", "traffic",
+]  # fmt: skip

@@ -56,7 +56,7 @@ class Activations:
         """
         key = rows, seq or self._config.model.seq, self._is_remat(remat)
         if key not in self._traced:
-            self._traced[key] = self._training(*key) if self._splitting.trains else self._validation(key[1])
+            self._traced[key] = self._count(*key)
         return self._traced[key]
 
     def bytes(self, rows: int, device: str, *, remat: bool | None = None, seq: int | None = None) -> int:
@@ -76,14 +76,14 @@ class Activations:
         remat = self._config.zero.activations == "remat" if remat is None else remat
         return remat and self._splitting.trains
 
-    def _training(self, rows: int, seq: int, remat: bool) -> Traced:
+    def _count(self, rows: int, seq: int, remat: bool) -> Traced:
+        chunk = max(1, CHUNK_TOKENS // seq)  # rows that a rank evaluates at a time
+        if not self._splitting.trains:
+            return self._trace(chunk, seq, backward=False)
         traced = self._trace(rows, seq, remat=remat)
-        if rows >= _chunk(seq):
+        if rows >= chunk:
             return traced
-        return traced._replace(peak_bytes=max(traced.peak_bytes, self._validation(seq).peak_bytes))
-
-    def _validation(self, seq: int) -> Traced:
-        return self._trace(_chunk(seq), seq, backward=False)
+        return traced._replace(peak_bytes=max(traced.peak_bytes, self._trace(chunk, seq, backward=False).peak_bytes))
 
     def _trace(self, rows: int, seq: int, *, remat: bool = False, backward: bool = True) -> Traced:
         return trace(
@@ -95,8 +95,3 @@ class Activations:
             remat=remat,
             backward=backward,
         )
-
-
-def _chunk(seq: int) -> int:
-    """Rows that a rank evaluates at a time."""
-    return max(1, CHUNK_TOKENS // seq)

@@ -39,7 +39,7 @@ class Choice:
 
     Attributes:
         config: complete, with the batch as numbers.
-        preset: of offload; "asked" for the offload of the config.
+        preset: of offload; "config" for the offload of the config.
         plan: what it takes on the machine; where it does not fit, on a machine without limits and with fewest buffers.
         refusal: why it does not fit, in one line; None if it does.
         short: the memories that are too small.
@@ -68,7 +68,7 @@ class Choice:
     def keys(self) -> tuple[str, ...]:
         """What to type for it."""
         _, micro, accumulate = self.config.batch.numbers()
-        offload = () if self.preset == "asked" else (f"offload={self.preset}",)
+        offload = () if self.preset == "config" else (f"offload={self.preset}",)
         batch = f"batch.micro={micro}", f"batch.accumulate={accumulate}"
         return f"zero.stage={self.plan.stage.level}", *offload, *batch
 
@@ -95,7 +95,7 @@ def choices(
     """Every stage with every preset, each with the largest microbatch that fits, in that order.
 
     Args:
-        config: `zero.stage` is ignored; presets replace its offload, but "asked" leaves it as it is.
+        config: `zero.stage` is ignored; presets replace its offload, but "config" leaves it as it is.
         activations: of this model, if they were counted before.
         progress: is given the number of settings planned so far.
     """
@@ -188,7 +188,7 @@ def batch_is_open(batch: Batch) -> bool:
 def with_setting(config: Config, stage: Stage, preset: str) -> Config | None:
     """The settings with another stage and preset; None where the two do not go together."""
     offload = config.offload
-    if preset != "asked":
+    if preset != "config":
         offload = offload.model_copy(update=dict(zip(("optimizer", "param", "grad"), PRESETS[preset], strict=True)))
     try:
         offload.at(parameters_sharded=stage.parameters)

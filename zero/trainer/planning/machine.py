@@ -22,7 +22,7 @@ NODE_RANKS = 8
 
 
 class PaperWorld(World):
-    """Rank 0 of a world that exists on paper: it has a size and a device, and talks to nobody."""
+    """Rank 0 of a world that exists on paper: it has a size and a device, and no other ranks."""
 
     def __init__(self, size: int, *, local_size: int, device: Literal["cuda", "cpu"]) -> None:
         super().__init__(0, size, device=device, timeout_s=1.0)

@@ -60,7 +60,7 @@ def alternatives(config: Config) -> Iterator[tuple[str, Config]]:
         more = accumulate * micro // fewer
         batch = config.batch.model_copy(update={"micro": fewer, "accumulate": more})
         yield f"batch.micro={fewer} batch.accumulate={more}", config.model_copy(update={"batch": batch})
-    sharded = with_setting(config, Stage(3), "asked")
+    sharded = with_setting(config, Stage(3), "config")
     if sharded is not None and sharded != config:
         yield "zero.stage=3", sharded
     recomputing = [("", config)]

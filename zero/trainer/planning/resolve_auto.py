@@ -79,7 +79,7 @@ def _choose(
     level = config.zero.stage
     staged, stages = level == "auto", STAGES if level == "auto" else (Stage(level),)
     anything = staged and config.offload.kinds == PRESETS["auto"]
-    presets = ("none", "cpu", "nvme", "infinity", "auto") if anything else ("asked",)
+    presets = ("none", "cpu", "nvme", "infinity", "auto") if anything else ("config",)
     rates, notes = assumed(config, machine), list[str]()
     if anything:
         machine, rates, notes = with_disk_or_without(config, machine, model, progress)
@@ -111,7 +111,7 @@ def _stage_reasons(winner: Choice, found: Sequence[Choice], source: str) -> list
 
 
 def _batch_reasons(winner: Choice, config: Config, machine: Machine) -> list[str]:
-    """Nothing where the whole batch fits at once, which is what everybody expects."""
+    """Empty if the whole batch fits at once, as expected."""
     rows, micro, accumulate = winner.config.batch.numbers()
     if config.batch.micro != "auto" or config.batch.accumulate != "auto" or accumulate == 1:
         return []

@@ -191,7 +191,7 @@ def timeline(rows: Sequence[Row], *, title: str) -> str:
             tall = height / len(lanes)
             body += [_span(*one, y + index * tall, tall - 1, row.colour, unit, unit_name) for one in lane]
         y += height + 8
-        body.append(f'<line class="grid" x1="{left:.2f}" y1="{y - 4:.2f}" x2="{2 * WIDTH - 18:.2f}" y2="{y - 4:.2f}"/>')
+        body.append(_rule("grid", left, y - 4, 2 * WIDTH - 18, y - 4))
     label = "; ".join(f"{row.name} {len(row.spans)} spans" for row in kept)
     axis = [_ticks_below(x, 4, y), _text(2 * WIDTH - 18, y + 32, unit_name, "end")]
     return _svg(2 * WIDTH, y + 38, f"{title}: {label}", [*axis, *body])
@@ -358,23 +358,19 @@ def _span(
 def _grid(x: Scale, y: Scale, left: float, right: float, bottom: float, x_name: str) -> str:
     parts = []
     for value, name in y.ticks:
-        at = y.at(value)
-        kind = "axis" if value == y.ticks[0][0] else "grid"
-        parts.append(f'<line class="{kind}" x1="{left:.2f}" y1="{at:.2f}" x2="{right:.2f}" y2="{at:.2f}"/>')
-        parts.append(_text(left - 7, at + 4, name, "end"))
+        at, kind = y.at(value), "axis" if value == y.ticks[0][0] else "grid"
+        parts += [_rule(kind, left, at, right, at), _text(left - 7, at + 4, name, "end")]
     for value, name in x.ticks:
         at = x.at(value)
-        parts.append(f'<line class="axis" x1="{at:.2f}" y1="{bottom:.2f}" x2="{at:.2f}" y2="{bottom + 4:.2f}"/>')
-        parts.append(_text(at, bottom + 17, name, "middle"))
+        parts += [_rule("axis", at, bottom, at, bottom + 4), _text(at, bottom + 17, name, "middle")]
     return "".join(parts) + _text(right, bottom + 32, x_name, "end")
 
 
 def _panel_grid(x: Scale, y: Scale, right: float, top: float, bottom: float, *, first: bool) -> str:
     parts = []
     for value, name in y.ticks:
-        kind = "axis" if value == y.ticks[0][0] else "grid"
-        parts.append(f'<line class="{kind}" x1="0" y1="{y.at(value):.2f}" x2="{right:.2f}" y2="{y.at(value):.2f}"/>')
-        parts.append(_text(-6, y.at(value) + 4, name, "end") if first else "")
+        at, kind = y.at(value), "axis" if value == y.ticks[0][0] else "grid"
+        parts += [_rule(kind, 0, at, right, at), _text(-6, at + 4, name, "end") if first else ""]
     for value, name in x.ticks[:1] + x.ticks[-1:] if len(x.ticks) > 1 else x.ticks:
         anchor = "start" if x.at(value) < 12 else "end" if x.at(value) > right - 12 else "middle"
         parts.append(_text(x.at(value), bottom + 15, name, anchor))
@@ -382,12 +378,8 @@ def _panel_grid(x: Scale, y: Scale, right: float, top: float, bottom: float, *, 
 
 
 def _ticks_below(x: Scale, top: float, bottom: float) -> str:
-    parts = []
-    for value, name in x.ticks:
-        at = x.at(value)
-        parts.append(f'<line class="grid" x1="{at:.2f}" y1="{top:.2f}" x2="{at:.2f}" y2="{bottom:.2f}"/>')
-        parts.append(_text(at, bottom + 16, name, "middle"))
-    return "".join(parts)
+    at = [(x.at(value), name) for value, name in x.ticks]
+    return "".join(_rule("grid", px, top, px, bottom) + _text(px, bottom + 16, name, "middle") for px, name in at)
 
 
 def _legend(entries: Iterable[tuple[str, str, float]], width: float) -> tuple[str, float]:
@@ -406,6 +398,10 @@ def _legend(entries: Iterable[tuple[str, str, float]], width: float) -> tuple[st
         parts.append(_text(x + 16, y, name, "start"))
         x += taken
     return "".join(parts), y + 6 if parts else 0.0
+
+
+def _rule(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line class="{kind}" x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}"/>'
 
 
 def _text(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> str:

@@ -142,7 +142,7 @@ def _settings(run: Run) -> Html:
     return section(
         "Settings that differ from the defaults",
         table(["key", "this run", "default"], rows),
-        note="Where the default is auto, the value is what the run settled on.",
+        note="Where the default is auto, the value is what the run resolved it to.",
     )
 
 

@@ -48,4 +48,5 @@ class Finder(Loader):
         assert spec is not None
         warnings.warn(f"{spec.name} is {spec.loader_state} now", DeprecationWarning, stacklevel=2)
         found = vars(import_module(spec.loader_state))
-        vars(module).update({name: value for name, value in found.items() if not name.startswith("__")})
+        kept = {name: value for name, value in found.items() if not name.startswith("__") or name == "__getattr__"}
+        vars(module).update(kept)

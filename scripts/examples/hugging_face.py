@@ -15,7 +15,7 @@ import torch
 import transformers
 
 import zero
-from zero.formats import export, open_newest
+from zero.formats import export_checkpoint, open_newest
 from zero.trainer.models import hf
 
 
@@ -49,7 +49,7 @@ def main() -> None:
     checkpoint = zero.save(state, out / "checkpoints")
     store.close()
     if world.rank == 0:  # one process writes, and transformers reads
-        export(open_newest(checkpoint)[0], "hf", out / "trained")
+        export_checkpoint(open_newest(checkpoint)[0], "hf", out / "trained")
         hf.write_settings(folder, out / "trained")
         trained = transformers.AutoModelForCausalLM.from_pretrained(out / "trained")
         print(f"transformers has {trained.num_parameters():,} trained parameters from {out / 'trained'}")

@@ -26,7 +26,7 @@ import train  # noqa: E402
 import zero  # noqa: E402
 from zero.engine.full import full_state_dict  # noqa: E402
 from zero.errors import CheckpointError, ConfigError, PlanError  # noqa: E402
-from zero.formats import export, open_newest  # noqa: E402
+from zero.formats import export_checkpoint, open_newest  # noqa: E402
 from zero.platform.safetensors_files import StoredWeights  # noqa: E402
 from zero.testing import run_ranks  # noqa: E402
 from zero.trainer.models import hf  # noqa: E402
@@ -190,7 +190,7 @@ def test_five_steps_are_those_of_plain_torch_and_transformers_gets_the_model_bac
         assert values.keys() == wanted.keys()
         for name, value in wanted.items():
             torch.testing.assert_close(values[name], value, rtol=1e-5, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
-    export(open_newest(path)[0], "hf", tmp_path / "out", shard_bytes=4000)
+    export_checkpoint(open_newest(path)[0], "hf", tmp_path / "out", shard_bytes=4000)
     hf.write_settings(folder, tmp_path / "out")
     again, report = type(reference).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report.values()), report

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from zero.platform.files import DIRECT, NAMELESS, READ, Files
-from zero.store.base import Done, Page, Store, Ticket
+from zero.platform.handle import Done
+from zero.store.base import Page, Store, Ticket
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,13 @@ from rich.console import Console
 import train
 import zero
 from tests.common.small import Setting, Small, slice_of, small_batch, small_loss
+from zero import formats
 from zero.checkpoint import load, open_checkpoint, save
 from zero.checkpoint.manifest import from_text, to_text
 from zero.engine.full import full_state_dict
 from zero.engine.module_copy import buffers_of
 from zero.errors import CheckpointError, ConfigError, ZeroError
-from zero.formats import Choice, adopt, export, open_newest, read_source, shown
+from zero.formats import Choice, export_checkpoint, import_checkpoint, open_newest, progress_bar, read_source
 from zero.formats.hf import _shared_out
 from zero.formats.stream import Source, Stream
 from zero.testing import run_ranks
@@ -94,8 +95,8 @@ def one(tmp_path):
 @pytest.mark.parametrize("to", FORMATS)
 def test_out_and_in_again_is_bitwise_the_same_whoever_wrote_and_whoever_loads(to: str, precision: str, tmp_path: Path):
     (was, path), *_ = run_ranks(2, saved, Setting(precision=precision), tmp_path / "checkpoints")
-    export(open_newest(path)[0], to, tmp_path / "out")
-    done = adopt(read_source(to, tmp_path / "out"), tmp_path / "again", CHOICE)
+    export_checkpoint(open_newest(path)[0], to, tmp_path / "out")
+    done = import_checkpoint(read_source(to, tmp_path / "out"), tmp_path / "again", CHOICE)
     for stage, size in ((3, 2), (0, 1)):
         now, moments, step = run_ranks(size, loaded, Setting(stage=stage, precision=precision), done.folder)[0]
         same(now, was)
@@ -106,11 +107,11 @@ def test_out_and_in_again_is_bitwise_the_same_whoever_wrote_and_whoever_loads(to
 
 @pytest.mark.parametrize("to", ["hf", "torch"])
 def test_these_formats_remember_the_ties_themselves(to: str, one, tmp_path: Path):
-    export(one[1], to, tmp_path / "out")
+    export_checkpoint(one[1], to, tmp_path / "out")
     source = read_source(to, tmp_path / "out")
     assert source.ties == TIE
-    again = adopt(source, tmp_path / "again", Choice(frozen=FROZEN)).folder
-    assert export(open_newest(again)[0], to, tmp_path / "twice").ties == TIE
+    again = import_checkpoint(source, tmp_path / "again", Choice(frozen=FROZEN)).folder
+    assert export_checkpoint(open_newest(again)[0], to, tmp_path / "twice").ties == TIE
 
 
 def test_the_newest_valid_checkpoint_of_a_run_is_taken_and_damage_is_named(one, tmp_path: Path):
@@ -131,7 +132,7 @@ def test_the_newest_valid_checkpoint_of_a_run_is_taken_and_damage_is_named(one, 
 def test_safetensors_opens_every_file_and_the_index_names_every_name_of_the_model(one, tmp_path: Path):
     values, checkpoint = one
     out = tmp_path / "out"
-    export(checkpoint, "hf", out, shard_bytes=1000)
+    export_checkpoint(checkpoint, "hf", out, shard_bytes=1000)
     index = json.loads((out / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in out.glob("*.safetensors"))
     assert len(files) > 2
@@ -161,7 +162,7 @@ def into_the_model(found):
 def test_torch_loads_the_file_restricted_and_mapped_and_ties_share_their_memory(one, tmp_path: Path):
     values, checkpoint = one
     out = tmp_path / "model.pt"
-    export(checkpoint, "torch", out)
+    export_checkpoint(checkpoint, "torch", out)
     for mapped in (True, False):
         found = torch.load(out, weights_only=True, mmap=mapped)
         same(found, values)
@@ -174,7 +175,7 @@ def test_torch_loads_the_file_restricted_and_mapped_and_ties_share_their_memory(
 
 def test_dcp_loads_the_folder(one, tmp_path: Path):
     values, checkpoint = one
-    export(checkpoint, "dcp", tmp_path / "out")
+    export_checkpoint(checkpoint, "dcp", tmp_path / "out")
     found = {name: torch.empty_like(value) for name, value in values.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that there is no process group
@@ -189,7 +190,7 @@ def test_parameters_are_rounded_as_torch_rounds_and_buffers_are_not(to: str, dty
     values, checkpoint = one
     buffers = [entry.name for entry in checkpoint.manifest.entries if entry.kind == "buffer"]
     assert len(buffers) == 9
-    export(checkpoint, to, tmp_path / "out", dtype=dtype)
+    export_checkpoint(checkpoint, to, tmp_path / "out", dtype=dtype)
     source = read_source(to, tmp_path / "out")
     found = {name: whole(stream) for name, stream in source.tensors.items()}
     same(found, {name: value if name in buffers else value.to(dtype) for name, value in values.items()})
@@ -238,7 +239,9 @@ def test_what_the_libraries_themselves_write_is_read(tmp_path: Path):
     ):
         root = tmp_path / f"root-{from_}-{path.name}"
         ties = TIE if from_ == "dcp" else {}
-        done = adopt(read_source(from_, path), root, Choice(prefix=prefix, frozen=FROZEN, ties=ties, step=5))
+        done = import_checkpoint(
+            read_source(from_, path), root, Choice(prefix=prefix, frozen=FROZEN, ties=ties, step=5)
+        )
         now, _, step = loaded(zero.World.from_env(), Setting(), done.folder)
         same(now, {name: value for name, value in wanted.items() if name != "head.weight"})
         assert step == 5
@@ -296,7 +299,7 @@ def is_trained(name: str) -> bool:
 def test_a_universal_checkpoint_of_deepspeed_brings_moments_and_steps(stage: int, one, tmp_path: Path):
     values = {name: value for name, value in one[0].items() if name not in TIE}
     moments = universal(tmp_path / "uni", values, stage)
-    done = adopt(read_source("deepspeed", tmp_path / "uni"), tmp_path / "root")
+    done = import_checkpoint(read_source("deepspeed", tmp_path / "uni"), tmp_path / "root")
     now, found, step = loaded(zero.World.from_env(), Setting(), done.folder)
     same(now, values)
     assert step == 4
@@ -304,7 +307,7 @@ def test_a_universal_checkpoint_of_deepspeed_brings_moments_and_steps(stage: int
     for kind in ("mu", "nu"):
         same(found[kind], moments[kind])
     assert not [line for line in done.notes if "zero" in line]
-    assert export(open_newest(done.folder)[0], "torch", tmp_path / "model.pt").ties == TIE
+    assert export_checkpoint(open_newest(done.folder)[0], "torch", tmp_path / "model.pt").ties == TIE
 
 
 def test_moments_without_a_step_are_not_believed(one, tmp_path: Path):
@@ -313,7 +316,7 @@ def test_moments_without_a_step_are_not_believed(one, tmp_path: Path):
     for path in (tmp_path / "uni").glob("*_model_states.pt"):
         path.unlink()
     with pytest.raises(CheckpointError, match="--step"):
-        adopt(read_source("deepspeed", tmp_path / "uni"), tmp_path / "root")
+        import_checkpoint(read_source("deepspeed", tmp_path / "uni"), tmp_path / "root")
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -322,7 +325,8 @@ MEASURED = """
 import re, sys, threading
 from pathlib import Path
 import torch
-from zero.formats import Choice, adopt, export, open_newest, read_source
+from zero import formats
+from zero.formats import Choice, export_checkpoint, import_checkpoint, open_newest, read_source
 from zero.formats.stream import Source, Stream
 
 def resident():
@@ -349,15 +353,15 @@ def cut():
 
 def checkpoint(name, count):
     tensors = {{f"layer.{{n}}": Stream(torch.float32, (3_125_000,), cut) for n in range(count)}}
-    return open_newest(adopt(Source(tensors), folder / name, Choice(moments=())).folder)[0]
+    return open_newest(import_checkpoint(Source(tensors), folder / name, Choice(moments=())).folder)[0]
 
 folder = Path({folder!r})
-export(checkpoint("first", 1), {to!r}, folder / "warm")  # what is imported or allocated once
+export_checkpoint(checkpoint("first", 1), {to!r}, folder / "warm")  # what is imported or allocated once
 many = checkpoint("root", 16)
 with Peak() as out:
-    export(many, {to!r}, folder / "out")
+    export_checkpoint(many, {to!r}, folder / "out")
 with Peak() as back:
-    adopt(read_source({to!r}, folder / "out"), folder / "again", Choice(moments=()))
+    import_checkpoint(read_source({to!r}, folder / "out"), folder / "again", Choice(moments=()))
 print(out.most - out.before, back.most - back.before)
 """
 
@@ -474,7 +478,7 @@ def test_a_crafted_pickle_is_refused_in_one_line_and_not_run(from_: str, craft, 
     marker = tmp_path / "marker"
     path = craft(tmp_path, Crafted(marker))
     with pytest.raises(CheckpointError, match="trust") as caught:
-        adopt(read_source(from_, path), tmp_path / "root")
+        import_checkpoint(read_source(from_, path), tmp_path / "root")
     assert "\n" not in str(caught.value)
     assert not marker.exists()
     assert not list(tmp_path.glob("root/*")), "nothing is left, published or not"
@@ -514,11 +518,11 @@ def refused(kind, work, *words: str) -> None:
 
 def test_values_that_fp16_has_no_room_for_are_refused_and_nothing_is_left(tmp_path: Path):
     source = Source({"a": of(torch.ones(3)), "b": of(torch.tensor([1.0, 7e4]))})
-    checkpoint = open_newest(adopt(source, tmp_path / "root").folder)[0]
+    checkpoint = open_newest(import_checkpoint(source, tmp_path / "root").folder)[0]
     for to in FORMATS:
         refused(
             CheckpointError,
-            lambda to=to: export(checkpoint, to, tmp_path / "out", dtype=torch.float16),
+            lambda to=to: export_checkpoint(checkpoint, to, tmp_path / "out", dtype=torch.float16),
             *("b", "float16", "bf16"),
         )
         assert [path.name for path in tmp_path.iterdir()] == ["root"]
@@ -537,24 +541,26 @@ def test_damage_that_comes_after_opening_is_found_and_nothing_is_left(to: str, o
         octets[place] ^= 1
     file.write_bytes(octets)
     before = sorted(tmp_path.iterdir())
-    refused(CheckpointError, lambda: export(checkpoint, to, tmp_path / "out"), file.name, "CRC")
+    refused(CheckpointError, lambda: export_checkpoint(checkpoint, to, tmp_path / "out"), file.name, "CRC")
     assert sorted(tmp_path.iterdir()) == before
 
 
 def test_what_is_there_is_not_written_over(one, tmp_path: Path):
     (tmp_path / "out").mkdir()
-    refused(ConfigError, lambda: export(one[1], "hf", tmp_path / "out"), "out", "exists")
+    refused(ConfigError, lambda: export_checkpoint(one[1], "hf", tmp_path / "out"), "out", "exists")
     source = Source({"a": of(torch.ones(3))})
-    adopt(source, tmp_path / "root")
-    refused(CheckpointError, lambda: adopt(source, tmp_path / "root"), "step-0000000000", "exists")
+    import_checkpoint(source, tmp_path / "root")
+    refused(CheckpointError, lambda: import_checkpoint(source, tmp_path / "root"), "step-0000000000", "exists")
 
 
 def test_a_tie_of_tensors_that_differ_is_refused(tmp_path: Path):
     source = Source({"a": of(torch.zeros(3)), "b": of(-torch.zeros(3)), "c": of(torch.zeros(2))})
     for other in ("b", "c"):
         choice = Choice(ties={other: "a"})
-        refused(CheckpointError, lambda choice=choice: adopt(source, tmp_path / "root", choice), other, "differ")
-    refused(ConfigError, lambda: adopt(source, tmp_path / "root", Choice(ties={"a": "z"})), "a", "z")
+        refused(
+            CheckpointError, lambda choice=choice: import_checkpoint(source, tmp_path / "root", choice), other, "differ"
+        )
+    refused(ConfigError, lambda: import_checkpoint(source, tmp_path / "root", Choice(ties={"a": "z"})), "a", "z")
 
 
 def bad_index(folder: Path, **changes) -> Path:
@@ -623,7 +629,7 @@ WRONG = {
 def test_a_wrong_source_gets_one_line_and_leaves_nothing(what: str, tmp_path: Path):
     from_, make, word = WRONG[what]
     path = make(tmp_path)
-    refused(ZeroError, lambda: adopt(read_source(from_, path), tmp_path / "root"), word)
+    refused(ZeroError, lambda: import_checkpoint(read_source(from_, path), tmp_path / "root"), word)
     assert not list(tmp_path.glob("root/*"))
 
 
@@ -631,7 +637,7 @@ def test_a_manifest_that_ties_names_to_nothing_is_refused(one, tmp_path: Path):
     checkpoint = one[1]
     assert checkpoint.manifest.facts["ties"] == TIE
     checkpoint.manifest.facts["ties"] = {"x": "nothing"}
-    refused(CheckpointError, lambda: export(checkpoint, "hf", tmp_path / "out"), "ties")
+    refused(CheckpointError, lambda: export_checkpoint(checkpoint, "hf", tmp_path / "out"), "ties")
 
 
 # -- the scripts -------------------------------------------------------------------------------------------------------
@@ -706,8 +712,8 @@ def test_long_work_says_how_far_it_is(to: str, one, tmp_path: Path):
         told.setdefault(what.split()[0], []).append((done, total))
 
     checkpoint, _ = open_newest(one[1].folder, tell)
-    export(checkpoint, to, tmp_path / "out", progress=tell)
-    adopt(read_source(to, tmp_path / "out"), tmp_path / "again", CHOICE, tell)
+    export_checkpoint(checkpoint, to, tmp_path / "out", progress=tell)
+    import_checkpoint(read_source(to, tmp_path / "out"), tmp_path / "again", CHOICE, tell)
     assert told.keys() == {"verifying", "exporting", "importing"}
     for steps in told.values():
         assert [done for done, _ in steps] == sorted({done for done, _ in steps}), "it goes on"
@@ -717,7 +723,7 @@ def test_long_work_says_how_far_it_is(to: str, one, tmp_path: Path):
 def test_a_terminal_gets_a_bar_with_the_time_left_and_a_pipe_nothing():
     for terminal in (True, False):
         stream = io.StringIO()
-        with shown(Console(file=stream, force_terminal=terminal, width=100)) as tell:
+        with progress_bar(Console(file=stream, force_terminal=terminal, width=100)) as tell:
             for done in range(1, 5):
                 tell("exporting [it]", done, 4)
         said = stream.getvalue()
@@ -814,3 +820,14 @@ def test_settings_that_are_none_are_refused_in_one_line(config, word: str, run: 
 
 def test_a_token_that_is_no_byte_is_shown_as_what_it_is_not():
     assert decode_bytes(torch.tensor([72, 105, 300])) == "Hi\N{REPLACEMENT CHARACTER}"
+
+
+def test_names_of_0_1_still_work_and_warn():
+    with pytest.warns(DeprecationWarning, match=r"zero\.formats\.adopt is zero\.formats\.import_checkpoint now"):
+        assert formats.adopt is import_checkpoint
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from zero.exchange import export
+    assert export is export_checkpoint
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        formats.nothing  # noqa: B018

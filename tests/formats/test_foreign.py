@@ -27,7 +27,7 @@ from tests.conftest import SEED
 from zero.checkpoint import Tensors, open_checkpoint
 from zero.distributed.world import SoloWorld
 from zero.errors import CheckpointError, ZeroError
-from zero.formats import Choice, adopt, read_source
+from zero.formats import Choice, import_checkpoint, read_source
 from zero.formats.dcp import _Piece, is_whole
 
 SHAPES = {"a": (40, 24), "b": (40, 24), "c.d": (24, 40), "c.e": (77,), "f": (3, 5, 7), "g": ()}
@@ -40,7 +40,9 @@ def values() -> dict[str, torch.Tensor]:
 
 def imported(from_: str, path: Path, root: Path, moments: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
     """What a checkpoint made of it holds."""
-    checkpoint = open_checkpoint(SoloWorld(), adopt(read_source(from_, path), root, Choice(moments=moments)).folder)
+    checkpoint = open_checkpoint(
+        SoloWorld(), import_checkpoint(read_source(from_, path), root, Choice(moments=moments)).folder
+    )
     with Tensors(checkpoint) as files:
         return {
             f"{entry.name} ({entry.kind})": files.read(entry, 0, entry.numel).view(entry.shape)

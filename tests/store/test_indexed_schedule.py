@@ -44,14 +44,14 @@ def test_a_random_trace_is_that_of_the_specification(seed):
     state, schedule = specification.start(**sizes), Schedule(**sizes)
     under_way: list[Any] = []
     for _ in range(400):
-        if under_way and (draw.random() < 0.6 or len(state.asked) > 12):
+        if under_way and (draw.random() < 0.6 or len(state.operations) > 12):
             event = Finished(under_way.pop(draw.randrange(len(under_way))))
         else:
             event = drawn(draw, groups)
             if not isinstance(event, Expect):
                 number += 1
                 event = event._replace(number=number)
-        if isinstance(event, specification.Asked) and event.here:
+        if isinstance(event, specification.Transfer) and event.here:
             moved = specification.advance(state, event)[1][:1]
             starts = any(isinstance(one, specification.Move) and one.number == event.number for one in moved)
             assert schedule.would_start(event) == starts

@@ -776,7 +776,7 @@ def test_a_probe_that_fails_says_so(tmp_path, name):
 def test_a_probe_leaves_nothing(tmp_path):
     files = FaultyFiles()
     told = []
-    speed = probe(tmp_path, size_bytes=2**24, files=files, tell=lambda done, total: told.append(done / total))
+    speed = probe(tmp_path, size_bytes=2**24, files=files, progress=lambda done, total: told.append(done / total))
     assert told == sorted(told)
     assert (told[0], told[-1]) == (0, 1)
     assert len(told) == 14, "before what is written first, before each of twelve turns, and at the end"

@@ -1,6 +1,6 @@
 """Every order of events, for small sizes: the schedule keeps its laws in each, and no mutant of it does.
 
-The search knows nothing of how the schedule works. It keeps its own books: which operations were asked for, what each
+The search knows nothing of how the schedule works. It keeps its own books: which operations were submitted, what each
 page holds (the numbers of the operations that wrote it), what each slot holds, which actions are under way.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from zero.store import schedule
-from zero.store.schedule import Asked, Copy, Due, Expect, Finished, Group, Move, Phase, Read, Work, Write
+from zero.store.schedule import Copy, Expect, Finished, Group, Modify, Move, Phase, Read, Transfer, Work, Write
 
 # Pages are opaque to the schedule: letters are quick to hash.
 A = Group(0, 0, ("a",))
@@ -39,16 +39,16 @@ class Scenario(NamedTuple):
     events: tuple[Any, ...]
 
 
-def due(group: Group, priority: int = 0, *, lent: bool = False) -> Due:
-    return Due(0, group, (priority,), lent)
+def due(group: Group, priority: int = 0, *, lent: bool = False) -> Modify:
+    return Modify(0, group, (priority,), lent)
 
 
-def get(page: str, *, here: bool = False) -> Asked:
-    return Asked(0, page, False, here)
+def get(page: str, *, here: bool = False) -> Transfer:
+    return Transfer(0, page, False, here)
 
 
-def put(page: str, *, here: bool = False) -> Asked:
-    return Asked(0, page, True, here)
+def put(page: str, *, here: bool = False) -> Transfer:
+    return Transfer(0, page, True, here)
 
 
 SCENARIOS = [
@@ -124,14 +124,14 @@ class Lies(NamedTuple):
 class Node(NamedTuple):
     """One reachable situation: the schedule's state beside the search's own books.
 
-    What a page holds is told by the numbers of the operations that have written it.
+    What a page holds is named by the numbers of the operations that have written it.
     """
 
     state: Any
     left: tuple[Any, ...]
     """Events that have not come."""
     count: int
-    """Operations asked for so far."""
+    """Operations submitted so far."""
     open: dict[int, Any]
     """Operations that have not ended."""
     claims: dict[Any, tuple[int, ...]]
@@ -161,9 +161,9 @@ class Node(NamedTuple):
             self.left,
             state.free,
             state.expected,
-            frozenset(state.awake.items()),
-            frozenset((number, operation.after) for number, operation in state.asked.items()),
-            state.asleep,
+            frozenset(state.loaded.items()),
+            frozenset((number, operation.after) for number, operation in state.operations.items()),
+            state.unloaded,
             state.ready,
             state.queued,
             state.running,
@@ -174,7 +174,7 @@ class Node(NamedTuple):
         )
 
     def seen_by(self, number: int, pages: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
-        """What pages must hold for an operation: everything that was asked for before it, and nothing else."""
+        """What pages must hold for an operation: everything that was submitted before it, and nothing else."""
         return tuple(tuple(other for other in self.claims.get(page, ()) if other < number) for page in pages)
 
     def holds(self, pages: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
@@ -217,7 +217,7 @@ def check(law: bool, words: str) -> None:
 @cache
 def touched_by(event: Any) -> Touch:
     """What an operation touches between its asking and its end."""
-    if isinstance(event, Due):
+    if isinstance(event, Modify):
         return Touch(frozenset(event.group.beside), frozenset(event.group.pages + event.group.out))
     page = frozenset((event.page,))
     return Touch(frozenset(), page) if event.writes else Touch(page, frozenset())
@@ -282,12 +282,13 @@ def begun(node: Node, action: Any, event: Any) -> Node:
             lies = memory.get(slot)
             check(slot not in in_use and (lies is None or lies.worked is None), "a slot has one owner")
             memory = memory | {slot: Lies(group, node.holds(group.pages))}
-            number = node.state.awake[group].number
-            check(number is None or node.is_clear(number), "a due group waits for its turn")
+            number = node.state.loaded[group].number
+            check(number is None or node.is_clear(number), "a modification waits for its turn")
             check(number is not None or is_untouched(node, group), "what is to be written is not read ahead")
         case Work(number, group, slot):
             check(
-                node.open[number] == Due(number, group, node.open[number].priority, slot is None), "what was asked for"
+                node.open[number] == Modify(number, group, node.open[number].priority, slot is None),
+                "what was submitted",
             )
             check(not node.has_started(number), "work runs once")
             check(node.is_clear(number), "work waits for its turn")
@@ -299,13 +300,13 @@ def begun(node: Node, action: Any, event: Any) -> Node:
             check(memory[slot] == (group, memory[slot].held, number), "what is written was worked on")
             check(slot not in in_use, "a slot has one owner")
         case Move(number, page, writes):
-            check(node.open[number][:3] == (number, page, writes), "what was asked for")
+            check(node.open[number][:3] == (number, page, writes), "what was submitted")
             check(not node.has_started(number), "a transfer runs once")
             check(node.is_clear(number), "a transfer waits for its turn")
             check(writes or node.holds((page,)) == node.seen_by(number, (page,)), "a transfer reads what was written")
-            here = here | {number} if isinstance(event, Asked) and event.here and event.number == number else here
+            here = here | {number} if isinstance(event, Transfer) and event.here and event.number == number else here
         case Copy(number, page, group, slot):
-            check(node.open[number][:3] == (number, page, False), "what was asked for")
+            check(node.open[number][:3] == (number, page, False), "what was submitted")
             check(not node.has_started(number), "a transfer runs once")
             writer = node.writer_before(number)
             check(writer is not None, "a copy waits for its turn")
@@ -346,20 +347,20 @@ MOVE, WORK, READ, AHEAD = range(4)
 def startable(node: Node) -> list[tuple[Any, ...]]:
     """What could be started if a worker were free: how urgent it is, and its turn."""
     state, found = node.state, []
-    ahead = [group for group, held in state.awake.items() if held.number is None]
-    idle = [group for group in ahead if state.awake[group].phase is Phase.READY]
+    ahead = [group for group, held in state.loaded.items() if held.number is None]
+    idle = [group for group in ahead if state.loaded[group].phase is Phase.READY]
     for number, event in node.open.items():
         if node.has_started(number) or not (node.is_clear(number) or node.writer_before(number)):
             continue
-        if isinstance(event, Asked):
+        if isinstance(event, Transfer):
             found.append((MOVE, number))
             continue
-        held = state.awake.get(event.group)
+        held = state.loaded.get(event.group)
         if event.lent or (held is not None and held.number == number and held.phase is Phase.READY):
             found.append((WORK, event.priority, number))
         elif held is None and (state.free or idle):
             found.append((READ, event.priority, number))
-    nearest = next((group for group in state.expected if group not in state.awake), None)
+    nearest = next((group for group in state.expected if group not in state.loaded), None)
     if nearest is not None and state.free and len(ahead) < state.read_ahead and is_untouched(node, nearest):
         found.append((AHEAD,))
     return found
@@ -376,7 +377,7 @@ def check_order(after: Node, event: Any, actions: tuple[Any, ...]) -> None:
         actions = actions[1:]
     urgent: list[tuple[Any, ...]] = []
     for action in actions:
-        number = after.state.awake[action.group].number if isinstance(action, Read) else action.number
+        number = after.state.loaded[action.group].number if isinstance(action, Read) else action.number
         match action:
             case Move() | Copy() if number not in after.here:
                 urgent.append((MOVE, number))
@@ -386,7 +387,7 @@ def check_order(after: Node, event: Any, actions: tuple[Any, ...]) -> None:
                 urgent.append((READ, after.open[number].priority, number))
             case Read(group):
                 nearer = after.state.expected[: after.state.expected.index(group)]
-                check(all(other in after.state.awake for other in nearer), "the nearest group is read first")
+                check(all(other in after.state.loaded for other in nearer), "the nearest group is read first")
                 urgent.append((AHEAD,))
     rest = startable(after)
     check(urgent == sorted(urgent), "the most urgent is started first")
@@ -402,26 +403,31 @@ def check_state(before: Node, after: Node, event: Any) -> None:
     """What is true in every situation."""
     state = after.state
     check(len(at_workers(after)) <= state.workers, "no more actions than workers")
-    slots = sorted([*state.free, *(held.slot for held in state.awake.values())])
-    check(slots == sorted([*before.state.free, *(held.slot for held in before.state.awake.values())]), "slots are kept")
+    slots = sorted([*state.free, *(held.slot for held in state.loaded.values())])
+    check(
+        slots == sorted([*before.state.free, *(held.slot for held in before.state.loaded.values())]), "slots are kept"
+    )
     check(len(set(slots)) == len(slots), "a slot has one owner")
-    ahead = [group for group, held in state.awake.items() if held.number is None]
+    ahead = [group for group, held in state.loaded.items() if held.number is None]
     check(len(ahead) <= state.read_ahead, "no more read ahead than allowed")
-    idle = [group for group in ahead if state.awake[group].phase is Phase.READY]
+    idle = [group for group in ahead if state.loaded[group].phase is Phase.READY]
     check(set(idle) <= set(state.expected), "what lies read ahead is expected")
     check(bool(after.under_way or not after.open), f"something goes on until all is done: {sorted(after.open)} wait")
-    if isinstance(event, Due) and (held := before.state.awake.get(event.group)) and not (held.number or held.stale):
-        check(state.awake[event.group].slot == held.slot, "what was read ahead is used")
-    for group, held in before.state.awake.items():
-        if held.phase is not Phase.READY or group in state.awake:
+    if isinstance(event, Modify) and (held := before.state.loaded.get(event.group)) and not (held.number or held.stale):
+        check(state.loaded[event.group].slot == held.slot, "what was read ahead is used")
+    for group, held in before.state.loaded.items():
+        if held.phase is not Phase.READY or group in state.loaded:
             continue
-        check(held.number is None or not before.under_way, "a due group keeps its slot while anything goes on")
+        check(
+            held.number is None or not before.under_way,
+            "a group that is to be modified keeps its slot while anything goes on",
+        )
         if held.number is None and group in state.expected and is_untouched(after, group):
             later = all(state.expected.index(other) < state.expected.index(group) for other in idle)
             check(later, "what is needed last is given up first")
     if not after.left and not after.under_way:
-        check(state.is_quiet and not state.queued and not state.asleep and not state.ready, "it ends")
-        check(after.disk == after.claims, "everything that was asked for is written")
+        check(state.is_quiet and not state.queued and not state.unloaded and not state.ready, "it ends")
+        check(after.disk == after.claims, "everything that was submitted is written")
 
 
 def search(scenario: Scenario, advance: Any = schedule.advance) -> Iterator[int]:
@@ -469,10 +475,10 @@ MUTANTS = {
     ],
     "a slot is free before its write has ended": [
         (
-            "state = _hold(state, group, state.awake[group]._replace(phase=Phase.WRITING))",
+            "state = _hold(state, group, state.loaded[group]._replace(phase=Phase.WRITING))",
             "state = _release(state, {group})",
         ),
-        ("held = state.awake[group]._replace(phase=Phase.LEAVING)", "pass"),
+        ("held = state.loaded[group]._replace(phase=Phase.LEAVING)", "pass"),
         ("return _end(_left(_hold(state, group, held), group), number), ()", "return _end(state, number), ()"),
     ],
     "an operation ends before its write": [
@@ -484,7 +490,7 @@ MUTANTS = {
     ],
     "a write does not wait for earlier reads": [("written.isdisjoint(touched_too) and ", "")],
     "a read does not wait for earlier writes": [(" and touched.isdisjoint(written_too)", "")],
-    "nothing waits": [("state.asked.keys().isdisjoint(after) and not any(", "not any(")],
+    "nothing waits": [("state.operations.keys().isdisjoint(after) and not any(", "not any(")],
     "a write does not wait for what is being read ahead": [("isinstance(action, Read) and", "False and")],
     "what is to be written is read ahead": [("if any(not pages.isdisjoint(written)", "if any(False")],
     "a write leaves what was read ahead": [("if held.number is None and group != own and", "if False and")],

@@ -31,7 +31,7 @@ from zero.engine.full import full_state_dict, full_values, gathered, set_full
 from zero.engine.module_copy import buffers_of
 from zero.engine.state import State
 from zero.errors import CheckpointError, ConfigError
-from zero.formats.export_checkpoint import export, whole
+from zero.formats.export_checkpoint import export_checkpoint, whole
 
 log = logging.getLogger("zero")
 
@@ -400,10 +400,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         )
     found, folder = _newest(checkpoint_dir, tag), Path(output_dir)
     if safe_serialization:
-        export(found, "hf", folder)
+        export_checkpoint(found, "hf", folder)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    export(found, "torch", folder / "pytorch_model.bin")
+    export_checkpoint(found, "torch", folder / "pytorch_model.bin")
 
 
 def _newest(folder: str | PathLike[str], tag: str | None) -> Checkpoint:

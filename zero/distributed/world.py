@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -60,25 +60,10 @@ from zero.errors import (
 )
 from zero.platform.cuda import claim_device, compute_device
 from zero.platform.device import Device
+from zero.platform.handle import Done, Handle as Handle
 
 RECENT_OPS = 64
 """Operations that a rank remembers, to find the first one that ranks started differently."""
-
-
-class Handle(Protocol):
-    """An operation under way."""
-
-    def wait(self) -> None:
-        """Return when the result may be read and the inputs may be written. Waiting again is free.
-
-        On a CUDA world the current stream waits, the host does not.
-
-        Raises:
-            DeadlineError: the other ranks did not come in time.
-            RankFailedError: another rank is gone.
-            WorldError: the ranks do not run the same operation.
-        """
-        ...
 
 
 class Collectives(NamedTuple):
@@ -89,11 +74,6 @@ class Collectives(NamedTuple):
     reduce_bytes: int
     wait_s: float
     """Seconds that the host was in `wait`, which adds up what arrived; on a CUDA world it never waits there."""
-
-
-class _Done:
-    def wait(self) -> None:
-        pass
 
 
 class _Then:
@@ -126,8 +106,14 @@ class _Timed:
 class World(ABC):
     """The ranks of one run, seen from one of them.
 
-    Every rank must start the same operations in the same order; handles may be waited for in any order.
-    `what` names the operation's subject (a unit) in error messages.
+    Every rank must start the same operations in the same order; handles may be waited for in any order. After its
+    `wait` an operation's result may be read and its inputs may be written; on a CUDA world the current stream waits for
+    that, the host does not. `what` names the operation's subject (a unit) in error messages.
+
+    `Handle.wait` raises:
+        DeadlineError: the other ranks did not come in time.
+        RankFailedError: another rank is gone.
+        WorldError: the ranks do not run the same operation.
 
     Attributes:
         rank: 0 to size - 1.
@@ -350,13 +336,13 @@ class SoloWorld(World):
     def _gather(self, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
         if shard_S.data_ptr() != full_P.data_ptr():
             full_P.copy_(shard_S)
-        return _Done()
+        return Done()
 
     def _exchange(self, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
-        return _Done()
+        return Done()
 
     def _broadcast(self, flat: Tensor, source: int, op: str) -> Handle:
-        return _Done()
+        return Done()
 
 
 class ProcessWorld(World):
@@ -499,7 +485,7 @@ class ProcessWorld(World):
         """Start sending `out[r]` to rank r and receiving `into[r]` from it."""
         tag = self._begin(op, whole, aside=aside)
         if not whole.numel():
-            return _Done()
+            return Done()
         number = self._number_aside if aside else self._number
         waited = Wait(aside, number, signature_of(op, whole), (*(out or into),))
         works = [(peer, self._try(op, peer, dist.irecv, flat, peer, self._group, tag)) for peer, flat in into.items()]
@@ -522,7 +508,7 @@ class ProcessWorld(World):
         """Start an NCCL collective. Only bytes move, so every dtype may travel."""
         self._begin(op, out)
         if not out.numel():
-            return _Done()
+            return Done()
         out_bytes, into_bytes = out.view(torch.uint8), into.view(torch.uint8)
         work = self._try(op, None, lambda: collective(out_bytes, into_bytes, group=self._group, async_op=True))
         return _Then(lambda: self._try(op, None, work.wait), (out, into))

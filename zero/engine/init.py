@@ -88,7 +88,7 @@ def _open_disk(plan: Plan, nbytes: int, progress: Progress) -> tuple[Store, int]
     folder, threads, request_bytes = Path(plan.offload.path or ".").expanduser(), plan.offload.threads, REQUEST_BYTES
     if threads is None and nbytes >= PROBED_BYTES:
         NvmeStore(folder, capacity_bytes=nbytes).close()  # too little space is refused before anything is measured
-        speed = probe(folder, size_bytes=nbytes, tell=partial(progress, "measuring the disk"))
+        speed = probe(folder, size_bytes=nbytes, progress=partial(progress, "measuring the disk"))
         request_bytes, threads = speed.request_bytes, min(speed.threads, THREADS)  # the arena has slots for so many
     disk = NvmeStore(folder, capacity_bytes=nbytes, verify=plan.offload.verify, request_bytes=request_bytes)
     return disk, threads or THREADS

@@ -47,7 +47,7 @@ def open_newest(path: Path, progress: Progress = silent) -> tuple[Checkpoint, li
     return open_at(SoloWorld(), path, progress)
 
 
-def export(
+def export_checkpoint(
     checkpoint: Checkpoint,
     to: str,
     out: Path,
@@ -116,10 +116,12 @@ def _streams(
             entry = trained.get(one.name, one) if one.kind == PARAMETER else one
             stream = Stream.read_by(getattr(torch, entry.dtype), entry.shape, partial(files.read, entry))
             found[entry.name] = stream if entry.kind == BUFFER else stream.to(dtype, entry.name)
-    told = checkpoint.manifest.facts.get("ties", {})
-    if not isinstance(told, dict) or not all(isinstance(owner, str) and owner in found for owner in told.values()):
+    saved_ties = checkpoint.manifest.facts.get("ties", {})
+    if not isinstance(saved_ties, dict) or not all(
+        isinstance(owner, str) and owner in found for owner in saved_ties.values()
+    ):
         raise CheckpointError(f"{checkpoint.folder}: its manifest ties names to tensors that it does not hold")
-    ties = {name: owner for name, owner in told.items() if name not in found}
+    ties = {name: owner for name, owner in saved_ties.items() if name not in found}
     return {**found, **{name: found[owner] for name, owner in ties.items()}}, ties
 
 

@@ -60,7 +60,7 @@ class Choice:
     step: int | None = None
 
 
-class Adopted(NamedTuple):
+class Imported(NamedTuple):
     """The published folder, and lines for a person on what the source did not have."""
 
     folder: Path
@@ -90,7 +90,7 @@ def read_source(from_: str, path: Path) -> Source:
     return source
 
 
-def adopt(source: Source, root: Path, choice: Choice = Choice(), progress: Progress = silent) -> Adopted:
+def import_checkpoint(source: Source, root: Path, choice: Choice = Choice(), progress: Progress = silent) -> Imported:
     """Write a checkpoint of world 1 under `root`, and publish it.
 
     Args:
@@ -113,7 +113,7 @@ def adopt(source: Source, root: Path, choice: Choice = Choice(), progress: Progr
         step = 0
     values = _values(source, kinds, choice.moments)
     folder = _publish(Root(root), values, ties, step, source.skipped, progress)
-    return Adopted(folder, list(_notes(source, kinds, choice, ties)))
+    return Imported(folder, list(_notes(source, kinds, choice, ties)))
 
 
 def _under(source: Source, prefix: str) -> Source:

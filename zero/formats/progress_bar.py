@@ -10,7 +10,7 @@ from zero.progress import Progress, silent
 
 
 @contextlib.contextmanager
-def shown(console: Console | None = None) -> Iterator[Progress]:
+def progress_bar(console: Console | None = None) -> Iterator[Progress]:
     """Show what is told for the time of the block, on stderr unless another console is given."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
@@ -25,9 +25,9 @@ def shown(console: Console | None = None) -> Iterator[Progress]:
     with rich_progress.Progress(*columns, console=console, transient=True) as bars:
         tasks: dict[str, rich_progress.TaskID] = {}
 
-        def tell(what: str, done: int, total: int) -> None:
+        def update(what: str, done: int, total: int) -> None:
             if what not in tasks:
                 tasks[what] = bars.add_task(what)
             bars.update(tasks[what], completed=done, total=total)
 
-        yield tell
+        yield update

@@ -25,10 +25,14 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zero.errors import StaleStateError
+from zero.platform.handle import Handle
 from zero.platform.run_files import publish
+
+if TYPE_CHECKING:  # it imports torch, which whoever only reads a timeline does not need
+    from zero.platform.device import Clock
 
 ROWS = ("gather", "compute", "reduce", "page in", "update", "page out")
 EXPOSED = "exposed"
@@ -241,27 +245,6 @@ def from_trace(trace: Mapping[str, Any]) -> list[Span]:
 # -- recording ---------------------------------------------------------------------------------------------------------
 
 
-class Handle(Protocol):
-    """Whatever can be waited for, more than once."""
-
-    def wait(self) -> None: ...
-
-
-class Clock(Protocol):
-    """Reads off moments while a step runs, and says after it how many seconds they came after the clock was made."""
-
-    def host(self) -> Any:
-        """Now, on the host."""
-
-    def here(self) -> Any:
-        """When the current stream gets here."""
-
-    def main(self) -> Any:
-        """When the stream that computes gets here."""
-
-    def seconds(self, moment: Any) -> float: ...
-
-
 class Tape:
     """What the parts of a run tell what they do. While nobody records that costs them one look.
 
@@ -270,7 +253,7 @@ class Tape:
         streams: there are streams beside the one that computes, and it may have to wait for one.
     """
 
-    def __init__(self, clock: Callable[[], Clock], *, rank: int, streams: bool) -> None:
+    def __init__(self, clock: "Callable[[], Clock]", *, rank: int, streams: bool) -> None:
         self._clock, self._rank, self._streams = clock, rank, streams
         self._recording: _Recording | None = None
 
@@ -350,7 +333,7 @@ class _Entry:
 class _Recording:
     """What was told so far. Any thread may append, which a list takes in whole."""
 
-    def __init__(self, clock: Clock, rank: int, profile: bool) -> None:
+    def __init__(self, clock: "Clock", rank: int, profile: bool) -> None:
         self._clock, self._rank, self._profile = clock, rank, profile
         self._entries: list[_Entry] = []
         self._marks: list[tuple[Any, str, str]] = []

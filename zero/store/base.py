@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from zero.platform.handle import Handle
+
 
 class Page(NamedTuple):
     """The key of one page: unit index, what it holds ("master", "mu", ...), and its number within the shard."""
@@ -22,34 +24,22 @@ class Page(NamedTuple):
     number: int
 
 
-class Ticket(Protocol):
-    """A read or a write under way."""
+class Ticket(Handle, Protocol):
+    """A read or a write under way; after `wait` the bytes are there."""
 
     @property
     def ended(self) -> bool:
         """`wait` would return at once."""
 
-    def wait(self) -> None:
-        """Return when the bytes are there; raise what went wrong."""
-
-
-class Done:
-    """The ticket of work that was complete when it was issued."""
-
-    ended = True
-
-    def wait(self) -> None:
-        return None
-
 
 class Watch(Protocol):
-    """Told what a store is at: its context lasts as long. Called from any thread."""
+    """Called with what a store does; its context lasts as long. From any thread."""
 
     def __call__(self, what: str, unit: int = -1, *part: object) -> AbstractContextManager[None]:
         """
         Args:
-            what: "read" or "write" of a page, "work" on a group, or "wait": a caller stands still.
-            unit: whose it is; -1 of a wait.
+            what: "read" or "write" of a page, "work" on a group, or "wait": a caller is blocked.
+            unit: the unit of the page or group; -1 of a wait.
             part: which part of it: kind and number of the page, or number of the group.
         """
         ...
@@ -64,7 +54,7 @@ _NOTHING = nullcontext()
 
 
 class Store(ABC):
-    """Where pages sleep between two updates."""
+    """Where pages are between two updates."""
 
     @abstractmethod
     def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:

@@ -1,8 +1,9 @@
-"""The schedule of `paging` for many groups: the same actions for the same events, without a look at all that waits.
+"""`schedule` for many groups: the same actions for the same events, without a look at all that waits.
 
-`paging.advance` says what is right: it is a pure function, and every order of events is searched there. Each of its
-events looks at everything. Here what was asked for is found by page, what can start by its turn, and what has to wait
-knows what it waits for, so an event costs O(log asked). `tests/store/test_indexed_schedule.py` holds the two together.
+`schedule.advance` defines what is right: it is a pure function, and tests search every order of events. Each of its
+events looks at everything. Here operations are found by page, those that can start by their turn, and those that have
+to wait know what they wait for, so an event costs O(log operations).
+`tests/store/test_indexed_schedule.py` compares the two.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,16 +12,16 @@ from heapq import heappop, heappush
 from zero.store.base import Page
 from zero.store.schedule import (
     Action,
-    Asked,
     Copy,
-    Due,
     Event,
     Expect,
     Finished,
     Group,
+    Modify,
     Move,
     Phase,
     Read,
+    Transfer,
     Work,
     Write,
 )
@@ -33,7 +34,7 @@ _NONE: frozenset[int] = frozenset()
 
 
 class _Operation:
-    """What was asked for and has not ended.
+    """A modification or a transfer that has not ended.
 
     Attributes:
         turn: of those that could start, the smallest goes first.
@@ -43,14 +44,14 @@ class _Operation:
 
     __slots__ = ("after", "before", "event", "turn")
 
-    def __init__(self, event: Due | Asked, turn: tuple[Turn, int]) -> None:
+    def __init__(self, event: Modify | Transfer, turn: tuple[Turn, int]) -> None:
         self.event, self.turn = event, turn
         self.after: set[int] | frozenset[int] = _NONE
         self.before: tuple[int, ...] = ()
 
 
 class _Held:
-    """A group in a slot; `number` is that of the operation it is awake for, None where it was read ahead."""
+    """A group in a slot; `number` is that of the operation it is loaded for, None where it was read ahead."""
 
     __slots__ = ("number", "phase", "slot", "stale")
 
@@ -89,10 +90,10 @@ class _Queue:
 
 
 class Schedule:
-    """What `paging.State` is, changed in place.
+    """What `schedule.State` is, changed in place.
 
     Args:
-        slots, workers, read_ahead: see `paging.start`.
+        slots, workers, read_ahead: see `schedule.start`.
 
     Attributes:
         running: what workers do now.
@@ -102,18 +103,18 @@ class Schedule:
         self._workers, self._most_ahead = workers, read_ahead
         self._free = list(range(slots))
         self._expected: dict[Group, int] = {}  # with its place
-        self._awake: dict[Group, _Held] = {}
+        self._loaded: dict[Group, _Held] = {}
         self._ahead: dict[Group, _Held] = {}  # of those the ones that were read ahead
         self._ahead_with: dict[Page, list[Group]] = {}
-        self._asked: dict[int, _Operation] = {}
+        self._operations: dict[int, _Operation] = {}
         self._touching: dict[Page, tuple[tuple[int, bool], ...]] = {}  # operations, and whether they write the page
-        self._asleep, self._ready, self._queued = _Queue(), _Queue(), _Queue()
+        self._unloaded, self._ready, self._queued = _Queue(), _Queue(), _Queue()
         self.running: set[Action] = set()
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing is due, queued or under way; groups that were read ahead may lie READY."""
-        return not self._asked and not self.running
+        """No operation is queued or under way; groups that were read ahead may lie READY."""
+        return not self._operations and not self.running
 
     def advance(self, event: Event) -> list[Action]:
         """Take in one event; returns the actions to start now, in order of urgency."""
@@ -121,10 +122,10 @@ class Schedule:
         match event:
             case Expect(groups):
                 self._expect(groups)
-            case Due():
-                self._due(event)
-            case Asked():
-                self._ask(event, actions)
+            case Modify():
+                self._modify(event)
+            case Transfer():
+                self._transfer(event, actions)
             case Finished(action):
                 self._finished(action, actions)
         for _ in range(self._workers - len(self.running)):
@@ -135,8 +136,8 @@ class Schedule:
             actions.append(following)
         return actions
 
-    def would_start(self, event: Asked) -> bool:
-        """`event`, asked for with `here`, would start at once."""
+    def would_start(self, event: Transfer) -> bool:
+        """`event`, submitted with `here`, would start at once."""
         if event.writes:
             return event.page not in self._touching and not self._is_being_read(event.page)
         return not self._is_written(event.page)
@@ -149,23 +150,23 @@ class Schedule:
             if group not in self._expected:
                 self._release(group)
 
-    def _due(self, event: Due) -> None:
+    def _modify(self, event: Modify) -> None:
         group, number = event.group, event.number
         self._enter(_Operation(event, (event.priority, number)), group.pages + group.out, group.beside)
         self._expected.pop(group, None)
         if event.lent:
             self._wait_in(self._ready, number)
             return
-        held = self._awake.get(group)
+        held = self._loaded.get(group)
         if held is None or held.number is not None or held.stale:
-            self._wait_in(self._asleep, number)
+            self._wait_in(self._unloaded, number)
             return
         self._forget_ahead(group)
         held.number = number
         if held.phase is Phase.READY:
             self._wait_in(self._ready, number)
 
-    def _ask(self, event: Asked, actions: list[Action]) -> None:
+    def _transfer(self, event: Transfer, actions: list[Action]) -> None:
         operation, pages = _Operation(event, ((), event.number)), (event.page,)
         self._enter(operation, *((pages, ()) if event.writes else ((), pages)))
         if event.here and self._can_start(event.number):
@@ -176,16 +177,16 @@ class Schedule:
     def _enter(self, operation: _Operation, written: Sequence[Page], read: Sequence[Page]) -> None:
         """Queue up behind every conflicting operation, and drop what was read ahead of a write."""
         event, number = operation.event, operation.event.number
-        self._asked[number] = operation
+        self._operations[number] = operation
         for pages, writes in ((written, True), (read, False)):
             for page in pages:
                 others = self._touching.get(page, ())
                 for other, wrote in others:
                     if (writes or wrote) and other != number and other not in operation.after:
                         operation.after = {*operation.after, other}
-                        self._asked[other].before += (number,)
+                        self._operations[other].before += (number,)
                 self._touching[page] = (*others, (number, writes))
-        own = event.group if isinstance(event, Due) else None
+        own = event.group if isinstance(event, Modify) else None
         for page in written:
             for group in [one for one in self._ahead_with.get(page, ()) if one != own]:
                 if self._ahead[group].phase is Phase.READING:
@@ -199,15 +200,15 @@ class Schedule:
             case Read(group):
                 self._arrived(group)
             case Work(number, group, int(slot)):
-                self._awake[group].phase = Phase.WRITING
+                self._loaded[group].phase = Phase.WRITING
                 write = Write(number, group, slot)
                 self.running.add(write)
                 actions.append(write)
-                for later in self._asked[number].before:
-                    if later in self._asked:
+                for later in self._operations[number].before:
+                    if later in self._operations:
                         self._may_copy(later)
             case Write(number, group):
-                self._awake[group].phase = Phase.LEAVING
+                self._loaded[group].phase = Phase.LEAVING
                 self._leave(group)
                 self._end(number)
             case Copy(number, _, group):
@@ -217,7 +218,7 @@ class Schedule:
                 self._end(action.number)
 
     def _arrived(self, group: Group) -> None:
-        held = self._awake[group]
+        held = self._loaded[group]
         if held.stale or (held.number is None and group not in self._expected):
             self._release(group)
             return
@@ -227,29 +228,31 @@ class Schedule:
 
     def _leave(self, group: Group) -> None:
         """Free the slot of a group that is written, unless somebody still copies from it."""
-        held = self._awake[group]
+        held = self._loaded[group]
         copied = any(isinstance(action, Copy) and action.slot == held.slot for action in self.running)
         if not copied and held.phase is Phase.LEAVING:
             self._release(group)
 
     def _end(self, number: int) -> None:
-        operation = self._asked.pop(number)
+        operation = self._operations.pop(number)
         event = operation.event
-        pages = (event.page,) if isinstance(event, Asked) else event.group.pages + event.group.out + event.group.beside
+        pages = (
+            (event.page,) if isinstance(event, Transfer) else event.group.pages + event.group.out + event.group.beside
+        )
         for page in pages:
             others = tuple(one for one in self._touching.pop(page, ()) if one[0] != number)
             if others:
                 self._touching[page] = others
         for later in operation.before:
-            if later not in self._asked:  # a copy from the slot: it ended first
+            if later not in self._operations:  # a copy from the slot: it ended first
                 continue
-            self._asked[later].after -= {number}
-            if self._asked[later].after:
+            self._operations[later].after -= {number}
+            if self._operations[later].after:
                 self._may_copy(later)
                 continue
-            for queue in (self._asleep, self._ready, self._queued):
+            for queue in (self._unloaded, self._ready, self._queued):
                 if later in queue.members:
-                    queue.push(self._asked[later].turn, later)
+                    queue.push(self._operations[later].turn, later)
 
     # -- what to start when a worker is free, the most urgent first ----------------------------------------------------
 
@@ -257,12 +260,12 @@ class Schedule:
         return self._queued.take(self._move)
 
     def _move(self, number: int) -> Action | None:
-        event = self._asked[number].event
-        assert isinstance(event, Asked)
+        event = self._operations[number].event
+        assert isinstance(event, Transfer)
         if self._can_start(number):
             return Move(number, event.page, event.writes)
         written = self._written_by(number)
-        return None if written is None else Copy(number, event.page, written, self._awake[written].slot)
+        return None if written is None else Copy(number, event.page, written, self._loaded[written].slot)
 
     def _next_work(self) -> Action | None:
         return self._ready.take(self._work)
@@ -270,36 +273,36 @@ class Schedule:
     def _work(self, number: int) -> Action | None:
         if not self._can_start(number):
             return None
-        due = self._due_of(number)
-        if due.lent:
-            return Work(number, due.group, None)
-        held = self._awake[due.group]
+        event = self._modify_of(number)
+        if event.lent:
+            return Work(number, event.group, None)
+        held = self._loaded[event.group]
         held.phase = Phase.WORKING
-        return Work(number, due.group, held.slot)
+        return Work(number, event.group, held.slot)
 
     def _next_read(self) -> Action | None:
-        return self._asleep.take(self._read_due) if self._asleep.members and self._has_slot() else None
+        return self._unloaded.take(self._load) if self._unloaded.members and self._has_slot() else None
 
-    def _read_due(self, number: int) -> Action | None:
+    def _load(self, number: int) -> Action | None:
         if not self._can_start(number):
             return None
         if not self._free:
             self._give_up_one()
-        return self._read(self._due_of(number).group, number)
+        return self._read(self._modify_of(number).group, number)
 
     def _next_ahead(self) -> Action | None:
         if not self._free or len(self._ahead) >= self._most_ahead:
             return None
-        group = next((one for one in self._expected if one not in self._awake), None)
+        group = next((one for one in self._expected if one not in self._loaded), None)
         if group is None or any(self._is_written(page) for page in group.pages):
             return None  # of a page that is to be written: the groups after it wait as well, they are needed later
         return self._read(group, None)
 
     def _has_slot(self) -> bool:
-        """One is free, or can be made so: see `paging`."""
+        """One is free, or can be made so: see `schedule`."""
         if self._free or any(held.phase is Phase.READY for held in self._ahead.values()):
             return True
-        return not self.running and any(held.number in self._ready.members for held in self._awake.values())
+        return not self.running and any(held.number in self._ready.members for held in self._loaded.values())
 
     def _give_up_one(self) -> None:
         """Free a slot whose group is clean."""
@@ -307,17 +310,17 @@ class Schedule:
         if ahead:
             self._release(max(ahead, key=self._expected.__getitem__))
             return
-        held = (held.number for held in self._awake.values() if held.number in self._ready.members)
-        _, number = max(self._asked[one].turn for one in held if one is not None)
+        held = (held.number for held in self._loaded.values() if held.number in self._ready.members)
+        _, number = max(self._operations[one].turn for one in held if one is not None)
         self._ready.members.discard(number)
-        self._wait_in(self._asleep, number)
-        self._release(self._due_of(number).group)
+        self._wait_in(self._unloaded, number)
+        self._release(self._modify_of(number).group)
 
     # -- small moves ---------------------------------------------------------------------------------------------------
 
     def _wait_in(self, queue: _Queue, number: int) -> None:
         queue.members.add(number)
-        operation = self._asked[number]
+        operation = self._operations[number]
         if not operation.after:
             queue.push(operation.turn, number)
         elif queue is self._queued:
@@ -326,27 +329,27 @@ class Schedule:
     def _may_copy(self, number: int) -> None:
         """Put a read in line that waits for nothing but a page on its way out of its slot."""
         if number in self._queued.members and self._written_by(number) is not None:
-            self._queued.push(self._asked[number].turn, number)
+            self._queued.push(self._operations[number].turn, number)
 
     def _written_by(self, number: int) -> Group | None:
         """The group from whose slot a read can be copied, as all that it waits for is that the page is written."""
-        operation = self._asked[number]
-        if not isinstance(operation.event, Asked) or operation.event.writes or len(operation.after) != 1:
+        operation = self._operations[number]
+        if not isinstance(operation.event, Transfer) or operation.event.writes or len(operation.after) != 1:
             return None
-        (before,) = (self._asked[one].event for one in operation.after)
-        if not isinstance(before, Due):
+        (before,) = (self._operations[one].event for one in operation.after)
+        if not isinstance(before, Modify):
             return None
-        held = self._awake.get(before.group)
+        held = self._loaded.get(before.group)
         return before.group if held is not None and held.phase is Phase.WRITING else None
 
     def _can_start(self, number: int) -> bool:
         """Every earlier conflicting operation has ended, and nothing that is being read ahead would be overwritten."""
-        operation = self._asked[number]
+        operation = self._operations[number]
         if operation.after:
             return False
         event = operation.event
         written = (
-            event.group.pages + event.group.out if isinstance(event, Due) else (event.page,) if event.writes else ()
+            event.group.pages + event.group.out if isinstance(event, Modify) else (event.page,) if event.writes else ()
         )
         return not any(self._is_being_read(page) for page in written)
 
@@ -356,13 +359,13 @@ class Schedule:
     def _is_being_read(self, page: Page) -> bool:
         return any(isinstance(action, Read) and page in action.group.pages for action in self.running)
 
-    def _due_of(self, number: int) -> Due:
-        event = self._asked[number].event
-        assert isinstance(event, Due)
+    def _modify_of(self, number: int) -> Modify:
+        event = self._operations[number].event
+        assert isinstance(event, Modify)
         return event
 
     def _read(self, group: Group, number: int | None) -> Action:
-        held = self._awake[group] = _Held(heappop(self._free), number)
+        held = self._loaded[group] = _Held(heappop(self._free), number)
         if number is None:
             self._ahead[group] = held
             for page in group.pages:
@@ -371,7 +374,7 @@ class Schedule:
 
     def _release(self, group: Group) -> None:
         self._forget_ahead(group)
-        heappush(self._free, self._awake.pop(group).slot)
+        heappush(self._free, self._loaded.pop(group).slot)
 
     def _forget_ahead(self, group: Group) -> None:
         if self._ahead.pop(group, None) is not None:

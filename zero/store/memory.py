@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from zero.errors import StoreError
-from zero.store.base import Done, Page, Store, Ticket
+from zero.platform.handle import Done
+from zero.store.base import Page, Store, Ticket
 
 
 class MemoryStore(Store):
@@ -19,7 +20,7 @@ class MemoryStore(Store):
 
     Args:
         device: where they are.
-        take: gives (n,) uint8 of zeros for n bytes, to cut pages from; None to ask torch.
+        take: gives (n,) uint8 of zeros for n bytes, to cut pages from; None: torch's own.
         copy: (into, source) between a page and memory of the device that computes.
     """
 

@@ -26,7 +26,8 @@ from zlib_ng.zlib_ng import crc32  # zlib's own takes five times as long, a core
 
 from zero.errors import StoreError
 from zero.platform.files import REQUEST_BYTES, Files, ScratchFile, memory_of, named, round_up
-from zero.store.base import Done, Page, Store, Ticket
+from zero.platform.handle import Done
+from zero.store.base import Page, Store, Ticket
 
 _PROBE_BYTES = 256 * 2**20
 
@@ -171,7 +172,7 @@ def _bad(page: Page, entry: _Entry, what: str) -> StoreError:
 
 
 class Speed(NamedTuple):
-    """How a disk is best asked, and what it then moves, in 1e9 bytes per second.
+    """The best way to use a disk, and what it then moves, in 1e9 bytes per second.
 
     The rates are those of reading and writing at once, in turns, as an update does; so both are the same.
     """
@@ -182,7 +183,7 @@ class Speed(NamedTuple):
     request_bytes: int = REQUEST_BYTES
 
 
-Tell = Callable[[int, int], None]
+Report = Callable[[int, int], None]
 
 
 def probe(
@@ -192,7 +193,7 @@ def probe(
     limit_s: float = 3.0,
     files: Files | None = None,
     clock: Callable[[], float] = time.monotonic,
-    tell: Tell = lambda done, total: None,
+    progress: Report = lambda done, total: None,
 ) -> Speed:
     """Try 2, 4 and 8 threads with requests of 1 and 4 MiB, on a file of its own.
 
@@ -200,7 +201,7 @@ def probe(
         size_bytes: what will be stored; a small store is not worth a long measurement.
         limit_s: an answer is there after this time even if the disk hangs.
         files, clock: the doors to the file system and to time, in seconds.
-        tell: told how many turns are done, of how many.
+        progress: called with how many turns are done, of how many.
 
     Returns:
         The fastest way; of ways within 5 % the one with the fewest threads. The default way, and rates of 0, if the
@@ -213,7 +214,7 @@ def probe(
     file = ScratchFile(Path(folder), files or Files())
     try:
         file.reserve(max(2 * REQUEST_BYTES, min(size_bytes, _PROBE_BYTES)) // REQUEST_BYTES * REQUEST_BYTES)
-        race = _Race(file, clock, start_s + limit_s, tell)
+        race = _Race(file, clock, start_s + limit_s, progress)
         return _best(race.run(start_s + limit_s / 3))
     except OSError as error:
         raise StoreError(f"offload.path={folder}: {named(error)} while measuring its speed") from error
@@ -232,11 +233,11 @@ _Move = Callable[[int, memoryview], None]
 class _Race:
     """Threads that move numbered requests until all are moved or their time is up."""
 
-    def __init__(self, file: ScratchFile, clock: Callable[[], float], end_s: float, tell: Tell) -> None:
+    def __init__(self, file: ScratchFile, clock: Callable[[], float], end_s: float, progress: Report) -> None:
         self._file = file
         self._clock = clock
         self._end_s = end_s
-        self._tell = tell
+        self._progress = progress
         self._noise = os.urandom(REQUEST_BYTES)  # a disk may be quick with zeros
 
     def run(self, filled_by_s: float) -> list[Speed]:
@@ -246,11 +247,11 @@ class _Race:
         requests = self._file.reserved_bytes // REQUEST_BYTES
         ways = [(threads, request_bytes) for threads in (2, 4, 8) for request_bytes in (2**20, REQUEST_BYTES)]
         total = 3 * len(ways)  # two turns each, and writing first takes a third of the time
-        self._tell(0, total)
+        self._progress(0, total)
         half_bytes = self._go(4, REQUEST_BYTES, requests, self._fill, filled_by_s).requests // 2 * REQUEST_BYTES
         turns: dict[tuple[int, int], list[_Moved]] = {way: [] for way in ways}
         for done, (threads, request_bytes) in enumerate(ways * 2):
-            self._tell(len(ways) + done, total)
+            self._progress(len(ways) + done, total)
             now_s = self._clock()
             stop_s = now_s + (self._end_s - now_s) / (2 * len(ways) - done + 1)
             count = 2 * half_bytes // request_bytes
@@ -258,7 +259,7 @@ class _Race:
             if not moved.requests:
                 break
             turns[threads, request_bytes].append(moved)
-        self._tell(total, total)
+        self._progress(total, total)
         return [_speed(*way, moves) for way, moves in turns.items() if moves]
 
     def _fill(self, number: int, memory: memoryview) -> None:

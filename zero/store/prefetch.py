@@ -1,8 +1,8 @@
-"""Read-ahead and write-behind around any store: what `paging` decides, a few threads carry out.
+"""Read-ahead and write-behind around any store: what `schedule` decides, a few threads carry out.
 
-`modify` asks for a group of pages to be read into a slot, worked on and written back, by whichever worker is free;
-`expect` says which groups will be asked for next, so that they are read before. Beside that every page can be read and
-written on its own. Operations on one page happen in the order in which they were asked for.
+`modify` has a group of pages read into a slot, worked on and written back, by whichever worker is free;
+`expect` says which groups will be modified next, so that they are read before. Beside that every page can be read and
+written on its own. Operations on one page happen in the order in which they were submitted.
 
 A page that the inner store lends is never copied to a slot: work gets the page itself.
 
@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from zero.errors import StoreError
-from zero.store.base import Done, Page, Store, Ticket, Watch
-from zero.store.schedule import Action, Asked, Copy, Due, Expect, Group, Move, Read, Work, Write
+from zero.platform.handle import Done
+from zero.store.base import Page, Store, Ticket, Watch
+from zero.store.schedule import Action, Copy, Expect, Group, Modify, Move, Read, Transfer, Work, Write
 from zero.store.traffic import Counter, Traffic
 from zero.store.workers import WorkerPool
 
 ALIGNMENT_BYTES = 4096
-"""Where slots, and the pages in them, begin: direct I/O asks for it."""
+"""Where slots, and the pages in them, begin: direct I/O needs it."""
 
 
 class PrefetchStore(Store):
@@ -34,7 +35,7 @@ class PrefetchStore(Store):
             pages are allocated through this store.
         slots: host memory for groups on their way: 1-D uint8, of equal size, aligned to 4 KiB.
         threads: most actions (read, work, write) at a time.
-        read_ahead: most slots that groups may take which are expected and not asked for.
+        read_ahead: most slots that groups may take which are expected and not yet to be modified.
         timeout_s: the longest that anybody waits.
         prepare: called once in each thread before its first action.
 
@@ -115,7 +116,7 @@ class PrefetchStore(Store):
         return sum(slot.nbytes for slot in self._slots)
 
     def close(self) -> None:
-        """End the threads, then close the inner store. What was asked for and has not started is dropped.
+        """End the threads, then close the inner store. Operations that have not started are dropped.
 
         Raises:
             StoreError: a thread is still at work after `timeout_s`. The inner store stays open then.
@@ -135,7 +136,7 @@ class PrefetchStore(Store):
         self._claimed = True
 
     def observe(self, watch: Watch) -> None:
-        """Tell `watch` of everything from here on: reads, writes and work in the threads, and callers that wait."""
+        """Call `watch` around everything from here on: reads, writes and work in the threads, and callers that wait."""
         self._workers.watch = watch
 
     # -- groups --
@@ -146,7 +147,7 @@ class PrefetchStore(Store):
         Raises:
             StoreError: an unknown page, or a group that is larger than a slot.
         """
-        self._workers.tell(Expect(tuple(group for group in groups if self._shape(group).reads)))
+        self._workers.post(Expect(tuple(group for group in groups if self._shape(group).reads)))
 
     def modify(
         self, group: Group, work: Callable[[tuple[Tensor, ...]], None], priority: tuple[int, ...] = ()
@@ -156,7 +157,7 @@ class PrefetchStore(Store):
         Args:
             work: gets a 1-D tensor for each of `pages`, `beside` and `out`, in this order, which are its own until it
                 returns; those of `out` hold anything. It must not wait for this store.
-            priority: of the groups that are asked for, the smallest goes first.
+            priority: of the groups that are to be modified, the smallest goes first.
 
         Returns:
             A ticket whose `wait` returns when `work` has run; what it launched on a device may still be under way. The
@@ -165,10 +166,10 @@ class PrefetchStore(Store):
         Raises:
             StoreError: an unknown page, or a group that is larger than a slot.
         """
-        return self._workers.ask(Due(0, group, priority, self._shape(group).is_lent), work)
+        return self._workers.submit(Modify(0, group, priority, self._shape(group).is_lent), work)
 
     def drain(self) -> None:
-        """Return when everything that was asked for is done and written. Expected groups may lie in slots.
+        """Return when all operations are done and written. Expected groups may stay in slots.
 
         Raises:
             StoreError: something went wrong, now or earlier; or `timeout_s` went by.
@@ -185,10 +186,10 @@ class PrefetchStore(Store):
         numel, dtype = self._size(page)
         if tensor.shape != (numel,) or tensor.dtype != dtype:
             raise StoreError(f"{page} holds ({numel},) {dtype}, the other side is {tuple(tensor.shape)} {tensor.dtype}")
-        asked = Asked(0, page, writes)
+        event = Transfer(0, page, writes)
         if self._inner.in_place(page) is None:
-            return self._workers.ask(asked, partial(self._move, page, tensor, writes))
-        self._workers.do_here(asked, partial(self._copy_here, page, tensor, writes))
+            return self._workers.submit(event, partial(self._move, page, tensor, writes))
+        self._workers.do_here(event, partial(self._copy_here, page, tensor, writes))
         return Done()
 
     def _size(self, page: Page) -> tuple[int, torch.dtype]:
@@ -214,13 +215,13 @@ class PrefetchStore(Store):
         room = self._slots[0].nbytes if self._slots else 0
         if end > room:
             raise StoreError(f"{group} takes {end} bytes of memory, and a slot has {room}")
-        asleep = [number for number, place in enumerate(places) if place.lent is None]
+        moving = [number for number, place in enumerate(places) if place.lent is None]
         beside, out = len(group.pages), len(group.pages) + len(group.beside)
         return _Shape(
             tuple(places),
-            reads=tuple(number for number in asleep if number < beside),
-            beside=tuple(number for number in asleep if beside <= number < out),
-            writes=tuple(number for number in asleep if not beside <= number < out),
+            reads=tuple(number for number in moving if number < beside),
+            beside=tuple(number for number in moving if beside <= number < out),
+            writes=tuple(number for number in moving if not beside <= number < out),
         )
 
     # -- what workers do --
@@ -293,7 +294,7 @@ def _check_slots(slots: Sequence[Tensor]) -> None:
 
 
 class _Place(NamedTuple):
-    """Where one page of a group is while the group is awake."""
+    """Where one page of a group is while the group is loaded."""
 
     page: Page
     part: slice

@@ -1,20 +1,19 @@
 """The schedule of read-ahead and write-behind, as one pure function: (state, event) -> (state, actions).
 
-Memory has a few **slots**; a **group** of pages sleeps in a store, and wakes in a slot to be changed:
+Memory has a few **slots**. A **group** of pages is in a store, and is loaded into a slot to be modified:
 
-    asleep -> READING -> READY -> WORKING -> WRITING -> asleep
+    unloaded -> READING -> READY -> WORKING -> WRITING -> unloaded
 
-A group is **due** when somebody has asked for its modification. One that is only expected is read ahead and waits,
-READY; it is clean, so its slot can be taken back for free. Beside groups there are **transfers**: single pages that
-are read or written.
+A caller submits the modification of a group. A group that is only expected is read ahead and waits, READY; it is clean,
+so its slot can be taken back for free. Beside groups there are **transfers**: single pages that are read or written.
 
-What was asked for is an **operation** until it ends, and operations that touch one page with at least one write keep
-the order in which they were asked for. A page that a group is writing back is still in its slot, so a read that comes
-next is a copy from there, and the slot stays until it ends. Read-ahead is not asked for: it never starts on a page that
-somebody is to write, and a write that is asked for makes what was read ahead of it stale.
+A modification or a transfer is an **operation** from its submission to its end. Operations that touch one page with at
+least one write keep the order of submission. A page that a group is writing back is still in its slot, so a read that
+comes next is a copy from there, and the slot stays until it ends. Read-ahead is no operation: it never starts on a page
+that an operation writes, and a write that is submitted makes what was read ahead of it stale.
 
 Nothing here waits, reads a clock or knows a thread, so every order of events can be searched;
-`tests/store/test_schedule.py` does. Each event costs O(awake + due).
+`tests/store/test_schedule.py` does. Each event costs O(loaded groups + operations).
 """
 
 from bisect import bisect
@@ -46,7 +45,7 @@ class Group(NamedTuple):
 
 
 class Phase(Enum):
-    """Where an awake group is on its way through a slot."""
+    """Where a loaded group is on its way through a slot."""
 
     READING = "reading"
     READY = "ready"
@@ -56,13 +55,13 @@ class Phase(Enum):
     """Written; somebody still copies from the slot."""
 
 
-class Awake(NamedTuple):
+class Loaded(NamedTuple):
     """A group in a slot."""
 
     slot: int
     phase: Phase
     number: int | None
-    """The operation it is awake for; None: read ahead."""
+    """The operation it is loaded for; None: read ahead."""
     stale: bool = False
     """Somebody is to write one of its pages while it is being read ahead: drop it when the read ends."""
 
@@ -71,12 +70,12 @@ class Awake(NamedTuple):
 
 
 class Expect(NamedTuple):
-    """These groups will be due, in this order; replaces what was expected before."""
+    """These groups will be modified, in this order; replaces what was expected before."""
 
     groups: tuple[Group, ...]
 
 
-class Due(NamedTuple):
+class Modify(NamedTuple):
     """A group is to be modified."""
 
     number: int
@@ -88,7 +87,7 @@ class Due(NamedTuple):
     """The store lends all its pages: no slot, no read, no write."""
 
 
-class Asked(NamedTuple):
+class Transfer(NamedTuple):
     """A page is to be read or written."""
 
     number: int
@@ -147,16 +146,16 @@ class Finished(NamedTuple):
     action: Action
 
 
-Event = Expect | Due | Asked | Finished
+Event = Expect | Modify | Transfer | Finished
 
 
 # -- the state ---------------------------------------------------------------------------------------------------------
 
 
 class Operation(NamedTuple):
-    """What was asked for and has not ended."""
+    """A modification or a transfer that has not ended."""
 
-    event: Due | Asked
+    event: Modify | Transfer
     touched: frozenset[Page]
     written: frozenset[Page]
     after: frozenset[int]
@@ -164,7 +163,7 @@ class Operation(NamedTuple):
 
 
 Turn = tuple[tuple[int, ...], int]
-"""Priority and number of a due group: what sorts first goes first."""
+"""Priority and number of a modification: what sorts first goes first."""
 
 
 class State(NamedTuple):
@@ -175,13 +174,13 @@ class State(NamedTuple):
     free: tuple[int, ...]
     """Slots that nobody has, in order."""
     expected: tuple[Group, ...]
-    awake: Mapping[Group, Awake]
-    asked: Mapping[int, Operation]
-    """By number, so in the order of asking."""
-    asleep: tuple[Turn, ...]
-    """Due groups that need a slot and a read."""
+    loaded: Mapping[Group, Loaded]
+    operations: Mapping[int, Operation]
+    """By number, so in the order of submission."""
+    unloaded: tuple[Turn, ...]
+    """Modifications whose groups need a slot and a read."""
     ready: tuple[Turn, ...]
-    """Due groups whose pages are in a slot, or lent."""
+    """Modifications whose pages are in a slot, or lent."""
     queued: tuple[int, ...]
     """Transfers that have not started."""
     running: frozenset[Action]
@@ -189,17 +188,17 @@ class State(NamedTuple):
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing is due, queued or under way; groups that were read ahead may lie READY."""
-        return not self.asked and not self.running
+        """No operation is queued or under way; groups that were read ahead may lie READY."""
+        return not self.operations and not self.running
 
 
 def start(*, slots: int, workers: int, read_ahead: int) -> State:
-    """Nothing asked for yet.
+    """No operation yet.
 
     Args:
         slots: how many groups fit in memory.
         workers: most actions under way at once.
-        read_ahead: most groups in slots that are not due.
+        read_ahead: most groups in slots that no operation needs yet.
     """
     return State(workers, read_ahead, tuple(range(slots)), (), {}, {}, (), (), (), frozenset())
 
@@ -210,10 +209,10 @@ def advance(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     match event:
         case Expect(groups):
             state = _expect(state, groups)
-        case Due():
-            state = _due(state, event)
-        case Asked():
-            state, actions = _asked(state, event)
+        case Modify():
+            state = _modify(state, event)
+        case Transfer():
+            state, actions = _transfer(state, event)
         case Finished(action):
             state, actions = _finished(state, action)
     return _start(state, actions)
@@ -228,21 +227,21 @@ def _expect(state: State, groups: tuple[Group, ...]) -> State:
     return _release(state, dropped) if dropped else state
 
 
-def _due(state: State, event: Due) -> State:
+def _modify(state: State, event: Modify) -> State:
     group, turn = event.group, (event.priority, event.number)
     written = frozenset(group.pages + group.out)
     state = _enter(state, event, written.union(group.beside), written)
     state = state._replace(expected=_without(state.expected, group))
-    held = state.awake.get(group)
+    held = state.loaded.get(group)
     if event.lent:
         return state._replace(ready=_with(state.ready, turn))
     if held is None or held.number is not None or held.stale:
-        return state._replace(asleep=_with(state.asleep, turn))
+        return state._replace(unloaded=_with(state.unloaded, turn))
     state = _hold(state, group, held._replace(number=event.number))
     return state._replace(ready=_with(state.ready, turn)) if held.phase is Phase.READY else state
 
 
-def _asked(state: State, event: Asked) -> tuple[State, tuple[Action, ...]]:
+def _transfer(state: State, event: Transfer) -> tuple[State, tuple[Action, ...]]:
     touched = frozenset((event.page,))
     state = _enter(state, event, touched, touched if event.writes else frozenset())
     if event.here and _can_start(state, event.number):
@@ -250,17 +249,19 @@ def _asked(state: State, event: Asked) -> tuple[State, tuple[Action, ...]]:
     return state._replace(queued=(*state.queued, event.number)), ()
 
 
-def _enter(state: State, event: Due | Asked, touched: frozenset[Page], written: frozenset[Page]) -> State:
+def _enter(state: State, event: Modify | Transfer, touched: frozenset[Page], written: frozenset[Page]) -> State:
     """Queue up behind every conflicting operation, and drop what was read ahead of a write."""
     after = [
         number
-        for number, (_, touched_too, written_too, _) in state.asked.items()
+        for number, (_, touched_too, written_too, _) in state.operations.items()
         if not touched.isdisjoint(touched_too)
         and not (written.isdisjoint(touched_too) and touched.isdisjoint(written_too))
     ]
-    state = state._replace(asked={**state.asked, event.number: Operation(event, touched, written, frozenset(after))})
-    own = event.group if isinstance(event, Due) else None
-    for group, held in state.awake.items():
+    state = state._replace(
+        operations={**state.operations, event.number: Operation(event, touched, written, frozenset(after))}
+    )
+    own = event.group if isinstance(event, Modify) else None
+    for group, held in state.loaded.items():
         if held.number is None and group != own and not written.isdisjoint(group.pages):
             reading = held.phase is Phase.READING
             state = _hold(state, group, held._replace(stale=True)) if reading else _release(state, {group})
@@ -274,10 +275,10 @@ def _finished(state: State, action: Action) -> tuple[State, tuple[Action, ...]]:
             return _arrived(state, group), ()
         case Work(number, group, int(slot)):
             write = Write(number, group, slot)
-            state = _hold(state, group, state.awake[group]._replace(phase=Phase.WRITING))
+            state = _hold(state, group, state.loaded[group]._replace(phase=Phase.WRITING))
             return state._replace(running=state.running | {write}), (write,)
         case Write(number, group, slot):
-            held = state.awake[group]._replace(phase=Phase.LEAVING)
+            held = state.loaded[group]._replace(phase=Phase.LEAVING)
             return _end(_left(_hold(state, group, held), group), number), ()
         case Copy(number, _, group):
             return _end(_left(state, group), number), ()
@@ -286,13 +287,13 @@ def _finished(state: State, action: Action) -> tuple[State, tuple[Action, ...]]:
 
 def _left(state: State, group: Group) -> State:
     """Free the slot of a group that is written, unless somebody still copies from it."""
-    held = state.awake[group]
+    held = state.loaded[group]
     copied = any(isinstance(action, Copy) and action.slot == held.slot for action in state.running)
     return state if copied or held.phase is not Phase.LEAVING else _release(state, {group})
 
 
 def _arrived(state: State, group: Group) -> State:
-    held = state.awake[group]
+    held = state.loaded[group]
     if held.stale or (held.number is None and group not in state.expected):
         return _release(state, {group})
     state = _hold(state, group, held._replace(phase=Phase.READY))
@@ -318,8 +319,8 @@ def _start(state: State, actions: tuple[Action, ...]) -> tuple[State, tuple[Acti
 
 def _next_move(state: State) -> tuple[State, Action] | None:
     for number in state.queued:
-        event = state.asked[number].event
-        assert isinstance(event, Asked)
+        event = state.operations[number].event
+        assert isinstance(event, Transfer)
         action = _plain(event) if _can_start(state, number) else _copy(state, event)
         if action is not None:
             return state._replace(queued=_without(state.queued, number)), action
@@ -330,33 +331,33 @@ def _next_work(state: State) -> tuple[State, Action] | None:
     number = _first(state, (number for _, number in state.ready))
     if number is None:
         return None
-    due = _due_event(state, number)
+    event = _modify_event(state, number)
     state = state._replace(ready=_without(state.ready, _turn(state, number)))
-    if due.lent:
-        return state, Work(number, due.group, None)
-    held = state.awake[due.group]
-    return _hold(state, due.group, held._replace(phase=Phase.WORKING)), Work(number, due.group, held.slot)
+    if event.lent:
+        return state, Work(number, event.group, None)
+    held = state.loaded[event.group]
+    return _hold(state, event.group, held._replace(phase=Phase.WORKING)), Work(number, event.group, held.slot)
 
 
 def _next_read(state: State) -> tuple[State, Action] | None:
-    number = _first(state, (number for _, number in state.asleep))
+    number = _first(state, (number for _, number in state.unloaded))
     if number is None:
         return None
     state = state if state.free else _give_up_one(state)
     if not state.free:
         return None
-    state = state._replace(asleep=_without(state.asleep, _turn(state, number)))
-    return _read(state, _due_event(state, number).group, number)
+    state = state._replace(unloaded=_without(state.unloaded, _turn(state, number)))
+    return _read(state, _modify_event(state, number).group, number)
 
 
 def _next_ahead(state: State) -> tuple[State, Action] | None:
-    if not state.free or sum(held.number is None for held in state.awake.values()) >= state.read_ahead:
+    if not state.free or sum(held.number is None for held in state.loaded.values()) >= state.read_ahead:
         return None
-    group = next((group for group in state.expected if group not in state.awake), None)
+    group = next((group for group in state.expected if group not in state.loaded), None)
     if group is None:
         return None
     pages = frozenset(group.pages)
-    if any(not pages.isdisjoint(written) for _, _, written, _ in state.asked.values()):
+    if any(not pages.isdisjoint(written) for _, _, written, _ in state.operations.values()):
         return None  # the ones after it wait as well: they are needed later
     return _read(state, group, None)
 
@@ -364,17 +365,17 @@ def _next_ahead(state: State) -> tuple[State, Action] | None:
 def _give_up_one(state: State) -> State:
     """Free a slot whose group is clean: the one read ahead that is needed last.
 
-    If there is none, nothing runs and yet a due group cannot start, then all slots are held by due groups that were
-    read ahead and must come after it: one of them goes back to sleep.
+    If there is none, nothing runs and yet a modification cannot start, then all slots are held by groups that were read
+    ahead and whose own modifications must come after it: one of them is unloaded again.
     """
     ahead = _read_ahead_of(state)
     if ahead:
         return _release(state, {max(ahead, key=state.expected.index)})
-    held = [turn for turn in state.ready if not _due_event(state, turn[1]).lent]
+    held = [turn for turn in state.ready if not _modify_event(state, turn[1]).lent]
     if state.running or not held:
         return state
-    state = state._replace(ready=_without(state.ready, held[-1]), asleep=_with(state.asleep, held[-1]))
-    return _release(state, {_due_event(state, held[-1][1]).group})
+    state = state._replace(ready=_without(state.ready, held[-1]), unloaded=_with(state.unloaded, held[-1]))
+    return _release(state, {_modify_event(state, held[-1][1]).group})
 
 
 # -- small moves -------------------------------------------------------------------------------------------------------
@@ -382,22 +383,24 @@ def _give_up_one(state: State) -> State:
 
 def _can_start(state: State, number: int) -> bool:
     """Every earlier conflicting operation has ended, and nothing that is being read ahead would be overwritten."""
-    _, _, written, after = state.asked[number]
-    return state.asked.keys().isdisjoint(after) and not any(
+    _, _, written, after = state.operations[number]
+    return state.operations.keys().isdisjoint(after) and not any(
         isinstance(action, Read) and not written.isdisjoint(action.group.pages) for action in state.running
     )
 
 
-def _plain(event: Asked) -> Move:
+def _plain(event: Transfer) -> Move:
     return Move(event.number, event.page, event.writes)
 
 
-def _copy(state: State, event: Asked) -> Copy | None:
+def _copy(state: State, event: Transfer) -> Copy | None:
     """The read as a copy from a slot, if all that it waits for is that its page is written from there."""
-    before = [state.asked[number].event for number in state.asked[event.number].after if number in state.asked]
-    if event.writes or len(before) != 1 or not isinstance(before[0], Due):
+    before = [
+        state.operations[number].event for number in state.operations[event.number].after if number in state.operations
+    ]
+    if event.writes or len(before) != 1 or not isinstance(before[0], Modify):
         return None
-    held = state.awake.get(before[0].group)
+    held = state.loaded.get(before[0].group)
     if held is None or held.phase is not Phase.WRITING:
         return None
     return Copy(event.number, event.page, before[0].group, held.slot)
@@ -409,39 +412,39 @@ def _first(state: State, numbers: Iterable[int]) -> int | None:
 
 def _read(state: State, group: Group, number: int | None) -> tuple[State, Action]:
     slot, *free = state.free
-    state = _hold(state._replace(free=tuple(free)), group, Awake(slot, Phase.READING, number))
+    state = _hold(state._replace(free=tuple(free)), group, Loaded(slot, Phase.READING, number))
     return state, Read(group, slot)
 
 
-def _hold(state: State, group: Group, held: Awake) -> State:
-    return state._replace(awake={**state.awake, group: held})
+def _hold(state: State, group: Group, held: Loaded) -> State:
+    return state._replace(loaded={**state.loaded, group: held})
 
 
 def _release(state: State, groups: set[Group]) -> State:
-    awake = {group: held for group, held in state.awake.items() if group not in groups}
-    free = sorted([*state.free, *(state.awake[group].slot for group in groups)])
-    return state._replace(awake=awake, free=tuple(free))
+    loaded = {group: held for group, held in state.loaded.items() if group not in groups}
+    free = sorted([*state.free, *(state.loaded[group].slot for group in groups)])
+    return state._replace(loaded=loaded, free=tuple(free))
 
 
 def _end(state: State, number: int) -> State:
-    asked = dict(state.asked)
-    del asked[number]
-    return state._replace(asked=asked)
+    operations = dict(state.operations)
+    del operations[number]
+    return state._replace(operations=operations)
 
 
 def _read_ahead_of(state: State) -> set[Group]:
-    """The groups that lie READY and are not due."""
-    return {group for group, held in state.awake.items() if held.number is None and held.phase is Phase.READY}
+    """The groups that are READY and that no operation needs yet."""
+    return {group for group, held in state.loaded.items() if held.number is None and held.phase is Phase.READY}
 
 
-def _due_event(state: State, number: int) -> Due:
-    event = state.asked[number].event
-    assert isinstance(event, Due)
+def _modify_event(state: State, number: int) -> Modify:
+    event = state.operations[number].event
+    assert isinstance(event, Modify)
     return event
 
 
 def _turn(state: State, number: int) -> Turn:
-    return _due_event(state, number).priority, number
+    return _modify_event(state, number).priority, number
 
 
 def _with(turns: tuple[Turn, ...], turn: Turn) -> tuple[Turn, ...]:

@@ -1,4 +1,4 @@
-"""One store out of several: each page sleeps on the tier that it was placed on."""
+"""One store out of several: each page is on the tier that it was placed on."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack

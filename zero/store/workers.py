@@ -4,7 +4,7 @@ One lock guards the schedule's state. It is never held during I/O or work, and n
 what cannot start yet is not given to a worker. A worker that finishes takes its next action along, so that nobody has
 to be woken for it.
 
-The first error ends everything: whoever waits or asks afterwards gets its text, because a page may be half modified.
+The first error ends everything: whoever waits or submits afterwards gets its text, because a page may be half modified.
 """
 
 import threading
@@ -19,7 +19,7 @@ from zero.errors import StoreError
 from zero.platform.threads import Beside
 from zero.store.base import Ticket, Watch, nobody
 from zero.store.indexed_schedule import Schedule
-from zero.store.schedule import Action, Asked, Copy, Due, Event, Finished, Move, Read, Work, Write
+from zero.store.schedule import Action, Copy, Event, Finished, Modify, Move, Read, Transfer, Work, Write
 from zero.store.traffic import Counter
 
 IDLE_S = 1.0
@@ -27,11 +27,11 @@ IDLE_S = 1.0
 
 
 class _Ticket:
-    """Something asked for; `ended` once its work has run or its page has moved."""
+    """An operation under way; `ended` once its work has run or its page has moved."""
 
     __slots__ = ("_workers", "ended", "event", "job")
 
-    def __init__(self, workers: "WorkerPool", event: Due | Asked, job: Callable[..., None]) -> None:
+    def __init__(self, workers: "WorkerPool", event: Modify | Transfer, job: Callable[..., None]) -> None:
         self.event, self.ended = event, False
         self.job: Callable[..., None] = job
         self._workers = workers
@@ -92,13 +92,13 @@ class WorkerPool:
 
     # -- what callers do --
 
-    def tell(self, event: Event) -> None:
+    def post(self, event: Event) -> None:
         """An event that nobody waits for."""
         with self._lock:
             self._refuse()
             self._advance(event)
 
-    def ask(self, event: Due | Asked, job: Callable[..., None]) -> Ticket:
+    def submit(self, event: Modify | Transfer, job: Callable[..., None]) -> Ticket:
         """A new operation, which gets its number here."""
         with self._lock:
             self._refuse()
@@ -108,8 +108,8 @@ class WorkerPool:
             self._advance(event)
         return ticket
 
-    def do_here(self, event: Asked, job: Callable[..., None]) -> None:
-        """A transfer in the calling thread, once everything that was asked for before on its page has ended."""
+    def do_here(self, event: Transfer, job: Callable[..., None]) -> None:
+        """A transfer in the calling thread, once every earlier operation on its page has ended."""
         with self._lock:
             self._refuse()
             self._wait(lambda: self._starts_here(event), event)
@@ -148,7 +148,7 @@ class WorkerPool:
             self._called.notify_all()
             unfinished = bool(self._tickets)
         if unfinished:
-            self._fail(StoreError("this store was closed before everything that was asked of it had ended"), None)
+            self._fail(StoreError("this store was closed before all its operations had ended"), None)
         end_s = time.monotonic() + self._timeout_s
         for thread in self._threads:
             thread.join(max(0.0, end_s - time.monotonic()))
@@ -157,7 +157,7 @@ class WorkerPool:
         self._threads.clear()
 
     def _stop(self) -> None:
-        """For the end of the interpreter: actions that are under way end, and who waits for others hears of it."""
+        """For the end of the interpreter: actions that are under way end, and waits for others end with this error."""
         self._fail(StoreError("the script is over; close the store, or destroy the engine, to end it in order"), None)
 
     # -- what workers do --
@@ -199,12 +199,12 @@ class WorkerPool:
         return following
 
     def _fail(self, error: BaseException, action: Action | None) -> None:
-        """Everything ends, and everybody who waits is told."""
+        """Everything ends, and so does every wait, with this error."""
         where = "a thread of the store" if action is None else _words(action)
-        told = str(error) if isinstance(error, StoreError) else f"{where}: {type(error).__name__}: {error}"
+        message = str(error) if isinstance(error, StoreError) else f"{where}: {type(error).__name__}: {error}"
         with self._lock:
             if self._failure is None:
-                self._failure = (told, error)
+                self._failure = (message, error)
             for ticket in self._tickets.values():
                 ticket.drop()
             self._tickets.clear()
@@ -238,7 +238,7 @@ class WorkerPool:
             watcher.called.notify()
 
     def _start_threads(self) -> None:
-        """As many as asked for, or as many as there can be."""
+        """As many as configured, or as many as there can be."""
         while len(self._threads) < self._size:
             name = f"store worker {len(self._threads)}"
             thread = Beside(self._run, name=name, stop=self._stop)
@@ -250,10 +250,10 @@ class WorkerPool:
                 raise StoreError(f"the store could not start a thread: {error}") from error
             self._threads.append(thread)
 
-    def _starts_here(self, event: Asked) -> bool:
+    def _starts_here(self, event: Transfer) -> bool:
         return self._schedule.would_start(event)
 
-    def _wait(self, holds: Callable[[], bool], event: Due | Asked | None) -> None:
+    def _wait(self, holds: Callable[[], bool], event: Modify | Transfer | None) -> None:
         """Return when `holds()`, with the lock held again.
 
         Raises:
@@ -283,21 +283,21 @@ class WorkerPool:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            told, error = self._failure
-            raise StoreError(told) from error
+            message, error = self._failure
+            raise StoreError(message) from error
 
 
-def _words(what: Action | Due | Asked | None) -> str:
+def _words(what: Action | Modify | Transfer | None) -> str:
     """An operation or an action, as messages name it."""
     match what:
-        case Due(_, group) | Work(_, group):
+        case Modify(_, group) | Work(_, group):
             return f"the work on {group}"
         case Read(group):
             return f"the read of {group}"
         case Write(_, group):
             return f"the write of {group}"
-        case Asked(_, page, writes) | Move(_, page, writes):
+        case Transfer(_, page, writes) | Move(_, page, writes):
             return f"the {'write' if writes else 'read'} of page {page.kind} {page.number} of unit {page.unit}"
         case Copy(_, page):
             return f"the read of page {page.kind} {page.number} of unit {page.unit}"
-    return "everything that was asked for"
+    return "all operations"

@@ -1,7 +1,7 @@
 """What orders threads and ranks of a simulated GPU: jobs of the store, and collectives.
 
 The library is instrumented by wrapping the methods of `WorkerPool`, `PrefetchStore` and `World` through which threads
-and ranks hand over to one another. A job of the store runs after the call that asked for it, after earlier jobs on the
+and ranks hand over to one another. A job of the store runs after the call that submitted it, after earlier jobs on the
 same pages and the same slot, and before whoever waits for its ticket. A collective runs on a stream of its own, the
 network: it begins where the current stream is, and a stream that waits for it continues after it.
 """
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero.distributed.world import Handle, ProcessWorld, World
 from zero.store.base import Page, Ticket
 from zero.store.prefetch import PrefetchStore
-from zero.store.schedule import Action, Asked, Copy, Due, Move, Work
+from zero.store.schedule import Action, Copy, Modify, Move, Transfer, Work
 from zero.store.workers import WorkerPool
 from zero.testing.races import VectorClock
 from zero.testing.streams import NETWORK_BYTES_PER_S, Gate, Handoffs, Key, Marker, Streams, thread, untraced
@@ -81,7 +81,7 @@ def instrumentation() -> Iterator[None]:
     """Instrument torch's operators, the store and the worlds in the block, for instrumented devices."""
     wrapped: list[tuple[type, str, Callable[[Any], Any]]] = [
         (WorkerPool, "_run", _run),
-        (WorkerPool, "ask", _ask),
+        (WorkerPool, "submit", _submit),
         (WorkerPool, "do_here", _do_here),
         (WorkerPool, "await_end", _await_end),
         (WorkerPool, "drain", _drain),
@@ -106,7 +106,7 @@ def instrumentation() -> Iterator[None]:
 
 
 class _Job:
-    """A job for the store, with the vector clock and the time of the thread that asked for it."""
+    """A job for the store, with the vector clock and the time of the thread that submitted it."""
 
     def __init__(self, job: Callable[..., None], clock: VectorClock, time_s: float) -> None:
         self.job, self.clock, self.time_s = job, clock, time_s
@@ -130,16 +130,16 @@ def _run(original: Any) -> Any:
     return run
 
 
-def _ask(original: Any) -> Any:
-    def ask(workers: WorkerPool, event: Due | Asked, job: Callable[..., None]) -> Ticket:
+def _submit(original: Any) -> Any:
+    def submit(workers: WorkerPool, event: Modify | Transfer, job: Callable[..., None]) -> Ticket:
         host = None if thread.gpu is None else thread.gpu.streams.host
         return original(workers, event, job if host is None else _Job(job, dict(host.clock), host.time_s))
 
-    return ask
+    return submit
 
 
 def _do_here(original: Any) -> Any:
-    def do_here(workers: WorkerPool, event: Asked, job: Callable[..., None]) -> None:
+    def do_here(workers: WorkerPool, event: Transfer, job: Callable[..., None]) -> None:
         if thread.gpu is None:
             return original(workers, event, job)
         handoffs = thread.gpu.handoffs

@@ -26,7 +26,7 @@ import torch
 import zero
 from tests.common.small import Setting, Small, slice_of, small_batch
 from tests.conftest import SEED
-from tests.faults.damage import GOOD, HURT, KINDS, Verdict, cases, fuzz, write_manifest
+from tests.faults.damage import DAMAGED, GOOD, KINDS, Verdict, cases, fuzz, write_manifest
 from zero.checkpoint import Root, begin, load, open_checkpoint, open_latest, save
 from zero.checkpoint.disk import Disk
 from zero.checkpoint.hashes import BLOCK_BYTES, hash_block, hash_of
@@ -149,7 +149,7 @@ class Payload:
 def copied(kept: Path, tmp_path: Path) -> Path:
     shutil.copytree(kept / "kept", tmp_path / "root")
     (tmp_path / "root").chmod(0o700)
-    return tmp_path / "root" / HURT
+    return tmp_path / "root" / DAMAGED
 
 
 def restamp(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -259,7 +259,7 @@ def test_crafted_files_are_refused_and_run_nothing(kept: Path, tmp_path: Path):
     assert len(names) >= 20
     for name in names:
         shutil.rmtree(folder)
-        shutil.copytree(kept / "kept" / HURT, folder)
+        shutil.copytree(kept / "kept" / DAMAGED, folder)
         crafted(folder, marker)[name]()
         with pytest.raises(CheckpointError) as caught:
             load(state, open_checkpoint(world, folder))

@@ -1,8 +1,8 @@
-"""Small models of many architectures of transformers, and how each is fed; see test_architectures.py.
+"""Small models of many architectures of transformers, and batches for each; see test_architectures.py.
 
-A row says which class is made of a model type, what it is fed, and which sizes differ from `SMALL`. Those count
-wherever the settings of the type have such a key and the row does not say another, in its nested settings too. Whatever
-drops out is off, and so is whatever masks its input at random: both sides are to compute the same.
+A row contains the class of a model type, the function that makes its batches, and the sizes that differ from `SMALL`.
+A size of `SMALL` counts if the config of the type, or a nested config, has its key and the row has no other value.
+Dropout and random masking are off, because the results of two runs are compared.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from torch import nn
 
 VOCAB, TOKENS, PIXELS, LARGE, LABELS = 64, 8, 16, 64, 5
 IMAGE = 5
-"""The token that stands for a piece of an image."""
+"""The placeholder token for a patch of an image."""
 
 DROPS = ("drop", "mask_time_prob", "mask_feature_prob", "apply_spec_augment")
 
@@ -45,11 +45,11 @@ SMALL: Mapping[str, Any] = {
     "eos_token_id": 2,
     "decoder_start_token_id": 1,
 }
-"""By the names that models give the same size."""
+"""Small sizes, under all names that models have for them."""
 
 
 def sizes(config: Any, own: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that make settings small: `own`, those of `SMALL`, and of nested settings the same."""
+    """Keys that make a config small: `own`, those of `SMALL`, and the same for nested configs."""
     made: dict[str, Any] = {}
     for key, usual in config.to_dict().items():
         nested = getattr(config, key, None) if isinstance(usual, dict) else None
@@ -62,7 +62,7 @@ def sizes(config: Any, own: Mapping[str, Any]) -> dict[str, Any]:
     return {**made, **{key: value for key, value in own.items() if not isinstance(made.get(key), dict)}}
 
 
-# -- what they are fed -------------------------------------------------------------------------------------------------
+# -- batches ----------------------------------------------------------------------------------------------------------
 
 Batch = dict[str, Any]
 
@@ -73,13 +73,13 @@ def text(rows: int, random: torch.Generator) -> Batch:
 
 
 def long_text(rows: int, random: torch.Generator) -> Batch:
-    """As long as blocks and buckets need to be several."""
+    """Long enough for several blocks or buckets."""
     tokens = torch.randint(3, VOCAB, (rows, 4 * TOKENS), generator=random)
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
 
 
 def pair(rows: int, random: torch.Generator) -> Batch:
-    """Of texts, the second for the decoder."""
+    """Two texts, the second one for the decoder."""
     return {**text(rows, random), "labels": torch.randint(3, VOCAB, (rows, TOKENS), generator=random)}
 
 
@@ -89,7 +89,7 @@ def image(rows: int, random: torch.Generator, size: int = PIXELS) -> Batch:
 
 
 def large_image(rows: int, random: torch.Generator) -> Batch:
-    """For those that halve it five times, and take a mean over the rest: of few numbers it would be ill-conditioned."""
+    """For models that halve an image five times and take a mean, which is ill-conditioned over few values."""
     return image(rows, random, LARGE)
 
 
@@ -103,22 +103,22 @@ def video(rows: int, random: torch.Generator) -> Batch:
 
 
 def captioned(rows: int, random: torch.Generator) -> Batch:
-    """Images and texts that go together, for a contrastive loss."""
-    told = {**text(rows, random), **bare_image(rows, random), "return_loss": True}
-    del told["labels"]
-    told["input_ids"][:, -1] = 2  # where some look for the end of a text
-    return told
+    """Matching images and texts, for a contrastive loss."""
+    batch = {**text(rows, random), **bare_image(rows, random), "return_loss": True}
+    del batch["labels"]
+    batch["input_ids"][:, -1] = 2  # some models look for this token as the end of a text
+    return batch
 
 
-def seen(rows: int, random: torch.Generator) -> Batch:
-    """An image and words, of which nothing is to be found."""
-    told = captioned_words(rows, random)
-    del told["labels"]
-    return told
+def unlabeled(rows: int, random: torch.Generator) -> Batch:
+    """An image and words, without labels."""
+    batch = captioned_words(rows, random)
+    del batch["labels"]
+    return batch
 
 
 def captioned_words(rows: int, random: torch.Generator) -> Batch:
-    """An image, and the text that is to be found for it."""
+    """An image and its text as labels."""
     return {**text(rows, random), **bare_image(rows, random)}
 
 
@@ -131,23 +131,23 @@ def illustrated(rows: int, random: torch.Generator, pieces: int = (PIXELS // 4) 
 
 
 def illustrated_by_4(rows: int, random: torch.Generator) -> Batch:
-    """The model joins four pieces of the image in one."""
+    """For a model that joins four patches into one."""
     return illustrated(rows, random, 4)
 
 
 def illustrated_by_lists(rows: int, random: torch.Generator) -> Batch:
-    """Each text has a list of images."""
-    told = illustrated_by_4(rows, random)
-    return {**told, "pixel_values": told["pixel_values"].unsqueeze(1)}
+    """Texts with a list of images each."""
+    batch = illustrated_by_4(rows, random)
+    return {**batch, "pixel_values": batch["pixel_values"].unsqueeze(1)}
 
 
 def illustrated_by_pieces(rows: int, random: torch.Generator) -> Batch:
-    """The images are cut already: 4 by 4 pieces, each of 2 moments, 3 colours and 4 by 4 points."""
-    told = illustrated_by_4(rows, random)
+    """Images that are cut into 4 x 4 patches, each of 2 frames, 3 colors and 4 x 4 pixels."""
+    batch = illustrated_by_4(rows, random)
     grid = torch.tensor([[1, 4, 4]]).repeat(rows, 1)
-    kinds = (told["input_ids"] == IMAGE).int()
+    kinds = (batch["input_ids"] == IMAGE).int()
     pieces = torch.randn(rows * 16, 2 * 3 * 4 * 4, generator=random)
-    return {**told, "pixel_values": pieces, "image_grid_thw": grid, "mm_token_type_ids": kinds}
+    return {**batch, "pixel_values": pieces, "image_grid_thw": grid, "mm_token_type_ids": kinds}
 
 
 def wave(rows: int, random: torch.Generator) -> Batch:
@@ -156,29 +156,29 @@ def wave(rows: int, random: torch.Generator) -> Batch:
 
 
 def spoken(rows: int, random: torch.Generator) -> Batch:
-    """A wave and its text."""
+    """A waveform and its text."""
     return {"input_values": torch.randn(rows, 1000, generator=random), "labels": pair(rows, random)["labels"]}
 
 
 def spectrum(rows: int, random: torch.Generator) -> Batch:
-    """What is heard and what was said; Whisper's order."""
+    """A spectrogram and its text, with frequency before time, as in Whisper."""
     return {"input_features": torch.randn(rows, 8, 32, generator=random), "labels": pair(rows, random)["labels"]}
 
 
 def frames(rows: int, random: torch.Generator) -> Batch:
     """The same with time before frequency."""
-    told = spectrum(rows, random)
-    return {**told, "input_features": told["input_features"].transpose(1, 2).contiguous()}
+    batch = spectrum(rows, random)
+    return {**batch, "input_features": batch["input_features"].transpose(1, 2).contiguous()}
 
 
 def frames_of_a_class(rows: int, random: torch.Generator) -> Batch:
-    told = frames(rows, random)
-    return {**told, "labels": torch.randint(0, LABELS, (rows,), generator=random)}
+    batch = frames(rows, random)
+    return {**batch, "labels": torch.randint(0, LABELS, (rows,), generator=random)}
 
 
 def values_of_a_class(rows: int, random: torch.Generator) -> Batch:
-    told = frames_of_a_class(rows, random)
-    return {"input_values": told["input_features"], "labels": told["labels"]}
+    batch = frames_of_a_class(rows, random)
+    return {"input_values": batch["input_features"], "labels": batch["labels"]}
 
 
 def series(rows: int, random: torch.Generator) -> Batch:
@@ -190,9 +190,9 @@ def series(rows: int, random: torch.Generator) -> Batch:
 
 
 class Row(NamedTuple):
-    """How a type is made and fed: by a class of transformers, and with rows of a batch.
+    """The class of transformers that makes a model type, and the function that makes its batches.
 
-    `draws`: its forward draws at random, from the process' generator, which ranks that are threads would share.
+    `draws`: its forward draws random numbers from the generator of the process, which thread ranks would share.
     """
 
     make: str
@@ -202,11 +202,11 @@ class Row(NamedTuple):
 
 
 def several(names: str, make: str, feed: Callable[[int, torch.Generator], Batch]) -> dict[str, Row]:
-    """Of types to which `OWN` adds the rest."""
+    """Rows for model types whose other settings are in `OWN`."""
     return {name: Row(make, feed, OWN.get(name, {}), name in DRAWING) for name in names.split()}
 
 
-# -- the sizes that are a type's own -----------------------------------------------------------------------------------
+# -- sizes of single model types ---------------------------------------------------------------------------------------
 
 FOUR = {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]}
 PYRAMID = {**FOUR, "num_attention_heads": [1, 1, 2, 2], "decoder_hidden_size": 16, "image_size": LARGE}
@@ -280,7 +280,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "attn_layers": ["lsh", "local"],
         "lsh_attn_chunk_length": 4,
         "num_buckets": 4,
-        "hash_seed": 3,  # else it seeds torch by the clock
+        "hash_seed": 3,  # otherwise it seeds torch from the clock
         "attention_head_size": 8,
         "feed_forward_size": 24,
         "local_attn_chunk_length": 4,
@@ -372,7 +372,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "masked_unit_attention": [True, False],
         "masked_unit_size": [4, 4],
     },
-    "imagegpt": {"vocab_size": VOCAB + 1},  # one begins every text
+    "imagegpt": {"vocab_size": VOCAB + 1},  # one more for the start of every text
     "mobilevit": {
         "hidden_sizes": [16, 16, 16],
         "neck_hidden_sizes": [4, 4, 8, 8, 8, 8, 16],
@@ -425,10 +425,10 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "qwen2_5_vl": {**SEEN, "vision_config": {"out_hidden_size": 16}, "text_config": ROTATED},
     "smolvlm": SEEN,
 }
-"""What `SMALL` leaves out, or says otherwise."""
+"""Settings that `SMALL` lacks, or that differ from it."""
 
 DRAWING = {"big_bird", "bigbird_pegasus", "groupvit", "phimoe", "reformer", "vilt", "vit_mae"}
-"""Places to attend to, hashes, experts, the order of patches."""
+"""Attended positions, hashes, experts, the order of patches."""
 
 ARCHITECTURES: Mapping[str, Row] = {
     **several(
@@ -495,17 +495,17 @@ ARCHITECTURES: Mapping[str, Row] = {
         captioned,
     ),
     **several("blip git", "AutoModelForImageTextToText", captioned_words),
-    **several("vilt", "AutoModel", seen),
+    **several("vilt", "AutoModel", unlabeled),
     **several("deepseek_vl gemma3 llava paligemma", "AutoModelForImageTextToText", illustrated),
     **several("aya_vision internvl", "AutoModelForImageTextToText", illustrated_by_4),
     **several("idefics3 smolvlm", "AutoModelForImageTextToText", illustrated_by_lists),
     **several("qwen2_5_vl qwen2_vl", "AutoModelForImageTextToText", illustrated_by_pieces),
 }
-"""By model type."""
+"""Model type -> how to make and feed it."""
 
 
 def new_model(name: str) -> nn.Module:
-    """In training mode, with random weights, the same ones each time."""
+    """A model in training mode, with the same random weights each time."""
     row = ARCHITECTURES[name]
     usual = transformers.AutoConfig.for_model(name)
     config = transformers.AutoConfig.for_model(name, **sizes(usual, row.own), num_labels=LABELS)

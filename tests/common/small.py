@@ -1,8 +1,8 @@
 """A small model with everything that makes sharding hard, and a way to train it in any setting.
 
-Sizes divide by nothing. There is a tied weight (one slot, two sites), a block that is used twice in one forward,
-frozen parameters beside trained ones, a parameter that nobody uses, one without elements, one without dimensions,
-and running statistics.
+Its sizes have no common divisors. It has a tied weight (one slot, two sites), a block that is used twice in a forward,
+frozen parameters beside trained ones, an unused parameter, one without elements, one without dimensions, and running
+statistics.
 """
 
 import tempfile
@@ -21,7 +21,7 @@ KiB = 1024
 
 
 class Norm(nn.BatchNorm1d):
-    """Batch normalisation in fp32 whatever the parameters' dtype, because its statistics are fp32."""
+    """Batch normalization in fp32 for any dtype of the parameters, because its statistics are fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.num_batches_tracked is not None
@@ -93,7 +93,7 @@ def slice_of(batch: Tensor, world: zero.World, accumulate: int) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything a plan is made of, but the model and the world."""
+    """All arguments of a plan except the model and the world."""
 
     stage: int = 3
     precision: str = "fp32"
@@ -117,7 +117,7 @@ class Setting:
         return replace(self, **changes)
 
     def plan(self, world: zero.World, build: Callable[[], nn.Module] = Small) -> zero.Plan:
-        # the scale grows within a few steps and is small enough not to overflow: fp16 steps are steps
+        # grows within a few steps, and is too small to overflow, so that no fp16 step is skipped
         scale = zero.LossScaling(initial=2.0**4, window=2) if self.precision == "fp16" else None
         with world.exclusive(), zero.empty():
             model = build()
@@ -150,19 +150,19 @@ class Setting:
 
 
 def wide() -> Small:
-    """Units of many pages of 4 KiB, the last one ragged."""
+    """A model whose units have many pages of 4 KiB, the last one shorter."""
     return Small(width=83)
 
 
 def train_small(
     world: zero.World, setting: Setting, steps: int = 3, build: Callable[[], nn.Module] = Small
 ) -> tuple[str, list[zero.Metrics]]:
-    """Digest and metrics after `steps` steps of `Small` on 6 rows per microbatch."""
+    """(digest of the state, metrics of each step) after training with 6 rows per microbatch."""
     state, step = setting.start(world, build)
-    told = []
+    every = []
     for number in range(steps):
         batch = small_batch(number, 6 * world.size * setting.accumulate)
         state, metrics = step(state, slice_of(batch, world, setting.accumulate))
-        told.append(metrics)
+        every.append(metrics)
     assert state.step == steps, "a skipped step proves nothing"
-    return digest(state), told
+    return digest(state), every

@@ -1,8 +1,8 @@
-"""Reads what W&B wrote, without W&B's own reader, which moves from version to version.
+"""Reads .wandb files without W&B's own reader, which changes its place from version to version.
 
-A .wandb file is a header of 7 bytes and blocks of 32 KiB. A block holds chunks, each with a header of its own (CRC,
-length, kind: whole, first, middle or last of a record); what is left of a block and too short for one is padding. A
-record is a protobuf message. Source: LevelDB's log format.
+A .wandb file is a header of 7 bytes and blocks of 32 KiB. A block contains chunks, each with a header (CRC, length, and
+kind: the whole, first, middle or last part of a record). The end of a block that is too short for a header is padding.
+A record is a protobuf message. Source: LevelDB's log format.
 """
 
 import json
@@ -16,8 +16,8 @@ LAST = (1, 4)
 """Kinds of chunks that end a record: whole, and last."""
 
 
-class Written(NamedTuple):
-    """One run. `rows` in order, with W&B's own keys (those that begin with _) left out."""
+class RunRecord(NamedTuple):
+    """Everything that a file says about its run. `rows` are in order, without W&B's own keys, which begin with _."""
 
     run: Any
     config: dict[str, Any]
@@ -50,16 +50,16 @@ def messages(path: Path) -> Iterator[bytes]:
             message = b""
 
 
-def read(folder: Path) -> Written:
+def read(folder: Path) -> RunRecord:
     """The only W&B run in a run folder."""
     (path,) = folder.glob("wandb/*run-*/run-*.wandb")
     return read_file(path)
 
 
-def read_file(path: Path) -> Written:
+def read_file(path: Path) -> RunRecord:
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found = Written(None, {}, [], {}, {}, [], [], None)
+    found = RunRecord(None, {}, [], {}, {}, [], [], None)
     for message in messages(path):
         record = Record.FromString(message)
         kind = record.WhichOneof("record_type")

@@ -1,13 +1,13 @@
-"""A disk in memory that keeps only what it must, and lists everything that a crash may leave of it.
+"""A model of a disk, in memory, that lists every state that a crash may leave.
 
 The model is stricter than any file system in use:
 
-- of what was written to a file since its last fsync, any subset of the writes may be there;
-- of what was made, renamed or removed in a folder since that folder's last fsync, the first so many changes are there,
-  for any number; other folders and the files themselves are independent of it;
-- an fsync of a file does not keep its name, and one of a folder keeps nothing below it.
+- any subset of the writes to a file since its last fsync may survive;
+- of the files that were created, renamed or removed in a folder since its last fsync, the first n changes survive, for
+  any n; this is independent of other folders and of the content of files;
+- an fsync of a file does not make its name durable, and an fsync of a folder does not make the files in it durable.
 
-What a protocol promises in every state of this disk, it promises on any disk that does not lie about an fsync.
+A protocol that is correct in every state of this disk is correct on every disk whose fsync works.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from zero.checkpoint.disk import FOLDER_MODE, Disk
 from zero.platform.files import FILE_MODE, READ
 
 Tree = tuple[tuple[str, Any], ...]
-"""What a folder holds, sorted by name: the bytes of a file, or the tree of a folder."""
+"""Content of a folder, sorted by name: the bytes of a file, or the tree of a folder."""
 
 
 class Killed(BaseException):
-    """The process died here. Its memory is gone, what it told the system is not."""
+    """The process was killed here. Its memory is lost; system calls that it had made are not."""
 
 
 @dataclass(eq=False)
@@ -60,7 +60,9 @@ class _File:
 @dataclass(eq=False)
 class _Folder:
     synced: dict[str, Any] = field(default_factory=dict)
-    changes: list[tuple[str | None, str | None, Any]] = field(default_factory=list)  # name gone, name new, what it is
+    changes: list[tuple[str | None, str | None, Any]] = field(
+        default_factory=list
+    )  # (old name, new name, file or folder)
 
     def now(self) -> dict[str, Any]:
         return self._after(len(self.changes))
@@ -90,20 +92,20 @@ class _Folder:
 
 
 class CrashDisk(Disk):
-    """The calls of a `Disk`, on nothing but memory.
+    """A `Disk` whose files are in memory.
 
     Args:
-        tree: what is on the disk at first, for sure.
-        most_bytes: a write moves at most so many, so that a file of several writes can be torn.
-        skip: the fsyncs, counted from 0, that report success and do nothing.
-        watch: called after every call that changed something; may be set later.
+        tree: durable content at the start.
+        most_bytes: largest write, in bytes; a longer one is cut into several, of which any may be lost.
+        skip: numbers of fsyncs, counted from 0, that report success and do nothing.
+        watch: called after every change; may be set later.
 
     Attributes:
         synced: the path of each fsync, of files and folders, in order.
-        count: calls so far that change something.
-        kill_at: the one of them, counted from 1, that raises `Killed` in its place.
-        fail_at: the fsync, counted from 0, that raises EIO and does nothing.
-        held: descriptors that are open now.
+        count: number of changes so far.
+        kill_at: number of the change, counted from 1, that raises `Killed` instead of being made.
+        fail_at: number of the fsync, counted from 0, that raises EIO and does nothing.
+        held: open descriptors.
     """
 
     def __init__(
@@ -126,11 +128,11 @@ class CrashDisk(Disk):
         self._next_fd = 1000
 
     def tree(self) -> Tree:
-        """What a process sees now."""
+        """The current content, as a process sees it."""
         return self._top.tree()
 
     def crashes(self) -> set[Tree]:
-        """Every state that the disk may be in after a crash now."""
+        """Every state that the disk may have after a crash at this moment."""
         return self._top.states()
 
     def make_folder(self, path: Path) -> None:
@@ -168,7 +170,7 @@ class CrashDisk(Disk):
         self._fsync(path, self._folder(path))
 
     def forget(self, fd: int, nbytes: int) -> None:
-        """Promises nothing, so it does nothing."""
+        """Does nothing: it is only a hint to the system."""
 
     def close(self, fd: int) -> None:
         del self.held[fd]
@@ -177,7 +179,7 @@ class CrashDisk(Disk):
         self._folder(old)
         if new.name in self._folder(new.parent).now():
             raise _refusal(errno.EEXIST, new)
-        assert old.parent == new.parent, "the model knows no other"
+        assert old.parent == new.parent, "the model supports no other"
         node = self._at(old)
         with self._changing():
             self._folder(old.parent).changes.append((old.name, new.name, node))

@@ -1,15 +1,15 @@
-"""Checkpoints that are damaged in every way that was thought of, and the question whether one loads all the same.
+"""Damages checkpoints in many ways and checks that none loads with wrong values.
 
-There are two checkpoints of one model, steps 10 and 20, with files of the same sizes. Of step 20 a copy is damaged;
-step 10 beside it stays good, and serves as the source of files that are whole and belong elsewhere. A checkpoint that
-was damaged must be refused in one line that names it, or give exactly what was saved (a damage that changed nothing):
+There are two checkpoints of one model, steps 10 and 20, with files of the same sizes. A copy of step 20 is damaged.
+Step 10 stays good, and is the source of valid files that belong to another checkpoint. A damaged checkpoint must be
+refused with one line that names it, or load exactly as it was saved, if the damage does not matter:
 
     folder/kept/step-0000000010     as they were saved                 folder/root/step-0000000010      never touched
     folder/kept/step-0000000020                                        folder/root/step-0000000020      damaged
 
-Manifests that lie come with the hash made right. One kind of lie is not here: who writes other values, or exchanges
-two tensors of one shape, in file, header and manifest alike, or states another loss scale, and makes all hashes right,
-has made another checkpoint, and no hash without a key tells it from one that was saved.
+The hash of a manifest with false entries is corrected. One kind of damage is not tried: other values, two exchanged
+tensors of one shape, or another loss scale, with file, header, manifest and all hashes changed to match. That is a
+valid checkpoint, too, which no hash without a key can distinguish from one that was saved.
 """
 
 import json
@@ -32,22 +32,22 @@ from zero.engine.state import State
 from zero.errors import CheckpointError
 from zero.testing.threads import run_ranks
 
-GOOD, HURT = step_name(10), step_name(20)
+GOOD, DAMAGED = step_name(10), step_name(20)
 BLOCK_BYTES = 512
 TENSOR = "tensor"
-"""What the refusal of a lie about a tensor names: that tensor, or the file that the tensor would be in."""
+"""The refusal must name a tensor, or the file that contains it."""
 
 BATCH = 100
-"""Cases that share a world: its ranks collect no garbage."""
+"""Cases that share a world, not more because its ranks do not collect garbage."""
 
 
 class Victim(NamedTuple):
-    """What a damage does its work on."""
+    """The checkpoint that is damaged."""
 
     folder: Path
     """The copy that is damaged."""
     good: Path
-    """Another step, whole. Read only, but links to it are allowed."""
+    """Another checkpoint, which is valid and not changed. Links to it are allowed."""
     random: Random
 
     def rank_file(self) -> Path:
@@ -58,12 +58,12 @@ class Victim(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What became of one damaged checkpoint.
+    """The outcome of loading one damaged checkpoint.
 
     Attributes:
-        outcome: "refused", "harmless" (loaded, bit for bit as it was saved), "silent" (loaded, with other bits), or
-            "wrong" (anything else).
-        line: what was said.
+        outcome: "refused", "harmless" (loaded with the saved bits), "silent" (loaded with other bits), or "wrong"
+            (anything else).
+        line: the message.
     """
 
     seed: int
@@ -73,7 +73,7 @@ class Verdict(NamedTuple):
 
 
 Damage = Callable[[Victim], str | None]
-"""Returns what the refusal has to name beside the checkpoint's folder, if that is certain."""
+"""Damages a checkpoint. Returns what the refusal must name besides the folder, or None if that is not certain."""
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def _grown(victim: Victim) -> str:
 
 
 def _grown_far(victim: Victim) -> str:
-    """A file that claims a terabyte, in no block of the disk: must not be read."""
+    """A sparse file of a terabyte, which must not be read."""
     path = victim.any_file()
     os.truncate(path, victim.random.choice([CAP_BYTES + 1, 2**40]))
     return path.name
@@ -164,7 +164,7 @@ def _exchanged_blocks(victim: Victim) -> str | None:
 
 
 def _stale_block(victim: Victim) -> str:
-    """A write that was lost: what the disk has there is of another step."""
+    """A lost write: the block has the content of another step."""
     path = victim.rank_file()
     place = _block(path, victim.random)
     old = (victim.good / path.name).read_bytes()[place : place + BLOCK_BYTES]
@@ -175,11 +175,11 @@ def _stale_block(victim: Victim) -> str:
 
 
 def _torn(victim: Victim) -> str | None:
-    """The beginning of one step's file, the end of another's."""
+    """The beginning of one step's file and the end of another's."""
     path = victim.any_file()
     place = _block(path, victim.random)
     path.write_bytes(path.read_bytes()[:place] + (victim.good / path.name).read_bytes()[place:])
-    return path.name if path.name != MANIFEST_NAME else None  # if all of it is another's, only the step is wrong
+    return path.name if path.name != MANIFEST_NAME else None  # else only the step may be wrong
 
 
 def _block(path: Path, random: Random) -> int:
@@ -244,7 +244,7 @@ def _all_of_another_step(victim: Victim) -> None:
 
 
 def _linked(victim: Victim) -> str:
-    """A link where a file should be: to the file itself, to another step's, to a device, to nothing, to itself."""
+    """A link instead of a file: to the file itself, to that of another step, to a device, to nothing, or to itself."""
     path = victim.any_file()
     kept = victim.folder.parent / "elsewhere"
     path.rename(kept)
@@ -254,7 +254,7 @@ def _linked(victim: Victim) -> str:
 
 
 def _special(victim: Victim) -> str:
-    """A pipe, a socket or a folder where a file should be. Opening must not wait for anybody."""
+    """A pipe, a socket or a folder instead of a file. Opening it must not block."""
     path = victim.any_file()
     path.unlink()
     kind = victim.random.choice(["pipe", "socket", "folder"])
@@ -268,7 +268,7 @@ def _special(victim: Victim) -> str:
 
 
 def _make_socket(path: Path) -> None:
-    """By way of /proc, since the name of a socket may have 107 bytes only."""
+    """Binds it by a path in /proc, because the path of a socket may have only 107 bytes."""
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         with socket.socket(socket.AF_UNIX) as made:
@@ -278,7 +278,7 @@ def _make_socket(path: Path) -> None:
 
 
 def _folder_replaced(victim: Victim) -> None:
-    """The folder itself is a link, a file, a pipe, empty, or not there."""
+    """The folder itself is a link, a file, a pipe, empty, or missing."""
     kept = victim.folder.parent / "elsewhere"
     victim.folder.rename(kept)
     kind = victim.random.choice(["link", "link to another", "circle", "file", "pipe", "empty", "gone"])
@@ -403,7 +403,7 @@ def _pieces_lie(body: dict[str, Any], random: Random) -> str:
         pieces[0]["path"] = "../../../etc/passwd"
     elif kind == "no list":
         entry["pieces"] = random.choice([None, {}, "pieces", 3, pieces[0], [pieces]])
-    else:  # both halves are where they were: only the file's own header tells
+    else:  # both halves are at their places: only the header of the file shows it
         piece = pieces[-1]
         middle = (piece["start"] + piece["stop"]) // 2
         if middle == piece["start"]:
@@ -416,7 +416,7 @@ def _pieces_lie(body: dict[str, Any], random: Random) -> str:
 
 
 def _exchanged(*keys: str) -> Callable[[dict[str, Any], Random], None]:
-    """Two tensors of one dtype and shape get each other's; in the manifest alone, so the file's own header tells."""
+    """Exchange `keys` of two tensors of one dtype and shape, only in the manifest: the header of the file shows it."""
 
     def change(body: dict[str, Any], random: Random) -> None:
         entries = [entry for entry in body["entries"] if entry["pieces"]]
@@ -506,7 +506,7 @@ def _step_lie(body: dict[str, Any], random: Random) -> None:
 
 def _newer_format(body: dict[str, Any], random: Random) -> str:
     body["format"] = random.choice([2, 3, 10**9])
-    if random.random() < 0.5:  # what a newer one looks like, nobody knows
+    if random.random() < 0.5:  # a newer format may have other keys
         body["shards"] = body.pop(random.choice(["entries", "files", "world"]))
     return f"format {body['format']}, this library reads up to 1"
 
@@ -524,7 +524,7 @@ def _top_lie(body: dict[str, Any], random: Random) -> None:
 
 
 def _facts_lie(body: dict[str, Any], random: Random) -> None:
-    """Facts that are no facts: of another type, missing, or nested. (Other facts that could be true are not seen.)"""
+    """Invalid facts: of a wrong type, missing, or nested. (Valid but false facts cannot be detected.)"""
     facts = body["facts"]
     places: list[tuple[dict[str, Any], str]] = [(body, "facts"), (facts, "state"), (facts, "random"), (facts, "given")]
     places += [(facts["state"], key) for key in ("step", "scale", "dynamic")] * 2
@@ -558,11 +558,11 @@ def _facts_lie(body: dict[str, Any], random: Random) -> None:
         where[key] = random.choice(odd)
 
 
-# -- manifests that are no JSON of ours --------------------------------------------------------------------------------
+# -- manifests that are not valid JSON --------------------------------------------------------------------------------
 
 
 def _odd_text(victim: Victim) -> str:
-    """Texts that end in their own hash and are nothing that was ever written."""
+    """Invalid manifests with a right hash."""
     text = (victim.folder / MANIFEST_NAME).read_text().rsplit("\n", 2)[0] + "\n"
     twice = text.replace('"step":20', '"step":20,"step":20')
     odd = [
@@ -639,7 +639,7 @@ class Case(NamedTuple):
 
 
 def cases(count: int, seed: int) -> list[Case]:
-    """So many, of all kinds in turn."""
+    """`count` cases, of all kinds in turn. Case n has seed `seed` + n."""
     kinds = list(KINDS)
     return [Case(seed + number, kinds[number % len(kinds)]) for number in range(count)]
 
@@ -649,7 +649,7 @@ def fuzz(size: int, start: Start, folder: Path, wanted: Sequence[Case]) -> list[
 
     Args:
         start: makes a state; called on each rank, several times.
-        folder: has `kept`, see above.
+        folder: contains `kept`, as described at the top of this file.
     """
     found: list[Verdict] = []
     while len(found) < len(wanted):
@@ -657,7 +657,7 @@ def fuzz(size: int, start: Start, folder: Path, wanted: Sequence[Case]) -> list[
         before = len(found)
         try:
             run_ranks(size, _judge, start, folder, batch, found, timeout_s=300.0)
-        except Exception as error:  # whatever it is, it is not what a damaged checkpoint may raise
+        except Exception as error:  # damaged checkpoints may raise nothing but CheckpointError
             if len(found) - before == len(batch):
                 raise
             case = batch[len(found) - before]
@@ -667,13 +667,13 @@ def fuzz(size: int, start: Start, folder: Path, wanted: Sequence[Case]) -> list[
 
 def _judge(world: World, start: Start, folder: Path, batch: Sequence[Case], found: list[Verdict]) -> None:
     kept, root = folder / "kept", folder / "root"
-    state = load(start(world), open_checkpoint(world, kept / HURT))
+    state = load(start(world), open_checkpoint(world, kept / DAMAGED))
     saved = digest(state)
     state = load(state, open_checkpoint(world, kept / GOOD))
     good = digest(state)
-    assert saved != good, "the two checkpoints are to differ"
+    assert saved != good, "the two checkpoints must differ"
     for case in batch:
-        named = world.share(json.dumps(_hurt(folder, case)) if world.rank == 0 else "")
+        named = world.share(json.dumps(_damage_copy(folder, case)) if world.rank == 0 else "")
         state, outcome, line = _tried(world, state, root, (good, saved), json.loads(named))
         everyone = world.gather_texts(json.dumps([outcome, line]), "verdicts")
         if world.rank == 0:
@@ -682,8 +682,8 @@ def _judge(world: World, start: Start, folder: Path, batch: Sequence[Case], foun
             found.append(Verdict(*case, outcome, line))
 
 
-def _hurt(folder: Path, case: Case) -> str | None:
-    """Damage a new copy. Returns what the refusal has to name."""
+def _damage_copy(folder: Path, case: Case) -> str | None:
+    """Damage a new copy of the checkpoint. Returns what the refusal must name."""
     kept, root = folder / "kept", folder / "root"
     if not (root / GOOD).exists():
         shutil.copytree(kept / GOOD, root / GOOD)
@@ -694,18 +694,18 @@ def _hurt(folder: Path, case: Case) -> str | None:
             shutil.rmtree(path)
         else:
             path.unlink()
-    shutil.copytree(kept / HURT, root / HURT)
-    return KINDS[case.kind](Victim(root / HURT, root / GOOD, Random(case.seed)))
+    shutil.copytree(kept / DAMAGED, root / DAMAGED)
+    return KINDS[case.kind](Victim(root / DAMAGED, root / GOOD, Random(case.seed)))
 
 
 def _tried(
     world: World, state: State, root: Path, digests: tuple[str, str], named: str | None
 ) -> tuple[State, str, str]:
-    """The state, with the good checkpoint's values as before; outcome and line."""
+    """(the state, which has the values of the good checkpoint again; outcome; line)."""
     good, saved = digests
     outcome, line, opened = "refused", "", False
     try:
-        checkpoint = open_checkpoint(world, root / HURT)
+        checkpoint = open_checkpoint(world, root / DAMAGED)
         opened = True
         dict(checkpoint.facts)
         state = load(state, checkpoint)
@@ -714,23 +714,23 @@ def _tried(
         line = str(error)
     complaint = _complaint(line, root, named) if outcome == "refused" else ""
     if outcome == "refused" and digest(state) != good:
-        complaint = "refused, and the state was changed"
+        complaint = "refused, but the state was changed"
     newest, rejected = open_latest(world, root)
-    if newest is None or newest.folder.name != (HURT if opened else GOOD):
+    if newest is None or newest.folder.name != (DAMAGED if opened else GOOD):
         complaint = f"the newest valid one is not {newest}"
-    about = [one for one in rejected if str(root / HURT) in one]  # others are junk beside it
-    if about != ([] if opened or not os.path.lexists(root / HURT) else [line]):
+    about = [one for one in rejected if str(root / DAMAGED) in one]  # others are extra files
+    if about != ([] if opened or not os.path.lexists(root / DAMAGED) else [line]):
         complaint = f"not rejected as it was refused: {rejected}, {line}"
     state = load(state, open_checkpoint(world, root / GOOD))
     if digest(state) != good:
-        complaint = "the good one beside it no longer loads as it was"
+        complaint = "the good checkpoint no longer loads with its values"
     return (state, "wrong", f"{complaint}: {line}") if complaint else (state, outcome, line)
 
 
 def _complaint(line: str, root: Path, named: str | None) -> str:
     if len(line.splitlines()) != 1 or not line.isprintable():
         return f"not one line: {line!r}"
-    if str(root / HURT) not in line:
+    if str(root / DAMAGED) not in line:
         return "the checkpoint is not named"
     if named == TENSOR:
         names = {entry["name"] for entry in json.loads((root / GOOD / MANIFEST_NAME).read_text())["entries"]}

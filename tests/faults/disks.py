@@ -1,12 +1,11 @@
-"""A disk that fails as told, and a disk of exactly so many bytes per second.
+"""A file system with chosen faults, and a store with a fixed bandwidth.
 
-`FaultyFiles` stands where a store calls the file system. It counts the calls and lets a `Fault` have some of them:
+`FaultyFiles` takes the place of the file system in a store. It counts calls and passes some of them to a `Fault`:
 
     store = NvmeStore(folder, files=FaultyFiles(fail(errno.EIO), at=7))                     # the 7th call, once
     store = NvmeStore(folder, files=FaultyFiles(drop(), at=2, only="pwrite", on=True))     # all writes from the 2nd
 
-`ThrottledStore` gives a tier a fixed bandwidth, so that what is measured does not depend on the machine's disk. Both
-are for tests of your own, too.
+`ThrottledStore` gives a tier a fixed bandwidth, so that measurements do not depend on the machine's disk.
 """
 
 import errno
@@ -29,7 +28,7 @@ from zero.store.base import Page, Store, Ticket
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a store to its files: its name, its arguments, and how to really make it (with any arguments)."""
+    """A store's call of the file system: its name, its arguments, and the function that really makes it."""
 
     name: str
     args: tuple[Any, ...]
@@ -40,11 +39,11 @@ class Call:
 
 
 Fault = Callable[[Call], Any]
-"""What happens in place of a call: returns what the call would, or raises OSError."""
+"""Takes the place of a call: returns a value of the same kind, or raises OSError."""
 
 
 def fail(code: int) -> Fault:
-    """The call does nothing and raises OSError with this errno; a descriptor that was to be closed is closed."""
+    """The call raises OSError with this errno and does nothing, except that close still closes the descriptor."""
 
     def fault(call: Call) -> Any:
         if call.name == "close":
@@ -55,7 +54,7 @@ def fail(code: int) -> Fault:
 
 
 def short(nbytes: int) -> Fault:
-    """A transfer stops after at most `nbytes`; what lies behind is spoiled, in the file or in memory."""
+    """A read or write stops after at most `nbytes`; the bytes after that are garbage, in the file or in memory."""
 
     def fault(call: Call) -> Any:
         if call.name == "pwrite":
@@ -74,7 +73,7 @@ def short(nbytes: int) -> Fault:
 
 
 def flip(bit: int) -> Fault:
-    """One bit of a transfer is inverted on its way (counted around, if the transfer is shorter)."""
+    """A read or write inverts one bit: number `bit` modulo its number of bits."""
 
     def fault(call: Call) -> Any:
         if call.name == "pwrite":
@@ -91,7 +90,7 @@ def flip(bit: int) -> Fault:
 
 
 def drop() -> Fault:
-    """A write that never reaches the disk and says that it did; a read that leaves memory as it was."""
+    """A write does not reach the disk but reports success; a read leaves memory unchanged but reports success."""
 
     def fault(call: Call) -> Any:
         if call.name in ("pwrite", "pread"):
@@ -102,7 +101,7 @@ def drop() -> Fault:
 
 
 def misplace(by_bytes: int) -> Fault:
-    """A transfer takes place at another offset, that of another page."""
+    """A read or write takes place at another offset: that of another page."""
 
     def fault(call: Call) -> Any:
         if call.name in ("pwrite", "pread"):
@@ -114,20 +113,20 @@ def misplace(by_bytes: int) -> Fault:
 
 
 class FaultyFiles(Files):
-    """Real files, but for the calls that a fault is given.
+    """The real file system, except for chosen calls.
 
     Args:
-        fault: takes the place of the chosen calls. None: every call is made, and counted.
-        at: the first chosen call, counted from 1 among those that `only` allows.
-        on: that call and every later one; else that call alone.
-        only: names of the calls that are counted, such as "pread pwrite"; empty for all.
-        direct: whether direct I/O is to be had: "yes", or refused at "open", or at the first "transfer".
-        nameless: whether files without a name (O_TMPFILE) are.
-        before: called with each call before it is made, from the thread that makes it: the place for a delay.
+        fault: takes the place of the chosen calls. None: every call is made and counted.
+        at: number of the first chosen call, counted from 1 among the calls in `only`.
+        on: choose every later call, too; otherwise only this one.
+        only: names of the calls that count, separated by spaces, such as "pread pwrite"; empty for all.
+        direct: "yes" if direct I/O works; "open" or "transfer" if that call refuses it.
+        nameless: files without a name (O_TMPFILE) are supported.
+        before: called with each call before it is made, in the same thread, for example for a delay.
 
     Attributes:
-        count: calls so far, of those that `only` allows.
-        held: descriptors that are open now.
+        count: number of calls so far, of those in `only`.
+        held: open descriptors.
     """
 
     def __init__(
@@ -201,7 +200,7 @@ class FaultyFiles(Files):
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
         if flags & DIRECT and self._refuses_direct == "open":
             if flags & os.O_CREAT:
-                super().close(super().open(path, flags & ~DIRECT))  # as Linux does: the name is made first
+                super().close(super().open(path, flags & ~DIRECT))  # as on Linux: the name is created first
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         fd = super().open(path, flags)
         self.held.add(fd)
@@ -232,15 +231,16 @@ class FaultyFiles(Files):
 
 
 class ThrottledStore(Store):
-    """Any store, at the pace of a device that moves `bytes_per_s` in all, reads and writes together.
+    """A store with the bandwidth of a device that reads and writes `bytes_per_s` in total.
 
-    Each transfer gets its turn on one clock, in the order in which they begin, and returns when its turn is over: eight
-    threads get an eighth each. Time in which nobody asks is not saved up. Pages are not lent, but read and written.
+    Reads and writes get their turns on one clock, in the order in which they begin, and return at the end of their
+    turn. So each of eight threads gets an eighth. Unused time is not saved up. `in_place` always returns None.
 
     Args:
-        bytes_per_s: what the device moves.
-        clock: seconds, as time.monotonic gives them.
-        sleep: waits so many seconds.
+        inner: the store that is throttled.
+        bytes_per_s: bandwidth of reads and writes together.
+        clock: returns the time in seconds, as time.monotonic does.
+        sleep: waits for so many seconds.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class ThrottledStore(Store):
         self._inner.close()
 
     def _turn(self, nbytes: int) -> float:
-        """When this transfer is over."""
+        """The time at which this read or write ends."""
         with self._lock:
             self._free_s = max(self._free_s, self._clock()) + nbytes / self._bytes_per_s
             return self._free_s
@@ -297,7 +297,7 @@ class ThrottledStore(Store):
 
 
 def _copy_of(buffer: memoryview) -> memoryview:
-    """The same bytes elsewhere, aligned as direct I/O wants it."""
+    """A copy of the bytes, aligned for direct I/O."""
     copy = memoryview(mmap.mmap(-1, len(buffer)))
     copy[:] = buffer
     return copy

@@ -693,14 +693,14 @@ def test_what_is_in_the_way_of_a_step_is_not_removed(root, put):
 
 @pytest.mark.parametrize("nonce", ["", "0" * 15, "0" * 17, "F" * 16, "../../../../../x", "0" * 15 + "\n", "٠" * 16])
 def test_a_nonce_cannot_lead_elsewhere(root, nonce):
-    with pytest.raises(CheckpointError, match="is no folder's name"):
+    with pytest.raises(CheckpointError, match="is not a folder's name"):
         root.begin(20, nonce)
     assert not root.path.exists()
 
 
 @pytest.mark.parametrize("step", [-1, 10**10])
 def test_a_step_has_ten_digits(root, step):
-    with pytest.raises(CheckpointError, match="is no folder's name"):
+    with pytest.raises(CheckpointError, match="is not a folder's name"):
         root.begin(step, "0" * 16)
 
 

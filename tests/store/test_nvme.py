@@ -456,7 +456,7 @@ BAD_FOLDERS = {
     "a link to nowhere": ("dangling", "does not exist"),
     "a link to itself": ("loop", "ELOOP"),
     "a name too long": ("n" * 300, "ENAMETOOLONG"),
-    "no name at all": ("a\0b", "is no path"),
+    "no name at all": ("a\0b", "is not a path"),
     "where nobody may make files": ("/proc/self", "no file can be made"),
 }
 

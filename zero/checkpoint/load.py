@@ -27,7 +27,7 @@ from zero.checkpoint.disk import Disk
 from zero.checkpoint.hashes import BLOCK_BYTES
 from zero.checkpoint.manifest import Entry, Manifest, Piece, file_name, step_name, step_of
 from zero.checkpoint.publish import MANIFEST_NAME, Root
-from zero.checkpoint.save import by_rank_0, join, told_by_all
+from zero.checkpoint.save import by_rank_0, gather_reports, join
 from zero.checkpoint.shard import THREADS, ShardReader, compare
 from zero.core.layout import Slot
 from zero.core.loss_scale import LossScale
@@ -43,7 +43,7 @@ from zero.platform.files import memory_of
 from zero.progress import Progress, silent
 
 FOLDER = "checkpoints"
-"""Of a run, inside its folder, unless it was told otherwise."""
+"""Of a run, inside its folder, unless configured otherwise."""
 
 OPEN_FILES = 8
 """Each keeps a descriptor and a MiB."""
@@ -83,7 +83,7 @@ def open_checkpoint(
     """Read the manifest in `folder` and compare all files with it. Collective.
 
     Args:
-        progress: told the bytes that this rank has compared.
+        progress: called with the bytes that this rank has compared.
 
     Raises:
         CheckpointError: on every rank; the line names file and place of the first damage that some rank found.
@@ -96,7 +96,7 @@ def open_checkpoint(
         _numbers(folder, found[0])
         return {"files": [file.sha256 for file in found[0].files]}
 
-    reports = told_by_all(world, read)
+    reports = gather_reports(world, read)
     if any(report != reports[0] for report in reports):
         raise CheckpointError(f"{folder}: the ranks see different files under this name; give a folder that all share")
     checkpoint = Checkpoint(folder, found[0], disk)
@@ -208,8 +208,8 @@ def load(
         convert: names or patterns of tensors whose dtype may change: masters and moments are fp32.
         moments: False leaves the optimizer's as they are, whatever the checkpoint has: for a state that is not trained.
         weights: "ema" gives the parameters the running mean of what they were.
-        note: told which tensors keep their values because of `partial`.
-        progress: told the units that are filled.
+        note: called with which tensors keep their values because of `partial`.
+        progress: called with the units that are filled.
 
     Raises:
         CheckpointError: names, shapes or dtypes that do not match, a pattern of `partial` that names nothing, or no
@@ -246,7 +246,7 @@ def load(
             note(f"checkpoint.partial: {len(left)} tensors of the checkpoint are left behind" + _listed(left))
     stays = _current(state, kept - _untouched(plan, kept))
     following = state.restored(step=step, scale=plan.precision.scale.resumed(saved, dynamic=dynamic))
-    told_by_all(plan.world, lambda: _fill(following, checkpoint, there, stays, buffers, kept, progress))
+    gather_reports(plan.world, lambda: _fill(following, checkpoint, there, stays, buffers, kept, progress))
     runtime.updater.resume(rested)
     for unit in runtime.units:
         unit.version += 1
@@ -272,13 +272,13 @@ def _verify(world: World, checkpoint: Checkpoint, progress: Progress) -> None:
     contents = checkpoint.manifest.contents()
     readers = [_Verifying(checkpoint, contents, mine[first::THREADS]) for first in range(min(THREADS, len(mine)))]
 
-    def tell() -> None:
+    def report_progress() -> None:
         done = sum(len(reader.digests) for reader in readers)
         progress(f"verifying {checkpoint.folder.name}", done * BLOCK_BYTES, len(mine) * BLOCK_BYTES)
 
     for reader in readers:
         reader.start()
-    join(world, readers, tell)
+    join(world, readers, report_progress)
 
     def found() -> dict[str, Any]:
         for reader in readers:
@@ -286,7 +286,7 @@ def _verify(world: World, checkpoint: Checkpoint, progress: Progress) -> None:
                 raise reader.error
         return {"digests": [readers[place % THREADS].digests[place // THREADS] for place in range(len(mine))]}
 
-    digests = iter([bytes.fromhex(digest) for report in told_by_all(world, found) for digest in report["digests"]])
+    digests = iter([bytes.fromhex(digest) for report in gather_reports(world, found) for digest in report["digests"]])
     for rank, file in enumerate(files):
         name = file_name(rank, checkpoint.manifest.world)
         compare(checkpoint.folder / name, file, itertools.islice(digests, -(-file.size // BLOCK_BYTES)))
@@ -545,12 +545,12 @@ def _numbers(folder: Path, manifest: Manifest) -> tuple[int, LossScale, bool, di
     return step, scale, dynamic, rested, randoms
 
 
-def set_random(told_: Mapping[str, Any], python: Any = random, host: torch.Generator | None = None) -> None:
+def set_random(state: Mapping[str, Any], python: Any = random, host: torch.Generator | None = None) -> None:
     """The opposite of `random_state`; or try it on these generators, which are nobody's."""
-    version, internal, following = told_["python"]
+    version, internal, following = state["python"]
     python.setstate((version, tuple(internal), following))
-    (torch.default_generator if host is None else host).set_state(_octets(told_["torch"]))
-    cuda = None if told_["cuda"] is None else _octets(told_["cuda"])
+    (torch.default_generator if host is None else host).set_state(_octets(state["torch"]))
+    cuda = None if state["cuda"] is None else _octets(state["cuda"])
     if cuda is not None and host is None and torch.cuda.is_available():
         torch.cuda.set_rng_state(cuda)
 

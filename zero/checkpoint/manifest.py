@@ -44,6 +44,8 @@ _MAX_DEPTH = 32
 _MAX_FACT_BITS = 4096  # Python refuses to read integers of more than 4300 digits
 _REPR = reprlib.Repr()
 _REPR.maxstring = 80
+# Types are checked by hand beside the geometry: each line names the tensor, the rank or the file and the range that was
+# expected, for values read from text and for values made in memory. A schema's paths would have to be translated back.
 _LAST_LINE = re.compile(rb'"sha256":"([0-9a-f]{64})"\}\n')
 _LAST_LINE_BYTES = len('"sha256":""}\n') + 64
 
@@ -411,5 +413,5 @@ def _short(value: object) -> str:
     """On one line, and no longer than a reader wants, however deep and large the value is."""
     if type(value) is int and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
-    shown = _REPR.repr(value)
-    return shown if len(shown) <= 100 else f"{shown[:97]}..."
+    text = _REPR.repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -138,7 +138,7 @@ class Root:
             self._discard(doomed)
 
     def steps(self) -> list[int]:
-        """Steps that something has the name of, ascending. What it is, `read_manifest` and the files' hashes say."""
+        """Steps that the root has a name for, ascending; `read_manifest` and the files' hashes show what they are."""
         with naming(self.path, "listing it"):
             found = [step_of(name) for name in self._names()]
             return sorted(step for step in found if step is not None)
@@ -152,7 +152,7 @@ class Root:
         Args:
             keep: at least 2, so that a newest one that rots unseen is not the only one.
             every: steps, or None to keep no others.
-            valid: asked from the newest folder on, until `keep` of them are.
+            valid: called from the newest folder on, until `keep` of them are.
         """
         if keep < 2:
             raise ConfigError(f"checkpoint.keep={keep}: at least 2 are kept, so that one may rot; set it to 2 or more")
@@ -299,7 +299,9 @@ class Root:
     def _aside(self, kind: str, step: int, nonce: str | None = None) -> Path:
         name = f".{kind}-{step:010d}-{secrets.token_hex(8) if nonce is None else nonce}"
         if not _ASIDE.fullmatch(name):
-            raise CheckpointError(f"{name!r} is no folder's name: a step has up to 10 digits, a nonce 16 hexadecimal")
+            raise CheckpointError(
+                f"{name!r} is not a folder's name: a step has up to 10 digits, a nonce 16 hexadecimal"
+            )
         return self.path / name
 
     def _asides(self) -> list[_Aside]:

@@ -6,8 +6,8 @@ on its way to the disk.
 
 Or the state is copied first, and a thread writes the copy behind the steps that follow.
 
-Every rank hears how every other one fared before any of them returns: a save is acknowledged on all ranks or fails on
-all of them, and what failed is removed.
+Ranks exchange their results before any of them returns: a save is acknowledged on all ranks or fails on all of them,
+and what failed is removed.
 
 Source: Mohan et al. 2021, "CheckFreq", for what belongs to a state.
 """
@@ -66,7 +66,7 @@ def save(
     Args:
         root: the folder that holds a run's checkpoints; made if its parent exists.
         facts: JSON values to find again in `Checkpoint.facts`: the config, where the data is, and the like.
-        progress: told the bytes that this rank has written.
+        progress: called with the bytes that this rank has written.
 
     Returns:
         The published folder: `step-` and the number of steps tried so far, skipped ones included.
@@ -136,7 +136,7 @@ def facts_of(
     given: Mapping[str, Any],
     rested: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """What a manifest says beside tensors and files, as `load` reads it; of generators nothing, till ranks tell theirs.
+    """What a manifest says beside tensors and files, as `load` reads it; without the generators, which each rank adds.
 
     Args:
         step: updates made.
@@ -176,7 +176,7 @@ class Saving:
     """A save under way: this rank's file is written at once, or by a thread.
 
     Args:
-        manifest: but for what only the written files tell.
+        manifest: without what only the written files can add.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Saving:
         """
         try:
             join(self._world, self._threads)
-            reports = told_by_all(self._world, lambda: self._report)
+            reports = gather_reports(self._world, lambda: self._report)
             return Path(by_rank_0(self._world, lambda: str(self._publish(reports))))
         except BaseException:
             self.abandon()
@@ -249,7 +249,7 @@ class Saving:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """What goes wrong on one rank, whatever it is, all ranks hear in `finish`: they must not part ways here."""
+        """An error on one rank, whatever it is, is raised by all ranks in `finish`: they must not part ways here."""
         try:
             yield
         except (CheckpointError, StoreError) as error:
@@ -268,7 +268,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 # -- together ----------------------------------------------------------------------------------------------------------
 
 
-def told_by_all(world: World, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+def gather_reports(world: World, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
     """What every rank's `work` returned, on every rank.
 
     Raises:
@@ -309,7 +309,7 @@ def by_rank_0(world: World, work: Callable[[], Any]) -> Any:
     Raises:
         CheckpointError: it failed; on every rank.
     """
-    return told_by_all(world, lambda: {"value": work()} if world.rank == 0 else {})[0]["value"]
+    return gather_reports(world, lambda: {"value": work()} if world.rank == 0 else {})[0]["value"]
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""Other ranks: the only room that talks to them, and what is said when one fails."""
+"""Other ranks: the only room that talks to them, and the error when one fails."""

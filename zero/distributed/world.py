@@ -90,7 +90,7 @@ class _Then:
 
 
 class _Timed:
-    """An operation whose waits are told to `count`, in seconds."""
+    """An operation that reports the seconds of its waits to `count`."""
 
     def __init__(self, handle: Handle, count: Callable[[float], None]) -> None:
         self._handle, self._count = handle, count
@@ -402,15 +402,15 @@ class ProcessWorld(World):
         except RuntimeError as error:
             ran_out = time.monotonic() - begin_s >= self.timeout_s
             refusal, within = (DeadlineError, f" within {self.timeout_s:g} s") if ran_out else (RankFailedError, "")
-            said = f"rank {self.rank} of {self.size} could not connect to the others{within}: {first_line(error)}"
+            message = f"rank {self.rank} of {self.size} could not connect to the others{within}: {first_line(error)}"
             with contextlib.suppress(RuntimeError):  # the store may be gone with its host
-                self._store.set(f"connected/{self.rank}", said)
-            raise refusal(said) from error
+                self._store.set(f"connected/{self.rank}", message)
+            raise refusal(message) from error
         self._store.set(f"connected/{self.rank}", "")
         _await_all(self._store, "connected", self.rank, self.size, self.timeout_s, "connect")
         for r in self._others():
-            if said := self._store.get(f"connected/{r}").decode():
-                raise RankFailedError(said)
+            if message := self._store.get(f"connected/{r}").decode():
+                raise RankFailedError(message)
         self._store.set(f"joined/{self.rank}", "")
         if self.rank == 0:  # it may be the store's host, and stays until the others have read
             _await_all(self._store, "joined", self.rank, self.size, self.timeout_s, "join")

@@ -211,16 +211,16 @@ def _metadata(path: Path) -> Any:
         try:
             found = _Unpickler(io.BytesIO(file.read())).load()
             if not isinstance(found, metadata.Metadata) or not isinstance(found.state_dict_metadata, dict):
-                raise TypeError("it is no metadata of DCP")
+                raise TypeError("it is not metadata of DCP")
             if not all(type(name) is str for name in found.state_dict_metadata):
-                raise TypeError("a tensor's name is no text")
+                raise TypeError("a tensor's name is not text")
             homes = {(info.relative_path, info.offset) for info in found.storage_data.values()}
             if len(homes) < len(found.storage_data):
                 raise TypeError("it has two tensors in one place")
             for info in found.storage_data.values():
                 name = info.relative_path
                 if type(name) is not str or Path(name).name != name or info.transform_descriptors:
-                    raise TypeError(f"{str(name)[:100]!r} is no plain file of this folder")
+                    raise TypeError(f"{str(name)[:100]!r} is not a plain file in this folder")
         except OSError:
             raise
         except Exception as error:  # a damaged or crafted pickle may raise anything

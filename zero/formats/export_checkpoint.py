@@ -65,7 +65,7 @@ def export_checkpoint(
         dtype: of the parameters, frozen ones too; buffers keep their own.
         weights: "ema" for the running mean of the parameters in their place; frozen ones are as they are.
         shard_bytes: of values in one file of "hf".
-        progress: told the bytes of values that are read; a tie is read once for each of its names, but not for "torch".
+        progress: called with the bytes of values that are read; a tie counts for each of its names, for "torch" once.
 
     Raises:
         CheckpointError: damage, no such `weights`, values that `dtype` has no room for, or what the system refuses;

@@ -41,7 +41,7 @@ STATISTICS = ("*.running_mean", "*.running_var", "*.num_batches_tracked")
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What a source does not say.
+    """What a source does not state.
 
     Attributes:
         prefix: only names that begin with it are taken, without it.
@@ -49,7 +49,7 @@ class Choice:
         frozen: names or patterns of parameters that will not be trained.
         buffers: names or patterns of buffers, beside what is no floating-point tensor or named as torch's own.
         ties: further name -> name. Both are compared, and one is kept.
-        step: updates made; None: what the source says, or 0 where it has no moments.
+        step: updates made; None: what the source states, or 0 where it has no moments.
     """
 
     prefix: str = ""
@@ -95,7 +95,7 @@ def import_checkpoint(source: Source, root: Path, choice: Choice = Choice(), pro
 
     Args:
         root: its parent exists.
-        progress: told the bytes that are written.
+        progress: called with the bytes that are written.
 
     Raises:
         CheckpointError: ties that are none, values that cannot be read, a step that is there already; nothing was
@@ -141,7 +141,7 @@ def _check_ties(source: Source, ties: Mapping[str, str]) -> None:
     """The source may have the values under the further name too; then they must be the same."""
     for name, owner in ties.items():
         if owner not in source.tensors or owner in ties:
-            raise ConfigError(f"{name} is tied to {owner}, which is no tensor of the source")
+            raise ConfigError(f"{name} is tied to {owner}, which is not a tensor of the source")
         other = source.tensors.get(name)
         if other is not None and not _equal(other, source.tensors[owner], name):
             raise CheckpointError(f"{name} and {owner} are to be tied, but their values differ; leave the tie out")

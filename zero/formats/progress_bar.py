@@ -11,7 +11,7 @@ from zero.progress import Progress, silent
 
 @contextlib.contextmanager
 def progress_bar(console: Console | None = None) -> Iterator[Progress]:
-    """Show what is told for the time of the block, on stderr unless another console is given."""
+    """Show progress for the time of the block, on stderr unless another console is given."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
         yield silent

@@ -64,8 +64,8 @@ class Stream:
         """The values, counted.
 
         Raises:
-            CheckpointError: they are more, fewer, or of another dtype than was said, or cannot be had; the line begins
-                with `what`.
+            CheckpointError: they are more, fewer, or of another dtype than announced, or cannot be read; the line
+                begins with `what`.
         """
         found = 0
         try:
@@ -114,11 +114,11 @@ class Source:
 
     Attributes:
         tensors: by the names that they have there, in their order.
-        ties: further name -> name, for tensors that the source says are one.
+        ties: further name -> name, for tensors that are one in the source.
         moments: (name, kind) -> values, where the source has the optimizer's.
-        kinds: name -> "parameter", "frozen" or "buffer", where the source says it.
-        step: updates made, None where it does not say. `skipped`: steps beside them that changed nothing.
-        left: what is there and is no tensor.
+        kinds: name -> "parameter", "frozen" or "buffer", where the source states it.
+        step: updates made, None where it does not state them. `skipped`: steps beside them that changed nothing.
+        left: what is there and is not a tensor.
     """
 
     tensors: Mapping[str, Stream]
@@ -131,7 +131,7 @@ class Source:
 
 
 def counted(streams: Sequence[Stream], what: str, progress: Progress) -> list[Stream]:
-    """The same values; `progress` is told how many bytes of all were cut."""
+    """The same values; `progress` is called with how many bytes of all were cut."""
     done, total = 0, sum(stream.nbytes for stream in streams)
 
     def cut(stream: Stream) -> Iterator[Tensor]:
@@ -145,7 +145,7 @@ def counted(streams: Sequence[Stream], what: str, progress: Progress) -> list[St
 
 
 def shape_of(sizes: Any, what: str) -> tuple[int, ...]:
-    """A shape as a file from elsewhere says it.
+    """A shape that a file of another library states.
 
     Raises:
         CheckpointError: it is none; the line begins with `what`.

@@ -198,9 +198,9 @@ def stream_of(value: Any, what: str) -> Stream:
 
 def unpicklers_own(error: BaseException) -> BaseException:
     """torch explains itself on many lines, and how to switch the restriction off; its unpickler had said it in one."""
-    said = error.__context__ if isinstance(error, pickle.UnpicklingError) and error.__context__ else error
-    asked = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)|class (\S+) was not", str(said))
-    return pickle.UnpicklingError(f"its pickle asks for {(asked[1] or asked[2])[:100]}") if asked else said
+    cause = error.__context__ if isinstance(error, pickle.UnpicklingError) and error.__context__ else error
+    refused = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)|class (\S+) was not", str(cause))
+    return pickle.UnpicklingError(f"its pickle asks for {(refused[1] or refused[2])[:100]}") if refused else cause
 
 
 def _reason(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The compute device, as far as anybody asks: streams with events, memory, readings; and host memory, which all have.
+"""The compute device, as the engine uses it: streams with events, memory, readings; and host memory, which all have.
 
 What is here is a CPU, whose streams are no-ops: everything happens in program order. `cuda` is a GPU.
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 GiB = 1 << 30
 ALIGNMENT = 4096
-"""Bytes: what direct file access asks of an address, and a page of memory."""
+"""Bytes: what direct file access needs of an address, and a page of memory."""
 
 _ONE_AT_A_TIME = threading.Lock()
 """Held while torch's default number of threads, which is the process's, is another for a moment."""
@@ -205,7 +205,7 @@ class Device:
         return tensor if self.is_home_of(tensor) else tensor.to(self.device)
 
     def adopt(self, memory: Tensor) -> None:
-        """Be told of memory of the host that tiers lie in."""
+        """Register host memory that tiers use."""
 
     def pin(self, memory: Tensor) -> bool:
         """Lock host memory, (n,) uint8, for copies beside compute; whether that was of use, and succeeded."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from zero.errors import CheckpointError, StoreError
 
 BLOCK_BYTES = 4096
-"""Direct transfers start, end and lie in memory at multiples of this: no disk in use asks for more."""
+"""Direct transfers start, end and lie in memory at multiples of this: no disk in use needs more."""
 
 REQUEST_BYTES = 4 * 2**20
 """The default size of one call: large enough that Python's share of it does not show."""
@@ -107,7 +107,7 @@ def move(
     """Have `call` move all of `block`: each call moves as much as it likes, and the next goes on from there.
 
     Args:
-        naming: around the call at an offset, to say of an error where it was.
+        naming: around the call at an offset, so that an error names it.
 
     Raises:
         OSError: as the system says, or EIO at the end of the file.
@@ -337,7 +337,7 @@ def _open_nameless(folder: Path, files: Files) -> tuple[int, bool]:
     except OSError as error:
         raise _refused(folder, "no file can be made", error) from error
     except ValueError as error:
-        raise StoreError(f"offload.path={str(folder)!r} is no path: {error}; set offload.path") from None
+        raise StoreError(f"offload.path={str(folder)!r} is not a path: {error}; set offload.path") from None
 
 
 def _first_that_opens(folder: Path, files: Files) -> tuple[int, bool]:

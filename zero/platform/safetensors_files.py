@@ -243,9 +243,9 @@ def _read_index(path: Path) -> tuple[dict[str, str], dict[str, str]]:
         weight_map, ties = body["weight_map"], body.get("metadata", {}).get("ties", {})
         texts = [text for pair in (*weight_map.items(), *ties.items()) for text in pair]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is no index of safetensors ({type(error).__name__})") from error
+        raise CheckpointError(f"{path}: is not an index of safetensors ({type(error).__name__})") from error
     if not weight_map or not all(isinstance(text, str) for text in texts):
-        raise CheckpointError(f"{path}: is no index of safetensors: it maps names to other things than files")
+        raise CheckpointError(f"{path}: is not an index of safetensors: it maps names to other things than files")
     for name in weight_map.values():
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", name):
             raise CheckpointError(f"{path}: {name!r} is not the name of a safetensors file in this folder")
@@ -269,7 +269,7 @@ def _pieces_of(file: _File) -> dict[str, _Piece]:
             raise ValueError("tensors that do not fill the file")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         what = f"{type(error).__name__}: {in_short(error)}"
-        raise CheckpointError(f"{file.path}: is no whole safetensors file ({what})") from error
+        raise CheckpointError(f"{file.path}: is not a whole safetensors file ({what})") from error
     return pieces
 
 

@@ -15,8 +15,8 @@ least one span of a row is under way. **Exposed** is the part of it in which the
 row; the rest is **hidden**. A thread that waits for the store waits for all three of its rows, so exposed times may
 overlap, and add up to more than the step's.
 
-The parts of a run tell a `Tape` what they do. It forgets at once unless somebody records: then it notes moments, which
-become seconds after the step. Nothing here waits for a device while a step runs.
+The parts of a run report to a `Tape` what they do. It forgets at once unless somebody records: then it notes moments,
+which become seconds after the step. Nothing here waits for a device while a step runs.
 
 Source: Holistic Trace Analysis (Meta 2023), "communication computation overlap".
 """
@@ -246,7 +246,7 @@ def from_trace(trace: Mapping[str, Any]) -> list[Span]:
 
 
 class Tape:
-    """What the parts of a run tell what they do. While nobody records that costs them one look.
+    """Where the parts of a run record what they do. While nobody records that costs them one look.
 
     Args:
         clock: makes a clock for one recording.
@@ -331,7 +331,7 @@ class _Entry:
 
 
 class _Recording:
-    """What was told so far. Any thread may append, which a list takes in whole."""
+    """What was recorded so far. Any thread may append, which a list takes in whole."""
 
     def __init__(self, clock: "Clock", rank: int, profile: bool) -> None:
         self._clock, self._rank, self._profile = clock, rank, profile

@@ -30,7 +30,10 @@ MISTAKES = [
         "model.norm=layer has no RMSNorm; write LayerNorm",
     ),
     ({"zero": {"prefetch": -1}}, "zero.prefetch=-1: must be at least 0"),
-    ({"zero": {"activations": "remet"}}, "zero.activations=remet: must be keep, remat or offload"),
+    (
+        {"zero": {"activations": "remet"}},
+        "zero.activations=remet: must be one of keep, remat, offload; did you mean",
+    ),
     ({"zero": {"update": "laxy"}}, "zero.update=laxy: must be one of lazy, serial, eager; did you mean lazy?"),
     ({"zero": {"update": "eager"}}, "set optim.clip=null or zero.update=lazy"),
     (

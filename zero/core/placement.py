@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
 from zero.core.schema import Section
-from zero.core.settings import Place, Reads, bytes_of, key, memory_of, whole_or_auto
+from zero.core.settings import Place, bytes_of, key, memory_of, or_auto, whole_or_auto
 from zero.errors import ConfigError, SettingError
 
 Tier = Literal["device", "host", "nvme"]
@@ -56,15 +56,7 @@ back for data, checkpoints and libraries.
 _TIER_OF: Mapping[str, Tier] = MappingProxyType({"none": "device", "cpu": "host", "nvme": "nvme"})
 
 
-# Kinds of settings: what is written auto is None here.
-
-
-def _or_auto(words: str, read: Callable[[object], Any], write: Callable[[Any], Any] = lambda value: value) -> Reads:
-    return Reads(
-        words,
-        lambda value: None if value == "auto" else read(value),
-        lambda value: "auto" if value is None else write(value),
-    )
+# Kinds of settings: where auto is written, None is kept.
 
 
 def _page(value: object) -> int:
@@ -79,29 +71,29 @@ def _budget(value: object) -> int | float:
         if 0 < float(share[1]) <= 100:
             return float(share[1]) / 100
         raise ValueError
-    is_exact = isinstance(value, str) and value.endswith("B") and value[:-1].isdigit()
-    return bytes_of(value) if is_exact else bytes_of(value) and memory_of(value)
+    return bytes_of(value) and memory_of(value)
 
 
-def _budget_text(budget: object) -> object:
-    """A budget of Python's as one types it."""
-    if type(budget) is float and 0 < budget <= 1:
-        return f"{budget:.9%}".rstrip("0%").rstrip(".") + "%"
-    return f"{budget}B" if type(budget) is int and budget >= 0 else budget
+def _typed(given: Any) -> Any:
+    """A number of bytes, or a share, as one types it."""
+    if type(given) is float and 0 < given <= 1:
+        return _percent(given)
+    return f"{given}B" if type(given) is int and given >= 0 else given
 
 
-Page = Annotated[int | None, _or_auto("a size in bytes such as 8MiB or 80GiB, not negative, or auto", _page)]
+def _percent(share: float) -> str:
+    return f"{share:.9%}".rstrip("0%").rstrip(".") + "%"
+
+
+_SIZE_OR_SHARE = "a size such as 8GiB, a share of what is free such as 50%"
+Page = Annotated[int | None, or_auto("a size in bytes such as 8MiB or 80GiB, not negative", _page, None)]
 Budget = Annotated[
     int | float | None,
-    _or_auto(
-        "a size such as 8GiB, a share of what is free such as 50%, or auto",
-        _budget,
-        lambda budget: budget if isinstance(budget, int) else _budget_text(budget),
-    ),
+    or_auto(_SIZE_OR_SHARE, _budget, None, lambda kept: _percent(kept) if isinstance(kept, float) else kept),
 ]
-Reserve = Annotated[int | None, _or_auto("a size such as 80GiB, or auto", memory_of)]
-ThreadsOfStore = Annotated[int | None, _or_auto("a whole number from 1, or auto", whole_or_auto(1, 4096).read)]
-ReadAhead = Annotated[int | None, _or_auto("a whole number from 0, or auto", whole_or_auto(0).read)]
+Reserve = Annotated[int | None, or_auto("a size such as 80GiB", memory_of, None)]
+StoreThreads = Annotated[int | None, whole_or_auto(1, 4096, None)]
+ReadAhead = Annotated[int | None, whole_or_auto(0, auto=None)]
 
 
 class Offload(Section):
@@ -142,7 +134,7 @@ class Offload(Section):
         trades="host memory against speed: the arena holds a few pages per thread, disks like large ones",
         example="8MiB",
     )
-    threads: ThreadsOfStore = key(
+    threads: StoreThreads = key(
         "auto", "threads that read, update and write pages; auto: measured at the start", unit="threads", example="4"
     )
     read_ahead: ReadAhead = key(
@@ -206,7 +198,8 @@ class Offload(Section):
             raise SettingError(f"offload={preset}: must be one of {', '.join(PRESETS)}")
         given = dict(zip(("optimizer", "param", "grad"), PRESETS[preset], strict=True))
         given |= {name: value for name, value in settings.items() if value is not None}
-        super().__init__(**given | {name: _budget_text(given[name]) for name in given if name.endswith("_budget")})
+        exact = ("device_budget", "host_budget", "reserve_bytes")
+        super().__init__(**{name: _typed(value) if name in exact else value for name, value in given.items()})
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
@@ -427,7 +420,7 @@ def _limit(tier: Tier, given: int | float | None, limit_bytes: int) -> str:
 
 def budget_text(budget: int | float) -> str:
     """A budget as a user may type it."""
-    return size_text(budget) if isinstance(budget, int) else f"{budget:.4%}".rstrip("0%").rstrip(".") + "%"
+    return size_text(budget) if isinstance(budget, int) else _percent(budget)
 
 
 def size_text(count: int) -> str:

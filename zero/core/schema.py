@@ -122,6 +122,14 @@ def sentence(model: type[Section], refused: ValidationError, raw: Mapping[str, A
     return f"{seen}: {texts.get(kind, error['msg'])}{', or null' if optional else ''}"
 
 
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key to value, of nested values."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
 def unknown_key(model: type[Section], key: str, at: str = "") -> str:
     """The sentence for a key that does not exist, or not with the options that were chosen."""
     known = keys(model, at)

@@ -60,7 +60,7 @@ class Reads:
 
     words: str
     read: Callable[[Any], Any]
-    write: Callable[[Any], Any] | None = None
+    write: Callable[[Any], Any] = lambda kept: kept
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         write = self.write and core_schema.plain_serializer_function_ser_schema(self.write)
@@ -76,19 +76,33 @@ class Reads:
 # Numbers
 
 
-def whole_or_auto(least: int, most: int = MOST) -> Reads:
+def or_auto(
+    words: str, read: Callable[[Any], Any], auto: Any = "auto", write: Callable[[Any], Any] = lambda kept: kept
+) -> Reads:
+    """What `read` takes, or the word auto.
+
+    Args:
+        auto: what is kept for the word; None if it is not the word itself.
+        write: gives back what one types for a value of `read`.
+    """
+    return Reads(
+        f"{words}, or auto",
+        lambda value: auto if value == "auto" else read(value),
+        lambda value: "auto" if value is None else write(value),
+    )
+
+
+def whole_or_auto(least: int, most: int = MOST, auto: Any = "auto") -> Reads:
     """A whole number, or the word auto. What is strict here: `True` and `2.0` are neither."""
 
-    def read(value: object) -> Any:
-        if value == "auto":
-            return value
+    def read(value: object) -> int:
         if type(value) is not int or value < least:
             raise ValueError
         if value > most:
             raise ValueError(f"must be at most {most}")
         return value
 
-    return Reads(f"a whole number from {least}, or auto", read)
+    return or_auto(f"a whole number from {least}", read, auto)
 
 
 def in_fp32(value: float) -> float:
@@ -131,19 +145,16 @@ def bytes_of(value: object) -> int:
 
 
 def memory_of(value: object) -> int:
-    """80 is a slip of whoever means 80GiB."""
+    """80 is a slip of whoever means 80GiB; 80B is none."""
     nbytes = bytes_of(value)
-    if nbytes >= 2**20:
+    if nbytes >= 2**20 or re.fullmatch(r"\d+B", str(value)):
         return nbytes
     if str(value).isdigit():
         raise ValueError(f"is {nbytes} bytes; write a unit, such as 80GiB")
     raise ValueError("must be at least 1MiB; what a run takes is in the table of mode=plan")
 
 
-Memory = Annotated[
-    int | Literal["auto"],
-    Reads("a size such as 80GiB, or auto", lambda value: value if value == "auto" else memory_of(value)),
-]
+Memory = Annotated[int | Literal["auto"], or_auto("a size such as 80GiB", memory_of)]
 
 # Words
 

@@ -10,7 +10,7 @@ decay is applied to all parameters, a warm-up is logarithmic.
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -329,25 +329,17 @@ def _tracker(config: CheckedConfig) -> dict[str, Any]:
 
 def overrides(settings: Mapping[str, Any]) -> list[str]:
     """The same settings as words of a command line: options first, because a key belongs to one."""
-    flat = dict(_flat(settings))
+    flat = schema.flat(settings)
     options = [f"{key.removesuffix('.name')}={value}" for key, value in flat.items() if key.endswith(".name")]
     return options + [f"{key}={suggest.word(value)}" for key, value in flat.items() if not key.endswith(".name")]
 
 
 def differing(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Those that are not what they would be without, names of options chosen already."""
-    flat, usual = dict(_flat(settings)), dict(_flat(Settings().plain()))
+    flat, usual = schema.flat(settings), schema.flat(Settings().plain())
     names = {key: value for key, value in flat.items() if key.endswith(".name")}
-    plain = dict(_flat(Settings.read(_nested(names)).plain()))
+    plain = schema.flat(Settings.read(_nested(names)).plain())
     return _nested({key: value for key, value in flat.items() if value != (usual if key in names else plain)[key]})
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,17 +29,6 @@ class _Optim(Section):
     )
 
 
-class AdamW(_Optim):
-    """Adam with decoupled decay."""
-
-    name: Literal["adamw"] = key("adamw", "kind of optimizer")
-    lr: Rate = key(3e-3, "peak learning rate; the schedule scales it", example="3e-4")
-    beta1: Fraction = key(0.9, "memory of the gradient's mean, per step", example="0.95")
-    beta2: Fraction = key(0.99, "memory of the gradient's square, per step", example="0.95")
-    eps: Positive = key(1e-8, "added to the root of the second moment", example="1e-6")
-    weight_decay: NonNegative = key(0.1, "pull towards zero, per step and unit of learning rate", example="0.05")
-
-
 class Adam(_Optim):
     """Adam; decay is added to the gradient."""
 
@@ -47,6 +36,15 @@ class Adam(_Optim):
     beta1: Fraction = key(0.9, "memory of the gradient's mean, per step", example="0.95")
     beta2: Fraction = key(0.999, "memory of the gradient's square, per step", example="0.95")
     eps: Positive = key(1e-8, "added to the root of the second moment", example="1e-6")
+
+
+class AdamW(Adam):
+    """Adam with decoupled decay."""
+
+    name: Literal["adamw"] = key("adamw", "kind of optimizer")  # type: ignore[assignment]
+    lr: Rate = key(3e-3, "peak learning rate; the schedule scales it", example="3e-4")
+    beta2: Fraction = key(0.99, "memory of the gradient's square, per step", example="0.95")
+    weight_decay: NonNegative = key(0.1, "pull towards zero, per step and unit of learning rate", example="0.05")
 
 
 class SGD(_Optim):

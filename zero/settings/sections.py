@@ -6,12 +6,12 @@ from pydantic import model_validator
 
 from zero.core.loss_scale import LossScaling
 from zero.core.schema import Section
-from zero.core.settings import Count, Natural, Reads, key
+from zero.core.settings import Count, Natural, Reads, key, or_auto
 from zero.errors import ConfigError
 
 
-def _stage(value: object) -> Any:
-    if value == "auto" or (type(value) is int and 0 <= value <= 3):
+def _stage(value: object) -> int:
+    if type(value) is int and 0 <= value <= 3:
         return value
     raise ValueError
 
@@ -24,15 +24,8 @@ def _units(value: object) -> Any:
     return tuple(value)
 
 
-def _activations(value: object) -> Any:
-    if value not in ("keep", "remat", "offload"):
-        raise ValueError
-    return value
-
-
-StageOrAuto = Annotated[int | Literal["auto"], Reads("0, 1, 2 or 3, or auto", _stage)]
+StageOrAuto = Annotated[int | Literal["auto"], or_auto("0, 1, 2 or 3", _stage)]
 Units = Annotated[Literal["auto"] | tuple[str, ...], Reads("auto or a list of class names, such as [Block]", _units)]
-Activations = Annotated[Literal["keep", "remat", "offload"], Reads("keep, remat or offload", _activations)]
 
 
 class Zero(Section):
@@ -59,7 +52,7 @@ class Zero(Section):
         trades="memory against waiting: each takes one more gathered unit",
         example="2",
     )
-    activations: Activations = key(
+    activations: Literal["keep", "remat", "offload"] = key(
         "keep",
         "activations of a unit: keep, remat (computed again in backward), or offload (kept in host memory)",
         trades="memory against time: remat keeps one activation per unit and computes a third more; offload sends "

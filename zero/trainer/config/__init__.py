@@ -3,7 +3,7 @@
 Knows nothing of ranks, Hydra or torch, so a mistake is answered before they are there.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -167,15 +167,7 @@ def keys_of(section: str, chosen: Mapping[str, Any]) -> set[str]:
 
 def flat(config: Config) -> dict[str, str]:
     """Dotted key to value as text, for comparing the settings of ranks."""
-
-    def walk(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
-        for name, value in node.items():
-            if isinstance(value, dict):
-                yield from walk(value, f"{prefix}{name}.")
-            else:
-                yield prefix + name, str(value)
-
-    return dict(walk(config.plain(), ""))
+    return {key: str(value) for key, value in schema.flat(config.plain()).items()}
 
 
 def unknown_key(key: str) -> str:

@@ -16,7 +16,6 @@ from zero.core.settings import (
     NonNegative,
     Place,
     Ranks,
-    Reads,
     Rows,
     Threads,
     Whole,
@@ -24,14 +23,12 @@ from zero.core.settings import (
     bytes_of,
     key,
     memory_of,
+    or_auto,
 )
 
-
-def _disk(value: object) -> int | str:
-    return "auto" if value == "auto" else bytes_of(value) and memory_of(value)
-
-
-Disk = Annotated[int | Literal["auto"], Reads("a size such as 4TB, or auto", _disk)]
+Disk = Annotated[
+    int | Literal["auto"], or_auto("a size such as 4TB", lambda value: bytes_of(value) and memory_of(value))
+]
 
 
 class Val(Section):

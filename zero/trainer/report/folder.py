@@ -86,14 +86,6 @@ def mapping(value: object) -> dict[str, Any]:
     return {str(key): one for key, one in value.items()} if isinstance(value, Mapping) else {}
 
 
-def flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key to value."""
-    found: dict[str, Any] = {}
-    for key, value in node.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
-
-
 def _read(path: Path, parse: Callable[[str], Any], unread: list[str], *, needed: bool = True) -> Any:
     """The parsed contents of `path`; None, and a sentence in `unread`, if it cannot be read."""
     try:

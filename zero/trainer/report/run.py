@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import zero.trainer.report.chart as chart
+from zero.core.schema import flat
 from zero.platform.run_files import publish
 from zero.platform.timeline import ROWS, Span, Timeline, shares
 from zero.trainer.config import Config
 from zero.trainer.report.chart import Bar, Part, Series
-from zero.trainer.report.folder import Run, flat, mapping, read_run
+from zero.trainer.report.folder import Run, mapping, read_run
 from zero.trainer.report.page import (
     Fact,
     Html,

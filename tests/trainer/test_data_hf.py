@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +55,10 @@ def tokenizer(tmp_path_factory):
 def records(path, numbers, column="text"):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(json.dumps({"id": n, column: text_of(n)}) for n in numbers) + "\n\n")
+
+
+def replace(config, **changes):
+    return HFTextConfig(**dict(config) | changes)
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ class Reads:
     write: Callable[[Any], Any] = lambda kept: kept
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        write = self.write and core_schema.plain_serializer_function_ser_schema(self.write)
+        write = core_schema.plain_serializer_function_ser_schema(self.write)
         return core_schema.no_info_plain_validator_function(self._read, serialization=write)
 
     def _read(self, value: object) -> Any:

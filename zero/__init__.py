@@ -46,16 +46,16 @@ if TYPE_CHECKING:
         get_full as get_full,
         set_full as set_full,
     )
-    from zero.engine.init import (
-        init as init,
-        make_forward as make_forward,
-        make_step as make_step,
-        open_store as open_store,
-        record as record,
-    )
+    from zero.engine.init import init as init, open_store as open_store
     from zero.engine.plan import Plan as Plan
     from zero.engine.state import State as State
-    from zero.engine.step import Metrics as Metrics, Step as Step
+    from zero.engine.step import (
+        Metrics as Metrics,
+        Step as Step,
+        make_forward as make_forward,
+        make_step as make_step,
+        record as record,
+    )
     from zero.errors import ZeroError as ZeroError
     from zero.platform.timeline import Timeline as Timeline
 
@@ -77,11 +77,11 @@ _HOME = {
     "open_store": "engine.init",
     "init": "engine.init",
     "State": "engine.state",
-    "make_step": "engine.init",
+    "make_step": "engine.step",
     "Step": "engine.step",
     "Metrics": "engine.step",
-    "make_forward": "engine.init",
-    "record": "engine.init",
+    "make_forward": "engine.step",
+    "record": "engine.step",
     "Timeline": "platform.timeline",
     "full_state_dict": "engine.full",
     "gathered": "engine.full",

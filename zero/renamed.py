@@ -20,14 +20,14 @@ MODULES: Mapping[str, str] = {name: f"{room}.{name}" for room, names in _MOVED.i
     "meter": "tracker.meter",
     "schedule": "core.lr_schedule",
     "meta": "engine.empty",
-    "step": "engine.init",
+    "step": "engine.init engine.step",
     "passes": "engine.step",
     "training": "trainer.loop",
     "exchange": "formats",
     "interop": "deepspeed",
     "ds_config": "deepspeed.config",
 }
-"""Module of `zero` in 0.1 -> where it is now."""
+"""Module of `zero` in 0.1 -> where it is now; two where its names are in two."""
 
 
 class Finder(Loader):
@@ -40,13 +40,15 @@ class Finder(Loader):
         first, _, further = old.partition(".")
         if package != "zero" or first not in MODULES:
             return None
-        now = f"zero.{MODULES[first]}.{further}".removesuffix(".")
+        now = " ".join(f"zero.{module}.{further}".removesuffix(".") for module in MODULES[first].split())
         return ModuleSpec(name, cls(), loader_state=now, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
         spec = module.__spec__
         assert spec is not None
-        warnings.warn(f"{spec.name} is {spec.loader_state} now", DeprecationWarning, stacklevel=2)
-        found = vars(import_module(spec.loader_state))
-        kept = {name: value for name, value in found.items() if not name.startswith("__") or name == "__getattr__"}
-        vars(module).update(kept)
+        places = spec.loader_state.split()
+        warnings.warn(f"{spec.name} is {' and '.join(places)} now", DeprecationWarning, stacklevel=2)
+        for place in places:
+            found = vars(import_module(place))
+            kept = {name: value for name, value in found.items() if not name.startswith("__") or name == "__getattr__"}
+            vars(module).update(kept)

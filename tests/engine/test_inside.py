@@ -506,7 +506,7 @@ def test_an_activation_that_was_overwritten_on_its_way_is_refused_as_torch_does(
 def test_on_a_cpu_offloaded_activations_are_kept_where_they_are():
     state = state_of(Chain(), SoloWorld(), activations="offload")
     assert state.runtime.gatherer.activations.allocated_bytes == 0
-    assert not state.runtime.gatherer.activations.away
+    assert not state.runtime.gatherer.activations.offloads
 
 
 # -- compilation -------------------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def test_what_waits_after_a_step(update):
         state, _ = zero.make_step(plan, lambda model, x: model(x).square().mean())(
             zero.init(plan, zero.open_store(plan)), [torch.ones(2, WIDTH)]
         )
-        return {unit.waiting is not None for unit in state.runtime.units}
+        return {unit.deferred is not None for unit in state.runtime.units}
 
     assert run_ranks(2, rank_main)[0] == {update == "lazy"}
 

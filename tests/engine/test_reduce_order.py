@@ -364,7 +364,7 @@ def end_step(*ranks: Turns, paths: Sequence[Sequence[int]]) -> list[list[int]]:
         for turns, path, own in zip(ranks, paths, took, strict=True)
     ])  # fmt: skip
     for turns in ranks:
-        assert turns.hear(reports)
+        assert turns.receive(reports)
     return took
 
 

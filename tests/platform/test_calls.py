@@ -17,11 +17,12 @@ from torch import nn
 import zero.distributed.world
 from tests.common.small import Setting, slice_of, small_batch, train_small
 from zero.core.placement import Room, budget_bytes
+from zero.core.sizes import GiB
 from zero.distributed.world import ProcessWorld
 from zero.engine.update import Updater
 from zero.errors import HandshakeError, MachineError
 from zero.platform.cuda import Cuda, compute_device
-from zero.platform.device import Arena, Device, GiB
+from zero.platform.device import Arena, Device
 from zero.testing import run_ranks, simulated_gpu
 from zero.testing.simulated_gpu import SimulatedGpu
 from zero.trainer.config import read

@@ -15,10 +15,11 @@ from torch import nn
 
 import zero
 from zero.checkpoint import load, open_checkpoint, save
+from zero.core.sizes import GiB
 from zero.engine.full import digest
 from zero.errors import MachineError
 from zero.platform.cuda import Cuda, claim_device
-from zero.platform.device import Arena, Device, GiB
+from zero.platform.device import Arena, Device
 from zero.testing import run_ranks, simulated_gpu
 from zero.testing.simulated_gpu import SimulatedGpu, count_launches
 

@@ -249,9 +249,7 @@ def load(
     gather_reports(plan.world, lambda: _fill(following, checkpoint, there, stays, buffers, kept, progress))
     runtime.updater.resume(rested)
     for unit in runtime.units:
-        unit.version += 1
-        if unit.resident is not None:
-            unit.resident.version = unit.version
+        unit.mark_changed(resident=True)
     if len(randoms) == plan.world.size:
         set_random(randoms[plan.world.rank])
     return following

@@ -346,7 +346,7 @@ def _pages(state: State, stretch: Stretch) -> Iterator[tuple[int, Tensor]]:
         for start, stop in pages(shard_S.numel(), plan.page_numel):
             yield own[0] + start, shard_S[start:stop].detach().cpu()
         return
-    whole = plan.whole_update and kind not in ("param", "frozen")
+    whole = plan.full_update and kind not in ("param", "frozen")
     origin, end = (0, stretch.layout.P) if whole else own
     wanted = [
         (number, origin + start, stop - start)

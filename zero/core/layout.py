@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zero.core.sizes import round_up
 from zero.errors import LayoutError
 
 VECTOR = 64
@@ -124,7 +125,7 @@ class Layout:
             raise LayoutError(f"groups name {unknown[0]!r}, which has no shape; known: {', '.join(shapes) or 'none'}")
         slots, end = [], 0
         for name, shape in shapes.items():
-            slot = Slot(name, tuple(int(size) for size in shape), _round_up(end, VECTOR), groups.get(name, 0))
+            slot = Slot(name, tuple(int(size) for size in shape), round_up(end, VECTOR), groups.get(name, 0))
             slots.append(slot)
             end = slot.stop
         return cls(tuple(slots), world_size)
@@ -132,7 +133,7 @@ class Layout:
     @cached_property
     def P(self) -> int:
         """Elements of the flat, padding included: a multiple of 64 W, 0 when no slot has an element."""
-        return _round_up(self.slots[-1].stop if self.slots else 0, VECTOR * self.world_size)
+        return round_up(self.slots[-1].stop if self.slots else 0, VECTOR * self.world_size)
 
     @cached_property
     def S(self) -> int:
@@ -260,7 +261,3 @@ def pages(numel: int, page_numel: int) -> tuple[tuple[int, int], ...]:
     if numel < 0:
         raise LayoutError(f"{numel} elements cannot be cut into pages")
     return tuple((start, min(start + page_numel, numel)) for start in range(0, numel, page_numel))
-
-
-def _round_up(numel: int, multiple: int) -> int:
-    return -(-numel // multiple) * multiple

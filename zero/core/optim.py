@@ -124,7 +124,7 @@ class Group:
         return self.weight_decay is None and "weight_decay" not in self.live
 
     def given(self) -> dict[str, Any]:
-        """lr, weight_decay, betas and trains as they are said just now."""
+        """lr, weight_decay, betas and trains as they are now."""
         now = {"lr": self.lr, "weight_decay": self.weight_decay, "betas": self.betas, "trains": self.trains}
         if "momentum" in self.live:
             now["betas"] = (self.live["momentum"],)
@@ -162,7 +162,7 @@ class Transform:
     clip: float | None = None
     """The largest global gradient norm, None for no clipping."""
     copies: tuple[str, ...] = ()
-    asked: tuple[Group, ...] = ()
+    given_groups: tuple[Group, ...] = ()
     """The groups as they were given."""
 
     def __post_init__(self) -> None:
@@ -178,7 +178,7 @@ class Transform:
         Raises:
             ConfigError: there is one; what is meant, where that can be guessed.
         """
-        for number, group in enumerate(self.asked):
+        for number, group in enumerate(self.given_groups):
             stranger = group.stranger(shapes)
             if stranger:
                 raise ConfigError(f"optim.groups[{number}] {stranger}")
@@ -288,7 +288,7 @@ def adagrad(
 def with_ema(transform: Transform, decay: float = 0.999) -> Transform:
     """The same optimizer, and a running mean of the parameters, ema = decay x ema + (1 - decay) x parameter per update.
 
-    It is a moment, "ema": it sleeps where the others sleep, and is read with `full_state_dict(state, "ema")`.
+    It is a moment, "ema": it is kept where the others are, and is read with `full_state_dict(state, "ema")`.
     """
     _require("ema", decay, _is_share, "at least 0 and less than 1")
     return replace(
@@ -320,7 +320,7 @@ def _transform(
         for i, group in enumerate((default, *groups))
         for decays in (False, True)
     )
-    return Transform(name, moments, update, settings, partial(_number, groups, decay), clip, asked=groups)
+    return Transform(name, moments, update, settings, partial(_number, groups, decay), clip, given_groups=groups)
 
 
 def _number(groups: tuple[Group, ...], decay: Mask, name: str, shape: tuple[int, ...]) -> int:
@@ -331,20 +331,19 @@ def _number(groups: tuple[Group, ...], decay: Mask, name: str, shape: tuple[int,
 
 
 def _settings(group: Group, default: Group, betas: tuple[str, ...], decays: bool, where: str, step: int) -> Settings:
-    said = {key: value for key, value in group.given().items() if value is not None}
-    told = default.given() | said
+    given = default.given() | {key: value for key, value in group.given().items() if value is not None}
 
     def at(key: str, value: Any) -> float:
         return float(_in_range(f"{where}{key} at step {step}", value(step) if callable(value) else value, key))
 
-    if len(told["betas"]) != len(betas):
+    if len(given["betas"]) != len(betas):
         wanted = f"({', '.join(betas)})" if betas else "none"
-        raise ConfigError(f"optim.{where}betas={told['betas']}; this optimizer has {wanted}")
-    trains = told["trains"](step) if callable(told["trains"]) else told["trains"]
+        raise ConfigError(f"optim.{where}betas={given['betas']}; this optimizer has {wanted}")
+    trains = given["trains"](step) if callable(given["trains"]) else given["trains"]
     return Settings(
-        at("lr", told["lr"]),
-        at("weight_decay", told["weight_decay"]) if decays else 0.0,
-        tuple(at(key, value) for key, value in zip(betas, told["betas"], strict=True)),
+        at("lr", given["lr"]),
+        at("weight_decay", given["weight_decay"]) if decays else 0.0,
+        tuple(at(key, value) for key, value in zip(betas, given["betas"], strict=True)),
         bool(trains),
         step,
     )

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from zero.core.schema import Section
 from zero.core.settings import Place, bytes_of, key, memory_of, or_auto, whole_or_auto
+from zero.core.sizes import BLOCK_BYTES, GiB, size_text
 from zero.errors import ConfigError, SettingError
 
 Tier = Literal["device", "host", "nvme"]
@@ -42,11 +43,6 @@ PRESETS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     }
 )
 """Name -> the settings of (optimizer, param, grad)."""
-
-BLOCK_BYTES = 4096
-"""Of direct file access; a page is whole blocks."""
-
-KiB, MiB, GiB = 1024, 1024**2, 1024**3
 
 HOST_SHARE = 0.9
 """Of a machine's free memory, what is taken beside a GPU where nobody says: it is pinned, so the system gets none of it
@@ -421,11 +417,3 @@ def _limit(tier: Tier, given: int | float | None, limit_bytes: int) -> str:
 def budget_text(budget: int | float) -> str:
     """A budget as a user may type it."""
     return size_text(budget) if isinstance(budget, int) else _percent(budget)
-
-
-def size_text(count: int) -> str:
-    """A number of bytes as people say it."""
-    for unit, name in ((1024 * GiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
-        if count >= unit:
-            return f"{count / unit:.1f} {name}"
-    return f"{count} B"

@@ -320,7 +320,7 @@ class Engine(EngineCheckpoints):
             self._step = Step(self._state)
             self.tput_timer.start()
         if self._in_microbatch:
-            self._step.follow()
+            self._step.read_groups()
         else:
             self._step.microbatch()
             self._in_microbatch, self._forwards = True, 0
@@ -336,7 +336,7 @@ class Engine(EngineCheckpoints):
         """Start to gather resident parameters, unless threads still update them. Then one rank alone may read, save or
         run them, as scripts for DeepSpeed's first stages do."""
         runtime = self._state.runtime
-        if not any(unit.due for unit in runtime.units):
+        if not any(unit.tickets for unit in runtime.units):
             runtime.align()
 
     def _open_state(self) -> State:

@@ -199,11 +199,11 @@ def GatheredParameters(
     with gathered(_source_of(held[0]), [one.full_name for one in held], modify) as full:
         try:
             for one in held:
-                one.whole = full[one.full_name]
+                one.full_value = full[one.full_name]
             yield
         finally:
             for one in held:
-                one.whole = None
+                one.full_value = None
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:

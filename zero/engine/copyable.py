@@ -98,7 +98,9 @@ def naming_what_cannot(model: nn.Module, memo: Mapping[int, Any]) -> Iterator[No
         ) from error
 
 
-def refuse_own_copies(model: nn.Module, copied: nn.Module, splitting: Splitting, absent: Mapping[str, Tensor]) -> None:
+def refuse_own_copies(
+    model: nn.Module, copied: nn.Module, splitting: Splitting, placeholders: Mapping[str, Tensor]
+) -> None:
     """Of classes with a `__deepcopy__` of their own, where that copies parameters as well."""
     for owner in splitting.owners:
         for own, name in owner.slots:
@@ -106,7 +108,7 @@ def refuse_own_copies(model: nn.Module, copied: nn.Module, splitting: Splitting,
                 there = copied.get_submodule(owner.path)._parameters.get(own)
             except AttributeError:
                 there = None
-            if there is not absent[name]:
+            if there is not placeholders[name]:
                 around = [
                     path for path, _ in model.named_modules() if f"{owner.path}.".startswith(f"{path}.") or not path
                 ]

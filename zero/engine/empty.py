@@ -1,4 +1,4 @@
-"""Build a model that is never whole: parameters on meta, and a memory of what constructors wrote into them.
+"""Build a model without values: parameters on meta, and a memory of what constructors wrote into them.
 
 `zero.init` makes first values owner by owner, by `reset_parameters` and `_init_weights`. What else a constructor does
 to a parameter that is registered (`nn.init.normal_(self.up.weight, std=0.02)`) is kept as a call and made again after
@@ -27,7 +27,7 @@ MAPPED_BYTES = 1 << 20
 
 @contextmanager
 def empty() -> Iterator[None]:
-    """Inside, parameters are created on meta, so that a model is never whole; buffers stay real.
+    """Inside, parameters are created on meta, so that a model never takes its full memory; buffers stay real.
 
     What constructors write into them (`nn.init`, `.data.zero_()`) is written again when first values are made.
 
@@ -193,7 +193,7 @@ def _is_made_again(parameter: nn.Parameter | None) -> bool:
 def _mapped_empty(*args: Any, **kwargs: Any) -> Tensor:
     if str(kwargs.get("device") or torch.get_default_device()) != "cpu" or kwargs.get("pin_memory"):
         return torch.empty(*args, **kwargs)
-    told = torch.empty(*args, **{**kwargs, "device": "meta"})
-    if told.layout is not torch.strided or not told.is_contiguous() or told.nbytes < MAPPED_BYTES:
+    shape = torch.empty(*args, **{**kwargs, "device": "meta"})
+    if shape.layout is not torch.strided or not shape.is_contiguous() or shape.nbytes < MAPPED_BYTES:
         return torch.empty(*args, **kwargs)
-    return aligned_zeros(told.numel(), told.dtype, torch.device("cpu")).view(told.shape)
+    return aligned_zeros(shape.numel(), shape.dtype, torch.device("cpu")).view(shape.shape)

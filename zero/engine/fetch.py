@@ -1,8 +1,8 @@
-"""What fills a gathered buffer: the shards of all ranks, out of memory or out of the store.
+"""What fills a gathered buffer: the shards of all ranks, from memory or from the store.
 
-Every rank starts the same collectives in the same order. Where a disk has to be waited for, or an update that the
-store's threads are at, a gather starts when the buffer is first waited for, which is the same moment for all ranks;
-otherwise it starts when the buffer is asked for. Either way it runs beside what computes.
+Every rank starts the same collectives in the same order. Where a disk has to be waited for, or an update by the
+store's threads, a gather starts when the buffer is first waited for, which is the same moment for all ranks;
+otherwise it starts when the buffer is requested. Either way it runs beside what computes.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,13 +19,13 @@ from zero.platform.device import PASSED, Device
 from zero.store import Page, PrefetchStore, Ticket
 
 Fetch = Callable[[UnitState, Tensor, Sequence[Ticket], bool], Sequence[Handle]]
-"""(unit, its buffer, what is left of its update, whether the host may have to wait for that) to what to wait for."""
+"""(unit, its buffer, tickets of its update, whether the host may have to wait for them) to what to wait for."""
 
 
 def gathering(world: World) -> Fetch:
     """Fill a buffer (trainable P + frozen P,) with the shards that all ranks hold in memory."""
 
-    def fetch(unit: UnitState, full: Tensor, due: Sequence[Ticket], changing: bool) -> list[Handle]:
+    def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
         split = unit.spec.trainable.P
         return [
             world.gather(shard_S, full_P, what=unit.spec.name)
@@ -39,21 +39,21 @@ def gathering(world: World) -> Fetch:
 def reading(world: World, device: Device, store: PrefetchStore, page_numel: int) -> Fetch:
     """Fill a buffer with the shards that all ranks hold on disk; this rank's range is read at once, page by page."""
 
-    def fetch(unit: UnitState, full: Tensor, due: Sequence[Ticket], changing: bool) -> list[Handle]:
-        return [one for asleep in _asleep(world, unit, full, page_numel) for one in arriving(unit, asleep)]
+    def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
+        return [handle for shard in _paged_shards(world, unit, full, page_numel) for handle in read(unit, shard)]
 
-    def arriving(unit: UnitState, asleep: _Asleep) -> list[Handle]:
-        tickets = [
-            load(store, device, page, asleep.own_S[a:b])
-            for page, (a, b) in zip(asleep.pages, pages(asleep.own_S.numel(), page_numel), strict=True)
+    def read(unit: UnitState, shard: _PagedShard) -> list[Handle]:
+        reads = [
+            load(store, device, page, shard.own_S[a:b])
+            for page, (a, b) in zip(shard.pages, pages(shard.own_S.numel(), page_numel), strict=True)
         ]
         if world.size == 1:
-            return list(tickets)
+            return list(reads)
 
         def gather() -> list[Handle]:
-            for ticket in tickets:
+            for ticket in reads:
                 ticket.wait()
-            return [world.gather(asleep.own_S, asleep.full_P, what=unit.spec.name)]
+            return [world.gather(shard.own_S, shard.full_P, what=unit.spec.name)]
 
         return [_Later(device, gather)]
 
@@ -66,35 +66,35 @@ def lending(world: World, device: Device, store: PrefetchStore, page_numel: int)
     A rank's own range is one copy where its pages lie back to back.
     """
 
-    def fetch(unit: UnitState, full: Tensor, due: Sequence[Ticket], changing: bool) -> list[Handle]:
-        def copy_and_gather(asleep: _Asleep) -> list[Handle]:
-            for ticket in due:
+    def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
+        def copy_and_gather(shard: _PagedShard) -> list[Handle]:
+            for ticket in tickets:
                 ticket.wait()
-            place = asleep.own_S
-            for lent in store.lent(asleep.pages):
+            place = shard.own_S
+            for lent in store.lent(shard.pages):
                 device.copy(place[: lent.numel()], lent)
                 place = place[lent.numel() :]
             if world.size == 1:
                 return []
-            return [world.gather(asleep.own_S, asleep.full_P, what=unit.spec.name)]
+            return [world.gather(shard.own_S, shard.full_P, what=unit.spec.name)]
 
         found: list[Handle] = []
-        for asleep in _asleep(world, unit, full, page_numel):
-            found += [_Later(device, partial(copy_and_gather, asleep))] if changing else copy_and_gather(asleep)
+        for shard in _paged_shards(world, unit, full, page_numel):
+            found += [_Later(device, partial(copy_and_gather, shard))] if changing else copy_and_gather(shard)
         return found
 
     return fetch
 
 
-class _Asleep(NamedTuple):
-    """Pages of this rank's own range of a flat, and where they go."""
+class _PagedShard(NamedTuple):
+    """The pages of this rank's range of a flat, and the memory that they are read into."""
 
     pages: list[Page]
     own_S: Tensor
     full_P: Tensor
 
 
-def _asleep(world: World, unit: UnitState, full: Tensor, page_numel: int) -> list[_Asleep]:
+def _paged_shards(world: World, unit: UnitState, full: Tensor, page_numel: int) -> list[_PagedShard]:
     split = unit.spec.trainable.P
     parts = (("param", unit.spec.trainable, full[:split]), ("frozen", unit.spec.frozen, full[split:]))
     found = []
@@ -102,12 +102,12 @@ def _asleep(world: World, unit: UnitState, full: Tensor, page_numel: int) -> lis
         numbers = range(len(pages(layout.S, page_numel)))
         start, stop = layout.shard(world.rank)
         if layout.S:
-            found.append(_Asleep([Page(unit.index, kind, n) for n in numbers], full_P[start:stop], full_P))
+            found.append(_PagedShard([Page(unit.index, kind, n) for n in numbers], full_P[start:stop], full_P))
     return found
 
 
 class _Later:
-    """What starts when it is first waited for, and then runs beside what was enqueued since it was asked for."""
+    """What starts when it is first waited for, and then runs beside what was enqueued since it was requested."""
 
     def __init__(self, device: Device, start: Callable[[], Sequence[Handle]]) -> None:
         self._device, self._start = device, start
@@ -116,7 +116,7 @@ class _Later:
 
     def wait(self) -> None:
         if self._started is None:
-            with self._device.aside("gather", after=PASSED) as self._ready:  # which asked for it
+            with self._device.aside("gather", after=PASSED) as self._ready:  # which requested it
                 self._started = self._start()
         for handle in self._started:
             handle.wait()

@@ -1,6 +1,6 @@
 """First values, one parameter at a time, the same for every stage, world and choice of units.
 
-A model that was built whole keeps the values it has. Values of parameters on meta are made on the CPU in fp32: each
+A model that was built with values keeps them. Values of parameters on meta are made on the CPU in fp32: each
 owner (a module that holds parameters directly) gets real parameters for a moment, its `reset_parameters` runs with a
 generator seeded from (seed, owner's path), and the values are taken out. A tied parameter is made by its first owner.
 Where a module around it has `_init_weights(module)`, as models of transformers do, that has the last word: it is called
@@ -54,8 +54,8 @@ def values_of(
 
     Args:
         given: see `values_in`; taken as they are, unless `weights` says otherwise.
-        model: the one that will run, whose parameters are absent; its owners lend their `reset_parameters`. Persistent
-            buffers that `weights` has by name are filled at once.
+        model: the one that will run, whose parameters are placeholders; its owners' `reset_parameters` are called.
+            Persistent buffers that `weights` has by name are filled at once.
 
     Raises:
         PlanError: weights that are missing, all of them named; and from the function that is returned, an owner without
@@ -156,7 +156,7 @@ def empty_unit(plan: Plan, spec: UnitSpec) -> UnitState:
 
 
 def fill(plan: Plan, store: Store, unit: UnitState, values: Values) -> str:
-    """Give a unit its first values, in memory and in the store; returns a checksum of the whole unit."""
+    """Give a unit its first values, in memory and in the store; returns a checksum of all of it."""
     checks = []
     copies = [sink for kind in plan.optimizer.copies for sink in sinks_of(plan, store, unit, kind)]
     for kind, layout, further in (("param", unit.spec.trainable, copies), ("frozen", unit.spec.frozen, [])):
@@ -173,8 +173,8 @@ def sinks_of(plan: Plan, store: Store, unit: UnitState, kind: str, *, at: int | 
     """
     spec = unit.spec
     layout = spec.frozen if kind == "frozen" else spec.trainable
-    own, whole = layout.shard(plan.world.rank), (0, layout.P)
-    updated = whole if plan.whole_update else own
+    own, full = layout.shard(plan.world.rank), (0, layout.P)
+    updated = full if plan.full_update else own
     wanted: list[tuple[tuple[int, int], Callable[[int, Tensor], None]]] = []
     if kind not in ("param", "frozen"):
         wanted.append((updated, _to_pages(store, unit.index, kind, torch.float32)))
@@ -182,7 +182,7 @@ def sinks_of(plan: Plan, store: Store, unit: UnitState, kind: str, *, at: int | 
         wanted.append((own, _to_pages(store, unit.index, kind, plan.precision.compute)))
     elif unit.resident is not None:
         first = spec.trainable.P if kind == "frozen" else 0
-        wanted.append((whole, _to_memory(unit.resident.flat[first : first + layout.P], plan.page_numel)))
+        wanted.append((full, _to_memory(unit.resident.flat[first : first + layout.P], plan.page_numel)))
     else:
         shard_S = unit.frozen_S if kind == "frozen" else unit.shard_S
         assert shard_S is not None
@@ -225,7 +225,7 @@ def values_in(model: nn.Module, splitting: Splitting) -> dict[str, Tensor]:
 
 
 class _Reset:
-    """Values that owners make themselves; those of the last owner are kept until another is asked for."""
+    """Values that owners make themselves; those of the last owner are kept until another is needed."""
 
     def __init__(self, splitting: Splitting, copied: nn.Module, seed: int, world: World) -> None:
         self._copied, self._seed, self._world = copied, seed, world
@@ -240,9 +240,9 @@ class _Reset:
         if self._last is None or self._last[0] != owner.path:
             self._last = None  # freed before the next are made
             with self._world.exclusive(), torch.random.fork_rng(devices=[]):
-                told = hashlib.sha256(f"{self._seed}/{owner.path}".encode())
+                digest = hashlib.sha256(f"{self._seed}/{owner.path}".encode()).digest()
                 # not torch.manual_seed: it seeds every kind of device, a millisecond each time where there is none
-                torch.default_generator.manual_seed(int.from_bytes(told.digest()[:7], "big"))
+                torch.default_generator.manual_seed(int.from_bytes(digest[:7], "big"))
                 self._last = owner.path, _made_by(owner, self._copied)
         return self._last[1][name]
 
@@ -252,26 +252,26 @@ def _made_by(owner: Owner, copied: nn.Module) -> dict[str, Tensor]:
     module = copied.get_submodule(owner.path)
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     after = list(_initialisers(copied, owner.path))
-    absent = dict(module._parameters)
+    placeholders = dict(module._parameters)
     lent: dict[int, nn.Parameter] = {}  # a parameter under two names is one
     try:
-        for own, parameter in absent.items():
+        for own, parameter in placeholders.items():
             if parameter is not None:
                 zeros = aligned_zeros(parameter.numel(), torch.float32, torch.device("cpu")).view(parameter.shape)
                 module._parameters[own] = lent.setdefault(id(parameter), nn.Parameter(zeros))
         with torch.no_grad():
             for parameter in lent.values():
                 parameter.fill_(torch.nan)  # shows who was left out
-        _write_again(module._parameters, absent, begin=True)
+        _write_again(module._parameters, placeholders, begin=True)
         if reset is not None:
             reset()
         with torch.no_grad(), _OthersUntouched():
             for initialise in after:
                 initialise()
-        _write_again(module._parameters, absent, begin=False)
+        _write_again(module._parameters, placeholders, begin=False)
         made = {name: _value(module._parameters[own]) for own, name in owner.slots}
     finally:
-        module._parameters.update(absent)
+        module._parameters.update(placeholders)
     left_out = [name for name, value in made.items() if value.isnan().any()]
     if left_out:
         made_by = "its reset_parameters() leaves it out" if reset is not None else "has no reset_parameters()"
@@ -284,12 +284,12 @@ def _made_by(owner: Owner, copied: nn.Module) -> dict[str, Tensor]:
 
 
 def _write_again(
-    lent: Mapping[str, nn.Parameter | None], absent: Mapping[str, nn.Parameter | None], *, begin: bool
+    lent: Mapping[str, nn.Parameter | None], placeholders: Mapping[str, nn.Parameter | None], *, begin: bool
 ) -> None:
     """What the parameters began with, or what the constructor wrote into them later, in its order."""
     writes = [
         (one.number, own, one)
-        for own, parameter in absent.items()
+        for own, parameter in placeholders.items()
         if isinstance(parameter, ParameterPlaceholder)
         for one in parameter.writes
         if (one.number == BEGIN) == begin
@@ -315,7 +315,7 @@ def _initialisers(copied: nn.Module, path: str) -> Iterator[Callable[[], None]]:
 
 
 class _OthersUntouched(TorchFunctionMode):
-    """What is written into an absent parameter, or into a part of one, goes nowhere and draws nothing."""
+    """What is written into a placeholder, or into a part of one, goes nowhere and draws nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = next(iter((*args, *(kwargs or {}).values())), None)

@@ -1,10 +1,11 @@
-"""Whole values out of shards and back in, by name: for looking, comparing, exporting and editing.
+"""Full values out of shards and back in, by name: for looking, comparing, exporting and editing.
 
-What is given out are fp32 copies on the CPU, read through the waiting updates. An edit goes to wherever this rank keeps
-a part of the value, on any tier, and makes gathered copies of it stale. Setting a value to what it was changes no bit.
+What is given out are fp32 copies on the CPU, read after all deferred updates are made. An edit goes to wherever this
+rank keeps a part of the value, on any tier, and makes gathered copies of it stale. Setting a value to what it was
+changes no bit.
 
 Everything here is collective: every rank makes the same call. Ranks compare what they want to write before anything is
-written, so an edit happens on all of them or on none. At most one unit is whole at a time, beside what was asked for.
+written, so an edit happens on all of them or on none. At most one unit is gathered at a time.
 
 A gradient is the mean over the global batch, not clipped yet. It is there between backward and the end of its step:
 afterwards it belongs to the update.
@@ -45,7 +46,7 @@ class Source(Protocol):
 
 
 def full_state_dict(source: Source, kind: str = "param") -> dict[str, Tensor]:
-    """Every parameter's whole value, on every rank.
+    """Every parameter's full value, on every rank.
 
     Args:
         kind: "param" (the master where there is one), "compute" (what the model computes with), "grad", or a moment
@@ -58,7 +59,7 @@ def full_state_dict(source: Source, kind: str = "param") -> dict[str, Tensor]:
 
 
 def full_values(state: State, kind: str) -> Iterator[tuple[str, Tensor]]:
-    """The same, one after the other: no more than a unit is whole at a time."""
+    """The same, one after the other: no more than a unit is gathered at a time."""
     state.runtime.come_to_rest()
     names = set(_names(state, None, kind))
     for unit in state.runtime.units:
@@ -66,7 +67,7 @@ def full_values(state: State, kind: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def get_full(source: Source, name: str | Tensor, kind: str = "param") -> Tensor:
-    """The whole value of one parameter, or its gradient or moment, on every rank: an fp32 copy on the CPU.
+    """The full value of one parameter, or its gradient or moment, on every rank: an fp32 copy on the CPU.
 
     Args:
         name: as in `full_state_dict`, or the parameter itself.
@@ -85,15 +86,15 @@ def get_full(source: Source, name: str | Tensor, kind: str = "param") -> Tensor:
 def digest(state: State) -> str:
     """SHA-256 of parameters, moments, buffers, step and loss scale: equal for equal states, whatever the stage."""
     plan = state.plan
-    told = hashlib.sha256(repr((state.step, state.scale)).encode())
+    found = hashlib.sha256(repr((state.step, state.scale)).encode())
     for kind in ("param", "compute", *plan.optimizer.moments):
         for name, tensor in full_values(state, kind):
-            told.update(f"{kind} {name}".encode())
-            told.update(memory_of(tensor.contiguous()))
+            found.update(f"{kind} {name}".encode())
+            found.update(memory_of(tensor.contiguous()))
     for name, buffer in buffers_of(state.model).items():
-        told.update(name.encode())
-        told.update(memory_of(buffer.detach().cpu().contiguous()))
-    return told.hexdigest()
+        found.update(name.encode())
+        found.update(memory_of(buffer.detach().cpu().contiguous()))
+    return found.hexdigest()
 
 
 # -- editing -----------------------------------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ def gathered(
     *,
     kind: str = "param",
 ) -> Iterator[dict[str, Tensor]]:
-    """Whole values by name, on every rank, from here to the end of the block; edits of them persist if asked for.
+    """Full values by name, on every rank, for the length of the block; with `modify` edits of them persist.
 
         with zero.gathered(state, ["blocks.*.gain"], modify=True) as full:
             for tensor in full.values():
@@ -130,14 +131,14 @@ def gathered(
     """
     state = source.state
     state.runtime.come_to_rest()
-    asked = (
+    patterns = (
         None
         if names is None
         else [_text(one) for one in ([names] if isinstance(names, str | ParameterPlaceholder) else names)]
     )
-    fields = {"names": repr(asked), "modify": repr(modify), "kind": kind}
+    fields = {"names": repr(patterns), "modify": repr(modify), "kind": kind}
     state.plan.world.agree(fields, "arguments of zero.gathered")
-    wanted = set(_names(state, asked, kind))
+    wanted = set(_names(state, patterns, kind))
     _check_modify(state, wanted, kind, modify)
     full = _read(state, wanted, kind)
     before = {name: _Seen.of(tensor) for name, tensor in full.items()}
@@ -176,7 +177,7 @@ class _Seen(NamedTuple):
 
 
 def _print(tensor: Tensor) -> str:
-    tensor = tensor.contiguous()  # held here for as long as its memory is read
+    tensor = tensor.contiguous()  # held for as long as its memory is read
     return hashlib.sha256(memory_of(tensor)).hexdigest()
 
 
@@ -273,7 +274,7 @@ def _check_modify(state: State, names: set[str], kind: str, modify: bool | int) 
             raise StaleStateError(f"no backward of this step has come by {unit.spec.name}: it has no gradient to edit")
 
 
-def _names(state: State, asked: Iterable[str] | None, kind: str) -> list[str]:
+def _names(state: State, patterns: Iterable[str] | None, kind: str) -> list[str]:
     """The full names that are meant, in the plan's order.
 
     Raises:
@@ -282,10 +283,10 @@ def _names(state: State, asked: Iterable[str] | None, kind: str) -> list[str]:
     _check_kind(state, kind)
     names = (name for unit in state.plan.units for layout in _layouts(unit, kind) for name in _in(layout))
     held = dict.fromkeys(names)  # as a set, and in order
-    if asked is None:
+    if patterns is None:
         return list(held)
     found = set()
-    for one in asked:
+    for one in patterns:
         fitting = [one] if one in held else [name for name in held if fnmatchcase(name, one)]
         if not fitting:
             raise ConfigError(_unknown(state, one, kind, list(held)))
@@ -346,14 +347,13 @@ def _flat(state: State, unit: UnitState, layout: Layout, kind: str) -> Tensor:
     """(P,) fp32 on the CPU, in memory of its own. Collective."""
     plan, split = state.plan, unit.spec.trainable.P
     if kind == "grad":
-        full = _whole(state, unit, _gradient(state, unit), kind)
+        full = _gathered_flat(state, unit, _gradient(state, unit), kind)
         return full.to("cpu", torch.float32, copy=True).div_(_divisor(state))
-    if unit.waiting is not None:
-        state.runtime.updater.apply(unit)
+    state.runtime.updater.apply(unit)
     if kind in plan.optimizer.moments:
-        return _whole(state, unit, _pages(state, unit, kind, torch.float32), kind).cpu()
+        return _gathered_flat(state, unit, _pages(state, unit, kind, torch.float32), kind).cpu()
     if kind == "param" and plan.precision.has_master and layout is unit.spec.trainable:
-        return _whole(state, unit, _pages(state, unit, "master", torch.float32), "master").cpu()
+        return _gathered_flat(state, unit, _pages(state, unit, "master", torch.float32), "master").cpu()
     full = state.runtime.gatherer.residency.materialise(unit)
     part = full[:split] if layout is unit.spec.trainable else full[split:]
     return part.to("cpu", torch.float32, copy=True)
@@ -369,8 +369,8 @@ def _pages(state: State, unit: UnitState, kind: str, dtype: torch.dtype) -> Tens
     return own
 
 
-def _whole(state: State, unit: UnitState, own: Tensor, kind: str) -> Tensor:
-    """The whole flat out of what each rank updates."""
+def _gathered_flat(state: State, unit: UnitState, own: Tensor, kind: str) -> Tensor:
+    """The full flat out of what each rank updates."""
     if own.numel() == unit.spec.trainable.P:
         return own
     full = own.new_zeros(unit.spec.trainable.P)
@@ -386,7 +386,7 @@ def _gradient(state: State, unit: UnitState) -> Tensor:
     if unit.grad is None:
         state.runtime.gradients.left(unit).wait()
         return _pages(state, unit, "grad", plan.grad_dtype)
-    return unit.grad if plan.whole_update else unit.own_grad_S(plan.world.rank)
+    return unit.grad if plan.full_update else unit.own_grad_S(plan.world.rank)
 
 
 def _summed(state: State) -> Collection[int]:
@@ -399,7 +399,9 @@ def _summed(state: State) -> Collection[int]:
     parts.gatherer.reduce_arrived()
     parts.reducer.finish()
     if state.plan.update == "eager":
-        raise StaleStateError("zero.update=eager uses a gradient up as soon as it is whole; zero.update=lazy keeps it")
+        raise StaleStateError(
+            "zero.update=eager uses a gradient up as soon as it is complete; zero.update=lazy keeps it"
+        )
     if not parts.updater.sums or not parts.reducer.has_gradients:
         raise StaleStateError(
             "there is no gradient: it is there between backward and the end of the step, so take the step in pieces, "
@@ -439,18 +441,16 @@ def _write_flat(
     for sink in sinks_of(state.plan, state.runtime.store, unit, part):
         sink.take(flat)
     if kind == "param":
-        unit.version += 1  # a copy in the pool is stale
-        if unit.resident is not None:
-            unit.resident.version = unit.version
+        unit.mark_changed(resident=True)
 
 
 def _write_gradient(state: State, unit: UnitState, edits: Mapping[str, Tensor]) -> None:
     """Elements that are what they were keep their bits, though a sum is not always its mean times the count."""
     parts, plan, layout = state.runtime, state.plan, unit.spec.trainable
     divisor = _divisor(state)
-    first, last = (0, layout.P) if plan.whole_update else layout.shard(plan.world.rank)
+    first, last = (0, layout.P) if plan.full_update else layout.shard(plan.world.rank)
     grad = parts.gradients.open(unit, fresh=False)
-    own = grad if plan.whole_update else unit.own_grad_S(plan.world.rank)
+    own = grad if plan.full_update else unit.own_grad_S(plan.world.rank)
     for slot, a, b, place in layout.pieces(first, last):
         if slot.name in edits:
             held, wanted = own[place : place + b - a], edits[slot.name].view(-1)[a:b]

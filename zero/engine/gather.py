@@ -56,12 +56,12 @@ from zero.platform.timeline import Tape
 
 
 class Place(NamedTuple):
-    """Where in a site's module a parameter stands: `parameters[name]` of the module at `owner`, that is `absent`."""
+    """Where a site's module has a parameter: `parameters[name]` of the module at `owner` is `placeholder`."""
 
     owner: tuple[str, ...]
     parameters: dict[str, Any]
     name: str
-    absent: ParameterPlaceholder
+    placeholder: ParameterPlaceholder
 
     def is_in(self, module: nn.Module) -> bool:
         """There is a parameter still in the site's `module`, whose parts may have been exchanged."""
@@ -83,7 +83,7 @@ class Packed(NamedTuple):
     stride: tuple[int, ...]
 
 
-AT_ONCE = 2**62
+RUN_FIRST = 2**62
 """Autograd runs what it can in the order of sequence numbers, largest first. Counted numbers do not come this far."""
 
 
@@ -106,7 +106,7 @@ class Gather(torch.autograd.Function):
 
 
 class Arrive(torch.autograd.Function):
-    """The identity of one parameter: backward is where its gradient leaves autograd, as soon as it is whole."""
+    """The identity of one parameter: backward is where its gradient leaves autograd, as soon as it is complete."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, gatherer: "Gatherer", unit: UnitState, slot: int) -> Tensor:
@@ -151,7 +151,7 @@ class Gatherer:
         compiler: compiles what a unit computes; None: it runs as it is written.
         deliver: takes the gradient of one trainable slot of a unit, from one call.
         start_reduce: every gradient of the unit's calls in this microbatch has been delivered.
-        tape: told of what computes.
+        tape: records what computes.
 
     Attributes:
         arrived: a gradient has, in this step.
@@ -159,7 +159,7 @@ class Gatherer:
         entering: called before a site runs, or a parameter is read with a history, outside of backward.
         arriving: called when a gradient arrives.
         doubted: paths of sites whose code may write into parameters without being counted by torch.
-        resting: numbers of the groups whose parameters want no gradient in the forwards that come.
+        frozen_groups: numbers of the optimizer's groups that do not train in the forwards that come.
     """
 
     def __init__(
@@ -180,16 +180,16 @@ class Gatherer:
         self._accumulate = accumulate
         self._remat, self._deliver, self._start_reduce = remat, deliver, start_reduce
         self.activations, self._compiler = activations, compiler
-        self._whole = {unit.resident.address for unit in units if unit.resident is not None}
+        self._resident_addresses = {unit.resident.address for unit in units if unit.resident is not None}
         self._anchor = torch.zeros(0, requires_grad=True)
-        # where in the model parameters stand: each one by unit, trainable or frozen, and number; and those of a site
+        # where parameters are in the model: by unit, trainable or frozen, and number; and by path of a site
         self._places: dict[tuple[int, bool, int], list[Place]] = {}
         self._places_of: dict[str, list[Place]] = {}
         self.doubted: set[str] = set()
         self._looked_at: set[tuple[str, bool]] = set()  # paths of sites that were watched once, with gradients or not
         self.entering: Callable[[], None] = _nothing
         self.arriving: Callable[[], None] = _nothing
-        self._absent: dict[tuple[int, int], ParameterPlaceholder] = {}  # by unit and slot, of those that train
+        self._placeholders: dict[tuple[int, int], ParameterPlaceholder] = {}  # by unit and slot, of those that train
         self._hooked: dict[int, dict[int, Tensor]] = {}  # by unit and slot: gradients that their hooks have not seen
         self._held: dict[int, Buffer] = {}  # pinned by the backward pass under way
         self._open: set[int] = set()  # units that gradients were delivered to and whose reduce has not started
@@ -198,7 +198,7 @@ class Gatherer:
         own, and gone with a pass that an exception broke off."""
         self._scaled: set[int] = set()  # those of them that began with the loss scale
         self.arrived = self.unscaled = False
-        self.resting: frozenset[int] = frozenset()
+        self.frozen_groups: frozenset[int] = frozenset()
         self._lock = threading.RLock()  # on a GPU backward runs on autograd's own threads
 
     # -- one microbatch ------------------------------------------------------------------------------------------------
@@ -246,11 +246,11 @@ class Gatherer:
         return run if self._compiler is None else self._compiler.outside(run)
 
     def place(self, site: Site, bound: Binding, place: Place) -> None:
-        """One of the places where a parameter stands in the model, in the order of the site's bindings."""
+        """Note one of the places of a parameter in the model, in the order of the site's bindings."""
         self._places.setdefault((bound.unit, bound.trainable, bound.slot), []).append(place)
         self._places_of.setdefault(site.path, []).append(place)
         if bound.trainable:
-            self._absent[bound.unit, bound.slot] = place.absent
+            self._placeholders[bound.unit, bound.slot] = place.placeholder
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -265,7 +265,7 @@ class Gatherer:
     def _run(self, site: Site, body: Body, args: Any, kwargs: Any, recomputing: bool) -> Any:
         pinned: list[Buffer] = []
         places = self._places_of[site.path]
-        standing = [(own, name, own[name]) for _, own, name, _ in places if name in own]
+        found = [(own, name, own[name]) for _, own, name, _ in places if name in own]
         try:
             with _beneath_transforms() as transformed:
                 for index in site.units:
@@ -292,15 +292,15 @@ class Gatherer:
                     node.register_prehook(partial(_same_parameters, made_with))
             return self._own(outputs)
         finally:
-            for own, name, found in standing:  # whatever happened: what stays would be taken for the user's
-                own[name] = found
+            for own, name, parameter in found:  # whatever happened: what stays would be taken for the user's
+                own[name] = parameter
             for buffer in pinned:
                 self.residency.unpin(buffer)
 
     def _parameters(self, site: Site, module: nn.Module, recomputing: bool) -> tuple[list[str], list[Tensor]]:
         """The site's parameters by their names in its body, as far as they are still there: views of gathered buffers.
 
-        What stands elsewhere by now is read as any parameter outside of its unit.
+        What has moved elsewhere by now is read as any parameter outside of its unit.
         """
         trainable: dict[int, Sequence[Tensor]] = {}
         frozen: dict[int, Sequence[Tensor]] = {}
@@ -327,15 +327,15 @@ class Gatherer:
         """What the user put in a parameter's place, else `ours`."""
         there = place.parameters[place.name]
         if (
-            isinstance(there, ParameterPlaceholder) and there is not place.absent
+            isinstance(there, ParameterPlaceholder) and there is not place.placeholder
         ):  # another parameter, or this one as a constant
             return there.value()
         places = self._places[bound.unit, bound.trainable, bound.slot]
-        standing = (place.parameters.get(place.name) for place in places)
-        given = next((one for one in standing if one is not None and not isinstance(one, ParameterPlaceholder)), ours)
-        if given is not ours and isinstance(absent := _untransformed(given), ParameterPlaceholder):
+        held = (place.parameters.get(place.name) for place in places)
+        given = next((one for one in held if one is not None and not isinstance(one, ParameterPlaceholder)), ours)
+        if given is not ours and isinstance(placeholder := _untransformed(given), ParameterPlaceholder):
             raise OutsideUnitError(
-                f"parameter {absent.full_name} is the model's own, which torch.func cannot differentiate by; put "
+                f"parameter {placeholder.full_name} is the model's own, which torch.func cannot differentiate by; put "
                 "tensors of your own in place with torch.func.functional_call"
             )
         return given
@@ -344,10 +344,13 @@ class Gatherer:
         return [self._arrives(unit, slot, parameter) for slot, parameter in enumerate(made)]
 
     def _arrives(self, unit: UnitState, slot: int, parameter: Tensor) -> Tensor:
-        if unit.spec.trainable.slots[slot].group in self.resting or not self._absent[unit.index, slot].trains:
+        if (
+            unit.spec.trainable.slots[slot].group in self.frozen_groups
+            or not self._placeholders[unit.index, slot].trains
+        ):
             return parameter.detach()
         arriving = cast(Tensor, Arrive.apply(parameter, self, unit, slot))
-        arriving.grad_fn._set_sequence_nr(AT_ONCE)  # type: ignore[union-attr]
+        arriving.grad_fn._set_sequence_nr(RUN_FIRST)  # type: ignore[union-attr]
         return arriving
 
     def _call(
@@ -367,7 +370,7 @@ class Gatherer:
         return call(dict(zip(names, values, strict=True)), module, args, kwargs)
 
     def _packing(self) -> AbstractContextManager[Any]:
-        released = self.pool is not None or self.activations.away
+        released = self.pool is not None or self.activations.offloads
         if not released or not torch.is_grad_enabled():
             return nullcontext()  # nothing is ever released, so autograd may keep what it likes
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
@@ -386,14 +389,14 @@ class Gatherer:
     def _pack(self, tensor: Tensor) -> Any:
         buffer = None if self.pool is None else self.pool.holding(tensor)
         if buffer is None:
-            return Kept(tensor, tensor._version) if self._is_whole(tensor) else self.activations.keep(tensor)
+            return Kept(tensor, tensor._version) if self._is_resident(tensor) else self.activations.keep(tensor)
         assert buffer.unit is not None
         offset = int(tensor.storage_offset()) - int(buffer.flat.storage_offset())
         return Packed(buffer.unit, buffer.version, offset, tensor.shape, tensor.stride())
 
-    def _is_whole(self, tensor: Tensor) -> bool:
-        """It lies in the buffer of a unit that is always here."""
-        return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in self._whole
+    def _is_resident(self, tensor: Tensor) -> bool:
+        """It is in the buffer of a unit that is always loaded."""
+        return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in self._resident_addresses
 
     def _unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, Packed):
@@ -456,13 +459,15 @@ class Gatherer:
         with self._lock:
             self._watch_pass()
             self.arriving()
-            absent = self._absent[unit.index, slot]
-            if not absent.trains:
+            placeholder = self._placeholders[unit.index, slot]
+            if not placeholder.trains:
                 raise StaleStateError(
-                    f"{absent.full_name} was frozen between this graph's forward and its backward; freeze it before "
-                    "the forward, or after the step"
+                    f"{placeholder.full_name} was frozen between this graph's forward and its backward; freeze it "
+                    "before the forward, or after the step"
                 )
-            if absent.hooks or absent.afterwards:  # which see the sum over the unit's calls, as those of any leaf
+            if (
+                placeholder.hooks or placeholder.afterwards
+            ):  # which see the sum over the unit's calls, as those of any leaf
                 sums = self._hooked.setdefault(unit.index, {})
                 sums[slot] = grad if slot not in sums else sums[slot] + grad
             else:
@@ -495,7 +500,7 @@ class Gatherer:
         unit.returned = 0
         self._open.discard(unit.index)
         for slot, grad in sorted(self._hooked.pop(unit.index, {}).items()):
-            left = self._absent[unit.index, slot].through_hooks(grad / self._accumulate)
+            left = self._placeholders[unit.index, slot].through_hooks(grad / self._accumulate)
             if left is not None:  # the update divides by the count of microbatches, and hooks see what is left then
                 self._deliver(unit, slot, left * self._accumulate)
         self._start_reduce(unit)
@@ -538,7 +543,7 @@ def _nodes(values: Any) -> set[Any]:
 def _same_parameters(made_with: Iterable[tuple[UnitState, int]], *_: Any) -> None:
     """Refuse a graph that was made with other parameters than there are now: (unit, version) of each."""
     for unit, version in made_with:
-        if unit.version != version or unit.waiting is not None:
+        if unit.version != version or unit.deferred is not None:
             raise StaleStateError(
                 f"the parameters of {unit.spec.name} changed between this graph's forward and its backward; "
                 "call backward before the next step"
@@ -549,7 +554,7 @@ def _reaching(outputs: Any, parameters: Sequence[Tensor], known: set[Any]) -> An
     """`outputs`, made to depend on every `Gather` that made `parameters`.
 
     A rank may take a branch without parameters (`if drop: return x`) while the others do not. Its backward must come by
-    here all the same, or its collectives would be other ones than theirs. `known` are the nodes that made the inputs.
+    here all the same, or its collectives would differ from theirs. `known` are the nodes that made the inputs.
     """
     wanted = {p.grad_fn: p for p in parameters if p.grad_fn is not None}
     tensors = [t for t in tensors_in(outputs) if t.is_floating_point()]
@@ -590,16 +595,16 @@ def _untransformed(tensor: Tensor) -> Tensor:
 
 
 def bind_placeholders(copied: nn.Module, sites: Iterable[Site], gatherer: Gatherer) -> None:
-    """Tell every site where its parameters stand, and every absent one how to be found while a checkpoint inside user
-    code recomputes; and whose code to watch."""
+    """Tell every site where its parameters are, every placeholder how to find its values while a checkpoint inside user
+    code recomputes, and the gatherer whose code to watch."""
     for site in sites:
         module = copied.get_submodule(site.path)
         if any(may_write_uncounted(one) for one in module.modules()):
             gatherer.doubted.add(site.path)
         for number, bound in enumerate(site.bindings):
             owner, _, name = bound.local.rpartition(".")
-            absent = module.get_submodule(owner)._parameters[name]
-            assert isinstance(absent, ParameterPlaceholder)
-            absent.regather = gatherer.regather(site, number)
+            placeholder = module.get_submodule(owner)._parameters[name]
+            assert isinstance(placeholder, ParameterPlaceholder)
+            placeholder.regather = gatherer.regather(site, number)
             way = tuple(owner.split(".")) if owner else ()
-            gatherer.place(site, bound, Place(way, module.get_submodule(owner)._parameters, name, absent))
+            gatherer.place(site, bound, Place(way, module.get_submodule(owner)._parameters, name, placeholder))

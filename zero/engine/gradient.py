@@ -56,7 +56,7 @@ class Gradients:
         """`unit.grad` is not needed for a while."""
 
     def left(self, unit: UnitState) -> Event:
-        """Passed when what was parked last is where it sleeps: for whoever reads it there."""
+        """Passed when what was parked last is in its pages: for whoever reads it there."""
         return PASSED
 
     def reset(self) -> None:
@@ -141,14 +141,14 @@ class PagedGradients(Gradients):
 
     def _bring_back(self, unit: UnitState, buffer: _Buffer) -> None:
         """Load the pages of `unit`, beside what was computed since the buffer got free."""
-        with self._device.aside("gradients in", after=buffer.free) as here:
+        with self._device.aside("gradients in", after=buffer.free) as loaded:
             self.left(unit).wait()
             with self._tape.streaming("page in", unit.spec.name):
                 for page, part_K in self._pages(unit):
                     self._coming.append(load(self._store, self._device, page, part_K))
         self._await_coming()
         with self._tape.stream_standing("page in", unit.spec.name):
-            here.wait()
+            loaded.wait()
 
     def _await_coming(self) -> None:
         while self._coming:

@@ -1,6 +1,6 @@
 """A model that runs on gathered units: a copy of the user's, or the user's own, taken over.
 
-A `ParameterPlaceholder` stands in each parameter's place. A site gathers when it is called, runs as it would have, and
+A `ParameterPlaceholder` takes each parameter's place. A site gathers when it is called, runs as it would have, and
 releases.
 """
 
@@ -119,8 +119,8 @@ def detached_copy(model: nn.Module, splitting: Splitting, dtype: torch.dtype, de
     """
     refuse_shared_memory(model)
     given = {name: model.get_parameter(name) for name in splitting.names}
-    absent = {name: ParameterPlaceholder(name, parameter, dtype, device) for name, parameter in given.items()}
-    memo: dict[int, Any] = {id(parameter): absent[name] for name, parameter in given.items()}
+    placeholders = {name: ParameterPlaceholder(name, parameter, dtype, device) for name, parameter in given.items()}
+    memo: dict[int, Any] = {id(parameter): placeholders[name] for name, parameter in given.items()}
     held = [
         Held(name, "a hook", hook)
         for name, parameter in given.items()
@@ -142,9 +142,9 @@ def detached_copy(model: nn.Module, splitting: Splitting, dtype: torch.dtype, de
         closures.end(copied, memo)
         for name, parameter in given.items():
             hooks, afterwards = hooks_of(parameter)
-            absent[name].hooks.update(closures.carried(hooks, memo))
-            absent[name].afterwards.update(closures.carried(afterwards, memo))
-    refuse_own_copies(model, copied, splitting, absent)
+            placeholders[name].hooks.update(closures.carried(hooks, memo))
+            placeholders[name].afterwards.update(closures.carried(afterwards, memo))
+    refuse_own_copies(model, copied, splitting, placeholders)
     return copied
 
 
@@ -167,8 +167,8 @@ def take_over(model: nn.Module, splitting: Splitting, dtype: torch.dtype, device
                 module._buffers[name] = buffer.to(device, cast if buffer.is_floating_point() else None)
 
     def undo() -> None:
-        for absent, kind, values in held:
-            absent.given_back(kind, values)
+        for placeholder, kind, values in held:
+            placeholder.given_back(kind, values)
 
     return undo
 
@@ -189,7 +189,7 @@ def attach(model: nn.Module, splitting: Splitting, run: Callable[[Site], Run]) -
         kind = type(module)
         call_through(module, partial(run(site), Body(module, kind)), kinds)
     for owner in splitting.owners:
-        model.get_submodule(owner.path).register_state_dict_post_hook(_whole_values)
+        model.get_submodule(owner.path).register_state_dict_post_hook(_full_values)
 
 
 def call_through(
@@ -202,7 +202,7 @@ def call_through(
 
     Args:
         kinds: classes that were made for others already.
-        methods: to stand in place of its own.
+        methods: in place of its own.
     """
     kind = type(module)
     before = vars(module).get("_called_through") or (lambda args, kwargs: kind.__call__(module, *args, **kwargs))
@@ -232,7 +232,7 @@ def _passing_for(kind: type) -> type:
     return type(type(kind).__name__, (type(kind),), names)
 
 
-def _whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+def _full_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
     """Of a state dict: values on the CPU in the dtype of compute, in place of what was detached."""
     for name, parameter in module._parameters.items():
         if isinstance(parameter, ParameterPlaceholder) and state_dict.get(prefix + name) is not parameter:

@@ -1,4 +1,4 @@
-"""What stands where a parameter was: it knows its sizes, and gathers its values for whoever reads them."""
+"""What takes a parameter's place in a model: it knows the sizes, and gathers the values for whoever reads them."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -12,7 +12,7 @@ from zero.core.tree import replaced, tensors_in
 from zero.engine.empty import Written, written
 from zero.errors import OutsideUnitError
 
-# What may be asked of a parameter that is not gathered: what is known without its values.
+# What can be read of a parameter that is not gathered: what is known without its values.
 _METADATA = frozenset(
     {"shape", "dtype", "layout", "ndim", "names", "itemsize", "nbytes", "requires_grad", "grad_fn", "is_leaf"}
     | {"retains_grad", "is_sparse", "is_quantized", "is_nested", "size", "dim", "ndimension", "numel", "nelement"}
@@ -21,7 +21,7 @@ _METADATA = frozenset(
 )
 
 _MEMORY = frozenset({"numpy", "__array__", "__dlpack__", "untyped_storage", "storage"})
-"""What gives a tensor's memory away in something that is no tensor."""
+"""What shows a tensor's memory as something that is not a tensor."""
 
 
 Hook = Callable[[Tensor], Tensor | None]
@@ -29,18 +29,18 @@ Hook = Callable[[Tensor], Tensor | None]
 
 
 class ParameterPlaceholder(nn.Parameter):
-    """Stands where a parameter was: sizes, dtype and device of the gathered one can be read at any time.
+    """Takes the place of a parameter: sizes, dtype and device of the gathered one can be read at any time.
 
-    Who reads values gathers its unit: with gradients on they are a view whose gradient arrives as its unit's do, else
+    Reading values gathers its unit: with gradients on they are a view whose gradient arrives as its unit's do, else
     they are a copy. So every rank has to read them in the same order. They are not written: that raises
     `OutsideUnitError` with the parameter's name, and so does reading before there are any.
 
     Attributes:
-        home: where the gathered one is.
-        regather: gives a view of the gathered parameter, one with a history if asked for; None: there is none yet.
+        home: the device of the gathered one.
+        regather: gives a view of the gathered parameter, with a history on request; None: there is none yet.
         gradient: gives what `grad` is; None: nothing.
         source: gives the engine that it belongs to; None: none.
-        whole: stands for it meanwhile, to be read and written.
+        full_value: is read and written in its place; None: nothing is.
         writes: what its constructor wrote into it on meta.
         hooks: what its gradient goes through, in order, before it leaves this rank.
         afterwards: called after them, with `grad` in place.
@@ -52,7 +52,7 @@ class ParameterPlaceholder(nn.Parameter):
     regather: Callable[[bool], Tensor] | None
     gradient: Callable[[], Tensor | None] | None
     source: Callable[[], Any] | None
-    whole: Tensor | None
+    full_value: Tensor | None
     writes: Sequence[Written]
     hooks: "OrderedDict[int, Hook]"
     afterwards: "OrderedDict[int, Callable[[Tensor], None]]"
@@ -60,24 +60,26 @@ class ParameterPlaceholder(nn.Parameter):
     _arrived: list[Tensor | None]
 
     def __new__(cls, name: str, like: Tensor, dtype: torch.dtype, home: torch.device) -> "ParameterPlaceholder":
-        absent = Tensor._make_subclass(cls, torch.empty(like.shape, dtype=dtype, device="meta"), like.requires_grad)
-        return absent._begin(name, home, written(like))
+        placeholder = Tensor._make_subclass(
+            cls, torch.empty(like.shape, dtype=dtype, device="meta"), like.requires_grad
+        )
+        return placeholder._begin(name, home, written(like))
 
     @classmethod
     def taken(
         cls, parameter: nn.Parameter, name: str, dtype: torch.dtype, home: torch.device
     ) -> "ParameterPlaceholder":
-        """Make a parameter itself absent, wherever it is held. What it had for values is the caller's to keep."""
+        """Make a parameter itself a placeholder, wherever it is held. The caller keeps its values, if anybody does."""
         hooks, afterwards = hooks_of(parameter)
         parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         where = parameter.device if parameter.is_meta else home
         parameter.grad = None
         parameter.data = torch.full((), torch.nan, dtype=dtype, device=where).expand(parameter.shape)
         parameter.__class__ = cls  # as torch does with parameters that get their size later
-        absent = cast(ParameterPlaceholder, parameter)._begin(name, home, written(parameter))
-        absent.hooks.update(hooks)
-        absent.afterwards.update(afterwards)
-        return absent
+        placeholder = cast(ParameterPlaceholder, parameter)._begin(name, home, written(parameter))
+        placeholder.hooks.update(hooks)
+        placeholder.afterwards.update(afterwards)
+        return placeholder
 
     def given_back(self, kind: type[nn.Parameter], values: Tensor) -> None:
         """Make it the parameter again that it was."""
@@ -92,14 +94,14 @@ class ParameterPlaceholder(nn.Parameter):
     def _begin(self, name: str, home: torch.device, writes: Sequence[Written]) -> "ParameterPlaceholder":
         self.writes = writes
         self.full_name, self.home, self.regather = name, home, None
-        self.gradient = self.source = self.whole = None
+        self.gradient = self.source = self.full_value = None
         self.hooks, self.afterwards, self._arrived = OrderedDict(), OrderedDict(), []
         self.is_constant = False
         return self
 
     @property
     def trains(self) -> bool:
-        """Its `requires_grad`, asked for each parameter of each call: a fifth of what torch's own way here costs."""
+        """Its `requires_grad`, read for each parameter of each call: a fifth of the time that torch's own way takes."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.requires_grad
 
@@ -138,18 +140,18 @@ class ParameterPlaceholder(nn.Parameter):
         finally:
             self._arrived.pop()
 
-    def at_rest(self) -> "ParameterPlaceholder":
+    def constant(self) -> "ParameterPlaceholder":
         """The same parameter as a constant."""
         made = ParameterPlaceholder(self.full_name, self, self.dtype, self.home)
         made.requires_grad_(False)
-        made.regather, made.whole, made.is_constant = self.regather, self.whole, True
+        made.regather, made.full_value, made.is_constant = self.regather, self.full_value, True
         return made
 
-    def _asked_for_grad(self, *new: Tensor | None) -> Tensor | None:
+    def _local_grad(self, *new: Tensor | None) -> Tensor | None:
         """Get it, or set it to `new`."""
         if self._arrived and new:
             self._arrived[-1] = new[0]
-        elif new and (new[0] is not None or self._asked_for_grad() is not None):
+        elif new and (new[0] is not None or self._local_grad() is not None):
             raise OutsideUnitError(
                 f"{self.full_name}.grad is in shards and is not set; edit it in place below stage 2, or with "
                 "zero.set_full(engine, name, value, kind='grad'), or drop all of them with engine.zero_grad()"
@@ -174,39 +176,41 @@ class ParameterPlaceholder(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs, (asked, is_attribute) = kwargs or {}, _asked(func)
-        if asked in ("device", "is_meta", "is_cuda", "is_cpu"):  # it is on meta itself, which is nobody's business
+        kwargs, (request, is_attribute) = kwargs or {}, _requested(func)
+        if request in ("device", "is_meta", "is_cuda", "is_cpu"):  # its own is meta, which nobody needs to know
             home = args[0].home
-            return home if asked == "device" else home.type == asked.removeprefix("is_")
-        if asked == "grad" and is_attribute:
-            return args[0]._asked_for_grad(*args[1:] if func.__name__ == "__set__" else ())
-        if asked == "stride" or asked == "is_contiguous":  # as the gathered one lies
+            return home if request == "device" else home.type == request.removeprefix("is_")
+        if request == "grad" and is_attribute:
+            return args[0]._local_grad(*args[1:] if func.__name__ == "__set__" else ())
+        if request == "stride" or request == "is_contiguous":  # those of the gathered one
             args = (torch.empty(args[0].shape, device="meta"), *args[1:])
-        _refuse_gradient(func, asked, args, kwargs)
-        if asked in _METADATA:
+        _refuse_gradient(func, request, args, kwargs)
+        if request in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if any(isinstance(one, ParameterPlaceholder) and one.whole is not None for one in tensors_in((args, kwargs))):
-            return _on_whole(func, args, kwargs)
-        _refuse_writing(cls, func, asked, args, kwargs)
-        if asked in ("detach", "data"):
-            return args[0].at_rest()
-        return _read(func, args, kwargs, clone=asked in _MEMORY)
+        if any(
+            isinstance(one, ParameterPlaceholder) and one.full_value is not None for one in tensors_in((args, kwargs))
+        ):
+            return _on_full_values(func, args, kwargs)
+        _refuse_writing(cls, func, request, args, kwargs)
+        if request in ("detach", "data"):
+            return args[0].constant()
+        return _read(func, args, kwargs, clone=request in _MEMORY)
 
 
-def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call `func` on what stands for absent parameters meanwhile, which it may write into."""
-    whole = {
-        id(one): one.whole
+def _on_full_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call `func` on the full values that are in place of parameters meanwhile, which it may write into."""
+    full = {
+        id(one): one.full_value
         for one in tensors_in((args, kwargs))
-        if isinstance(one, ParameterPlaceholder) and one.whole is not None
+        if isinstance(one, ParameterPlaceholder) and one.full_value is not None
     }
-    args, kwargs = replaced((args, kwargs), whole)
+    args, kwargs = replaced((args, kwargs), full)
     return func(*args, **kwargs)
 
 
 class Part(Tensor):
-    """What a view of an absent parameter shows, for reading: what is written into it would not be in the parameter."""
+    """A view of a parameter that is not gathered, for reading: a write to it would not be in the parameter."""
 
     full_name: str
 
@@ -230,12 +234,12 @@ class Part(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs, (asked, _) = kwargs or {}, _asked(func)
-        if asked in _METADATA or asked in ("grad", "retain_grad", "register_hook"):  # of itself
+        kwargs, (request, _) = kwargs or {}, _requested(func)
+        if request in _METADATA or request in ("grad", "retain_grad", "register_hook"):  # of itself
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        _refuse_writing(cls, func, asked, args, kwargs)
-        if asked == "__iter__":
+        _refuse_writing(cls, func, request, args, kwargs)
+        if request == "__iter__":
             func, args = Tensor.unbind, args[:1]
         parts = {id(one): one for one in tensors_in((args, kwargs)) if isinstance(one, Part)}
         names = {_memory_of(one): one.full_name for one in parts.values()}
@@ -243,22 +247,22 @@ class Part(Tensor):
         result = func(*args, **kwargs)
         seen = {id(one): cls.of(one, names[_memory_of(one)]) for one in tensors_in(result) if _lies_in(one, names)}
         result = _for_reading(replaced(result, seen))
-        return iter(result) if asked == "__iter__" else result
+        return iter(result) if request == "__iter__" else result
 
 
-def _asked(func: Any) -> tuple[str, bool]:
+def _requested(func: Any) -> tuple[str, bool]:
     """What torch was asked for by `func`: its name, and whether it is an attribute that is read or set."""
     is_attribute = func.__name__ in ("__get__", "__set__")
     return func.__self__.__name__ if is_attribute else func.__name__, is_attribute
 
 
-def _refuse_writing(kind: type[ParameterPlaceholder | Part], func: Any, asked: str, args: Any, kwargs: Any) -> None:
+def _refuse_writing(kind: type[ParameterPlaceholder | Part], func: Any, request: str, args: Any, kwargs: Any) -> None:
     first = next(iter((*args, *kwargs.values())), None)
-    for one in tensors_in([kwargs.get("out"), first if func.__name__ == "__set__" or _writes(asked) else None]):
+    for one in tensors_in([kwargs.get("out"), first if func.__name__ == "__set__" or _writes(request) else None]):
         if isinstance(one, kind):
-            _refuse_written(one.full_name, asked)
+            _refuse_written(one.full_name, request)
     if kwargs.get("inplace") and isinstance(first, kind):
-        _refuse_written(first.full_name, f"{asked}(inplace=True)")
+        _refuse_written(first.full_name, f"{request}(inplace=True)")
 
 
 def _refuse_written(name: str, by: str) -> None:
@@ -278,8 +282,8 @@ def _writes(name: str) -> bool:
 _NO_WRITERS = ("__invert__", "__int__", "__index__", "__iter__")
 
 
-def _refuse_gradient(func: Any, asked: str, args: Any, kwargs: Any) -> None:
-    """Of a constant, or one that is asked of autograd itself."""
+def _refuse_gradient(func: Any, request: str, args: Any, kwargs: Any) -> None:
+    """Of a constant, or one that is requested of autograd itself."""
     if func is torch.autograd.grad:
         name = next(one.full_name for one in tensors_in((args, kwargs)) if isinstance(one, ParameterPlaceholder))
         raise OutsideUnitError(
@@ -287,7 +291,7 @@ def _refuse_gradient(func: Any, asked: str, args: Any, kwargs: Any) -> None:
             "backward and step with zero.get_full(engine, name, kind='grad'), or differentiate copies that are put in "
             "place with torch.func.functional_call"
         )
-    begins = func.__name__ == "__set__" if asked == "requires_grad" else asked == "requires_grad_"
+    begins = func.__name__ == "__set__" if request == "requires_grad" else request == "requires_grad_"
     if begins and args[0].is_constant and next(iter((*args[1:], *kwargs.values())), True):
         raise OutsideUnitError(
             f"{args[0].full_name} without its history was asked to have a gradient of its own, and its values lie in "
@@ -296,21 +300,21 @@ def _refuse_gradient(func: Any, asked: str, args: Any, kwargs: Any) -> None:
 
 
 def _read(func: Any, args: Any, kwargs: Any, *, clone: bool) -> Any:
-    """Call `func` on values in place of absent parameters; what would look at their memory is a `Part`, and where it is
+    """Call `func` on values in place of placeholders; what would look at their memory is a `Part`, and where it is
     no view in a graph that of a copy, because the memory is another unit's next."""
     walks = func.__name__ == "__iter__"
     if walks:
         func, args = Tensor.unbind, args[:1]
-    absent = {id(one): one for one in tensors_in((args, kwargs)) if isinstance(one, ParameterPlaceholder)}
-    values = {key: one.value() for key, one in absent.items()}
-    names = {_memory_of(value): absent[key].full_name for key, value in values.items()}
+    placeholder = {id(one): one for one in tensors_in((args, kwargs)) if isinstance(one, ParameterPlaceholder)}
+    values = {key: one.value() for key, one in placeholder.items()}
+    names = {_memory_of(value): placeholder[key].full_name for key, value in values.items()}
     given = {key: value.clone() for key, value in values.items()} if clone else values
     before = {key: _version(value) for key, value in values.items()}
     args, kwargs = replaced((args, kwargs), given)
     result = func(*args, **kwargs)
     for key, value in values.items():
         if _version(value) != before[key]:
-            _refuse_written(absent[key].full_name, func.__name__)
+            _refuse_written(placeholder[key].full_name, func.__name__)
     looking = [one for one in tensors_in(result) if _lies_in(one, names)]
     parts = {id(one): Part.of(one if one.requires_grad else one.clone(), names[_memory_of(one)]) for one in looking}
     result = _for_reading(replaced(result, parts))

@@ -8,7 +8,7 @@ A buffer that is not pinned keeps its unit until another takes it, so the last u
 backward begins.
 
 A view of a buffer may outlive its pin: a parameter that user code stored, or a tensor that a checkpoint recomputed.
-Before a buffer changes hands its storage is asked whether anybody still looks at it. If so, they keep that memory and
+Before a buffer changes hands its storage's users are counted. If so, they keep that memory and
 the buffer gets fresh memory, counted in `renewed`: late, never wrong.
 """
 
@@ -116,7 +116,7 @@ class Pool:
         return self._least_recent(numel) is not None
 
     def take(self, unit: int, numel: int) -> Buffer:
-        """The buffer for `unit`: its own if it has one, else the least recently used; to be overwritten whole."""
+        """The buffer for `unit`: its own if it has one, else the least recently used; to be overwritten entirely."""
         buffer = self._by_unit.get(unit) or self._least_recent(numel) or self._overflow(numel)
         buffer.land()  # gathered ahead and never used: it must not arrive on top of what comes next
         if buffer.unit is not None:

@@ -30,7 +30,7 @@ def recomputed_call(
     """Run `module` with parameters `values` called `names`, its activations not kept.
 
     Args:
-        call: `call_with`, told where the module is.
+        call: `call_with`, bound to where the module is.
     """
     tensors, rebuild = _apart(args, kwargs)
     # What forward changes (running statistics) is put back for the recomputation, which must neither see the change
@@ -66,7 +66,7 @@ def _apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor]
     count, names = len(args), tuple(kwargs)
 
     def rebuild(others: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        values = [rest if number is None else others[number] for number, rest in places]
+        values = [value if number is None else others[number] for number, value in places]
         return tuple(values[:count]), dict(zip(names, values[count:], strict=True))
 
     return list(tensors.values()), rebuild

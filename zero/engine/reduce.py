@@ -71,14 +71,14 @@ class Reducer:
         counts: how many pooled flats there are of each size.
         dtype: of the pooled flats.
         local: add up microbatches in `grad` and reduce after the last one.
-        whole: every rank wants the whole sum, not its own range.
+        full: every rank needs the full sum, not its own range.
         rounds: how often each unit is reduced in a step, as far as is known beforehand.
         gradients: where each unit's `grad` is.
-        apply: applies a unit's waiting update, which still needs the old gradient.
+        apply: makes a unit's deferred update, if it has one, which still needs the old gradient.
         final: called when a unit's `grad` is final for this step.
         first: called before a step's first reduction.
         log: where every collective is noted.
-        tape: told of reductions.
+        tape: records reductions.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Reducer:
         counts: Mapping[int, int],
         dtype: torch.dtype,
         local: bool,
-        whole: bool,
+        full: bool,
         rounds: int,
         gradients: Gradients,
         apply: Callable[[UnitState], None],
@@ -101,7 +101,7 @@ class Reducer:
     ) -> None:
         self._units, self._log, self._tape = units, log, tape
         self._world, self._device = world, device
-        self._local, self._whole, self._gradients = local, whole, gradients
+        self._local, self._full, self._gradients = local, full, gradients
         self._apply, self._final, self._first = apply, final, first
         self._turns = Turns([unit.index for unit in units if unit.spec.trainable.slots], rounds)
         self._rounds = rounds
@@ -130,13 +130,13 @@ class Reducer:
 
     @property
     def is_busy(self) -> bool:
-        """Gradients have arrived, or are on their way, that nobody has asked for."""
+        """Gradients have arrived, or are on their way, that no step has taken."""
         return bool(self._filling or self._under_way or self._gathers)
 
     @property
     def has_gradients(self) -> bool:
         """Some rank has one, as of the last `finish`."""
-        return self._turns.anyone if self._world.size > 1 else any(unit.filled for unit in self._units)
+        return self._turns.any_used if self._world.size > 1 else any(unit.filled for unit in self._units)
 
     def clear(self) -> None:
         """A step starts."""
@@ -234,8 +234,7 @@ class Reducer:
 
     def _open(self, unit: UnitState) -> Tensor:
         """The flat that gradients of `unit` are added to, (P,)."""
-        if unit.waiting is not None:  # not visited since the last step: its update needs the gradient that is there
-            self._apply(unit)
+        self._apply(unit)  # not visited since the last step: its deferred update needs the gradient that is there
         local = self._adds_up(unit)
         fresh = not unit.filled if local else unit.index not in self._filling
         if fresh:
@@ -295,7 +294,7 @@ class Reducer:
         was_ready = self._turns.is_due
         index, number = self._turns.take()
         unit = self._units[index]
-        if self._whole:  # starts a gather, so it must not depend on what this rank alone has seen
+        if self._full:  # starts a gather, so it must not depend on what this rank alone has seen
             last = self._turns.rounds is not None and number + 1 >= max(self._turns.rounds, self._rounds)
         else:
             last = self._last and was_ready
@@ -313,8 +312,7 @@ class Reducer:
             sent = self._take(unit.spec.trainable.P)  # the sum lands in `grad`, so it cannot be sent from there
             sent.flat_P.copy_(self._gradients.open(unit, fresh=False))
         else:
-            if unit.waiting is not None:
-                self._apply(unit)
+            self._apply(unit)
             sent = self._take(unit.spec.trainable.P)
             sent.flat_P.zero_()
         self._start(unit, sent, last=last)
@@ -328,25 +326,25 @@ class Reducer:
     def _meet_at_end(self, needed: int) -> None:
         """Take as many turns in this step as the rank that needs the most, and go on until no rank needs one more."""
         self._take_turns(max(needed, self._turns.agreed))
-        while not self._hear(needed, at_end=True):
+        while not self._exchange_reports(needed, at_end=True):
             self._take_turns(self._turns.agreed)
         self._take_turns(self._turns.agreed)
         self._turns.go_on()
 
-    def _hear(self, needed: int, *, at_end: bool) -> bool:
-        return self._turns.hear(self._world.tell(self._turns.report(needed, at_end=at_end), what="turns"))
+    def _exchange_reports(self, needed: int, *, at_end: bool) -> bool:
+        return self._turns.receive(self._world.tell(self._turns.report(needed, at_end=at_end), what="turns"))
 
-    def _be_agreed(self, turns: int) -> None:
+    def _agree_on(self, turns: int) -> None:
         """Before a wait for what others do in the first so many turns: have those join in that are at the end."""
         while self._turns.agreed < turns:
-            self._hear(turns, at_end=False)
+            self._exchange_reports(turns, at_end=False)
 
     def _start(self, unit: UnitState, sent: GradientFlat, *, last: bool) -> None:
         """Reduce one flat into `grad`; `last` says that the unit is then complete."""
-        while self._whole and len(self._unpublished) > 1:  # by turns, and not by when they are done: see `Turns`
+        while self._full and len(self._unpublished) > 1:  # by turns, and not by when they are done: see `Turns`
             self._publish_oldest()
         if unit.index in self._gathers:  # closed too early: it had one more call
-            self._be_agreed(self._turns.taken)
+            self._agree_on(self._turns.taken)
             with self._device.aside("reduce", after=PASSED) as self._done:
                 self._gathers.pop(unit.index)[1].wait()
         self._closed.discard(unit.index)
@@ -363,19 +361,19 @@ class Reducer:
         )
         unit.filled = True
         self._under_way.append(Reduction(unit, self._turns.taken, handle, (sent, received), last))
-        if self._whole and last:
+        if self._full and last:
             self._unpublished.append(unit)
 
     def _complete_oldest(self) -> None:
         reduction = self._under_way[0]
-        self._be_agreed(reduction.turn)
+        self._agree_on(reduction.turn)
         with self._device.aside("reduce", after=PASSED) as self._done:
             reduction.handle.wait()
             self._under_way.popleft()
             self._give_back(reduction.flats, self._device.mark())
             if not reduction.last:
                 self._park(reduction.unit)
-            elif not self._whole and not self._awaited(reduction.unit):
+            elif not self._full and not self._awaited(reduction.unit):
                 self._publish(reduction.unit)
 
     def _publish_oldest(self) -> None:
@@ -392,7 +390,7 @@ class Reducer:
 
     def _complete_gather(self, index: int) -> None:
         unit, handle = self._gathers.pop(index)
-        self._be_agreed(self._turns.taken)  # it was started before the last of them
+        self._agree_on(self._turns.taken)  # it was started before the last of them
         handle.wait()
         self._finalise(unit)
 
@@ -413,7 +411,7 @@ class Reducer:
         """This rank's range is summed: that is all, or every rank gets the others' ranges too."""
         self._closed.add(unit.index)
         grad = self._gradients.open(unit, fresh=False)
-        if self._whole and self._world.size > 1:
+        if self._full and self._world.size > 1:
             own_S, what = unit.own_grad_S(self._world.rank), f"the gradient of {unit.spec.name}"
             [handle] = self._tape.under_way(
                 "reduce", unit.spec.name, lambda: [self._world.gather(own_S, grad, what=what)]

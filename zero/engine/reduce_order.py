@@ -4,7 +4,7 @@ A rank may take a path of its own through the model: a branch that others leave 
 backward. Reductions must be the same ones in the same order all the same. So units take turns, round after round: a
 unit that is ready early waits for its turn, and one that this rank has no use for sends zeros.
 
-At a step's end ranks tell each other how many turns they took and in which order their units were ready. Whoever took
+At a step's end ranks exchange how many turns they took and in which order their units were ready. Whoever took
 fewer takes part in the rest, and the next step's turns follow the order that was seen: where all ranks take one path no
 unit ever waits. Every rank takes as many turns as the last step had, unasked. Who has to wait for a turn beyond those
 says so first, and those that are at the step's end already join in.
@@ -35,7 +35,7 @@ class Turns:
         taken: turns since the step began.
         agreed: turns that every rank will have taken when they meet.
         rounds: of the last step, the one it ended in counted; None before there was one.
-        anyone: some rank used some unit, as was told last.
+        any_used: some rank used some unit, as of the last reports.
     """
 
     def __init__(self, units: Sequence[int], expected: int) -> None:
@@ -44,23 +44,23 @@ class Turns:
         self._since = 0  # turns as of the last meeting
         self._places = {unit: float(len(units) - number) for number, unit in enumerate(units)}
         self._idle = dict.fromkeys(units, 0)  # steps since a rank used it
-        self._used: dict[int, int] = {}  # by unit: the how manieth one that was ready in this step
+        self._used: dict[int, int] = {}  # by unit: its number in the order of those that were ready in this step
         self._ready: set[int] = set()
         self._expected = [expected * len(units)]  # by meeting of a step: turns since the one before, in the last step
         self._met: list[int] = []  # the same in this step
-        self._heard: list[list[int]] | None = None  # when units were ready, by rank, as of the last meeting
+        self._ready_at: list[list[int]] | None = None  # when units were ready, by rank, as of the last meeting
         self.taken, self.agreed = 0, self._expected[0]
         self.rounds: int | None = None
         self._last_needed: int | None = None
-        self.anyone = False
+        self.any_used = False
 
     def begin(self) -> None:
         """A step starts, or starts again."""
         if self._met:
             self._expected, self._met = self._met, []
-        if self._heard is not None:
-            self._learn(self._heard)
-            self._heard = None
+        if self._ready_at is not None:
+            self._learn(self._ready_at)
+            self._ready_at = None
         if self._last_needed is not None:
             self.rounds = -(-self._last_needed // len(self._order))
         self.forget()
@@ -70,7 +70,7 @@ class Turns:
         self._order = self._next_order
         self._used.clear()
         self._ready.clear()
-        self.taken, self.anyone = 0, False
+        self.taken, self.any_used = 0, False
         self.go_on()
 
     def go_on(self) -> None:
@@ -110,31 +110,32 @@ class Turns:
             needed: turns that this rank needs in this step, as far as it knows.
             at_end: nothing more comes on this rank.
         """
-        told = [at_end, needed, *(self._used.get(unit, -1) for unit in self._units)]
-        return torch.tensor(told, dtype=torch.int32, device="cpu")
+        return torch.tensor(
+            [at_end, needed, *(self._used.get(unit, -1) for unit in self._units)], dtype=torch.int32, device="cpu"
+        )
 
-    def hear(self, reports: Tensor) -> bool:
+    def receive(self, reports: Tensor) -> bool:
         """Take in all ranks' reports, (ranks, 2 + units); whether all of them are at the end."""
         ranks: list[list[int]] = reports.tolist()
-        needed = max(told[1] for told in ranks)
+        needed = max(report[1] for report in ranks)
         self.agreed = max(self.agreed, needed)
-        if not all(told[0] for told in ranks):
+        if not all(report[0] for report in ranks):
             return False
-        if all(told == ranks[0] for told in ranks):  # one path: all that one rank says is said
+        if all(report == ranks[0] for report in ranks):  # all ranks take one path: one report says it all
             ranks = ranks[:1]
-        self._heard = [told[2:] for told in ranks]
-        self.anyone = any(used >= 0 for told in self._heard for used in told)
+        self._ready_at = [report[2:] for report in ranks]
+        self.any_used = any(place >= 0 for places in self._ready_at for place in places)
         self._met.append(needed - self._since)
         self._last_needed = needed
         return True
 
-    def _learn(self, heard: list[list[int]]) -> None:
-        """The next order, from when each unit was ready on each rank, or from one rank that stands for all."""
-        for unit, *told in zip(self._units, *heard, strict=True):
-            used = [place for place in told if place >= 0]
+    def _learn(self, ready_at: list[list[int]]) -> None:
+        """The next order, from when each unit was ready on each rank, or on one rank for all."""
+        for unit, *places in zip(self._units, *ready_at, strict=True):
+            used = [place for place in places if place >= 0]
             self._idle[unit] = 0 if used else self._idle[unit] + 1
             if used:
                 self._places[unit] = sum(used) / len(used)
         busy = [unit for unit in self._units if self._idle[unit] < REMEMBERED_STEPS]
-        rest = [unit for unit in self._units if self._idle[unit] >= REMEMBERED_STEPS]
-        self._next_order = (*sorted(busy, key=self._places.__getitem__), *rest)
+        idle = [unit for unit in self._units if self._idle[unit] >= REMEMBERED_STEPS]
+        self._next_order = (*sorted(busy, key=self._places.__getitem__), *idle)

@@ -1,10 +1,10 @@
-"""Which units are whole on this rank right now: gathers them, and those that come next ahead of time.
+"""Which units are gathered on this rank right now: gathers them, and those that come next ahead of time.
 
-A unit is whole in a buffer of its own (resident) or in one borrowed from the pool. Its copy is current while the
-buffer's version is the unit's; a waiting update is forced before a gather, so what arrives is this step's parameters.
+A unit is gathered into a buffer of its own (resident) or one borrowed from the pool. Its copy is current while the
+buffer's version is the unit's; a deferred update is made before a gather, so what arrives is this step's parameters.
 
-Where the whole unit sleeps in the store its gather does not wait for the update: the store keeps the order, and each
-page arrives as soon as it is updated.
+Where the unit is offloaded its gather does not wait for the update: the store keeps the order, and each page arrives as
+soon as it is updated.
 
 Where units are borrowed, everything that starts a collective here depends on the order of calls alone, so ranks that
 call alike start the same ones. Where they are resident, ranks may call differently: a unit is gathered after all that
@@ -30,14 +30,14 @@ class Residency:
     Args:
         pool: None when every unit is resident.
         prefetch: how many units to gather ahead, in both directions.
-        apply: returns when a unit's waiting update is made.
-        follow: the same without waiting: returns what to wait for. What `fetch` starts comes after it by itself. None
-            where it does not: then a unit is gathered ahead only if its update is made.
+        apply: makes a unit's deferred update.
+        hand_off: the same without waiting: returns its tickets. What `fetch` starts comes after it by itself. None:
+            it does not, so a unit is gathered ahead only if its update is made.
         fetch: starts to fill a buffer with a unit, whose update may be under way still; returns what to wait for.
-        in_order: gather units in the plan's order, whichever is asked for first.
+        in_order: gather units in the plan's order, whichever is requested first.
         alone: there is no other rank, so what is gathered ahead may depend on what happens to be ready.
         log: where every collective is noted.
-        tape: told of gathers.
+        tape: records gathers.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Residency:
         pool: Pool | None,
         prefetch: int,
         apply: Callable[[UnitState], None],
-        follow: Callable[[UnitState], list[Ticket]] | None,
+        hand_off: Callable[[UnitState], list[Ticket]] | None,
         fetch: Fetch,
         in_order: bool,
         alone: bool,
@@ -56,11 +56,11 @@ class Residency:
         tape: Tape,
     ) -> None:
         self._units, self._device, self.pool = units, device, pool
-        self._prefetch, self._apply, self._follow, self._fetch = prefetch, apply, follow, fetch
+        self._prefetch, self._apply, self._hand_off, self._fetch = prefetch, apply, hand_off, fetch
         self._in_order, self._alone, self._log, self._tape = in_order, alone, log, tape
         self._next = 0  # where units are gathered in order: the one after the last
         self._orders = {True: VisitOrder(), False: VisitOrder()}
-        self._ahead: set[int] = set()  # units asked for before their turn, and not used yet
+        self._ahead: set[int] = set()  # units requested before their turn, and not used yet
 
     def begin(self) -> None:
         """A microbatch, or a forward without gradients, starts."""
@@ -113,7 +113,7 @@ class Residency:
         return buffer
 
     def materialise(self, unit: UnitState) -> Tensor:
-        """The full flat of `unit`, current until the next gather. Collective; for reading outside a step."""
+        """The full flat of `unit`, current until the next gather: for reading outside a step. Collective."""
         self._request(unit)
         return self._arrive(unit).flat
 
@@ -124,14 +124,14 @@ class Residency:
                 self._request(unit)
 
     def _request(self, unit: UnitState) -> None:
-        """Start the gather of `unit` unless a current copy is here or on its way."""
+        """Start the gather of `unit` unless a current copy is loaded or on its way."""
         if not self._is_current(unit):
             for one in self._starting(unit):
                 self._start(one)
             self._next = unit.index + 1
 
     def _starting(self, unit: UnitState) -> list[UnitState]:
-        """What is gathered when `unit`, which has changed, is asked for."""
+        """What is gathered when `unit`, which has changed, is requested."""
         if not self._in_order:
             return [unit]
         first = self._next if self._next <= unit.index else 0  # else it has changed since the last one was gathered
@@ -139,42 +139,42 @@ class Residency:
 
     def _is_current(self, unit: UnitState) -> bool:
         buffer = self._find(unit)
-        return buffer is not None and buffer.version == unit.version and unit.waiting is None
+        return buffer is not None and buffer.version == unit.version and unit.deferred is None
 
     def _start(self, unit: UnitState) -> None:
         buffer = self._find(unit)
         with self._device.aside("gather") as ready:
-            due: list[Ticket] = []
-            if unit.waiting is not None and self._follow is not None:
-                due = self._follow(unit)
-            elif unit.waiting is not None:
+            tickets: list[Ticket] = []
+            if unit.deferred is not None and self._hand_off is not None:
+                tickets = self._hand_off(unit)
+            else:
                 self._apply(unit)
             if unit.resident is None:
                 assert self.pool is not None
                 buffer = self.pool.take(unit.index, unit.full_numel)
             assert buffer is not None
             buffer.ready = ready
-            buffer.arrivals += due
+            buffer.arrivals += tickets
             if buffer.version != unit.version:
                 buffer.version = -1  # until it is known what to wait for: an interrupt may come in between
-                self._fill(unit, buffer, due)
+                self._fill(unit, buffer, tickets)
                 buffer.version = unit.version
 
-    def _fill(self, unit: UnitState, buffer: Buffer, due: Sequence[Ticket]) -> None:
+    def _fill(self, unit: UnitState, buffer: Buffer, tickets: Sequence[Ticket]) -> None:
         if not self._in_order:  # else there is nothing to compare: one rank may gather before a step begins
             self._log.note(f"gather of {unit.spec.name}")
         buffer.arrivals += self._tape.under_way(
-            "gather", unit.spec.name, lambda: self._fetch(unit, buffer.flat, due, not self._is_over(due))
+            "gather", unit.spec.name, lambda: self._fetch(unit, buffer.flat, tickets, not self._is_over(tickets))
         )
 
-    def _is_over(self, due: Sequence[Ticket]) -> bool:
+    def _is_over(self, tickets: Sequence[Ticket]) -> bool:
         """An update is made, so far as this rank may decide by it: several must not decide by time."""
-        return not due or (self._alone and all(ticket.ended for ticket in due))
+        return not tickets or (self._alone and all(ticket.ended for ticket in tickets))
 
     def _request_ahead(self, unit: UnitState) -> None:
-        due = [ticket for one in self._starting(unit) for ticket in one.due]
-        if not self._is_over(due) and self._follow is None:
-            return  # the store's threads are at it: waiting for them here would hold up the unit before it
+        tickets = [ticket for one in self._starting(unit) for ticket in one.tickets]
+        if not self._is_over(tickets) and self._hand_off is None:
+            return  # the store's threads work on it: waiting for them here would hold up the unit before it
         self._ahead.add(unit.index)
         if unit.resident is not None:
             self._request(unit)

@@ -1,11 +1,11 @@
-"""Where what autograd keeps of a unit is between forward and backward: where autograd made it, or in host memory.
+"""Where autograd's saved tensors are between forward and backward: where autograd made them, or in host memory.
 
 `OnHost` sends a storage to host memory as soon as something in it is kept, beside the forward that goes on, and brings
 it back one ahead of the backward that needs it. It works by storages, because what is kept are often views: query, key
 and value of one product are one copy, and so is what several operators keep. A storage of less than `LEAST_BYTES`
-stays. On a CPU everything lies in host memory already, and there offload is keep.
+stays. On a CPU everything is in host memory already, and there offload is keep.
 
-Nothing waits on the host. A storage on its way out is held until the compute stream has been told to wait for its copy,
+Nothing waits on the host. A storage on its way out is held until the compute stream has a wait for its copy,
 which happens `MOST_LEAVING` storages later; one that was brought back for nothing is let go the same way.
 """
 
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zero.platform.device import Arena, Device, Event, round_up
+from zero.core.sizes import BLOCK_BYTES, round_up
+from zero.platform.device import Arena, Device, Event
 
 LEAST_BYTES = 1 << 20
 """What is smaller is not worth two copies."""
@@ -50,10 +51,10 @@ class InPlace:
     """Everything stays where it is.
 
     Attributes:
-        away: what is kept goes somewhere else, so every unit's forward has to be watched.
+        offloads: what is kept goes somewhere else, so every unit's forward has to be watched.
     """
 
-    away = False
+    offloads = False
 
     @property
     def allocated_bytes(self) -> int:
@@ -109,14 +110,14 @@ class OnHost(InPlace):
         least_bytes: smaller storages stay.
     """
 
-    away = True
+    offloads = True
 
     def __init__(self, device: Device, *, pin: bool = True, least_bytes: int | None = None) -> None:
         self._device, self._pin = device, pin
         self._least_bytes = LEAST_BYTES if least_bytes is None else least_bytes
         self._homes: weakref.WeakValueDictionary[tuple[int, int], _Home] = weakref.WeakValueDictionary()
         self._last: weakref.ref[_Home] | None = None
-        self._free: dict[int, list[Tensor]] = {}  # blocks of host memory that nothing lies in
+        self._free: dict[int, list[Tensor]] = {}  # blocks of host memory that are not used
         self._leaving: deque[tuple[Event, Tensor]] = deque()
         self._coming: deque[tuple[Event, Tensor]] = deque()
         self._allocated_bytes = 0
@@ -172,10 +173,10 @@ class OnHost(InPlace):
         home = _Home(storage, self._take(storage.nbytes()), None if self._last is None else self._last())
         weakref.finalize(home, self._free[home.block.numel()].append, home.block).atexit = False
         self._last = weakref.ref(home)
-        here = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         with self._device.aside("activations out") as home.left:
-            self._device.copy(home.block[: home.nbytes], here)
-        self._leaving.append((home.left, here))
+            self._device.copy(home.block[: home.nbytes], memory)
+        self._leaving.append((home.left, memory))
         self._let_go(self._leaving, MOST_LEAVING)
         return home
 
@@ -195,11 +196,11 @@ class OnHost(InPlace):
             event.wait()
 
     def _take(self, nbytes: int) -> Tensor:
-        """A block of host memory, whole when its home is gone.
+        """A block of host memory; it is free again when its home is gone.
 
         Sizes are rounded up by an eighth at most, so that lengths that differ from step to step share blocks.
         """
-        size = round_up(nbytes, max(4096, 1 << max(nbytes.bit_length() - 4, 0)))
+        size = round_up(nbytes, max(BLOCK_BYTES, 1 << max(nbytes.bit_length() - 4, 0)))
         free = self._free.setdefault(size, [])
         if not free:
             arena = Arena(size, self._device, pin=self._pin)

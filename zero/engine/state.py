@@ -51,12 +51,11 @@ class Runtime:
         self.gatherer.residency.complete()
 
     def come_to_rest(self) -> None:
-        """Before pages and parameters are read or written from outside of a step, by the host too: no update waits any
-        more, and nothing is at them."""
+        """Before pages and parameters are read or written from outside of a step, by the host too: make all deferred
+        updates, and wait for the device."""
         self.align()
         for unit in self.units:
-            if unit.waiting is not None:
-                self.updater.apply(unit)
+            self.updater.apply(unit)
         self.plan.world.compute.join()  # for the host an update was made when it was launched
 
 
@@ -98,7 +97,7 @@ class State:
 
     @property
     def state(self) -> State:
-        """Itself: whatever has a state is asked for it by this name."""
+        """Itself: whatever has a state gives it by this name."""
         return self._live()
 
     @property

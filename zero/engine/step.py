@@ -1,28 +1,29 @@
-"""One training step under way: passes over microbatches, one small collective, a decision.
+"""One training step: passes over microbatches, one small collective, a decision.
 
-`make_step` is this for a loop that we write; here it is in pieces, for a loop of one's own. A microbatch is whatever
-lies between `microbatch()` and the next one: any number of forwards and backwards, whoever calls backward.
-
-Losses and norms are added in rank order, so all ranks know the same bits.
+`make_step` is a loop over `Step` that calls a loss function; `Step` is the same in pieces, for a loop of one's own. A
+microbatch is whatever lies between `microbatch()` and the next one: any number of forwards and backwards, whoever
+calls backward.
 
 Source: Rajbhandari et al. 2020, "ZeRO"; Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
 """
 
-import ctypes
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero.core.optim import Hyper
+from zero.engine.plan import Plan
 from zero.engine.state import Runtime, State
-from zero.errors import ConfigError, NonFiniteGradientError, PlanError, WorldError
+from zero.engine.totals import GradientStatus, check_gradients, gather_totals
+from zero.errors import ConfigError, NonFiniteGradientError, PlanError
+from zero.platform.timeline import Timeline
 
-NOTHING, SOMETHING, UNSCALED, ASTRAY = range(4)
-"""What a rank has heard of gradients in a step: some of them came from a backward without the loss scale, or arrived at
-the model that was given instead of its copy."""
+LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
 
 
 class Metrics(NamedTuple):
@@ -33,15 +34,29 @@ class Metrics(NamedTuple):
     grad_norm: float
     """Of the mean gradient, before clipping; infinite or NaN when the step was skipped."""
     lr: float
+    """Learning rate of the default group."""
     loss_scale: float
-    """That this step ran with."""
+    """That this step ran with; 1 unless in fp16."""
     skipped: bool
+    """Nothing was updated, because a gradient was not finite."""
     nonfinite_unit: str | None
     """The first unit with a gradient that is not finite."""
-    aux: dict[str, float]
+    aux: Mapping[str, float]
     """Means over the global batch of what `loss_fn` returned beside the loss."""
-    words: tuple[float, ...]
-    """What `word` said on each rank."""
+    rank_flags: tuple[float, ...]
+    """By rank: what its `flag` was."""
+
+    @property
+    def words(self) -> tuple[float, ...]:
+        """The name of `rank_flags` in 0.1."""
+        _warn_renamed("Metrics.words", "Metrics.rank_flags")
+        return self.rank_flags
+
+    @property
+    def blame(self) -> str | None:
+        """The name of `nonfinite_unit` in 0.1."""
+        _warn_renamed("Metrics.blame", "Metrics.nonfinite_unit")
+        return self.nonfinite_unit
 
 
 class Step:
@@ -64,36 +79,36 @@ class Step:
     """
 
     def __init__(self, state: State) -> None:
-        self.state, self._parts, self._plan = state, state.runtime, state.plan
+        self.state, self._runtime, self._plan = state, state.runtime, state.plan
         if not self._plan.trains:
             raise PlanError("the model has no trainable parameter, so there is no step; run it with zero.make_forward")
         self.microbatches = 0
         self._in_microbatch = self._dropped = False
         self._losses: list[list[Tensor]] = []
         self._aux: dict[str, list[Tensor]] = {}
-        self._originals = [(one, one.grad, _version(one.grad)) for one in self._parts.originals.values()]
-        _clear(self._parts)
-        if self._parts.reducer.is_busy:  # a backward that belonged to no step
-            self._parts.reducer.reset()
-        self._parts.reducer.clear()
-        self._parts.updater.begin(self._hyper(), at_once=self._plan.update == "eager")
+        self._originals = [(one, one.grad, _version(one.grad)) for one in self._runtime.originals.values()]
+        _clear(self._runtime)
+        if self._runtime.reducer.is_busy:  # a backward that belonged to no step
+            self._runtime.reducer.reset()
+        self._runtime.reducer.clear()
+        self._runtime.updater.begin(self._hyper(), eager=self._plan.update == "eager")
 
     def microbatch(self) -> None:
-        """The next microbatch begins; `plan.accumulate` of them make a step."""
-        self.follow()  # first: what it refuses has not begun
+        """Begin the next microbatch; `plan.accumulate` of them make a step."""
+        self.read_groups()  # first: what it refuses has not begun
         self._end_microbatch()
         self.microbatches += 1
         self._in_microbatch = True
         self._losses.append([])
-        self._parts.gatherer.begin()
-        self._parts.reducer.begin(last=self.microbatches == self._plan.accumulate)
+        self._runtime.gatherer.begin()
+        self._runtime.reducer.begin(last=self.microbatches == self._plan.accumulate)
         self._at("forward")
 
-    def follow(self) -> None:
-        """Groups train or rest, in the forwards from here on, as their settings say now."""
+    def read_groups(self) -> None:
+        """In the forwards from here on each group of the optimizer trains or not as its settings say now."""
         groups = self._hyper().groups
-        self._parts.updater.train(groups)
-        self._parts.gatherer.resting = frozenset(number for number, one in enumerate(groups) if not one.trains)
+        self._runtime.updater.train(groups)
+        self._runtime.gatherer.frozen_groups = frozenset(number for number, one in enumerate(groups) if not one.trains)
 
     def backward(self, loss: Tensor, aux: Mapping[str, Any] | None = None, **how: Any) -> None:
         """Backward from a scalar, the mean over its rows; several losses of a microbatch add up.
@@ -108,10 +123,10 @@ class Step:
             )
         if self._plan.params_offloaded:  # host memory is what is short: forward's temporaries, then backward's
             self._plan.world.compute.give_back_memory()
-        self._parts.tape.passed("forward")
+        self._runtime.tape.passed("forward")
         self._at("backward")
         self.scaled(loss).backward(**how)
-        self._parts.tape.passed("backward")
+        self._runtime.tape.passed("backward")
         self.count(loss, aux)
 
     def scaled(self, loss: Tensor, *, already: bool = False) -> Tensor:
@@ -125,17 +140,17 @@ class Step:
             return loss
         scaled = loss.view_as(loss) if already else loss * scale
         if scaled.requires_grad:
-            scaled.register_hook(self._parts.gatherer.scaled)
+            scaled.register_hook(self._runtime.gatherer.scaled)
         return scaled
 
     @property
     def has_gradients(self) -> bool:
         """A gradient has arrived in this step."""
-        return self._parts.gatherer.arrived
+        return self._runtime.gatherer.arrived
 
     @property
     def has_loss(self) -> bool:
-        """Somebody has told a loss of this step."""
+        """A loss of this step has been counted."""
         return any(self._losses)
 
     def count(self, loss: Tensor, aux: Mapping[str, Any] | None = None) -> None:
@@ -146,33 +161,37 @@ class Step:
 
     def forget(self) -> None:
         """Drop the gradients that have arrived in this step; forwards under way may still go backward."""
-        self._dropped = self._dropped or self._parts.gatherer.arrived
+        self._dropped = self._dropped or self._runtime.gatherer.arrived
         self._spend_if_updated()
-        self._parts.reducer.forget()
-        self._parts.updater.sums.clear()
+        self._runtime.reducer.forget()
+        self._runtime.updater.sums.clear()
         self._losses, self._aux = [[] for _ in self._losses], {}
-        _clear(self._parts)
+        _clear(self._runtime)
 
     def abandon(self) -> None:
         """After an exception: forget everything that this step did."""
         self._plan.world.compute.join()  # what is under way aside must not write into memory that is given out again
-        self._parts.gatherer.reset()
-        self._parts.reducer.reset()
+        self._runtime.gatherer.reset()
+        self._runtime.reducer.reset()
         self._spend_if_updated()
-        self._parts.updater.sums.clear()
+        self._runtime.updater.sums.clear()
 
     def _spend_if_updated(self) -> None:
         """Eager updates cannot be taken back."""
-        if self._parts.updater.at_once is not None and self._parts.updater.sums and not self.state.spent_:
+        if self._runtime.updater.eager_hyper is not None and self._runtime.updater.sums and not self.state.spent_:
             self.state.spend()
 
-    def finish(self, word: float = 0.0) -> tuple[State, Metrics]:
-        """End the step: every unit waits for its update, or the step is skipped. Collective.
+    def finish(self, flag: float = 0.0, *, word: float | None = None) -> tuple[State, Metrics]:
+        """End the step: every unit's update is deferred to its next gather, or the step is skipped. Collective.
 
         Gradients are divided by `plan.accumulate`, however many microbatches there were, and so are their losses.
 
         Args:
-            word: a number that every rank gets to know.
+            flag: a number that every rank gets to know.
+            word: the name of `flag` in 0.1.
+
+        Returns:
+            The next state, and what the step did. `self.state` is spent.
 
         Raises:
             ConfigError: no gradient has arrived on any rank, or in fp16 one without the loss scale; or one arrived at
@@ -180,26 +199,37 @@ class Step:
             WorldError: the ranks visited different units.
             NonFiniteGradientError: `zero.update=eager` and a gradient that is not finite.
         """
-        plan, state, parts = self._plan, self.state, self._parts
+        if word is not None:
+            _warn_renamed("Step.finish(word)", "Step.finish(flag)")
+            flag = word
+        plan, state, runtime = self._plan, self.state, self._runtime
         self._end_microbatch()
-        hyper = parts.updater.at_once or self._hyper()
+        hyper = runtime.updater.eager_hyper or self._hyper()
         self._at("norm")
-        parts.reducer.finish()
-        parts.log.note(repr(hyper))
-        told = _tell(parts, [torch.stack(one).sum() for one in self._losses if one], self._aux, word, self._heard())
-        parts.tape.passed("norm")
-        _refuse_what_was_heard(told.heard)
-        norm = told.norm(hyper.divisor)
+        runtime.reducer.finish()
+        runtime.log.note(repr(hyper))
+        losses = [torch.stack(one).sum() for one in self._losses if one]
+        totals = gather_totals(runtime, losses, self._aux, flag, self._gradient_status())
+        runtime.tape.passed("norm")
+        check_gradients(totals.statuses)
+        norm = totals.norm(hyper.divisor)
         finite = math.isfinite(norm)
         metrics = Metrics(
-            told.loss, norm, hyper.lr, state.scale.scale, not finite, told.nonfinite_unit, told.aux, told.words
+            totals.loss,
+            norm,
+            hyper.lr,
+            state.scale.scale,
+            not finite,
+            totals.nonfinite_unit,
+            totals.aux,
+            totals.rank_flags,
         )
         following = state.advance(scale=plan.precision.scale.advance(state.scale, finite), finite=finite)
         if finite:
-            _wait_for_update(parts, hyper._replace(divisor=hyper.divisor / _clip(plan.optimizer.clip, norm)))
+            _defer_updates(runtime, hyper._replace(divisor=hyper.divisor / _clip(plan.optimizer.clip, norm)))
         elif plan.update == "eager":
             raise NonFiniteGradientError(
-                f"step {hyper.step}: the gradient of {told.nonfinite_unit} is not finite, and zero.update=eager has "
+                f"step {hyper.step}: the gradient of {totals.nonfinite_unit} is not finite, and zero.update=eager has "
                 "updated units already; use zero.update=lazy, which skips such a step"
             )
         return following, metrics
@@ -207,17 +237,17 @@ class Step:
     def _end_microbatch(self) -> None:
         if self._in_microbatch:
             self._in_microbatch = False
-            self._parts.gatherer.end()
+            self._runtime.gatherer.end()
             if self._plan.params_offloaded:
                 self._plan.world.compute.give_back_memory()
 
-    def _heard(self) -> int:
-        gatherer = self._parts.gatherer
+    def _gradient_status(self) -> GradientStatus:
+        gatherer = self._runtime.gatherer
         if any(one.grad is not grad or _version(one.grad) != version for one, grad, version in self._originals):
-            return ASTRAY
+            return GradientStatus.AT_ORIGINAL
         if gatherer.unscaled and self.state.scale.scale != 1.0:
-            return UNSCALED
-        return SOMETHING if gatherer.arrived or self._dropped else NOTHING
+            return GradientStatus.UNSCALED
+        return GradientStatus.ARRIVED if gatherer.arrived or self._dropped else GradientStatus.NONE
 
     def _hyper(self) -> Hyper:
         state, plan = self.state, self._plan
@@ -231,85 +261,12 @@ def _version(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor._version
 
 
-def _clear(parts: Runtime) -> None:
-    """Forget the last step's sums and gradients; a waiting update has its own claim on the latter."""
-    parts.log.clear()
-    parts.gatherer.clear()
-    for unit in parts.units:
+def _clear(runtime: Runtime) -> None:
+    """Forget the last step's sums and gradients; a deferred update has its own claim on the latter."""
+    runtime.log.clear()
+    runtime.gatherer.clear()
+    for unit in runtime.units:
         unit.filled = False
-
-
-class _Told(NamedTuple):
-    """What the step's one small collective brought, added in rank order."""
-
-    sums: list[float]
-    loss: float
-    aux: dict[str, float]
-    nonfinite_unit: str | None
-    words: tuple[float, ...]
-    heard: set[int]
-
-    def norm(self, divisor: float) -> float:
-        """The global norm of the mean gradient, added in unit order and rounded once to fp32."""
-        total = sum(self.sums)
-        root = math.sqrt(total) if math.isfinite(total) else math.nan
-        return ctypes.c_float(root / divisor).value
-
-
-def _tell(parts: Runtime, losses: list[Tensor], aux: dict[str, list[Tensor]], word: float, heard: int) -> _Told:
-    world, count = parts.plan.world, len(parts.units)
-    names = sorted(aux)
-    nothing = torch.zeros((), dtype=torch.float64, device=world.device)
-    measured = [
-        *(parts.updater.sums.get(unit.index, nothing) for unit in parts.units),
-        (torch.stack(losses).sum() / parts.plan.accumulate if losses else nothing / 0).to(world.device),
-        *(torch.stack(aux[name]).mean().to(world.device) for name in names),
-    ]
-    # `full` and not `tensor`: see `optim.on_device`
-    counted = [nothing.new_full((), value) for value in (heard, word, parts.log.fingerprint)]
-    mine = torch.stack([*measured, *counted])
-    everyone = torch.zeros(world.size * mine.numel(), dtype=torch.float64, device=world.device)
-    what = "norms and losses"
-    [told] = parts.tape.under_way("reduce", what, lambda: [world.gather(mine, everyone, what=what)])
-    told.wait()
-    ranks = world.compute.numbers(everyone.view(world.size, -1))
-    _same_visits(parts, [int(rank[-1]) for rank in ranks])
-    sums = [sum(rank[number] for rank in ranks) for number in range(count)]
-    means = [sum(rank[number] for rank in ranks) / world.size for number in range(count, len(ranks[0]) - 3)]
-    nonfinite_unit = next(
-        (u.spec.name for u, total in zip(parts.units, sums, strict=True) if not math.isfinite(total)), None
-    )
-    words, heard_by_all = tuple(float(rank[-2]) for rank in ranks), {int(rank[-3]) for rank in ranks}
-    return _Told(sums, means[0], dict(zip(names, means[1:], strict=True)), nonfinite_unit, words, heard_by_all)
-
-
-def _refuse_what_was_heard(heard: set[int]) -> None:
-    """Of the gradients of one step, on all ranks."""
-    if ASTRAY in heard:
-        raise ConfigError(
-            "a gradient arrived at the model that was given, and not at its copy that trains: the loss, a hook or a "
-            "closure computes with it; use the model that loss_fn is given, which is state.model, and torch.no_grad() "
-            "where the original is meant"
-        )
-    if UNSCALED in heard:
-        raise ConfigError(
-            "a backward in fp16 without the loss scale: call engine.backward(loss), or engine.scale(loss).backward(), "
-            "or engine.scale(y, already=True).backward(grad) where the scale is in it; of a zero.Step they are "
-            "step.backward and step.scaled"
-        )
-    if heard == {NOTHING}:
-        raise ConfigError("no gradient has arrived since the last update, on any rank: call backward before the step")
-
-
-def _same_visits(parts: Runtime, fingerprints: list[int]) -> None:
-    """Refuse the step if the ranks' collectives were not the same ones in the same order: bytes met the wrong bytes."""
-    if len(set(fingerprints)) == 1:
-        return
-    odd = [rank for rank, print_ in enumerate(fingerprints) if print_ != fingerprints[0]]
-    raise WorldError(
-        f"ranks {odd} gathered or reduced other units than rank 0 in this step, or with another rate or scale; "
-        "all ranks must run the same units in the same order (this rank: " + ", ".join(parts.log.recent) + ")"
-    )
 
 
 def _clip(limit: float | None, norm: float) -> float:
@@ -317,20 +274,141 @@ def _clip(limit: float | None, norm: float) -> float:
     return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
 
 
-def _wait_for_update(parts: Runtime, hyper: Hyper) -> None:
-    """Mark every unit as waiting for this step's update, or do it now."""
-    for unit in parts.units:
-        if not unit.spec.trainable.slots or (parts.updater.at_once is not None and unit.filled):
+def _defer_updates(runtime: Runtime, hyper: Hyper) -> None:
+    """Give every unit this step's update to make before its next gather, or make it now."""
+    for unit in runtime.units:
+        if not unit.spec.trainable.slots or (runtime.updater.eager_hyper is not None and unit.filled):
             continue
-        if not unit.filled:  # not visited in this step: the last update may still wait, and this one has no gradient
-            if unit.waiting is not None:
-                parts.updater.apply(unit)
-            parts.gradients.open(unit, fresh=True).zero_()
-            parts.gradients.park(unit)
-        parts.updater.schedule_update(unit, hyper)
-    if parts.plan.update == "serial":
-        for unit in parts.units:
-            if unit.waiting is not None:
-                parts.updater.apply(unit)
-        parts.store.drain()
-        parts.come_to_rest()
+        if not unit.filled:  # not visited: the last update may still be deferred, and this one has no gradient
+            runtime.updater.apply(unit)
+            runtime.gradients.open(unit, fresh=True).zero_()
+            runtime.gradients.park(unit)
+        runtime.updater.schedule_update(unit, hyper)
+    if runtime.plan.update == "serial":
+        for unit in runtime.units:
+            runtime.updater.apply(unit)
+        runtime.store.drain()
+        runtime.come_to_rest()
+
+
+def make_step(
+    plan: Plan,
+    loss_fn: LossFn,
+    *,
+    flag: Callable[[], float] = lambda: 0.0,
+    word: Callable[[], float] | None = None,
+) -> Callable[[State, Sequence[Any]], tuple[State, Metrics]]:
+    """Make the training step: `state, metrics = step(state, microbatches)`.
+
+    The step takes `plan.accumulate` microbatches of this rank and returns the next state; the old one is spent. If it
+    raises, the old state is still good, except that buffers such as running statistics have seen the microbatches; and
+    except with `zero.update=eager` once backward has updated a unit, which spends the state.
+
+    Args:
+        plan: that the states are made from.
+        loss_fn: (model, microbatch) to a scalar loss, the mean over the microbatch, or to (loss, dict of scalars). The
+            model is the plan's copy; call it as the original.
+        flag: called once a step for a number that every rank gets to know, so that all act on it after the same step;
+            they are `Metrics.rank_flags`.
+        word: the name of `flag` in 0.1.
+
+    Raises (when the step is called):
+        ConfigError: a state of another plan, another number of microbatches than `plan.accumulate`, a loss that is no
+            scalar, or no gradient.
+        StaleStateError: the state is spent.
+        WorldError: the ranks visited different units.
+        NonFiniteGradientError: `zero.update=eager` and a gradient that is not finite.
+    """
+    if word is not None:
+        _warn_renamed("make_step(word=...)", "make_step(flag=...)")
+        flag = word
+
+    def step(state: State, microbatches: Sequence[Any]) -> tuple[State, Metrics]:
+        _same_plan(plan, state)
+        if isinstance(microbatches, Tensor | Mapping | str):
+            raise ConfigError(
+                f"microbatches is a {type(microbatches).__name__}; pass a list of them: step(state, [batch])"
+            )
+        if len(microbatches) != plan.accumulate:
+            raise ConfigError(
+                f"a step takes batch.accumulate={plan.accumulate} microbatches, not {len(microbatches)}; "
+                "in Python it is Plan(accumulate=...)"
+            )
+        under_way = Step(state)
+        try:
+            for microbatch in microbatches:
+                under_way.microbatch()
+                result = loss_fn(state.model, microbatch)
+                loss, aux = result if isinstance(result, tuple) else (result, {})
+                under_way.backward(loss, aux)
+            return under_way.finish(flag())
+        except BaseException:
+            under_way.abandon()
+            raise
+
+    return step
+
+
+def make_forward(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Make an evaluation: `forward(state, *args)` is `fn(model, *args)` in eval mode without gradients.
+
+    Deferred updates are made first, so what is seen is the state's own step. Every rank must call it the same number
+    of times.
+
+    Args:
+        plan: that the states are made from.
+        fn: (model, further arguments) to anything.
+
+    Raises (when it is called):
+        ConfigError: a state of another plan.
+        StaleStateError: the state is spent.
+    """
+
+    def forward(state: State, *args: Any, **kwargs: Any) -> Any:
+        _same_plan(plan, state)
+        model = state.model
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            with torch.no_grad():
+                state.runtime.gatherer.begin()
+                return fn(model, *args, **kwargs)
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    return forward
+
+
+@contextmanager
+def record(state: State, *, profile: bool = False) -> Iterator[Timeline]:
+    """Record when this rank does what, from here to the end of the block.
+
+        with zero.record(state) as timeline:
+            state, metrics = step(state, microbatches)
+        print(timeline.hidden()["page in"])
+        timeline.write(folder / "trace.json")
+
+    The timeline is empty until the block ends. Not collective: one rank may record alone, and gets the same bits. What
+    was under way already when the block began is not seen, and what still is when it ends is cut off there; with
+    `zero.update=lazy` the updates seen are mostly those that the step before has decided. On a GPU starting and ending
+    wait for the device, and steps do not.
+
+    Args:
+        profile: also mark everything as ranges of torch.profiler ("gather blocks.3"), for a profile made meanwhile.
+            Those of the store's threads are in it if the profiler looks at all threads.
+
+    Raises:
+        StaleStateError: the state is spent, or its run is being recorded already.
+    """
+    with state.runtime.tape.record(profile=profile) as timeline:
+        yield timeline
+
+
+def _same_plan(plan: Plan, state: State) -> None:
+    if state.plan is not plan:
+        raise ConfigError("this State was made by zero.init from another Plan; make the step from state.plan")
+
+
+def _warn_renamed(old: str, new: str) -> None:
+    warnings.warn(f"{old} is {new} now", DeprecationWarning, stacklevel=3)

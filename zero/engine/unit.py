@@ -254,13 +254,13 @@ def _by_class(model: nn.Module, class_names: Sequence[str]) -> set[int]:
     return {id(module) for module in model.modules() if type(module).__name__ in set(class_names)}
 
 
-def _by_default(model: nn.Module, whole: set[int]) -> set[int]:
+def _by_default(model: nn.Module, named: set[int]) -> set[int]:
     roots: set[int] = set()
 
     def place(module: nn.Module) -> None:
         if not _owns_parameters(module):
             return
-        if _can_be_called(module) or id(module) in whole:
+        if _can_be_called(module) or id(module) in named:
             roots.add(id(module))
         elif isinstance(module, nn.ModuleList):
             for element in module:
@@ -270,7 +270,7 @@ def _by_default(model: nn.Module, whole: set[int]) -> set[int]:
 
     def descend(module: nn.Module) -> None:
         for child in module.children():
-            if id(child) in whole:
+            if id(child) in named:
                 place(child)
             elif isinstance(child, nn.ModuleList | nn.Sequential):
                 for element in child:

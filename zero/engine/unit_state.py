@@ -1,4 +1,4 @@
-"""One unit's tensors on one rank, and what is owed to it.
+"""One unit's tensors on one rank, and the update that it waits for.
 
 full_P     trainable and frozen flats in one buffer, in the compute dtype: resident, or borrowed from the pool
 shard_S    this rank's range of the trainable flat in the compute dtype; a view of full_P where that is resident
@@ -20,16 +20,16 @@ from zero.store import Ticket
 
 @dataclass(eq=False)
 class UnitState:
-    """One unit's tensors on this rank, and what is owed to it.
+    """One unit's tensors on this rank, and the update that it waits for.
 
     Attributes:
         resident: the buffer that always holds the full unit; None when the unit is gathered into the pool.
-        shard_S: (S,) trainable, compute dtype; None where parameters sleep in the store.
+        shard_S: (S,) trainable, compute dtype; None where parameters are offloaded.
         frozen_S: (S of the frozen flat,), compute dtype; likewise.
-        grad: (P,) or (S,), see `Plan.grad_numel`; None when nothing is trainable, or while it sleeps in the store.
-        waiting: the update that the next gather must force, or None.
-        due: the parts of that update which the store's threads are at.
-        torn: that update began and did not end.
+        grad: (P,) or (S,), see `Plan.grad_numel`; None when nothing is trainable, or while it is offloaded.
+        deferred: the update that has to be made before the next gather, or None.
+        tickets: the parts of that update that the store's threads work on.
+        interrupted: that update began and did not end.
         version: how many times the parameters changed.
         calls: the autograd nodes of this microbatch's forward calls, until all their gradients have arrived.
         returned: how many of them have.
@@ -41,8 +41,8 @@ class UnitState:
     shard_S: Tensor | None
     frozen_S: Tensor | None
     grad: Tensor | None
-    waiting: Hyper | None = None
-    due: list[Ticket] = field(default_factory=list)
+    deferred: Hyper | None = None
+    tickets: list[Ticket] = field(default_factory=list)
     interrupted: bool = False
     version: int = 0
     calls: list[Any] = field(default_factory=list)
@@ -57,8 +57,14 @@ class UnitState:
     def full_numel(self) -> int:
         return self.spec.trainable.P + self.spec.frozen.P
 
+    def mark_changed(self, *, resident: bool) -> None:
+        """The parameters changed: gathered copies are stale, except a resident one that was changed too."""
+        self.version += 1
+        if resident and self.resident is not None:
+            self.resident.version = self.version
+
     def own_grad_S(self, rank: int) -> Tensor:
-        """(S,): the range of `grad` that `rank` owns, whether the rest is here or not."""
+        """(S,): the range of `grad` that `rank` owns, whether the rest is kept or not."""
         assert self.grad is not None
         if self.grad.numel() == self.spec.trainable.S:
             return self.grad

@@ -1,10 +1,10 @@
 """The optimizer step: norm, clip coefficient, and page by page read, update, write.
 
-A step only decides. It computes the norm, captures every number the update needs by value (`Hyper`), and makes each
-unit wait for its update. What lies in memory of the device is updated by `apply`, just before the unit is next
-gathered. What sleeps in the store is handed to the store's threads at once, in the order in which units will be
-gathered: they read, update and write page by page while the forward of the units before it computes, and `force` only
-waits for the rest. The order cannot change a bit, because an update is elementwise and reads nothing but its own page,
+A step only decides. It computes the norm, captures every number the update needs by value (`Hyper`), and defers each
+unit's update. What is on the device is updated by `apply`, just before the unit is next gathered. What is offloaded is
+given to the store's threads at once, in the order in which units will be gathered: they read, update and write page by
+page while the forward of the units before it computes, and `apply` only waits for the rest. The order cannot change a
+bit, because an update is elementwise and reads nothing but its own page,
 its own gradient and `Hyper`.
 
 A page passes through in pieces that stay in the cache: unscale, clip, decay, moments, and the cast to the compute dtype
@@ -39,10 +39,10 @@ class Part(NamedTuple):
     start: int
     stop: int
     group: Group
-    here: bool
-    """All of it lies on the device: worked on in place, by the thread that trains."""
-    lent: bool
-    """All of it lies in memory: nothing of it moves from or to a disk."""
+    on_device: bool
+    """All of it is on the device: updated in place, by the thread that trains."""
+    in_memory: bool
+    """All of it is in memory: nothing of it moves from or to a disk."""
 
 
 class Launched(Ticket):
@@ -80,11 +80,11 @@ class Piece(NamedTuple):
 
 
 class Updater:
-    """Applies waiting updates on this rank.
+    """Applies deferred updates on this rank.
 
     Args:
         gradients: where the gradients are.
-        tape: told of what is updated in place.
+        tape: records what is updated in place.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class Updater:
     ) -> None:
         self._plan, self._store, self._transform = plan, store, plan.optimizer
         self._device, self._gradients, self._tape = device, gradients, tape
-        self._rank, self._whole, self._has_master = plan.world.rank, plan.whole_update, plan.precision.has_master
+        self._rank, self._full_update, self._has_master = plan.world.rank, plan.full_update, plan.precision.has_master
         self._moments = len(plan.optimizer.moments)
         self._where = device.host if plan.offload.compute == "host" else device
         self._parts = {unit.index: tuple(self._parts_of(unit)) for unit in units}
         self._order = [unit.index for unit in units]
-        self._forced: list[int] = []
+        self._visited: list[int] = []
         self.sums: dict[int, Tensor] = {}  # by unit: sum of squares of this rank's range, fp64
-        self.at_once: Hyper | None = None  # eager: what to update with as soon as a gradient is final
+        self.eager_hyper: Hyper | None = None  # what to update with as soon as a gradient is final
         self._trains = [True] * len(plan.optimizer.groups)  # in this step
         self._rested, self._counted = [0] * len(plan.optimizer.groups), 0  # steps without it, and until which step
         self._numbers: Mapping[float, Tensor] = {}  # of this step's updates, made on the stream that decides them
@@ -114,16 +114,16 @@ class Updater:
 
     # -- what a step decides -------------------------------------------------------------------------------------------
 
-    def begin(self, hyper: Hyper, *, at_once: bool) -> None:
-        """A step starts. `at_once`: update with `hyper`, without the norm.
+    def begin(self, hyper: Hyper, *, eager: bool) -> None:
+        """A step starts. `eager`: update with `hyper` as soon as a gradient is final, without the norm.
 
-        Units will be forced in the order of the last step, as far as that is known.
+        Updates are expected in the order of the last step, as far as that is known.
         """
         self.sums.clear()
         self._trains = [False] * len(hyper.groups)
-        self.at_once = hyper if at_once else None
-        self._order = list(dict.fromkeys([*self._forced, *self._order]))
-        self._forced.clear()
+        self.eager_hyper = hyper if eager else None
+        self._order = list(dict.fromkeys([*self._visited, *self._order]))
+        self._visited.clear()
         self._expect()
 
     def train(self, groups: Sequence[Settings]) -> None:
@@ -131,47 +131,47 @@ class Updater:
         self._trains = [before or now.trains for before, now in zip(self._trains, groups, strict=True)]
 
     def final(self, unit: UnitState) -> None:
-        """The unit's gradient is final: take its sum of squares, and let the update begin if that was asked for.
+        """The unit's gradient is final: take its sum of squares, and with eager updates let its update begin.
 
         Raises:
             StaleStateError: an eager update was made already, and then more gradient came.
         """
-        if self.at_once is not None and unit.index in self.sums:
+        if self.eager_hyper is not None and unit.index in self.sums:
             raise StaleStateError(
                 f"{unit.spec.name} got a gradient after zero.update=eager had updated it; use zero.update=lazy"
             )
         self.sums[unit.index] = self._sum_of_squares(unit)
-        if self.at_once is not None:
+        if self.eager_hyper is not None:
             self._gradients.park(unit)
-            self.schedule_update(unit, self.at_once)
-            if all(part.here for part in self._parts[unit.index]):
+            self.schedule_update(unit, self.eager_hyper)
+            if all(part.on_device for part in self._parts[unit.index]):
                 self.apply(unit)
 
     def schedule_update(self, unit: UnitState, hyper: Hyper) -> None:
-        """From here on `unit` waits for an update with `hyper`; the store's threads begin with their parts of it."""
-        hyper = unit.waiting = self._told(hyper)
-        parts = [part for part in self._parts[unit.index] if not part.here]
+        """Defer an update with `hyper` to the next gather of `unit`; the store's threads begin their parts of it."""
+        hyper = unit.deferred = self._with_groups(hyper)
+        parts = [part for part in self._parts[unit.index] if not part.on_device]
         if not parts:
             return
-        with self._device.aside("updates") as after:  # also after what stands aside of what computes
+        with self._device.aside("updates") as after:  # also after what was enqueued on side streams
             self._gradients.left(unit).wait()
         place = self._order.index(unit.index)
-        unit.due = [self._begin(unit, hyper, part, after, place) for part in parts]
+        unit.tickets = [self._begin(unit, hyper, part, after, place) for part in parts]
 
     def _begin(self, unit: UnitState, hyper: Hyper, part: Part, after: Event, place: int) -> Ticket:
         """Have one part updated; where the device does it and no disk is behind it, no host waits for the device."""
-        end = self._device.event() if part.lent and not self._where.shares_memory else None
+        end = self._device.event() if part.in_memory and not self._where.shares_memory else None
         work = partial(self._work, unit, hyper, part, after, end)
         ticket = self._store.modify(part.group, work, (place, part.group.number))
         return ticket if end is None else Launched(ticket, end)
 
-    def _told(self, hyper: Hyper) -> Hyper:
+    def _with_groups(self, hyper: Hyper) -> Hyper:
         """With the groups that train in this step, each with its own count of updates."""
         if hyper.step != self._counted:
             self._counted = hyper.step
             self._rested = [n + (not trains) for n, trains in zip(self._rested, self._trains, strict=True)]
-        told = zip(hyper.groups, self._trains, self._rested, strict=True)
-        groups = tuple(one._replace(trains=trains, step=hyper.step - n) for one, trains, n in told)
+        each = zip(hyper.groups, self._trains, self._rested, strict=True)
+        groups = tuple(one._replace(trains=trains, step=hyper.step - n) for one, trains, n in each)
         needed = {float(hyper.divisor), *(float(one.step) for one in groups)}
         if self._numbers.keys() != needed:
             self._numbers = {value: on_device(value, self._device.device) for value in needed}
@@ -189,42 +189,44 @@ class Updater:
         for slot in (slot for unit in self._plan.units for slot in unit.trainable.slots):
             self._rested[slot.group] = max(self._rested[slot.group], rested.get(slot.name, 0))
 
-    def follow(self, unit: UnitState) -> list[Ticket]:
-        """Count the waiting update of `unit` as made, though the store's threads may be at it; returns their tickets.
+    def hand_off(self, unit: UnitState) -> list[Ticket]:
+        """Count the deferred update of `unit` as made, though the store's threads may be at it; returns their tickets.
 
-        For units that are in the store whole: it lets nobody see a page before its update.
+        For units that are offloaded entirely: the store shows nobody a page before its update.
         """
-        due, unit.due = unit.due, []
-        self._forced.append(unit.index)
-        unit.waiting = None
-        unit.version += 1
-        return due
+        tickets, unit.tickets = unit.tickets, []
+        self._visited.append(unit.index)
+        unit.deferred = None
+        unit.mark_changed(resident=False)
+        return tickets
 
     @torch.no_grad()
     def apply(self, unit: UnitState) -> None:
-        """Make the waiting update of `unit`: for the current stream all that it has moves on by one step.
+        """Make the deferred update of `unit`, if it has one: for the current stream it moves on by one step.
 
-        A host that reads them itself has to `join` after it.
+        A host that reads its tensors itself has to `join` after it.
+
+        Raises:
+            StaleStateError: that update was interrupted before.
         """
+        if unit.deferred is None:
+            return
         if unit.interrupted:
             raise StaleStateError(
-                f"the update of {unit.spec.name} was interrupted half-way, so this state is no state; start again from "
-                "the last checkpoint"
+                f"the update of {unit.spec.name} was interrupted half-way, so this state cannot be used; start again "
+                "from the last checkpoint"
             )
-        for ticket in unit.due:
+        for ticket in unit.tickets:
             ticket.wait()
-        hyper, unit.interrupted = unit.waiting, True
-        assert hyper is not None
-        self._forced.append(unit.index)
-        here = [part for part in self._parts[unit.index] if part.here]
-        if here:
+        hyper, unit.interrupted = unit.deferred, True
+        self._visited.append(unit.index)
+        parts = [part for part in self._parts[unit.index] if part.on_device]
+        if parts:
             with self._tape.doing("update", unit.spec.name):
-                self._update(unit, hyper, self._device, [self._in_place(unit, part) for part in here])
-        unit.due.clear()
-        unit.waiting, unit.interrupted = None, False
-        unit.version += 1
-        if self._whole and unit.resident is not None:
-            unit.resident.version = unit.version
+                self._update(unit, hyper, self._device, [self._in_place(unit, part) for part in parts])
+        unit.tickets.clear()
+        unit.deferred, unit.interrupted = None, False
+        unit.mark_changed(resident=self._full_update)
 
     # -- one part ------------------------------------------------------------------------------------------------------
 
@@ -266,7 +268,7 @@ class Updater:
 
     def _first(self, unit: UnitState, part: Part) -> int:
         """Where in the unit's flat a part begins."""
-        return part.start + (0 if self._whole else unit.spec.trainable.shard(self._rank)[0])
+        return part.start + (0 if self._full_update else unit.spec.trainable.shard(self._rank)[0])
 
     def _update(self, unit: UnitState, hyper: Hyper, where: Device, pieces: Sequence[Piece]) -> None:
         """As many elements at a time as suit `where`, and of those all of a group at once."""
@@ -302,16 +304,14 @@ class Updater:
                 (Page(index, "param", number),) if plan.params_offloaded and self._has_master else (),
             )
             lent = [self._store.in_place(page) for page in group.pages]
-            here = (
-                not group.beside and not group.out and all(t is not None and self._device.is_home_of(t) for t in lent)
-            )
             beside = [self._store.in_place(page) for page in (*group.beside, *group.out)]
-            found.append(Part(start, stop, group, here, all(one is not None for one in (*lent, *beside))))
+            on_device = not beside and all(one is not None and self._device.is_home_of(one) for one in lent)
+            found.append(Part(start, stop, group, on_device, all(one is not None for one in (*lent, *beside))))
         return found
 
     def _parameters(self, unit: UnitState) -> Tensor | None:
-        """What this rank updates, in the compute dtype; None where it sleeps in the store."""
-        if self._whole and unit.resident is not None:
+        """What this rank updates, in the compute dtype; None where it is offloaded."""
+        if self._full_update and unit.resident is not None:
             return unit.resident.flat[: unit.spec.trainable.P]
         return unit.shard_S
 
@@ -319,12 +319,12 @@ class Updater:
         """The same of the gradient."""
         if unit.grad is None:
             return None
-        return unit.grad if self._whole else unit.own_grad_S(self._rank)
+        return unit.grad if self._full_update else unit.own_grad_S(self._rank)
 
     def _expect(self) -> None:
-        """Tell the store what will be asked for, so that it reads ahead: eager updates come in backward's order."""
+        """Tell the store what will be updated, so that it reads ahead: eager updates come in backward's order."""
         order = reversed(self._order) if self._plan.update == "eager" else self._order
-        groups = [part.group for index in order for part in self._parts[index] if not part.here]
+        groups = [part.group for index in order for part in self._parts[index] if not part.on_device]
         if groups:
             self._store.expect(groups)
 

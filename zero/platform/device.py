@@ -24,9 +24,7 @@ import psutil
 import torch
 from torch import Tensor
 
-GiB = 1 << 30
-ALIGNMENT = 4096
-"""Bytes: what direct file access needs of an address, and a page of memory."""
+from zero.core.sizes import BLOCK_BYTES, round_up
 
 _ONE_AT_A_TIME = threading.Lock()
 """Held while torch's default number of threads, which is the process's, is another for a moment."""
@@ -243,14 +241,14 @@ class Arena:
     """
 
     def __init__(self, nbytes: int, device: Device, *, pin: bool = True) -> None:
-        memory = _mapping(max(nbytes, ALIGNMENT))
+        memory = _mapping(max(nbytes, BLOCK_BYTES))
         if not device.shares_memory:
             _advise(memory)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._taken, self.nbytes, self._device = 0, nbytes, device
         device.adopt(self._bytes)
         if pin and not device.shares_memory:  # by all of torch's threads: to pin it touches it too, in one
-            self._bytes[:nbytes:ALIGNMENT].zero_()
+            self._bytes[:nbytes:BLOCK_BYTES].zero_()
         self.pinned = pin and nbytes > 0 and device.pin(self._bytes[:nbytes])
 
     def take(self, nbytes: int) -> Tensor:
@@ -260,8 +258,8 @@ class Arena:
             MemoryError: the arena was planned too small, which is a mistake of ours.
         """
         start = self._taken
-        self._taken = round_up(start + nbytes, ALIGNMENT)
-        if self._taken > round_up(self.nbytes, ALIGNMENT):
+        self._taken = round_up(start + nbytes)
+        if self._taken > round_up(self.nbytes):
             raise MemoryError(f"the arena of {self.nbytes} bytes has no {nbytes} left")
         return self._bytes[start : start + nbytes]
 
@@ -273,10 +271,6 @@ class Arena:
             finally:
                 self.pinned = False
                 self._device.unpin(self._bytes)
-
-
-def round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
 
 
 def aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

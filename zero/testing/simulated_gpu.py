@@ -25,7 +25,8 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 import zero.testing.streams as simulation
-from zero.platform.device import Clock, Device, Event, GiB, Moment, aligned_zeros, work_alone
+from zero.core.sizes import GiB
+from zero.platform.device import Clock, Device, Event, Moment, aligned_zeros, work_alone
 from zero.testing.handoffs import InstrumentedDevice, instrumentation
 from zero.testing.operators import (
     SYNCHRONIZING,

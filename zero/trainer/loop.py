@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from zero.checkpoint import Checkpoint, load
-from zero.engine.init import init, make_forward, make_step, record
+from zero.engine.init import init
 from zero.engine.plan import Plan
-from zero.engine.step import Metrics
+from zero.engine.step import Metrics, make_forward, make_step, record
 from zero.errors import MachineError, NumericsError
 from zero.store import PrefetchStore
 from zero.tracker import RUNNING, Tracker, write_summary
@@ -110,7 +110,7 @@ class Training:
             asked_to_stop=asked_to_stop,
             began_from=checkpoint,
         )
-        self._step = make_step(plan, task.loss, word=self._saver.word)
+        self._step = make_step(plan, task.loss, flag=self._saver.word)
         self._loss = make_forward(plan, task.loss)
         self._logits = make_forward(plan, task.logits)
 
@@ -161,9 +161,9 @@ class Training:
         if self._skipped_in_a_row >= MOST_SKIPPED:
             self._tell(validated=False)  # what it ends with
             raise _hopeless(self._meter.steps, metrics)
-        stopping = number < self._last and any(int(word) & ASKED_TO_STOP for word in metrics.words)
+        stopping = number < self._last and any(int(word) & ASKED_TO_STOP for word in metrics.rank_flags)
         with self._meter.paused():
-            self._saver.publish_if_written(metrics.words)
+            self._saver.publish_if_written(metrics.rank_flags)
             if stopping or self._saver.is_due(number, self._last):
                 self._saver.save(self._state)
         validating = not stopping and self._is_validated(number)

@@ -109,7 +109,7 @@ def traffic(plan: Plan) -> Traffic:
     gather = Load(link=others * compute * whole_numel)
     reduction = Load(link=others * plan.flat_dtype.itemsize * trainable_numel)
     first, last = Load(), reduction if plan.local_sum else Load()
-    if plan.world.size > 1 and plan.resident and plan.whole_update:
+    if plan.world.size > 1 and plan.resident and plan.full_update:
         last += Load(link=others * plan.grad_dtype.itemsize * trainable_numel)
     elif plan.world.size > 1 and plan.resident:
         first = gather

@@ -1,0 +1,19 @@
+"""Numbers of bytes: units, whole blocks, and how a size is written in a message."""
+
+KiB, MiB, GiB = 1024, 1024**2, 1024**3
+
+BLOCK_BYTES = 4096
+"""The unit of direct file access, and of memory that is locked for a device: pages and buffers begin at multiples."""
+
+
+def round_up(count: int, multiple: int = BLOCK_BYTES) -> int:
+    """The smallest multiple of `multiple` that is at least `count`."""
+    return -(-count // multiple) * multiple
+
+
+def size_text(count: int) -> str:
+    """A number of bytes with the largest unit that fits, such as "1.5 GiB"."""
+    for unit, name in ((1024 * GiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} B"

@@ -1,0 +1,128 @@
+"""What stage, precision and tiers mean for one rank of a run: eight facts, and the sizes that follow from them.
+
+Nothing else asks for a stage or a tier. P and S are a unit's padded elements and those of one shard, see `Layout`.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from zero.core.optim import Transform
+from zero.core.placement import Tier
+from zero.core.precision import Precision
+from zero.core.stage import Stage
+from zero.distributed.world import World
+from zero.engine.unit import Splitting, UnitSpec
+
+
+@dataclass(eq=False)
+class Facts:
+    """What one rank holds of a model that is split into units.
+
+    Attributes:
+        accumulate: microbatches of a step.
+        prefetch: units that are gathered ahead.
+        param_tier: where parameters are between two uses.
+        grad_tier: where gradients wait for the update.
+    """
+
+    splitting: Splitting
+    world: World
+    stage: Stage
+    precision: Precision
+    optimizer: Transform
+    accumulate: int
+    prefetch: int
+    param_tier: Tier
+    grad_tier: Tier
+
+    @property
+    def units(self) -> tuple[UnitSpec, ...]:
+        return self.splitting.units
+
+    @property
+    def trains(self) -> bool:
+        """There is a trainable parameter."""
+        return self.splitting.trains
+
+    @property
+    def device_is_host(self) -> bool:
+        """The device computes in host memory: it is a CPU."""
+        return self.world.compute.shares_memory
+
+    def is_offloaded(self, tier: Tier) -> bool:
+        """No kernel of the device reads memory of this tier."""
+        return tier == "nvme" or (tier == "host" and not self.device_is_host)
+
+    @property
+    def params_offloaded(self) -> bool:
+        """Parameters are where no kernel of the device reads them."""
+        return self.is_offloaded(self.param_tier)
+
+    @property
+    def params_on_host(self) -> bool:
+        """They are in host memory, which the device copies from by itself: on all ranks, as every tier."""
+        return self.params_offloaded and self.param_tier == "host"
+
+    @property
+    def grads_offloaded(self) -> bool:
+        """Gradients wait for the update where no kernel of the device reads them."""
+        return self.is_offloaded(self.grad_tier)
+
+    @property
+    def resident(self) -> bool:
+        """Full parameters stay between uses: below stage 3, and where the shard is everything and on the device."""
+        return not self.params_offloaded and (not self.stage.parameters or self.world.size == 1)
+
+    @property
+    def full_update(self) -> bool:
+        """Each rank updates full flats: moments are not sharded, or there is nobody to share with."""
+        return not self.stage.moments or self.world.size == 1
+
+    @property
+    def local_sum(self) -> bool:
+        """Microbatches are added up before ranks are."""
+        return self.world.size == 1 or (not self.stage.gradients and self.accumulate > 1)
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """fp32, except that a single gradient loses nothing in the dtype in which autograd made it."""
+        return self.precision.compute if self.world.size * self.accumulate == 1 else torch.float32
+
+    @property
+    def flat_dtype(self) -> torch.dtype:
+        """What gradients travel in: as they are, unless the precision says something narrower; the sum is in fp32."""
+        sent = self.grad_dtype if self.local_sum else self.precision.compute
+        return min(self.precision.reduce, sent, key=lambda dtype: dtype.itemsize)
+
+    def grad_numel(self, unit: UnitSpec) -> int:
+        """Elements of the gradient that a rank keeps for the update."""
+        return unit.trainable.P if self.local_sum or self.full_update else unit.trainable.S
+
+    def update_numel(self, unit: UnitSpec) -> int:
+        """Elements of master and of each moment on a rank."""
+        return unit.trainable.P if self.full_update else unit.trainable.S
+
+    def buffer_counts(self) -> dict[int, int]:
+        """Gathered buffers: elements of one to how many. The unit in use, those ahead, and one per level of nesting."""
+        if self.resident:
+            return {}
+        sizes = Counter(unit.trainable.P + unit.frozen.P for unit in self.units)
+        return {numel: min(n, 1 + self.prefetch + self.splitting.depth) for numel, n in sizes.items()}
+
+    def flat_counts(self) -> dict[int, int]:
+        """Gradient flats: elements of one to how many; two for each of two reductions under way."""
+        if self.world.size == 1:
+            return {}
+        sizes = Counter(unit.trainable.P for unit in self.units if unit.trainable.slots)
+        return {numel: min(n, 2) * 2 for numel, n in sizes.items()}
+
+    def grad_buffer_counts(self) -> dict[int, int]:
+        """Where gradients are offloaded, buffers that they arrive in: elements of one to how many."""
+        if not self.grads_offloaded:
+            return {}
+        sizes = Counter(self.grad_numel(unit) for unit in self.units if unit.trainable.slots)
+        # two reductions may be under way; a lone CPU has long written one gradient when the next unit's arrives
+        most = 1 if self.world.size == 1 and self.device_is_host else 2
+        return {numel: min(n, most) for numel, n in sizes.items()}

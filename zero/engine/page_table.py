@@ -1,0 +1,158 @@
+"""Which pages of the store one rank has, and how large each is.
+
+A page is K elements of one kind of one unit: master, moments, and what is offloaded of parameters and gradients.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from zero.core.layout import pages
+from zero.core.placement import Tier
+from zero.core.sizes import round_up
+from zero.engine.facts import Facts
+from zero.engine.unit import UnitSpec
+from zero.store import Page
+
+
+class PageSpec(NamedTuple):
+    """The size of one page."""
+
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """On blocks of its own."""
+        return round_up(self.nbytes)
+
+
+@dataclass(eq=False)
+class PageTable(Facts):
+    """The pages of one rank.
+
+    Attributes:
+        page_numel: K, elements of every page but the last one of a range.
+    """
+
+    page_numel: int
+
+    @property
+    def state_kinds(self) -> tuple[str, ...]:
+        """What the update reads and writes in the store, number by number."""
+        if self.precision.has_master:
+            return ("master", *self.optimizer.moments)
+        return ("param", *self.optimizer.moments) if self.params_offloaded else self.optimizer.moments
+
+    def is_updated(self, page: Page) -> bool:
+        """It is of the master or of a moment."""
+        return page.kind in ("master", *self.optimizer.moments)
+
+    def cut(self, numel: int) -> tuple[tuple[int, int], ...]:
+        """The (start, stop) pages of `numel` elements."""
+        return pages(numel, self.page_numel)
+
+    def grad_ranges(self, unit: UnitSpec) -> tuple[tuple[int, int], ...]:
+        """The pages of a gradient as (start, stop) of it; the first ones are those that this rank updates."""
+        extents = self._grad_extents(unit, self.world.rank)
+        return tuple((a + first, b + first) for first, last in extents for a, b in self.cut(last - first))
+
+    def _grad_extents(self, unit: UnitSpec, rank: int) -> tuple[tuple[int, int], ...]:
+        """What is cut into pages: the range that a rank updates, and what is before and after it."""
+        numel = self.grad_numel(unit)
+        if numel == self.update_numel(unit):
+            return ((0, numel),)
+        own = unit.trainable.shard(rank)
+        return own, (0, own[0]), (own[1], numel)
+
+    def store_pages(self) -> dict[Page, PageSpec]:
+        """Every page of this rank, unit by unit in the order of forward."""
+        return self._store_pages
+
+    @cached_property
+    def _store_pages(self) -> dict[Page, PageSpec]:
+        return {page: spec for unit in self.units for page, spec in self._pages_of(unit)}
+
+    def _pages_of(self, unit: UnitSpec) -> Iterator[tuple[Page, PageSpec]]:
+        ranges = {kind: self.cut(self.update_numel(unit)) for kind in self.state_kinds}
+        dtypes = dict.fromkeys(self.state_kinds, torch.float32)
+        if self.grads_offloaded and unit.trainable.slots:
+            ranges["grad"], dtypes["grad"] = self.grad_ranges(unit), self.grad_dtype
+        if self.params_offloaded:
+            ranges |= {"param": self.cut(unit.trainable.S), "frozen": self.cut(unit.frozen.S)}
+            dtypes |= {"param": self.precision.compute, "frozen": self.precision.compute}
+        for kind, cuts in ranges.items():
+            for number, (start, stop) in enumerate(cuts):
+                yield Page(unit.index, kind, number), PageSpec(stop - start, dtypes[kind])
+
+    def copied_pages(self) -> int:
+        """Pages of frozen parameters that pass through slots of the arena, on their way from a file to a GPU."""
+        if self.param_tier != "nvme" or self.device_is_host:
+            return 0
+        return sum(len(self.cut(unit.frozen.S)) for unit in self.units)
+
+    # -- bytes ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def slot_bytes(self) -> int:
+        """A slot of the arena: everything that the update of one page number needs, each page on its own blocks."""
+        numel = min(self.page_numel, max(self.update_numel(unit) for unit in self.units))
+        sizes = {"grad": self.grad_dtype.itemsize, "param": self.precision.compute.itemsize}
+        beside = ("grad",) * self.grads_offloaded + ("param",) * (self.params_offloaded and self.precision.has_master)
+        group = sum(round_up(sizes.get(kind, 4) * numel) for kind in (*self.state_kinds, *beside))
+        return max([group, *(spec.block_bytes for spec in self.store_pages().values())])
+
+    def bytes_on(self, spec: PageSpec, tier: Tier) -> int:
+        """What a page takes on a tier."""
+        return spec.block_bytes if self.is_offloaded(tier) else spec.nbytes
+
+    def param_bytes(self) -> int:
+        """Parameters of this rank, in pages or in memory of the device."""
+        if self.params_offloaded:
+            return self._paged_bytes("param", "frozen")
+        layouts = [one for unit in self.units for one in (unit.trainable, unit.frozen)]
+        return self.precision.compute.itemsize * sum(one.P if self.resident else one.S for one in layouts)
+
+    def grad_bytes(self) -> int:
+        """Gradients of this rank, in pages or in memory of the device."""
+        if self.grads_offloaded:
+            return self._paged_bytes("grad")
+        return self.grad_dtype.itemsize * sum(self.grad_numel(unit) for unit in self.units)
+
+    def most_grad_bytes(self) -> int:
+        """The same on the rank where they take most: blocks differ by rank, and all ranks have to decide alike."""
+        if not self.grads_offloaded:
+            return self.grad_bytes()
+        size = self.grad_dtype.itemsize
+
+        def paged(numel: int) -> int:
+            full, rest = divmod(numel, self.page_numel)
+            return full * round_up(self.page_numel * size) + round_up(rest * size)
+
+        units = [unit for unit in self.units if unit.trainable.slots]
+        return max(
+            sum(paged(last - first) for unit in units for first, last in self._grad_extents(unit, rank))
+            for rank in range(self.world.size)
+        )
+
+    def buffer_bytes(self) -> dict[str, int]:
+        """Memory of the device that units and gradients pass through, by kind."""
+        counts = {
+            "gathered units": (self.buffer_counts(), self.precision.compute),
+            "gradient flats": (self.flat_counts(), self.flat_dtype),
+            "gradient buffers": (self.grad_buffer_counts(), self.grad_dtype),
+        }
+        return {
+            kind: dtype.itemsize * sum(numel * n for numel, n in sizes.items())
+            for kind, (sizes, dtype) in counts.items()
+        }
+
+    def _paged_bytes(self, *kinds: str) -> int:
+        return sum(spec.block_bytes for page, spec in self.store_pages().items() if page.kind in kinds)

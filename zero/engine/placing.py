@@ -1,0 +1,115 @@
+"""How large a page is, how many slots the arena has, and on which tier everything is: pure functions of sizes."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from zero.core.placement import Offload, Placement, Room, Tier, budget_bytes, place
+from zero.core.sizes import MiB
+from zero.core.stage import Stage
+from zero.engine.facts import Facts
+from zero.engine.page_table import PageTable
+from zero.errors import ConfigError
+
+LEAST_PAGE_BYTES, MOST_PAGE_BYTES, MANY_PAGES = 4 * MiB, 64 * MiB, 1024
+"""Of pages whose size is not given: 1,024 of up to 64 MiB are 64 GiB of master, a model of 17 billion parameters."""
+
+ARENA_SHARE = 1 / 8
+"""Of the host memory that a rank may take, what slots for such pages may be at most."""
+
+THREADS, READ_AHEAD = 4, 2
+"""Of the store, where neither was given: pages in work at once, and pages that may be ready beside them."""
+
+_LOWEST: Mapping[str, Tier] = {"none": "device", "cpu": "host", "nvme": "nvme", "auto": "nvme"}
+
+
+def lowest_tiers(offload: Offload) -> tuple[Tier, Tier, Tier]:
+    """The slowest tier that (optimizer, param, grad) may get.
+
+    Buffers are counted for these, so they are never too few.
+    """
+    optimizer, param, grad = (_LOWEST[str(kind)] for kind in offload.kinds)
+    return optimizer, param, grad
+
+
+def has_many_pages(facts: Facts, offload: Offload, page_bytes: int = LEAST_PAGE_BYTES) -> bool:
+    """Pages of master of this size would be more than a store's threads should have to do with."""
+    numel = sum(facts.update_numel(unit) for unit in facts.units)
+    return offload.page_bytes is None and 4 * numel > MANY_PAGES * page_bytes
+
+
+def auto_page_bytes(facts: Facts, offload: Offload, room: Room) -> int:
+    """As large as keeps them few, while all slots of the arena together stay a small part of host memory."""
+    kinds = ("master", *facts.optimizer.moments, "grad", "param")
+    most_bytes = int(ARENA_SHARE * budget_bytes(offload.host_budget, room.host)) // (_slots(offload) * len(kinds))
+    page_bytes = LEAST_PAGE_BYTES
+    while has_many_pages(facts, offload, page_bytes) and 2 * page_bytes <= min(MOST_PAGE_BYTES, most_bytes):
+        page_bytes *= 2
+    return page_bytes
+
+
+def place_pages(
+    table: PageTable,
+    offload: Offload,
+    room: Room,
+    *,
+    buffer_bytes: int,
+    activation_bytes: int,
+    lighter: Callable[[], Mapping[str, int]],
+) -> tuple[int, Placement]:
+    """How many slots the arena has, and where everything is.
+
+    Args:
+        table: with the lowest tiers.
+        buffer_bytes: of the model's own buffers.
+        activation_bytes: what forward and backward need beside everything else.
+        lighter: see `Plan`.
+
+    Raises:
+        ConfigError: it does not fit, even with the fewest slots.
+    """
+    optimizer_tier = lowest_tiers(offload)[0]
+    groups = [
+        (unit.index, number) for unit in table.units for number, _ in enumerate(table.cut(table.update_numel(unit)))
+    ]
+    sizes: Counter[tuple[int, int]] = Counter()
+    for page, spec in table.store_pages().items():
+        if table.is_updated(page):
+            sizes[page.unit, page.number] += table.bytes_on(spec, optimizer_tier)
+    streams = any(table.is_offloaded(tier) for tier in (optimizer_tier, table.param_tier, table.grad_tier))
+    most = min(_slots(offload), max(len(groups), table.copied_pages())) if streams else 0
+    fewest = min(offload.threads or THREADS, most) if offload.read_ahead is None else most
+    for slots in (most, fewest):
+        try:
+            return slots, place(
+                offload,
+                [(*group, sizes[group]) for group in groups],
+                param_bytes=table.param_bytes(),
+                grad_bytes=table.most_grad_bytes(),
+                activation_bytes=activation_bytes,
+                lighter=lighter,
+                resorts=_resorts(table.stage, table.world.size),
+                parameters_sharded=table.stage.parameters,
+                device_fixed_bytes=sum(table.buffer_bytes().values()) + buffer_bytes,
+                host_fixed_bytes=slots and slots * table.slot_bytes,
+                device_bytes=budget_bytes(offload.device_budget, room.device),
+                host_bytes=budget_bytes(offload.host_budget, room.host),
+                disk_bytes=room.disk,
+                device_is_host=table.device_is_host,
+            )
+        except ConfigError:
+            if slots == fewest:
+                raise
+    raise AssertionError
+
+
+def _slots(offload: Offload) -> int:
+    return (offload.threads or THREADS) + (READ_AHEAD if offload.read_ahead is None else offload.read_ahead)
+
+
+def _resorts(stage: Stage, world_size: int) -> tuple[str, ...]:
+    """What leaves less on a rank, whatever it is that takes most."""
+    if stage.parameters:
+        return ("use more ranks",)
+    if world_size == 1:
+        return ("use more ranks with zero.stage=3",)
+    return ("set zero.stage=3", "use more ranks") if stage.moments else ("set zero.stage=3",)

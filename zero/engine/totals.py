@@ -1,0 +1,122 @@
+"""What the ranks know together at the end of a step: one small collective brings every rank's sums, and they are
+compared before anything is updated.
+
+Sums are added in rank order and in unit order, so all ranks know the same bits.
+"""
+
+import ctypes
+import math
+from collections.abc import Collection, Mapping, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero.engine.state import Runtime
+from zero.errors import ConfigError, WorldError
+
+
+class GradientStatus(IntEnum):
+    """What came of one rank's backwards in a step."""
+
+    NONE = 0
+    """No gradient has arrived."""
+    ARRIVED = 1
+    UNSCALED = 2
+    """One came from a backward without the loss scale."""
+    AT_ORIGINAL = 3
+    """One arrived at the model that was given, and not at its copy that trains."""
+
+
+class Totals(NamedTuple):
+    """One step over all ranks."""
+
+    sums: Sequence[float]
+    """By unit: the sum of squares of its gradient."""
+    loss: float
+    aux: Mapping[str, float]
+    nonfinite_unit: str | None
+    rank_flags: tuple[float, ...]
+    statuses: Collection[int]
+
+    def norm(self, divisor: float) -> float:
+        """The global norm of the mean gradient, added in unit order and rounded once to fp32."""
+        total = sum(self.sums)
+        root = math.sqrt(total) if math.isfinite(total) else math.nan
+        return ctypes.c_float(root / divisor).value
+
+
+def gather_totals(
+    runtime: Runtime, losses: list[Tensor], aux: dict[str, list[Tensor]], flag: float, status: GradientStatus
+) -> Totals:
+    """Exchange what each rank has. Collective.
+
+    Args:
+        losses: one of each microbatch, 0-dim fp64.
+        aux: means beside the loss, by name: one of each microbatch, likewise.
+        flag: a number that every rank gets to know.
+
+    Raises:
+        WorldError: the ranks' collectives were other ones.
+    """
+    world, count = runtime.plan.world, len(runtime.units)
+    names = sorted(aux)
+    zero = torch.zeros((), dtype=torch.float64, device=world.device)
+    measured = [
+        *(runtime.updater.sums.get(unit.index, zero) for unit in runtime.units),
+        (torch.stack(losses).sum() / runtime.plan.accumulate if losses else zero / 0).to(world.device),
+        *(torch.stack(aux[name]).mean().to(world.device) for name in names),
+    ]
+    # `full` and not `tensor`: see `optim.on_device`
+    counted = [zero.new_full((), value) for value in (status, flag, runtime.log.fingerprint)]
+    mine = torch.stack([*measured, *counted])
+    everyone = torch.zeros(world.size * mine.numel(), dtype=torch.float64, device=world.device)
+    what = "norms and losses"
+    [handle] = runtime.tape.under_way("reduce", what, lambda: [world.gather(mine, everyone, what=what)])
+    handle.wait()
+    ranks = world.compute.numbers(everyone.view(world.size, -1))
+    _check_fingerprints(runtime, [int(rank[-1]) for rank in ranks])
+    sums = [sum(rank[number] for rank in ranks) for number in range(count)]
+    means = [sum(rank[number] for rank in ranks) / world.size for number in range(count, len(ranks[0]) - 3)]
+    nonfinite = (unit for unit, total in zip(runtime.units, sums, strict=True) if not math.isfinite(total))
+    return Totals(
+        sums,
+        means[0],
+        dict(zip(names, means[1:], strict=True)),
+        next((unit.spec.name for unit in nonfinite), None),
+        tuple(float(rank[-2]) for rank in ranks),
+        {int(rank[-3]) for rank in ranks},
+    )
+
+
+def check_gradients(statuses: Collection[int]) -> None:
+    """Refuse a step by what came of backward on any rank.
+
+    Raises:
+        ConfigError: no gradient on any rank, one without the loss scale, or one at the model that was given.
+    """
+    if GradientStatus.AT_ORIGINAL in statuses:
+        raise ConfigError(
+            "a gradient arrived at the model that was given, and not at its copy that trains: the loss, a hook or a "
+            "closure computes with it; use the model that loss_fn is given, which is state.model, and torch.no_grad() "
+            "where the original is meant"
+        )
+    if GradientStatus.UNSCALED in statuses:
+        raise ConfigError(
+            "a backward in fp16 without the loss scale: call engine.backward(loss), or engine.scale(loss).backward(), "
+            "or engine.scale(y, already=True).backward(grad) where the scale is in it; of a zero.Step they are "
+            "step.backward and step.scaled"
+        )
+    if set(statuses) == {GradientStatus.NONE}:
+        raise ConfigError("no gradient has arrived since the last update, on any rank: call backward before the step")
+
+
+def _check_fingerprints(runtime: Runtime, fingerprints: Sequence[int]) -> None:
+    """Refuse the step if the ranks' collectives were not the same ones in the same order: bytes met the wrong bytes."""
+    odd = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
+    if odd:
+        raise WorldError(
+            f"ranks {odd} gathered or reduced other units than rank 0 in this step, or with another rate or scale; "
+            "all ranks must run the same units in the same order (this rank: " + ", ".join(runtime.log.recent) + ")"
+        )

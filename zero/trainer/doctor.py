@@ -26,9 +26,9 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from zero.core.placement import size_text
+from zero.core.sizes import GiB, size_text
 from zero.errors import MachineError, StoreError
-from zero.platform.device import GiB, memory_groups
+from zero.platform.device import memory_groups
 from zero.platform.files import DIRECT, NAMELESS, Files, named
 from zero.store.nvme import probe
 from zero.tracker.settings import Wandb

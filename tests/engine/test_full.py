@@ -471,7 +471,7 @@ def test_a_gradient_is_there_from_backward_to_the_end_of_the_step(stage, preset)
 def eager(world):
     state, _ = at(3, clip=None, update="eager").start(world)
     step = passed(state, batch_for(world, 0)[0])
-    with pytest.raises(StaleStateError, match=r"zero.update=eager uses a gradient up as soon as it is whole"):
+    with pytest.raises(StaleStateError, match=r"zero.update=eager uses a gradient up as soon as it is complete"):
         zero.get_full(step, "embed.weight", "grad")
 
 

@@ -114,7 +114,7 @@ def cycled_momentum(
 
     Args:
         first: momentum of the first step, in place of `high`.
-        steps: how many will be made; None: nobody knows.
+        steps: how many will be made; None: unknown.
 
     Raises:
         ConfigError: as `one_cycle`; or the decay brings it to 1 within `steps`.
@@ -167,7 +167,7 @@ def _warmup(rise: _Rise, step: int) -> float:
 
 
 def _decayed(left: Callable[[float], float], rise: _Rise, fall: _Fall, step: int) -> float:
-    """`left` is what is left of the way down, by how much of it is done."""
+    """`left` gives the share of the decay that is left, from the share that is done."""
     peak, total, final = fall
     if step < max(peak, rise.warmup):
         return _warmup(rise, step)

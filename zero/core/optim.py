@@ -7,10 +7,10 @@ of parameters in place. It knows nothing of ranks, stores or files: what changes
 A **group** is the parameters that share `Settings`. Its learning rate, decay and momenta are numbers, functions of the
 step, or read at each step from a dict that the user holds, as the `param_groups` of torch; so is whether it trains.
 
-The law here is the cut test: any cut at multiples of 64 elements gives the same bits, whatever the number of threads.
-torch's fused kernels keep it, because they hand out work in units of 64 elements (not at other cuts: the tail of their
-vector loop rounds differently). Elementwise operators are cut anywhere by threads, so the ones used here round once:
-`add(alpha=)` and `lerp` round once or twice as the compiler likes, in the loop and in its tail.
+Every update keeps the cut test: any cut at multiples of 64 elements gives the same bits, whatever the number of
+threads. torch's fused kernels keep it, because they hand out work in units of 64 elements (not at other cuts: the tail
+of their vector loop rounds differently). Elementwise operators are cut anywhere by threads, so the ones used here round
+once: `add(alpha=)` and `lerp` round once or twice as the compiler likes, in the loop and in its tail.
 
 Letters: K elements of one page.
 Source: Kingma and Ba 2015, "Adam"; Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization";
@@ -90,10 +90,11 @@ class Group:
 
     Args:
         takes: names of parameters, or patterns such as "blocks.*.bias", or a function of (name, shape).
-        weight_decay: of all that it takes; where None, the optimizer's mask says what decays.
-        betas: in the order of the optimizer's; SGD has its momentum there.
+        lr: learning rate, a number or a function of the step; None: the optimizer's.
+        weight_decay: of all that it takes, likewise; None: the optimizer's, and its mask says what decays.
+        betas: in the order of the optimizer's; SGD has its momentum there. None: the optimizer's.
         trains: whether it is updated at all, or a function of the step.
-        live: a dict that is read when a step decides; what it has of lr, weight_decay, betas, momentum and trains wins.
+        live: a dict that is read at each step; what it has of lr, weight_decay, betas, momentum and trains wins.
     """
 
     takes: Collection[str] | Mask
@@ -109,7 +110,7 @@ class Group:
         return name in self._names or any(fnmatchcase(name, pattern) for pattern in self._patterns)
 
     def stranger(self, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-        """What of it fits none of these parameters, in words."""
+        """What of it fits none of these parameters, as a message; None: everything fits."""
         if callable(self.takes):
             taken = any(self.takes(name, shape) for name, shape in shapes.items())
             return None if taken else f"takes none of the model's {len(shapes)} parameters"
@@ -170,13 +171,13 @@ class Transform:
             _require("clip", self.clip, lambda clip: 0 < clip < inf, "more than 0, or none")
 
     def check_groups(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Refuse a group whose function takes no parameter, or one of whose names or patterns fits none.
+        """Refuse a group whose function takes no parameter, or with a name or pattern that fits none.
 
         Args:
             shapes: of all parameters, by name.
 
         Raises:
-            ConfigError: there is one; what is meant, where that can be guessed.
+            ConfigError: there is one; with the nearest name, where there is one.
         """
         for number, group in enumerate(self.given_groups):
             stranger = group.stranger(shapes)
@@ -211,7 +212,21 @@ def adamw(
     decay: Mask = decay_matrices,
     groups: Sequence[Group] = (),
 ) -> Transform:
-    """Adam with decoupled weight decay: parameters shrink by lr x weight_decay, moments never see it."""
+    """AdamW: Adam with decoupled weight decay: parameters shrink by lr x weight_decay, moments never see it.
+
+    Args:
+        lr: learning rate, 0 or more: a number, or a function of the step, which is 1 for the first update.
+        beta1: decay of the mean of gradients, 0 or more and less than 1; a number or a function of the step.
+        beta2: decay of the mean of squared gradients; likewise.
+        eps: added to the root of that mean, 0 or more.
+        weight_decay: 0 or more; a number or a function of the step.
+        clip: the largest global norm of the gradient, more than 0; None: no clipping.
+        decay: (name, shape) of a parameter to whether it decays; by default those of 2 or more dimensions do.
+        groups: parameters with settings of their own; what no group takes has those of this call.
+
+    Raises:
+        ConfigError: a setting that is no number or out of range.
+    """
     update, betas = partial(_adam, torch._fused_adamw_, _eps(eps)), {"beta1": beta1, "beta2": beta2}
     return _transform("adamw", ("mu", "nu"), update, lr, betas, weight_decay, clip, decay, groups)
 
@@ -227,7 +242,21 @@ def adam(
     decay: Mask = decay_matrices,
     groups: Sequence[Group] = (),
 ) -> Transform:
-    """Adam with L2 weight decay: weight_decay x parameter is added to the gradient."""
+    """Adam with L2 weight decay: weight_decay x parameter is added to the gradient.
+
+    Args:
+        lr: learning rate, 0 or more: a number, or a function of the step, which is 1 for the first update.
+        beta1: decay of the mean of gradients, 0 or more and less than 1; a number or a function of the step.
+        beta2: decay of the mean of squared gradients; likewise.
+        eps: added to the root of that mean, 0 or more.
+        weight_decay: 0 or more; a number or a function of the step.
+        clip: the largest global norm of the gradient, more than 0; None: no clipping.
+        decay: (name, shape) of a parameter to whether it decays; by default those of 2 or more dimensions do.
+        groups: parameters with settings of their own; what no group takes has those of this call.
+
+    Raises:
+        ConfigError: a setting that is no number or out of range.
+    """
     update, betas = partial(_adam, torch._fused_adam_, _eps(eps)), {"beta1": beta1, "beta2": beta2}
     return _transform("adam", ("mu", "nu"), update, lr, betas, weight_decay, clip, decay, groups)
 
@@ -242,7 +271,20 @@ def sgd(
     decay: Mask = decay_matrices,
     groups: Sequence[Group] = (),
 ) -> Transform:
-    """Stochastic gradient descent with L2 weight decay, as `torch.optim.SGD`: without momentum there are no moments."""
+    """Stochastic gradient descent with L2 weight decay, as `torch.optim.SGD`: without momentum there are no moments.
+
+    Args:
+        lr: learning rate, 0 or more: a number, or a function of the step, which is 1 for the first update.
+        momentum: 0 or more and less than 1; a number or a function of the step.
+        nesterov: look ahead along the momentum.
+        weight_decay: 0 or more; a number or a function of the step.
+        clip: the largest global norm of the gradient, more than 0; None: no clipping.
+        decay: (name, shape) of a parameter to whether it decays; by default those of 2 or more dimensions do.
+        groups: parameters with settings of their own; what no group takes has those of this call.
+
+    Raises:
+        ConfigError: a setting that is no number or out of range; `nesterov` without a momentum.
+    """
     remembers = bool(momentum) or any(any(group.given()["betas"] or ()) for group in _listed(groups))
     if nesterov and not remembers:
         raise ConfigError("optim.nesterov=true looks ahead along the momentum, which is 0; set optim.momentum")
@@ -261,7 +303,20 @@ def lion(
     decay: Mask = decay_matrices,
     groups: Sequence[Group] = (),
 ) -> Transform:
-    """The sign of a momentum as the direction, decoupled weight decay; wants a third to a tenth of AdamW's lr."""
+    """Lion: the sign of a momentum as the direction, and decoupled weight decay; lr is a third to a tenth of AdamW's.
+
+    Args:
+        lr: learning rate, 0 or more: a number, or a function of the step, which is 1 for the first update.
+        beta1: share of the momentum in the direction, 0 or more and less than 1; a number or a function of the step.
+        beta2: decay of the momentum; likewise.
+        weight_decay: 0 or more; a number or a function of the step.
+        clip: the largest global norm of the gradient, more than 0; None: no clipping.
+        decay: (name, shape) of a parameter to whether it decays; by default those of 2 or more dimensions do.
+        groups: parameters with settings of their own; what no group takes has those of this call.
+
+    Raises:
+        ConfigError: a setting that is no number or out of range.
+    """
     return _transform("lion", ("mu",), _lion, lr, {"beta1": beta1, "beta2": beta2}, weight_decay, clip, decay, groups)
 
 
@@ -275,10 +330,19 @@ def adagrad(
     decay: Mask = decay_matrices,
     groups: Sequence[Group] = (),
 ) -> Transform:
-    """Steps divided by the root of the sum of all squared gradients, L2 weight decay, as `torch.optim.Adagrad`.
+    """Adagrad: steps divided by the root of the sum of squared gradients; L2 weight decay, as `torch.optim.Adagrad`.
 
     Args:
-        lr_decay: the rate of step t is lr / (1 + (t - 1) x lr_decay).
+        lr: learning rate, 0 or more: a number, or a function of the step, which is 1 for the first update.
+        lr_decay: the rate of step t is lr / (1 + (t - 1) x lr_decay); 0 or more.
+        eps: added to that root, 0 or more.
+        weight_decay: 0 or more; a number or a function of the step.
+        clip: the largest global norm of the gradient, more than 0; None: no clipping.
+        decay: (name, shape) of a parameter to whether it decays; by default those of 2 or more dimensions do.
+        groups: parameters with settings of their own; what no group takes has those of this call.
+
+    Raises:
+        ConfigError: a setting that is no number or out of range.
     """
     _require("lr_decay", lr_decay, _is_finite, "0 or more")
     update = partial(_adagrad, lr_decay, _eps(eps))
@@ -289,6 +353,13 @@ def with_ema(transform: Transform, decay: float = 0.999) -> Transform:
     """The same optimizer, and a running mean of the parameters, ema = decay x ema + (1 - decay) x parameter per update.
 
     It is a moment, "ema": it is kept where the others are, and is read with `full_state_dict(state, "ema")`.
+
+    Args:
+        transform: an optimizer, from `adamw` and its family.
+        decay: 0 or more and less than 1.
+
+    Raises:
+        ConfigError: `decay` is out of range.
     """
     _require("ema", decay, _is_share, "at least 0 and less than 1")
     return replace(

@@ -27,6 +27,9 @@ from zero.errors import ConfigError
 class Stage:
     """Which parts of the training state are sharded over the ranks.
 
+    Args:
+        level: 0 nothing, 1 moments and fp32 master, 2 gradients too, 3 parameters too.
+
     Raises:
         ConfigError: `level` is not one of 0, 1, 2, 3.
     """

@@ -1,4 +1,4 @@
-"""What of a model cannot be copied, or would not be a copy, said by name."""
+"""Refuse, by name, what of a model cannot be copied or would share memory with its copy."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from zero.errors import PlanError, one_line
 
 
 def made_by_hooks(module: nn.Module) -> dict[str, Tensor]:
-    """Attributes that a hook makes anew before every forward, as weight_norm and its like of the old kind do."""
+    """Attributes that a hook computes before every forward: of torch's older weight_norm, spectral_norm, prune."""
     hooks = module._forward_pre_hooks.values()
     names = [hook.name for hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)]
     names += [hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)]
@@ -24,7 +24,7 @@ def made_by_hooks(module: nn.Module) -> dict[str, Tensor]:
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
-    """Memory that a parameter shares with another tensor: one is updated, and the other would stay behind."""
+    """Refuse memory that a parameter shares with another tensor: one is updated, and the other would not be."""
     known: dict[int, list[tuple[str, Tensor]]] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
@@ -77,7 +77,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 @contextmanager
 def naming_what_cannot(model: nn.Module, memo: Mapping[int, Any]) -> Iterator[None]:
-    """Say what of `model` cannot be copied."""
+    """Name what of `model` cannot be copied, if the block fails."""
     try:
         yield
     except Exception as error:
@@ -101,7 +101,7 @@ def naming_what_cannot(model: nn.Module, memo: Mapping[int, Any]) -> Iterator[No
 def refuse_own_copies(
     model: nn.Module, copied: nn.Module, splitting: Splitting, placeholders: Mapping[str, Tensor]
 ) -> None:
-    """Of classes with a `__deepcopy__` of their own, where that copies parameters as well."""
+    """Refuse a class whose own `__deepcopy__` copies parameters as well."""
     for owner in splitting.owners:
         for own, name in owner.slots:
             try:

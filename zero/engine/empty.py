@@ -34,6 +34,9 @@ def empty() -> Iterator[None]:
     `torch.device("meta")` would also destroy tables that a constructor computes. Ties survive: a parameter registered
     twice becomes one meta parameter. torch's hook is process-wide: ranks that are threads take turns
     (`world.exclusive()`).
+
+        with zero.empty():
+            model = GPT(config)
     """
     known: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 

@@ -50,7 +50,7 @@ Values = Callable[[str], Tensor]
 def values_of(
     splitting: Splitting, given: Mapping[str, Tensor], model: nn.Module, seed: int, weights: Weights, world: World
 ) -> Values:
-    """First values, one parameter at a time: ask in the order of the layouts, and keep none.
+    """First values, one parameter at a time: call it in the order of the layouts, and keep none.
 
     Args:
         given: see `values_in`; taken as they are, unless `weights` says otherwise.
@@ -93,7 +93,7 @@ def stream(layout: Layout, values: Values, sinks: Sequence["Sink"]) -> int:
 
 
 class Sink:
-    """Takes a flat from its beginning on and keeps a range of it, in pages.
+    """Receives a flat from its beginning to its end and keeps a range of it, in pages.
 
     Args:
         start, stop: the range.
@@ -119,12 +119,12 @@ class Sink:
         self._at, self._number = at, 0
 
     def zeros(self, numel: int) -> None:
-        """A gap."""
+        """Receive a gap of `numel` elements."""
         for first in range(0, numel, ZEROS.numel()):
             self.take(ZEROS[: numel - first])
 
     def take(self, values: Tensor) -> None:
-        """The next elements of the flat, (n,) fp32."""
+        """Receive the next elements of the flat, (n,) fp32."""
         first, last = max(self.start - self._at, 0), min(self.stop - self._at, values.numel())
         while first < last:
             a, b = (self.start + edge for edge in self._cuts[self._number])
@@ -213,7 +213,7 @@ def _to_pages(store: Store, unit: int, kind: str, dtype: torch.dtype) -> Callabl
 
 
 def values_in(model: nn.Module, splitting: Splitting) -> dict[str, Tensor]:
-    """What the parameters hold that are not on meta, by full name."""
+    """The values of parameters that are not on meta, by full name."""
     given: dict[str, Tensor] = {}
     for owner in splitting.owners:
         held = model.get_submodule(owner.path)._parameters
@@ -225,7 +225,7 @@ def values_in(model: nn.Module, splitting: Splitting) -> dict[str, Tensor]:
 
 
 class _Reset:
-    """Values that owners make themselves; those of the last owner are kept until another is needed."""
+    """Values that owners make with their own methods; those of the last owner are kept until another is needed."""
 
     def __init__(self, splitting: Splitting, copied: nn.Module, seed: int, world: World) -> None:
         self._copied, self._seed, self._world = copied, seed, world
@@ -248,7 +248,7 @@ class _Reset:
 
 
 def _made_by(owner: Owner, copied: nn.Module) -> dict[str, Tensor]:
-    """Lend the owner real parameters, have them filled, take them away again."""
+    """Give the owner real parameters, have them filled, and take them away again."""
     module = copied.get_submodule(owner.path)
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     after = list(_initialisers(copied, owner.path))
@@ -353,7 +353,7 @@ def _checked(name: str, found: Tensor, shape: tuple[int, ...] | torch.Size) -> T
 
 @torch.no_grad()
 def _fill_buffers(copied: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Running statistics and the like are part of what was learnt."""
+    """Fill buffers too: running statistics and the like were learnt."""
     for name, buffer in buffers_of(copied).items():
         if name in weights:
             buffer.copy_(_checked(name, weights[name], buffer.shape))

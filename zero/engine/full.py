@@ -46,14 +46,19 @@ class Source(Protocol):
 
 
 def full_state_dict(source: Source, kind: str = "param") -> dict[str, Tensor]:
-    """Every parameter's full value, on every rank.
+    """Every parameter's full value, on every rank. Collective.
 
     Args:
+        source: a `State`, a `Step` under way, or an engine of `zero.initialize`.
         kind: "param" (the master where there is one), "compute" (what the model computes with), "grad", or a moment
             such as "mu". Gradients and moments are those of trainable parameters.
 
     Returns:
         Full name to an fp32 tensor of the parameter's shape on the CPU.
+
+    Raises:
+        ConfigError: nothing of this kind is held.
+        StaleStateError: the state is spent; a gradient, and no step is between backward and its end.
     """
     return dict(full_values(source.state, kind))
 
@@ -67,11 +72,15 @@ def full_values(state: State, kind: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def get_full(source: Source, name: str | Tensor, kind: str = "param") -> Tensor:
-    """The full value of one parameter, or its gradient or moment, on every rank: an fp32 copy on the CPU.
+    """The full value of one parameter, or its gradient or moment, on every rank. Collective.
 
     Args:
+        source: a `State`, a `Step` under way, or an engine of `zero.initialize`.
         name: as in `full_state_dict`, or the parameter itself.
-        kind: likewise.
+        kind: "param", "compute", "grad" or a moment, as there.
+
+    Returns:
+        An fp32 copy on the CPU, of the parameter's shape.
 
     Raises:
         ConfigError: there is no such name, or nothing of this kind is held for it.
@@ -115,8 +124,10 @@ def gathered(
                 tensor.clamp_(min=0.1)
 
     The dict is emptied at the end, so what was not kept elsewhere is freed. An exception in the block writes nothing.
+    Collective.
 
     Args:
+        source: a `State`, a `Step` under way, or an engine of `zero.initialize`.
         names: exact names, fnmatch patterns or parameters; None for all that hold this kind.
         modify: True if every rank makes the same edits, in place or by putting another tensor in the dict. Or the
             number of a rank: its edits count, what the others wrote is dropped.
@@ -150,10 +161,13 @@ def gathered(
 
 
 def set_full(source: Source, name: str | Tensor, value: Tensor, kind: str = "param") -> None:
-    """Give one parameter, or its gradient or moment, another value; every rank passes the same one.
+    """Give one parameter, or its gradient or moment, another value; every rank passes the same one. Collective.
 
     Args:
+        source: a `State`, a `Step` under way, or an engine of `zero.initialize`.
+        name: of the parameter, or the parameter itself.
         value: of the parameter's shape, any dtype and device. A frozen parameter is held in the dtype of compute.
+        kind: "param", "grad" or a moment.
 
     Raises:
         as `gathered`.

@@ -4,8 +4,8 @@
 `Closures` makes those functions anew for a copy: a cell that reaches the model is copied with it, every other cell and
 function stays the same object, so that a hook that records goes on recording where its owner looks.
 
-A function that reaches the model by a global name cannot be told of a copy. It is found by reading the names in its
-code, and so is a forward that may write past torch's count of versions.
+A function that reaches the model by a global name cannot be made to reach a copy. It is found by reading the names in
+its code, and so is a forward that may write to a tensor without torch counting it in its version.
 """
 
 import copy
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from zero.errors import PlanError
 
 MOST_OBJECTS = 20_000
-"""That are looked at from one function: what holds more is data."""
+"""That are looked at from one function: a container with more holds data."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Where a module keeps what runs beside its forward."""
+"""Attributes in which a module keeps its hooks."""
 
 UNCOUNTED = frozenset({"data", "numpy", "untyped_storage", "storage", "from_dlpack", "to_dlpack", "__dlpack__"})
-"""Attributes of a tensor that give its memory without its count of versions."""
+"""Attributes that give a tensor's memory without its version."""
 
 _LIBRARIES = ("torch", "einops", "zero")
 NO_COPY = "of which a copy cannot have its own"
@@ -46,14 +46,14 @@ class Held(NamedTuple):
 
 
 class Closures:
-    """The functions that a model holds and that reach a part of it, for one copy of it.
+    """The functions of a model that reach a part of it, made anew for one copy of it.
 
     Args:
         further: more functions, with where they are: those on its parameters.
 
     Raises:
-        PlanError: something reaches the model in a way that no copy can be told of: a function of a class, or by a
-            global name; an attribute of a class; a weak reference to a module.
+        PlanError: something reaches the model in a way that cannot be copied: a function of a class, or by a global
+            name; an attribute of a class; a weak reference to a module.
     """
 
     def __init__(self, model: nn.Module, further: Iterable[Held] = ()) -> None:
@@ -71,7 +71,7 @@ class Closures:
                 self._refuse_code(function, path or type(module).__name__)
 
     def begin(self, memo: dict[int, Any]) -> None:
-        """Before deepcopy: tell its `memo` what stands for which function, and which hooks stay as they are."""
+        """Before deepcopy: put into its `memo` the new functions, and the hooks that stay as they are."""
         for _, _, value in self._held:
             if isinstance(value, types.FunctionType) and self.reach(value):
                 closure = tuple(self._renewed(cell) for cell in value.__closure__ or ())
@@ -84,7 +84,7 @@ class Closures:
                     memo.setdefault(id(hook), hook)
 
     def end(self, copied: nn.Module, memo: dict[int, Any]) -> None:
-        """After deepcopy: give the new functions what is theirs, and their methods to the modules."""
+        """After deepcopy: fill the new functions' cells and defaults, and give their methods to the modules."""
         for old_cell, new_cell in self._cells.values():
             new_cell.cell_contents = copy.deepcopy(old_cell.cell_contents, memo)
         for old, new in self._new.values():
@@ -99,7 +99,7 @@ class Closures:
                         place[name] = types.MethodType(self._new[id(value.__func__)][1], value.__self__)
 
     def carried(self, hooks: Mapping[int, Any], memo: dict[int, Any]) -> dict[int, Any]:
-        """Hooks for the copy: what does not reach the model stays the same one."""
+        """Hooks for the copy: a hook that does not reach the model stays the same object."""
         return {n: copy.deepcopy(hook, memo) if self.reach(hook) else hook for n, hook in hooks.items()}
 
     def reach(self, value: Any) -> bool:
@@ -107,7 +107,7 @@ class Closures:
         return any(id(one) in self._parts for one in _below(value, set(), lambda one: id(one) in self._parts))
 
     def _renewed(self, cell: types.CellType) -> types.CellType:
-        """A cell of its own for the copy if the model is reached through it."""
+        """The cell for the copy: another one if the model is reached through it."""
         if id(cell) not in self._cells:
             if _is_empty(cell) or not self.reach(cell.cell_contents):
                 return cell
@@ -194,7 +194,7 @@ def may_write_uncounted(module: nn.Module) -> bool:
 
 
 def _parts_of(model: nn.Module) -> dict[int, str]:
-    """What a copy has one of its own of, by identity: in words, for a sentence."""
+    """What is copied of a model: by id, its description for a message."""
     found: dict[int, str] = {}
     for path, module in model.named_modules():
         found[id(module)] = f"the module {path}" if path else "the model"
@@ -206,11 +206,11 @@ def _parts_of(model: nn.Module) -> dict[int, str]:
 
 
 def _below(value: Any, seen: set[int], ends: Callable[[Any], bool] = lambda one: False) -> Iterator[Any]:
-    """`value` and what can be come by from it, through containers, functions, methods and attributes.
+    """`value` and all that can be reached from it, through containers, functions, methods and attributes.
 
     Args:
-        seen: what was looked at before; takes in what is looked at now.
-        ends: what holds for one thing below which nothing is looked at.
+        seen: ids of what was looked at before; those that are looked at now are added.
+        ends: whether to look no further below one thing.
     """
     stack, count = [value], 0
     while stack and count < MOST_OBJECTS:
@@ -247,7 +247,7 @@ def _hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 def _methods(kinds: Iterable[type], name: str) -> list[types.FunctionType]:
-    """Every definition of a method along the classes: an overriding one calls the one above it."""
+    """Every definition of a method along the classes: one that overrides another may call it."""
     found = []
     for one in (above for kind in kinds for above in kind.__mro__):
         method = vars(one).get(name)
@@ -258,7 +258,7 @@ def _methods(kinds: Iterable[type], name: str) -> list[types.FunctionType]:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A code and those of the functions that are made in it."""
+    """A code object and those of the functions that are made in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -45,6 +45,7 @@ from zero.engine.compile import Compiler
 from zero.engine.functions import may_write_uncounted
 from zero.engine.module_copy import Body, Run, call_with
 from zero.engine.placeholder import ParameterPlaceholder, in_backward
+from zero.engine.plan import Plan
 from zero.engine.pool import Buffer
 from zero.engine.recompute import recomputed_call
 from zero.engine.residency import Residency
@@ -64,7 +65,7 @@ class Place(NamedTuple):
     placeholder: ParameterPlaceholder
 
     def is_in(self, module: nn.Module) -> bool:
-        """There is a parameter still in the site's `module`, whose parts may have been exchanged."""
+        """The site's `module` still has a parameter there: its parts may have been exchanged."""
         for part in self.owner:
             found = module._modules.get(part)
             if found is None:
@@ -74,7 +75,7 @@ class Place(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A saved tensor that lay in a gathered buffer: where to find it when the unit is gathered again."""
+    """A saved tensor that was in a gathered buffer: where it is when the unit is gathered again."""
 
     unit: int
     version: int
@@ -88,7 +89,7 @@ RUN_FIRST = 2**62
 
 
 class Gather(torch.autograd.Function):
-    """From a unit to its parameters: backward comes here when all gradients of the call have arrived."""
+    """From a unit to its parameters: its backward runs when all gradients of the call have arrived."""
 
     @staticmethod
     def forward(
@@ -106,7 +107,7 @@ class Gather(torch.autograd.Function):
 
 
 class Arrive(torch.autograd.Function):
-    """The identity of one parameter: backward is where its gradient leaves autograd, as soon as it is complete."""
+    """The identity of one parameter: in its backward the gradient leaves autograd, as soon as it is complete."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, gatherer: "Gatherer", unit: UnitState, slot: int) -> Tensor:
@@ -145,10 +146,7 @@ class Gatherer:
     """Runs the sites of one copied model on gathered units.
 
     Args:
-        accumulate: microbatches of a step.
-        remat: recompute each unit's activations in backward instead of keeping them.
         activations: where those that are kept wait for backward.
-        compiler: compiles what a unit computes; None: it runs as it is written.
         deliver: takes the gradient of one trainable slot of a unit, from one call.
         start_reduce: every gradient of the unit's calls in this microbatch has been delivered.
         tape: records what computes.
@@ -164,22 +162,20 @@ class Gatherer:
 
     def __init__(
         self,
+        plan: Plan,
         units: Sequence[UnitState],
         residency: Residency,
         *,
-        accumulate: int,
-        remat: bool,
         activations: InPlace,
-        compiler: Compiler | None,
         deliver: Callable[[UnitState, int, Tensor], None],
         start_reduce: Callable[[UnitState], None],
         tape: Tape,
     ) -> None:
         self._tape = tape
         self._units, self.residency, self.pool = units, residency, residency.pool
-        self._accumulate = accumulate
-        self._remat, self._deliver, self._start_reduce = remat, deliver, start_reduce
-        self.activations, self._compiler = activations, compiler
+        self._accumulate, self._deliver, self._start_reduce = plan.accumulate, deliver, start_reduce
+        self.activations, self._remat = activations, plan.activations == "remat"
+        self._compiler = Compiler(plan.compile) if plan.compile else None
         self._resident_addresses = {unit.resident.address for unit in units if unit.resident is not None}
         self._anchor = torch.zeros(0, requires_grad=True)
         # where parameters are in the model: by unit, trainable or frozen, and number; and by path of a site
@@ -378,7 +374,7 @@ class Gatherer:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _own(self, outputs: Any) -> Any:
-        """Copy outputs that lie in a buffer: they must outlive it."""
+        """Copy outputs that are views of a buffer: they must outlive it."""
         if self.pool is None:
             return outputs
         borrowed = (t for t in tensors_in(outputs) if self.pool.holding(_untransformed(t)) is not None)
@@ -446,7 +442,7 @@ class Gatherer:
         return self._held[unit.index]
 
     def _awaited(self, unit: UnitState) -> bool:
-        """The pass under way will still bring gradients of `unit`, and with them the moment to let it go."""
+        """Gradients of `unit` will still arrive in the pass under way, and it can be let go then."""
         return any(torch._C._will_engine_execute_node(call) for call in unit.calls)
 
     def _let_go(self, index: int) -> None:
@@ -507,13 +503,13 @@ class Gatherer:
         self._let_go(unit.index)
 
     def reduce_arrived(self) -> None:
-        """Take in what has arrived of units whose own calls may still come, or never will, as a norm's in a log."""
+        """Reduce what has arrived of units whose own backward may still come, or never will."""
         with self._lock:
             for index in sorted(self._open if not self._passes else ()):
                 self._close(self._units[index])
 
     def _watch_pass(self) -> None:
-        """Have autograd tell us when the backward pass under way ends, whoever started it."""
+        """Have autograd call us when the backward pass under way ends, whoever started it."""
         task = torch._C._current_graph_task_id()
         if task != -1 and task not in self._passes:
             self._passes[task] = ended = partial(self._pass_ended, task)
@@ -575,7 +571,7 @@ def _reaching(outputs: Any, parameters: Sequence[Tensor], known: set[Any]) -> An
 
 @contextmanager
 def _beneath_transforms() -> Iterator[bool]:
-    """Outside of the `torch.func` transforms under way; yields whether there are any."""
+    """Step outside of the `torch.func` transforms under way; yields whether there are any."""
     functorch = torch._C._functorch
     around = functorch.get_interpreter_stack() or ()
     if not around:
@@ -588,7 +584,7 @@ def _beneath_transforms() -> Iterator[bool]:
 
 
 def _untransformed(tensor: Tensor) -> Tensor:
-    """What `torch.func` transforms have wrapped."""
+    """The tensor that `torch.func` transforms have wrapped."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor

@@ -1,7 +1,7 @@
 """Where a unit's gradient is between backward and its update.
 
-Usually in memory of its own, for good. Where gradients are offloaded it lies in a borrowed buffer while it changes, and
-in pages of the store otherwise: `open` borrows one, `park` writes the pages and lets it go when they are written.
+Usually in memory of its own. Where gradients are offloaded it is in a borrowed buffer while it changes, and in pages of
+the store otherwise: `open` borrows a buffer, `park` writes the pages and lets it go when they are written.
 
 On a GPU gradients travel on streams of their own, beside what computes:
 
@@ -23,7 +23,7 @@ from zero.engine.plan import Plan
 from zero.engine.transfer import load, save
 from zero.engine.unit_state import UnitState
 from zero.errors import StoreError
-from zero.platform.device import PASSED, Device, Event
+from zero.platform.device import PASSED, Event
 from zero.platform.timeline import Tape
 from zero.store import Page, PrefetchStore, Ticket
 
@@ -60,11 +60,11 @@ class Gradients:
         return PASSED
 
     def reset(self) -> None:
-        """Forget what was summed up so far: after an exception, or because it is not wanted."""
+        """Forget what was summed up so far: after an exception, or because it is dropped."""
 
 
 class _Buffer(NamedTuple):
-    """What a gradient lies in while it changes; nobody needs what it held any more once `free` has passed."""
+    """What a gradient is in while it changes; what it held before is not needed once `free` has passed."""
 
     flat: Tensor
     free: Event
@@ -82,8 +82,8 @@ class PagedGradients(Gradients):
 
     scarce = True
 
-    def __init__(self, plan: Plan, store: PrefetchStore, device: Device, tape: Tape) -> None:
-        self._plan, self._store, self._device, self._tape = plan, store, device, tape
+    def __init__(self, plan: Plan, store: PrefetchStore, tape: Tape) -> None:
+        self._plan, self._store, self._device, self._tape = plan, store, plan.world.compute, tape
         self._counts = plan.grad_buffer_counts()
         self._free = {numel: [self._buffer(numel) for _ in range(n)] for numel, n in self._counts.items()}
         self._open: dict[int, UnitState] = {}

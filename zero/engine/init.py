@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from zero.core.sizes import GiB
-from zero.engine.compile import Compiler
 from zero.engine.fetch import Fetch, gathering, lending, reading
 from zero.engine.first_values import Values, Weights, empty_unit, fill, values_in, values_of
 from zero.engine.gather import Gatherer, bind_placeholders
@@ -17,7 +16,6 @@ from zero.engine.gradient import Gradients, PagedGradients
 from zero.engine.module_copy import attach, detached_copy, take_over
 from zero.engine.placing import THREADS
 from zero.engine.plan import Plan
-from zero.engine.pool import Pool
 from zero.engine.reduce import Reducer
 from zero.engine.residency import Residency
 from zero.engine.saved_tensors import InPlace, OnHost
@@ -35,12 +33,16 @@ PROBED_BYTES = GiB
 
 
 def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = silent) -> PrefetchStore:
-    """The store of this rank, with every page allocated and zero.
+    """Open the store of this rank, with every page allocated and zero.
 
     Args:
+        plan: what pages there are, and on which tier each is.
         disk: what to use for the nvme tier instead of a file in `offload.path`: anything that passes
             `zero.testing.StoreContract`.
         progress: called with how far the measurement of a disk is; only a large file is measured first.
+
+    Returns:
+        The store; `close()` gives its memory and its file back.
 
     Raises:
         StoreError: `offload.path` cannot be used, or has too little space; nothing was taken yet.
@@ -96,9 +98,12 @@ def _open_disk(plan: Plan, nbytes: int, progress: Progress) -> tuple[Store, int]
 def init(
     plan: Plan, store: PrefetchStore, *, seed: int = 0, weights: Weights = None, progress: Progress = silent
 ) -> State:
-    """A state at step 0, made page by page: nothing larger than one owner of parameters exists on the way.
+    """Make a state at step 0, page by page: no more than one module's own parameters exist meanwhile. Collective.
 
     Args:
+        plan: what is held where.
+        store: from `open_store(plan)`; one state at a time may be in it.
+        seed: of the first values of parameters on meta.
         weights: None to keep the values of a model that has them, and for parameters on meta to call each owner's
             `reset_parameters` with a generator seeded from (seed, owner), which gives the same values for every stage,
             world and choice of units; or tensors by name; or the path of a safetensors file; or a function of (name,
@@ -155,31 +160,20 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
     device, log = plan.world.compute, CollectiveLog()
     tape = Tape(device.clock, rank=plan.world.rank, streams=not device.shares_memory)
     store.observe(tape.of_store([unit.spec.name for unit in units]))
-    pool = None if plan.resident else Pool(plan.buffer_counts(), plan.precision.compute, device)
-    gradients = PagedGradients(plan, store, device, tape) if plan.grads_offloaded else Gradients()
-    updater = Updater(plan, store, units, device=device, gradients=gradients, tape=tape)
+    gradients = PagedGradients(plan, store, tape) if plan.grads_offloaded else Gradients()
+    updater = Updater(plan, store, units, gradients, tape)
     residency = Residency(
+        plan,
         units,
-        device=device,
-        pool=pool,
-        prefetch=plan.prefetch,
         apply=updater.apply,
         hand_off=updater.hand_off if plan.params_offloaded else None,
         fetch=_fetch(plan, store),
-        alone=plan.world.size == 1,
-        in_order=plan.resident and plan.world.size > 1,
         log=log,
         tape=tape,
     )
     reducer = Reducer(
+        plan,
         units,
-        world=plan.world,
-        device=device,
-        counts=plan.flat_counts(),
-        dtype=plan.flat_dtype,
-        local=plan.local_sum,
-        full=plan.full_update,
-        rounds=1 if plan.local_sum else plan.accumulate,
         gradients=gradients,
         apply=updater.apply,
         final=updater.final,
@@ -188,12 +182,10 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
         tape=tape,
     )
     gatherer = Gatherer(
+        plan,
         units,
         residency,
-        accumulate=plan.accumulate,
-        remat=plan.activations == "remat",
         activations=OnHost(device, pin=plan.offload.pin) if _goes_to_host(plan) else InPlace(),
-        compiler=Compiler(plan.compile) if plan.compile else None,
         deliver=reducer.deliver,
         start_reduce=reducer.start_reduce,
         tape=tape,

@@ -67,12 +67,12 @@ def call_with(
 
 
 def _version(tensor: Tensor) -> int:
-    """How often it was written to; those of inference mode, which only a user can put in place, do not count."""
+    """How often it was written to; 0 in inference mode, whose tensors have no count and come from a user."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _seen(tensor: Tensor, doubted: bool, watched: bool) -> Tensor | int | None:
-    """What to compare with later."""
+    """What to compare a parameter with after the call."""
     if watched and not doubted and tensor.is_cpu:
         return _checksum(tensor)
     return tensor.detach().clone() if doubted or watched else None
@@ -95,7 +95,7 @@ def _refuse_change(what: str) -> None:
 
 
 class Body(nn.Module):
-    """A site's module as it is called while its parameters are in place; they are below `module`."""
+    """Calls a site's module while its parameters are in place; their names begin with `module.`."""
 
     def __init__(self, module: nn.Module, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def detached_copy(model: nn.Module, splitting: Splitting, dtype: torch.dtype, de
 
 
 def take_over(model: nn.Module, splitting: Splitting, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
-    """Make `model` itself what `detached_copy` makes a copy of; returns a function that undoes it.
+    """Do to `model` itself what `detached_copy` does to a copy; returns a function that undoes it.
 
     Its parameters and buffers stay the objects that they are, where a buffer need not move. What the parameters held is
     kept as long as that function.
@@ -178,7 +178,7 @@ Run = Callable[[Body, Any, Any], Any]
 
 
 def attach(model: nn.Module, splitting: Splitting, run: Callable[[Site], Run]) -> None:
-    """Have each site of `model` run through `run`, by whatever reference it is called.
+    """Have each site of `model` run through `run`, whichever reference it is called by.
 
     Its class becomes one that is called otherwise, and equals the one that it was. Hooks fire inside, with the full
     parameters in place.
@@ -198,7 +198,7 @@ def call_through(
     kinds: dict[type[nn.Module], type[nn.Module]] | None = None,
     methods: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Callable[[Any, Any], Any]:
-    """Have calls of `module` go to `run(args, kwargs)`; returns what they went to before.
+    """Send calls of `module` to `run(args, kwargs)`; returns what was called before.
 
     Args:
         kinds: classes that were made for others already.
@@ -227,13 +227,13 @@ def _called_otherwise(kind: type[nn.Module], methods: Mapping[str, Callable[...,
 
 
 def _passing_for(kind: type) -> type:
-    """Of a class that equals `kind`: `type(layer) == nn.Linear`, in a set and a dict too; only `is` sees it."""
+    """The metaclass of a class that equals `kind`, as in `type(layer) == nn.Linear`; `is` tells them apart."""
     names = {"__eq__": lambda cls, other: other is cls or other is kind, "__hash__": lambda cls: hash(kind)}
     return type(type(kind).__name__, (type(kind),), names)
 
 
 def _full_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """Of a state dict: values on the CPU in the dtype of compute, in place of what was detached."""
+    """Put values on the CPU, in the dtype of compute, into a state dict in place of detached placeholders."""
     for name, parameter in module._parameters.items():
         if isinstance(parameter, ParameterPlaceholder) and state_dict.get(prefix + name) is not parameter:
             state_dict[prefix + name] = parameter.value(constant=True).detach().to("cpu", copy=True)

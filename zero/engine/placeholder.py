@@ -69,7 +69,7 @@ class ParameterPlaceholder(nn.Parameter):
     def taken(
         cls, parameter: nn.Parameter, name: str, dtype: torch.dtype, home: torch.device
     ) -> "ParameterPlaceholder":
-        """Make a parameter itself a placeholder, wherever it is held. The caller keeps its values, if anybody does."""
+        """Turn a parameter itself into a placeholder, wherever it is held. Only the caller may keep its values."""
         hooks, afterwards = hooks_of(parameter)
         parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         where = parameter.device if parameter.is_meta else home
@@ -82,7 +82,7 @@ class ParameterPlaceholder(nn.Parameter):
         return placeholder
 
     def given_back(self, kind: type[nn.Parameter], values: Tensor) -> None:
-        """Make it the parameter again that it was."""
+        """Turn it back into the parameter that it was."""
         with torch._C.DisableTorchFunctionSubclass():
             self.__class__ = kind  # type: ignore[assignment]
             self.data = values
@@ -121,7 +121,7 @@ class ParameterPlaceholder(nn.Parameter):
         return handle
 
     def through_hooks(self, grad: Tensor) -> Tensor | None:
-        """What is left of a gradient that has arrived."""
+        """Call the hooks on a gradient that has arrived; returns what they leave of it."""
         for hook in list(self.hooks.values()):
             result = hook(grad)
             if result is not None and (result.shape != grad.shape or result.dtype != grad.dtype):
@@ -161,7 +161,7 @@ class ParameterPlaceholder(nn.Parameter):
         return None if new or self.gradient is None else self.gradient()
 
     def value(self, *, constant: bool = False) -> Tensor:
-        """A view of the gathered parameter, with a history unless nobody wants one."""
+        """A view of the gathered parameter; with a history where it trains and gradients are on, unless `constant`."""
         if self.regather is None:
             raise OutsideUnitError(f"parameter {self.full_name} has no values yet; zero.init makes them")
         return self.regather(not constant and self.requires_grad and torch.is_grad_enabled())
@@ -251,7 +251,7 @@ class Part(Tensor):
 
 
 def _requested(func: Any) -> tuple[str, bool]:
-    """What torch was asked for by `func`: its name, and whether it is an attribute that is read or set."""
+    """The name of what `func` does, and whether it reads or sets an attribute."""
     is_attribute = func.__name__ in ("__get__", "__set__")
     return func.__self__.__name__ if is_attribute else func.__name__, is_attribute
 
@@ -273,7 +273,7 @@ def _refuse_written(name: str, by: str) -> None:
 
 
 def _writes(name: str) -> bool:
-    """By torch's names, a function that writes into its first argument."""
+    """Whether a function writes into its first argument, by torch's rule for names."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in _NO_WRITERS)
     return name.partition(".")[0].endswith("_")  # those of torch.ops have the name of their overload behind it
@@ -283,7 +283,7 @@ _NO_WRITERS = ("__invert__", "__int__", "__index__", "__iter__")
 
 
 def _refuse_gradient(func: Any, request: str, args: Any, kwargs: Any) -> None:
-    """Of a constant, or one that is requested of autograd itself."""
+    """Refuse a gradient for a constant, or one taken by `torch.autograd.grad`."""
     if func is torch.autograd.grad:
         name = next(one.full_name for one in tensors_in((args, kwargs)) if isinstance(one, ParameterPlaceholder))
         raise OutsideUnitError(
@@ -322,7 +322,7 @@ def _read(func: Any, args: Any, kwargs: Any, *, clone: bool) -> Any:
 
 
 def _for_reading(result: Any) -> Any:
-    """An array of numpy is one that is not written to."""
+    """Make a numpy array read-only."""
     flags = getattr(result, "flags", None) if type(result).__module__ == "numpy" else None
     if flags is not None:
         flags.writeable = False

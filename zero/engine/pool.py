@@ -8,8 +8,8 @@ A buffer that is not pinned keeps its unit until another takes it, so the last u
 backward begins.
 
 A view of a buffer may outlive its pin: a parameter that user code stored, or a tensor that a checkpoint recomputed.
-Before a buffer changes hands its storage's users are counted. If so, they keep that memory and
-the buffer gets fresh memory, counted in `renewed`: late, never wrong.
+Before a buffer gets another unit the tensors that use its storage are counted. Where there are others they keep that
+memory and the buffer gets fresh memory, counted in `renewed`: slower, never wrong.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from zero.platform.device import Device, Event
 
 
 class Buffer:
-    """One flat buffer: memory, the unit and version it holds, and how many users have pinned it."""
+    """One flat buffer: its memory, the unit and version that it holds, and how many users have pinned it."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: Device, *, extra: bool = False) -> None:
         self._device = device
@@ -47,7 +47,7 @@ class Buffer:
 
     @property
     def is_seen(self) -> bool:
-        """Some tensor besides `flat` still looks at this memory."""
+        """Some tensor besides `flat` still uses this memory."""
         return torch._C._storage_Use_Count(self._storage._cdata) > self._alone
 
     def land(self) -> None:
@@ -58,7 +58,7 @@ class Buffer:
             self.arrivals.pop()
 
     def renew(self) -> None:
-        """Leave the memory to whoever looks at it and take fresh memory."""
+        """Leave the memory to the tensors that use it and take fresh memory."""
         self.flat = _zeros(self.flat.numel(), self.flat.dtype, self._device)
         self._watch()
 
@@ -149,7 +149,7 @@ class Pool:
                     self._drop(buffer)
 
     def unpin_all(self) -> None:
-        """After an error: nobody holds anything."""
+        """After an error: no buffer is pinned or gathered ahead."""
         for buffers in self._buffers.values():
             for buffer in list(buffers):
                 buffer.pins, buffer.ahead = 0, False

@@ -16,7 +16,7 @@ from zero.engine.module_copy import call_with
 
 UNCOUNTED_NUMEL = 65_536
 """torch's batch norm changes running statistics without counting it in their version. They have one element per
-channel, so a buffer of at most this many elements is taken as changed without asking."""
+channel, so a buffer of at most this many elements is taken as changed."""
 
 
 def recomputed_call(

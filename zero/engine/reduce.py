@@ -28,20 +28,21 @@ Source: Rajbhandari et al. 2020, "ZeRO", sections 5.2 and 7.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from zero.distributed.world import Handle, World
+from zero.distributed.world import Handle
 from zero.engine.gradient import Gradients
+from zero.engine.plan import Plan
 from zero.engine.reduce_order import Turns
 from zero.engine.unit_state import UnitState
 from zero.engine.visit_order import CollectiveLog
 from zero.errors import WorldError
-from zero.platform.device import PASSED, Device, Event
+from zero.platform.device import PASSED, Event
 from zero.platform.timeline import Tape
 
 
@@ -68,11 +69,6 @@ class Reducer:
     """Takes gradients from backward, leaves their sum in each unit's `grad`.
 
     Args:
-        counts: how many pooled flats there are of each size.
-        dtype: of the pooled flats.
-        local: add up microbatches in `grad` and reduce after the last one.
-        full: every rank needs the full sum, not its own range.
-        rounds: how often each unit is reduced in a step, as far as is known beforehand.
         gradients: where each unit's `grad` is.
         apply: makes a unit's deferred update, if it has one, which still needs the old gradient.
         final: called when a unit's `grad` is final for this step.
@@ -83,15 +79,9 @@ class Reducer:
 
     def __init__(
         self,
+        plan: Plan,
         units: Sequence[UnitState],
         *,
-        world: World,
-        device: Device,
-        counts: Mapping[int, int],
-        dtype: torch.dtype,
-        local: bool,
-        full: bool,
-        rounds: int,
         gradients: Gradients,
         apply: Callable[[UnitState], None],
         final: Callable[[UnitState], None],
@@ -100,14 +90,15 @@ class Reducer:
         tape: Tape,
     ) -> None:
         self._units, self._log, self._tape = units, log, tape
-        self._world, self._device = world, device
-        self._local, self._full, self._gradients = local, full, gradients
+        self._world, self._device, self._gradients = plan.world, plan.world.compute, gradients
+        self._local = plan.local_sum  # microbatches are added up in `grad`, which is reduced after the last one
+        self._full = plan.full_update  # every rank needs the full sum, not its own range
         self._apply, self._final, self._first = apply, final, first
-        self._turns = Turns([unit.index for unit in units if unit.spec.trainable.slots], rounds)
-        self._rounds = rounds
+        self._rounds = 1 if self._local else plan.accumulate  # of reductions in a step, as far as is known beforehand
+        self._turns = Turns([unit.index for unit in units if unit.spec.trainable.slots], self._rounds)
         self._free = {
-            numel: [GradientFlat(device.zeros(numel, dtype), PASSED) for _ in range(count)]
-            for numel, count in counts.items()
+            numel: [GradientFlat(self._device.zeros(numel, plan.flat_dtype), PASSED) for _ in range(count)]
+            for numel, count in plan.flat_counts().items()
         }
         self._count = Counter(unit.spec.trainable.P for unit in units if unit.spec.trainable.slots)
         self._filling: dict[int, GradientFlat] = {}  # by unit: delivered to, not yet reduced

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from zero.engine.fetch import Fetch
+from zero.engine.plan import Plan
 from zero.engine.pool import Buffer, Pool
 from zero.engine.unit_state import UnitState
 from zero.engine.visit_order import CollectiveLog, VisitOrder
-from zero.platform.device import Device
 from zero.platform.timeline import Tape
 from zero.store import Ticket
 
@@ -28,36 +28,33 @@ class Residency:
     """Gathers units into their buffers.
 
     Args:
-        pool: None when every unit is resident.
-        prefetch: how many units to gather ahead, in both directions.
         apply: makes a unit's deferred update.
         hand_off: the same without waiting: returns its tickets. What `fetch` starts comes after it by itself. None:
             it does not, so a unit is gathered ahead only if its update is made.
         fetch: starts to fill a buffer with a unit, whose update may be under way still; returns what to wait for.
-        in_order: gather units in the plan's order, whichever is requested first.
-        alone: there is no other rank, so what is gathered ahead may depend on what happens to be ready.
         log: where every collective is noted.
         tape: records gathers.
+
+    Attributes:
+        pool: None when every unit is resident.
     """
 
     def __init__(
         self,
+        plan: Plan,
         units: Sequence[UnitState],
         *,
-        device: Device,
-        pool: Pool | None,
-        prefetch: int,
         apply: Callable[[UnitState], None],
         hand_off: Callable[[UnitState], list[Ticket]] | None,
         fetch: Fetch,
-        in_order: bool,
-        alone: bool,
         log: CollectiveLog,
         tape: Tape,
     ) -> None:
-        self._units, self._device, self.pool = units, device, pool
-        self._prefetch, self._apply, self._hand_off, self._fetch = prefetch, apply, hand_off, fetch
-        self._in_order, self._alone, self._log, self._tape = in_order, alone, log, tape
+        self._units, self._device, self._log, self._tape = units, plan.world.compute, log, tape
+        self._prefetch, self._apply, self._hand_off, self._fetch = plan.prefetch, apply, hand_off, fetch
+        self.pool = None if plan.resident else Pool(plan.buffer_counts(), plan.precision.compute, self._device)
+        self._alone = plan.world.size == 1  # what is gathered ahead may depend on what happens to be ready
+        self._in_order = plan.resident and not self._alone  # units are gathered in the plan's order
         self._next = 0  # where units are gathered in order: the one after the last
         self._orders = {True: VisitOrder(), False: VisitOrder()}
         self._ahead: set[int] = set()  # units requested before their turn, and not used yet

@@ -21,10 +21,10 @@ from zero.core.sizes import BLOCK_BYTES, round_up
 from zero.platform.device import Arena, Device, Event
 
 LEAST_BYTES = 1 << 20
-"""What is smaller is not worth two copies."""
+"""A smaller storage is not worth two copies."""
 
 MOST_LEAVING = 2
-"""Storages on their way to the host."""
+"""Storages that may be on their way to the host at a time."""
 
 
 class Kept(NamedTuple):
@@ -62,7 +62,7 @@ class InPlace:
         return 0
 
     def keep(self, tensor: Tensor) -> Any:
-        """What autograd is to hold in place of `tensor`."""
+        """What autograd keeps in place of `tensor`."""
         return Kept(tensor, tensor._version)
 
     def find(self, kept: Any) -> Tensor:
@@ -71,7 +71,7 @@ class InPlace:
         return tensor
 
     def release_all(self) -> None:
-        """A pass is over, or broke off: hold nothing back."""
+        """A pass is over, or was interrupted: hold no storage any longer."""
 
 
 class _Home:

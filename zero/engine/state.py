@@ -61,12 +61,18 @@ class Runtime:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """The training state after `step` updates.
+    """The training state after `step` updates. `zero.init` makes the first one, and every step the next.
 
     Attributes:
         step: updates made, the skipped ones not counted.
         scale: the loss scale and its counters.
         skipped: steps that changed nothing because a gradient was not finite.
+        tried: `step` and `skipped` together.
+        plan: that it was made from.
+        model: the model that trains: a copy of the plan's, or that model itself with `Plan(in_place=True)`.
+
+    Raises (when an attribute of a spent state is read):
+        StaleStateError: a later step has consumed it.
     """
 
     machinery_: Runtime = field(repr=False)
@@ -106,7 +112,7 @@ class State:
 
     @property
     def model(self) -> nn.Module:
-        """The copy that runs on gathered parameters; its own parameters cannot be read outside their modules."""
+        """The model that runs on gathered parameters; reading one of its parameters elsewhere gathers its unit."""
         return self.runtime.model
 
     def advance(self, *, scale: LossScale, finite: bool) -> State:

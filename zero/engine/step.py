@@ -73,6 +73,12 @@ class Step:
     and begin another step. Buffers such as running statistics have seen the microbatches then; and with
     `zero.update=eager` the state is spent if backward has updated a unit.
 
+    Args:
+        state: that the step begins from.
+
+    Attributes:
+        microbatches: that have begun.
+
     Raises:
         StaleStateError: `state` is spent.
         PlanError: the model has nothing to train.
@@ -114,8 +120,12 @@ class Step:
         """Backward from a scalar, the mean over its rows; several losses of a microbatch add up.
 
         Args:
-            aux: scalars to be averaged over microbatches and ranks beside the loss.
+            loss: 0-dim, or one element.
+            aux: scalars to be averaged over microbatches and ranks beside the loss, by name.
             how: for `Tensor.backward`, such as `retain_graph`.
+
+        Raises:
+            ConfigError: `loss` is no scalar.
         """
         if loss.numel() != 1:
             raise ConfigError(
@@ -133,7 +143,8 @@ class Step:
         """What to call `backward` on instead of `loss`: fp16's loss scale is in it.
 
         Args:
-            already: it is in `loss`, or in the gradient that its backward will be given.
+            loss: a scalar, or with `already` any output.
+            already: the scale is in `loss`, or in the gradient that its backward will be given.
         """
         scale = self.state.scale.scale
         if scale == 1.0:
@@ -154,7 +165,12 @@ class Step:
         return any(self._losses)
 
     def count(self, loss: Tensor, aux: Mapping[str, Any] | None = None) -> None:
-        """Take a loss into the step's mean without a backward: somebody else has called it."""
+        """Add a loss to the step's mean without a backward: somebody else calls it.
+
+        Args:
+            loss: a scalar, without the loss scale.
+            aux: as of `backward`.
+        """
         self._losses[-1].append(loss.detach().double())
         for name, value in (aux or {}).items():
             self._aux.setdefault(name, []).append(torch.as_tensor(value).detach().double())
@@ -169,7 +185,7 @@ class Step:
         _clear(self._runtime)
 
     def abandon(self) -> None:
-        """After an exception: forget everything that this step did."""
+        """After an exception: forget everything that this step did. Not collective."""
         self._plan.world.compute.join()  # what is under way aside must not write into memory that is given out again
         self._runtime.gatherer.reset()
         self._runtime.reducer.reset()
@@ -395,6 +411,7 @@ def record(state: State, *, profile: bool = False) -> Iterator[Timeline]:
     wait for the device, and steps do not.
 
     Args:
+        state: whose run is recorded.
         profile: also mark everything as ranges of torch.profiler ("gather blocks.3"), for a profile made meanwhile.
             Those of the store's threads are in it if the profiler looks at all threads.
 

@@ -88,7 +88,7 @@ class Splitting:
 
     @property
     def trains(self) -> bool:
-        """There is something to train."""
+        """There is a trainable parameter."""
         return any(unit.trainable.slots for unit in self.units)
 
     @property
@@ -175,7 +175,7 @@ def _unit(
 
 
 def _lookups(model: nn.Module, found: Mapping[int, _Found]) -> set[str]:
-    """The units whose every parameter is held by embeddings alone."""
+    """The units of which every parameter belongs to embeddings only."""
     read = {
         id(parameter)
         for module in model.modules()
@@ -188,7 +188,7 @@ def _lookups(model: nn.Module, found: Mapping[int, _Found]) -> set[str]:
 def _walk(
     model: nn.Module, roots: set[int]
 ) -> tuple[dict[int, _Found], dict[str, dict[str, int]], list[tuple[str, list[tuple[str, int]]]]]:
-    """Visit every place that holds a parameter; ties are recorded by identity, before anything moves to meta."""
+    """Visit every place that holds a parameter. Ties are found by identity."""
     found: dict[int, _Found] = {}
     needs: dict[str, dict[str, int]] = {}
     owners: list[tuple[str, list[tuple[str, int]]]] = []
@@ -223,7 +223,7 @@ def _walk(
 
 
 def _refuse_kind(module: nn.Module, path: str) -> None:
-    """Modules whose parameters cannot be put in place from outside, or are not there yet."""
+    """Refuse a module whose parameters cannot be replaced from outside, or do not exist yet."""
     where = f"{path or 'the model'} is a {type(module).__name__}"
     if isinstance(module, torch.jit.ScriptModule):
         raise PlanError(f"{where}: compiled code that keeps its own parameters; give the module that it was made from")

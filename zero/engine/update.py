@@ -92,16 +92,14 @@ class Updater:
         plan: Plan,
         store: PrefetchStore,
         units: Sequence[UnitState],
-        *,
-        device: Device,
         gradients: Gradients,
         tape: Tape,
     ) -> None:
         self._plan, self._store, self._transform = plan, store, plan.optimizer
-        self._device, self._gradients, self._tape = device, gradients, tape
+        self._device, self._gradients, self._tape = plan.world.compute, gradients, tape
         self._rank, self._full_update, self._has_master = plan.world.rank, plan.full_update, plan.precision.has_master
         self._moments = len(plan.optimizer.moments)
-        self._where = device.host if plan.offload.compute == "host" else device
+        self._where = self._device.host if plan.offload.compute == "host" else self._device
         self._parts = {unit.index: tuple(self._parts_of(unit)) for unit in units}
         self._order = [unit.index for unit in units]
         self._visited: list[int] = []

@@ -150,7 +150,7 @@ RESETS = ("reset_parameters", "_reset_parameters")
 
 def written(parameter: Tensor) -> Sequence[Written]:
     """What a constructor has written into a parameter on meta, and `reset_parameters` will not write again."""
-    known = vars(parameter).get(KEPT)
+    known = _known(parameter)
     return [] if known is None else known.writes
 
 

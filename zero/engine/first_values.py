@@ -61,9 +61,7 @@ def values_of(
         PlanError: weights that are missing, all of them named; and from the function that is returned, an owner without
             `reset_parameters`, or a weight of another shape.
     """
-    shapes = {
-        slot.name: slot.shape for unit in splitting.units for one in (unit.trainable, unit.frozen) for slot in one.slots
-    }
+    shapes = {slot.name: slot.shape for unit in splitting.units for layout in unit.layouts for slot in layout.slots}
     if weights is None:
         reset = _Reset(splitting, model, seed, world)
         return lambda name: given[name] if name in given else reset(name)
@@ -149,7 +147,7 @@ def empty_unit(plan: Plan, spec: UnitSpec) -> UnitState:
             start, stop = layout.shard(rank)
             shards[number] = resident.flat[first + start : first + stop]
     elif not plan.params_offloaded:
-        shards = [device.zeros(layout.S, compute) for layout in (spec.trainable, spec.frozen)]
+        shards = [device.zeros(layout.S, compute) for layout in spec.layouts]
     keeps_grad = spec.trainable.slots and not plan.grads_offloaded
     grad = device.zeros(plan.grad_numel(spec), plan.grad_dtype) if keeps_grad else None
     return UnitState(spec, resident, shards[0], shards[1], grad)

@@ -285,7 +285,7 @@ def _check_modify(state: State, names: set[str], kind: str, modify: bool | int) 
         raise ConfigError("kind='compute' is made from the parameters and cannot be edited; edit kind='param'")
     for unit in state.runtime.units if modify is not False and kind == "grad" else ():
         if not names.isdisjoint(_in(unit.spec.trainable)) and unit.index not in _summed(state):
-            raise StaleStateError(f"no backward of this step has come by {unit.spec.name}: it has no gradient to edit")
+            raise StaleStateError(f"no backward of this step has reached {unit.spec.name}: it has no gradient to edit")
 
 
 def _names(state: State, patterns: Iterable[str] | None, kind: str) -> list[str]:
@@ -332,7 +332,7 @@ def _unknown(state: State, name: str, kind: str, held: list[str]) -> str:
 
 def _layouts(unit: UnitSpec, kind: str) -> tuple[Layout, ...]:
     """The flats that hold this kind."""
-    return (unit.trainable, unit.frozen) if kind in ("param", "compute") else (unit.trainable,)
+    return unit.layouts if kind in ("param", "compute") else (unit.trainable,)
 
 
 def _in(layout: Layout) -> list[str]:

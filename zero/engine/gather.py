@@ -48,6 +48,7 @@ from zero.engine.placeholder import ParameterPlaceholder, in_backward
 from zero.engine.plan import Plan
 from zero.engine.pool import Buffer
 from zero.engine.recompute import recomputed_call
+from zero.engine.reduce import Reducer
 from zero.engine.residency import Residency
 from zero.engine.saved_tensors import InPlace, Kept
 from zero.engine.unit import Binding, Site
@@ -147,8 +148,7 @@ class Gatherer:
 
     Args:
         activations: where those that are kept wait for backward.
-        deliver: takes the gradient of one trainable slot of a unit, from one call.
-        start_reduce: every gradient of the unit's calls in this microbatch has been delivered.
+        reducer: takes each gradient of a call, and knows when all of a unit's calls have delivered theirs.
         tape: records what computes.
 
     Attributes:
@@ -165,15 +165,13 @@ class Gatherer:
         plan: Plan,
         units: Sequence[UnitState],
         residency: Residency,
-        *,
+        reducer: Reducer,
         activations: InPlace,
-        deliver: Callable[[UnitState, int, Tensor], None],
-        start_reduce: Callable[[UnitState], None],
         tape: Tape,
     ) -> None:
         self._tape = tape
         self._units, self.residency, self.pool = units, residency, residency.pool
-        self._accumulate, self._deliver, self._start_reduce = plan.accumulate, deliver, start_reduce
+        self._accumulate, self._deliver, self._start_reduce = plan.accumulate, reducer.deliver, reducer.start_reduce
         self.activations, self._remat = activations, plan.activations == "remat"
         self._compiler = Compiler(plan.compile) if plan.compile else None
         self._resident_addresses = {unit.resident.address for unit in units if unit.resident is not None}
@@ -416,7 +414,7 @@ class Gatherer:
             with self._lock, _beneath_transforms():
                 if recomputing:
                     flat = self._hold(unit).flat
-                else:  # whoever looks at it keeps the memory: see `Pool.take`
+                else:  # a tensor that uses it keeps the memory: see `Pool.take`
                     buffer = self.residency.pin(unit, training=torch.is_grad_enabled())
                     flat = buffer.flat
                     self.residency.unpin(buffer)
@@ -549,7 +547,7 @@ def _same_parameters(made_with: Iterable[tuple[UnitState, int]], *_: Any) -> Non
 def _reaching(outputs: Any, parameters: Sequence[Tensor], known: set[Any]) -> Any:
     """`outputs`, made to depend on every `Gather` that made `parameters`.
 
-    A rank may take a branch without parameters (`if drop: return x`) while the others do not. Its backward must come by
+    A rank may take a branch without parameters (`if drop: return x`) while the others do not. Its backward must pass
     here all the same, or its collectives would differ from theirs. `known` are the nodes that made the inputs.
     """
     wanted = {p.grad_fn: p for p in parameters if p.grad_fn is not None}

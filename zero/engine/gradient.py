@@ -184,7 +184,7 @@ class PagedGradients(Gradients):
         if len(free) < self._counts[buffer.flat.numel()]:
             free.append(buffer)
         else:
-            buffer.free.finish()  # whoever gets its memory next knows nothing of this event
+            buffer.free.finish()  # the next user of its memory does not know this event
 
     def _pages(self, unit: UnitState) -> Iterator[tuple[Page, Tensor]]:
         assert unit.grad is not None

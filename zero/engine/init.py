@@ -162,34 +162,10 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
     store.observe(tape.of_store([unit.spec.name for unit in units]))
     gradients = PagedGradients(plan, store, tape) if plan.grads_offloaded else Gradients()
     updater = Updater(plan, store, units, gradients, tape)
-    residency = Residency(
-        plan,
-        units,
-        apply=updater.apply,
-        hand_off=updater.hand_off if plan.params_offloaded else None,
-        fetch=_fetch(plan, store),
-        log=log,
-        tape=tape,
-    )
-    reducer = Reducer(
-        plan,
-        units,
-        gradients=gradients,
-        apply=updater.apply,
-        final=updater.final,
-        first=residency.complete,
-        log=log,
-        tape=tape,
-    )
-    gatherer = Gatherer(
-        plan,
-        units,
-        residency,
-        activations=OnHost(device, pin=plan.offload.pin) if _goes_to_host(plan) else InPlace(),
-        deliver=reducer.deliver,
-        start_reduce=reducer.start_reduce,
-        tape=tape,
-    )
+    residency = Residency(plan, units, updater, _fetch(plan, store), log, tape)
+    reducer = Reducer(plan, units, gradients, updater, first=residency.complete, log=log, tape=tape)
+    activations = OnHost(device, pin=plan.offload.pin) if _goes_to_host(plan) else InPlace()
+    gatherer = Gatherer(plan, units, residency, reducer, activations, tape)
     bind_placeholders(copied, plan.splitting.sites, gatherer)
     attach(copied, plan.splitting, gatherer.runner)
     originals = {name: one for name, one in plan.model.named_parameters() if not (plan.in_place or one.is_meta)}

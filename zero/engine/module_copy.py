@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from zero.engine.copyable import made_by_hooks, naming_what_cannot, refuse_own_copies, refuse_shared_memory
 from zero.engine.functions import Closures, Held
-from zero.engine.placeholder import ParameterPlaceholder, hooks_of
+from zero.engine.placeholder import ParameterPlaceholder, hooks_of, version_of
 from zero.engine.unit import Site, Splitting
 from zero.errors import ConfigError, StaleStateError
 from zero.platform.files import memory_of
@@ -49,7 +49,7 @@ def call_with(
             one rank's at that.
     """
     held = dict(parameters) | dict(buffers or {})
-    before = {name: (_version(one), _seen(one, doubted, watched)) for name, one in parameters.items()}
+    before = {name: (version_of(one), _seen(one, doubted, watched)) for name, one in parameters.items()}
     try:
         return functional_call(module, held, args, kwargs, tie_weights=False)
     finally:
@@ -60,15 +60,10 @@ def call_with(
             if isinstance(values, Tensor) and not _same_bits(given.detach(), values):
                 given.data.copy_(values)
                 _refuse_change(f"{own} of {path or 'the model'} was written to in place")
-            if _version(given) != version:
+            if version_of(given) != version:
                 _refuse_change(f"a parameter of {path or 'the model'} was written to in place")
             if held[name] is not given:
                 _refuse_change(f"{own} of {path or 'the model'} was replaced")
-
-
-def _version(tensor: Tensor) -> int:
-    """How often it was written to; 0 in inference mode, whose tensors have no count and come from a user."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _seen(tensor: Tensor, doubted: bool, watched: bool) -> Tensor | int | None:
@@ -180,8 +175,8 @@ Run = Callable[[Body, Any, Any], Any]
 def attach(model: nn.Module, splitting: Splitting, run: Callable[[Site], Run]) -> None:
     """Have each site of `model` run through `run`, whichever reference it is called by.
 
-    Its class becomes one that is called otherwise, and equals the one that it was. Hooks fire inside, with the full
-    parameters in place.
+    Its class becomes a subclass with another `__call__`, which equals the class that it was. Hooks fire inside, with
+    the full parameters in place.
     """
     kinds: dict[type[nn.Module], type[nn.Module]] = {}
     for site in splitting.sites:

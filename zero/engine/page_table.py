@@ -117,7 +117,7 @@ class PageTable(Facts):
         """Parameters of this rank, in pages or in memory of the device."""
         if self.params_offloaded:
             return self._paged_bytes("param", "frozen")
-        layouts = [one for unit in self.units for one in (unit.trainable, unit.frozen)]
+        layouts = [layout for unit in self.units for layout in unit.layouts]
         return self.precision.compute.itemsize * sum(one.P if self.resident else one.S for one in layouts)
 
     def grad_bytes(self) -> int:

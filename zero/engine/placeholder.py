@@ -1,4 +1,4 @@
-"""What takes a parameter's place in a model: it knows the sizes, and gathers the values for whoever reads them."""
+"""What takes a parameter's place in a model: it knows the sizes, and gathers the values when they are read."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -305,16 +305,16 @@ def _read(func: Any, args: Any, kwargs: Any, *, clone: bool) -> Any:
     walks = func.__name__ == "__iter__"
     if walks:
         func, args = Tensor.unbind, args[:1]
-    placeholder = {id(one): one for one in tensors_in((args, kwargs)) if isinstance(one, ParameterPlaceholder)}
-    values = {key: one.value() for key, one in placeholder.items()}
-    names = {_memory_of(value): placeholder[key].full_name for key, value in values.items()}
+    placeholders = {id(one): one for one in tensors_in((args, kwargs)) if isinstance(one, ParameterPlaceholder)}
+    values = {key: one.value() for key, one in placeholders.items()}
+    names = {_memory_of(value): placeholders[key].full_name for key, value in values.items()}
     given = {key: value.clone() for key, value in values.items()} if clone else values
-    before = {key: _version(value) for key, value in values.items()}
+    before = {key: version_of(value) for key, value in values.items()}
     args, kwargs = replaced((args, kwargs), given)
     result = func(*args, **kwargs)
     for key, value in values.items():
-        if _version(value) != before[key]:
-            _refuse_written(placeholder[key].full_name, func.__name__)
+        if version_of(value) != before[key]:
+            _refuse_written(placeholders[key].full_name, func.__name__)
     looking = [one for one in tensors_in(result) if _lies_in(one, names)]
     parts = {id(one): Part.of(one if one.requires_grad else one.clone(), names[_memory_of(one)]) for one in looking}
     result = _for_reading(replaced(result, parts))
@@ -329,7 +329,8 @@ def _for_reading(result: Any) -> Any:
     return result
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """How often it was written to; 0 in inference mode, whose tensors have no count and come from a user."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -124,7 +124,7 @@ class Plan(PageTable):
         splitting = split(model, world_size=world.size, class_names=_names(units), group=optimizer.group)
         if not in_place:
             detached_copy(model, splitting, precision.compute, torch.device("meta"))  # refuses what cannot be copied
-        slots = (slot for unit in splitting.units for one in (unit.trainable, unit.frozen) for slot in one.slots)
+        slots = (slot for unit in splitting.units for layout in unit.layouts for slot in layout.slots)
         optimizer.check_groups({slot.name: slot.shape for slot in slots})
         _, param_tier, grad_tier = lowest_tiers(offload)
         facts = Facts(splitting, world, stage, precision, optimizer, accumulate, prefetch, param_tier, grad_tier)
@@ -157,7 +157,7 @@ class Plan(PageTable):
     @property
     def numel(self) -> int:
         """Parameters of the whole model, each tied one counted once."""
-        return sum(unit.trainable.numel + unit.frozen.numel for unit in self.units)
+        return sum(layout.numel for unit in self.units for layout in unit.layouts)
 
     @property
     def model_buffer_bytes(self) -> int:

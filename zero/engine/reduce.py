@@ -1,4 +1,4 @@
-"""Gradients on their way from autograd to the tensor that the update reads.
+"""Add up gradients over calls, microbatches and ranks: from autograd to the tensor that the update reads.
 
 Gradients arrive one parameter at a time, once for each call of a unit. They are copied into one flat. When all calls of
 the unit have delivered and its turn has come, as every rank counts `Turns`, the flat is reduce-scattered while the next
@@ -40,6 +40,7 @@ from zero.engine.gradient import Gradients
 from zero.engine.plan import Plan
 from zero.engine.reduce_order import Turns
 from zero.engine.unit_state import UnitState
+from zero.engine.update import Updater
 from zero.engine.visit_order import CollectiveLog
 from zero.errors import WorldError
 from zero.platform.device import PASSED, Event
@@ -70,8 +71,8 @@ class Reducer:
 
     Args:
         gradients: where each unit's `grad` is.
-        apply: makes a unit's deferred update, if it has one, which still needs the old gradient.
-        final: called when a unit's `grad` is final for this step.
+        updater: makes a unit's deferred update, which still needs the old gradient, before another one arrives, and
+            is given each unit whose `grad` is final for this step.
         first: called before a step's first reduction.
         log: where every collective is noted.
         tape: records reductions.
@@ -81,10 +82,9 @@ class Reducer:
         self,
         plan: Plan,
         units: Sequence[UnitState],
-        *,
         gradients: Gradients,
-        apply: Callable[[UnitState], None],
-        final: Callable[[UnitState], None],
+        updater: Updater,
+        *,
         first: Callable[[], None],
         log: CollectiveLog,
         tape: Tape,
@@ -93,7 +93,7 @@ class Reducer:
         self._world, self._device, self._gradients = plan.world, plan.world.compute, gradients
         self._local = plan.local_sum  # microbatches are added up in `grad`, which is reduced after the last one
         self._full = plan.full_update  # every rank needs the full sum, not its own range
-        self._apply, self._final, self._first = apply, final, first
+        self._apply, self._final, self._first = updater.apply, updater.final, first
         self._rounds = 1 if self._local else plan.accumulate  # of reductions in a step, as far as is known beforehand
         self._turns = Turns([unit.index for unit in units if unit.spec.trainable.slots], self._rounds)
         self._free = {
@@ -253,7 +253,7 @@ class Reducer:
             self._flush()
 
     def _flush(self) -> None:
-        """Before a gradient is opened, too: to make room another may be sent away, as it is then."""
+        """Make the copies that were put off; before a gradient is opened too, since that may send another away."""
         if self._written:
             places, grads = zip(*self._written, strict=True)
             torch._foreach_copy_(places, grads)
@@ -326,7 +326,7 @@ class Reducer:
         return self._turns.receive(self._world.tell(self._turns.report(needed, at_end=at_end), what="turns"))
 
     def _agree_on(self, turns: int) -> None:
-        """Before a wait for what others do in the first so many turns: have those join in that are at the end."""
+        """Before a wait for the first `turns` turns: have ranks that are at the end of their step take part in them."""
         while self._turns.agreed < turns:
             self._exchange_reports(turns, at_end=False)
 
@@ -438,7 +438,7 @@ class Reducer:
         return flat
 
     def _give_back(self, flats: Sequence[GradientFlat], free: Event) -> None:
-        """To whoever takes them next, who waits for `free`."""
+        """Free these flats: the next user waits for `free`."""
         for flat in flats:
             flat.free = free
             self._free[flat.flat_P.numel()].append(flat)

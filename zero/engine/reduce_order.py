@@ -1,4 +1,4 @@
-"""Whose gradient is reduced next, known to every rank beforehand.
+"""Which unit's gradient is reduced next, known to every rank beforehand.
 
 A rank may take a path of its own through the model: a branch that others leave out, another number of layers, a second
 backward. Reductions must be the same ones in the same order all the same. So units take turns, round after round: a

@@ -11,7 +11,7 @@ call alike start the same ones. Where they are resident, ranks may call differen
 come before it in the plan, and the rest before anything else is sent.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from zero.engine.fetch import Fetch
 from zero.engine.plan import Plan
 from zero.engine.pool import Buffer, Pool
 from zero.engine.unit_state import UnitState
+from zero.engine.update import Updater
 from zero.engine.visit_order import CollectiveLog, VisitOrder
 from zero.platform.timeline import Tape
 from zero.store import Ticket
@@ -28,9 +29,8 @@ class Residency:
     """Gathers units into their buffers.
 
     Args:
-        apply: makes a unit's deferred update.
-        hand_off: the same without waiting: returns its tickets. What `fetch` starts comes after it by itself. None:
-            it does not, so a unit is gathered ahead only if its update is made.
+        updater: makes a unit's deferred update first. Where parameters are offloaded it hands it off instead: what
+            `fetch` starts comes after it by itself. Elsewhere a unit is gathered ahead only if its update is made.
         fetch: starts to fill a buffer with a unit, whose update may be under way still; returns what to wait for.
         log: where every collective is noted.
         tape: records gathers.
@@ -43,15 +43,14 @@ class Residency:
         self,
         plan: Plan,
         units: Sequence[UnitState],
-        *,
-        apply: Callable[[UnitState], None],
-        hand_off: Callable[[UnitState], list[Ticket]] | None,
+        updater: Updater,
         fetch: Fetch,
         log: CollectiveLog,
         tape: Tape,
     ) -> None:
         self._units, self._device, self._log, self._tape = units, plan.world.compute, log, tape
-        self._prefetch, self._apply, self._hand_off, self._fetch = plan.prefetch, apply, hand_off, fetch
+        self._prefetch, self._apply, self._fetch = plan.prefetch, updater.apply, fetch
+        self._hand_off = updater.hand_off if plan.params_offloaded else None
         self.pool = None if plan.resident else Pool(plan.buffer_counts(), plan.precision.compute, self._device)
         self._alone = plan.world.size == 1  # what is gathered ahead may depend on what happens to be ready
         self._in_order = plan.resident and not self._alone  # units are gathered in the plan's order

@@ -1,7 +1,6 @@
-"""What the ranks know together at the end of a step: one small collective brings every rank's sums, and they are
-compared before anything is updated.
+"""The end of a step over all ranks: norm, losses and flags from one small collective, and what is refused by them.
 
-Sums are added in rank order and in unit order, so all ranks know the same bits.
+Sums are added in rank order and in unit order, so all ranks know the same bits. Nothing has been updated yet.
 """
 
 import ctypes

@@ -42,6 +42,10 @@ class UnitSpec:
     frozen: Layout
     lookup: bool = False
 
+    @property
+    def layouts(self) -> tuple[Layout, Layout]:
+        return self.trainable, self.frozen
+
 
 @dataclass(frozen=True)
 class Binding:
@@ -94,7 +98,7 @@ class Splitting:
     @property
     def names(self) -> tuple[str, ...]:
         """Every parameter's full name."""
-        return tuple(slot.name for unit in self.units for one in (unit.trainable, unit.frozen) for slot in one.slots)
+        return tuple(slot.name for unit in self.units for layout in unit.layouts for slot in layout.slots)
 
     def aliases(self) -> dict[str, tuple[str, ...]]:
         """A parameter's full name to every name that it has in the model, its own first: ties have several."""

@@ -1,4 +1,4 @@
-"""How far long work has come. Whoever does it tells `Progress`; whoever shows it is given as one.
+"""How far long work has come: a function that the work calls, and that a progress bar implements.
 
 Called in the thread that trains, on every rank, with what this rank has done of its own share; `done == total` ends it.
 """
@@ -6,7 +6,8 @@ Called in the thread that trains, on every rank, with what this rank has done of
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
-"""(what is done, how much of it, of how much): bytes, rows or tokens, as long as both are the same."""
+"""Called as (text, done, total): what is being done, how much of it this rank has done, and how much there is to do, in one
+unit: bytes, rows, tokens or units."""
 
 
 def silent(what: str, done: int, total: int) -> None:

@@ -83,10 +83,16 @@ def open_checkpoint(
     """Read the manifest in `folder` and compare all files with it. Collective.
 
     Args:
+        world: the ranks, which share the work of comparing.
+        folder: one checkpoint, such as `checkpoints/step-0000000100`.
+        disk: the file calls, for tests; default: the file system's.
         progress: called with the bytes that this rank has compared.
 
     Raises:
         CheckpointError: on every rank; the line names file and place of the first damage that some rank found.
+
+    Returns:
+        The checkpoint, for `load`; its `facts` are those that `save` was given.
     """
     folder, disk = Path(folder), disk or Disk()
     found: list[Manifest] = []
@@ -108,6 +114,16 @@ def open_latest(
     world: World, path: Path | str, disk: Disk | None = None, *, progress: Progress = silent
 ) -> tuple[Checkpoint | None, list[str]]:
     """The newest valid checkpoint under `path`, and why newer ones were rejected. Collective.
+
+    Args:
+        world: the ranks.
+        path: the folder of checkpoints that `save` was given.
+        disk: the file calls, for tests; default: the file system's.
+        progress: called with the bytes that this rank has compared.
+
+    Returns:
+        (checkpoint, rejected): the newest one that is whole, or None where there is none at all; and a line about each
+        newer one that is not.
 
     Raises:
         CheckpointError: there are checkpoints, and none is valid.
@@ -203,11 +219,13 @@ def load(
     """`state` with the checkpoint's values; the one that was given is spent. Collective.
 
     Args:
+        state: of the same model, of any stage, tier and world.
+        checkpoint: what `open_checkpoint` or `open_latest` returned.
         partial: names, or patterns such as `head.*`, of tensors that keep the values that they have: they may be
             missing on either side, or differ in shape. With its kind in front, such as `nu/*`, of that kind only.
         convert: names or patterns of tensors whose dtype may change: masters and moments are fp32.
         moments: False leaves the optimizer's as they are, whatever the checkpoint has: for a state that is not trained.
-        weights: "ema" gives the parameters the running mean of what they were.
+        weights: "parameter" (default), or "ema": the parameters get the running mean of what they were.
         note: called with which tensors keep their values because of `partial`.
         progress: called with the units that are filled.
 

@@ -64,7 +64,8 @@ def save(
     """Write `state` to a new folder under `root` and publish it. Collective; when it returns, no crash takes it back.
 
     Args:
-        root: the folder that holds a run's checkpoints; made if its parent exists.
+        state: any state of any stage and tier. It can be used afterwards; its deferred updates are applied first.
+        root: the folder that holds a run's checkpoints, on a disk that all ranks share; made if its parent exists.
         facts: JSON values to find again in `Checkpoint.facts`: the config, where the data is, and the like.
         progress: called with the bytes that this rank has written.
 

@@ -24,6 +24,11 @@ DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16"
 class Precision:
     """The dtypes of a run, named "fp32", "bf16" or "fp16".
 
+    Args:
+        compute: what the model's parameters are gathered in, and what forward and backward compute in; default "fp32".
+        reduce: the widest dtype in which gradients travel between ranks; they are added in fp32. Default "fp32".
+        scale: loss scaling; by default dynamic with "fp16", none otherwise.
+
     Raises:
         ConfigError: an unknown name, or a loss scale other than 1 where compute is not fp16.
     """

@@ -121,7 +121,7 @@ class World(ABC):
         local_size: how many of them share this machine's memory.
         device: where this rank's full tensors live.
         compute: the same, for the engine: streams, memory, readings.
-        timeout_s: the deadline of every wait.
+        timeout_s: the deadline of every wait, in seconds.
         traffic: what gathers and reductions have moved.
     """
 
@@ -163,11 +163,15 @@ class World(ABC):
         return ProcessWorld(timeout_s=timeout_s, device=device)
 
     def gather(self, shard_S: Tensor, full_P: Tensor, *, what: str = "") -> Handle:
-        """Put rank r's shard into full_P[r * S : (r + 1) * S], on every rank.
+        """Start to put rank r's shard into full_P[r * S : (r + 1) * S], on every rank (all-gather).
 
         Args:
             shard_S: (S,), any dtype; may be this rank's own slice of `full_P`, which saves a copy.
-            full_P: (W * S,), the same dtype.
+            full_P: (W * S,), the same dtype; filled when the returned handle has been waited for.
+            what: names the subject in error messages.
+
+        Raises:
+            WorldError: the world is closed. What other ranks did wrong is raised by the handle's `wait`.
         """
         op = _label("gather", what)
         _check(op, full_P, shard_S.numel() * self.size, shard_S.dtype)
@@ -187,7 +191,11 @@ class World(ABC):
             full_P: (W * S,), this rank's summand.
             recv_P: like `full_P`; scratch, holds nothing useful afterwards.
             sum_S: (S,), fp32 or full_P.dtype, apart from `full_P`; receives the sum.
-            accumulate: add the sum to `sum_S` instead.
+            accumulate: add the sum to what `sum_S` holds already, instead of replacing it.
+            what: names the subject in error messages.
+
+        Raises:
+            WorldError: the world is closed. What other ranks did wrong is raised by the handle's `wait`.
         """
         op = _label("reduce_scatter", what)
         _check(op, full_P, sum_S.numel() * self.size, full_P.dtype)
@@ -207,7 +215,11 @@ class World(ABC):
         return _Timed(_Then(add, (full_P, recv_P, sum_S)), self._waited)
 
     def all_reduce(self, values: Tensor, *, what: str = "") -> Handle:
-        """Replace `values` (contiguous, any shape, small) by their sum over ranks, added in rank order."""
+        """Replace `values` (contiguous, any shape, small) by their sum over ranks, added in rank order. Waits.
+
+        Raises:
+            DeadlineError, RankFailedError, WorldError: as `Handle.wait`.
+        """
         op = _label("all_reduce", what)
         _check(op, values, values.numel(), values.dtype, flat=False)
         flat_S = values.view(-1)
@@ -238,7 +250,11 @@ class World(ABC):
         return everyone
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, what: str = "") -> Handle:
-        """Give every rank the `tensor` (contiguous, any shape and dtype) of rank `source`, in place."""
+        """Give every rank the `tensor` (contiguous, any shape and dtype) of rank `source`, in place. Waits.
+
+        Raises:
+            DeadlineError, RankFailedError, WorldError: as `Handle.wait`.
+        """
         op = _label(f"broadcast from rank {source}", what)
         if not 0 <= source < self.size:
             raise WorldError(f"{op}: the world has ranks 0 to {self.size - 1}")
@@ -246,7 +262,12 @@ class World(ABC):
         return self._broadcast(tensor.view(-1), source, op)
 
     def barrier(self, what: str = "") -> None:
-        """Return when every rank's host is here; device streams are not waited for."""
+        """Return when every rank's host is here; device streams are not waited for.
+
+        Raises:
+            DeadlineError: some ranks did not come within `timeout_s`; the line names them.
+            RankFailedError: another rank is gone.
+        """
         token_S = torch.zeros(1, dtype=torch.uint8, device="cpu")
         full_P = torch.empty(self.size, dtype=torch.uint8, device="cpu")
         self._gather(token_S, full_P, _label("barrier", what)).wait()
@@ -266,7 +287,11 @@ class World(ABC):
             raise HandshakeError(f"the ranks have different {what}: {different}")
 
     def share(self, text: str, source: int = 0) -> str:
-        """The `text` of rank `source`, on every rank."""
+        """The `text` of rank `source`, on every rank.
+
+        Raises:
+            DeadlineError, RankFailedError, WorldError: as `Handle.wait`.
+        """
         numel = torch.tensor([len(text.encode())], device="cpu")
         self.broadcast(numel, source, what="the length of a text").wait()
         body = _as_bytes(text) if self.rank == source else torch.empty(int(numel), dtype=torch.uint8, device="cpu")

@@ -6,8 +6,8 @@ Called in the thread that trains, on every rank, with what this rank has done of
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
-"""Called as (text, done, total): what is being done, how much of it this rank has done, and how much there is to do, in one
-unit: bytes, rows, tokens or units."""
+"""Called as (text, done, total): what is being done, how much of it this rank has done, and how much there is to do, in
+one unit: bytes, rows, tokens or units."""
 
 
 def silent(what: str, done: int, total: int) -> None:

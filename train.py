@@ -1,4 +1,4 @@
-"""Trains a model under ZeRO.
+"""Trains a model under ZeRO: a whole run, from settings to summary.
 
     python train.py                                     one process
     python train.py zero.stage=3 launch.ranks=2         two processes on this machine
@@ -7,68 +7,44 @@
     python train.py ds_config=ds_config.json            settings of a DeepSpeed JSON; other words win over it
     torchrun --nproc-per-node 2 train.py zero.stage=3   ranks started by someone else
 
-`train` is a whole run and knows nothing of Hydra or processes; `run` starts its ranks; `main` turns a command line into
-a `Config`, or into one line of refusal before torch is even imported. The modes in `ANSWERS` print and run nothing.
-Settings are in conf/, their meaning in zero/config. A run leaves runs/<date>/<time>/.
+Every rank runs `train`. `zero/trainer/cli.py` makes settings of a command line, and `zero/trainer/job.py` starts the
+ranks. Options are in conf/, and docs/config.md says what each setting means. A run leaves runs/<date>/<time>/.
+Installed, this file is the command `zero-train`.
 """
 
-import contextlib
-import itertools
-import json
-import math
-import os
-import re
-import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING
 
-from zero.core import suggest
-from zero.core.placement import Offload
-from zero.core.secret import refuse_secret_words, refuse_secrets
-from zero.errors import (
-    CheckpointError,
-    ConfigError,
-    MachineError,
-    Preempted,
-    RankFailedError,
-    SettingError,
-    one_line,
-)
-from zero.platform.run_files import making, publish, writing
-from zero.trainer import launch
-from zero.trainer.config import Config, flat, keys, keys_of, read, unknown_key
-from zero.trainer.data import check_data, open_data
-from zero.trainer.explain import explain, overview
-from zero.trainer.models.hf_config import HFConfig
+from zero.trainer import cli, launch
+from zero.trainer.config import Config, flat
+from zero.trainer.data import open_data
+from zero.trainer.job import write_config
 
 if TYPE_CHECKING:
-    from zero.engine.plan import Plan
     from zero.tracker.meter import Summary
-
-CONF = Path(__file__).resolve().parent / "conf"
-
-PRESETS = ("experiment", "debug")
-"""Groups whose options set keys of other sections."""
 
 
 def train(config: Config, folder: Path) -> "Summary":
-    """Train as one rank of the world that the environment describes. Rank 0 writes metrics.jsonl and summary.json.
+    """Train as one rank of the world that the environment describes.
+
+    Args:
+        config: the settings of the run, the same on every rank.
+        folder: where rank 0 writes config.yaml, metrics.jsonl, summary.json and report.html.
 
     Raises:
         ZeroError: see `zero/errors.py`.
     """
-    import torch
+    import torch  # here, because a command line that is refused does not wait for it
 
     import zero
     from zero.settings.build import build_plan
-    from zero.tracker import open_tracker, write_failure, write_summary
-    from zero.trainer import planning
-    from zero.trainer.loop import STOPPED, Training
-    from zero.trainer.report.run import write as write_report
+    from zero.tracker import open_tracker
+    from zero.trainer.loop import Run, out_of_memory_explained, resumed
+    from zero.trainer.planning import Activations, resolve_auto
     from zero.trainer.saver import find
     from zero.trainer.task import build_task
 
@@ -78,672 +54,44 @@ def train(config: Config, folder: Path) -> "Summary":
     with (
         zero.World.from_env(config.launch.timeout, config.launch.asked_device()) as world,
         open_tracker(config.tracker, folder if world.rank == 0 else None, steps=config.steps) as tracker,
-        contextlib.ExitStack() as closing,
     ):
-        task = build_task(config)  # refuses data that does not fit before it is made
+        task = build_task(config)  # the model, without memory, and its loss
         data = open_data(config.source(), config.model.seq, config.seed, world, tracker.progress)
         world.agree({**flat(config), "digest of the data": data.digest})
 
-        model = task.model
-        activations = planning.Activations(config, model)  # traced once, for what is settled and for the plan
-        config = planning.resolve_auto(config, model, world, tracker.note, activations, tracker.progress)
+        activations = Activations(config, task.model)  # traced once, for what is auto and for the plan
+        config = resolve_auto(config, task.model, world, tracker.note, activations, tracker.progress)
         if world.rank == 0:
-            _write_config(config, folder)
+            write_config(config, folder)
         _, micro, _ = config.batch.numbers()
-        taken_bytes = activations.bytes(micro, world.compute.kind)
+        needed_bytes = activations.bytes(micro, world.compute.kind)
         lighter = partial(activations.lighter, micro, world.compute.kind)
-        plan = build_plan(config, model, world, activation_bytes=taken_bytes, lighter=lighter)
+        plan = build_plan(config, task.model, world, activation_bytes=needed_bytes, lighter=lighter)
         tracker.note(f"{plan}\ndata {data.digest}\nfolder {folder}")
+
         restarts = launch.restart_count()
         checkpoint = find(config, world, folder, tracker.note, tracker.progress, restarts=restarts)
-        closing.enter_context(_explained(config, plan, model))
-        store = closing.enter_context(contextlib.closing(zero.open_store(plan, progress=tracker.progress)))
-        training = Training(
-            config, plan, store, data, tracker, folder, task, checkpoint=checkpoint, asked_to_stop=launch.preempted
-        )
-        try:
-            exit_reason = training.run()
-        except BaseException as error:
-            training.abandon()
-            with contextlib.suppress(MachineError):  # the disk may be what failed
-                training.report(write_failure, launch.describe(error))
-            raise
-        summary = training.report(write_summary, exit_reason)
-        if world.rank == 0:
-            tracker.note(training.against_plan())
-            try:
-                tracker.report(write_report(folder))
-                tracker.note(f"report {folder / 'report.html'}")
-            except Exception as error:  # the run is done all the same
-                tracker.note(f"warning: no report: {launch.describe(error)}")
-        if summary.endurance:
-            tracker.note(summary.endurance)
-        tracker.finish(summary._asdict(), Preempted.exit_code if exit_reason == STOPPED else 0)
-    return summary
-
-
-@contextlib.contextmanager
-def _explained(config: Config, plan: "Plan", model: Any) -> Iterator[None]:
-    """A GPU that runs out of memory is answered with what was planned, what was taken and what would fit."""
-    import torch
-
-    from zero.trainer.planning import out_of_memory
-
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        device = plan.world.compute
-        taken_bytes, total_bytes = device.peak_bytes(), device.total_bytes()
-        said = out_of_memory(config, plan, model, taken_bytes=taken_bytes, device_bytes=total_bytes)
-        raise MachineError(said) from error
-
-
-def run(config: Config, folder: Path, *, apart: bool = False) -> "Summary":
-    """Train on as many ranks as the settings say, inside this process if that is one, and leave a complete folder.
-
-    Args:
-        apart: use a child process even for one rank, so that runs share neither memory peaks nor crashes.
-
-    Raises:
-        Preempted: a signal asked the run to stop, and it has saved.
-    """
-    from zero.trainer.loop import STOPPED
-
-    ranks = launch.count_ranks(config.launch.ranks, config.launch.device)
-    config.on(ranks)  # whether the batch divides; what is auto is settled by the ranks
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    _write_config(config, folder)
-    try:
-        if ranks == 1 and not apart and not config.launch.max_restarts:
-            summary = launch.inside(train, config, folder, **_how(config, folder))
-        else:
-            summary = launch.launch(
-                train, config, folder, ranks=ranks, max_restarts=config.launch.max_restarts, **_how(config, folder)
-            )
-    except BaseException as error:
-        _leave_failure(folder, error, final=True)
-        raise
-    if summary.exit_reason == STOPPED:
-        done = f"stopped by a signal after step {summary.steps}"
-        if summary.checkpoint is None:
-            raise CheckpointError(f"{done}, and not saved; see {folder}/ranks/0.log")
-        raise Preempted(f"{done}; go on with resume={summary.checkpoint}")
-    return summary
-
-
-def _leave_failure(folder: Path, error: BaseException, *, final: bool) -> None:
-    """summary.json and report.html of a run that failed, as far as it goes: the disk may be what failed."""
-    from zero.tracker import write_failure
-    from zero.trainer.report.run import write as write_report
-
-    with contextlib.suppress(MachineError):
-        write_failure(folder, {"exit_reason": launch.describe(error)}, final=final)
-    with contextlib.suppress(Exception):  # `error` is what is to be heard of
-        write_report(folder)
-
-
-def _how(config: Config, folder: Path) -> dict[str, Any]:
-    """What `launch` asks about the ranks of a run."""
-    return {
-        "folder": folder / "ranks",
-        "threads": config.launch.threads,
-        "grace_s": config.launch.grace,
-        "malloc": config.launch.malloc,
-        "deterministic": config.deterministic,
-    }
-
-
-def _write_config(config: Config, folder: Path) -> None:
-    from omegaconf import OmegaConf
-
-    publish(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config.plain())))
-
-
-# From a command line to settings
-
-
-def parse_config(raw: Mapping[str, Any]) -> Config:
-    """Everything that can be refused without torch, a process or a folder.
-
-    Raises:
-        ConfigError: one line.
-    """
-    config = read(raw)
-    if config.mode in ANSWERS:  # nothing is run, and a doctor is asked because something may be wrong
-        return config
-    config.on(launch.count_ranks(config.launch.ranks, config.launch.device))
-    if isinstance(config.model, HFConfig):
-        config.model.check()  # before the data, whose tokenizer may be the model's
-    check_data(config.source(), config.model.seq)
-    config.check_tokens()
-    _check_path(config.offload)
-    _check_checkpoints(config)
-    return config
-
-
-def _check_path(offload: Offload) -> None:
-    """Whether a file can be made where it is wanted. Whether it has room there is known with the plan."""
-    if offload.path is None and "nvme" not in offload.kinds:
-        return
-    folder = Path(offload.path or ".").expanduser()
-    if not folder.exists():
-        raise ConfigError(f"offload.path={folder} does not exist; give a folder on a fast local disk")
-    if not folder.is_dir():
-        raise ConfigError(f"offload.path={folder} is not a folder; give the folder that the file is to be made in")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"offload.path={folder} is not writable; give a folder where this user may make a file")
-
-
-def _check_checkpoints(config: Config) -> None:
-    """Whether there is something to go on from, and whether a checkpoint can be made where it is wanted."""
-    if config.resume not in ("none", "latest") and not Path(config.resume).exists():
-        instead = "" if "/" in config.resume else suggest.meant(config.resume, ("latest", "none"))
-        instead = instead or "; give latest, or the folder of a step, a run or several"
-        raise ConfigError(f"resume={config.resume} does not exist{instead}")
-    if config.checkpoint.dir is None:
-        return
-    folder = Path(config.checkpoint.dir)
-    inside = folder if os.path.lexists(folder) else folder.absolute().parent
-    if not inside.is_dir():
-        what = "is not a folder" if os.path.lexists(inside) else "does not exist"
-        what = what if inside == folder else f"{inside} {what}"
-        raise ConfigError(f"checkpoint.dir={folder}: {what}; give a folder on a disk that all ranks share")
-    if not os.access(inside, os.W_OK | os.X_OK):
-        raise ConfigError(f"checkpoint.dir={folder}: {inside} is not writable; give a folder where this user may write")
-
-
-def compose(overrides: Sequence[str], config_name: str = "config") -> Any:
-    """Hydra's composed configuration, with its own part under `hydra`.
-
-    Raises:
-        SettingError: one line about the first override that names something that does not exist.
-    """
-    import hydra
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    GlobalHydra.instance().clear()
-    try:
-        with hydra.initialize_config_dir(str(CONF), job_name="train", **_version_base()):
-            return hydra.compose(config_name, list(overrides), return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise SettingError(_explain(overrides, error)) from None
-
-
-def settings_in(composed: Any) -> dict[str, Any]:
-    """Our part of what Hydra composed, as plain values."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    ours = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
-    try:
-        container = OmegaConf.to_container(ours, resolve=True)
-    except OmegaConfBaseException as error:
-        raise SettingError(one_line(error)) from None
-    assert isinstance(container, dict)
-    settings = {str(key): value for key, value in container.items()}
-    if settings.pop("ds_config"):
-        return settings_in(_on_ds_config(composed))
-    return _of_their_kinds(settings, _hydra_of(composed))
-
-
-def _hydra_of(composed: Any) -> Any:
-    """Hydra's own part, which a job gets without it."""
-    from hydra.core.hydra_config import HydraConfig
-
-    return composed.hydra if "hydra" in composed else HydraConfig.get()
-
-
-def _of_their_kinds(settings: dict[str, Any], hydra: Any) -> dict[str, Any]:
-    """Without what an experiment or debug=tiny says of kinds that were not chosen: model=hf has no width."""
-    import yaml
-
-    typed = _typed_keys(hydra)
-    for group in PRESETS:
-        option = CONF / group / f"{hydra.runtime.choices.get(group)}.yaml"
-        said = yaml.safe_load(option.read_text()) if option.exists() else {}
-        for section, names in said.items():
-            if not isinstance(names, dict) or section not in settings:
-                continue
-            known = keys_of(section, settings[section])
-            for name in names if known else ():
-                key = f"{section}.{name}"
-                if name not in known and key in keys() and key not in typed:
-                    settings[section].pop(name, None)
-    return settings
-
-
-def _on_ds_config(composed: Any) -> Any:
-    """The same command line with the settings of its ds_config before its own words; a section's option replaces it."""
-    from zero.deepspeed.config import overrides, translate
-
-    typed = [one for one in _hydra_of(composed).overrides.task if _key_of(one) != "ds_config"]
-    replaced = {_key_of(one) for one in typed if (CONF / _key_of(one)).is_dir()}
-    base = overrides(translate(composed.ds_config).settings)
-    kept = [one for one in base if _key_of(one).split(".")[0] not in replaced]
-    return compose([*kept, *typed, "ds_config=null"])
-
-
-def _key_of(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")
-
-
-def _typed_keys(hydra: Any) -> set[str]:
-    return {_key_of(one) for one in hydra.overrides.task}
-
-
-def _notes(composed: Any) -> Iterator[str]:
-    """What is not as it was typed: words of a ds_config without meaning here, a model that debug=tiny makes small."""
-    if composed.ds_config:
-        from zero.deepspeed.config import translate
-
-        yield from translate(composed.ds_config).notes
-    hydra = _hydra_of(composed)
-    typed, choices = _typed_keys(hydra), hydra.runtime.choices
-    if "model" in typed:
-        import yaml
-
-        own = yaml.safe_load((CONF / "model" / f"{choices.model}.yaml").read_text())
-        others = {f"model.{name}": value for name in own if (value := composed.model.get(name)) != own[name]}
-        if changed := [f"{key}={suggest.shown(value)}" for key, value in others.items() if key not in typed]:
-            by = " ".join(f"{one}={choices[one]}" for one in PRESETS if choices.get(one) not in (None, "none"))
-            yield f"{by} sets {' '.join(changed)} in place of what model={choices.model} says"
-
-
-_NAME = re.compile(r"\w+")
-"""What may be the name of an option."""
-
-
-def _explain(overrides: Sequence[str], error: Exception) -> str:
-    """Hydra's message takes several lines and advises `+key`; say instead which word is wrong."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    parser = OverridesParser.create()
-    for text in overrides:
-        try:
-            override = parser.parse_override(text)
-        except HydraException:
-            return f"{text} cannot be read; write key=value, and quote what the shell or Hydra would interpret"
-        key, value = override.key_or_group, override.value()
-        if key in ("hydra/sweeper", "hydra/launcher") and "Could not find" in str(error):
-            return f"{text}: this plugin is not installed; pip install 'functional-zero[sweep]' has optuna and submitit"
-        if key.startswith("hydra") or key == "ds_config":
-            continue
-        if override.is_sweep_override():
-            return f"{text} is a list of runs; add -m to run them one after another"
-        if (CONF / key).is_dir():
-            options = sorted(path.stem for path in (CONF / key).glob("*.yaml"))
-            if value is not None and value not in options:
-                return f"{key}={value} does not exist; {suggest.nearest(str(value), options)}"
-        elif key not in keys() and not any(known.startswith(f"{key}.") for known in keys()):
-            named = CONF.glob(f"*/{value}.yaml") if _NAME.fullmatch(str(value)) else ()
-            groups = [path.parent.name for path in named]
-            if group := suggest.meant(key, groups):  # the value tells more than the letters
-                return f"unknown key {key}{group.removesuffix('?')}={value}?"
-            return unknown_key(key)
-    found = re.match(r"Could not override '([^']+)'", str(error))
-    return unknown_key(found[1]) if found else one_line(error)
-
-
-def _version_base() -> dict[str, str]:
-    """Hydra 1.3 warns without it, 1.4 with it."""
-    import hydra
-
-    return {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
-
-
-# Modes that print an answer and run nothing
-
-
-@contextlib.contextmanager
-def _for_a_reader() -> Iterator[None]:
-    """What the body prints may be more than is read: `| head` then ends this process without a word, as it does cat."""
-    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    try:
-        yield
-        sys.stdout.flush()
-    finally:
-        signal.signal(signal.SIGPIPE, before)
-
-
-def _print(answer: str) -> None:
-    with _for_a_reader():
-        print(answer)
-
-
-def _plan(config: Config, overrides: Sequence[str]) -> int:
-    from zero.trainer.planning import plan_text
-
-    text, fits = plan_text(config, overrides)
-    _print(text)
-    return 0 if fits else ConfigError.exit_code
-
-
-def _doctor(config: Config, overrides: Sequence[str]) -> int:
-    from zero.trainer import doctor
-
-    found = list(doctor.checks(config))
-    _print(doctor.report(found))
-    return doctor.exit_code(found)
-
-
-def _explain_key(config: Config, overrides: Sequence[str]) -> int:
-    _print(explain(config.explain.key, CONF))
-    return 0
-
-
-ANSWERS: Mapping[str, Callable[[Config, Sequence[str]], int]] = MappingProxyType(
-    {"plan": _plan, "doctor": _doctor, "explain": _explain_key}
-)
-
-
-# From settings to exit codes
-
-
-def main(arguments: Sequence[str]) -> int:
-    """One line on stderr and an exit code for everything that can go wrong."""
-    say = _say_as_one_rank if launch.under_torchrun() else _say
-    try:
-        refuse_secret_words(arguments, os.environ)
-        if launch.under_torchrun():
-            return _as_one_rank(arguments)
-        return _with_hydra(arguments)
-    except KeyboardInterrupt as stopped:
-        return say(launch.describe(stopped), 130)
-    except (Exception, launch.Interrupted) as error:
-        return say(launch.describe(error), getattr(error, "exit_code", 1))
-
-
-def _warn(notes: Iterable[str]) -> None:
-    for note in notes:
-        print(f"warning: {note}", file=sys.stderr)
-
-
-def _say(text: str, exit_code: int) -> int:
-    print(text, file=sys.stderr, flush=True)
-    return exit_code
-
-
-def _say_as_one_rank(text: str, exit_code: int) -> int:
-    """Once for each machine: torchrun ends with what every rank told it."""
-    if not launch.tell_torchrun(text) or os.environ["LOCAL_RANK"] == "0":
-        _say(text, exit_code)
-    return exit_code
-
-
-def _with_hydra(arguments: Sequence[str]) -> int:
-    """Check every run that the command line asks for, then let Hydra make the folders and call us once per run."""
-    import hydra
-
-    asked = _options(arguments)
-    if asked.help:
-        _print(overview(CONF))
-        return 0
-    folder, shows = None, bool(asked.hydra_help or asked.cfg or asked.info)
-    if not (asked.hydra_help or asked.shell_completion):
-        settled = _settled_runs(asked)
-        _refuse_or_warn(settled)
-        if settled.asking and not shows:
-            return max(ANSWERS[config.mode](config, overrides) for config, overrides in settled.asking)
-        folder = None if shows else settled.folder
-    codes: list[int] = []
-
-    def job(composed: Any) -> float | None:
-        return _run_job(composed, codes)
-
-    words = list(asked.overrides)
-    options = [one for one in arguments if one not in words]
-    key = "hydra.sweep.dir" if asked.multirun else "hydra.run.dir"
-    if folder is not None:
-        # the time in its name is read once, so that we know where the jobs are, whoever runs them
-        words.append(f"{key}={suggest.word(str(folder))}")
-    if asked.multirun:
-        # a launcher's processes find `train` by its name
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(CONF.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    sys.argv = [sys.argv[0], *words, *options]  # between options Hydra finds no settings
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # what it does not catch comes to us, and is one line
-    with _for_a_reader() if folder is None else making(key, folder):
-        hydra.main(config_path=str(CONF), config_name="config", **_version_base())(job)()
-    if asked.multirun and folder is not None and folder.is_dir():
-        codes += _tell_sweep(folder, told=bool(codes))
-    return max(codes, default=0)
-
-
-def _options(arguments: Sequence[str]) -> Any:
-    """What Hydra understands of the command line, wherever in it an option stands.
-
-    Raises:
-        ConfigError: an option that it does not have, or with a value that it does not take.
-    """
-    from hydra._internal.utils import get_args_parser
-
-    def refuse(message: str) -> NoReturn:
-        raise ConfigError(f"{one_line(message)}; --help shows how to start, --hydra-help all options")
-
-    for argument, after in itertools.zip_longest(arguments, arguments[1:], fillvalue="-"):
-        if argument.startswith("--") and argument[2:].split("=")[0] in keys():
-            separate = "=" not in argument and not after.startswith("-") and "=" not in after
-            word = f"{argument[2:]}={after}" if separate else argument[2:]
-            raise ConfigError(f"{argument}: settings are written without dashes: {word}")
-    parser = get_args_parser()
-    parser.error = refuse  # type: ignore[method-assign]
-    asked, unknown = parser.parse_known_intermixed_args(list(arguments))
-    if unknown:
-        raise ConfigError(f"unknown option {unknown[0]}; settings are written key=value, and --help lists them")
-    return asked
-
-
-class _Settled(NamedTuple):
-    """The runs that a command line asks for.
-
-    Attributes:
-        found: settings that go together, with the words of each run.
-        refused: why those of the others do not, by the words that only that run has.
-        notes: what is not as it was typed.
-        folder: of the run, or where the jobs of a sweep will be; None where no run could be composed.
-    """
-
-    found: Sequence[tuple[Config, Sequence[str]]]
-    refused: Mapping[str, str]
-    notes: Sequence[str]
-    folder: Path | None
-
-    @property
-    def asking(self) -> Sequence[tuple[Config, Sequence[str]]]:
-        """Those in a mode that only answers."""
-        return [(config, overrides) for config, overrides in self.found if config.mode in ANSWERS]
-
-
-def _settled_runs(asked: Any) -> _Settled:
-    """Compose and settle each run.
-
-    Raises:
-        SettingError: a word that is wrong whatever else is in the run.
-    """
-    runs = list(_runs_in(asked.overrides)) if asked.multirun else [asked.overrides]
-    found: list[tuple[Config, Sequence[str]]] = []
-    refused: dict[str, str] = {}
-    notes, folders = dict[str, None](), list[Path]()
-    for overrides in runs:
-        try:
-            composed = compose(overrides)
-            _refuse_secrets_of(composed)
-            folders.append(_folder_of(composed, "sweep" if asked.multirun else "run"))
-            settings = settings_in(composed)
-            notes |= dict.fromkeys(_notes(composed))
-            found.append((parse_config(settings), overrides))
-        except SettingError:
-            raise
-        except ConfigError as error:
-            refused[" ".join(one for one in overrides if one not in asked.overrides)] = str(error)
-    return _Settled(found, refused, tuple(notes), folders[0] if folders else None)
-
-
-def _folder_of(composed: Any, kind: str) -> Path:
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        folder = Path(composed.hydra[kind].dir)
-    except OmegaConfBaseException as error:
-        raise SettingError(f"hydra.{kind}.dir: {one_line(error)}") from None
-    refuse_secrets({f"hydra.{kind}.dir": str(folder)}, os.environ)
-    return folder
-
-
-def _refuse_secrets_of(composed: Any) -> None:
-    """What Hydra writes into the folder of a run: every setting before it is resolved, and those of its own."""
-    from omegaconf import OmegaConf
-
-    plain = OmegaConf.to_container(composed, resolve=False)
-    assert isinstance(plain, dict)
-    hydra = plain.pop("hydra")
-    own = {part: hydra[part] for part in ("job", "run", "sweep", "launcher", "sweeper")}
-    refuse_secrets({str(key): value for key, value in plain.items()} | {"hydra": own}, os.environ)
-
-
-def _refuse_or_warn(settled: _Settled) -> None:
-    """Jobs of a sweep that cannot be are told here and get a row of its table, as long as there are others.
-
-    Raises:
-        ConfigError: about the first run that cannot be, where nothing is to be run.
-    """
-    found, refused, asking = settled.found, settled.refused, settled.asking
-    run, why = next(iter(refused.items()), ("", ""))
-    first = f"{why} (in the run {run})" if found or len(set(refused.values())) > 1 else why
-    if refused and (asking or not found):
-        raise ConfigError(first)
-    if asking and len(asking) < len(found):
-        raise ConfigError(f"mode={asking[0][0].mode} runs nothing, so it is no run of a sweep; ask it by itself")
-    _warn(settled.notes)
-    if refused:
-        _warn([f"{len(refused)} of {len(refused) + len(found)} runs cannot be, and the others go on: {first}"])
-
-
-def _run_job(composed: Any, codes: list[int]) -> float | None:
-    """One of Hydra's jobs; returns its final validation loss, adds the exit code of a failure to `codes`.
-
-    None, for a failed run, is a failed trial to Optuna's sweeper; NaN would end the search.
-    """
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-
-    hydra = HydraConfig.get()
-    folder, sweep = Path(hydra.runtime.output_dir), hydra.mode == RunMode.MULTIRUN
-    if Preempted.exit_code in codes:
-        return None  # the sweep was asked to stop, not one job
-    try:
-        if sweep:
-            print(f"\nrun {hydra.job.num}: {' '.join(hydra.overrides.task)}", flush=True)
-        loss = run(_settled_job(composed, folder), folder, apart=sweep).val_loss
-        return loss if math.isfinite(loss) else math.inf  # what diverged is the worst, not a failure
-    except Exception as error:
-        says_where = isinstance(error, ConfigError | Preempted | RankFailedError)
-        where = "" if says_where else f" (log: {folder}/ranks/0.log)"
-        codes.append(_say(launch.describe(error) + where, getattr(error, "exit_code", 1)))
-        return None  # the other runs of a sweep go on
-    finally:
-        if sweep:
-            from zero.trainer.report.sweep import write as write_sweep
-
-            with contextlib.suppress(Exception):  # what is wrong with its page is said when the sweep ends
-                write_sweep(Path(hydra.runtime.cwd) / hydra.sweep.dir)
-
-
-def _settled_job(composed: Any, folder: Path) -> Config:
-    """A job whose settings do not go together is a row of its sweep like any that fails."""
-    try:
-        return parse_config(settings_in(composed))
-    except ConfigError as error:
-        _leave_failure(folder, error, final=True)
-        raise
-
-
-def _tell_sweep(folder: Path, *, told: bool) -> list[int]:
-    """Say where the table is; exit codes of failures that were not `told`, as those of jobs in other processes."""
-    from zero.trainer.report import sweep
-
-    found = sweep.write(folder)
-    print(f"\n{sweep.counts(found.jobs)}: {found.page}")
-    return [] if told else [_say(f"run {one.name} failed: {one.cause}", 1) for one in found.failed]
-
-
-def _runs_in(overrides: Sequence[str], limit: int = 64) -> Iterator[list[str]]:
-    """The overrides of the first runs of a sweep. Choices that only a sweeper can make are left out."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        raise ConfigError(_explain(overrides, error)) from None
-    choices = [
-        [f"{one.get_key_element()}={value}" for value in one.sweep_string_iterator()]
-        if one.is_discrete_sweep()
-        else [one.input_line]
-        for one in parsed
-        if one.is_discrete_sweep() or not one.is_sweep_override()
-    ]
-    return ([str(text) for text in run] for run in itertools.islice(itertools.product(*choices), limit))
-
-
-def _as_one_rank(arguments: Sequence[str]) -> int:
-    """Under torchrun rank 0 composes and makes the folder; the others are told."""
-    from zero.distributed.world import World
-
-    letter = ""
-    if os.environ["RANK"] == "0":
-        if any(argument.startswith("-") for argument in arguments):
-            raise ConfigError("torchrun starts one run: give key=value only, or sweep with python train.py -m")
-        composed = compose(arguments)
-        _refuse_secrets_of(composed)
-        config = parse_config(settings_in(composed))
-        if config.mode in ANSWERS:
-            raise ConfigError(f"mode={config.mode} asks one process: python train.py mode={config.mode}")
-        _warn(_notes(composed))
-        letter = json.dumps({"config": config.plain(), "folder": str(_make_folder(composed, arguments).absolute())})
-        timeout_s = config.launch.timeout
-    else:
-        timeout_s = _timeout_s(arguments)
-    with World.from_env(timeout_s, "cpu") as world:  # a few bytes: no GPU is opened for them
-        told = json.loads(world.share(letter))
-    config, folder = read(told["config"]), Path(told["folder"])
-    if os.environ["RANK"] == "0":
-        _write_config(config, folder)
-    try:
-        launch.joined(train, config, folder, **_how(config, folder))
-    except BaseException as error:
-        _leave_failure(folder, error, final=False)
-        raise
-    return 0
-
-
-def _timeout_s(arguments: Sequence[str]) -> float:
-    """How long a rank waits to be told its settings, before it has any. What is wrong with them, rank 0 says."""
-    try:
-        return read(settings_in(compose(arguments))).launch.timeout
-    except ConfigError:
-        return Config().launch.timeout
-
-
-def _make_folder(composed: Any, overrides: Sequence[str]) -> Path:
-    """What Hydra does for a run that it starts itself."""
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf import OmegaConf
-
-    HydraConfig.instance().set_config(composed)
-    folder = _folder_of(composed, "run")
-    record = folder / (composed.hydra.output_subdir or ".hydra")
-    with making("hydra.run.dir", folder):
-        record.mkdir(parents=True, exist_ok=True)  # a run that is started again in its folder
-        OmegaConf.save(OmegaConf.create(settings_in(composed)), record / "config.yaml")
-        OmegaConf.save(OmegaConf.create(list(overrides)), record / "overrides.yaml")
-    return folder
+        with (
+            out_of_memory_explained(config, plan),
+            closing(zero.open_store(plan, progress=tracker.progress)) as store,
+        ):
+            for line in task.notes if checkpoint is None else ():
+                tracker.note(line)
+            state = zero.init(plan, store, seed=config.seed, weights=task.weights, progress=tracker.progress)
+            state = resumed(state, checkpoint, config, tracker)
+            with Run(config, state, task, data, tracker, folder, checkpoint) as run:
+                step = zero.make_step(plan, task.loss, flag=run.flag)
+                for number in run.steps():
+                    with run.recorded(number):
+                        state, metrics = step(state, run.microbatches(number))
+                    run.after(state, metrics)
+                return run.end()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what a command line says; returns the exit code."""
+    return cli.main(sys.argv[1:] if arguments is None else arguments, train)
 
 
 if __name__ == "__main__":
-    from train import main as by_name  # whoever runs a job in another process finds its functions under that name
-
-    sys.exit(by_name(sys.argv[1:]))
+    sys.exit(main())

@@ -22,6 +22,7 @@ from zero.deepspeed.config import differing, overrides, translate
 from zero.deepspeed.config_keys import ALIASES, FEATURES, KEYS, OPTIMIZERS, SCHEDULERS
 from zero.errors import ConfigError
 from zero.settings.build import build_optimizer, build_schedule
+from zero.trainer import cli
 from zero.trainer.config import keys as keys_here, read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -442,7 +443,7 @@ def test_the_command_line_that_is_printed_gives_the_same_settings(path, script):
     words = shlex.split(line)
     expected = read(translate(path).settings)
     assert words[:2] == ["python", "train.py"]
-    assert train.read(train.settings_in(train.compose(words[2:]))) == expected
+    assert read(cli.settings_in(cli.compose(words[2:]))) == expected
     shown = yaml.safe_load(rest)
     assert shown == differing(translate(path).settings)
     assert rest.count("\n# ") == len(translate(path).notes)
@@ -450,7 +451,7 @@ def test_the_command_line_that_is_printed_gives_the_same_settings(path, script):
 
 def test_train_takes_it_before_its_own_words():
     def settled(*words: str):
-        return read(train.settings_in(train.compose([f"ds_config={GOLDEN[-1]}", *words])))
+        return read(cli.settings_in(cli.compose([f"ds_config={GOLDEN[-1]}", *words])))
 
     translated = read(translate(GOLDEN[-1]).settings)
     assert settled() == translated
@@ -458,7 +459,7 @@ def test_train_takes_it_before_its_own_words():
     assert (changed.optim.lr, changed.offload.threads) == (0.5, 2)
     assert changed.schedule == translated.schedule
     other = settled("optim=lion")
-    assert other.optim == train.read(train.settings_in(train.compose(["optim=lion"]))).optim, "an option is whole"
+    assert other.optim == read(cli.settings_in(cli.compose(["optim=lion"]))).optim, "an option is whole"
     assert other.zero == translated.zero
 
 
@@ -483,7 +484,7 @@ def test_words_are_read_back_as_they_were():
     }
     words = overrides(settings)
     assert words[0] == "tracker=wandb"
-    composed = train.settings_in(train.compose(words))
+    composed = cli.settings_in(cli.compose(words))
     assert composed["tracker"]["project"] == settings["tracker"]["project"]
     assert composed["tracker"]["group"] == "true"
     assert composed["offload"]["path"] == "/a b=c"

@@ -36,6 +36,7 @@ from zero.formats import Choice, export_checkpoint, import_checkpoint, open_newe
 from zero.formats.hf import _shared_out
 from zero.formats.stream import Source, Stream
 from zero.testing import run_ranks
+from zero.trainer import checks, cli, job
 from zero.trainer.data.text import decode_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -768,8 +769,8 @@ def run(tmp_path_factory) -> Path:
     for number in range(20):
         (top / "text" / f"{number}.txt").write_text("to be or not to be, that is the question. " * 20)
     settings = ["debug=tiny", "tracker.console=none", "sample.tokens=0", "val.every=0", "checkpoint.every=4"]
-    plain = train.settings_in(train.compose([*settings, "data=text", f"data.folder={top / 'text'}"]))
-    train.run(train.parse_config(plain), top / "run")
+    plain = cli.settings_in(cli.compose([*settings, "data=text", f"data.folder={top / 'text'}"]))
+    job.run(train.train, checks.parse_config(plain), top / "run")
     return top / "run"
 
 

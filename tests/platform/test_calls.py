@@ -119,7 +119,7 @@ def test_nccl_is_opened_for_a_gpu_alone(device, backend, monkeypatch):
 
 def test_settings_are_shared_under_torchrun_without_a_gpu(as_rank_1, monkeypatch):
     """NCCL would be opened twice, and closed in between."""
-    import train
+    from zero.trainer import cli
 
     class Opened(Exception):
         pass
@@ -129,7 +129,7 @@ def test_settings_are_shared_under_torchrun_without_a_gpu(as_rank_1, monkeypatch
 
     monkeypatch.setattr(zero.distributed.world.World, "from_env", from_env)
     with pytest.raises(Opened, match=r"^cpu$"):
-        train._as_one_rank([])
+        cli._as_one_rank([], lambda config, folder: None)
 
 
 # -- memory of the host ------------------------------------------------------------------------------------------------

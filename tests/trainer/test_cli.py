@@ -23,6 +23,8 @@ import yaml
 import train
 from zero.errors import MachineError, NumericsError, Preempted, RankFailedError
 from zero.tracker import ROW
+from zero.trainer import cli, job
+from zero.trainer.config import read
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["debug=tiny", "data=synthetic"]
@@ -192,7 +194,7 @@ def test_help_speaks_of_both_commands(here):
 def test_options_may_stand_anywhere(here, monkeypatch, capsys):
     began = []
     monkeypatch.setattr(
-        train, "run", lambda config, folder, apart: began.append((config.zero.stage, config.steps)) or 1 / 0
+        job, "run", lambda train, config, folder, apart: began.append((config.zero.stage, config.steps)) or 1 / 0
     )
     assert train.main([*TINY, "zero.stage=0,3", "-m", "steps=2"]) == 1
     assert began == [(0, 2), (3, 2)]
@@ -270,7 +272,7 @@ def test_a_run_can_be_repeated_from_its_settings(here, capsys):
     """The run folder says all that the run depends on."""
     assert train.main([*TINY, "sample.tokens=0", "launch.malloc=default"]) == 0
     (folder,) = here.glob("runs/*/*")
-    config = train.read(yaml.safe_load((folder / "config.yaml").read_text()))
+    config = read(yaml.safe_load((folder / "config.yaml").read_text()))
     (here / "again").mkdir()
     summary = train.train(config, here / "again")
     first = [{key: row[key] for key in ROW if key.split("/")[0] in ("train", "val", "step")} for row in rows(folder)]
@@ -350,11 +352,11 @@ def test_a_sweep_gives_each_run_its_own_process(here):
 def test_a_sweep_that_is_asked_to_stop_starts_no_further_job(here, monkeypatch):
     began = []
 
-    def stopped(config, folder, *, apart):
+    def stopped(train, config, folder, *, apart):
         began.append(config.seed)
         raise Preempted("stopped by a signal")
 
-    monkeypatch.setattr(train, "run", stopped)
+    monkeypatch.setattr(job, "run", stopped)
     assert train.main(["-m", *TINY, "seed=3,1,2"]) == Preempted.exit_code
     assert began == [3]
 
@@ -464,7 +466,7 @@ def test_whatever_goes_wrong_with_a_page_is_a_warning(here, monkeypatch, capsys)
     jobs = []
     monkeypatch.setattr("zero.trainer.report.sweep.write", fails)
     monkeypatch.setattr(
-        train, "run", lambda config, folder, apart: jobs.append(folder) or SimpleNamespace(val_loss=1.0)
+        job, "run", lambda train, config, folder, apart: jobs.append(folder) or SimpleNamespace(val_loss=1.0)
     )
     assert train.main(["-m", *TINY, "seed=1,2", "hydra.sweep.dir=sweep"]) == 1
     assert len(jobs) == 2, "the sweep went on"
@@ -511,7 +513,7 @@ def test_ranks_tell_torchrun_and_the_first_of_a_machine_tells_the_user(
     variables = {"LOCAL_RANK": rank, "RANK": rank, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
     for name, value in (variables | {"TORCHELASTIC_ERROR_FILE": str(path)} if file else variables).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(train, "_as_one_rank", lambda arguments: train.compose(["zero.stge=1"]))
+    monkeypatch.setattr(cli, "_as_one_rank", lambda arguments, train: cli.compose(["zero.stge=1"]))
     assert train.main(["zero.stge=1"]) == 2
     line = "unknown key zero.stge; did you mean zero.stage?"
     assert capsys.readouterr().err == (f"{line}\n" if prints else "")

@@ -21,6 +21,7 @@ import train  # noqa: E402
 from zero.errors import ConfigError  # noqa: E402
 from zero.progress import silent  # noqa: E402
 from zero.testing import run_ranks  # noqa: E402
+from zero.trainer import checks  # noqa: E402
 from zero.trainer.data import HFTextConfig, check_data, hf, open_data  # noqa: E402
 from zero.trainer.data.tokenizer import Tokenizer  # noqa: E402
 
@@ -410,4 +411,4 @@ def test_a_model_with_a_tokenizer_is_not_fed_bytes(llama, here, capsys):
     for words, told in (([], "TEXTS"), (["data=text", "data.folder=/"], "/")):
         assert train.main(["model=hf", f"model.path={llama}", *words]) == 2
         assert f"which has a tokenizer of its own; set data=hf data.path={told}\n" in capsys.readouterr().err
-    train.parse_config({"model": {"name": "hf", "path": "gpt2"}, "data": {"name": "text"}})
+    checks.parse_config({"model": {"name": "hf", "path": "gpt2"}, "data": {"name": "text"}})

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from train import CONF, compose, settings_in
 from zero.core.schema import walk
 from zero.core.settings import Reads, words
 from zero.errors import ConfigError
+from zero.trainer.cli import CONF, compose, settings_in
 from zero.trainer.config import Config, keys, read
 from zero.trainer.explain import FIRST, WIDTH, entries, explain, overview, sections
 

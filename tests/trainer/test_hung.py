@@ -14,7 +14,7 @@ import pytest
 import train
 import zero
 from zero.errors import RankFailedError
-from zero.trainer import launch
+from zero.trainer import cli, launch
 from zero.trainer.config import read
 
 pytestmark = pytest.mark.process
@@ -83,10 +83,10 @@ def train_and_hang(plain: dict[str, Any], folder: Path) -> None:
 
 def arm(hang: Hang, folder: Path) -> None:
     """When both ranks are there one of them stops, and the other loses its patience."""
-    from zero.trainer.loop import Training
+    from zero.trainer.loop import Run
 
     owner, name = hang.method()
-    real, open_world, one_step = getattr(owner, name), zero.World.from_env, Training._one_step
+    real, open_world, microbatches = getattr(owner, name), zero.World.from_env, Run.microbatches
     worlds: list[zero.World] = []
     due = threading.Semaphore(0)
 
@@ -94,10 +94,10 @@ def arm(hang: Hang, folder: Path) -> None:
         worlds.append(open_world(*args))
         return worlds[0]
 
-    def counted(training: Training, number: int, last: int) -> bool:
+    def counted(run: Run, number: int) -> Any:
         if number == hang.step:
             due.release()
-        return one_step(training, number, last)
+        return microbatches(run, number)
 
     def stopping(*args: Any, **keys: Any) -> Any:
         if due.acquire(blocking=False):
@@ -109,14 +109,14 @@ def arm(hang: Hang, folder: Path) -> None:
         return real(*args, **keys)
 
     zero.World.from_env = from_env  # type: ignore[method-assign]
-    Training._one_step = counted  # type: ignore[method-assign]
+    Run.microbatches = counted  # type: ignore[method-assign]
     setattr(owner, name, stopping)
 
 
 def config_of(offload: Path) -> dict[str, Any]:
     overrides = ["debug=tiny", f"steps={STEPS}", f"checkpoint.every={EVERY}", "val.every=0", "sample.tokens=0"]
     overrides += ["offload=infinity", f"offload.path={offload}", "offload.page=4KiB", "launch.ranks=2"]
-    return read(train.settings_in(train.compose([*overrides, "tracker.console=lines"]))).on(2).plain()
+    return read(cli.settings_in(cli.compose([*overrides, "tracker.console=lines"]))).on(2).plain()
 
 
 def attempts(log: str) -> list[str]:

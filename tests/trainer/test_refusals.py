@@ -22,6 +22,7 @@ from zero import errors
 from zero.core.schema import Key, walk
 from zero.core.settings import words
 from zero.errors import ConfigError, ZeroError
+from zero.trainer import cli, job
 from zero.trainer.config import Config, keys, read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def here(here, monkeypatch):
     """Where no run may start."""
-    monkeypatch.setattr(train, "run", lambda *args, **how: pytest.fail("the settings were accepted"))
+    monkeypatch.setattr(job, "run", lambda *args, **how: pytest.fail("the settings were accepted"))
     return here
 
 
@@ -94,7 +95,7 @@ def test_what_hydra_lets_pass_or_says_badly_is_one_line(here, arguments, said, c
 
 @pytest.mark.parametrize("arguments", [["steps=1_000_000"], ["optim.lr=1e-3"], ["offload.host_budget=80GiB"]], ids=str)
 def test_what_hydra_reads_well_is_accepted(arguments):
-    assert read(train.settings_in(train.compose(arguments))) != Config()
+    assert read(cli.settings_in(cli.compose(arguments))) != Config()
 
 
 # 37 settings that mean nothing, by kind. DeepSpeed 0.19 refuses 20, over up to four lines, and accepts the rest

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import train
 from zero.errors import MachineError
 from zero.platform.timeline import Span as Traced, Timeline
+from zero.trainer import checks, cli, job
 from zero.trainer.config import Config
 from zero.trainer.report import chart, page, run, scale
 from zero.trainer.report.chart import Bar, Panel, Part, Row, Series, Span
@@ -424,7 +425,7 @@ def finished(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     overrides = ["debug=tiny", "data=synthetic", "offload=nvme", f"offload.path={folder}", "tracker.console=none"]
     overrides += ["sample.tokens=0", "launch.threads=1", "launch.ranks=1", "launch.malloc=default"]
-    train.run(train.parse_config(train.settings_in(train.compose(overrides))), folder)
+    job.run(train.train, checks.parse_config(cli.settings_in(cli.compose(overrides))), folder)
     return folder
 
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from train import compose, settings_in
 from zero.errors import CheckpointError
 from zero.settings.build import build_optimizer, build_schedule
+from zero.trainer.cli import compose, settings_in
 from zero.trainer.config import Config, read
 from zero.trainer.resume import differences, refuse_other_model, refuse_other_moments
 

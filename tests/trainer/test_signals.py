@@ -26,6 +26,7 @@ from zero.engine.update import Updater
 from zero.errors import Preempted
 from zero.store import PrefetchStore
 from zero.testing import forked_ranks
+from zero.trainer import checks, cli, job
 
 SITES: dict[str, tuple[type, str]] = {
     "forward": (Gatherer, "run"),
@@ -85,13 +86,17 @@ class Starts:
 
     def __init__(self, root: Path, *settings: str) -> None:
         words = [*TINY, "resume=latest", f"checkpoint.dir={root}", *settings]
-        self._plain, self._root, self._numbers = train.settings_in(train.compose(words)), root, itertools.count()
+        self._plain, self._root, self._numbers = cli.settings_in(cli.compose(words)), root, itertools.count()
 
     def start(self, *, behind: bool = False) -> int:
         """Returns the program's exit code, if nothing failed."""
         plain = {**self._plain, "checkpoint": {**self._plain["checkpoint"], "async": behind}}
         try:
-            train.run(train.parse_config(plain), self._root.with_name(f"{self._root.name}-{next(self._numbers)}"))
+            job.run(
+                train.train,
+                checks.parse_config(plain),
+                self._root.with_name(f"{self._root.name}-{next(self._numbers)}"),
+            )
         except Preempted as stopped:
             return stopped.exit_code
         return 0

@@ -19,6 +19,7 @@ from hypothesis import given, settings, strategies as st
 
 import train
 from zero.errors import MachineError
+from zero.trainer import cli, job as processes
 from zero.trainer.config import keys
 from zero.trainer.report import sweep
 
@@ -220,7 +221,7 @@ def test_the_recipes_name_settings_that_exist():
         "first",
         "parents",
     }  # of a shell, of Python
-    known = {*keys(), *(path.name for path in train.CONF.iterdir() if path.is_dir())}
+    known = {*keys(), *(path.name for path in cli.CONF.iterdir() if path.is_dir())}
     assert {"zero.stage", "resume", "offload"} <= named
     assert {name for name in named if not name.startswith("hydra")} <= known
 
@@ -244,8 +245,8 @@ def test_a_sweep_of_two_by_two_is_a_table_after_every_job(here, monkeypatch, cap
         return seen[-1][0]
 
     monkeypatch.setattr(sweep, "write", counting)
-    run = train.run  # in this process: tests/trainer/test_cli.py sees to it that each job has its own
-    monkeypatch.setattr(train, "run", lambda config, folder, apart: run(config, folder))
+    run = processes.run  # in this process: tests/trainer/test_cli.py sees to it that each job has its own
+    monkeypatch.setattr(processes, "run", lambda train, config, folder, apart: run(train, config, folder))
     asked = [
         "zero.stage=1,3",
         "offload.host_budget=1GiB,1MiB",
@@ -280,11 +281,11 @@ def test_a_sweep_of_two_by_two_is_a_table_after_every_job(here, monkeypatch, cap
 
 
 def test_a_job_that_cannot_be_is_a_row_with_its_cause_and_the_others_run(here, monkeypatch, capsys):
-    def run(config, folder, apart):
+    def run(train, config, folder, apart):
         (folder / "summary.json").write_text(json.dumps(finished()))
         return SimpleNamespace(val_loss=4.0)
 
-    monkeypatch.setattr(train, "run", run)
+    monkeypatch.setattr(processes, "run", run)
     assert train.main(["-m", "zero.stage=0,3", "offload=infinity,none", *QUICK, "hydra.sweep.dir=sweep"]) == 2
     said = "offload=infinity keeps parameters on disk, which only zero.stage=3 can"
     first, *_, last = capsys.readouterr().err.splitlines()

@@ -1,26 +1,31 @@
-"""One run on one rank: where it goes on from, the loop, and what it says and saves on the way."""
+"""Around the steps of one run on one rank: what it goes on from, its rows, checkpoints and validations, and its end.
+
+The loop itself is in train.py.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 
 from zero.checkpoint import Checkpoint, load
-from zero.engine.init import init
 from zero.engine.plan import Plan
-from zero.engine.step import Metrics, make_forward, make_step, record
-from zero.errors import MachineError, NumericsError
-from zero.store import PrefetchStore
-from zero.tracker import RUNNING, Tracker, write_summary
+from zero.engine.state import State
+from zero.engine.step import Metrics, make_forward, record
+from zero.errors import MachineError, NumericsError, Preempted
+from zero.tracker import RUNNING, Tracker, write_failure, write_summary
 from zero.tracker.jsonl import CUT_SHORT, EVALUATED, FINISHED, STOPPED
 from zero.tracker.meter import Meter, Summary
 from zero.trainer.config import Config
 from zero.trainer.data.windows import Data
 from zero.trainer.evaluate import sample_text, validation_loss
-from zero.trainer.planning import against_measured, measured
+from zero.trainer.launch import describe, preempted
+from zero.trainer.planning import against_measured, measured, out_of_memory
+from zero.trainer.report import run as report
 from zero.trainer.resume import refuse_other_model, refuse_other_moments
 from zero.trainer.saver import ASKED_TO_STOP, Saver
 from zero.trainer.task import Task
@@ -32,50 +37,32 @@ MOST_SKIPPED = 50
 """Steps skipped in a row that end a run. A loss scale falls from its usual start to 1 in 32."""
 
 
-class Training:
-    """A run whose batch is solved for this world.
+class Run:
+    """A run whose batch is solved for this world. Making one is collective.
+
+    A context manager: an error that leaves the body is written into summary.json, and what is being saved is given up.
 
     Args:
+        state: what the first step begins with.
         folder: of the run.
         checkpoint: what it goes on from; None for a fresh start.
-        asked_to_stop: whether a signal has asked this rank to save and return.
     """
 
     def __init__(
         self,
         config: Config,
-        plan: Plan,
-        store: PrefetchStore,
+        state: State,
+        task: Task,
         data: Data,
         tracker: Tracker,
         folder: Path,
-        task: Task,
-        *,
         checkpoint: Checkpoint | None,
-        asked_to_stop: Callable[[], bool],
     ) -> None:
-        self._config, self._data, self._tracker, self._folder = config, data, tracker, folder
+        self._config, self._state, self._data, self._tracker, self._folder = config, state, data, tracker, folder
+        plan, store = state.plan, state.runtime.store
         self._world = plan.world
         self._rows, self._micro, self._accumulate = config.batch.numbers()
         self._last = min(config.steps, config.debug.stop_at or config.steps)
-        for line in task.notes if checkpoint is None else ():
-            tracker.note(line)
-        self._state = init(plan, store, seed=config.seed, weights=task.weights, progress=tracker.progress)
-        if checkpoint is not None:
-            refuse_other_model(config, checkpoint)
-            if config.mode == "train":
-                refuse_other_moments(config, plan.optimizer, checkpoint)
-            keys, show = config.checkpoint, tracker.progress
-            self._state = load(
-                self._state,
-                checkpoint,
-                partial=keys.partial,
-                convert=keys.convert,
-                moments=config.mode == "train",
-                weights=config.val.weights,
-                note=tracker.note,
-                progress=show,
-            )
         self._meter = Meter(
             self._world,
             plan,
@@ -107,89 +94,46 @@ class Training:
             note=tracker.note,
             saved=tracker.saved,
             progress=tracker.progress,
-            asked_to_stop=asked_to_stop,
+            asked_to_stop=preempted,
             began_from=checkpoint,
         )
-        self._step = make_step(plan, task.loss, flag=self._saver.word)
+        self._recorded, self._stopping = 0, False
         self._loss = make_forward(plan, task.loss)
         self._logits = make_forward(plan, task.logits)
 
-    def run(self) -> str:
-        """Do what `config.mode` says; returns how it ended."""
+    def flag(self) -> float:
+        """What this rank says with each step; for `zero.make_step`."""
+        return self._saver.word()
+
+    def steps(self) -> Iterator[int]:
+        """Numbers of the steps to make, until some rank is asked to stop; none with `mode=eval`."""
+        first = self._meter.steps + 1
         if self._config.mode == "eval":
-            self._validate()
-            of = "" if self._config.val.weights == "parameter" else f" of {self._config.val.weights}"
-            self._tracker.note(f"step {self._meter.steps}  validation loss{of} {self._meter.val_loss:.4f}")
-            return EVALUATED
-        if self._meter.steps >= self._last:
-            self._tracker.note(
-                f"the checkpoint is at step {self._meter.steps} of {self._last}: nothing is left to train"
-            )
-        recorded = step_to_record(self._meter.steps + RECORDED, self._last, self._is_followed)
-        for number in range(self._meter.steps + 1, self._last + 1):
-            if self._one_step(number, self._recording() if number == recorded else contextlib.nullcontext()):
-                self._saver.finish()
-                return STOPPED
-        self._saver.finish()
-        if self._config.sample.tokens:
-            self._tracker.note("sample:")
-            self._tracker.note(sample_text(partial(self._logits, self._state), self._data, self._world, self._config))
-        return FINISHED if self._last == self._config.steps else CUT_SHORT
+            return
+        if first > self._last:
+            self._tracker.note(f"the checkpoint is at step {first - 1} of {self._last}: nothing is left to train")
+        self._recorded = step_to_record(first - 1 + RECORDED, self._last, self._is_followed)
+        for number in range(first, self._last + 1):
+            yield number
+            if self._stopping:
+                return
 
-    def report(self, write: Callable[[Path, Mapping[str, Any]], None], exit_reason: str) -> Summary:
-        """What is known of the run, written by rank 0. Not collective: the other ranks may be gone."""
-        so_far = self._meter.summary(self._data.digest, exit_reason, self._saver.last_published)
-        if self._world.rank == 0:
-            write(self._folder, so_far._asdict() | {"measured_bytes": self._measured_bytes})
-        return so_far
-
-    def against_plan(self) -> str:
-        """What this rank planned to hold, and what it holds between two steps."""
-        self._measured_bytes = measured(self._state)
-        return against_measured(self._state.plan, self._measured_bytes)
-
-    def abandon(self) -> None:
-        """The run has failed."""
-        self._saver.abandon()
-
-    def _one_step(self, number: int, around: contextlib.AbstractContextManager[None]) -> bool:
-        """Train, save, validate and tell, as it is due; returns whether some rank was asked to stop."""
-        with around:
-            self._state, metrics = self._step(self._state, self._microbatches(number))
-        self._meter.count(metrics)
-        self._skipped_in_a_row = (self._skipped_in_a_row + 1) * metrics.skipped
-        if self._skipped_in_a_row >= MOST_SKIPPED:
-            self._tell(validated=False)  # what it ends with
-            raise _hopeless(self._meter.steps, metrics)
-        stopping = number < self._last and any(int(word) & ASKED_TO_STOP for word in metrics.rank_flags)
-        with self._meter.paused():
-            self._saver.publish_if_written(metrics.rank_flags)
-            if stopping or self._saver.is_due(number, self._last):
-                self._saver.save(self._state)
-        validating = not stopping and self._is_validated(number)
-        if validating:
-            self._validate()
-        if validating or stopping or number % self._config.tracker.every == 0:
-            self._tell(validated=validating)
-        return stopping
-
-    def _tell(self, *, validated: bool) -> None:
-        """One row. Collective."""
-        row = self._meter.row(validated=validated)
-        self.report(write_summary, RUNNING)  # for a run that is killed
-        self._tracker.log(row)
-
-    def _is_followed(self, number: int) -> bool:
-        """A validation or a save comes between this step and the next."""
-        return self._is_validated(number) or self._saver.is_due(number, self._last)
-
-    def _is_validated(self, number: int) -> bool:
-        every = self._config.val.every
-        return number == self._last or (every > 0 and number % every == 0)
+    def microbatches(self, number: int) -> tuple[torch.Tensor, ...]:
+        """This rank's rows of a step, (micro, seq + 1) tokens each. They depend on seed and step alone."""
+        count = self._accumulate * self._micro
+        first = self._world.rank * count
+        batch = self._data.batch(1 if self._config.debug.overfit else number, first, first + count, self._rows)
+        return batch.to(self._world.device).split(self._micro)
 
     @contextlib.contextmanager
-    def _recording(self) -> Iterator[None]:
-        """Around the step that rank 0 records, with `profile` by torch, too. It takes longer, so nobody times it."""
+    def recorded(self, number: int) -> Iterator[None]:
+        """Around each step. Of one of them rank 0 records a timeline, which takes longer, so nobody times that step.
+
+        With `profile` torch records it too.
+        """
+        if number != self._recorded:
+            yield
+            return
         with self._meter.untimed():
             if self._world.rank != 0:
                 yield
@@ -205,12 +149,91 @@ class Training:
                     self._tracker.note(f"warning: no trace: {error}")
             self._world.barrier("a step was recorded")  # the next one must not wait for its files
 
-    def _microbatches(self, number: int) -> tuple[torch.Tensor, ...]:
-        """This rank's rows of a step, which depend on seed and step alone."""
-        count = self._accumulate * self._micro
-        first = self._world.rank * count
-        batch = self._data.batch(1 if self._config.debug.overfit else number, first, first + count, self._rows)
-        return batch.to(self._world.device).split(self._micro)
+    def after(self, state: State, metrics: Metrics) -> None:
+        """Count a step; save, validate and write a row where they are due. Collective.
+
+        Raises:
+            NumericsError: too many steps in a row were skipped.
+        """
+        self._state = state
+        self._meter.count(metrics)
+        number = self._meter.steps
+        self._skipped_in_a_row = (self._skipped_in_a_row + 1) * metrics.skipped
+        if self._skipped_in_a_row >= MOST_SKIPPED:
+            self._log(validated=False)  # what it ends with
+            raise _hopeless(number, metrics)
+        self._stopping = number < self._last and any(int(word) & ASKED_TO_STOP for word in metrics.rank_flags)
+        with self._meter.paused():
+            self._saver.publish_if_written(metrics.rank_flags)
+            if self._stopping or self._saver.is_due(number, self._last):
+                self._saver.save(self._state)
+        validating = not self._stopping and self._is_validated(number)
+        if validating:
+            self._validate()
+        if validating or self._stopping or number % self._config.tracker.every == 0:
+            self._log(validated=validating)
+
+    def end(self) -> Summary:
+        """Finish saves, sample or evaluate, and leave summary.json and report.html. Collective."""
+        exit_reason = self._finish()
+        summary = self._report(write_summary, exit_reason)
+        if self._world.rank == 0:
+            self._measured_bytes = measured(self._state)
+            self._tracker.note(against_measured(self._state.plan, self._measured_bytes))
+            try:
+                self._tracker.report(report.write(self._folder))
+                self._tracker.note(f"report {self._folder / 'report.html'}")
+            except Exception as error:  # the run is done all the same
+                self._tracker.note(f"warning: no report: {describe(error)}")
+        if summary.endurance:
+            self._tracker.note(summary.endurance)
+        self._tracker.finish(summary._asdict(), Preempted.exit_code if exit_reason == STOPPED else 0)
+        return summary
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None:
+            self._saver.abandon()
+            with contextlib.suppress(MachineError):  # the disk may be what failed
+                self._report(write_failure, describe(error))
+
+    def _finish(self) -> str:
+        """What is left to do after the last step; returns how the run ended."""
+        if self._config.mode == "eval":
+            self._validate()
+            of = "" if self._config.val.weights == "parameter" else f" of {self._config.val.weights}"
+            self._tracker.note(f"step {self._meter.steps}  validation loss{of} {self._meter.val_loss:.4f}")
+            return EVALUATED
+        self._saver.finish()
+        if self._stopping:
+            return STOPPED
+        if self._config.sample.tokens:
+            self._tracker.note("sample:")
+            self._tracker.note(sample_text(partial(self._logits, self._state), self._data, self._world, self._config))
+        return FINISHED if self._last == self._config.steps else CUT_SHORT
+
+    def _report(self, write: Callable[[Path, Mapping[str, Any]], None], exit_reason: str) -> Summary:
+        """What is known of the run, written by rank 0. Not collective: the other ranks may be gone."""
+        so_far = self._meter.summary(self._data.digest, exit_reason, self._saver.last_published)
+        if self._world.rank == 0:
+            write(self._folder, so_far._asdict() | {"measured_bytes": self._measured_bytes})
+        return so_far
+
+    def _log(self, *, validated: bool) -> None:
+        """One row. Collective."""
+        row = self._meter.row(validated=validated)
+        self._report(write_summary, RUNNING)  # for a run that is killed
+        self._tracker.log(row)
+
+    def _is_followed(self, number: int) -> bool:
+        """A validation or a save comes between this step and the next."""
+        return self._is_validated(number) or self._saver.is_due(number, self._last)
+
+    def _is_validated(self, number: int) -> bool:
+        every = self._config.val.every
+        return number == self._last or (every > 0 and number % every == 0)
 
     def _validate(self) -> None:
         with self._meter.paused():
@@ -226,6 +249,46 @@ class Training:
             "tokens": self._meter.tokens,
             "wandb": self._tracker.run_id,
         }
+
+
+def resumed(state: State, checkpoint: Checkpoint | None, config: Config, tracker: Tracker) -> State:
+    """The state that a run goes on from: what a checkpoint holds, or `state` where there is none. Collective.
+
+    Raises:
+        ConfigError, CheckpointError: the checkpoint is of another model or optimizer, or it is damaged.
+    """
+    if checkpoint is None:
+        return state
+    trains = config.mode == "train"
+    refuse_other_model(config, checkpoint)
+    if trains:
+        refuse_other_moments(config, state.plan.optimizer, checkpoint)
+    return load(
+        state,
+        checkpoint,
+        partial=config.checkpoint.partial,
+        convert=config.checkpoint.convert,
+        moments=trains,
+        weights=config.val.weights,
+        note=tracker.note,
+        progress=tracker.progress,
+    )
+
+
+@contextlib.contextmanager
+def out_of_memory_explained(config: Config, plan: Plan) -> Iterator[None]:
+    """A GPU that runs out of memory is answered with what was planned, what was taken and what would fit.
+
+    Raises:
+        MachineError: in place of torch's error.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        device = plan.world.compute
+        taken_bytes, total_bytes = device.peak_bytes(), device.total_bytes()
+        message = out_of_memory(config, plan, plan.model, taken_bytes=taken_bytes, device_bytes=total_bytes)
+        raise MachineError(message) from error
 
 
 def step_to_record(first: int, last: int, is_followed: Callable[[int], bool]) -> int:

@@ -1,0 +1,65 @@
+"""The modes that print an answer and run nothing."""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from zero.errors import ConfigError
+from zero.trainer.config import Config
+from zero.trainer.explain import explain
+
+
+def answer(config: Config, overrides: Sequence[str], conf: Path) -> int:
+    """Print what `config.mode` answers, and return an exit code.
+
+    Args:
+        overrides: the words of the command line, which the answer repeats.
+        conf: the folder of options.
+    """
+    text, exit_code = {"plan": _plan, "doctor": _doctor, "explain": _explain}[config.mode](config, overrides, conf)
+    show(text)
+    return exit_code
+
+
+def show(text: str) -> None:
+    """Print it."""
+    with for_a_reader():
+        print(as_called(text))
+
+
+def as_called(text: str) -> str:
+    """With the commands in it as they work here: whoever has installed the program has no train.py beside him."""
+    if Path(sys.argv[0]).name != "zero-train":
+        return text
+    return text.replace("python train.py", "zero-train").replace(" train.py ", " -m zero.application.train ")
+
+
+@contextlib.contextmanager
+def for_a_reader() -> Iterator[None]:
+    """What the body prints may be more than is read: `| head` then ends this process without a word, as it does cat."""
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+
+
+def _plan(config: Config, overrides: Sequence[str], conf: Path) -> tuple[str, int]:
+    from zero.trainer.planning import plan_text
+
+    text, fits = plan_text(config, overrides)
+    return text, 0 if fits else ConfigError.exit_code
+
+
+def _doctor(config: Config, overrides: Sequence[str], conf: Path) -> tuple[str, int]:
+    from zero.trainer import doctor
+
+    found = list(doctor.checks(config))
+    return doctor.report(found), doctor.exit_code(found)
+
+
+def _explain(config: Config, overrides: Sequence[str], conf: Path) -> tuple[str, int]:
+    return explain(config.explain.key, conf), 0

@@ -1,0 +1,67 @@
+"""From plain settings to a `Config`, refused as far as possible without torch, a process or a folder."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zero.core import suggest
+from zero.core.placement import Offload
+from zero.errors import ConfigError
+from zero.trainer import launch
+from zero.trainer.config import Config, read
+from zero.trainer.data import check_data
+from zero.trainer.models.hf_config import HFConfig
+
+RUNS_NOTHING = ("plan", "doctor", "explain")
+"""Modes that print an answer."""
+
+
+def parse_config(raw: Mapping[str, Any]) -> Config:
+    """Everything that can be refused without torch, a process or a folder.
+
+    Raises:
+        ConfigError: one line.
+    """
+    config = read(raw)
+    if config.mode in RUNS_NOTHING:  # nothing is run, and a doctor is asked because something may be wrong
+        return config
+    config.on(launch.count_ranks(config.launch.ranks, config.launch.device))
+    if isinstance(config.model, HFConfig):
+        config.model.check()  # before the data, whose tokenizer may be the model's
+    check_data(config.source(), config.model.seq)
+    config.check_tokens()
+    _check_path(config.offload)
+    _check_checkpoints(config)
+    return config
+
+
+def _check_path(offload: Offload) -> None:
+    """Whether a file can be made where it is wanted. Whether it has room there is known with the plan."""
+    if offload.path is None and "nvme" not in offload.kinds:
+        return
+    folder = Path(offload.path or ".").expanduser()
+    if not folder.exists():
+        raise ConfigError(f"offload.path={folder} does not exist; give a folder on a fast local disk")
+    if not folder.is_dir():
+        raise ConfigError(f"offload.path={folder} is not a folder; give the folder that the file is to be made in")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"offload.path={folder} is not writable; give a folder where this user may make a file")
+
+
+def _check_checkpoints(config: Config) -> None:
+    """Whether there is something to go on from, and whether a checkpoint can be made where it is wanted."""
+    if config.resume not in ("none", "latest") and not Path(config.resume).exists():
+        instead = "" if "/" in config.resume else suggest.meant(config.resume, ("latest", "none"))
+        instead = instead or "; give latest, or the folder of a step, a run or several"
+        raise ConfigError(f"resume={config.resume} does not exist{instead}")
+    if config.checkpoint.dir is None:
+        return
+    folder = Path(config.checkpoint.dir)
+    inside = folder if os.path.lexists(folder) else folder.absolute().parent
+    if not inside.is_dir():
+        what = "is not a folder" if os.path.lexists(inside) else "does not exist"
+        what = what if inside == folder else f"{inside} {what}"
+        raise ConfigError(f"checkpoint.dir={folder}: {what}; give a folder on a disk that all ranks share")
+    if not os.access(inside, os.W_OK | os.X_OK):
+        raise ConfigError(f"checkpoint.dir={folder}: {inside} is not writable; give a folder where this user may write")

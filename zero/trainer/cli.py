@@ -1,0 +1,481 @@
+"""From a command line to runs: composes settings with Hydra, and says in one line what is wrong with them.
+
+`main` checks every run that a command line asks for before torch is imported, then has Hydra make the folders and run
+the jobs. The only file that knows Hydra and OmegaConf.
+"""
+
+import contextlib
+import importlib
+import itertools
+import math
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from zero.core import suggest
+from zero.core.secret import refuse_secret_words, refuse_secrets
+from zero.errors import ConfigError, Preempted, RankFailedError, SettingError, one_line
+from zero.platform.run_files import making
+from zero.trainer import job, launch
+from zero.trainer.answers import answer, as_called, for_a_reader, show
+from zero.trainer.checks import RUNS_NOTHING, parse_config
+from zero.trainer.config import Config, keys, keys_of, read, unknown_key
+from zero.trainer.explain import overview
+
+if TYPE_CHECKING:
+    from zero.trainer.job import Train
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_INSTALLED = _PACKAGE / "application" / "conf"
+CONF = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "conf"
+"""The folder of options."""
+
+PRESETS = ("experiment", "debug")
+"""Groups whose options set keys of other sections."""
+
+
+def compose(overrides: Sequence[str], config_name: str = "config") -> Any:
+    """Hydra's composed configuration, with its own part under `hydra`.
+
+    Raises:
+        SettingError: one line about the first override that names something that does not exist.
+    """
+    import hydra
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(str(CONF), job_name="train", **_version_base()):
+            return hydra.compose(config_name, list(overrides), return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise SettingError(_explain(overrides, error)) from None
+
+
+def settings_in(composed: Any) -> dict[str, Any]:
+    """Our part of what Hydra composed, as plain values."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    ours = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+    try:
+        container = OmegaConf.to_container(ours, resolve=True)
+    except OmegaConfBaseException as error:
+        raise SettingError(one_line(error)) from None
+    assert isinstance(container, dict)
+    settings = {str(key): value for key, value in container.items()}
+    if settings.pop("ds_config"):
+        return settings_in(_on_ds_config(composed))
+    return _of_their_kinds(settings, _hydra_of(composed))
+
+
+def _hydra_of(composed: Any) -> Any:
+    """Hydra's own part, which a job gets without it."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return composed.hydra if "hydra" in composed else HydraConfig.get()
+
+
+def _of_their_kinds(settings: dict[str, Any], hydra: Any) -> dict[str, Any]:
+    """Without what an experiment or debug=tiny says of kinds that were not chosen: model=hf has no width."""
+    import yaml
+
+    typed = _typed_keys(hydra)
+    for group in PRESETS:
+        option = CONF / group / f"{hydra.runtime.choices.get(group)}.yaml"
+        said = yaml.safe_load(option.read_text()) if option.exists() else {}
+        for section, names in said.items():
+            if not isinstance(names, dict) or section not in settings:
+                continue
+            known = keys_of(section, settings[section])
+            for name in names if known else ():
+                key = f"{section}.{name}"
+                if name not in known and key in keys() and key not in typed:
+                    settings[section].pop(name, None)
+    return settings
+
+
+def _on_ds_config(composed: Any) -> Any:
+    """The same command line with the settings of its ds_config before its own words; a section's option replaces it."""
+    from zero.deepspeed.config import overrides, translate
+
+    typed = [one for one in _hydra_of(composed).overrides.task if _key_of(one) != "ds_config"]
+    replaced = {_key_of(one) for one in typed if (CONF / _key_of(one)).is_dir()}
+    base = overrides(translate(composed.ds_config).settings)
+    kept = [one for one in base if _key_of(one).split(".")[0] not in replaced]
+    return compose([*kept, *typed, "ds_config=null"])
+
+
+def _key_of(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
+
+
+def _typed_keys(hydra: Any) -> set[str]:
+    return {_key_of(one) for one in hydra.overrides.task}
+
+
+def _notes(composed: Any) -> Iterator[str]:
+    """What is not as it was typed: words of a ds_config without meaning here, a model that debug=tiny makes small."""
+    if composed.ds_config:
+        from zero.deepspeed.config import translate
+
+        yield from translate(composed.ds_config).notes
+    hydra = _hydra_of(composed)
+    typed, choices = _typed_keys(hydra), hydra.runtime.choices
+    if "model" in typed:
+        import yaml
+
+        own = yaml.safe_load((CONF / "model" / f"{choices.model}.yaml").read_text())
+        others = {f"model.{name}": value for name in own if (value := composed.model.get(name)) != own[name]}
+        if changed := [f"{key}={suggest.shown(value)}" for key, value in others.items() if key not in typed]:
+            by = " ".join(f"{one}={choices[one]}" for one in PRESETS if choices.get(one) not in (None, "none"))
+            yield f"{by} sets {' '.join(changed)} in place of what model={choices.model} says"
+
+
+_NAME = re.compile(r"\w+")
+"""What may be the name of an option."""
+
+
+def _explain(overrides: Sequence[str], error: Exception) -> str:
+    """Hydra's message takes several lines and advises `+key`; say instead which word is wrong."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+        except HydraException:
+            return f"{text} cannot be read; write key=value, and quote what the shell or Hydra would interpret"
+        key, value = override.key_or_group, override.value()
+        if key in ("hydra/sweeper", "hydra/launcher") and "Could not find" in str(error):
+            return f"{text}: this plugin is not installed; pip install 'functional-zero[sweep]' has optuna and submitit"
+        if key.startswith("hydra") or key == "ds_config":
+            continue
+        if override.is_sweep_override():
+            return f"{text} is a list of runs; add -m to run them one after another"
+        if (CONF / key).is_dir():
+            options = sorted(path.stem for path in (CONF / key).glob("*.yaml"))
+            if value is not None and value not in options:
+                return f"{key}={value} does not exist; {suggest.nearest(str(value), options)}"
+        elif key not in keys() and not any(known.startswith(f"{key}.") for known in keys()):
+            named = CONF.glob(f"*/{value}.yaml") if _NAME.fullmatch(str(value)) else ()
+            groups = [path.parent.name for path in named]
+            if group := suggest.meant(key, groups):  # the value tells more than the letters
+                return f"unknown key {key}{group.removesuffix('?')}={value}?"
+            return unknown_key(key)
+    found = re.match(r"Could not override '([^']+)'", str(error))
+    return unknown_key(found[1]) if found else one_line(error)
+
+
+def _version_base() -> dict[str, str]:
+    """Hydra 1.3 warns without it, 1.4 with it."""
+    import hydra
+
+    return {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
+
+
+def main(arguments: Sequence[str], train: "Train") -> int:
+    """Do what a command line says; one line on stderr and an exit code for everything that can go wrong.
+
+    Args:
+        arguments: the command line without the name of the program.
+        train: what each rank does, defined at the top of a module.
+    """
+    say = _say_as_one_rank if launch.under_torchrun() else _say
+    try:
+        refuse_secret_words(arguments, os.environ)
+        if launch.under_torchrun():
+            return _as_one_rank(arguments, train)
+        return _with_hydra(arguments, _by_name(train))
+    except KeyboardInterrupt as stopped:
+        return say(launch.describe(stopped), 130)
+    except (Exception, launch.Interrupted) as error:
+        return say(launch.describe(error), getattr(error, "exit_code", 1))
+
+
+def _by_name(train: "Train") -> "Train":
+    """The same function of the module that has the script's own name, where other processes find it."""
+    main_module = sys.modules["__main__"]
+    if train.__module__ != "__main__" or main_module.__file__ is None:
+        return train
+    name = main_module.__spec__.name if main_module.__spec__ else Path(main_module.__file__).stem
+    found: Train = getattr(importlib.import_module(name), train.__name__)
+    return found
+
+
+def _warn(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"warning: {note}", file=sys.stderr)
+
+
+def _say(text: str, exit_code: int) -> int:
+    print(as_called(text), file=sys.stderr, flush=True)
+    return exit_code
+
+
+def _say_as_one_rank(text: str, exit_code: int) -> int:
+    """Once for each machine: torchrun ends with what every rank told it."""
+    if not launch.tell_torchrun(text) or os.environ["LOCAL_RANK"] == "0":
+        _say(text, exit_code)
+    return exit_code
+
+
+def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
+    """Check every run that the command line asks for, then let Hydra make the folders and call us once per run."""
+    import hydra
+
+    asked = _options(arguments)
+    if asked.help:
+        show(overview(CONF))
+        return 0
+    folder, shows = None, bool(asked.hydra_help or asked.cfg or asked.info)
+    if not (asked.hydra_help or asked.shell_completion):
+        settled = _settled_runs(asked)
+        _refuse_or_warn(settled)
+        if settled.asking and not shows:
+            return max(answer(config, overrides, CONF) for config, overrides in settled.asking)
+        folder = None if shows else settled.folder
+    codes: list[int] = []
+
+    def run_one(composed: Any) -> float | None:
+        return _run_job(composed, train, codes)
+
+    words = list(asked.overrides)
+    options = [one for one in arguments if one not in words]
+    key = "hydra.sweep.dir" if asked.multirun else "hydra.run.dir"
+    if folder is not None:
+        # the time in its name is read once, so that we know where the jobs are, whoever runs them
+        words.append(f"{key}={suggest.word(str(folder))}")
+    if asked.multirun:
+        # a launcher's processes find `train` by its name
+        paths = [str(CONF.parent), os.environ.get("PYTHONPATH")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    sys.argv = [sys.argv[0], *words, *options]  # between options Hydra finds no settings
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # what it does not catch comes to us, and is one line
+    with for_a_reader() if folder is None else making(key, folder):
+        hydra.main(config_path=str(CONF), config_name="config", **_version_base())(run_one)()
+    if asked.multirun and folder is not None and folder.is_dir():
+        codes += _tell_sweep(folder, told=bool(codes))
+    return max(codes, default=0)
+
+
+def _options(arguments: Sequence[str]) -> Any:
+    """What Hydra understands of the command line, wherever in it an option stands.
+
+    Raises:
+        ConfigError: an option that it does not have, or with a value that it does not take.
+    """
+    from hydra._internal.utils import get_args_parser
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"{one_line(message)}; --help shows how to start, --hydra-help all options")
+
+    for argument, after in itertools.zip_longest(arguments, arguments[1:], fillvalue="-"):
+        if argument.startswith("--") and argument[2:].split("=")[0] in keys():
+            separate = "=" not in argument and not after.startswith("-") and "=" not in after
+            word = f"{argument[2:]}={after}" if separate else argument[2:]
+            raise ConfigError(f"{argument}: settings are written without dashes: {word}")
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    asked, unknown = parser.parse_known_intermixed_args(list(arguments))
+    if unknown:
+        raise ConfigError(f"unknown option {unknown[0]}; settings are written key=value, and --help lists them")
+    return asked
+
+
+class _Settled(NamedTuple):
+    """The runs that a command line asks for.
+
+    Attributes:
+        found: settings that go together, with the words of each run.
+        refused: why those of the others do not, by the words that only that run has.
+        notes: what is not as it was typed.
+        folder: of the run, or where the jobs of a sweep will be; None where no run could be composed.
+    """
+
+    found: Sequence[tuple[Config, Sequence[str]]]
+    refused: Mapping[str, str]
+    notes: Sequence[str]
+    folder: Path | None
+
+    @property
+    def asking(self) -> Sequence[tuple[Config, Sequence[str]]]:
+        """Those in a mode that only answers."""
+        return [(config, overrides) for config, overrides in self.found if config.mode in RUNS_NOTHING]
+
+
+def _settled_runs(asked: Any) -> _Settled:
+    """Compose and settle each run.
+
+    Raises:
+        SettingError: a word that is wrong whatever else is in the run.
+    """
+    runs = list(_runs_in(asked.overrides)) if asked.multirun else [asked.overrides]
+    found: list[tuple[Config, Sequence[str]]] = []
+    refused: dict[str, str] = {}
+    notes, folders = dict[str, None](), list[Path]()
+    for overrides in runs:
+        try:
+            composed = compose(overrides)
+            _refuse_secrets_of(composed)
+            folders.append(_folder_of(composed, "sweep" if asked.multirun else "run"))
+            settings = settings_in(composed)
+            notes |= dict.fromkeys(_notes(composed))
+            found.append((parse_config(settings), overrides))
+        except SettingError:
+            raise
+        except ConfigError as error:
+            refused[" ".join(one for one in overrides if one not in asked.overrides)] = str(error)
+    return _Settled(found, refused, tuple(notes), folders[0] if folders else None)
+
+
+def _folder_of(composed: Any, kind: str) -> Path:
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        folder = Path(composed.hydra[kind].dir)
+    except OmegaConfBaseException as error:
+        raise SettingError(f"hydra.{kind}.dir: {one_line(error)}") from None
+    refuse_secrets({f"hydra.{kind}.dir": str(folder)}, os.environ)
+    return folder
+
+
+def _refuse_secrets_of(composed: Any) -> None:
+    """What Hydra writes into the folder of a run: every setting before it is resolved, and those of its own."""
+    from omegaconf import OmegaConf
+
+    plain = OmegaConf.to_container(composed, resolve=False)
+    assert isinstance(plain, dict)
+    hydra = plain.pop("hydra")
+    own = {part: hydra[part] for part in ("job", "run", "sweep", "launcher", "sweeper")}
+    refuse_secrets({str(key): value for key, value in plain.items()} | {"hydra": own}, os.environ)
+
+
+def _refuse_or_warn(settled: _Settled) -> None:
+    """Jobs of a sweep that cannot be are told here and get a row of its table, as long as there are others.
+
+    Raises:
+        ConfigError: about the first run that cannot be, where nothing is to be run.
+    """
+    found, refused, asking = settled.found, settled.refused, settled.asking
+    run, why = next(iter(refused.items()), ("", ""))
+    first = f"{why} (in the run {run})" if found or len(set(refused.values())) > 1 else why
+    if refused and (asking or not found):
+        raise ConfigError(first)
+    if asking and len(asking) < len(found):
+        raise ConfigError(f"mode={asking[0][0].mode} runs nothing, so it is no run of a sweep; ask it by itself")
+    _warn(settled.notes)
+    if refused:
+        _warn([f"{len(refused)} of {len(refused) + len(found)} runs cannot be, and the others go on: {first}"])
+
+
+def _run_job(composed: Any, train: "Train", codes: list[int]) -> float | None:
+    """One of Hydra's jobs; returns its final validation loss, adds the exit code of a failure to `codes`.
+
+    None, for a failed run, is a failed trial to Optuna's sweeper; NaN would end the search.
+    """
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    hydra = HydraConfig.get()
+    folder, sweep = Path(hydra.runtime.output_dir), hydra.mode == RunMode.MULTIRUN
+    if Preempted.exit_code in codes:
+        return None  # the sweep was asked to stop, not one job
+    try:
+        if sweep:
+            print(f"\nrun {hydra.job.num}: {' '.join(hydra.overrides.task)}", flush=True)
+        loss = job.run(train, _settled_job(composed, folder), folder, apart=sweep).val_loss
+        return loss if math.isfinite(loss) else math.inf  # what diverged is the worst, not a failure
+    except Exception as error:
+        says_where = isinstance(error, ConfigError | Preempted | RankFailedError)
+        where = "" if says_where else f" (log: {folder}/ranks/0.log)"
+        codes.append(_say(launch.describe(error) + where, getattr(error, "exit_code", 1)))
+        return None  # the other runs of a sweep go on
+    finally:
+        if sweep:
+            from zero.trainer.report.sweep import write as write_sweep
+
+            with contextlib.suppress(Exception):  # what is wrong with its page is said when the sweep ends
+                write_sweep(Path(hydra.runtime.cwd) / hydra.sweep.dir)
+
+
+def _settled_job(composed: Any, folder: Path) -> Config:
+    """A job whose settings do not go together is a row of its sweep like any that fails."""
+    try:
+        return parse_config(settings_in(composed))
+    except ConfigError as error:
+        job.leave_failure(folder, error, final=True)
+        raise
+
+
+def _tell_sweep(folder: Path, *, told: bool) -> list[int]:
+    """Say where the table is; exit codes of failures that were not `told`, as those of jobs in other processes."""
+    from zero.trainer.report import sweep
+
+    found = sweep.write(folder)
+    print(f"\n{sweep.counts(found.jobs)}: {found.page}")
+    return [] if told else [_say(f"run {one.name} failed: {one.cause}", 1) for one in found.failed]
+
+
+def _runs_in(overrides: Sequence[str], limit: int = 64) -> Iterator[list[str]]:
+    """The overrides of the first runs of a sweep. Choices that only a sweeper can make are left out."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise ConfigError(_explain(overrides, error)) from None
+    choices = [
+        [f"{one.get_key_element()}={value}" for value in one.sweep_string_iterator()]
+        if one.is_discrete_sweep()
+        else [one.input_line]
+        for one in parsed
+        if one.is_discrete_sweep() or not one.is_sweep_override()
+    ]
+    return ([str(text) for text in run] for run in itertools.islice(itertools.product(*choices), limit))
+
+
+def _as_one_rank(arguments: Sequence[str], train: "Train") -> int:
+    """Under torchrun rank 0 composes and makes the folder, and sends them to the others."""
+    if os.environ["RANK"] != "0":
+        job.run_under_torchrun(train, None, _timeout_s(arguments))
+        return 0
+    if any(argument.startswith("-") for argument in arguments):
+        raise ConfigError("torchrun starts one run: give key=value only, or sweep with python train.py -m")
+    composed = compose(arguments)
+    _refuse_secrets_of(composed)
+    config = parse_config(settings_in(composed))
+    if config.mode in RUNS_NOTHING:
+        raise ConfigError(f"mode={config.mode} asks one process: python train.py mode={config.mode}")
+    _warn(_notes(composed))
+    job.run_under_torchrun(train, (config, _make_folder(composed, arguments)), config.launch.timeout)
+    return 0
+
+
+def _timeout_s(arguments: Sequence[str]) -> float:
+    """How long a rank waits to be told its settings, before it has any. What is wrong with them, rank 0 says."""
+    try:
+        return read(settings_in(compose(arguments))).launch.timeout
+    except ConfigError:
+        return Config().launch.timeout
+
+
+def _make_folder(composed: Any, overrides: Sequence[str]) -> Path:
+    """What Hydra does for a run that it starts itself."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    HydraConfig.instance().set_config(composed)
+    folder = _folder_of(composed, "run")
+    record = folder / (composed.hydra.output_subdir or ".hydra")
+    with making("hydra.run.dir", folder):
+        record.mkdir(parents=True, exist_ok=True)  # a run that is started again in its folder
+        OmegaConf.save(OmegaConf.create(settings_in(composed)), record / "config.yaml")
+        OmegaConf.save(OmegaConf.create(list(overrides)), record / "overrides.yaml")
+    return folder

@@ -1,0 +1,116 @@
+"""The processes of a run, its folder, and what a run that fails leaves there.
+
+`train` is the function of train.py, which each rank runs: in this process, in one that is started here, or in one that
+torchrun has started.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from zero.errors import CheckpointError, MachineError, Preempted
+from zero.platform.run_files import publish, writing
+from zero.trainer import launch
+from zero.trainer.config import Config, read
+
+if TYPE_CHECKING:
+    from zero.tracker.meter import Summary
+
+    Train = Callable[[Config, Path], Summary]
+    """What one rank does; it is found by its name in other processes."""
+
+
+def run(train: "Train", config: Config, folder: Path, *, apart: bool = False) -> "Summary":
+    """Train on as many ranks as the settings say, inside this process if that is one, and leave a complete folder.
+
+    Args:
+        apart: use a child process even for one rank, so that runs share neither memory peaks nor crashes.
+
+    Raises:
+        Preempted: a signal asked the run to stop, and it has saved.
+    """
+    from zero.tracker.jsonl import STOPPED
+
+    ranks, restarts = launch.count_ranks(config.launch.ranks, config.launch.device), config.launch.max_restarts
+    config.on(ranks)  # whether the batch divides; what is auto the ranks resolve
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_config(config, folder)
+    with _failing(folder, final=True):
+        if ranks == 1 and not apart and not restarts:
+            summary = launch.inside(train, config, folder, **_how(config, folder))
+        else:
+            summary = launch.launch(train, config, folder, ranks=ranks, max_restarts=restarts, **_how(config, folder))
+    if summary.exit_reason == STOPPED:
+        done = f"stopped by a signal after step {summary.steps}"
+        if summary.checkpoint is None:
+            raise CheckpointError(f"{done}, and not saved; see {folder}/ranks/0.log")
+        raise Preempted(f"{done}; go on with resume={summary.checkpoint}")
+    return summary
+
+
+def run_under_torchrun(train: "Train", given: tuple[Config, Path] | None, timeout_s: float) -> None:
+    """Train as the rank that torchrun made of this process.
+
+    Args:
+        given: settings and folder on rank 0, which sends them to the others; None there.
+        timeout_s: longest wait for them.
+    """
+    from zero.distributed.world import World
+
+    letter = "" if given is None else json.dumps({"config": given[0].plain(), "folder": str(given[1].absolute())})
+    with World.from_env(timeout_s, "cpu") as world:  # a few bytes: no GPU is opened for them
+        sent = json.loads(world.share(letter))
+    config, folder = read(sent["config"]), Path(sent["folder"])
+    if given is not None:
+        write_config(config, folder)
+    with _failing(folder, final=False):
+        launch.joined(train, config, folder, **_how(config, folder))
+
+
+def write_config(config: Config, folder: Path) -> None:
+    """config.yaml of a run, whole at any moment.
+
+    Raises:
+        MachineError: it cannot be written.
+    """
+    publish(folder / "config.yaml", yaml.safe_dump(config.plain(), sort_keys=False, allow_unicode=True))
+
+
+def leave_failure(folder: Path, error: BaseException, *, final: bool) -> None:
+    """summary.json and report.html of a run that failed, as far as it goes: the disk may be what failed.
+
+    Args:
+        final: replace the reason that summary.json gives already.
+    """
+    from zero.tracker import write_failure
+    from zero.trainer.report.run import write as write_report
+
+    with contextlib.suppress(MachineError):
+        write_failure(folder, {"exit_reason": launch.describe(error)}, final=final)
+    with contextlib.suppress(Exception):  # `error` is what the user has to read
+        write_report(folder)
+
+
+@contextlib.contextmanager
+def _failing(folder: Path, *, final: bool) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        leave_failure(folder, error, final=final)
+        raise
+
+
+def _how(config: Config, folder: Path) -> dict[str, Any]:
+    """What `launch` wants to know about the ranks of a run."""
+    return {
+        "folder": folder / "ranks",
+        "threads": config.launch.threads,
+        "grace_s": config.launch.grace,
+        "malloc": config.launch.malloc,
+        "deterministic": config.deterministic,
+    }

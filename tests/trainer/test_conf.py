@@ -1,4 +1,4 @@
-"""conf/ shows every key with its default, and every choice in it composes, validates and builds."""
+"""conf/ holds what differs from the declared defaults, and every choice in it composes, validates and builds."""
 
 from functools import cache
 from pathlib import Path
@@ -13,7 +13,7 @@ from zero.settings import optim, schedule, sections
 from zero.settings.build import build_optimizer, build_plan, build_precision
 from zero.tracker import settings as tracker
 from zero.trainer.cli import CONF, compose, settings_in
-from zero.trainer.config import Config, keys, read
+from zero.trainer.config import Config, keys, kinds, read
 from zero.trainer.data import SyntheticConfig, TextConfig
 from zero.trainer.models import GPT, GPTConfig
 from zero.trainer.models.hf_config import HFConfig
@@ -62,14 +62,28 @@ def test_every_option_composes_and_builds(option):
 
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if "experiment" not in option])
-def test_an_option_shows_every_key(option):
-    """What a reader of the YAML does not see, he cannot change."""
+def test_a_composed_run_has_every_key(option):
+    """So that each can be overridden, and `--cfg job` shows it."""
     config = settled(option, *NEEDS.get(option, []))
-    group = option.split("=")[0]
     assert dotted(composed(option, *NEEDS.get(option, []))) == dotted(config.plain())
-    if group != "debug":
-        own = yaml.safe_load((CONF / group / f"{option.split('=')[1]}.yaml").read_text())
-        assert dotted(own, f"{group}.") == {key for key in dotted(config.plain()) if key.startswith(f"{group}.")}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_no_yaml_repeats_a_declared_default(option):
+    """Whoever reads a file of conf/ sees what it changes. `name` is which kind it is."""
+    group, name = option.split("=")
+    given = yaml.safe_load((CONF / group / f"{name}.yaml").read_text()) or {}
+    if group in ("experiment", "debug"):  # other sections may come from other options, which these stand above
+        assert set(given) <= {"defaults", *Config().plain()}
+        return
+    kind = kinds(group).get(given.get("name"))
+    declared = Config().plain()[group] if kind is None else kind.model_construct().model_dump(mode="json")
+    assert [key for key in given if key != "name" and given[key] == declared[key]] == []
+
+
+def test_the_default_run_names_options_only():
+    given = yaml.safe_load((CONF / "config.yaml").read_text())
+    assert set(given) == {"defaults", "ds_config", "hydra"}
 
 
 @pytest.mark.parametrize(
@@ -131,7 +145,7 @@ def test_a_billion_is_a_billion():
     assert config.offload.kinds == Offload("infinity").kinds
 
 
-def test_every_key_of_the_schema_is_in_some_yaml():
+def test_every_key_of_the_schema_is_in_some_composed_run():
     shown = set()
     for option in OPTIONS:
         shown |= dotted(composed(option, *NEEDS.get(option, [])))

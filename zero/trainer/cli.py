@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -22,7 +23,7 @@ from zero.platform.run_files import making
 from zero.trainer import job, launch
 from zero.trainer.answers import answer, as_called, for_a_reader, show
 from zero.trainer.checks import RUNS_NOTHING, parse_config
-from zero.trainer.config import Config, keys, keys_of, read, unknown_key
+from zero.trainer.config import Config, keys, keys_of, kinds, read, unknown_key
 from zero.trainer.explain import overview
 
 if TYPE_CHECKING:
@@ -37,6 +38,43 @@ PRESETS = ("experiment", "debug")
 """Groups whose options set keys of other sections."""
 
 
+@cache
+def _store_options() -> None:
+    """Give Hydra every file of conf/, each over the declared defaults of what it sets."""
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    for path in sorted(CONF.rglob("*.yaml")):
+        group = None if path.parent == CONF else path.parent.name
+        given: Any = OmegaConf.load(path)
+        node = OmegaConf.merge(_declared(group, given.get("name")), given)
+        package = "_global_" if group in (None, *PRESETS) else group
+        ConfigStore.instance().store(path.stem, node, group, package, provider=str(path.parent))
+
+
+def _declared(group: str | None, name: str | None) -> dict[str, Any]:
+    """The defaults of an option's section, of the kind that has this name; without a group those of all others."""
+    plain = Config().plain()
+    if group is None:
+        return {key: plain[key] for key in plain if key in PRESETS or not (CONF / key).is_dir()}
+    if group in PRESETS:
+        return {}
+    kind = kinds(group).get(str(name))
+    if kind is None:
+        return plain[group]
+    return {"name": name, **kind.model_construct().model_dump(by_alias=True, mode="json")}
+
+
+def _option(group: str, name: str | None) -> Mapping[str, Any]:
+    """What an option of conf/ sets; nothing where it is none of them."""
+    from hydra.core.config_store import ConfigStore
+
+    if not (CONF / group / f"{name}.yaml").exists():
+        return {}
+    node: Mapping[str, Any] = ConfigStore.instance().load(f"{group}/{name}.yaml").node
+    return node
+
+
 def compose(overrides: Sequence[str], config_name: str = "config") -> Any:
     """Hydra's composed configuration, with its own part under `hydra`.
 
@@ -48,9 +86,10 @@ def compose(overrides: Sequence[str], config_name: str = "config") -> Any:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
+    _store_options()
     GlobalHydra.instance().clear()
     try:
-        with hydra.initialize_config_dir(str(CONF), job_name="train", **_version_base()):
+        with hydra.initialize(config_path=None, job_name="train", **_version_base()):
             return hydra.compose(config_name, list(overrides), return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise SettingError(_explain(overrides, error)) from None
@@ -82,14 +121,10 @@ def _hydra_of(composed: Any) -> Any:
 
 def _of_their_kinds(settings: dict[str, Any], hydra: Any) -> dict[str, Any]:
     """Without what an experiment or debug=tiny says of kinds that were not chosen: model=hf has no width."""
-    import yaml
-
     typed = _typed_keys(hydra)
     for group in PRESETS:
-        option = CONF / group / f"{hydra.runtime.choices.get(group)}.yaml"
-        said = yaml.safe_load(option.read_text()) if option.exists() else {}
-        for section, names in said.items():
-            if not isinstance(names, dict) or section not in settings:
+        for section, names in _option(group, hydra.runtime.choices.get(group)).items():
+            if not isinstance(names, Mapping) or section not in settings:
                 continue
             known = keys_of(section, settings[section])
             for name in names if known else ():
@@ -127,9 +162,7 @@ def _notes(composed: Any) -> Iterator[str]:
     hydra = _hydra_of(composed)
     typed, choices = _typed_keys(hydra), hydra.runtime.choices
     if "model" in typed:
-        import yaml
-
-        own = yaml.safe_load((CONF / "model" / f"{choices.model}.yaml").read_text())
+        own = _option("model", choices.model)
         others = {f"model.{name}": value for name in own if (value := composed.model.get(name)) != own[name]}
         if changed := [f"{key}={suggest.shown(value)}" for key, value in others.items() if key not in typed]:
             by = " ".join(f"{one}={choices[one]}" for one in PRESETS if choices.get(one) not in (None, "none"))
@@ -172,7 +205,7 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
     return unknown_key(found[1]) if found else one_line(error)
 
 
-def _version_base() -> dict[str, str]:
+def _version_base() -> dict[str, Any]:
     """Hydra 1.3 warns without it, 1.4 with it."""
     import hydra
 
@@ -258,7 +291,7 @@ def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
     sys.argv = [sys.argv[0], *words, *options]  # between options Hydra finds no settings
     os.environ["HYDRA_FULL_ERROR"] = "1"  # what it does not catch comes to us, and is one line
     with for_a_reader() if folder is None else making(key, folder):
-        hydra.main(config_path=str(CONF), config_name="config", **_version_base())(run_one)()
+        hydra.main(config_path=None, config_name="config", **_version_base())(run_one)()
     if asked.multirun and folder is not None and folder.is_dir():
         codes += _tell_sweep(folder, told=bool(codes))
     return max(codes, default=0)

@@ -1,4 +1,4 @@
-"""How far long work has come: a function that the work calls, and that a progress bar implements.
+"""Report how far long work has come: a function that the work calls, and that a progress bar implements.
 
 Called in the thread that trains, on every rank, with what this rank has done of its own share; `done == total` ends it.
 """

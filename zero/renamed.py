@@ -1,4 +1,4 @@
-"""Where modules are that stood elsewhere in 0.1: the old names still import, with a warning that names the new one."""
+"""Modules that were renamed since 0.1: the old names import, with a warning that names the new one."""
 
 import warnings
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a checkpoint of a plan holds: the same answer on every rank, for every rank.
+"""Which bytes of a plan's state are in which rank's file: the same answer on every rank, for every rank.
 
 Each rank's file has what its shard covers, whatever the rank keeps beside: for every unit this range of the fp32
 parameters (the master, where there is one), of each moment, and of the frozen parameters. Buffers are in the file of

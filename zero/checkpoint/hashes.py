@@ -1,4 +1,4 @@
-"""What a checkpoint's file is recognised by: a SHA-256 that threads and ranks can share, and a CRC-32 of each MiB.
+"""Checksums of a checkpoint's files: a SHA-256 that threads and ranks can share, and a CRC-32 of each MiB.
 
 The SHA-256 is taken over the digests of 16 MiB blocks: blocks do not wait for each other, and a reader may take them in
 any order. The CRCs are finer, so that a small read can be checked and damage can be placed.

@@ -1,4 +1,4 @@
-"""Load a checkpoint into any state of the same model: whatever the stage, tier, world, pages and units of either.
+"""Load a checkpoint into any state of the same model, whatever the stage, tier, world, pages and units of either.
 
 Opening reads the manifest and hashes every file, shared out over the ranks; a checkpoint that is open was whole. Only
 then is anything of the state written: each rank reads the ranges that its own flats cover, through the CRC-32 of every

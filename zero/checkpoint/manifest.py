@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as a value and as the text that vouches for it.
+"""The manifest of a checkpoint: what each file holds and hashes to; a text that does not add up is refused.
 
 A manifest says where each tensor's elements lie and what each file hashes to. Its text is one JSON object in ASCII,
 and the last line is the hash of all lines before it:

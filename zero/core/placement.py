@@ -1,4 +1,4 @@
-"""Which tier each part of the training state sleeps on, decided once, before any of it exists.
+"""What `offload` means: the tier (device, host memory, disk) of each kind of state, and of each page.
 
 An `Offload` says what is wanted: for each kind of state a tier, or `auto`. `place` turns that, sizes and budgets into
 one tier for the parameters, one for the gradients, and one for every page of master and moments.

@@ -1,4 +1,4 @@
-"""A section of settings: what it declares, and what to say to a value that it refuses.
+"""Read a section of settings; the one-line message for a value or a key that it refuses.
 
 Pydantic answers with a list of records over several lines; a person at a command line wants to know what to type: the
 key as typed, what is wrong, the nearest right word.

@@ -1,4 +1,4 @@
-"""How a setting is declared: a `Section` of keys, and kinds of values with the words that describe them.
+"""How one setting is declared: `key`, and kinds of values with the words that describe them.
 
 A setting is declared once, by the part that uses it. Its words are said three times: to whoever typed something else,
 by mode=explain, and in docs/config.md. Pydantic's own kinds would answer a mistake in `int | "auto"` with two errors,

@@ -1,4 +1,4 @@
-"""Find out while a rank waits that it waits in vain, because the ranks run different operations.
+"""Notice during a wait that it can never end, because the ranks run different operations.
 
 A message that nobody expects, and one that nobody sends, are waited for until the deadline: gloo's waits can neither be
 looked into nor called off. So a thread of each rank watches. When rank 0 has waited for `PATIENCE_S`, it tells through

@@ -1,4 +1,4 @@
-"""How ranks talk: the only file that imports torch.distributed.
+"""Communication between ranks: gather, reduce-scatter, all-reduce. The only file that imports torch.distributed.
 
 A `World` moves flat tensors between ranks and adds them up. It knows nothing of layouts, units or steps.
 A transport has to bring three primitives (gather, exchange, broadcast); everything else is written once, on top of

@@ -1,4 +1,4 @@
-"""Build a model without values: parameters on meta, and a memory of what constructors wrote into them.
+"""Build a model without allocating it: parameters on meta, and a record of what constructors wrote into them.
 
 `zero.init` makes first values owner by owner, by `reset_parameters` and `_init_weights`. What else a constructor does
 to a parameter that is registered (`nn.init.normal_(self.up.weight, std=0.02)`) is kept as a call and made again after

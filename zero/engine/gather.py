@@ -1,4 +1,4 @@
-"""Gather a unit just before it computes, release it after, regather it when backward comes back.
+"""Run a unit's modules on gathered parameters, forward and backward, and pass their gradients on.
 
 `Gather` is one autograd function from a unit to the tuple of its parameters. Its forward cuts views out of the gathered
 buffer; its backward says that all gradients of the call have arrived, and the reducer's reduce-scatter is the transpose

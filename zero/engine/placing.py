@@ -1,4 +1,4 @@
-"""How large a page is, how many slots the arena has, and on which tier everything is: pure functions of sizes."""
+"""How large a page is, how many slots the arena has, and whether it all fits: pure functions of sizes."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping

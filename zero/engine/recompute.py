@@ -1,4 +1,4 @@
-"""Run a module now and once more in backward, instead of keeping its activations.
+"""Run a module now and once more in backward, instead of keeping its activations (remat).
 
 The parameters go into torch's checkpoint as arguments, and a checkpoint keeps its arguments through the saved-tensor
 hooks around it. Those are the gatherer's, so a gathered parameter is not kept but found again.

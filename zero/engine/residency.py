@@ -1,4 +1,4 @@
-"""Which units are gathered on this rank right now: gathers them, and those that come next ahead of time.
+"""Which units are gathered on this rank now: starts gathers, the next units' ahead of time, and releases buffers.
 
 A unit is gathered into a buffer of its own (resident) or one borrowed from the pool. Its copy is current while the
 buffer's version is the unit's; a deferred update is made before a gather, so what arrives is this step's parameters.

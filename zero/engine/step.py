@@ -1,4 +1,4 @@
-"""One training step: passes over microbatches, one small collective, a decision.
+"""One training step: run the microbatches, then skip the update, or clip the gradients and defer every unit's update.
 
 `make_step` is a loop over `Step` that calls a loss function; `Step` is the same in pieces, for a loop of one's own. A
 microbatch is whatever lies between `microbatch()` and the next one: any number of forwards and backwards, whoever

@@ -1,4 +1,4 @@
-"""The end of a step over all ranks: norm, losses and flags from one small collective, and what is refused by them.
+"""One small collective at the end of a step: every rank's sums of squares, losses and flags, added in one order.
 
 Sums are added in rank order and in unit order, so all ranks know the same bits. Nothing has been updated yet.
 """

@@ -1,4 +1,4 @@
-"""One page between the store and memory of the device.
+"""Copy one page between the store and the device's memory.
 
 The store's threads move host memory. Where the device is the host, or lends from it, that is all. On a GPU a page of a
 disk passes through a slot of the pinned arena, and a thread of the store copies it on a stream of its own.

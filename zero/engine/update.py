@@ -1,4 +1,4 @@
-"""The optimizer step: norm, clip coefficient, and page by page read, update, write.
+"""The optimizer's update of a unit, page by page: read, update, write; applied before the unit's next gather.
 
 A step only decides. It computes the norm, captures every number the update needs by value (`Hyper`), and defers each
 unit's update. What is on the device is updated by `apply`, just before the unit is next gathered. What is offloaded is

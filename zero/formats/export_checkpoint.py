@@ -1,4 +1,4 @@
-"""A checkpoint into what other libraries read: parameters and buffers, whole, under every name of the model.
+"""Export a checkpoint to other formats: full parameters and buffers, under every name of the model.
 
 Values go from the checkpoint's files through their CRC-32 into the new file, a block of a tensor at a time. What is
 written appears under its name when it is complete.

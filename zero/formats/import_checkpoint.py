@@ -1,4 +1,4 @@
-"""What other libraries wrote into a checkpoint, which then loads as one of ours.
+"""Import what other libraries wrote as a checkpoint that loads like one of ours.
 
 A source has names and values. What it does not have is decided here: which names are parameters, frozen or buffers;
 moments that it lacks are zeros; its generators and loss scale begin anew. Whether names and shapes are those of a

@@ -1,4 +1,4 @@
-"""A bar with the time left, for scripts: on a terminal alone, since what waits in a pipe wants no frames."""
+"""A progress bar with the time left, for scripts on a terminal."""
 
 import contextlib
 from collections.abc import Iterator

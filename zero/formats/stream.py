@@ -1,4 +1,4 @@
-"""A tensor that lies elsewhere, met block by block: what every format is turned into, and made of.
+"""A tensor read block by block, wherever it is: what every format reads into and writes from.
 
 So a model passes from one format into another with a few MiB of it in memory, and a format needs to know only names,
 dtypes, shapes and bytes.

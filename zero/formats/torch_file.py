@@ -1,4 +1,4 @@
-"""Files as torch.save writes them: written as a stream, and read without running what they hold.
+"""Files of torch.save: written as a stream, and read without running the code they may hold.
 
 A `.pt` file is a zip whose `data.pkl` names the tensors and whose other records are their bytes, stored as they are.
 torch.save wants all tensors in memory at once; here the pickle is written from names and sizes alone, and the bytes

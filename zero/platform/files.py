@@ -1,4 +1,4 @@
-"""The file calls of stores and checkpoints, and one nameless file that is read and written in blocks.
+"""The file calls of stores and checkpoints, and one unlinked file that is read and written in blocks.
 
 `Files` is the only way to the file system, so a test can fail any call (`tests/faults`). `move` repeats a call until a
 whole buffer has moved. `ScratchFile` knows descriptors, alignment and request sizes; it does not know what a page is.

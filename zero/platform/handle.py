@@ -1,4 +1,4 @@
-"""What is under way and can be waited for: transfers of a store, operations between ranks."""
+"""Something under way that can be waited for: a transfer of a store, an operation between ranks."""
 
 from typing import Protocol
 

@@ -1,4 +1,4 @@
-"""The last memory reading of processes that may be killed without a word.
+"""Keep the last memory reading of processes that the system may kill without a word.
 
 The system kills with signal 9 whoever asks for memory when there is none, and the victim cannot say what it held. So
 its parent reads it now and then: what each child holds, and what was left.

@@ -1,4 +1,4 @@
-"""How fast GPUs multiply, by their name: what a run's speed is held against.
+"""Peak FLOP/s of GPUs by name, for utilisation (MFU).
 
 Dense peaks of the makers' data sheets, without sparsity, in 10^12 operations a second: of tensor cores for half types
 (with fp32 sums where a sheet has both), of ordinary cores for fp32, because torch does not round fp32 to tf32 unasked.

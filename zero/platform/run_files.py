@@ -1,4 +1,4 @@
-"""Files that a run leaves in its folder: whole at any moment, and one line where the system refuses one.
+"""Write the files of a run's folder: replaced in one piece, and one line where the system refuses.
 
 A call that writes does not say which file it was about, so each file is named where it is written.
 """

@@ -1,4 +1,4 @@
-"""Threads beside the one that trains, none of which may be inside torch when the interpreter ends.
+"""Threads beside the training thread; the interpreter waits for them, so none ends inside torch.
 
 A daemon that asks for the interpreter's lock after that has its stack unwound; where C++ is on it, the process dies
 with SIGABRT. For a thread that is no daemon Python waits without end, and before anybody could ask it to stop. So these

@@ -1,4 +1,4 @@
-"""What ran when in one step, and how much of it was hidden behind compute.
+"""Record what ran when in one step, and how much of it was hidden behind compute.
 
 A `Span` is something under way, in one of these rows:
 

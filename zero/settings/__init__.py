@@ -1,4 +1,4 @@
-"""What a training step is made with, as one closed schema that has no model and no data.
+"""The settings of a training step, as one closed schema without model and data.
 
 Reads a nested mapping, gives a frozen `Settings` or raises one `ConfigError` of one line: the key as the user typed it,
 what was seen, what to write. Knows nothing of ranks or torch, so a mistake is answered before they are there. Whoever

@@ -1,4 +1,4 @@
-"""From settings to the objects of the engine: one function each, nothing but names on both sides."""
+"""From settings to the engine's objects: one function each."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

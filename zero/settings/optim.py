@@ -1,4 +1,4 @@
-"""The optimizers that a run can choose, and what each is made of."""
+"""Settings of each optimizer."""
 
 from typing import Annotated, Literal, Self
 

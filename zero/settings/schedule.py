@@ -1,4 +1,4 @@
-"""How the learning rate moves: the schedules that a run can choose."""
+"""Settings of each learning-rate schedule."""
 
 from typing import Annotated, Literal, Self
 

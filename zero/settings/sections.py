@@ -1,4 +1,4 @@
-"""What a training step is made with: how its state is sharded and moved, its batch, its number types."""
+"""Settings of how the state is sharded and moved, of the batch and of number types."""
 
 from typing import Annotated, Any, Literal, Self
 

@@ -1,4 +1,4 @@
-"""The one open family of zero: a tier is a class that passes `zero.testing.StoreContract`."""
+"""Pages on tiers. A tier is a class that passes `zero.testing.StoreContract`."""
 
 from zero.platform.files import REQUEST_BYTES
 from zero.store.base import Page, Store, Ticket

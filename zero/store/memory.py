@@ -1,4 +1,4 @@
-"""Pages in memory: the device tier, and the host tier.
+"""The device tier and the host tier: pages in memory.
 
 `in_place` lends the pages themselves. Where they lie on the device that computes, the optimizer works on them and
 nothing is ever copied; host pages of a run on a GPU are copied from and to directly, because they lie in its pinned

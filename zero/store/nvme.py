@@ -1,6 +1,6 @@
-"""Pages on a disk: the nvme tier.
+"""The disk tier: pages in one unlinked file, each checked by version, length and CRC-32 when it is read.
 
-All pages of a store lie in one nameless file (`ScratchFile`), each in whole blocks of its own. Memory holds for each
+All pages of a store lie in one unlinked file (`ScratchFile`), each in whole blocks of its own. Memory holds for each
 page how often it was written and the CRC-32 of what was written; a read must find exactly that. So a page that was
 damaged, went elsewhere or never reached the disk is not delivered, and nothing on the disk is believed that this
 process did not write.
@@ -49,7 +49,7 @@ class _Entry:
 
 
 class NvmeStore(Store):
-    """Pages in a nameless file in `folder`.
+    """Pages in a unlinked file in `folder`.
 
     Args:
         capacity_bytes: reserved now; pages beyond it reserve more as they are allocated.

@@ -1,4 +1,4 @@
-"""The schedule of read-ahead and write-behind, as one pure function: (state, event) -> (state, actions).
+"""What is read ahead and written behind next, specified as one pure function: (state, event) -> (state, actions).
 
 Memory has a few **slots**. A **group** of pages is in a store, and is loaded into a slot to be modified:
 

@@ -1,4 +1,4 @@
-"""Threads that carry out a schedule: `Schedule` decides what comes next, a few workers do it.
+"""The store's threads: a few workers that carry out what the schedule decides, and everyone who waits for them.
 
 One lock guards the schedule's state. It is never held during I/O or work, and no worker waits for another operation:
 what cannot start yet is not given to a worker. A worker that finishes takes its next action along, so that nobody has

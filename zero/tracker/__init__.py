@@ -1,4 +1,4 @@
-"""What a run says while it runs: rows in metrics.jsonl always, the console, and Weights & Biases if asked.
+"""What a run reports while it runs: rows in metrics.jsonl always, the console, and Weights & Biases if configured.
 
 Rank 0 has a tracker; the others have one without views. Views do not know each other. metrics.jsonl comes first, and is
 the only one whose failure ends a run; any other is told of once and left out.

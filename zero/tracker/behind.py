@@ -1,4 +1,4 @@
-"""A view in a thread of its own, so that it can neither end a run nor hold one up."""
+"""Run a view in its own thread, so that it can neither end a run nor hold it up."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a person sees while a run runs: one line that says how it goes, as long as the screen is wide.
+"""The console: one line about the run's progress, as wide as the screen.
 
 On a terminal the line stays in place beside a bar, with longer works above it; in a pipe there is one line per row.
 """

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder for programs: rows in metrics.jsonl, and how it ended in summary.json."""
+"""Write rows to metrics.jsonl, and how the run ended to summary.json."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Turns what steps return into rows of metrics and a summary: speed since the last row, totals, peaks over ranks.
+"""From a step's result to a row of metrics and the final summary: speed, totals, peaks over ranks.
 
 What the store and the other ranks brought is read from running totals. A step lasts as long as the rank that waited
 longest, and drives wear by what all ranks write: seconds are the slowest rank's, bytes are everyone's.

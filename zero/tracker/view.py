@@ -1,4 +1,4 @@
-"""What a run says, row by row, and what every place that shows it has to answer to.
+"""What a run reports, row by row, and the interface of everything that shows it.
 
 A row is a flat mapping with the keys of `ROW`; what was not measured is null.
 """

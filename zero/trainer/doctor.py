@@ -2,7 +2,7 @@
 
 `checks` looks at one thing after another and never raises for what it finds. Everything it reads comes through a
 `Host`, so a test can describe any machine: a folder in place of `/`, answers in place of commands. Nothing is changed;
-a nameless file of at most 256 MiB is written to measure the disk, for up to three seconds.
+a unlinked file of at most 256 MiB is written to measure the disk, for up to three seconds.
 """
 
 import contextlib

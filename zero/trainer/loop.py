@@ -1,4 +1,4 @@
-"""Around the steps of one run on one rank: what it goes on from, its rows, checkpoints and validations, and its end.
+"""The steps of one run on one rank, with what is reported, validated and saved between them.
 
 The loop itself is in train.py.
 """

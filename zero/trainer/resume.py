@@ -1,4 +1,4 @@
-"""How a run differs from the one that saved the checkpoint it goes on from, in the words of the command line.
+"""How a run differs from the one that saved its checkpoint, in words that can be typed.
 
 Another model or other moments are refused, with the words to add. Other settings that change the result are one line.
 Only rank 0 shows it, and every rank finds the same.

@@ -1,4 +1,4 @@
-"""When a run saves, what it keeps, and where it goes on from.
+"""When a run saves, which checkpoints it keeps, and which one it resumes from.
 
 A run saves every so many steps, and when a stop is requested. Behind training (`checkpoint.async`) a thread writes a
 copy; every rank says with each step whether its file is written, so all publish it after the same step.

@@ -1,4 +1,4 @@
-"""Texts through a tokenizer of Hugging Face, once: what comes out are files of tokens as `data=tokens` reads them.
+"""Tokenise texts once with a Hugging Face tokenizer, into files that `data=tokens` reads.
 
 They are kept under a name that is the hash of all they depend on. Rank 0 finds or makes them while the others wait, so
 every rank maps the same bytes, and so does a run that goes on tomorrow.

@@ -1,4 +1,4 @@
-"""What the data settings mean on disk: which files, which of them are held out, and what must be refused.
+"""What the data settings mean on disk: which files, which are held out for validation, what is refused.
 
 No torch here, so that a wrong folder is refused at once. Nothing is read but the first bytes of each file.
 """

@@ -1,4 +1,4 @@
-"""A tokenizer of Hugging Face as it lies in a file: texts to numbers and back. No torch, and nothing is fetched."""
+"""A Hugging Face tokenizer from its file: texts to numbers and back, without torch or the network."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Tokens made elsewhere: a file of uint16 or uint32, of which only the rows used are read, when they are used.
+"""A file of uint16 or uint32 tokens; only the rows in use are read.
 
 The file is not mapped into memory: where it is cut short while a run reads it, a map ends the process without a word.
 """

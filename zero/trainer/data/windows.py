@@ -1,4 +1,4 @@
-"""Rows cut out of a long 1-D tensor of tokens: random ones for training, fixed ones for validation."""
+"""Cut rows out of a long 1-D tensor of tokens: random ones for training, fixed ones for validation."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""State that the parent and its ranks share: requests, who lives, where each rank is, and why one ended.
+"""Memory that the parent and its ranks share: requests to stop, which ranks live, where each is, why one ended.
 
 It is memory without a name: no cleaner of temporary files can delete it during a run of weeks. The ranks of a world
 also leave notes for each other in its store (`zero/distributed/failure.py`). Two places are better than one: those

@@ -1,4 +1,4 @@
-"""Why a run ended, in one line."""
+"""An exception as one line of text."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""What the microbatches of a run hold at most in activations, beside parameters and gradient flats."""
+"""Peak activation bytes of a run's microbatches, for the plan."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

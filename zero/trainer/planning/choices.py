@@ -1,4 +1,4 @@
-"""Every setting that a machine could train a model with: what it takes, whether it fits, how long a step would last."""
+"""Every stage and preset that a machine could train a model with: memory, whether it fits, time per step."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

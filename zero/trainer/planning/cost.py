@@ -1,4 +1,4 @@
-"""How long a step will take, from a plan and rates: arithmetic only.
+"""Estimate the time of a step from a plan and rates: arithmetic only.
 
 An update hides behind the next forward, so a lazy step lasts max(C_forward, O) + C_backward, with C the time to compute
 and O the time to move and update what is offloaded. Gathers hide behind the compute of other units, and

@@ -1,4 +1,4 @@
-"""What a machine moves and computes per second: measured here within seconds, assumed for a machine on paper."""
+"""How fast a machine computes and moves bytes: measured here within seconds, or assumed for a described machine."""
 
 import time
 from collections.abc import Callable, Mapping

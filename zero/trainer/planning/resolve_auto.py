@@ -1,4 +1,4 @@
-"""Numbers for the settings that are auto: `zero.stage=auto`, `batch.micro=auto`, each with the reason.
+"""Replace `auto` by numbers: `zero.stage=auto`, `batch.micro=auto`, each with the reason.
 
 Rank 0 decides by the least that any rank has free, and sends its decision to the others.
 """

@@ -1,4 +1,4 @@
-"""What an operator's result looks like, without computing it: shape, dtype and strides on meta.
+"""The shape, dtype and strides of an operator's result, on meta.
 
 torch can compute this itself, but for most arithmetic it imports its compiler first: two seconds and 80 MB in every
 rank. These few rules cover what transformers, convolutions aside, consist of; an operator without a rule is left to

@@ -1,4 +1,4 @@
-"""How many bytes forward and backward of one microbatch hold at most beside parameters and gradient flats.
+"""Peak activation bytes of one microbatch's forward and backward, by running them on meta tensors.
 
 The model runs once on meta, where a tensor has a shape and no memory, through the same unit calls as in the engine:
 sites of the plan's splitting, the engine's own recomputation, each parameter's gradient dropped as soon as it is made

@@ -129,7 +129,7 @@ def test_one_file_owns_each_outside_thing(module, allowed, why):
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "store").glob("*.py")), ids=name_of)
 def test_a_store_knows_keys_and_bytes(path):
-    below = ("store", "errors", "platform.files", "platform.handle", "platform.threads")
+    below = ("store", "errors", "core.sizes", "platform.files", "platform.handle", "platform.threads")
     known = [other for other in zero_imports(path) if not other.startswith(below)]
     assert not known, f"zero/{name_of(path)} imports {known}: a store does not know what its pages mean"
 

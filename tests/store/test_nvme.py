@@ -642,7 +642,7 @@ def test_a_real_full_disk(small_disk):
     run = child(
         """
         folder = sys.argv[1]
-        assert "needs 2.00 MiB" in (said := refused(NvmeStore, folder, capacity_bytes=2**21)), said
+        assert "needs 2.0 MiB" in (said := refused(NvmeStore, folder, capacity_bytes=2**21)), said
         assert "1020.0 KiB free" in said, said
 
         store, pages = NvmeStore(folder, capacity_bytes=2**19), [Page(0, "mu", number) for number in range(64)]

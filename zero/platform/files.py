@@ -24,10 +24,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from zero.core.sizes import BLOCK_BYTES, round_up, size_text
 from zero.errors import CheckpointError, StoreError
-
-BLOCK_BYTES = 4096
-"""Direct transfers start, end and lie in memory at multiples of this: no disk in use needs more."""
 
 REQUEST_BYTES = 4 * 2**20
 """The default size of one call: large enough that Python's share of it does not show."""
@@ -189,7 +187,7 @@ class ScratchFile:
             except OSError as error:
                 if error.errno in NO_SPACE:
                     raise _no_space(self._folder, more_bytes, free_bytes, error) from error
-                raise _refused(self._folder, f"no {sized(more_bytes)} can be reserved", error) from error
+                raise _refused(self._folder, f"no {size_text(more_bytes)} can be reserved", error) from error
             self._reserved_bytes = end_bytes
 
     def read(self, memory: memoryview, offset: int) -> None:
@@ -384,19 +382,6 @@ def memory_of(tensor: Tensor) -> memoryview:
     return memoryview(octets).cast("B")
 
 
-def round_up(nbytes: int) -> int:
-    """To whole blocks."""
-    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
-def sized(nbytes: int) -> str:
-    """A size as people write it."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.2f} {name}"
-    return f"{nbytes / 2**10:.1f} KiB"
-
-
 def named(error: OSError) -> str:
     """The error's name and words: "EIO (Input/output error)"."""
     return f"{errno.errorcode.get(error.errno or 0, error.errno)} ({error.strerror})"
@@ -413,6 +398,6 @@ def _refused(folder: Path, what: str, error: OSError) -> StoreError:
 def _no_space(folder: Path, needs_bytes: int, free_bytes: int, error: OSError | None = None) -> StoreError:
     cause = f" ({named(error)})" if error else ""
     return StoreError(
-        f"the state store needs {sized(needs_bytes)}, {folder} has {sized(free_bytes)} free{cause}; set offload.path "
-        "to a folder with more space, or keep less there"
+        f"the state store needs {size_text(needs_bytes)}, {folder} has {size_text(free_bytes)} free{cause}; set "
+        "offload.path to a folder with more space, or keep less there"
     )

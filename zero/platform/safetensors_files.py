@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zero.core.sizes import BLOCK_BYTES
 from zero.errors import CheckpointError, PlanError, in_short
 from zero.platform.device import aligned_zeros
 from zero.platform.files import Files, memory_of, move, naming
@@ -45,7 +46,7 @@ LENGTH_BYTES = 8
 MOST_HEADER_BYTES = 100_000_000
 """Safetensors itself opens no file with a longer one."""
 
-ALIGN_BYTES = 4096
+ALIGN_BYTES = BLOCK_BYTES
 """The data of a checkpoint's files begins at a multiple of this, so that it can be mapped and read directly."""
 
 _DTYPES = {word: dtype for dtype, word in NAMES.items()}

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from zlib_ng.zlib_ng import crc32  # zlib's own takes five times as long, a core and a half on a fast disk
 
+from zero.core.sizes import round_up
 from zero.errors import StoreError
-from zero.platform.files import REQUEST_BYTES, Files, ScratchFile, memory_of, named, round_up
+from zero.platform.files import REQUEST_BYTES, Files, ScratchFile, memory_of, named
 from zero.platform.handle import Done
 from zero.store.base import Page, Store, Ticket
 

@@ -16,15 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zero.core.sizes import BLOCK_BYTES, round_up
 from zero.errors import StoreError
 from zero.platform.handle import Done
 from zero.store.base import Page, Store, Ticket, Watch
 from zero.store.schedule import Action, Copy, Expect, Group, Modify, Move, Read, Transfer, Work, Write
 from zero.store.traffic import Counter, Traffic
 from zero.store.workers import WorkerPool
-
-ALIGNMENT_BYTES = 4096
-"""Where slots, and the pages in them, begin: direct I/O needs it."""
 
 
 class PrefetchStore(Store):
@@ -211,7 +209,7 @@ class PrefetchStore(Store):
             (numel, dtype), lent = self._size(page), self._inner.in_place(page)
             nbytes = numel * dtype.itemsize if lent is None else 0
             places.append(_Place(page, slice(end, end + nbytes), dtype, lent))
-            end += nbytes + -nbytes % ALIGNMENT_BYTES
+            end += round_up(nbytes)
         room = self._slots[0].nbytes if self._slots else 0
         if end > room:
             raise StoreError(f"{group} takes {end} bytes of memory, and a slot has {room}")
@@ -289,8 +287,8 @@ def _check_slots(slots: Sequence[Tensor]) -> None:
     for slot in slots:
         if slot.dtype != torch.uint8 or slot.dim() != 1 or not slot.is_cpu or slot.nbytes != slots[0].nbytes:
             raise StoreError("slots are 1-D uint8 tensors of one size in host memory")
-        if slot.data_ptr() % ALIGNMENT_BYTES:
-            raise StoreError(f"slots begin at multiples of {ALIGNMENT_BYTES} bytes")
+        if slot.data_ptr() % BLOCK_BYTES:
+            raise StoreError(f"slots begin at multiples of {BLOCK_BYTES} bytes")
 
 
 class _Place(NamedTuple):

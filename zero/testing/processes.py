@@ -37,7 +37,6 @@ PRELOADED = (
     "zero.trainer.planning",
     "zero.trainer.report.run",
     "rich.console",
-    "omegaconf",
     "pytest",
     "hypothesis",
 )

@@ -106,7 +106,7 @@ def launches(width: int, preset: str = "none", **settings) -> tuple[int, int]:
         one()
         one()
         found = count_launches(one)
-        groups = sum(not part.here for parts in state.runtime.updater._parts.values() for part in parts)
+        groups = sum(not part.on_device for parts in state.runtime.updater._parts.values() for part in parts)
         state.runtime.store.close()
     return sum(found.values()), groups
 

@@ -451,7 +451,7 @@ def test_the_script_says_where_the_page_is(finished, monkeypatch, capsys):
     assert capsys.readouterr().out == f"{finished / 'report.html'}\n"
     refused = subprocess.run([script, finished / "nowhere"], capture_output=True, text=True, check=False, timeout=60)
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert "is not a folder; give that of a run" in refused.stderr
+    assert "is not a folder; name the folder of a run" in refused.stderr
 
 
 def test_a_page_is_made_without_torch(finished):

@@ -54,13 +54,3 @@ class Stage:
     def parameters(self) -> bool:
         """Parameters are sharded between uses: gathered just in time and released."""
         return self.level >= 3
-
-
-def paper_bytes(level: int, *, numel: int, world_size: int) -> float:
-    """Bytes of model state per rank by the paper's formula: 2-byte parameters and gradients, 12 bytes of Adam.
-
-    Args:
-        numel: parameters of the whole model.
-    """
-    sharded = {0: 0, 1: 12, 2: 14, 3: 16}[level]
-    return numel * ((16 - sharded) + sharded / world_size)

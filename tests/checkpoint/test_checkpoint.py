@@ -402,7 +402,7 @@ class Spectral(Small):
 
 def saver_of(world, plan, folder, **keys):
     config = Config.model_validate({"checkpoint": {"dir": str(folder), **keys}})
-    return Saver(config, plan, folder.parent, facts=dict, note=lambda text: None, asked_to_stop=lambda: False)
+    return Saver(config, plan, folder.parent, facts=dict, note=lambda text: None, stop_requested=lambda: False)
 
 
 def test_a_dtype_that_no_file_holds_is_refused_by_every_rank_and_leaves_no_folder(tmp_path: Path):
@@ -547,7 +547,7 @@ def test_what_is_not_finite_or_not_of_this_run_is_said_in_a_line(tmp_path: Path)
         def saver_with(config, data, began=None):
             facts = {"config": config.plain(), "data": data}
             return Saver(
-                config, state.plan, tmp_path, facts=lambda: facts, note=said.append, asked_to_stop=lambda: False,
+                config, state.plan, tmp_path, facts=lambda: facts, note=said.append, stop_requested=lambda: False,
                 began_from=began,
             )  # fmt: skip
 

@@ -488,7 +488,7 @@ def leftovers_are_warned_of():
         warnings.simplefilter("always")
         yield
     for warning in warned:
-        assert "while removing it; it is no checkpoint any more" in str(warning.message), warning.message
+        assert "while removing it; it is no longer a checkpoint" in str(warning.message), warning.message
 
 
 def live(root: Root, promised: dict[int, set[bytes]]) -> int:

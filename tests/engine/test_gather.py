@@ -582,7 +582,7 @@ CASES = [
     Case("reads outside, tied", Tied, penalised),
     Case("returned view", UsesAReturnedView),
     Case("stored views", UsesStoredViews, remat=False),  # recomputation would store again
-    Case("lent parameter", Lends),
+    Case("borrowed parameter", Lends),
     Case("tied", Tied),
     Case("twice", Twice),
     Case("two places", TwoPlaces),

@@ -409,8 +409,8 @@ def held_bytes(world, setting):
     parts = state.runtime
     pages = {"master": 0, "moments": 0}
     for page in state.plan.store_pages():
-        lent = parts.store.in_place(page)
-        pages["master" if page.kind == "master" else "moments"] += lent.nbytes
+        in_place = parts.store.in_place(page)
+        pages["master" if page.kind == "master" else "moments"] += in_place.nbytes
     assert parts.store.allocated_bytes == sum(pages.values())
     flats = [flat for several in parts.reducer._free.values() for flat in several]
     held = {

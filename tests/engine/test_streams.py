@@ -470,7 +470,10 @@ OTHERS = {
     "zero/engine/update.py:Launched.wait": "passes waits on",
     "zero/engine/reduce.py:Reducer._complete_oldest": "passes on to `World.reduce_scatter`, whose wait is in the list",
     **dict.fromkeys(
-        (f"zero/distributed/world.py:World.{name}" for name in ("tell", "agree", "barrier", "gather_texts", "share")),
+        (
+            f"zero/distributed/world.py:World.{name}"
+            for name in ("exchange", "agree", "barrier", "gather_texts", "share")
+        ),
         "between hosts, for what is in their memory",
     ),
     **dict.fromkeys(

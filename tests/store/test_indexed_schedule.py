@@ -11,13 +11,13 @@ from zero.store import schedule as specification
 from zero.store.indexed_schedule import Schedule
 from zero.store.schedule import Expect, Finished, Group
 
-PAGES, LENT = "abcdefgh", 2
+PAGES, IN_PLACE = "abcdefgh", 2
 
 
 def groups_of(draw: random.Random) -> list[Group]:
     """Some with pages of their own, some that share them."""
     made = [Group(0, number, (page,)) for number, page in enumerate("abc")]
-    made += [Group(LENT, number, tuple(draw.sample(PAGES, 2))) for number in range(2)]
+    made += [Group(IN_PLACE, number, tuple(draw.sample(PAGES, 2))) for number in range(2)]
     for number in range(4):
         pages = draw.sample(PAGES, draw.randrange(1, 6))
         cuts = sorted(draw.choices(range(1, len(pages) + 1), k=2))
@@ -28,10 +28,10 @@ def groups_of(draw: random.Random) -> list[Group]:
 def drawn(draw: random.Random, groups: list[Group]) -> Any:
     kind = draw.random()
     if kind < 0.1:
-        return Expect(tuple(one for one in draw.choices(groups, k=draw.randrange(6)) if one.unit != LENT))
+        return Expect(tuple(one for one in draw.choices(groups, k=draw.randrange(6)) if one.unit != IN_PLACE))
     if kind < 0.6:
         group = draw.choice(groups)
-        return due(group, draw.randrange(4), lent=group.unit == LENT)
+        return due(group, draw.randrange(4), in_place=group.unit == IN_PLACE)
     return draw.choice([get, put])(draw.choice(PAGES), here=draw.random() < 0.3)
 
 

@@ -25,7 +25,7 @@ LONG_S = 20.0
 
 
 class UnlentStore(MemoryStore):
-    """Memory that is not lent: every page must be read and written."""
+    """Memory that is not given in place: every page must be read and written."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -305,7 +305,7 @@ def test_a_read_that_is_asked_for_before_a_modification_sees_the_page_before_it(
         assert value_of(store, group.pages[1]) == 1
 
 
-# -- lent pages --------------------------------------------------------------------------------------------------------
+# -- pages in place --------------------------------------------------------------------------------------------------
 
 
 def test_lent_pages_are_worked_on_where_they_lie_and_nothing_moves():
@@ -373,12 +373,12 @@ def test_lent_pages_are_given_out_in_one_piece_where_they_lie_in_one():
         pages = [group.out[0] for group in groups]
         store.modify(groups[1], lambda tensors: tensors[-1].fill_(7)).wait()
         disk.await_held(1)
-        [whole] = store.lent(pages)
+        [whole] = store.in_place_views(pages)
         assert torch.equal(whole, block)
         assert whole.view(3, 64)[:, 0].tolist() == [0, 7, 0]
-        assert [one.numel() for one in store.lent([pages[0], pages[2]])] == [64, 64]
-        with pytest.raises(StoreError, match="on no tier that lends it"):
-            store.lent([groups[0].pages[0]])
+        assert [one.numel() for one in store.in_place_views([pages[0], pages[2]])] == [64, 64]
+        with pytest.raises(StoreError, match="on no tier that gives it in place"):
+            store.in_place_views([groups[0].pages[0]])
 
 
 # -- traffic -----------------------------------------------------------------------------------------------------------

@@ -39,8 +39,8 @@ class Scenario(NamedTuple):
     events: tuple[Any, ...]
 
 
-def due(group: Group, priority: int = 0, *, lent: bool = False) -> Modify:
-    return Modify(0, group, (priority,), lent)
+def due(group: Group, priority: int = 0, *, in_place: bool = False) -> Modify:
+    return Modify(0, group, (priority,), in_place)
 
 
 def get(page: str, *, here: bool = False) -> Transfer:
@@ -75,8 +75,8 @@ SCENARIOS = [
             [(1, 2, 1), (2, 1, 0), (2, 2, 2), (3, 2, 2)],
         ),
         (
-            "lent pages, and transfers in the asking thread",
-            (due(A, 1, lent=True), put("a", here=True), get("a", here=True), due(A, lent=True)),
+            "pages in place, and transfers in the asking thread",
+            (due(A, 1, in_place=True), put("a", here=True), get("a", here=True), due(A, in_place=True)),
             [(1, 1, 1), (1, 2, 1)],
         ),
         (
@@ -356,7 +356,7 @@ def startable(node: Node) -> list[tuple[Any, ...]]:
             found.append((MOVE, number))
             continue
         held = state.loaded.get(event.group)
-        if event.lent or (held is not None and held.number == number and held.phase is Phase.READY):
+        if event.in_place or (held is not None and held.number == number and held.phase is Phase.READY):
             found.append((WORK, event.priority, number))
         elif held is None and (state.free or idle):
             found.append((READ, event.priority, number))

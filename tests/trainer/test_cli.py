@@ -114,7 +114,7 @@ REFUSALS = [
     (["-m", "zero.stage=3,0", "offload=infinity", "steps=5", "schedule.warmup=9"], "leaves no step of steps=5"),
     (["-m", "zero.stage=0", "offload=infinity,none", "steps=5,9", "schedule.warmup=9"], "(in the run offload=infinity"),
     (["-m", "zero.stage=3,0,9", "offload=infinity"], "zero.stage=9: must be 0, 1, 2 or 3, or auto"),
-    (["-m", "mode=train,plan"], "mode=plan runs nothing, so it is no run of a sweep; ask it by itself"),
+    (["-m", "mode=train,plan"], "mode=plan runs nothing, so it cannot be part of a sweep; ask it by itself"),
     (["resume=nowhere"], "resume=nowhere does not exist; give latest, or the folder of a step, a run or several"),
     (["resume=lastest"], "resume=lastest does not exist; did you mean latest?"),
     (["checkpoint.dir=no/such/folder"], "no/such does not exist; give a folder on a disk that all ranks share"),

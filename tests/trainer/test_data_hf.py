@@ -184,7 +184,7 @@ def test_without_a_key_the_users_cache_keeps_them(config, tmp_path, monkeypatch)
 
 def test_what_fails_halfway_leaves_nothing_that_could_be_believed(config, tmp_path):
     records(tmp_path / "texts" / "zz.jsonl", [1], column="txt")
-    with pytest.raises(ConfigError, match=r"data\.column=text is no column of .*zz\.jsonl, line 1; it has id, txt"):
+    with pytest.raises(ConfigError, match=r"data\.column=text is not a column of .*zz\.jsonl, line 1; it has id, txt"):
         open_data(config, SEQ, seed=0)
     assert list(config.cached.iterdir()) == []
 
@@ -268,7 +268,7 @@ def test_rows_that_datasets_saved_are_documents(config, tmp_path):
 def test_what_datasets_saved_is_checked_without_it(config, tmp_path, monkeypatch):
     text, number = {"dtype": "string", "_type": "Value"}, {"dtype": "int64", "_type": "Value"}
     saved = replace(config, path=saved_by_datasets(tmp_path / "saved", {"body": text, "n": number}))
-    refused(saved, "data.column=text is no column of", "it has body, n")
+    refused(saved, "data.column=text is not a column of", "it has body, n")
     refused(replace(saved, column="n"), "data.column=n of", "holds int64, not text")
     broken = tmp_path / "broken"
     saved_by_datasets(broken, [])
@@ -296,10 +296,10 @@ def test_texts_that_cannot_be_read_are_refused_in_one_line(config, tmp_path):
     for name, content, words in (
         ("none.jsonl", b"\n\n", ["holds no text"]),
         ("cut.jsonl", b'{"text": "a', ["cut.jsonl, line 1 is no JSON"]),
-        ("list.jsonl", b'["text"]', ["line 1 is no record"]),
+        ("list.jsonl", b'["text"]', ["line 1 is not a record"]),
         ("null.jsonl", b'{"text": null}', ["line 1: data.column=text holds NoneType, not text"]),
         ("half.jsonl", b'{"text": "\\ud800"}', ["line 1 holds half a character"]),
-        ("other.json", b'\n{"body": ""}', ["data.column=text is no column of", "line 2; it has body"]),
+        ("other.json", b'\n{"body": ""}', ["data.column=text is not a column of", "line 2; it has body"]),
         ("latin.txt", b"caf\xe9", ["latin.txt is not UTF-8"]),
     ):
         (tmp_path / name).write_bytes(content)
@@ -314,7 +314,7 @@ def test_tokenizers_that_cannot_be_used_are_refused_in_one_line(config, tmp_path
     refused(replace(config, tokenizer=str(tmp_path)), "holds no tokenizer.json")
     (tmp_path / "tokenizer.json").write_text("{}")
     refused(replace(config, tokenizer=str(tmp_path)), "is no tokenizer")
-    refused(replace(config, end="</s>"), "data.end=</s> is no token of data.tokenizer=")
+    refused(replace(config, end="</s>"), "data.end=</s> is not a token of data.tokenizer=")
     untold = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     untold.save(str(tmp_path / "tokenizer.json"))
     refused(replace(config, tokenizer=str(tmp_path)), "does not say which token ends a text; set data.end=TOKEN")

@@ -304,7 +304,7 @@ def _vouched(text: bytes | str) -> str:
         raise CheckpointError("the manifest is damaged: it is not ASCII") from None
     last = _LAST_LINE.fullmatch(raw, max(0, len(raw) - _LAST_LINE_BYTES))
     if last is None:
-        raise CheckpointError("the manifest is cut short or damaged: its last line is no hash")
+        raise CheckpointError("the manifest is cut short or damaged: its last line is not a hash")
     if sha256(memoryview(raw)[: last.start()]).hexdigest().encode() != last[1]:
         raise CheckpointError("the manifest is damaged: it does not match the hash in its last line")
     return plain

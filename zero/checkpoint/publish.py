@@ -285,7 +285,7 @@ class Root:
             self._erase(self._retire(folder))
         except OSError as error:
             warnings.warn(
-                f"{folder}: {named(error)} while removing it; it is no checkpoint any more, the next run tries again",
+                f"{folder}: {named(error)} while removing it; it is no longer a checkpoint, the next run tries again",
                 stacklevel=3,
             )
 

@@ -225,7 +225,7 @@ def adamw(
         groups: parameters with settings of their own; what no group takes has those of this call.
 
     Raises:
-        ConfigError: a setting that is no number or out of range.
+        ConfigError: a setting that is not a number or is out of range.
     """
     update, betas = partial(_adam, torch._fused_adamw_, _eps(eps)), {"beta1": beta1, "beta2": beta2}
     return _transform("adamw", ("mu", "nu"), update, lr, betas, weight_decay, clip, decay, groups)
@@ -255,7 +255,7 @@ def adam(
         groups: parameters with settings of their own; what no group takes has those of this call.
 
     Raises:
-        ConfigError: a setting that is no number or out of range.
+        ConfigError: a setting that is not a number or is out of range.
     """
     update, betas = partial(_adam, torch._fused_adam_, _eps(eps)), {"beta1": beta1, "beta2": beta2}
     return _transform("adam", ("mu", "nu"), update, lr, betas, weight_decay, clip, decay, groups)
@@ -283,7 +283,7 @@ def sgd(
         groups: parameters with settings of their own; what no group takes has those of this call.
 
     Raises:
-        ConfigError: a setting that is no number or out of range; `nesterov` without a momentum.
+        ConfigError: a setting that is not a number or is out of range; `nesterov` without a momentum.
     """
     remembers = bool(momentum) or any(any(group.given()["betas"] or ()) for group in _listed(groups))
     if nesterov and not remembers:
@@ -315,7 +315,7 @@ def lion(
         groups: parameters with settings of their own; what no group takes has those of this call.
 
     Raises:
-        ConfigError: a setting that is no number or out of range.
+        ConfigError: a setting that is not a number or is out of range.
     """
     return _transform("lion", ("mu",), _lion, lr, {"beta1": beta1, "beta2": beta2}, weight_decay, clip, decay, groups)
 
@@ -342,7 +342,7 @@ def adagrad(
         groups: parameters with settings of their own; what no group takes has those of this call.
 
     Raises:
-        ConfigError: a setting that is no number or out of range.
+        ConfigError: a setting that is not a number or is out of range.
     """
     _require("lr_decay", lr_decay, _is_finite, "0 or more")
     update = partial(_adagrad, lr_decay, _eps(eps))

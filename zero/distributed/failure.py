@@ -170,7 +170,7 @@ class LastWord:
 class PlaceBoard(Protocol):
     """Where the ranks of a machine write down their places."""
 
-    def tell_place(self, rank: int, place: str, /) -> None: ...
+    def set_place(self, rank: int, place: str, /) -> None: ...
     def place_of(self, rank: int, /) -> str: ...
 
 
@@ -183,11 +183,11 @@ class Places:
         self.own = ""
         self._rank = rank
 
-    def tell(self, place: str) -> None:
+    def set(self, place: str) -> None:
         """Costs a write to memory."""
         self.own = place
         if self.board is not None:
-            self.board.tell_place(self._rank, place)
+            self.board.set_place(self._rank, place)
 
     def of(self, rank: int) -> str:
         """What any rank told last; "" if nothing is known."""

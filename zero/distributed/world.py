@@ -233,7 +233,7 @@ class World(ABC):
         self._reduce_bytes += full_P.nbytes - flat_S.nbytes
         return _Timed(_Then(add, (flat_S, full_P)), self._waited)
 
-    def tell(self, numbers_N: Tensor, *, what: str = "") -> Tensor:
+    def exchange(self, numbers_N: Tensor, *, what: str = "") -> Tensor:
         """Every rank's `numbers_N`, on every rank: (W, N) in host memory.
 
         Other operations need not have been started alike so far: only these have to be, among themselves.
@@ -242,7 +242,7 @@ class World(ABC):
             numbers_N: (N,) in host memory, any dtype.
         """
         everyone = numbers_N.new_empty(self.size, numbers_N.numel())
-        op = _label("tell", what)
+        op = _label("exchange", what)
         _check(op, numbers_N, numbers_N.numel(), numbers_N.dtype)
         begin_s = time.perf_counter()
         self._gather(numbers_N, everyone.view(-1), op, aside=True).wait()
@@ -452,7 +452,7 @@ class ProcessWorld(World):
         return dist.group.WORLD
 
     def at(self, place: str) -> None:
-        self._places.tell(place)
+        self._places.set(place)
 
     def fail(self, error: BaseException) -> None:
         self._raised = True

@@ -71,9 +71,9 @@ def lending(world: World, device: Device, store: PrefetchStore, page_numel: int)
             for ticket in tickets:
                 ticket.wait()
             place = shard.own_S
-            for lent in store.lent(shard.pages):
-                device.copy(place[: lent.numel()], lent)
-                place = place[lent.numel() :]
+            for view in store.in_place_views(shard.pages):
+                device.copy(place[: view.numel()], view)
+                place = place[view.numel() :]
             if world.size == 1:
                 return []
             return [world.gather(shard.own_S, shard.full_P, what=unit.spec.name)]

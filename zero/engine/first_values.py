@@ -251,14 +251,14 @@ def _made_by(owner: Owner, copied: nn.Module) -> dict[str, Tensor]:
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     after = list(_initialisers(copied, owner.path))
     placeholders = dict(module._parameters)
-    lent: dict[int, nn.Parameter] = {}  # a parameter under two names is one
+    filled: dict[int, nn.Parameter] = {}  # a parameter under two names is one
     try:
         for own, parameter in placeholders.items():
             if parameter is not None:
                 zeros = aligned_zeros(parameter.numel(), torch.float32, torch.device("cpu")).view(parameter.shape)
-                module._parameters[own] = lent.setdefault(id(parameter), nn.Parameter(zeros))
+                module._parameters[own] = filled.setdefault(id(parameter), nn.Parameter(zeros))
         with torch.no_grad():
-            for parameter in lent.values():
+            for parameter in filled.values():
                 parameter.fill_(torch.nan)  # shows who was left out
         _write_again(module._parameters, placeholders, begin=True)
         if reset is not None:
@@ -282,7 +282,7 @@ def _made_by(owner: Owner, copied: nn.Module) -> dict[str, Tensor]:
 
 
 def _write_again(
-    lent: Mapping[str, nn.Parameter | None], placeholders: Mapping[str, nn.Parameter | None], *, begin: bool
+    filled: Mapping[str, nn.Parameter | None], placeholders: Mapping[str, nn.Parameter | None], *, begin: bool
 ) -> None:
     """What the parameters began with, or what the constructor wrote into them later, in its order."""
     writes = [
@@ -293,7 +293,7 @@ def _write_again(
         if (one.number == BEGIN) == begin
     ]
     for _, own, one in sorted(writes, key=lambda each: each[0]):
-        target = lent[own]
+        target = filled[own]
         assert target is not None
         write_again(target, [one])
 

@@ -323,7 +323,7 @@ class Reducer:
         self._turns.go_on()
 
     def _exchange_reports(self, needed: int, *, at_end: bool) -> bool:
-        return self._turns.receive(self._world.tell(self._turns.report(needed, at_end=at_end), what="turns"))
+        return self._turns.receive(self._world.exchange(self._turns.report(needed, at_end=at_end), what="turns"))
 
     def _agree_on(self, turns: int) -> None:
         """Before a wait for the first `turns` turns: have ranks that are at the end of their step take part in them."""

@@ -125,7 +125,7 @@ class Step:
             how: for `Tensor.backward`, such as `retain_graph`.
 
         Raises:
-            ConfigError: `loss` is no scalar.
+            ConfigError: `loss` is not a scalar.
         """
         if loss.numel() != 1:
             raise ConfigError(

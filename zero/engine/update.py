@@ -238,11 +238,11 @@ class Updater:
 
     def _in_place(self, unit: UnitState, part: Part) -> Piece:
         """All of a part that lies where it is worked on."""
-        lent = [self._store.in_place(page) for page in part.group.pages]
+        in_place = [self._store.in_place(page) for page in part.group.pages]
         own_K, grad_K = (_range(tensor, part) for tensor in (self._parameters(unit), self._gradient(unit)))
         assert own_K is not None
         assert grad_K is not None
-        state = [page_K for page_K in lent if page_K is not None]
+        state = [page_K for page_K in in_place if page_K is not None]
         if self._has_master:
             return Piece(self._first(unit, part), state, grad_K, own_K)
         return Piece(self._first(unit, part), [own_K, *state], grad_K)
@@ -301,10 +301,10 @@ class Updater:
                 (Page(index, "grad", number),) if plan.grads_offloaded else (),
                 (Page(index, "param", number),) if plan.params_offloaded and self._has_master else (),
             )
-            lent = [self._store.in_place(page) for page in group.pages]
+            in_place = [self._store.in_place(page) for page in group.pages]
             beside = [self._store.in_place(page) for page in (*group.beside, *group.out)]
-            on_device = not beside and all(one is not None and self._device.is_home_of(one) for one in lent)
-            found.append(Part(start, stop, group, on_device, all(one is not None for one in (*lent, *beside))))
+            on_device = not beside and all(one is not None and self._device.is_home_of(one) for one in in_place)
+            found.append(Part(start, stop, group, on_device, all(one is not None for one in (*in_place, *beside))))
         return found
 
     def _parameters(self, unit: UnitState) -> Tensor | None:

@@ -1,7 +1,7 @@
 """Threads beside the training thread; the interpreter waits for them, so none ends inside torch.
 
 A daemon that asks for the interpreter's lock after that has its stack unwound; where C++ is on it, the process dies
-with SIGABRT. For a thread that is no daemon Python waits without end, and before anybody could ask it to stop. So these
+with SIGABRT. For a thread that is not a daemon Python waits without end, and before anybody could stop it. So these
 are daemons which are asked to stop, and waited for, just before: what is under way ends, and nothing new begins.
 """
 

@@ -154,7 +154,7 @@ class Schedule:
         group, number = event.group, event.number
         self._enter(_Operation(event, (event.priority, number)), group.pages + group.out, group.beside)
         self._expected.pop(group, None)
-        if event.lent:
+        if event.in_place:
             self._wait_in(self._ready, number)
             return
         held = self._loaded.get(group)
@@ -274,7 +274,7 @@ class Schedule:
         if not self._can_start(number):
             return None
         event = self._modify_of(number)
-        if event.lent:
+        if event.in_place:
             return Work(number, event.group, None)
         held = self._loaded[event.group]
         held.phase = Phase.WORKING

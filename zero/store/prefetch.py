@@ -85,19 +85,19 @@ class PrefetchStore(Store):
     def in_place(self, page: Page) -> Tensor | None:
         return self._inner.in_place(page)
 
-    def lent(self, pages: Sequence[Page]) -> list[Tensor]:
-        """Pages of one dtype in the memory that the inner store lends, one after the other, in as few tensors as they
+    def in_place_views(self, pages: Sequence[Page]) -> list[Tensor]:
+        """Pages of one dtype where they lie in memory, one after the other, in as few tensors as they
         lie there in one piece. Who reads them waits for what changes them: the tickets of `modify`.
 
         Raises:
-            StoreError: one of them is not lent, or something has failed.
+            StoreError: one of them is not in place, or something has failed.
         """
         self._workers.check()
         found: list[Tensor] = []
         for page in pages:
             memory = self._inner.in_place(page)
             if memory is None:
-                raise StoreError(f"{page} is on no tier that lends it")
+                raise StoreError(f"{page} is on no tier that gives it in place")
             if found and _adjoin(found[-1], memory):
                 found[-1] = _join(found[-1], memory)
             else:
@@ -164,7 +164,7 @@ class PrefetchStore(Store):
         Raises:
             StoreError: an unknown page, or a group that is larger than a slot.
         """
-        return self._workers.submit(Modify(0, group, priority, self._shape(group).is_lent), work)
+        return self._workers.submit(Modify(0, group, priority, self._shape(group).is_in_place), work)
 
     def drain(self) -> None:
         """Return when all operations are done and written. Expected groups may stay in slots.
@@ -203,17 +203,17 @@ class PrefetchStore(Store):
         return shape
 
     def _new_shape(self, group: Group) -> "_Shape":
-        """Where each page of a group lies: one after the other from the slot's start, without those that are lent."""
+        """Where each page of a group lies: one after the other from the slot's start, without those in place."""
         places, end = [], 0
         for page in (*group.pages, *group.beside, *group.out):
-            (numel, dtype), lent = self._size(page), self._inner.in_place(page)
-            nbytes = numel * dtype.itemsize if lent is None else 0
-            places.append(_Place(page, slice(end, end + nbytes), dtype, lent))
+            (numel, dtype), view = self._size(page), self._inner.in_place(page)
+            nbytes = numel * dtype.itemsize if view is None else 0
+            places.append(_Place(page, slice(end, end + nbytes), dtype, view))
             end += round_up(nbytes)
         room = self._slots[0].nbytes if self._slots else 0
         if end > room:
             raise StoreError(f"{group} takes {end} bytes of memory, and a slot has {room}")
-        moving = [number for number, place in enumerate(places) if place.lent is None]
+        moving = [number for number, place in enumerate(places) if place.view is None]
         beside, out = len(group.pages), len(group.pages) + len(group.beside)
         return _Shape(
             tuple(places),
@@ -298,12 +298,12 @@ class _Place(NamedTuple):
     part: slice
     """Bytes of the slot."""
     dtype: torch.dtype
-    lent: Tensor | None
+    view: Tensor | None
     """The page itself; it takes nothing of the slot."""
 
 
 class _Shape(NamedTuple):
-    """A group in memory: every page's place, and which of them move when; lent pages never do."""
+    """A group in memory: every page's place, and which of them move when; pages in place never do."""
 
     places: tuple[_Place, ...]
     reads: tuple[int, ...]
@@ -314,15 +314,15 @@ class _Shape(NamedTuple):
         return next(number for number, place in enumerate(self.places) if place.page == page)
 
     @property
-    def is_lent(self) -> bool:
+    def is_in_place(self) -> bool:
         return not (self.reads or self.beside or self.writes)
 
     def open(self, slot: Tensor | None) -> tuple[Tensor, ...]:
-        """The pages as tensors: views of the slot, or lent."""
+        """The pages as tensors: views of the slot, or the page where it lies."""
         opened = []
-        for _, part, dtype, lent in self.places:
-            if lent is None:
+        for _, part, dtype, view in self.places:
+            if view is None:
                 assert slot is not None
-                lent = slot[part].view(dtype)
-            opened.append(lent)
+                view = slot[part].view(dtype)
+            opened.append(view)
         return tuple(opened)

@@ -83,7 +83,7 @@ class Modify(NamedTuple):
     group: Group
     priority: tuple[int, ...]
     """Smallest first."""
-    lent: bool = False
+    in_place: bool = False
     """The store lends all its pages: no slot, no read, no write."""
 
 
@@ -105,7 +105,7 @@ class Read(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Read what is `beside`, then do the work. Without a slot: on the lent pages."""
+    """Read what is `beside`, then do the work. Without a slot: on the pages in place."""
 
     number: int
     group: Group
@@ -180,7 +180,7 @@ class State(NamedTuple):
     unloaded: tuple[Turn, ...]
     """Modifications whose groups need a slot and a read."""
     ready: tuple[Turn, ...]
-    """Modifications whose pages are in a slot, or lent."""
+    """Modifications whose pages are in a slot, or in place."""
     queued: tuple[int, ...]
     """Transfers that have not started."""
     running: frozenset[Action]
@@ -233,7 +233,7 @@ def _modify(state: State, event: Modify) -> State:
     state = _enter(state, event, written.union(group.beside), written)
     state = state._replace(expected=_without(state.expected, group))
     held = state.loaded.get(group)
-    if event.lent:
+    if event.in_place:
         return state._replace(ready=_with(state.ready, turn))
     if held is None or held.number is not None or held.stale:
         return state._replace(unloaded=_with(state.unloaded, turn))
@@ -333,7 +333,7 @@ def _next_work(state: State) -> tuple[State, Action] | None:
         return None
     event = _modify_event(state, number)
     state = state._replace(ready=_without(state.ready, _turn(state, number)))
-    if event.lent:
+    if event.in_place:
         return state, Work(number, event.group, None)
     held = state.loaded[event.group]
     return _hold(state, event.group, held._replace(phase=Phase.WORKING)), Work(number, event.group, held.slot)
@@ -371,7 +371,7 @@ def _give_up_one(state: State) -> State:
     ahead = _read_ahead_of(state)
     if ahead:
         return _release(state, {max(ahead, key=state.expected.index)})
-    held = [turn for turn in state.ready if not _modify_event(state, turn[1]).lent]
+    held = [turn for turn in state.ready if not _modify_event(state, turn[1]).in_place]
     if state.running or not held:
         return state
     state = state._replace(ready=_without(state.ready, held[-1]), unloaded=_with(state.unloaded, held[-1]))

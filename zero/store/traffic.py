@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Traffic:
-    """What moved between the inner store and memory since the store was opened; lent pages do not move."""
+    """What moved between the inner store and memory since the store was opened; pages in place do not move."""
 
     read_bytes: int = 0
     write_bytes: int = 0

@@ -98,16 +98,16 @@ class StoreContract:
         with contextlib.closing(self.open()) as store:
             page = Page(0, "mu", 0)
             store.allocate(page, 2048, torch.float32)
-            lent = store.in_place(page)
-            if lent is None:
+            view = store.in_place(page)
+            if view is None:
                 return
-            assert (lent.shape, lent.dtype) == ((2048,), torch.float32)
+            assert (view.shape, view.dtype) == ((2048,), torch.float32)
             source = self._noise(2048, torch.float32, 1)
-            lent.copy_(source)
+            view.copy_(source)
             self._check(store, {page: source})
             source = self._noise(2048, torch.float32, 2)
             store.write(page, source).wait()
-            assert _bytes_of(lent) == _bytes_of(source)
+            assert _bytes_of(view) == _bytes_of(source)
 
     def test_two_stores_are_independent(self) -> None:
         with contextlib.closing(self.open()) as one, contextlib.closing(self.open()) as other:

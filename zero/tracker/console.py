@@ -108,9 +108,9 @@ class Bar(View):
 
     def _drawn(self) -> RenderableType:
         columns, work = self._console.width, self._work
-        told = [*self._words, Word(f"{_minutes(self._left.now_s)} left", 2)] if self._words else []
-        bar = BAR_COLUMNS if columns >= 100 or not told else 0
-        lines = [_line(f"step {self._step}/{self._steps}", self._step / self._steps, told, columns, bar)]
+        words = [*self._words, Word(f"{_minutes(self._left.now_s)} left", 2)] if self._words else []
+        bar = BAR_COLUMNS if columns >= 100 or not words else 0
+        lines = [_line(f"step {self._step}/{self._steps}", self._step / self._steps, words, columns, bar)]
         if work.is_under_way and self._clock() - work.begun_s >= SHOWN_S:
             left = [Word(f"{work.share:.0%}", 0), Word(f"{_minutes(work.left_s)} left", 0)]
             lines.insert(0, _line(work.what, work.share, left, columns, BAR_COLUMNS))

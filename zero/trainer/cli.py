@@ -252,7 +252,7 @@ def _say(text: str, exit_code: int) -> int:
 
 
 def _say_as_one_rank(text: str, exit_code: int) -> int:
-    """Once for each machine: torchrun ends with what every rank told it."""
+    """Once for each machine: torchrun ends with what every rank reported."""
     if not launch.tell_torchrun(text) or os.environ["LOCAL_RANK"] == "0":
         _say(text, exit_code)
     return exit_code
@@ -262,29 +262,29 @@ def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
     """Check every run that the command line asks for, then let Hydra make the folders and call us once per run."""
     import hydra
 
-    asked = _options(arguments)
-    if asked.help:
+    given = _options(arguments)
+    if given.help:
         show(overview(CONF))
         return 0
-    folder, shows = None, bool(asked.hydra_help or asked.cfg or asked.info)
-    if not (asked.hydra_help or asked.shell_completion):
-        settled = _settled_runs(asked)
-        _refuse_or_warn(settled)
-        if settled.asking and not shows:
-            return max(answer(config, overrides, CONF) for config, overrides in settled.asking)
-        folder = None if shows else settled.folder
+    folder, shows = None, bool(given.hydra_help or given.cfg or given.info)
+    if not (given.hydra_help or given.shell_completion):
+        runs = _parse_runs(given)
+        _refuse_or_warn(runs)
+        if runs.to_answer and not shows:
+            return max(answer(config, overrides, CONF) for config, overrides in runs.to_answer)
+        folder = None if shows else runs.folder
     codes: list[int] = []
 
     def run_one(composed: Any) -> float | None:
         return _run_job(composed, train, codes)
 
-    words = list(asked.overrides)
+    words = list(given.overrides)
     options = [one for one in arguments if one not in words]
-    key = "hydra.sweep.dir" if asked.multirun else "hydra.run.dir"
+    key = "hydra.sweep.dir" if given.multirun else "hydra.run.dir"
     if folder is not None:
         # the time in its name is read once, so that we know where the jobs are, whoever runs them
         words.append(f"{key}={suggest.word(str(folder))}")
-    if asked.multirun:
+    if given.multirun:
         # a launcher's processes find `train` by its name
         paths = [str(CONF.parent), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -292,8 +292,8 @@ def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # what it does not catch comes to us, and is one line
     with for_a_reader() if folder is None else making(key, folder):
         hydra.main(config_path=None, config_name="config", **_version_base())(run_one)()
-    if asked.multirun and folder is not None and folder.is_dir():
-        codes += _tell_sweep(folder, told=bool(codes))
+    if given.multirun and folder is not None and folder.is_dir():
+        codes += _report_sweep(folder, reported=bool(codes))
     return max(codes, default=0)
 
 
@@ -315,13 +315,13 @@ def _options(arguments: Sequence[str]) -> Any:
             raise ConfigError(f"{argument}: settings are written without dashes: {word}")
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
-    asked, unknown = parser.parse_known_intermixed_args(list(arguments))
+    given, unknown = parser.parse_known_intermixed_args(list(arguments))
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]}; settings are written key=value, and --help lists them")
-    return asked
+    return given
 
 
-class _Settled(NamedTuple):
+class _Runs(NamedTuple):
     """The runs that a command line asks for.
 
     Attributes:
@@ -337,34 +337,34 @@ class _Settled(NamedTuple):
     folder: Path | None
 
     @property
-    def asking(self) -> Sequence[tuple[Config, Sequence[str]]]:
+    def to_answer(self) -> Sequence[tuple[Config, Sequence[str]]]:
         """Those in a mode that only answers."""
         return [(config, overrides) for config, overrides in self.found if config.mode in RUNS_NOTHING]
 
 
-def _settled_runs(asked: Any) -> _Settled:
-    """Compose and settle each run.
+def _parse_runs(given: Any) -> _Runs:
+    """Compose and check each run.
 
     Raises:
         SettingError: a word that is wrong whatever else is in the run.
     """
-    runs = list(_runs_in(asked.overrides)) if asked.multirun else [asked.overrides]
+    wanted = list(_runs_in(given.overrides)) if given.multirun else [given.overrides]
     found: list[tuple[Config, Sequence[str]]] = []
     refused: dict[str, str] = {}
     notes, folders = dict[str, None](), list[Path]()
-    for overrides in runs:
+    for overrides in wanted:
         try:
             composed = compose(overrides)
             _refuse_secrets_of(composed)
-            folders.append(_folder_of(composed, "sweep" if asked.multirun else "run"))
+            folders.append(_folder_of(composed, "sweep" if given.multirun else "run"))
             settings = settings_in(composed)
             notes |= dict.fromkeys(_notes(composed))
             found.append((parse_config(settings), overrides))
         except SettingError:
             raise
         except ConfigError as error:
-            refused[" ".join(one for one in overrides if one not in asked.overrides)] = str(error)
-    return _Settled(found, refused, tuple(notes), folders[0] if folders else None)
+            refused[" ".join(one for one in overrides if one not in given.overrides)] = str(error)
+    return _Runs(found, refused, tuple(notes), folders[0] if folders else None)
 
 
 def _folder_of(composed: Any, kind: str) -> Path:
@@ -389,20 +389,22 @@ def _refuse_secrets_of(composed: Any) -> None:
     refuse_secrets({str(key): value for key, value in plain.items()} | {"hydra": own}, os.environ)
 
 
-def _refuse_or_warn(settled: _Settled) -> None:
-    """Jobs of a sweep that cannot be are told here and get a row of its table, as long as there are others.
+def _refuse_or_warn(runs: _Runs) -> None:
+    """Jobs of a sweep that cannot be are reported here and get a row of its table, as long as there are others.
 
     Raises:
         ConfigError: about the first run that cannot be, where nothing is to be run.
     """
-    found, refused, asking = settled.found, settled.refused, settled.asking
+    found, refused, to_answer = runs.found, runs.refused, runs.to_answer
     run, why = next(iter(refused.items()), ("", ""))
     first = f"{why} (in the run {run})" if found or len(set(refused.values())) > 1 else why
-    if refused and (asking or not found):
+    if refused and (to_answer or not found):
         raise ConfigError(first)
-    if asking and len(asking) < len(found):
-        raise ConfigError(f"mode={asking[0][0].mode} runs nothing, so it is no run of a sweep; ask it by itself")
-    _warn(settled.notes)
+    if to_answer and len(to_answer) < len(found):
+        raise ConfigError(
+            f"mode={to_answer[0][0].mode} runs nothing, so it cannot be part of a sweep; ask it by itself"
+        )
+    _warn(runs.notes)
     if refused:
         _warn([f"{len(refused)} of {len(refused) + len(found)} runs cannot be, and the others go on: {first}"])
 
@@ -418,11 +420,11 @@ def _run_job(composed: Any, train: "Train", codes: list[int]) -> float | None:
     hydra = HydraConfig.get()
     folder, sweep = Path(hydra.runtime.output_dir), hydra.mode == RunMode.MULTIRUN
     if Preempted.exit_code in codes:
-        return None  # the sweep was asked to stop, not one job
+        return None  # the sweep was to stop, not one job
     try:
         if sweep:
             print(f"\nrun {hydra.job.num}: {' '.join(hydra.overrides.task)}", flush=True)
-        loss = job.run(train, _settled_job(composed, folder), folder, apart=sweep).val_loss
+        loss = job.run(train, _parse_job(composed, folder), folder, apart=sweep).val_loss
         return loss if math.isfinite(loss) else math.inf  # what diverged is the worst, not a failure
     except Exception as error:
         says_where = isinstance(error, ConfigError | Preempted | RankFailedError)
@@ -437,7 +439,7 @@ def _run_job(composed: Any, train: "Train", codes: list[int]) -> float | None:
                 write_sweep(Path(hydra.runtime.cwd) / hydra.sweep.dir)
 
 
-def _settled_job(composed: Any, folder: Path) -> Config:
+def _parse_job(composed: Any, folder: Path) -> Config:
     """A job whose settings do not go together is a row of its sweep like any that fails."""
     try:
         return parse_config(settings_in(composed))
@@ -446,13 +448,13 @@ def _settled_job(composed: Any, folder: Path) -> Config:
         raise
 
 
-def _tell_sweep(folder: Path, *, told: bool) -> list[int]:
-    """Say where the table is; exit codes of failures that were not `told`, as those of jobs in other processes."""
+def _report_sweep(folder: Path, *, reported: bool) -> list[int]:
+    """Say where the table is; exit codes of failures that were not `reported`, as those of jobs in other processes."""
     from zero.trainer.report import sweep
 
     found = sweep.write(folder)
     print(f"\n{sweep.counts(found.jobs)}: {found.page}")
-    return [] if told else [_say(f"run {one.name} failed: {one.cause}", 1) for one in found.failed]
+    return [] if reported else [_say(f"run {one.name} failed: {one.cause}", 1) for one in found.failed]
 
 
 def _runs_in(overrides: Sequence[str], limit: int = 64) -> Iterator[list[str]]:
@@ -492,7 +494,7 @@ def _as_one_rank(arguments: Sequence[str], train: "Train") -> int:
 
 
 def _timeout_s(arguments: Sequence[str]) -> float:
-    """How long a rank waits to be told its settings, before it has any. What is wrong with them, rank 0 says."""
+    """How long a rank waits for its settings, before it has any. What is wrong with them, rank 0 says."""
     try:
         return read(settings_in(compose(arguments))).launch.timeout
     except ConfigError:

@@ -26,7 +26,7 @@ def validation_loss(
 
     Args:
         loss: (rows, seq + 1) int64 on the world's device to their mean loss.
-        progress: told the chunks that all ranks have evaluated.
+        progress: called with the chunks that all ranks have evaluated.
     """
     whole = data.validation(0, rows)
     chunks = whole.split(max(1, CHUNK_TOKENS // (whole.shape[1] - 1)))

@@ -27,7 +27,7 @@ from zero.trainer.launch import describe, preempted
 from zero.trainer.planning import against_measured, measured, out_of_memory
 from zero.trainer.report import run as report
 from zero.trainer.resume import refuse_other_model, refuse_other_moments
-from zero.trainer.saver import ASKED_TO_STOP, Saver
+from zero.trainer.saver import STOP_REQUESTED, Saver
 from zero.trainer.task import Task
 
 RECORDED = 3
@@ -94,7 +94,7 @@ class Run:
             note=tracker.note,
             saved=tracker.saved,
             progress=tracker.progress,
-            asked_to_stop=preempted,
+            stop_requested=preempted,
             began_from=checkpoint,
         )
         self._recorded, self._stopping = 0, False
@@ -103,7 +103,7 @@ class Run:
 
     def flag(self) -> float:
         """What this rank says with each step; for `zero.make_step`."""
-        return self._saver.word()
+        return self._saver.flag()
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps to make, until some rank is asked to stop; none with `mode=eval`."""
@@ -162,7 +162,7 @@ class Run:
         if self._skipped_in_a_row >= MOST_SKIPPED:
             self._log(validated=False)  # what it ends with
             raise _hopeless(number, metrics)
-        self._stopping = number < self._last and any(int(word) & ASKED_TO_STOP for word in metrics.rank_flags)
+        self._stopping = number < self._last and any(int(flag) & STOP_REQUESTED for flag in metrics.rank_flags)
         with self._meter.paused():
             self._saver.publish_if_written(metrics.rank_flags)
             if self._stopping or self._saver.is_due(number, self._last):

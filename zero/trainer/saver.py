@@ -41,7 +41,7 @@ STARTS = "starts.jsonl"
 MARGIN_BYTES = 2**28
 """Beside a copy of the state, what writing it takes and what training may still want."""
 
-ASKED_TO_STOP, NOTHING_TO_WRITE = 1, 2
+STOP_REQUESTED, NOTHING_TO_WRITE = 1, 2
 """Bits of the flag that each rank sends with a step."""
 
 
@@ -57,7 +57,7 @@ class Saver:
         note: receives lines for the user.
         saved: is called with the path and step of each checkpoint.
         progress: shows how far a save is.
-        asked_to_stop: whether a stop of this rank was requested.
+        stop_requested: whether a stop of this rank was requested.
         began_from: the checkpoint that the run goes on from, with all its bytes verified.
 
     Raises:
@@ -74,12 +74,12 @@ class Saver:
         note: Callable[[str], None],
         saved: Callable[[Path, int], None] = lambda path, step: None,
         progress: Progress = silent,
-        asked_to_stop: Callable[[], bool],
+        stop_requested: Callable[[], bool],
         began_from: Checkpoint | None = None,
     ) -> None:
         self._keys, self._world, self._note, self._saved = config.checkpoint, plan.world, note, saved
         self._facts = lambda: {**facts(), "digest of the config": _digest(config)}
-        self._progress, self._asked_to_stop = progress, asked_to_stop
+        self._progress, self._stop_requested = progress, stop_requested
         self._folder, self.root = folder, Root(root_of(config, folder))
         self._under_way: Saving | None = None
         self.last_published: Path | None = None
@@ -92,10 +92,10 @@ class Saver:
         if config.mode == "train":
             by_rank_0(self._world, lambda: record_start(folder, began_from))
 
-    def word(self) -> float:
+    def flag(self) -> float:
         """The flag that this rank sends with a step: a sum of the bits above."""
         written = self._under_way is None or self._under_way.is_written
-        return ASKED_TO_STOP * self._asked_to_stop() + NOTHING_TO_WRITE * written
+        return STOP_REQUESTED * self._stop_requested() + NOTHING_TO_WRITE * written
 
     def is_due(self, number: int, last: int) -> bool:
         """A checkpoint belongs after step `number`."""

@@ -54,7 +54,7 @@ def open_data(
 
     Args:
         world: of the ranks that call this together; rank 0 alone makes what is still to be made.
-        progress: told how far that has come.
+        progress: called with how far that has come.
 
     Raises:
         ConfigError: as `check_data`.

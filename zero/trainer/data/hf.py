@@ -122,35 +122,35 @@ def _agreed(config: HFTextConfig, tokenizer: Tokenizer, world: "World", progress
     if world.rank == 0:
         spoke_s = time.monotonic()
 
-        def tell(what: str, done: int, total: int) -> None:
+        def report(what: str, done: int, total: int) -> None:
             nonlocal spoke_s
             progress(what, done, total)
             if time.monotonic() - spoke_s > world.timeout_s / 4:
                 world.share(STILL)
                 spoke_s = time.monotonic()
 
-        return Path(world.share(str(_found_or_made(config, tokenizer, tell))))
-    while (told := world.share("")) == STILL:
+        return Path(world.share(str(_found_or_made(config, tokenizer, report))))
+    while (folder := world.share("")) == STILL:
         pass
-    if not Path(told, TRAIN).is_file():
+    if not Path(folder, TRAIN).is_file():
         raise ConfigError(
-            f"rank {world.rank} does not see {told}, as rank 0 does; set data.cache to a folder on a shared disk"
+            f"rank {world.rank} does not see {folder}, as rank 0 does; set data.cache to a folder on a shared disk"
         )
-    return Path(told)
+    return Path(folder)
 
 
-def _found_or_made(config: HFTextConfig, tokenizer: Tokenizer, tell: Progress) -> Path:
+def _found_or_made(config: HFTextConfig, tokenizer: Tokenizer, progress: Progress) -> Path:
     try:
         check_hf(config)
-        folder = config.cached.absolute() / _name(config, tokenizer, tell)
+        folder = config.cached.absolute() / _name(config, tokenizer, progress)
         if not folder.is_dir():
-            _publish(config, tokenizer, folder, tell)
+            _publish(config, tokenizer, folder, progress)
     except OSError as error:
         raise MachineError(f"data=hf: {error.filename or config.cached}: {error.strerror}") from error
     return folder
 
 
-def _publish(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, tell: Progress) -> None:
+def _publish(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, progress: Progress) -> None:
     """Make the tokens under another name, and rename; where another run was faster, its tokens are the same."""
     unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     try:
@@ -160,7 +160,7 @@ def _publish(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, tell: Pro
             f"data.cache={config.cached}: {error.strerror}; give a folder where this user may write"
         ) from error
     try:
-        _make(config, tokenizer, unfinished, tell)
+        _make(config, tokenizer, unfinished, progress)
         try:
             unfinished.rename(folder)
         except OSError:  # as over a folder that is not empty
@@ -170,7 +170,7 @@ def _publish(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, tell: Pro
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _name(config: HFTextConfig, tokenizer: Tokenizer, tell: Progress) -> str:
+def _name(config: HFTextConfig, tokenizer: Tokenizer, progress: Progress) -> str:
     """The hash of every byte of the texts and the tokenizer, and of how the one goes through the other."""
     import tokenizers
 
@@ -185,11 +185,11 @@ def _name(config: HFTextConfig, tokenizer: Tokenizer, tell: Progress) -> str:
             while block := read.read(2**22):
                 digest.update(block)
                 done += len(block)
-                tell("comparing texts", min(done, total), total)
+                progress("comparing texts", min(done, total), total)
     return digest.hexdigest()[:32]
 
 
-def _make(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, tell: Progress) -> None:
+def _make(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, progress: Progress) -> None:
     kind = "H" if tokenizer.vocab <= 2**16 else "I"
     total, done, documents = sum(file.size for file in _files(config)), 0, 0
     with ExitStack() as closing:
@@ -200,8 +200,8 @@ def _make(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, tell: Progre
                 (held if piece.draw < config.holdout else train).write(tokens.tobytes())
                 done += len(piece.text)
                 documents += piece.ends
-            tell("tokenising", min(done, total - 1), total)  # characters of bytes, nearly
-        tell("tokenising", total, total)
+            progress("tokenising", min(done, total - 1), total)  # characters of bytes, nearly
+        progress("tokenising", total, total)
         for file in (train, held):
             file.flush()
             os.fsync(file.fileno())
@@ -284,7 +284,7 @@ def _of_records(file: TextFile, config: HFTextConfig) -> Iterator[_Piece]:
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"data.path: {where} is no JSON: {in_short(error)}") from error
             if not isinstance(record, dict):
-                raise ConfigError(f"data.path: {where} is no record such as {{{config.column!r}: ..}}")
+                raise ConfigError(f"data.path: {where} is not a record such as {{{config.column!r}: ..}}")
             if config.column not in record:
                 raise _no_column(config, where, list(record))
             yield from _of_value(record[config.column], config, where)
@@ -338,7 +338,7 @@ def _check_saved(config: HFTextConfig) -> None:
 
 def _no_column(config: HFTextConfig, where: str, columns: Sequence[str] | dict[str, Any]) -> ConfigError:
     known = ", ".join(list(columns)[:8]) or "none"
-    return ConfigError(f"data.column={config.column} is no column of {where}; it has {known}")
+    return ConfigError(f"data.column={config.column} is not a column of {where}; it has {known}")
 
 
 def _no_text(config: HFTextConfig) -> ConfigError:

@@ -75,26 +75,26 @@ def _load(file: Path) -> Any:
     try:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library has no class of its own
-        raise ConfigError(f"data.tokenizer={file} is no tokenizer: {in_short(error)}") from error
+        raise ConfigError(f"data.tokenizer={file} is not a tokenizer: {in_short(error)}") from error
 
 
 def _end(path: str, file: Path, end: str | None, numbers: dict[str, int]) -> int:
     if end is not None:
         if end not in numbers:
-            raise ConfigError(f"data.end={end} is no token of data.tokenizer={path}; give the one that ends a text")
+            raise ConfigError(f"data.end={end} is not a token of data.tokenizer={path}; give the one that ends a text")
         return numbers[end]
-    for name in (_told(file.with_name(SETTINGS)), *ENDS):
+    for name in (_end_of_text(file.with_name(SETTINGS)), *ENDS):
         if name in numbers:
             return numbers[name]
     raise ConfigError(f"data.tokenizer={path} does not say which token ends a text; set data.end=TOKEN")
 
 
-def _told(settings: Path) -> str:
+def _end_of_text(settings: Path) -> str:
     """The end of a text as the file beside the tokenizer calls it; nothing where there is none."""
     if not settings.is_file():
         return ""
     try:
-        told = json.loads(settings.read_bytes()).get("eos_token") or ""
+        token = json.loads(settings.read_bytes()).get("eos_token") or ""
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"data.tokenizer: {settings} cannot be read: {in_short(error)}") from error
-    return str(told.get("content", "") if isinstance(told, dict) else told)
+    return str(token.get("content", "") if isinstance(token, dict) else token)

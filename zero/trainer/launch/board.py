@@ -67,7 +67,7 @@ class Board:
         """Let ranks go on that a signal has stopped: a stopped one cannot end, other than by SIGKILL."""
         self._send(signal.SIGCONT)
 
-    def tell_place(self, rank: int, place: str) -> None:
+    def set_place(self, rank: int, place: str) -> None:
         self._slots[rank].place = place.encode()[:_PLACE_BYTES]
 
     def place_of(self, rank: int) -> str:

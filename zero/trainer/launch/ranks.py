@@ -363,7 +363,7 @@ def _first_failure(
         error.exit_code = first["exit_code"]
         return error
     if code == -signal.SIGKILL:
-        likely, advice = "or by somebody", "resume=latest goes on"
+        likely, advice = "or by another process", "resume=latest goes on"
         if memory is None or memory.is_scarce:
             likely, advice = "most likely because host memory ran out", MEMORY_ADVICE
         why = f"was killed by the system (signal 9), {likely}; {f'{memory}; ' if memory else ''}{advice}"

@@ -44,8 +44,8 @@ class HFConfig(Section):
         if not folder.is_dir():
             return
         try:
-            told = json.loads((folder / "config.json").read_bytes())
+            settings = json.loads((folder / "config.json").read_bytes())
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path={self.path}: no readable config.json in it ({error})") from error
-        if not isinstance(told, dict):
-            raise ConfigError(f"model.path={self.path}: its config.json is no record of settings")
+        if not isinstance(settings, dict):
+            raise ConfigError(f"model.path={self.path}: its config.json is not a JSON object")

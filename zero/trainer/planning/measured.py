@@ -23,10 +23,10 @@ def measured(state: State) -> dict[str, int]:
     held["host"] += store.slots_bytes
     in_memory_bytes = 0
     for page in plan.store_pages():
-        lent = store.in_place(page)
-        if lent is not None:
-            in_memory_bytes += lent.nbytes
-            held[plan.tier(page)] += lent.nbytes
+        view = store.in_place(page)
+        if view is not None:
+            in_memory_bytes += view.nbytes
+            held[plan.tier(page)] += view.nbytes
     held["nvme"] += store.allocated_bytes - in_memory_bytes
     return {tier: nbytes for tier, nbytes in held.items() if nbytes}
 

@@ -313,7 +313,7 @@ def test_tokenizers_that_cannot_be_used_are_refused_in_one_line(config, tmp_path
     refused(replace(config, tokenizer="gpt2"), "data.tokenizer=gpt2 does not exist", "nothing is fetched from the hub")
     refused(replace(config, tokenizer=str(tmp_path)), "holds no tokenizer.json")
     (tmp_path / "tokenizer.json").write_text("{}")
-    refused(replace(config, tokenizer=str(tmp_path)), "is no tokenizer")
+    refused(replace(config, tokenizer=str(tmp_path)), "is not a tokenizer")
     refused(replace(config, end="</s>"), "data.end=</s> is not a token of data.tokenizer=")
     untold = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     untold.save(str(tmp_path / "tokenizer.json"))

@@ -84,6 +84,12 @@ def small_batch(step: int, numel: int) -> Tensor:
     return torch.randint(0, 11, (numel, 2), generator=torch.Generator().manual_seed(1000 + step))
 
 
+def in_bf16(values: Tensor) -> Tensor:
+    """fp32 values as a bf16 model computes with them, by integers: to the nearest, halves up in magnitude."""
+    upper = (values.float().contiguous().view(torch.int32) + 0x8000) >> 16
+    return (upper << 16).view(torch.float32)
+
+
 def slice_of(batch: Tensor, world: zero.World, accumulate: int) -> list[Tensor]:
     """This rank's microbatches: microbatch m of rank r is slice m * ranks + r of the global batch."""
     parts = batch.chunk(world.size * accumulate)
@@ -98,6 +104,7 @@ class Setting:
     stage: int = 3
     precision: str = "fp32"
     reduce: str = "fp32"
+    master: str = "auto"
     optimizer: Callable[..., zero.core.optim.Transform] = zero.adamw
     lr: Any = 1e-2
     clip: float | None = None
@@ -126,7 +133,7 @@ class Setting:
             optimizer=self.optimizer(self.lr, clip=self.clip, weight_decay=self.weight_decay),
             world=world,
             stage=zero.Stage(self.stage),
-            precision=zero.Precision(self.precision, reduce=self.reduce, scale=scale),
+            precision=zero.Precision(self.precision, reduce=self.reduce, scale=scale, master=self.master),  # type: ignore[arg-type]
             units=self.units,
             prefetch=self.prefetch,
             activations=self.activations,  # type: ignore[arg-type]

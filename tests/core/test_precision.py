@@ -76,13 +76,12 @@ def test_the_defaults_are_those_people_know():
 
 
 @pytest.mark.parametrize(
-    ("name", "compute", "has_master"),
-    [("fp32", torch.float32, False), ("bf16", torch.bfloat16, True), ("fp16", torch.float16, True)],
+    ("name", "compute", "kind"),
+    [("fp32", torch.float32, None), ("bf16", torch.bfloat16, "master_low"), ("fp16", torch.float16, "master")],
 )
-def test_the_master_is_fp32_and_its_own_tensor_beside_a_half_type(name, compute, has_master):
+def test_the_master_has_pages_of_its_own_beside_a_half_type(name, compute, kind):
     precision = Precision(name)
-    assert (precision.compute, precision.master, precision.reduce) == (compute, torch.float32, torch.float32)
-    assert precision.has_master == has_master
+    assert (precision.compute, precision.reduce, precision.master.kind) == (compute, torch.float32, kind)
     assert Precision(name, reduce="bf16").reduce == torch.bfloat16
 
 

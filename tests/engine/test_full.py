@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import zero
-from tests.common.small import KiB, Setting, slice_of, small_batch, small_loss
+from tests.common.small import KiB, Setting, in_bf16, slice_of, small_batch, small_loss
 from zero.engine.full import digest, full_state_dict
 from zero.engine.step import Step
 from zero.errors import ConfigError, HandshakeError, StaleStateError, WorldError
@@ -66,9 +66,9 @@ def edit_and_look(world, setting):
     seen = full_state_dict(state)
     exact = setting.precision == "fp32"
     for name, value in expected.items():
-        held = value if exact or not name.startswith(("blocks.2", "blocks.0.linear.bias")) else value.bfloat16().float()
+        held = value if exact or not name.startswith(("blocks.2", "blocks.0.linear.bias")) else in_bf16(value)
         assert torch.equal(seen[name], held), name
-        assert torch.equal(zero.get_full(state, name, "compute"), value if exact else value.bfloat16().float()), name
+        assert torch.equal(zero.get_full(state, name, "compute"), value if exact else in_bf16(value)), name
     after = forward(state, tokens)
     assert not torch.equal(before, after)
     state, _ = step(state, batch_for(world, 1))

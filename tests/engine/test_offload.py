@@ -95,7 +95,7 @@ CASES = [
 
 @pytest.mark.parametrize(("size", "stage", "precision", "accumulate", "clip"), CASES)
 def test_no_tier_changes_a_bit(size, stage, precision, accumulate, clip):
-    """20 steps on every tier, with another page size, read-ahead, number of threads and update each."""
+    """20 steps on every tier, with another page size, read-ahead, number of threads, update and form of master each."""
     plain = Setting(stage=stage, precision=precision, accumulate=accumulate, clip=clip)
     expected = run_ranks(size, train_small, plain, 20)
     updates = ("lazy", "serial", "eager") if clip is None else ("lazy", "serial", "lazy")
@@ -104,6 +104,7 @@ def test_no_tier_changes_a_bit(size, stage, precision, accumulate, clip):
             offload=tuple(offload.items()),
             update=updates[number % 3],
             page_bytes=(4 * KiB, 8 * KiB, 16 * 1024 * KiB)[number % 3],
+            master=("auto", "whole")[number % 2],
             read_ahead=(number + size) % 5,
             threads=1 + (number + stage) % 3,
         )
@@ -129,6 +130,7 @@ def test_units_of_many_pages(size, stage, precision, accumulate, clip):
             offload=tuple(offload.items()),
             update=("lazy", "serial" if clip else "eager")[number % 2],
             page_bytes=4 * KiB,
+            master=("whole", "auto")[number % 2],
             read_ahead=number % 3,
             threads=1 + number % 3,
         )
@@ -293,6 +295,7 @@ def test_an_offloaded_plan_is_true(size, offload, precision):
         specs = plan.store_pages()
         told = plan.bytes
         kinds = {"param": "parameters", "frozen": "parameters", "grad": "gradients", "master": "master"}
+        kinds["master_low"] = "master"
         held: dict[tuple[str, str], int] = {}
         for page, spec in specs.items():
             key = plan.tier(page), kinds.get(page.kind, "moments")

@@ -340,6 +340,10 @@ SCENARIOS: dict[str, Run] = {
     "serial": scenario(preset="nvme", update="serial"),
     "eager": scenario(preset="nvme", update="eager", optimizer=zero.adamw(1e-2)),
     "fp32": scenario(preset="infinity", precision="fp32"),
+    "whole master, updated by the host": scenario(
+        preset="cpu", compute="host", precision=zero.Precision("bf16", master="whole")
+    ),
+    "whole master": scenario(preset="nvme", precision=zero.Precision("bf16", master="whole")),
     "activations on the host": scenario(activations="offload", count=64),
     "recomputed": scenario(activations="remat", preset="cpu"),
     "saved": scenario(train_and_save),
@@ -509,7 +513,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "zero/engine/gradient.py:PagedGradients._await_coming": ("infinity, two microbatches",),
     "zero/engine/gradient.py:PagedGradients._give_back": ("held",),
     "zero/engine/gradient.py:PagedGradients._finish_oldest": ("infinity",),
-    "zero/engine/first_values.py": ("nvme",),
+    "zero/engine/first_values.py": ("whole master",),
     "zero/deepspeed/initialize.py": ("a loop of one's own",),
     "zero/engine/step.py:Step": ("interrupted",),
     "zero/engine/totals.py": ("stage 1",),

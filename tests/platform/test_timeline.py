@@ -291,7 +291,10 @@ def test_every_page_moves_and_every_unit_is_updated_once_a_step(update):
     names = {unit.index: unit.name for unit in plan.units}
     for row in ("page in", "page out"):
         moved = counts(timeline, row)
-        assert {moved[f"{row} {names[unit]} {kind} {number}"] for unit, kind, number in pages} == {2}
+        for unit, kind, number in pages:
+            # a gather brings parameters in, too
+            times = moved[f"{row} {names[unit]} {kind} {number}"]
+            assert times > 2 if (kind, row) == ("param", "page in") else times == 2
     groups = {f"update {names[page.unit]} {page.number}" for page in pages}
     assert {page.unit for page in pages} == trained
     assert counts(timeline, "update") == dict.fromkeys(groups, 2)

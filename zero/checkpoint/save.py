@@ -338,23 +338,42 @@ def _values(state: State, stretch: Stretch) -> Iterator[Tensor]:
 
 def _pages(state: State, stretch: Stretch) -> Iterator[tuple[int, Tensor]]:
     """What this rank has of the stretch's flat, page by page: the first element's place in the flat, and values."""
-    plan, unit = state.plan, state.runtime.units[stretch.unit]
-    kind = stored_kind(plan, stretch.kind)
-    own = stretch.layout.shard(plan.world.rank)
-    if kind is None:
-        shard_S = unit.frozen_S if stretch.kind == FROZEN else unit.shard_S
-        assert shard_S is not None
-        for start, stop in pages(shard_S.numel(), plan.page_numel):
-            yield own[0] + start, shard_S[start:stop].detach().cpu()
-        return
-    whole = plan.full_update and kind not in ("param", "frozen")
-    origin, end = (0, stretch.layout.P) if whole else own
+    unit, master = state.runtime.units[stretch.unit], state.plan.precision.master
+    if stretch.kind == FROZEN:
+        yield from _kept(state, stretch, "frozen", stretch.dtype, unit.frozen_S)
+    elif stretch.kind != PARAMETER:
+        yield from _kept(state, stretch, stretch.kind, stretch.dtype)
+    elif master.kind is None:
+        yield from _parameters(state, stretch)
+    else:
+        kept = _kept(state, stretch, master.kind, master.dtype)
+        params = _parameters(state, stretch) if master.reads_params else itertools.repeat((0, torch.empty(0)))
+        for (start, kept_K), (_, param_K) in zip(kept, params, strict=False):
+            yield start, master.of(param_K, kept_K)
+
+
+def _parameters(state: State, stretch: Stretch) -> Iterator[tuple[int, Tensor]]:
+    """The same of what the model computes with."""
+    in_memory = state.runtime.units[stretch.unit].own_params(full_update=state.plan.full_update)
+    return _kept(state, stretch, "param", state.plan.precision.compute, in_memory)
+
+
+def _kept(
+    state: State, stretch: Stretch, kind: str, dtype: torch.dtype, in_memory: Tensor | None = None
+) -> Iterator[tuple[int, Tensor]]:
+    """The pages of one kind that the stretch touches: out of memory, or out of the store."""
+    plan, layout = state.plan, stretch.layout
+    origin, end = (0, layout.P) if plan.full_update and kind != "frozen" else layout.shard(plan.world.rank)
     wanted = [
         (number, origin + start, stop - start)
         for number, (start, stop) in enumerate(pages(end - origin, plan.page_numel))
         if origin + start < stretch.stop and origin + stop > stretch.start
     ]
-    yield from _read(state, unit.index, kind, stretch.dtype, wanted)
+    if in_memory is None:
+        yield from _read(state, stretch.unit, kind, dtype, wanted)
+        return
+    for _, start, numel in wanted:
+        yield start, plan.world.compute.host.bring(in_memory[start - origin : start - origin + numel].detach())
 
 
 def _read(
@@ -386,15 +405,6 @@ def random_state() -> dict[str, Any]:
         "torch": bytes(memory_of(torch.get_rng_state())).hex(),
         "cuda": bytes(memory_of(torch.cuda.get_rng_state())).hex() if torch.cuda.is_initialized() else None,
     }
-
-
-def stored_kind(plan: Plan, kind: str) -> str | None:
-    """What the store calls a kind of a checkpoint; None where it is in memory."""
-    if kind == PARAMETER:
-        return "master" if plan.precision.has_master else "param" if plan.params_offloaded else None
-    if kind == FROZEN:
-        return "frozen" if plan.params_offloaded else None
-    return kind
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zero.core.layout import Layout, pages
+from zero.core.master import rounded
 from zero.core.suggest import meant, some
 from zero.distributed.world import World
 from zero.engine.empty import BEGIN, write_again
@@ -175,9 +176,10 @@ def sinks_of(plan: Plan, store: Store, unit: UnitState, kind: str, *, at: int | 
     updated = full if plan.full_update else own
     wanted: list[tuple[tuple[int, int], Callable[[int, Tensor], None]]] = []
     if kind not in ("param", "frozen"):
-        wanted.append((updated, _to_pages(store, unit.index, kind, torch.float32)))
+        wanted.append((updated, _to_pages(store, unit.index, kind)))
     elif plan.params_offloaded:
-        wanted.append((own, _to_pages(store, unit.index, kind, plan.precision.compute)))
+        narrow = partial(rounded, dtype=plan.precision.compute)
+        wanted.append((own, _to_pages(store, unit.index, kind, narrow)))
     elif unit.resident is not None:
         first = spec.trainable.P if kind == "frozen" else 0
         wanted.append((full, _to_memory(unit.resident.flat[first : first + layout.P], plan.page_numel)))
@@ -185,8 +187,9 @@ def sinks_of(plan: Plan, store: Store, unit: UnitState, kind: str, *, at: int | 
         shard_S = unit.frozen_S if kind == "frozen" else unit.shard_S
         assert shard_S is not None
         wanted.append((own, _to_memory(shard_S, plan.page_numel)))
-    if kind == "param" and plan.precision.has_master:
-        wanted.append((updated, _to_pages(store, unit.index, "master", torch.float32)))
+    master = plan.precision.master
+    if kind == "param" and master.kind is not None:
+        wanted.append((updated, _to_pages(store, unit.index, master.kind, master.page_of)))
     first = min(extent[0] for extent, _ in wanted) if at is None else at
     return [
         Sink(*extent, pages(extent[1] - extent[0], plan.page_numel), keep, host=plan.world.compute.host, at=first)
@@ -198,14 +201,18 @@ def _to_memory(flat: Tensor, page_numel: int) -> Callable[[int, Tensor], None]:
     parts = flat.split(page_numel)
 
     def keep(number: int, page_K: Tensor) -> None:
-        parts[number].copy_(page_K)
+        parts[number].copy_(rounded(page_K, flat.dtype))
 
     return keep
 
 
-def _to_pages(store: Store, unit: int, kind: str, dtype: torch.dtype) -> Callable[[int, Tensor], None]:
+def _to_pages(
+    store: Store, unit: int, kind: str, form: Callable[[Tensor], Tensor] | None = None
+) -> Callable[[int, Tensor], None]:
+    """`form` makes of fp32 values what the page holds."""
+
     def keep(number: int, page_K: Tensor) -> None:
-        store.write(Page(unit, kind, number), page_K.to(dtype)).wait()
+        store.write(Page(unit, kind, number), page_K if form is None else form(page_K)).wait()
 
     return keep
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from zero.core.layout import Layout, Slot, pages
+from zero.core.master import rounded
 from zero.core.suggest import meant, some
 from zero.engine.first_values import sinks_of
 from zero.engine.module_copy import buffers_of
@@ -260,7 +261,7 @@ def _edits(
                 f"{name} was edited, but it is a copy; pass modify=True if every rank makes the same edit, or "
                 "modify=RANK to take that rank's"
             )
-        narrow = edited.to(state.plan.precision.compute) if kind == "param" else edited
+        narrow = rounded(edited, state.plan.precision.compute) if kind == "param" else edited
         if kind != "grad" and seen.finite and not _is_finite(narrow):
             raise ConfigError(f"{name} was given a value that is not finite in {narrow.dtype}")
         found[name] = edited
@@ -366,11 +367,20 @@ def _flat(state: State, unit: UnitState, layout: Layout, kind: str) -> Tensor:
     state.runtime.updater.apply(unit)
     if kind in plan.optimizer.moments:
         return _gathered_flat(state, unit, _pages(state, unit, kind, torch.float32), kind).cpu()
-    if kind == "param" and plan.precision.has_master and layout is unit.spec.trainable:
-        return _gathered_flat(state, unit, _pages(state, unit, "master", torch.float32), "master").cpu()
+    if kind == "param" and plan.precision.master.kind is not None and layout is unit.spec.trainable:
+        return _gathered_flat(state, unit, _master(state, unit), "master").cpu()
     full = state.runtime.gatherer.residency.materialise(unit)
     part = full[:split] if layout is unit.spec.trainable else full[split:]
     return part.to("cpu", torch.float32, copy=True)
+
+
+def _master(state: State, unit: UnitState) -> Tensor:
+    """What this rank updates of the master, where it is not the parameters themselves."""
+    plan, master = state.plan, state.plan.precision.master
+    params = unit.own_params(full_update=plan.full_update)
+    if params is None:
+        params = _pages(state, unit, "param", plan.precision.compute)
+    return master.of(params, _pages(state, unit, str(master.kind), master.dtype))
 
 
 def _pages(state: State, unit: UnitState, kind: str, dtype: torch.dtype) -> Tensor:

@@ -47,13 +47,23 @@ class PageTable(Facts):
     @property
     def state_kinds(self) -> tuple[str, ...]:
         """What the update reads and writes in the store, number by number."""
-        if self.precision.has_master:
-            return ("master", *self.optimizer.moments)
-        return ("param", *self.optimizer.moments) if self.params_offloaded else self.optimizer.moments
+        master = self.precision.master
+        params = ("param",) if self.params_offloaded and master.reads_params else ()
+        return (*params, *self._master_kinds, *self.optimizer.moments)
+
+    @property
+    def written_kinds(self) -> tuple[str, ...]:
+        """What the update writes in the store without reading it."""
+        return ("param",) if self.params_offloaded and not self.precision.master.reads_params else ()
+
+    @property
+    def _master_kinds(self) -> tuple[str, ...]:
+        kind = self.precision.master.kind
+        return () if kind is None else (kind,)
 
     def is_updated(self, page: Page) -> bool:
         """It is of the master or of a moment."""
-        return page.kind in ("master", *self.optimizer.moments)
+        return page.kind in (*self._master_kinds, *self.optimizer.moments)
 
     def cut(self, numel: int) -> tuple[tuple[int, int], ...]:
         """The (start, stop) pages of `numel` elements."""
@@ -82,7 +92,8 @@ class PageTable(Facts):
 
     def _pages_of(self, unit: UnitSpec) -> Iterator[tuple[Page, PageSpec]]:
         ranges = {kind: self.cut(self.update_numel(unit)) for kind in self.state_kinds}
-        dtypes = dict.fromkeys(self.state_kinds, torch.float32)
+        dtypes = dict.fromkeys(self.optimizer.moments, torch.float32)
+        dtypes |= dict.fromkeys(self._master_kinds, self.precision.master.dtype)
         if self.grads_offloaded and unit.trainable.slots:
             ranges["grad"], dtypes["grad"] = self.grad_ranges(unit), self.grad_dtype
         if self.params_offloaded:
@@ -105,8 +116,9 @@ class PageTable(Facts):
         """A slot of the arena: everything that the update of one page number needs, each page on its own blocks."""
         numel = min(self.page_numel, max(self.update_numel(unit) for unit in self.units))
         sizes = {"grad": self.grad_dtype.itemsize, "param": self.precision.compute.itemsize}
-        beside = ("grad",) * self.grads_offloaded + ("param",) * (self.params_offloaded and self.precision.has_master)
-        group = sum(round_up(sizes.get(kind, 4) * numel) for kind in (*self.state_kinds, *beside))
+        sizes |= dict.fromkeys(self._master_kinds, self.precision.master.dtype.itemsize)
+        kinds = (*self.state_kinds, *("grad",) * self.grads_offloaded, *self.written_kinds)
+        group = sum(round_up(sizes.get(kind, 4) * numel) for kind in kinds)
         return max([group, *(spec.block_bytes for spec in self.store_pages().values())])
 
     def bytes_on(self, spec: PageSpec, tier: Tier) -> int:

@@ -173,7 +173,7 @@ class Plan(PageTable):
         held[self.placement.grad]["gradients"] = self.grad_bytes()
         for page, spec in self.store_pages().items():
             if self.is_updated(page):
-                kind, tier = "master" if page.kind == "master" else "moments", self.tier(page)
+                kind, tier = "master" if page.kind == self.precision.master.kind else "moments", self.tier(page)
                 held[tier][kind] += self.bytes_on(spec, tier)
         held["host"]["arena"] = self.arena_bytes
         always = [kind for kind in KINDS if kind not in SOMETIMES] if self.trains else []

@@ -4,7 +4,8 @@ full_P     trainable and frozen flats in one buffer, in the compute dtype: resid
 shard_S    this rank's range of the trainable flat in the compute dtype; a view of full_P where that is resident
 frozen_S   the same for the frozen flat
 grad       the gradient that the update will read: this rank's range, or the whole flat
-pages      master (half precision only) and moments, in the store; there also shards and gradients that are offloaded
+pages      what is kept of the master (half precision only) and moments, in the store; there also shards and gradients
+           that are offloaded
 """
 
 from dataclasses import dataclass, field
@@ -62,6 +63,12 @@ class UnitState:
         self.version += 1
         if resident and self.resident is not None:
             self.resident.version = self.version
+
+    def own_params(self, *, full_update: bool) -> Tensor | None:
+        """(P,) or (S,): what this rank updates, in the compute dtype; None where it is offloaded."""
+        if full_update and self.resident is not None:
+            return self.resident.flat[: self.spec.trainable.P]
+        return self.shard_S
 
     def own_grad_S(self, rank: int) -> Tensor:
         """(S,): the range of `grad` that `rank` owns, whether the rest is kept or not."""

@@ -66,17 +66,16 @@ class Piece(NamedTuple):
 
     first: int
     """Element of the unit's flat."""
-    state: Sequence[Tensor]
-    """The master, or the parameters themselves, and the moments."""
+    param_K: Tensor
+    """In the dtype of compute."""
+    kept: Sequence[Tensor]
+    """What is kept of the master, if anything, and the moments."""
     grad_K: Tensor
-    cast_K: Tensor | None = None
-    """Where the master goes in the compute dtype."""
 
     def cut(self, start: int, stop: int) -> "Piece":
         """Elements [start, stop) of it."""
-        state = [one[start:stop] for one in self.state]
-        cast_K = None if self.cast_K is None else self.cast_K[start:stop]
-        return Piece(self.first + start, state, self.grad_K[start:stop], cast_K)
+        kept = [one[start:stop] for one in self.kept]
+        return Piece(self.first + start, self.param_K[start:stop], kept, self.grad_K[start:stop])
 
 
 class Updater:
@@ -97,7 +96,7 @@ class Updater:
     ) -> None:
         self._plan, self._store, self._transform = plan, store, plan.optimizer
         self._device, self._gradients, self._tape = plan.world.compute, gradients, tape
-        self._rank, self._full_update, self._has_master = plan.world.rank, plan.full_update, plan.precision.has_master
+        self._rank, self._full_update, self._master = plan.world.rank, plan.full_update, plan.precision.master
         self._moments = len(plan.optimizer.moments)
         self._where = self._device.host if plan.offload.compute == "host" else self._device
         self._parts = {unit.index: tuple(self._parts_of(unit)) for unit in units}
@@ -239,30 +238,25 @@ class Updater:
     def _in_place(self, unit: UnitState, part: Part) -> Piece:
         """All of a part that lies where it is worked on."""
         in_place = [self._store.in_place(page) for page in part.group.pages]
-        own_K, grad_K = (_range(tensor, part) for tensor in (self._parameters(unit), self._gradient(unit)))
-        assert own_K is not None
+        param_K, grad_K = (_range(tensor, part) for tensor in (self._parameters(unit), self._gradient(unit)))
+        assert param_K is not None
         assert grad_K is not None
-        state = [page_K for page_K in in_place if page_K is not None]
-        if self._has_master:
-            return Piece(self._first(unit, part), state, grad_K, own_K)
-        return Piece(self._first(unit, part), [own_K, *state], grad_K)
+        return Piece(self._first(unit, part), param_K, [one_K for one_K in in_place if one_K is not None], grad_K)
 
     def _apply(self, unit: UnitState, hyper: Hyper, part: Part, tensors: Sequence[Tensor], where: Device) -> None:
         """Update one part on `where`; what lies elsewhere is copied there and back."""
-        group, count = part.group, len(part.group.pages)
-        own_K, grad_K = (_range(tensor, part) for tensor in (self._parameters(unit), self._gradient(unit)))
-        grad_K = tensors[count] if group.beside else grad_K
-        state = [*tensors[:count]] if self._has_master or own_K is None else [own_K, *tensors[:count]]
-        target_K = (tensors[-1] if group.out else own_K) if self._has_master else None
+        named = {page.kind: one_K for page, one_K in zip(part.group.all, tensors, strict=True)}
+        param_K = named.pop("param", _range(self._parameters(unit), part))
+        grad_K = named.pop("grad", _range(self._gradient(unit), part))
+        assert param_K is not None
         assert grad_K is not None
-        there = [where.bring(page_K) for page_K in state]
-        cast_K = target_K if target_K is not None and where.is_home_of(target_K) else None
-        self._update(unit, hyper, where, [Piece(self._first(unit, part), there, where.bring(grad_K), cast_K)])
-        for page_K, changed_K in zip(state, there, strict=True):
-            if changed_K is not page_K:
-                where.copy(page_K, changed_K)
-        if target_K is not cast_K and target_K is not None:
-            where.copy(target_K, there[0])
+        kept = list(named.values())
+        there = [where.bring(one_K) for one_K in kept]
+        param_there = where.bring(param_K) if self._master.reads_params else where.room_for(param_K)
+        self._update(unit, hyper, where, [Piece(self._first(unit, part), param_there, there, where.bring(grad_K))])
+        for one_K, changed_K in zip((param_K, *kept), (param_there, *there), strict=True):
+            if changed_K is not one_K:
+                where.copy(one_K, changed_K)
 
     def _first(self, unit: UnitState, part: Part) -> int:
         """Where in the unit's flat a part begins."""
@@ -270,23 +264,22 @@ class Updater:
 
     def _update(self, unit: UnitState, hyper: Hyper, where: Device, pieces: Sequence[Piece]) -> None:
         """As many elements at a time as suit `where`, and of those all of a group at once."""
+        first = 0 if self._master.kind is None else 1  # moment among what is kept
         for some in _batches(pieces, where.piece_numel):
             grouped: dict[int, list[list[Tensor]]] = {}  # by number of the group: parameters, gradients, moments
-            for piece in some:
-                grad_K = piece.grad_K if piece.grad_K.dtype == torch.float32 else piece.grad_K.float()
-                stop = piece.first + grad_K.numel()
-                for a, b, number in unit.spec.trainable.segments(piece.first, stop):
-                    if hyper.groups[number].trains:
-                        lists = grouped.setdefault(number, [[] for _ in range(2 + self._moments)])
-                        for found, one in zip(lists, (piece.state[0], grad_K, *piece.state[1:]), strict=True):
-                            found.append(one[a - piece.first : b - piece.first])
-            for number, (params, grads, *moments) in grouped.items():
-                now = hyper.groups[number]
-                self._transform.update(params, grads, tuple(moments), now, hyper.divisor, hyper.numbers)
-            casts = [(piece.cast_K, piece.state[0]) for piece in some if piece.cast_K is not None]
-            if casts:
-                targets, masters = zip(*casts, strict=True)
-                torch._foreach_copy_(targets, masters)
+            params, pages = [piece.param_K for piece in some], [one for piece in some for one in piece.kept[:first]]
+            with self._master.opened(params, pages) as masters:
+                for piece, master_K in zip(some, masters, strict=True):
+                    grad_K = piece.grad_K if piece.grad_K.dtype == torch.float32 else piece.grad_K.float()
+                    stop = piece.first + grad_K.numel()
+                    for a, b, number in unit.spec.trainable.segments(piece.first, stop):
+                        if hyper.groups[number].trains:
+                            lists = grouped.setdefault(number, [[] for _ in range(2 + self._moments)])
+                            for found, one in zip(lists, (master_K, grad_K, *piece.kept[first:]), strict=True):
+                                found.append(one[a - piece.first : b - piece.first])
+                for number, (updated, grads, *moments) in grouped.items():
+                    now = hyper.groups[number]
+                    self._transform.update(updated, grads, tuple(moments), now, hyper.divisor, hyper.numbers)
 
     # -- where things are ----------------------------------------------------------------------------------------------
 
@@ -299,7 +292,7 @@ class Updater:
                 number,
                 tuple(Page(index, kind, number) for kind in plan.state_kinds),
                 (Page(index, "grad", number),) if plan.grads_offloaded else (),
-                (Page(index, "param", number),) if plan.params_offloaded and self._has_master else (),
+                tuple(Page(index, kind, number) for kind in plan.written_kinds),
             )
             in_place = [self._store.in_place(page) for page in group.pages]
             beside = [self._store.in_place(page) for page in (*group.beside, *group.out)]
@@ -308,10 +301,7 @@ class Updater:
         return found
 
     def _parameters(self, unit: UnitState) -> Tensor | None:
-        """What this rank updates, in the compute dtype; None where it is offloaded."""
-        if self._full_update and unit.resident is not None:
-            return unit.resident.flat[: unit.spec.trainable.P]
-        return unit.shard_S
+        return unit.own_params(full_update=self._full_update)
 
     def _gradient(self, unit: UnitState) -> Tensor | None:
         """The same of the gradient."""

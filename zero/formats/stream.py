@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from zero.core.master import rounded
 from zero.errors import CheckpointError, in_short
 from zero.platform.files import memory_of, naming
 from zero.progress import Progress
@@ -100,7 +101,7 @@ class Stream:
 
         def cut() -> Iterator[Tensor]:
             for block in self.blocks(what):
-                cast = block.to(dtype)
+                cast = rounded(block, dtype)
                 if bool((cast.isinf() & block.isfinite()).any()):
                     raise CheckpointError(f"{what}: {dtype} cannot hold its largest value; choose bf16 or fp32")
                 yield cast

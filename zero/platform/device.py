@@ -202,6 +202,10 @@ class Device:
         """`tensor` itself where kernels of this device can work on it, else a copy that they can."""
         return tensor if self.is_home_of(tensor) else tensor.to(self.device)
 
+    def room_for(self, tensor: Tensor) -> Tensor:
+        """`tensor` itself where kernels of this device can work on it, else memory for what it will hold."""
+        return tensor if self.is_home_of(tensor) else torch.empty_like(tensor, device=self.device)
+
     def adopt(self, memory: Tensor) -> None:
         """Register host memory that tiers use."""
 

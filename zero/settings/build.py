@@ -130,7 +130,8 @@ def _cycle(config: Settings, chosen: OneCycle) -> lr_schedule.Cycle:
 def build_precision(config: Settings) -> Precision:
     """The dtypes; loss scaling for fp16 only."""
     chosen = config.precision
-    return Precision(chosen.compute, reduce=chosen.reduce, scale=chosen.scale if chosen.compute == "fp16" else None)
+    scale = chosen.scale if chosen.compute == "fp16" else None
+    return Precision(chosen.compute, reduce=chosen.reduce, scale=scale, master=chosen.master)
 
 
 def _decay_all(name: str, shape: tuple[int, ...]) -> bool:

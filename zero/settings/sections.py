@@ -152,6 +152,22 @@ class Precision(Section):
         example="high",
     )
     scale: LossScaling = key(LossScaling(), "loss scaling, for fp16")
+    master: Literal["auto", "split", "whole"] = key(
+        "auto",
+        "how the fp32 master is kept beside half types: split, as the 16 bits that a bf16 parameter lacks; whole; "
+        "auto: split with bf16, whole with fp16; the bits of a run are the same",
+        trades="whole: 2 more bytes per parameter, held and moved twice per step, for a little less arithmetic",
+        example="whole",
+    )
+
+    @model_validator(mode="after")
+    def _only_bf16_is_split(self) -> Self:
+        if self.master == "split" and self.compute != "bf16":
+            raise ConfigError(
+                f"precision.master=split with precision.compute={self.compute}: a bf16 parameter alone is half of its "
+                "master; set precision.master=auto"
+            )
+        return self
 
     @model_validator(mode="after")
     def _fp16_is_scaled(self) -> Self:

@@ -205,7 +205,7 @@ class PrefetchStore(Store):
     def _new_shape(self, group: Group) -> "_Shape":
         """Where each page of a group lies: one after the other from the slot's start, without those in place."""
         places, end = [], 0
-        for page in (*group.pages, *group.beside, *group.out):
+        for page in group.all:
             (numel, dtype), view = self._size(page), self._inner.in_place(page)
             nbytes = numel * dtype.itemsize if view is None else 0
             places.append(_Place(page, slice(end, end + nbytes), dtype, view))

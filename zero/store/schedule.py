@@ -40,6 +40,11 @@ class Group(NamedTuple):
     out: tuple[Page, ...] = ()
     """Only written, after the work."""
 
+    @property
+    def all(self) -> tuple[Page, ...]:
+        """In the order in which they lie in a slot."""
+        return (*self.pages, *self.beside, *self.out)
+
     def __str__(self) -> str:
         return f"group {self.number} of unit {self.unit}"
 

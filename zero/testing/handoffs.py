@@ -211,7 +211,7 @@ def _carry_out(original: Any) -> Any:
 def _pages(action: Action) -> Sequence[Page]:
     if isinstance(action, Move | Copy):
         return (action.page,)
-    return (*action.group.pages, *action.group.beside, *action.group.out)
+    return action.group.all
 
 
 def _copy(original: Any) -> Any:

@@ -155,7 +155,7 @@ class SimulatedGpu(Device):
     def bring(self, tensor: Tensor) -> Tensor:
         if self.is_home_of(tensor):
             return tensor
-        on_device = torch.empty_like(tensor)
+        on_device = torch.empty_like(tensor, device=self.device)
         self.copy(on_device, tensor)
         return on_device
 
@@ -212,6 +212,9 @@ class _SimulatedHost(Device):
         on_host = self.zeros(tensor.numel(), tensor.dtype).view(tensor.shape)
         on_host.copy_(tensor)
         return on_host
+
+    def room_for(self, tensor: Tensor) -> Tensor:
+        return tensor if self.is_home_of(tensor) else self.zeros(tensor.numel(), tensor.dtype).view(tensor.shape)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         on_host = aligned_zeros(numel, dtype, self.device)
@@ -365,7 +368,9 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
             self.streams.synchronize_stream(self.streams.current)
         if info.without_kernel:
             result = operator(*args, **kwargs)
-            if info.allocates:
+            if info.allocates and self._is_like_one_of_the_host(args, kwargs):
+                self._adopt_all(result)
+            elif info.allocates:
                 self.streams.allocated(tensors_in(result))
             return result
         reads, writes = (tensor_arguments(info, args, kwargs, written=written) for written in (False, True))
@@ -401,10 +406,18 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
         streams.add_time(streams.host, moved / simulation.HOST_BYTES_PER_S, is_launch=False)
         streams.access(streams.host, reads, writes, f"{info.name}{_location()}")
         result = operator(*args, **kwargs)
-        for fresh in () if info.in_place else tensors_in(result):
+        if not info.in_place:
+            self._adopt_all(result)
+        return result
+
+    def _is_like_one_of_the_host(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """What is allocated as `empty_like` does, after a tensor of the host."""
+        return any(not self.is_home_of(one) for one in tensors_in(args)) and kwargs.get("device") is None
+
+    def _adopt_all(self, result: Any) -> None:
+        for fresh in tensors_in(result):
             if fresh.untyped_storage().data_ptr() not in self._host_memory and fresh.numel():
                 self.adopt(fresh)
-        return result
 
     def _record(
         self, info: OperatorInfo, reads: list[Tensor], writes: list[Tensor], flops: int, *, mixed: bool

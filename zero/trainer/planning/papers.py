@@ -2,7 +2,7 @@
 
 For Adam in mixed precision, P parameters on W ranks. The papers count 2 bytes of parameters, 2 of gradients, and 12 of
 optimizer (fp32 master and two moments). We add gradients up in fp32, so 4 bytes of gradients; one rank with one
-microbatch keeps 2, because then nothing is added.
+microbatch keeps 2, because then nothing is added. Of a bf16 parameter's master we keep the half that it lacks: 2 bytes.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 3.1 and
 figure 1.
@@ -29,5 +29,5 @@ class States(NamedTuple):
 PAPERS = (States(16, 0), States(4, 12), States(2, 14), States(0, 16))
 """By stage."""
 
-OURS = (States(18, 0), States(6, 12), States(2, 16), States(0, 18))
-"""By stage, with gradients added up in fp32."""
+OURS = (States(16, 0), States(6, 10), States(2, 14), States(0, 16))
+"""By stage, in bf16, with gradients added up in fp32."""

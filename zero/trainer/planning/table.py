@@ -178,7 +178,7 @@ def _formulas(found: Sequence[Choice], numel: int, ranks: int) -> Iterator[str]:
     power, name = next((power, name) for power, name in UNITS if OURS[0].of(numel, ranks) >= 10**power)
     unit = 10**power
     yield f"model states per rank in {name} (1e{power} bytes), P = {numel:,} parameters, W = {ranks:,}"
-    yield f"  {'':<8}{'papers':<25}{'ours (fp32 gradients)':<28}as planned"
+    yield f"  {'':<8}{'papers':<25}{'ours (in bf16)':<28}as planned"
     for stage, (paper, ours, plan_bytes) in enumerate(zip(PAPERS, OURS, planned, strict=True)):
         left, right = (f"{f!s:<10} = {f.of(numel, ranks) / unit:>8.3g}" for f in (paper, ours))
         yield f"  stage {stage:<2}{left:<25}{right:<28}{plan_bytes / unit:>8.3g}"

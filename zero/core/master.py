@@ -1,0 +1,139 @@
+"""How a rank keeps the fp32 master that the optimizer updates, beside the parameters that the model computes with.
+
+fp32 compute     `Master`: the parameters are the master
+bf16             `SplitMaster`: the 16 bits that the parameters lack, 2 bytes a parameter
+fp16, or whole   `WholeMaster`: fp32 pages of its own, 4 bytes a parameter
+
+A bf16 parameter is the upper half of its master, rounded. Read the lower half as a signed number: then the bits of the
+master are those of the parameter times 2^16, plus that number, whose sign says which way the parameter was rounded.
+Every number comes back if a tie, a lower half of exactly 0x8000, is rounded up in magnitude. (To the nearest even
+number, two masters would share one pair.) A whole master is rounded like that too, so both give the same bits.
+
+Source: Kalamkar et al. 2020, "Optimizing Deep Learning Recommender Systems Training on CPU Cluster Architectures",
+section on Split-SGD-BF16, which truncates where this rounds.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Master:
+    """The parameters themselves, which are fp32.
+
+    Attributes:
+        kind: what its pages are called; None where it has none.
+        dtype: of its pages.
+        reads_params: the update has to read the parameters, not only to write them.
+    """
+
+    kind: ClassVar[str | None] = None
+    dtype: ClassVar[torch.dtype] = torch.float32
+    reads_params: ClassVar[bool] = True
+
+    @contextmanager
+    def opened(self, params: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+        """Yields the master in fp32, to be updated in place; then it is written back, and the parameters follow.
+
+        Args:
+            params: (K,) tensors in the dtype of compute, one or more.
+            kept: (K,) tensors of its pages, for the same elements; empty where it has none.
+        """
+        yield params
+
+    def of(self, param_K: Tensor, kept_K: Tensor) -> Tensor:
+        """The master in fp32, to be read only."""
+        return param_K
+
+    def page_of(self, values_K: Tensor) -> Tensor:
+        """What its page holds for fp32 values, (K,)."""
+        return values_K
+
+
+@dataclass(frozen=True)
+class WholeMaster(Master):
+    """fp32 pages of its own."""
+
+    kind = "master"
+    reads_params = False
+
+    @contextmanager
+    def opened(self, params: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+        yield kept
+        _round_into(params, kept)
+
+    def of(self, param_K: Tensor, kept_K: Tensor) -> Tensor:
+        return kept_K
+
+
+@dataclass(frozen=True)
+class SplitMaster(Master):
+    """Pages of the lower halves, beside parameters in bf16."""
+
+    kind = "master_low"
+    dtype = torch.int16
+
+    @contextmanager
+    def opened(self, params: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+        lows = _flat(kept)
+        flat = torch.empty_like(lows, dtype=torch.float32)
+        torch._foreach_copy_(_like(params, flat), list(params))
+        flat.view(torch.int32).add_(lows)
+        yield _like(params, flat)
+        torch._foreach_copy_(list(kept), _like(kept, flat.view(torch.int32)))
+        _round_into(params, [flat])
+
+    def of(self, param_K: Tensor, kept_K: Tensor) -> Tensor:
+        return join(param_K, kept_K)
+
+    def page_of(self, values_K: Tensor) -> Tensor:
+        return low(values_K)
+
+
+def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 values in the dtype that a model computes in: to the nearest; in bf16 a tie goes up in magnitude."""
+    return (_without_ties(values) if dtype == torch.bfloat16 and values.dtype == torch.float32 else values).to(dtype)
+
+
+def low(master_K: Tensor) -> Tensor:
+    """(K,) int16: the lower halves of fp32 numbers, as signed numbers."""
+    return master_K.view(torch.int32).to(torch.int16)
+
+
+def join(param_K: Tensor, low_K: Tensor) -> Tensor:
+    """(K,) fp32 masters of bf16 parameters and lower halves. NaN stays NaN, with another payload."""
+    master_K = param_K.float()
+    master_K.view(torch.int32).add_(low_K)
+    return master_K
+
+
+def _without_ties(values: Tensor) -> Tensor:
+    """Numbers whose nearest bf16 number is the nearest of `values`, and the larger one of two that are as near.
+
+    The lowest bit is set where the lower half is 0x8000 or more: no tie is left, and those that were go up. It moves no
+    other value past a tie, it leaves infinities alone, and NaN stays NaN.
+    """
+    bits = values.view(torch.int32)
+    return bits.bitwise_and(0x8000).bitwise_right_shift_(15).bitwise_or_(bits).view(torch.float32)
+
+
+def _round_into(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """Write the parameters of masters, which have the same elements one after the other."""
+    if params[0].dtype == torch.bfloat16:
+        masters = _like(params, _without_ties(_flat(masters)))
+    torch._foreach_copy_(list(params), list(masters))
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """One after the other: on a GPU each operator is a launch, so all of them go through at once."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
+    """`flat` cut as the tensors are."""
+    return list(flat.split([one.numel() for one in tensors]))

@@ -124,17 +124,27 @@ def _saved(model: nn.Module, facts: dict[str, Any]) -> Iterator[None]:
 # This library
 
 
-def _plan(job: Job, preset: str, *, verify: bool = True, clip: float | None = CLIP, **settings: Any) -> Any:
+def _plan(
+    job: Job,
+    preset: str,
+    *,
+    verify: bool = True,
+    clip: float | None = CLIP,
+    master: str = "auto",
+    moments: str = "fp32",
+    **settings: Any,
+) -> Any:
     """A plan at stage 3, otherwise with default settings."""
     import zero
 
     with zero.empty():
         model = GPT(job.config())
+    optimizer = zero.adamw(LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY, clip=clip)
     return zero.Plan(
         model,
-        optimizer=zero.adamw(LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY, clip=clip),
+        optimizer=zero.with_moments(optimizer, moments),
         stage=3,
-        precision="bf16",
+        precision=zero.Precision("bf16", master=master),  # type: ignore[arg-type]
         offload=zero.Offload(preset, path=job.path, threads=job.io_threads, verify=verify),
         world=zero.World.from_env(),
         **settings,
@@ -200,19 +210,16 @@ class _Traffic:
 
         self._store, self._order, self._held = store, [unit.index for unit in plan.units], _held_at_the_turn(plan)
         moved: dict[str, dict[int, dict[Page, Any]]] = {"param": {}, "grad": {}}
-        state: dict[tuple[int, int], list[Page]] = {}
+        groups: dict[tuple[int, int], list[Page]] = {}
         for page, spec in plan.store_pages().items():
+            groups.setdefault((page.unit, page.number), []).append(page)
             if page.kind in moved:
                 moved[page.kind].setdefault(page.unit, {})[page] = spec
-            else:
-                state.setdefault((page.unit, page.number), []).append(page)
         self._params, self._grads = (_Buffers(moved[kind]) for kind in ("param", "grad"))
-
-        def beside(kind: str, unit: int, number: int) -> tuple[Page, ...]:
-            return tuple(page for page in moved[kind].get(unit, ()) if page.number == number)
-
+        kinds = (plan.state_kinds, ("grad",), plan.written_kinds)
         self._groups = [
-            Group(*key, tuple(pages), beside("grad", *key), beside("param", *key)) for key, pages in state.items()
+            Group(*key, *(tuple(page for page in pages if page.kind in some) for some in kinds))
+            for key, pages in groups.items()
         ]
 
     def fill(self) -> None:
@@ -386,6 +393,8 @@ SYSTEMS: dict[str, System] = {
     "zero-cpu": System(partial(ours, preset="cpu"), "offload=cpu, update=lazy"),
     "zero-cpu-serial": System(partial(ours, preset="cpu", update="serial"), "offload=cpu, update=serial"),
     "zero-nvme": System(partial(ours, preset="nvme"), "offload=nvme, update=lazy"),
+    "zero-nvme-whole": System(partial(ours, preset="nvme", master="whole"), "offload=nvme, precision.master=whole"),
+    "zero-nvme-bf16": System(partial(ours, preset="nvme", moments="bf16"), "offload=nvme, optim.moments=bf16"),
     "zero-nvme-serial": System(partial(ours, preset="nvme", update="serial"), "offload=nvme, update=serial"),
     "zero-nvme-eager": System(
         partial(ours, preset="nvme", update="eager", clip=None), "offload=nvme, update=eager, no clipping"
@@ -395,6 +404,14 @@ SYSTEMS: dict[str, System] = {
     ),
     "zero-infinity": System(
         partial(ours, preset="infinity", activations="remat"), "offload=infinity, update=lazy, activations=remat"
+    ),
+    "zero-infinity-whole": System(
+        partial(ours, preset="infinity", activations="remat", master="whole"),
+        "offload=infinity, activations=remat, precision.master=whole",
+    ),
+    "zero-infinity-bf16": System(
+        partial(ours, preset="infinity", activations="remat", moments="bf16"),
+        "offload=infinity, activations=remat, optim.moments=bf16",
     ),
     "zero-infinity-serial": System(
         partial(ours, preset="infinity", activations="remat", update="serial"),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         lion as lion,
         sgd as sgd,
         with_ema as with_ema,
+        with_moments as with_moments,
     )
     from zero.core.placement import Offload as Offload
     from zero.core.precision import Precision as Precision
@@ -72,6 +73,7 @@ _HOME = {
     "adagrad": "core.optim",
     "Group": "core.optim",
     "with_ema": "core.optim",
+    "with_moments": "core.optim",
     "empty": "engine.empty",
     "Plan": "engine.plan",
     "open_store": "engine.init",

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import nn
 
 import zero
-from tests.common.small import Setting, Small, slice_of, small_batch, small_loss
+from tests.common.small import Setting, Small, adamw_in_bf16, in_bf16, slice_of, small_batch, small_loss
 from zero.checkpoint import Root, Tensors, begin, load, open_checkpoint, open_latest, save, snapshot_bytes
 from zero.checkpoint.disk import Disk
 from zero.checkpoint.manifest import from_text
@@ -169,10 +169,36 @@ def second_half(world, setting, path, steps):
         return digest(state), told
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def moments_of(world, setting, path):
+    with opened(world, setting.but(seed=7)) as (state, _):
+        state = load(state, open_checkpoint(world, path))
+        return {name: value for kind in ("mu", "nu") for name, value in full_state_dict(state, kind).items()}
+
+
+def test_moments_in_fp32_and_in_bf16_load_each_other(tmp_path: Path):
+    """A file holds them as they are kept; what is read into bf16 is the nearest."""
+    wide, narrow = Setting(), Setting(optimizer=adamw_in_bf16)
+    for wrote, reads, exact in (
+        (wide, wide, True),
+        (narrow, wide, True),
+        (narrow, narrow, True),
+        (wide, narrow, False),
+    ):
+        (_, path), *_ = run_ranks(2, saved, wrote, tmp_path / str(id(wrote)))
+        kept, found = (run_ranks(2, moments_of, one, path)[0] for one in (wrote, reads))
+        for name, value in kept.items():
+            assert torch.equal(found[name], value if exact else in_bf16(value)), name
+        with safe_open(next(path.glob("*.safetensors")), "pt") as file:
+            dtypes = {file.get_tensor(name).dtype for name in list(file.keys()) if name.startswith(("mu/", "nu/"))}
+        assert dtypes == {torch.bfloat16 if wrote is narrow else torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer"), [("fp32", adamw_in_bf16), ("fp32", zero.adamw), ("fp16", zero.adamw)]
+)
 @pytest.mark.parametrize("setting", CELLS, ids=lambda s: f"{s.stage}-{s.offload[0][1]}")
-def test_a_resumed_run_ends_as_the_one_that_never_stopped(setting: Setting, precision: str, tmp_path: Path):
-    setting = setting.but(precision=precision, clip=0.5, accumulate=2)
+def test_a_resumed_run_ends_as_the_one_that_never_stopped(setting: Setting, precision: str, optimizer, tmp_path: Path):
+    setting = setting.but(precision=precision, optimizer=optimizer, clip=0.5, accumulate=2)
     steps, at = 6, random.randrange(1, 6)
     print(f"saved after step {at}")
     was, told = run_ranks(2, whole_run, setting, steps)[0]

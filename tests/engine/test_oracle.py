@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from tests.common.small import Setting, slice_of
+from tests.common.small import Setting, adamw_in_bf16, slice_of
 from zero.engine.full import digest, full_state_dict
 from zero.testing import run_ranks
 
@@ -122,14 +122,17 @@ def test_momentum_sgd_does_what_integers_do(size, clip, precision):
                 assert torch.equal(after[name].double(), expected), (setting, name)
 
 
-@pytest.mark.parametrize(("precision", "clip"), [("fp32", None), ("bf16", 0.5)])
-def test_adamw_has_one_digest_for_every_world_stage_and_accumulation(precision, clip):
+@pytest.mark.parametrize(
+    ("precision", "clip", "optimizer"),
+    [("fp32", None, zero.adamw), ("bf16", 0.5, zero.adamw), ("bf16", None, adamw_in_bf16)],
+)
+def test_adamw_has_one_digest_for_every_world_stage_and_accumulation(precision, clip, optimizer):
     """Adam rounds, but every element alike, wherever it lies: parameters and moments agree to the bit."""
     limit = None if clip is None else clip * (norm() + 1e-6)
     digests = {
         told
         for size in WORLDS
-        for setting in settings(size, clip=limit, precision=precision)
+        for setting in settings(size, clip=limit, precision=precision, optimizer=optimizer)
         for told, *_ in run_ranks(size, run, setting)
     }
     assert len(digests) == 1

@@ -61,12 +61,16 @@ class Stretch(NamedTuple):
 
 def stretches(plan: Plan, rank: int) -> Iterator[Stretch]:
     """What `rank` writes of its units, the widest dtype first."""
-    kinds = (PARAMETER, *plan.optimizer.moments)
     for unit in plan.units:
-        for kind in kinds:
-            yield Stretch(unit.index, kind, unit.trainable, torch.float32, *unit.trainable.shard(rank))
+        for kind, dtype in _kinds(plan).items():
+            yield Stretch(unit.index, kind, unit.trainable, dtype, *unit.trainable.shard(rank))
     for unit in plan.units:
         yield Stretch(unit.index, FROZEN, unit.frozen, plan.precision.compute, *unit.frozen.shard(rank))
+
+
+def _kinds(plan: Plan) -> dict[str, torch.dtype]:
+    """What is written of a trainable parameter: the fp32 master, and moments as they are kept."""
+    return {PARAMETER: torch.float32} | {kind: plan.optimizer.form(kind).dtype for kind in plan.optimizer.moments}
 
 
 def parts(plan: Plan, buffers: Mapping[str, Tensor], rank: int) -> list[tuple[Held, Stretch | None]]:
@@ -110,9 +114,9 @@ def check(plan: Plan, buffers: Mapping[str, Tensor]) -> None:
 def tensors(plan: Plan, buffers: Mapping[str, Tensor]) -> Iterator[tuple[str, str, torch.dtype, tuple[int, ...]]]:
     """(name, kind, dtype, shape) of everything that the state of a plan has, empty tensors too."""
     for unit in plan.units:
-        for kind in (PARAMETER, *plan.optimizer.moments):
+        for kind, dtype in _kinds(plan).items():
             for slot in unit.trainable.slots:
-                yield slot.name, kind, torch.float32, slot.shape
+                yield slot.name, kind, dtype, slot.shape
         for slot in unit.frozen.slots:
             yield slot.name, FROZEN, plan.precision.compute, slot.shape
     for name, buffer in buffers.items():

@@ -223,7 +223,7 @@ def load(
         checkpoint: what `open_checkpoint` or `open_latest` returned.
         partial: names, or patterns such as `head.*`, of tensors that keep the values that they have: they may be
             missing on either side, or differ in shape. With its kind in front, such as `nu/*`, of that kind only.
-        convert: names or patterns of tensors whose dtype may change: masters and moments are fp32.
+        convert: names or patterns of tensors whose dtype may change; moments may go from fp32 to bf16 and back.
         moments: False leaves the optimizer's as they are, whatever the checkpoint has: for a state that is not trained.
         weights: "parameter" (default), or "ema": the parameters get the running mean of what they were.
         note: called with which tensors keep their values because of `partial`.
@@ -406,9 +406,12 @@ def _match(
 
 
 def _may_become(kind: str, saved: str, dtype: torch.dtype) -> bool:
-    """Frozen parameters and statistics are held in the dtype of compute, which may be another one; the rest is not."""
+    """Frozen parameters and statistics are held in the dtype of compute, and moments in one of two, which may be
+    another one than before; the rest is not."""
     if kind == FROZEN or (kind == BUFFER and dtype.is_floating_point):
         return "float" in saved
+    if kind not in (PARAMETER, BUFFER):
+        return saved in ("float32", "bfloat16")
     return saved == str(dtype).removeprefix("torch.")
 
 

@@ -176,7 +176,7 @@ def sinks_of(plan: Plan, store: Store, unit: UnitState, kind: str, *, at: int | 
     updated = full if plan.full_update else own
     wanted: list[tuple[tuple[int, int], Callable[[int, Tensor], None]]] = []
     if kind not in ("param", "frozen"):
-        wanted.append((updated, _to_pages(store, unit.index, kind)))
+        wanted.append((updated, _to_pages(store, unit.index, kind, plan.optimizer.form(kind).page_of)))
     elif plan.params_offloaded:
         narrow = partial(rounded, dtype=plan.precision.compute)
         wanted.append((own, _to_pages(store, unit.index, kind, narrow)))
@@ -206,13 +206,11 @@ def _to_memory(flat: Tensor, page_numel: int) -> Callable[[int, Tensor], None]:
     return keep
 
 
-def _to_pages(
-    store: Store, unit: int, kind: str, form: Callable[[Tensor], Tensor] | None = None
-) -> Callable[[int, Tensor], None]:
-    """`form` makes of fp32 values what the page holds."""
+def _to_pages(store: Store, unit: int, kind: str, page_of: Callable[[Tensor], Tensor]) -> Callable[[int, Tensor], None]:
+    """`page_of` makes of fp32 values what a page holds."""
 
     def keep(number: int, page_K: Tensor) -> None:
-        store.write(Page(unit, kind, number), page_K if form is None else form(page_K)).wait()
+        store.write(Page(unit, kind, number), page_of(page_K)).wait()
 
     return keep
 

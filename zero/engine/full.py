@@ -366,7 +366,8 @@ def _flat(state: State, unit: UnitState, layout: Layout, kind: str) -> Tensor:
         return full.to("cpu", torch.float32, copy=True).div_(_divisor(state))
     state.runtime.updater.apply(unit)
     if kind in plan.optimizer.moments:
-        return _gathered_flat(state, unit, _pages(state, unit, kind, torch.float32), kind).cpu()
+        kept = _pages(state, unit, kind, plan.optimizer.form(kind).dtype)
+        return _gathered_flat(state, unit, kept, kind).to("cpu", torch.float32)
     if kind == "param" and plan.precision.master.kind is not None and layout is unit.spec.trainable:
         return _gathered_flat(state, unit, _master(state, unit), "master").cpu()
     full = state.runtime.gatherer.residency.materialise(unit)

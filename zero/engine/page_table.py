@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from zero.core.kept import Kept
 from zero.core.layout import pages
 from zero.core.placement import Tier
 from zero.core.sizes import round_up
@@ -49,21 +50,21 @@ class PageTable(Facts):
         """What the update reads and writes in the store, number by number."""
         master = self.precision.master
         params = ("param",) if self.params_offloaded and master.reads_params else ()
-        return (*params, *self._master_kinds, *self.optimizer.moments)
+        return (*params, *self.kept.dtypes)
 
     @property
     def written_kinds(self) -> tuple[str, ...]:
         """What the update writes in the store without reading it."""
         return ("param",) if self.params_offloaded and not self.precision.master.reads_params else ()
 
-    @property
-    def _master_kinds(self) -> tuple[str, ...]:
-        kind = self.precision.master.kind
-        return () if kind is None else (kind,)
+    @cached_property
+    def kept(self) -> Kept:
+        """The forms of master and moments."""
+        return Kept(self.precision.master, self.optimizer)
 
     def is_updated(self, page: Page) -> bool:
         """It is of the master or of a moment."""
-        return page.kind in (*self._master_kinds, *self.optimizer.moments)
+        return page.kind in self.kept.dtypes
 
     def cut(self, numel: int) -> tuple[tuple[int, int], ...]:
         """The (start, stop) pages of `numel` elements."""
@@ -92,8 +93,7 @@ class PageTable(Facts):
 
     def _pages_of(self, unit: UnitSpec) -> Iterator[tuple[Page, PageSpec]]:
         ranges = {kind: self.cut(self.update_numel(unit)) for kind in self.state_kinds}
-        dtypes = dict.fromkeys(self.optimizer.moments, torch.float32)
-        dtypes |= dict.fromkeys(self._master_kinds, self.precision.master.dtype)
+        dtypes = dict(self.kept.dtypes)
         if self.grads_offloaded and unit.trainable.slots:
             ranges["grad"], dtypes["grad"] = self.grad_ranges(unit), self.grad_dtype
         if self.params_offloaded:
@@ -115,10 +115,9 @@ class PageTable(Facts):
     def slot_bytes(self) -> int:
         """A slot of the arena: everything that the update of one page number needs, each page on its own blocks."""
         numel = min(self.page_numel, max(self.update_numel(unit) for unit in self.units))
-        sizes = {"grad": self.grad_dtype.itemsize, "param": self.precision.compute.itemsize}
-        sizes |= dict.fromkeys(self._master_kinds, self.precision.master.dtype.itemsize)
+        dtypes = self.kept.dtypes | {"grad": self.grad_dtype, "param": self.precision.compute}
         kinds = (*self.state_kinds, *("grad",) * self.grads_offloaded, *self.written_kinds)
-        group = sum(round_up(sizes.get(kind, 4) * numel) for kind in kinds)
+        group = sum(round_up(dtypes[kind].itemsize * numel) for kind in kinds)
         return max([group, *(spec.block_bytes for spec in self.store_pages().values())])
 
     def bytes_on(self, spec: PageSpec, tier: Tier) -> int:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero.core.layout import pages
+from zero.core.layout import Layout, pages
 from zero.core.optim import Hyper, Settings, on_device
 from zero.engine.gradient import Gradients
 from zero.engine.plan import Plan
@@ -97,7 +97,7 @@ class Updater:
         self._plan, self._store, self._transform = plan, store, plan.optimizer
         self._device, self._gradients, self._tape = plan.world.compute, gradients, tape
         self._rank, self._full_update, self._master = plan.world.rank, plan.full_update, plan.precision.master
-        self._moments = len(plan.optimizer.moments)
+        self._kept = plan.kept
         self._where = self._device.host if plan.offload.compute == "host" else self._device
         self._parts = {unit.index: tuple(self._parts_of(unit)) for unit in units}
         self._order = [unit.index for unit in units]
@@ -264,22 +264,30 @@ class Updater:
 
     def _update(self, unit: UnitState, hyper: Hyper, where: Device, pieces: Sequence[Piece]) -> None:
         """As many elements at a time as suit `where`, and of those all of a group at once."""
-        first = 0 if self._master.kind is None else 1  # moment among what is kept
+        layout = unit.spec.trainable
         for some in _batches(pieces, where.piece_numel):
-            grouped: dict[int, list[list[Tensor]]] = {}  # by number of the group: parameters, gradients, moments
-            params, pages = [piece.param_K for piece in some], [one for piece in some for one in piece.kept[:first]]
-            with self._master.opened(params, pages) as masters:
-                for piece, master_K in zip(some, masters, strict=True):
-                    grad_K = piece.grad_K if piece.grad_K.dtype == torch.float32 else piece.grad_K.float()
-                    stop = piece.first + grad_K.numel()
-                    for a, b, number in unit.spec.trainable.segments(piece.first, stop):
-                        if hyper.groups[number].trains:
-                            lists = grouped.setdefault(number, [[] for _ in range(2 + self._moments)])
-                            for found, one in zip(lists, (master_K, grad_K, *piece.kept[first:]), strict=True):
-                                found.append(one[a - piece.first : b - piece.first])
-                for number, (updated, grads, *moments) in grouped.items():
-                    now = hyper.groups[number]
-                    self._transform.update(updated, grads, tuple(moments), now, hyper.divisor, hyper.numbers)
+            places = (
+                [layout.pieces(one.first, one.first + one.grad_K.numel()) for one in some] if self._kept.draws else []
+            )
+            params, kept = [one.param_K for one in some], [one.kept for one in some]
+            with self._kept.opened(params, kept, places, hyper.step) as tensors:
+                self._transform_all(layout, hyper, some, tensors)
+
+    def _transform_all(
+        self, layout: Layout, hyper: Hyper, pieces: Sequence[Piece], tensors: Sequence[Sequence[Tensor]]
+    ) -> None:
+        """Update masters, the first of `tensors`, and moments, the others: for each piece one tensor in fp32."""
+        grouped: dict[int, list[list[Tensor]]] = {}  # by number of the group: gradients, masters, moments
+        for piece, *state in zip(pieces, *tensors, strict=True):
+            grad_K = piece.grad_K if piece.grad_K.dtype == torch.float32 else piece.grad_K.float()
+            for a, b, number in layout.segments(piece.first, piece.first + grad_K.numel()):
+                if hyper.groups[number].trains:
+                    lists = grouped.setdefault(number, [[] for _ in range(1 + len(state))])
+                    for found, one in zip(lists, (grad_K, *state), strict=True):
+                        found.append(one[a - piece.first : b - piece.first])
+        for number, (grads, masters, *moments) in grouped.items():
+            now = hyper.groups[number]
+            self._transform.update(masters, grads, tuple(moments), now, hyper.divisor, hyper.numbers)
 
     # -- where things are ----------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from pydantic import model_validator
 from zero.core.placement import Offload
 from zero.core.schema import Section
 from zero.core.secret import refuse_secrets
-from zero.core.settings import Whole, key
+from zero.core.settings import Natural, Whole, key
 from zero.core.stage import Stage
 from zero.errors import ConfigError
 from zero.settings.optim import SGD, Adagrad, AdamW, Optim
@@ -27,6 +27,7 @@ class Settings(Section):
     """The settings of a training step, and of what a loop shows."""
 
     steps: Whole = key(200, "optimizer steps", unit="steps", example="1000")
+    seed: Natural = key(0, "seed of weights, data order, sample and random rounding", example="1")
     zero: Zero = Zero()
     batch: Batch = Batch()
     optim: Optim = AdamW()

@@ -70,6 +70,8 @@ def build_plan(
 def build_optimizer(config: Settings) -> Transform:
     """The transform with its schedule, clipping and decay, and the mean of the parameters if it is asked for."""
     transform, ema = _build_transform(config), config.optim.ema
+    if config.optim.moments != "fp32":
+        transform = optim.with_moments(transform, config.optim.moments, seed=config.seed)
     return transform if ema is None else optim.with_ema(transform, ema)
 
 

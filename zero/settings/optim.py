@@ -21,6 +21,13 @@ class _Optim(Section):
         trades="needs the norm of all gradients before the first update; zero.update=lazy hides the wait",
         example="null",
     )
+    moments: Literal["fp32", "bf16"] = key(
+        "fp32",
+        "what moments are kept in between updates; bf16 is rounded stochastically, and computed with in fp32",
+        trades="bf16: 2 bytes per parameter and moment less, held and moved twice per step, against 16 bits of digits "
+        "and some arithmetic",
+        example="bf16",
+    )
     ema: Fraction | None = key(
         None,
         "memory of a running mean of the parameters, per step, kept beside the moments; null: none",

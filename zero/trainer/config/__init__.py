@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from zero.core import schema, suggest
 from zero.core.schema import Section
-from zero.core.settings import Natural, Place, key
+from zero.core.settings import Place, key
 from zero.errors import ConfigError
 from zero.settings import Settings
 from zero.trainer.config.sections import Checkpoint, Debug, Explain, Launch, Machine, Sample, Val
@@ -43,7 +43,6 @@ class Config(Settings):
         "folder of checkpoints",
         example="latest",
     )
-    seed: Natural = key(0, "seed of weights, data order and sample", example="1")
     deterministic: bool = key(
         False,
         "refuse kernels whose result varies from run to run (GPU)",

@@ -115,7 +115,8 @@ def traffic(plan: Plan) -> Traffic:
         first = gather
     gathered = Load() if plan.resident else gather
     return Traffic(
-        update=states.times(2) + params + grads,  # what was read goes back; new parameters out, gradients in
+        # what was read goes back; new parameters out, gradients in
+        update=states.times(2) + params.times(1 + ("param" in plan.state_kinds)) + grads,
         forward=params + gathered,
         backward=params + gathered + grads + (Load() if plan.local_sum else reduction),
         first=first,

@@ -9,6 +9,8 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from zero.core.kept import Kept
+from zero.core.layout import Layout
 from zero.errors import StoreError
 from zero.platform.cuda import compute_device
 from zero.platform.device import Arena, Device
@@ -168,11 +170,18 @@ def _flops(config: Config, model: nn.Module, device: Device) -> float:
 
 
 def _update_numel(config: Config, device: Device) -> float:
-    optimizer = build_optimizer(config)
-    master, grad, *rest = torch.zeros(2 + len(optimizer.moments), PROBE_NUMEL, device=device.device).unbind()
-    now, moments = optimizer.groups[0](1)._replace(lr=0.0, weight_decay=0.0), tuple([one] for one in rest)
+    optimizer, precision = build_optimizer(config), build_precision(config)
+    now, kept = optimizer.groups[0](1)._replace(lr=0.0, weight_decay=0.0), Kept(precision.master, optimizer)
+    grad = torch.zeros(PROBE_NUMEL, device=device.device)
+    param = torch.zeros(PROBE_NUMEL, dtype=precision.compute, device=device.device)
+    state = [torch.zeros(PROBE_NUMEL, dtype=dtype, device=device.device) for dtype in kept.dtypes.values()]
+    places = Layout.of({"probe": (PROBE_NUMEL,)}, world_size=1).pieces(0, PROBE_NUMEL)
 
-    return PROBE_NUMEL * _rate(lambda _: optimizer.update([master], [grad], moments, now, 1.0, {}), device)
+    def work(_: int) -> None:
+        with kept.opened([param], [state], [places], 1) as (masters, *moments):
+            optimizer.update(list(masters), [grad], tuple(list(one) for one in moments), now, 1.0, {})
+
+    return PROBE_NUMEL * _rate(work, device)
 
 
 def _copy_bytes(device: Device) -> float:

@@ -1,0 +1,57 @@
+"""What is kept of masters and moments between updates, and how an update opens it: in fp32, and written back after."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from zero.core.layout import Piece
+from zero.core.master import Master
+from zero.core.moments import Moments
+from zero.core.optim import Transform
+
+
+class Kept:
+    """The forms in which a run keeps the state that it updates.
+
+    Args:
+        master: of the precision.
+        optimizer: says how its moments are kept.
+    """
+
+    def __init__(self, master: Master, optimizer: Transform) -> None:
+        self._master = master
+        self._moments: dict[str, Moments] = {kind: optimizer.form(kind) for kind in optimizer.moments}
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Of its pages, by kind: what is kept of the master, if anything, and the moments."""
+        master = {} if self._master.kind is None else {self._master.kind: self._master.dtype}
+        return master | {kind: form.dtype for kind, form in self._moments.items()}
+
+    @cached_property
+    def draws(self) -> bool:
+        """To write it back takes random bits, so `opened` has to know each element's place."""
+        return any(form.draws for form in self._moments.values())
+
+    @contextmanager
+    def opened(
+        self, params: Sequence[Tensor], kept: Sequence[Sequence[Tensor]], places: Sequence[Sequence[Piece]], step: int
+    ) -> Iterator[list[Sequence[Tensor]]]:
+        """Yields the master and each moment in fp32, to be updated in place; then all of it is written back.
+
+        Args:
+            params: some (K,) tensors in the dtype of compute, which follow their master.
+            kept: for each of them the same elements of its pages, in the order of `dtypes`.
+            places: for each of them, which elements of which parameters it has; empty where nothing is drawn.
+            step: of the update, from 1.
+        """
+        by_kind = dict(zip(self.dtypes, zip(*kept, strict=True), strict=True))
+        with ExitStack() as stack:
+            pages = by_kind.pop(str(self._master.kind), ())
+            found = [stack.enter_context(self._master.opened(params, pages))]
+            for kind, form in self._moments.items():
+                found.append(stack.enter_context(form.opened(by_kind[kind], places, f"{step}/{kind}")))
+            yield found

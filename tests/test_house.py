@@ -16,6 +16,7 @@ ROOMS = [
     "progress",
     "renamed",
     "core",
+    "losses",
     "platform",
     "distributed",
     "store",

@@ -13,6 +13,7 @@ from zero import renamed
 from zero.deepspeed import missing_names
 
 if TYPE_CHECKING:
+    from zero import losses as losses
     from zero.checkpoint import (
         load as load,
         open_checkpoint as open_checkpoint,
@@ -115,7 +116,7 @@ def __getattr__(name: str) -> Any:
         return missing_names.found(name)
     if missing_names.answer(name) is not None:
         raise missing_names.missing("zero", name)
-    if name in renamed.MODULES:
+    if name == "losses" or name in renamed.MODULES:
         return import_module(f"zero.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'zero' has no attribute {name!r}")

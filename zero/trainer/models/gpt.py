@@ -10,7 +10,7 @@ initialisation of residual projections).
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,15 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from zero.errors import ConfigError
+from zero.losses import linear_cross_entropy
 from zero.trainer.models.gpt_config import GPTConfig
 
 
 class Linear(nn.Linear):
-    """A matrix without bias whose fresh values have standard deviation `std`."""
+    """A matrix without bias whose fresh values have standard deviation `std`.
+
+    With targets it returns the mean cross entropy of what it would return without, see `linear_cross_entropy`.
+    """
 
     def __init__(self, inputs: int, outputs: int, *, std: float) -> None:
         self.std = std  # before super(): nn.Linear fills its weight as it is built
@@ -30,6 +34,11 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, chunk: Literal["auto"] | None = "auto") -> Tensor:
+        if targets is None:
+            return super().forward(x)
+        return linear_cross_entropy(x, self.weight, targets, chunk)
 
 
 class Embedding(nn.Embedding):
@@ -128,6 +137,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens (b, t) int64 to logits (b, t, vocab) in the parameters' dtype.
 
+    With targets, (b, t) int64, to their mean cross entropy, 0-dim fp32, without all logits at once.
+
     Raises:
         ConfigError: more than `config.seq` tokens.
     """
@@ -144,7 +155,7 @@ class GPT(nn.Module):
         if config.tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         if tokens.shape[1] > self.config.seq:
             raise ConfigError(
                 f"{tokens.shape[1]} tokens do not fit model.seq={self.config.seq}: raise it or cut the text"
@@ -152,18 +163,17 @@ class GPT(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(x), targets, "auto" if self.config.chunked_loss else None)
 
 
-def loss(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+def loss(model: Callable[[Tensor, Tensor], Tensor], batch: Tensor) -> Tensor:
     """Mean cross entropy of each next token, in nats, fp32.
 
     Args:
-        model: tokens (b, t) to logits (b, t, vocab).
+        model: a `GPT`: tokens (b, t) and targets (b, t) to their mean cross entropy.
         batch: (b, t + 1) int64; each row gives both inputs and targets.
     """
-    logits = model(batch[:, :-1])
-    return F.cross_entropy(rearrange(logits, "b t v -> (b t) v").float(), rearrange(batch[:, 1:], "b t -> (b t)"))
+    return model(batch[:, :-1], batch[:, 1:])
 
 
 def generate(

@@ -46,6 +46,12 @@ class GPTConfig(Section):
     )
     norm: Literal["rms", "layer"] = key("rms", "normalisation before each half of a block", example="layer")
     mlp: Literal["swiglu", "gelu"] = key("swiglu", "kind of MLP", example="gelu")
+    chunked_loss: bool = key(
+        True,
+        "hold no more than 32 MiB of logits at a time, in chunks of the vocabulary",
+        trades="a large vocabulary's logits in memory against computing them a second time in backward",
+        example="false",
+    )
     tied: bool = key(True, "whether the head reuses the embedding's weight", example="false")
     rotary_base: Positive = key(10_000.0, "longest rotary wavelength", unit="2 pi tokens", example="500000")
     init_std: Rate = key(

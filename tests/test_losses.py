@@ -1,0 +1,122 @@
+"""A loss in chunks is the plain loss, up to the rounding of fp32, and never holds all logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings, strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import zero
+from zero.errors import ConfigError
+
+
+def draw(tokens: int, width: int, vocab: int, dtype: torch.dtype = torch.float32, *, bias: bool = False):
+    generator = torch.Generator().manual_seed(tokens * vocab)
+    hidden, weight = torch.randn(tokens, width, generator=generator), torch.randn(vocab, width, generator=generator)
+    one = torch.randn(vocab, generator=generator).to(dtype).requires_grad_() if bias else None
+    targets = torch.randint(vocab, (tokens,), generator=generator)
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets, one
+
+
+def in_fp64(hidden, weight, targets, bias):
+    """Loss and gradients, without the rounding of fp32."""
+    leaves = [one.detach().double().requires_grad_() for one in (hidden, weight, bias) if one is not None]
+    logits = F.linear(*leaves)
+    loss = F.cross_entropy(logits, targets)
+    loss.backward()
+    return [loss.detach(), *(one.grad for one in leaves)]
+
+
+def in_chunks(hidden, weight, targets, bias, chunk):
+    loss = zero.losses.linear_cross_entropy(hidden, weight, targets, chunk, bias=bias)
+    leaves = [one for one in (hidden, weight, bias) if one is not None]
+    return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).abs().max() / exact.abs().max())
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 40), st.integers(1, 30), st.integers(1, 200), st.integers(1, 220), st.booleans())
+def test_loss_and_gradients_are_those_of_the_plain_one_up_to_fp32(tokens, width, vocab, chunk, bias):
+    given_ = draw(tokens, width, vocab, bias=bias)
+    for found, exact in zip(in_chunks(*given_, chunk), in_fp64(*given_), strict=True):
+        assert (found.double() - exact).abs().max() <= 3e-6 * max(1.0, float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("chunk", [64, 1000])
+def test_in_bf16_no_gradient_is_further_off_than_the_plain_ones(chunk):
+    """The sum over chunks is in fp32: each part is rounded once, as the whole is."""
+    given_ = draw(256, 128, 4000, torch.bfloat16, bias=True)
+    exact = in_fp64(*given_)
+    plain, chunked = in_chunks(*given_, None), in_chunks(*given_, chunk)
+    for ours, theirs, right in zip(chunked, plain, exact, strict=True):
+        assert error(ours, right) <= 1.5 * error(theirs, right) + 1e-6
+
+
+def test_tokens_that_do_not_count_have_no_gradient_and_none_at_all_is_nan():
+    hidden, weight, targets, _ = draw(16, 8, 50)
+    targets[::2] = -100
+    for chunk in (None, 7):
+        loss, for_hidden, _ = in_chunks(hidden, weight, targets, None, chunk)
+        assert torch.allclose(loss, F.cross_entropy(hidden[1::2] @ weight.T, targets[1::2]))
+        assert (for_hidden[::2] == 0).all()
+        assert zero.losses.linear_cross_entropy(hidden, weight, torch.full_like(targets, -100), chunk).isnan()
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    hidden, weight, targets, _ = draw(16, 8, 50)
+    loss = zero.losses.linear_cross_entropy(hidden.detach(), weight, targets, 10)
+    [found] = torch.autograd.grad(loss, [weight])
+    assert torch.allclose(found, in_chunks(hidden, weight, targets, None, None)[2], atol=1e-6)
+    loss = zero.losses.linear_cross_entropy(hidden, weight.detach(), targets, 10)
+    [found] = torch.autograd.grad(loss, [hidden])
+    assert torch.allclose(found, in_chunks(hidden, weight, targets, None, None)[1], atol=1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that is made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        sizes = [one.numel() for one in tree_leaves(made) if isinstance(one, torch.Tensor)]
+        self.numel = max(self.numel, *sizes, 0)
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_never_more_than_a_chunk_of_logits(dtype):
+    hidden, weight, targets, _ = draw(512, 4, 3000, dtype)
+    with Largest() as largest:
+        in_chunks(hidden, weight, targets, None, 100)
+    assert largest.numel == max(512 * 100, 3000 * 4)
+
+
+def test_auto_takes_the_plain_loss_where_all_logits_are_few():
+    few, many = draw(64, 4, 1000), draw(2**14, 4, 1000)
+    for given_, most in ((few, 64 * 1000), (many, zero.losses.CHUNK_NUMEL)):
+        with Largest() as largest:
+            in_chunks(*given_, "auto")
+        assert most // 2 <= largest.numel <= most
+    for one, other in zip(in_chunks(*few, "auto"), in_chunks(*few, None), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "weight", "targets", "chunk", "why"),
+    [
+        ((3, 4), (9, 5), (3,), 2, r"expected \(\.\.\., D\), \(V, D\) and"),
+        ((3, 4), (9, 4), (4,), 2, r"targets \(4,\)"),
+        ((3, 4), (9, 4), (3,), 0, "chunk=0"),
+        ((3, 4), (9, 4), (3,), "all", "chunk='all'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(hidden, weight, targets, chunk, why):
+    with pytest.raises(ConfigError, match=why):
+        zero.losses.linear_cross_entropy(
+            torch.zeros(hidden), torch.zeros(weight), torch.zeros(targets, dtype=torch.int64), chunk
+        )

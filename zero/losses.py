@@ -1,0 +1,137 @@
+"""Losses that never hold all logits of a large vocabulary.
+
+`linear_cross_entropy` is a linear layer and cross entropy in one. It goes through the vocabulary chunk by chunk, so
+(tokens, chunk) logits are all that exist at a time, in forward and in backward. Forward keeps one number per token, the
+logarithm of the sum of exponentials; backward makes each chunk of logits again. Each row of the weight's gradient is
+one product over all tokens, as in the plain loss, so only the hidden states' gradient is a sum of parts: in fp32.
+
+Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"; Milakov and Gimelshein 2018, "Online
+normalizer calculation for softmax".
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zero.errors import ConfigError
+
+CHUNK_NUMEL = 2**23
+"""Logits of a chunk whose size is auto: 32 MiB of fp32."""
+
+LEAST_CHUNK = 64
+"""Entries of the vocabulary that such a chunk has at least."""
+
+IGNORED = -100
+"""The target of a token that does not count."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int | Literal["auto"] | None = "auto",
+    *,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The mean cross entropy of `hidden @ weight.T + bias`, in nats: a 0-dim fp32 tensor.
+
+    Args:
+        hidden: (..., D) what the last linear layer takes, of any floating-point dtype.
+        weight: (V, D) of that layer, in the same dtype.
+        targets: (...) int64, from 0 to V - 1; tokens with -100 do not count.
+        chunk: entries of the vocabulary whose logits exist at a time, 1 or more; "auto": as many as make 32 MiB of fp32
+            logits, and the plain loss where all logits take no more; None: the plain loss in any case.
+        bias: (V,) or None.
+
+    Returns:
+        As `F.cross_entropy` of the fp32 logits, up to the rounding of fp32; NaN where no token counts. Gradients go to
+        hidden, weight and bias, once.
+
+    Raises:
+        ConfigError: shapes that do not go together, or a chunk that is not a size.
+    """
+    _check(hidden, weight, targets, bias)
+    rows, goals = hidden.flatten(0, -2), targets.flatten()
+    size = _chunk(chunk, len(rows), len(weight))
+    if size is None:
+        return F.cross_entropy(F.linear(rows, weight, bias).float(), goals, ignore_index=IGNORED)
+    loss = _LinearCrossEntropy.apply(rows, weight, bias, goals, size)
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def _chunk(chunk: int | str | None, tokens: int, vocab: int) -> int | None:
+    """Entries at a time; None: all, by the plain loss."""
+    if chunk == "auto":
+        return None if tokens * vocab <= CHUNK_NUMEL else max(LEAST_CHUNK, CHUNK_NUMEL // tokens)
+    if chunk is not None and (type(chunk) is not int or chunk < 1):
+        raise ConfigError(f"chunk={chunk!r}: it is a number of entries of the vocabulary, auto or None")
+    return chunk
+
+
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+    shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}"
+    if not (hidden.dim() >= 2 and weight.dim() == 2 and hidden.shape == (*targets.shape, weight.shape[1])):
+        raise ConfigError(f"{shapes}: expected (..., D), (V, D) and (...)")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ConfigError(f"bias {tuple(bias.shape)} for {shapes}: expected (V,)")
+    if targets.dtype != torch.int64:
+        raise ConfigError(f"targets are {targets.dtype}; expected torch.int64")
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int) -> Tensor:
+        total = torch.full(targets.shape, -torch.inf, dtype=torch.float32, device=hidden.device)
+        chosen = torch.zeros_like(total)
+        for first, last in _ranges(len(weight), chunk):
+            logits = _logits(hidden, weight, bias, first, last)
+            inside, index = _inside(targets, first, last)
+            chosen += logits.gather(1, index)[:, 0] * inside
+            total = torch.logaddexp(total, logits.logsumexp(1))
+            del logits
+        counts = targets != IGNORED
+        number = counts.sum()
+        ctx.save_for_backward(hidden, weight, bias, targets, total, number)
+        ctx.chunk = chunk
+        return torch.where(counts, total - chosen, 0).sum() / number
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        hidden, weight, bias, targets, total, number = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        scale = ((targets != IGNORED) * (grad / number))[:, None]
+        for_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs_hidden else None
+        for_weight = torch.empty_like(weight) if needs_weight else None
+        for_bias = torch.empty_like(bias) if needs_bias else None
+        for first, last in _ranges(len(weight), ctx.chunk):
+            share = _logits(hidden, weight, bias, first, last).sub_(total[:, None]).exp_()
+            inside, index = _inside(targets, first, last)
+            share.scatter_add_(1, index, -inside[:, None].float()).mul_(scale)
+            if for_bias is not None:
+                for_bias[first:last] = share.sum(0)
+            share = share.to(hidden.dtype)
+            if for_weight is not None:
+                torch.mm(share.T, hidden, out=for_weight[first:last])
+            if for_hidden is not None:
+                for_hidden += share @ weight[first:last]
+            del share
+        return None if for_hidden is None else for_hidden.to(hidden.dtype), for_weight, for_bias, None, None
+
+
+def _ranges(vocab: int, chunk: int) -> Iterator[tuple[int, int]]:
+    return ((first, min(first + chunk, vocab)) for first in range(0, vocab, chunk))
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, first: int, last: int) -> Tensor:
+    """(tokens, last - first) fp32, in memory of their own."""
+    return F.linear(hidden, weight[first:last], None if bias is None else bias[first:last]).float()
+
+
+def _inside(targets: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """Which tokens have their target in a chunk, (tokens,), and where in it, (tokens, 1)."""
+    return (targets >= first) & (targets < last), (targets - first).clamp(0, last - first - 1)[:, None]

@@ -18,6 +18,7 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -36,6 +37,7 @@ import bench_systems
 from bench_systems import BETAS, CLIP, EPS, LR, SEED, WEIGHT_DECAY, fill, forget_peak, replica
 
 from zero.platform.device import host_peak_bytes
+from zero.store import NvmeStore, Page, Store, Ticket
 from zero.trainer.data import TextConfig, open_data
 from zero.trainer.models import GPT, GPTConfig, loss
 
@@ -43,7 +45,10 @@ Step = Callable[[Tensor], dict[str, float]]
 
 
 class Job(NamedTuple):
-    """What to train. Offloaded state is in files below `path`. `io_threads` None: the store measures the best."""
+    """What to train. Offloaded state is in files below `path`. `io_threads` None: the store measures the best.
+
+    `disk_gbps`: the rate of the disk behind a `Door`, in 1e9 bytes per second; 0: as fast as it is.
+    """
 
     system: str
     width: int
@@ -54,6 +59,7 @@ class Job(NamedTuple):
     tied: bool
     io_threads: int | None
     path: str
+    disk_gbps: float = 0
 
     def config(self) -> GPTConfig:
         return GPTConfig(width=self.width, layers=self.layers, heads=self.heads, seq=self.seq, tied=self.tied)
@@ -156,7 +162,7 @@ def ours(job: Job, preset: str, **settings: Any) -> Running:
     import zero
 
     plan = _plan(job, preset, **settings)
-    store = zero.open_store(plan)
+    store = zero.open_store(plan, disk=_door(job, plan) if job.disk_gbps else None)
     state = zero.init(plan, store, weights=fill)
     take = zero.make_step(plan, loss)
 
@@ -167,6 +173,59 @@ def ours(job: Job, preset: str, **settings: Any) -> Running:
         return {"loss": metrics.loss} | _moved(before, store.traffic)
 
     return Running(step, plan.numel, {"plan_bytes": plan.bytes}, store.close)
+
+
+class Passing:
+    """A transfer that ends no earlier than `until_s`."""
+
+    def __init__(self, ticket: Ticket, until_s: float) -> None:
+        self._ticket, self._until_s = ticket, until_s
+
+    @property
+    def ended(self) -> bool:
+        return self._ticket.ended and time.perf_counter() >= self._until_s
+
+    def wait(self) -> None:
+        self._ticket.wait()
+        time.sleep(max(0.0, self._until_s - time.perf_counter()))
+
+
+class Door(Store):
+    """A store that lets no more than `bytes_per_s` through, reads and writes together, one after the other."""
+
+    def __init__(self, inner: Store, bytes_per_s: float) -> None:
+        self._inner, self._bytes_per_s = inner, bytes_per_s
+        self._lock, self._free_s = threading.Lock(), 0.0
+
+    def read(self, page: Page, into: Tensor) -> Ticket:
+        return Passing(self._inner.read(page, into), self._until_s(into.nbytes))
+
+    def write(self, page: Page, source: Tensor) -> Ticket:
+        return Passing(self._inner.write(page, source), self._until_s(source.nbytes))
+
+    def _until_s(self, nbytes: int) -> float:
+        with self._lock:
+            self._free_s = max(self._free_s, time.perf_counter()) + nbytes / self._bytes_per_s
+            return self._free_s
+
+    def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
+        self._inner.allocate(page, numel, dtype)
+
+    def in_place(self, page: Page) -> Tensor | None:
+        return self._inner.in_place(page)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._inner.allocated_bytes
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def _door(job: Job, plan: Any) -> Door:
+    """The file of a plan's pages, behind a door."""
+    nbytes = sum(spec.block_bytes for page, spec in plan.store_pages().items() if plan.tier(page) == "nvme")
+    return Door(NvmeStore(Path(job.path), capacity_bytes=nbytes), 1e9 * job.disk_gbps)
 
 
 def _moved(before: Any, after: Any) -> dict[str, float]:
@@ -483,13 +542,14 @@ def main() -> None:
         parser.add_argument(f"--{name}")
     for name in ("width", "layers", "heads", "seq", "rows", "tied", "warmup", "steps", "threads", "io-threads"):
         parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--disk-gbps", type=float, default=0)
     given = parser.parse_args()
     if given.build_deepspeed:
         build_deepspeed()
         return
     torch.set_num_threads(given.threads)
     sizes = (given.width, given.layers, given.heads, given.seq, given.rows, bool(given.tied))
-    job = Job(given.system, *sizes, given.io_threads or None, given.path)
+    job = Job(given.system, *sizes, given.io_threads or None, given.path, given.disk_gbps)
     result = measure(job, given.warmup, given.steps)
     Path(given.out).write_text(json.dumps(result))
     # everything is closed, and threads of some systems make a normal exit slow

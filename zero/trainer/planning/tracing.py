@@ -193,7 +193,7 @@ def _attention(
 
 def _flops(func: Any, args: Any) -> float:
     """Two for each product that is added up."""
-    if func in (aten.mm.default, aten.bmm.default):
+    if func in (aten.mm.default, aten.mm.out, aten.bmm.default):
         return 2.0 * args[0].numel() * args[1].shape[-1]
     if func in (aten.addmm.default, aten.baddbmm.default):
         return 2.0 * args[1].numel() * args[2].shape[-1]

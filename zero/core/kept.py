@@ -1,4 +1,4 @@
-"""What is kept of masters and moments between updates, and how an update opens it: in fp32, and written back after."""
+"""What `master` and `moments` have in common: an update opens what is kept in fp32, and it is written back after."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,4 +1,4 @@
-"""How a rank keeps the fp32 master that the optimizer updates, beside the parameters that the model computes with.
+"""The fp32 master: kept whole, or as the half that the bf16 parameter lacks; and how it is rounded to that parameter.
 
 fp32 compute     `Master`: the parameters are the master
 bf16             `SplitMaster`: the 16 bits that the parameters lack, 2 bytes a parameter

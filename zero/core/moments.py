@@ -1,4 +1,4 @@
-"""How the moments of an optimizer are kept between updates; the update itself works in fp32 always.
+"""How moments are kept between updates: in fp32, or in bf16 with stochastic rounding. Updates work in fp32 always.
 
 fp32   `Moments`: as they are, 4 bytes a parameter each
 bf16   `Bf16Moments`: rounded stochastically, 2 bytes a parameter each

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
 from zero.core.schema import Section
-from zero.core.settings import Place, bytes_of, key, memory_of, or_auto, whole_or_auto
+from zero.core.settings import Places, bytes_of, key, memory_of, or_auto, whole_or_auto
 from zero.core.sizes import BLOCK_BYTES, GiB, size_text
 from zero.errors import ConfigError, SettingError
 
@@ -119,8 +119,12 @@ class Offload(Section):
         trades="4 bytes per parameter on the device against a write and a read per step",
         example="cpu",
     )
-    path: Place | None = key(
-        None, "folder of the nameless NVMe file; null: the current folder", example=". offload=nvme"
+    path: Places | None = key(
+        None,
+        "folder of the nameless NVMe file; a list of folders: pages are spread over a file in each, in proportion to "
+        "their measured rates; null: the current folder",
+        trades="several disks read and write at once; one that fails ends the run",
+        example=". offload=nvme",
     )
     page_bytes: Page = key(
         "auto",
@@ -198,6 +202,11 @@ class Offload(Section):
         super().__init__(**{name: _typed(value) if name in exact else value for name, value in given.items()})
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Folders where files are made, one or more, as they were given."""
+        return (self.path or ".",) if self.path is None or isinstance(self.path, str) else self.path
 
     @property
     def kinds(self) -> tuple[str, str, str]:
@@ -327,7 +336,7 @@ def place(
         optimizer[unit, number] = fastest
     if disk_bytes is not None and used["nvme"] > disk_bytes:
         raise ConfigError(
-            f"the disk of offload.path has {size_text(disk_bytes)} free for a rank, which needs "
+            f"offload.path has {size_text(disk_bytes)} free for a rank, which needs "
             f"{size_text(used['nvme'])} there; {', or '.join(['give an offload.path with more space', *resorts])}, "
             "or offload less"
         )

@@ -182,7 +182,20 @@ def names_of(value: object) -> tuple[str, ...]:
     return tuple(text_of(name) for name in value)
 
 
+def _places(value: object) -> str | tuple[str, ...]:
+    if not isinstance(value, list | tuple):
+        return _place(value)
+    if not value:
+        raise ValueError("must not be empty")
+    found = tuple(_place(one) for one in value)
+    for one in found:
+        if found.count(one) > 1:
+            raise ValueError(f"has {one} twice")
+    return found
+
+
 Place = Annotated[str, Reads("a path", _place)]
+Places = Annotated[str | tuple[str, ...], Reads("a path, or a list of paths such as [/nvme0, /nvme1]", _places)]
 Needed = Annotated[str, Reads("a path, or null", lambda value: value if value is None else _place(value))]
 """A path without a default; its section refuses null in words of its own."""
 Word = Annotated[str, Reads("text", text_of)]

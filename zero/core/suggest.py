@@ -1,4 +1,4 @@
-"""The nearest right word for a wrong one, and values and names as a person types them, on one line."""
+"""Did you mean: the nearest known word for a wrong one; and values and names on one line, as a person types them."""
 
 import difflib
 import re

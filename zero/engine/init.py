@@ -1,9 +1,8 @@
 """`open_store` reserves the pages of a plan, `init` makes its first state."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -24,12 +23,16 @@ from zero.engine.unit_state import UnitState
 from zero.engine.update import Updater
 from zero.engine.visit_order import CollectiveLog
 from zero.platform.device import Arena, give_back_memory
+from zero.platform.files import folders_of
 from zero.platform.timeline import Tape
 from zero.progress import Progress, silent
-from zero.store import REQUEST_BYTES, MemoryStore, NvmeStore, PrefetchStore, Store, Tiers, probe
+from zero.store import REQUEST_BYTES, MemoryStore, NvmeStore, Page, PrefetchStore, Speed, Store, Tiers, probe, spread
 
 PROBED_BYTES = GiB
 """From here on a file is large enough for its disk to be measured first, which takes up to 3 seconds."""
+
+MOST_UNEQUAL = 1 / 64
+"""Of the fastest disk's rate: what another one is given at least, if it could hardly be measured."""
 
 
 def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = silent) -> PrefetchStore:
@@ -52,13 +55,11 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
     slot_bytes = plan.slot_bytes
     with ExitStack() as undo:  # what a refusal half-way must not leave open
         stores: dict[str, Store] = {"device": MemoryStore(where)}
-        on_disk_bytes, on_host_bytes = (
-            sum(spec.block_bytes for page, spec in specs.items() if plan.tier(page) == tier)
-            for tier in ("nvme", "host")
-        )
+        on_host_bytes = sum(spec.block_bytes for page, spec in specs.items() if plan.tier(page) == "host")
+        on_disk = {page: spec.block_bytes for page, spec in specs.items() if plan.tier(page) == "nvme"}
         threads = plan.offload.threads or THREADS
-        if on_disk_bytes and disk is None:
-            disk, threads = _open_disk(plan, on_disk_bytes, progress)
+        if on_disk and disk is None:
+            disk, threads = _open_disks(plan, on_disk, progress)
         if disk is not None:
             stores["nvme"] = disk
             undo.callback(disk.close)
@@ -84,15 +85,33 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
     return store
 
 
-def _open_disk(plan: Plan, nbytes: int, progress: Progress) -> tuple[Store, int]:
-    """The file of this rank, and how many threads suit its disk."""
-    folder, threads, request_bytes = Path(plan.offload.path or ".").expanduser(), plan.offload.threads, REQUEST_BYTES
-    if threads is None and nbytes >= PROBED_BYTES:
-        NvmeStore(folder, capacity_bytes=nbytes).close()  # too little space is refused before anything is measured
-        speed = probe(folder, size_bytes=nbytes, progress=partial(progress, "measuring the disk"))
-        request_bytes, threads = speed.request_bytes, min(speed.threads, THREADS)  # the arena has slots for so many
-    disk = NvmeStore(folder, capacity_bytes=nbytes, verify=plan.offload.verify, request_bytes=request_bytes)
-    return disk, threads or THREADS
+def _open_disks(plan: Plan, sizes: Mapping[Page, int], progress: Progress) -> tuple[Store, int]:
+    """The files of this rank, one in each folder, and how many threads suit their disks.
+
+    Args:
+        sizes: bytes of every page on disk.
+    """
+    folders, threads, nbytes = folders_of(plan.offload.paths), plan.offload.threads, sum(sizes.values())
+    speeds = [Speed(1.0, 1.0, threads or THREADS, REQUEST_BYTES) for _ in folders]
+    if nbytes >= PROBED_BYTES and (threads is None or len(folders) > 1):
+        share_bytes = nbytes // len(folders)
+        for folder in folders:  # too little space is refused before anything is measured
+            NvmeStore(folder, capacity_bytes=share_bytes).close()
+        measuring = partial(progress, "measuring the disk")
+        speeds = [probe(folder, size_bytes=share_bytes, progress=measuring) for folder in folders]
+    where = spread(sizes, [max(speed.read_gbps, MOST_UNEQUAL * max(s.read_gbps for s in speeds)) for speed in speeds])
+    with ExitStack() as undo:
+        disks: dict[str, Store] = {}
+        for number, (folder, speed) in enumerate(zip(folders, speeds, strict=True)):
+            own_bytes = sum(nbytes for page, nbytes in sizes.items() if where[page] == str(number))
+            disks[str(number)] = NvmeStore(
+                folder, capacity_bytes=own_bytes, verify=plan.offload.verify, request_bytes=speed.request_bytes
+            )
+            undo.callback(disks[str(number)].close)
+        undo.pop_all()
+    # the arena has slots for so many
+    threads = threads or min(sum(speed.threads for speed in speeds), THREADS)
+    return (disks["0"] if len(disks) == 1 else Tiers(disks, where.__getitem__)), threads
 
 
 def init(

@@ -1,4 +1,4 @@
-"""How large a page is, how many slots the arena has, and whether it all fits: pure functions of sizes."""
+"""Sizes of pages and of the arena, and whether all fits; which tier each page gets, `core.placement.place` says."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""One training step: run the microbatches, then skip the update, or clip the gradients and defer every unit's update.
+"""One training step: run the microbatches; skip the update if a gradient is not finite, else clip and defer it.
 
 `make_step` is a loop over `Step` that calls a loss function; `Step` is the same in pieces, for a loop of one's own. A
 microbatch is whatever lies between `microbatch()` and the next one: any number of forwards and backwards, whoever

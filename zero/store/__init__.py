@@ -3,10 +3,10 @@
 from zero.platform.files import REQUEST_BYTES
 from zero.store.base import Page, Store, Ticket
 from zero.store.memory import MemoryStore
-from zero.store.nvme import NvmeStore, probe
+from zero.store.nvme import NvmeStore, Speed, probe
 from zero.store.prefetch import PrefetchStore
 from zero.store.schedule import Group
-from zero.store.tiers import Tiers
+from zero.store.tiers import Tiers, spread
 from zero.store.traffic import Traffic
 
 __all__ = [
@@ -16,9 +16,11 @@ __all__ = [
     "NvmeStore",
     "Page",
     "PrefetchStore",
+    "Speed",
     "Store",
     "Ticket",
     "Tiers",
     "Traffic",
     "probe",
+    "spread",
 ]

@@ -1,4 +1,4 @@
-"""The schedule that runs: the decisions of `schedule`, found by index, so that many groups cost no more than few.
+"""The same decisions as `schedule`, which defines them, found by index: many groups cost no more than few.
 
 `schedule.advance` defines what is right: it is a pure function, and tests search every order of events. Each of its
 events looks at everything. Here operations are found by page, those that can start by their turn, and those that have

@@ -37,6 +37,7 @@ _PROBE_BYTES = 256 * 2**20
 class _Entry:
     """What memory knows of a page. `version` counts writes; `crc` is None while the page holds nothing to be read."""
 
+    folder: Path
     offset: int
     numel: int
     dtype: torch.dtype
@@ -50,7 +51,7 @@ class _Entry:
 
 
 class NvmeStore(Store):
-    """Pages in a unlinked file in `folder`.
+    """Pages in an unlinked file in `folder`.
 
     Args:
         capacity_bytes: reserved now; pages beyond it reserve more as they are allocated.
@@ -71,7 +72,7 @@ class NvmeStore(Store):
         request_bytes: int = REQUEST_BYTES,
         files: Files | None = None,
     ) -> None:
-        self._verify = verify
+        self._folder, self._verify = Path(folder), verify
         self._entries: dict[Page, _Entry] | None = {}
         self._lock = threading.Lock()
         self._allocated_bytes = 0
@@ -87,7 +88,7 @@ class NvmeStore(Store):
             entries = self._open()
             if page in entries:
                 raise StoreError(f"{page} is allocated already")
-            entry = _Entry(self._allocated_bytes, numel, dtype)
+            entry = _Entry(self._folder, self._allocated_bytes, numel, dtype)
             end_bytes = entry.offset + round_up(entry.nbytes)
             self._file.reserve(end_bytes)
             entries[page] = entry
@@ -169,7 +170,8 @@ class NvmeStore(Store):
 
 
 def _bad(page: Page, entry: _Entry, what: str) -> StoreError:
-    return StoreError(f"page {page.kind} {page.number} of unit {page.unit} at offset {entry.offset}: {what}")
+    where = f"page {page.kind} {page.number} of unit {page.unit} at offset {entry.offset} of the file in {entry.folder}"
+    return StoreError(f"{where}: {what}")
 
 
 class Speed(NamedTuple):

@@ -1,6 +1,6 @@
-"""One store out of several: each page is on the tier that it was placed on."""
+"""One store out of several: each page is on the tier, or on the disk, that it was placed on."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -10,8 +10,27 @@ from zero.errors import StoreError
 from zero.store.base import Page, Store, Ticket
 
 
+def spread(sizes: Mapping[Page, int], rates: Sequence[float]) -> dict[Page, str]:
+    """Which of several disks each page is on, so that all disks take as long for theirs; neighbours are apart.
+
+    Args:
+        sizes: bytes of every page.
+        rates: of each disk, in any unit, more than 0.
+
+    Returns:
+        Page to the number of its disk, as text.
+    """
+    given = [0.0] * len(rates)
+    found = {}
+    for page, nbytes in sizes.items():
+        disk = min(range(len(rates)), key=lambda one: (given[one] + nbytes) / rates[one])
+        given[disk] += nbytes
+        found[page] = str(disk)
+    return found
+
+
 class Tiers(Store):
-    """Routes every page to the store of its tier.
+    """Routes every page to the store of its tier, or of its disk.
 
     Args:
         stores: tier to store; closed with this one.

@@ -8,6 +8,7 @@ from typing import Any
 from zero.core import suggest
 from zero.core.placement import Offload
 from zero.errors import ConfigError
+from zero.platform.files import folders_of
 from zero.trainer import launch
 from zero.trainer.config import Config, read
 from zero.trainer.data import check_data
@@ -40,13 +41,13 @@ def _check_path(offload: Offload) -> None:
     """Whether a file can be made where it is wanted. Whether it has room there is known with the plan."""
     if offload.path is None and "nvme" not in offload.kinds:
         return
-    folder = Path(offload.path or ".").expanduser()
-    if not folder.exists():
-        raise ConfigError(f"offload.path={folder} does not exist; give a folder on a fast local disk")
-    if not folder.is_dir():
-        raise ConfigError(f"offload.path={folder} is not a folder; give the folder that the file is to be made in")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"offload.path={folder} is not writable; give a folder where this user may make a file")
+    for folder in folders_of(offload.paths):
+        if not folder.exists():
+            raise ConfigError(f"offload.path={folder} does not exist; give a folder on a fast local disk")
+        if not folder.is_dir():
+            raise ConfigError(f"offload.path={folder} is not a folder; give the folder that the file is to be made in")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(f"offload.path={folder} is not writable; give a folder where this user may make a file")
 
 
 def _check_checkpoints(config: Config) -> None:

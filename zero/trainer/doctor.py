@@ -29,7 +29,7 @@ from packaging.version import Version
 from zero.core.sizes import GiB, size_text
 from zero.errors import MachineError, StoreError
 from zero.platform.device import memory_groups
-from zero.platform.files import DIRECT, NAMELESS, Files, named
+from zero.platform.files import DIRECT, NAMELESS, Files, folders_of, named
 from zero.store.nvme import probe
 from zero.tracker.settings import Wandb
 from zero.tracker.wandb import has_key, mode_of
@@ -384,7 +384,11 @@ def mount_of(mountinfo: str, path: str) -> str:
 
 
 def _disk(config: Config, host: Host) -> Iterator[Check]:
-    folder = Path(config.offload.path or ".").expanduser().absolute()
+    for folder in folders_of(config.offload.paths):
+        yield from _disk_of(config, host, folder.absolute())
+
+
+def _disk_of(config: Config, host: Host, folder: Path) -> Iterator[Check]:
     wanted = bool({"nvme", "auto"} & {config.offload.optimizer, config.offload.param, config.offload.grad})
     state: State = "bad" if wanted or config.offload.path else "warn"
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):

@@ -1,5 +1,4 @@
-"""Where batches come from: `text` (files as bytes), `tokens` (a file of integers), `hf` (texts through a tokenizer),
-`synthetic`.
+"""Where batches come from: files as bytes, a file of integers, texts through a tokenizer, or made-up text.
 
 The global batch of a step is a pure function of (seed, step): ranks and microbatches only slice it, so a run that
 continues on another world reads the same data. Settings are checked without torch; `open_data` loads it.

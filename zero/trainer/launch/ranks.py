@@ -1,4 +1,4 @@
-"""Start the ranks of one run on this machine; when a run fails, say in one message which rank failed first, and why.
+"""Start the ranks of one run on this machine, again if one dies; say in one message which rank failed first, and why.
 
 `launch` starts child processes through torch's elastic agent; `inside` runs the only rank in this process; `joined`
 runs the rank as which torchrun started this process. What a rank prints goes to `ranks/<rank>.log`, except the stdout

@@ -5,7 +5,6 @@ A machine on paper is numbers alone: nothing of it is read here, least of all fr
 
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,6 +14,7 @@ from zero.distributed.world import Handle, World
 from zero.errors import ConfigError, WorldError
 from zero.platform.cuda import compute_device
 from zero.platform.device import Device, free_host_bytes
+from zero.platform.files import folders_of
 from zero.trainer.config import Config
 
 NODE_RANKS = 8
@@ -132,5 +132,6 @@ def _has_gpus(config: Config) -> bool:
 
 def _disk_bytes(config: Config) -> int:
     """Free at `offload.path`; 0 if there is no such folder."""
-    folder = Path(config.offload.path or ".").expanduser()
-    return shutil.disk_usage(folder).free if folder.is_dir() else 0
+    folders = [folder for folder in folders_of(config.offload.paths) if folder.is_dir()]
+    usages = {folder.stat().st_dev: shutil.disk_usage(folder).free for folder in folders}
+    return sum(usages.values())

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -14,6 +13,7 @@ from zero.core.layout import Layout
 from zero.errors import StoreError
 from zero.platform.cuda import compute_device
 from zero.platform.device import Arena, Device
+from zero.platform.files import folders_of
 from zero.progress import Progress, silent
 from zero.settings.build import build_optimizer, build_precision
 from zero.store import probe
@@ -141,8 +141,8 @@ def _rate(work: Callable[[int], object], device: Device, most: int = 1) -> float
 
 def _disk_bytes(config: Config) -> float:
     """Read and written per second; 0 if the disk did not answer in time."""
-    speed = probe(Path(config.offload.path or ".").expanduser(), size_bytes=PROBE_DISK_BYTES, limit_s=PROBE_DISK_S)
-    return 1e9 * (speed.read_gbps + speed.write_gbps)
+    speeds = [probe(one, size_bytes=PROBE_DISK_BYTES, limit_s=PROBE_DISK_S) for one in folders_of(config.offload.paths)]
+    return 1e9 * sum(speed.read_gbps + speed.write_gbps for speed in speeds)
 
 
 def _flops(config: Config, model: nn.Module, device: Device) -> float:

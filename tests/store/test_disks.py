@@ -1,0 +1,141 @@
+"""Several disks as one: each takes pages in proportion to its rate, and one that fails is named."""
+
+import itertools
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+import zero
+from tests.common.small import KiB, Setting, slice_of, small_batch, small_loss, train_small, wide
+from zero.engine.full import digest
+from zero.errors import SettingError, StoreError
+from zero.platform.device import aligned_zeros
+from zero.store import Group, MemoryStore, NvmeStore, Page, PrefetchStore, Store, Ticket, Tiers, spread
+from zero.testing import run_ranks
+
+PAGE_BYTES, COUNT = 64 * KiB, 60
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from([4096, 8192, 65536]), min_size=1, max_size=200),
+    st.lists(st.floats(0.05, 20), min_size=1, max_size=5),
+)
+def test_all_disks_take_as_long_for_their_pages_up_to_one_page(sizes, rates):
+    pages = {Page(0, "mu", number): nbytes for number, nbytes in enumerate(sizes)}
+    where = spread(pages, rates)
+    times = [sum(n for page, n in pages.items() if where[page] == str(disk)) / rate for disk, rate in enumerate(rates)]
+    for (time_s, _), (other_s, rate) in itertools.permutations(zip(times, rates, strict=True), 2):
+        assert time_s <= other_s + max(sizes) / rate + 1e-6, "another disk would have ended a page sooner"
+
+
+def test_disks_that_are_alike_take_turns():
+    where = spread({Page(0, "mu", number): 4096 for number in range(6)}, [1.0, 1.0])
+    assert "".join(where.values()) == "010101"
+
+
+class Limited(MemoryStore):
+    """Lets so many bytes through in a second, one transfer after the other."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        super().__init__(torch.device("cpu"))
+        self._bytes_per_s, self._door = bytes_per_s, threading.Lock()
+
+    def _wait(self, nbytes: int) -> None:
+        with self._door:
+            threading.Event().wait(nbytes / self._bytes_per_s)
+
+    def read(self, page: Page, into: torch.Tensor) -> Ticket:
+        self._wait(into.nbytes)
+        return super().read(page, into)
+
+    def write(self, page: Page, source: torch.Tensor) -> Ticket:
+        self._wait(source.nbytes)
+        return super().write(page, source)
+
+    def in_place(self, page: Page) -> torch.Tensor | None:
+        return None
+
+
+def update_s(disks: int) -> float:
+    """Seconds for one update of all groups, on disks of 80 MB/s each."""
+    pages = [Page(0, "mu", number) for number in range(COUNT)]
+    stores: dict[str, Store] = {str(disk): Limited(80e6) for disk in range(disks)}
+    where = spread(dict.fromkeys(pages, PAGE_BYTES), [1.0] * disks)
+    slots = [aligned_zeros(PAGE_BYTES, torch.uint8, torch.device("cpu")) for _ in range(7)]
+    store = PrefetchStore(Tiers(stores, where.__getitem__), slots, threads=4, read_ahead=3)
+    groups = [Group(0, number, (page,)) for number, page in enumerate(pages)]
+    for page in pages:
+        store.allocate(page, PAGE_BYTES // 4, torch.float32)
+    store.expect(groups)
+    begin_s = time.perf_counter()
+    for number, group in enumerate(groups):
+        store.modify(group, lambda tensors: None, (number,))
+    store.drain()
+    taken_s = time.perf_counter() - begin_s
+    store.close()
+    return taken_s
+
+
+def test_two_disks_take_at_most_055_of_the_time_of_one():
+    one_s, two_s = (min(update_s(disks) for _ in range(3)) for disks in (1, 2))
+    print(f"{two_s / one_s:.3f}")
+    assert two_s <= 0.55 * one_s
+
+
+def train_on(world: zero.World, setting: Setting, folders: list[Path]):
+    plan = setting.plan(world, wide)
+    plan.offload = plan.offload.model_copy(update={"path": tuple(str(one) for one in folders)})
+    store = zero.open_store(plan)
+    state, step, metrics = zero.init(plan, store, seed=setting.seed), zero.make_step(plan, small_loss), []
+    for number in range(3):
+        state, one = step(state, slice_of(small_batch(number, 6 * world.size), world, 1))
+        metrics.append(one)
+    found = digest(state), metrics
+    store.drain()
+    store.close()
+    return found
+
+
+@pytest.mark.parametrize("preset", ["nvme", "infinity"])
+def test_the_number_of_disks_changes_no_bit(preset, tmp_path):
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    for folder in folders:
+        folder.mkdir()
+    setting = Setting(precision="bf16", clip=0.5, page_bytes=4 * KiB)
+    expected = run_ranks(2, train_small, setting, 3, wide)
+    setting = setting.but(offload=(("preset", preset),))
+    for count in (1, 2, 3):
+        assert run_ranks(2, train_on, setting, folders[:count]) == expected
+
+
+def test_a_disk_that_fails_is_named(tmp_path):
+    """A page that one of them lost is reported with the folder that it was in."""
+    folders = {"0": tmp_path / "good", "1": tmp_path / "bad"}
+    for folder in folders.values():
+        folder.mkdir()
+    pages = [Page(0, "mu", number) for number in range(4)]
+    disks = {name: NvmeStore(folder) for name, folder in folders.items()}
+    store = Tiers(disks, spread(dict.fromkeys(pages, 4096), [1.0, 1.0]).__getitem__)
+    source = torch.arange(1024.0)
+    for page in pages:
+        store.allocate(page, 1024, torch.float32)
+        store.write(page, source).wait()
+    disks["1"]._entries[pages[1]].crc ^= 1  # as if the disk had changed a bit
+    store.read(pages[0], torch.empty(1024)).wait()
+    with pytest.raises(StoreError, match=rf"mu 1 of unit 0 .* in {tmp_path / 'bad'}: checksum differs"):
+        store.read(pages[1], torch.empty(1024)).wait()
+    store.close()
+
+
+def test_a_list_of_paths_is_a_setting(tmp_path):
+    assert zero.Offload("nvme", path=["/a", "/b"]).paths == ("/a", "/b")
+    assert zero.Offload("nvme").paths == (".",)
+    with pytest.raises(SettingError, match="has /a twice"):
+        zero.Offload("nvme", path=["/a", "/a"])
+    with pytest.raises(SettingError, match=r"offload\.path"):
+        zero.Offload("nvme", path=[])

@@ -378,7 +378,7 @@ def test_endless_skips_end_a_run_with_a_row_that_shows_them(here, monkeypatch, c
 
     monkeypatch.setattr(training, "MOST_SKIPPED", 3)
     loss_of = task.loss_of
-    monkeypatch.setattr(task, "loss_of", lambda config: lambda *batch: float("nan") * loss_of(config)(*batch))
+    monkeypatch.setattr(task, "loss_of", lambda *given: lambda *batch: float("nan") * loss_of(*given)(*batch))
     quiet = ["tracker.every=100", "val.every=0", "tracker.console=none"]
     assert train.main([*TINY, *quiet, "steps=9", "hydra.run.dir=run"]) == NumericsError.exit_code
     (row,) = rows(here / "run")

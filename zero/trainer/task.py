@@ -50,11 +50,13 @@ def build_task(config: Config) -> Task:
     return task
 
 
-def loss_of(config: Config) -> Callable[[Any, Tensor], Tensor]:
+def loss_of(config: Config, model: nn.Module) -> Callable[..., Tensor]:
     """The loss alone, for whoever has a model already."""
     from zero.trainer.models import hf, loss
 
-    return hf.loss if isinstance(config.model, HFConfig) else loss
+    if not isinstance(config.model, HFConfig):
+        return loss
+    return partial(hf.loss, chunked=config.model.chunked_loss and hf.gives_logits(model))
 
 
 def _gpt(config: Config, sizes: GPTConfig) -> Task:
@@ -62,7 +64,7 @@ def _gpt(config: Config, sizes: GPTConfig) -> Task:
 
     with empty():
         model = GPT(sizes)
-    return Task(model, loss_of(config), lambda model, tokens: model(tokens), None, sizes.flops_per_token)
+    return Task(model, loss_of(config, model), lambda model, tokens: model(tokens), None, sizes.flops_per_token)
 
 
 def _of_transformers(config: Config, chosen: HFConfig) -> Task:
@@ -97,7 +99,8 @@ def _of_transformers(config: Config, chosen: HFConfig) -> Task:
     attention = 12 * text.num_hidden_layers * text.hidden_size * chosen.seq
     router = float(getattr(text, "router_aux_loss_coef", None) or 0.0)
     notes = tuple(_notes_on(config, weights, folder))
-    return Task(model, partial(hf.loss, router=router), hf.logits, weights, 6.0 * matrices + attention, notes)
+    loss: Callable[..., Tensor] = loss_of(config, model)
+    return Task(model, partial(loss, router=router), hf.logits, weights, 6.0 * matrices + attention, notes)
 
 
 def _notes_on(config: Config, weights: "HFWeights | None", folder: Path) -> Iterator[str]:

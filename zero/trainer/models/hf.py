@@ -20,11 +20,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zero.engine.empty import empty
 from zero.errors import ConfigError, in_short
+from zero.losses import linear_cross_entropy
 from zero.platform.safetensors_files import StoredWeights
 
 BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -92,21 +94,82 @@ def weights(model: nn.Module, path: str | PathLike[str]) -> "HFWeights":
 
 def logits(model: Callable[..., Any], tokens: Tensor) -> Tensor:
     """tokens: (b, t) int64, to (b, t, vocab)."""
+    vars(_head(model)).pop("forward", None)
     found = model(input_ids=tokens).logits
     assert isinstance(found, Tensor)
     return found
 
 
-def loss(model: Callable[..., Any], rows: Tensor, *, router: float = 0.0) -> Tensor:
+def loss(model: Any, rows: Tensor, *, router: float = 0.0, chunked: bool = False) -> Tensor:
     """Mean cross entropy of each next token, in nats, fp32; and `router` times what unbalanced experts cost.
 
     Args:
         rows: (b, t + 1) int64; each gives both inputs and targets.
+        chunked: never hold all logits, see `linear_cross_entropy`; for models of which `gives_logits` is true.
     """
-    outputs = model(input_ids=rows[:, :-1])
-    mean = F.cross_entropy(outputs.logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+    if chunked:
+        # until the next call, because activations may be computed again in backward
+        _head(model).forward = partial(_loss_of_head, _head(model), rows[:, 1:])
+        outputs = model(input_ids=rows[:, :-1])
+        mean = outputs.logits
+    else:
+        vars(_head(model)).pop("forward", None)
+        outputs = model(input_ids=rows[:, :-1])
+        mean = F.cross_entropy(outputs.logits.flatten(0, 1).float(), rows[:, 1:].flatten())
     unbalanced = outputs.get("aux_loss")
     return mean if unbalanced is None else mean + router * unbalanced
+
+
+def gives_logits(model: Any) -> bool:
+    """Whether a causal model's logits are what a linear layer returns, and nothing is done to them after it.
+
+    Tried with something in their place that operators refuse, and without what comes before the layer.
+    """
+    head, body = _head(model), model.base_model
+    if type(head) is not nn.Linear or body is model:
+        return False
+    outputs = _Outputs(torch.zeros(1, 1, head.in_features, device="meta"))
+    vars(body)["forward"] = lambda *args, **kwargs: outputs
+    vars(head)["forward"] = lambda hidden: hidden.as_subclass(_Untouchable)
+    try:
+        with torch.no_grad():
+            return isinstance(model(input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits, _Untouchable)
+    except Exception:  # it does more than that with what its body returns, or with logits
+        return False
+    finally:
+        del vars(body)["forward"], vars(head)["forward"]
+
+
+class _Outputs(tuple[Tensor]):
+    """What a model's body returns, with nothing in it but the last hidden states."""
+
+    last_hidden_state: Tensor
+
+    def __new__(cls, hidden: Tensor) -> "_Outputs":
+        made = super().__new__(cls, (hidden,))
+        made.last_hidden_state = hidden
+        return made
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Untouchable(Tensor):
+    """Refuses every operator but two that leave a mean in fp32 as it is."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.contiguous, Tensor.float):
+            return args[0]
+        raise TypeError(f"{func} of logits")
+
+
+def _head(model: Any) -> Any:
+    return model.get_output_embeddings()
+
+
+def _loss_of_head(head: nn.Linear, targets: Tensor, hidden: Tensor) -> Tensor:
+    return linear_cross_entropy(hidden, head.weight, targets, bias=head.bias)
 
 
 def write_settings(path: str | PathLike[str], out: Path) -> None:

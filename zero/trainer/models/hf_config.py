@@ -25,6 +25,13 @@ class HFConfig(Section):
     )
     seq: Rows = key(256, "length of a training row, in tokens", unit="tokens", example="512 model.path=gpt2")
 
+    chunked_loss: bool = key(
+        True,
+        "hold no more than 32 MiB of logits at a time, in chunks of the vocabulary, where the head is a linear layer",
+        trades="a large vocabulary's logits in memory against computing them a second time in backward",
+        example="false model.path=gpt2",
+    )
+
     @model_validator(mode="after")
     def _has_a_path(self) -> Self:
         if self.path is None:

@@ -89,7 +89,7 @@ class Activations:
         return trace(
             self._model,
             self._splitting,
-            loss_of(self._config),
+            loss_of(self._config, self._model),
             torch.empty(rows, seq + 1, dtype=torch.int64, device=META),
             compute=self._compute,
             remat=remat,

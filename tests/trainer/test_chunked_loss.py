@@ -1,0 +1,125 @@
+"""A model's loss in chunks of its vocabulary, through the engine: the GPT here and models of transformers."""
+
+import itertools
+
+import pytest
+import torch
+
+import zero
+from tests.common.small import KiB, Setting, slice_of
+from zero import losses
+from zero.engine.empty import empty
+from zero.engine.full import full_state_dict
+from zero.testing import run_ranks
+from zero.trainer.models import GPT, GPTConfig, hf, loss
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB = 97
+SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+KINDS = {
+    "llama": SMALL | {"intermediate_size": 64},
+    "gpt2": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32},
+    "mixtral": SMALL | {"intermediate_size": 64, "num_local_experts": 4, "num_key_value_heads": 2},
+    "phi": SMALL | {"intermediate_size": 64},
+    "granite": SMALL | {"intermediate_size": 64, "logits_scaling": 3.0},
+}
+
+
+def build(kind: str) -> torch.nn.Module:
+    config = transformers.AutoConfig.for_model(kind, **KINDS[kind], use_cache=False)
+    for name in [name for name in vars(config) if "drop" in name or name.endswith("pdrop")]:
+        setattr(config, name, 0.0)
+    with empty():
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def rows(number: int, count: int) -> torch.Tensor:
+    return torch.randint(VOCAB, (count, 17), generator=torch.Generator().manual_seed(number))
+
+
+def trained(world, setting, make, loss_fn):
+    """Losses of each step and all parameters after them."""
+    with world.exclusive():
+        model = make()
+    plan = zero.Plan(
+        model,
+        optimizer=zero.sgd(0.1, clip=1.0),
+        world=world,
+        stage=setting.stage,
+        offload=zero.Offload(setting.offload[0][1], page_bytes=8 * KiB),
+        activations=setting.activations,
+        units=setting.units,
+    )
+    store = zero.open_store(plan)
+    state, step, found = zero.init(plan, store), zero.make_step(plan, loss_fn), []
+    for number in range(3):
+        state, metrics = step(state, slice_of(rows(number, 4 * world.size), world, 1))
+        found.append(metrics.loss)
+    values = full_state_dict(state)
+    store.close()
+    return found, values
+
+
+def same(one, other):
+    (losses_a, values_a), (losses_b, values_b) = one, other
+    assert losses_a == pytest.approx(losses_b, rel=2e-6)
+    for name, value in values_a.items():
+        assert (value - values_b[name]).abs().max() <= 2e-6, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_logits_that_nothing_is_done_to_are_left_out(kind):
+    assert hf.gives_logits(build(kind)) is (kind != "granite")
+    model = build(kind)
+    hf.gives_logits(model)
+    assert not {"forward"} & {*vars(model.base_model), *vars(model.get_output_embeddings())}, "it is as it was"
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "preset", "activations", "units"),
+    [
+        ("llama", 0, "none", "keep", None),
+        ("llama", 3, "infinity", "remat", None),
+        ("llama", 3, "none", "keep", ("LlamaDecoderLayer", "Linear")),
+        ("llama", 3, "none", "remat", ("LlamaDecoderLayer", "Linear")),
+        ("gpt2", 2, "none", "keep", None),
+        ("mixtral", 3, "cpu", "keep", None),
+        ("phi", 1, "nvme", "remat", None),
+    ],
+)
+def test_models_of_transformers_train_as_with_the_plain_loss(kind, stage, preset, activations, units, monkeypatch):
+    """Four logits at a time, in every unit that the head may be of, and computed again in backward."""
+    setting = Setting(stage=stage, offload=(("preset", preset),), activations=activations, units=units)
+
+    def chunked(model, batch):
+        return hf.loss(model, batch, chunked=True)
+
+    monkeypatch.setattr(losses, "CHUNK_NUMEL", 4)
+    monkeypatch.setattr(losses, "LEAST_CHUNK", 4)
+    plain = run_ranks(2, trained, setting, lambda: build(kind), hf.loss)
+    same(plain[0], run_ranks(2, trained, setting, lambda: build(kind), chunked)[0])
+
+
+def test_logits_after_a_chunked_loss_are_logits():
+    model = transformers.AutoModelForCausalLM.from_config(build("llama").config)
+    batch = rows(0, 2)
+    before = hf.logits(model, batch)
+    hf.loss(model, batch, chunked=True)
+    assert torch.equal(hf.logits(model, batch), before)
+    hf.loss(model, batch, chunked=True)
+    assert torch.equal(hf.loss(model, batch), hf.loss(model, batch))
+
+
+@pytest.mark.parametrize(("stage", "activations"), list(itertools.product((0, 3), ("keep", "remat"))))
+def test_the_gpt_trains_as_with_the_plain_loss(stage, activations, monkeypatch):
+    setting = Setting(stage=stage, offload=(("preset", "none"),), activations=activations)
+
+    def make(chunked: bool) -> GPT:
+        with empty():
+            return GPT(GPTConfig(vocab=VOCAB, width=32, layers=2, heads=2, seq=16, chunked_loss=chunked))
+
+    monkeypatch.setattr(losses, "CHUNK_NUMEL", 4)
+    monkeypatch.setattr(losses, "LEAST_CHUNK", 4)
+    plain, chunked = (run_ranks(2, trained, setting, lambda way=way: make(way), loss)[0] for way in (False, True))
+    same(plain, chunked)

@@ -86,7 +86,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int) -> Tensor:
         total = torch.full(targets.shape, -torch.inf, dtype=torch.float32, device=hidden.device)
-        chosen = torch.zeros_like(total)
+        chosen = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device)
         for first, last in _ranges(len(weight), chunk):
             logits = _logits(hidden, weight, bias, first, last)
             inside, index = _inside(targets, first, last)
@@ -106,8 +106,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         scale = ((targets != IGNORED) * (grad / number))[:, None]
         for_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs_hidden else None
-        for_weight = torch.empty_like(weight) if needs_weight else None
-        for_bias = torch.empty_like(bias) if needs_bias else None
+        for_weight = _empty(weight) if needs_weight else None
+        for_bias = _empty(bias) if needs_bias else None
         for first, last in _ranges(len(weight), ctx.chunk):
             share = _logits(hidden, weight, bias, first, last).sub_(total[:, None]).exp_()
             inside, index = _inside(targets, first, last)
@@ -121,6 +121,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 for_hidden += share @ weight[first:last]
             del share
         return None if for_hidden is None else for_hidden.to(hidden.dtype), for_weight, for_bias, None, None
+
+
+def _empty(like: Tensor) -> Tensor:
+    # not `empty_like`, which on meta, where plans count activations, imports sympy
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _ranges(vocab: int, chunk: int) -> Iterator[tuple[int, int]]:

@@ -32,7 +32,7 @@ MISTAKES = [
     ({"zero": {"prefetch": -1}}, "zero.prefetch=-1: must be at least 0"),
     (
         {"zero": {"activations": "remet"}},
-        "zero.activations=remet: must be one of keep, remat, offload; did you mean",
+        "zero.activations=remet: must be one of keep, remat, offload, auto; did you mean",
     ),
     ({"zero": {"update": "laxy"}}, "zero.update=laxy: must be one of lazy, serial, eager; did you mean lazy?"),
     ({"zero": {"update": "eager"}}, "set optim.clip=null or zero.update=lazy"),

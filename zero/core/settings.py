@@ -23,6 +23,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 MOST = 2**53
+
+from zero.core.suggest import meant
+
 """The largest whole number that every reader of JSON and YAML gets right."""
 
 
@@ -194,6 +197,29 @@ def _places(value: object) -> str | tuple[str, ...]:
     return found
 
 
+ACTIVATIONS = ("keep", "remat", "offload")
+
+
+def _activations(value: object) -> str | tuple[str, ...]:
+    if not isinstance(value, list | tuple):
+        words = (*ACTIVATIONS, "auto")
+        if value not in words:
+            hint = meant(str(value), words)
+            raise ValueError(f"must be one of {', '.join(words)}{hint or ', or a list such as [blocks.0:remat]'}")
+        return str(value)
+    found = tuple(text_of(one) for one in value)
+    for one in found:
+        pattern, _, word = one.rpartition(":")
+        if not pattern or word not in ACTIVATIONS:
+            raise ValueError(f"has {one}; write UNITS:WORD, such as blocks.0:remat, with keep, remat or offload")
+    if not found:
+        raise ValueError("must not be empty")
+    return found
+
+
+UnitActivations = Annotated[
+    str | tuple[str, ...], Reads("keep, remat, offload or auto, or a list such as [blocks.0:remat]", _activations)
+]
 Place = Annotated[str, Reads("a path", _place)]
 Places = Annotated[str | tuple[str, ...], Reads("a path, or a list of paths such as [/nvme0, /nvme1]", _places)]
 Needed = Annotated[str, Reads("a path, or null", lambda value: value if value is None else _place(value))]

@@ -45,7 +45,7 @@ from zero.engine.compile import Compiler
 from zero.engine.functions import may_write_uncounted
 from zero.engine.module_copy import Body, Run, call_with
 from zero.engine.placeholder import ParameterPlaceholder, in_backward
-from zero.engine.plan import Plan
+from zero.engine.plan import Activations, Plan
 from zero.engine.pool import Buffer
 from zero.engine.recompute import recomputed_call
 from zero.engine.reduce import Reducer
@@ -172,7 +172,8 @@ class Gatherer:
         self._tape = tape
         self._units, self.residency, self.pool = units, residency, residency.pool
         self._accumulate, self._deliver, self._start_reduce = plan.accumulate, reducer.deliver, reducer.start_reduce
-        self.activations, self._remat = activations, plan.activations == "remat"
+        self.activations, self._policies = activations, plan.activations
+        self._sends = False  # what the unit that computes now keeps goes where `activations` says
         self._compiler = Compiler(plan.compile) if plan.compile else None
         self._resident_addresses = {unit.resident.address for unit in units if unit.resident is not None}
         self._anchor = torch.zeros(0, requires_grad=True)
@@ -276,8 +277,9 @@ class Gatherer:
             doubted, is_first = site.path in self.doubted, watched not in self._looked_at
             call = partial(call_with, path=site.path, doubted=doubted, watched=is_first)
             before = _nodes((args, kwargs))  # taken now: the call may change its inputs in place
-            with self._packing():
-                outputs = self._call(call, body, names, values, args, kwargs)
+            policy = self._policies[site.units[0]]
+            with self._packing(), self._sending(policy):
+                outputs = self._call(policy, call, body, names, values, args, kwargs)
             self._looked_at.add(watched)
             outputs = _reaching(outputs, values, set(before))
             if torch.is_grad_enabled() and not recomputing:
@@ -349,6 +351,7 @@ class Gatherer:
 
     def _call(
         self,
+        policy: Activations,
         call: Callable[..., Any],
         body: Body,
         names: list[str],
@@ -359,9 +362,18 @@ class Gatherer:
         module: nn.Module = body
         if self._compiler is not None and torch.is_grad_enabled():
             names, module = [f"module.{name}" for name in names], self._compiler.compiled(body, body.kind)
-        if self._remat and torch.is_grad_enabled():
+        if policy == "remat" and torch.is_grad_enabled():
             return recomputed_call(module, names, values, args, kwargs, call)
         return call(dict(zip(names, values, strict=True)), module, args, kwargs)
+
+    @contextmanager
+    def _sending(self, policy: Activations) -> Iterator[None]:
+        """What is kept within goes to the host, if the unit's policy is that."""
+        before, self._sends = self._sends, policy == "offload"
+        try:
+            yield
+        finally:
+            self._sends = before
 
     def _packing(self) -> AbstractContextManager[Any]:
         released = self.pool is not None or self.activations.offloads
@@ -383,7 +395,8 @@ class Gatherer:
     def _pack(self, tensor: Tensor) -> Any:
         buffer = None if self.pool is None else self.pool.holding(tensor)
         if buffer is None:
-            return Kept(tensor, tensor._version) if self._is_resident(tensor) else self.activations.keep(tensor)
+            stays = self._is_resident(tensor) or not self._sends
+            return Kept(tensor, tensor._version) if stays else self.activations.keep(tensor)
         assert buffer.unit is not None
         offset = int(tensor.storage_offset()) - int(buffer.flat.storage_offset())
         return Packed(buffer.unit, buffer.version, offset, tensor.shape, tensor.stride())

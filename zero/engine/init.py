@@ -199,4 +199,4 @@ def _fetch(plan: Plan, store: PrefetchStore) -> Fetch:
 
 def _goes_to_host(plan: Plan) -> bool:
     """Activations of a CPU lie in host memory already."""
-    return plan.activations == "offload" and not plan.world.compute.shares_memory
+    return "offload" in plan.activations and not plan.world.compute.shares_memory

@@ -9,6 +9,7 @@ import hashlib
 import platform
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 import torch
@@ -19,6 +20,7 @@ from zero.core.placement import Offload, Room, Tier, usable_bytes, usable_host_b
 from zero.core.precision import Precision
 from zero.core.sizes import size_text
 from zero.core.stage import Stage
+from zero.core.suggest import some
 from zero.distributed.world import World
 from zero.engine.compile import Backend
 from zero.engine.facts import Facts
@@ -26,7 +28,7 @@ from zero.engine.module_copy import detached_copy
 from zero.engine.page_table import PageTable
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.placing import auto_page_bytes, has_many_pages, lowest_tiers, place_pages
-from zero.engine.unit import split
+from zero.engine.unit import Splitting, split
 from zero.errors import PlanError
 from zero.platform.device import free_host_bytes
 from zero.store import Page
@@ -58,7 +60,9 @@ class Plan(PageTable):
         units: classes, or their names, whose instances are gathered as one unit; None: each element of an outermost
             `ModuleList` or `Sequential`, see `zero.engine.unit`.
         prefetch: units that are gathered ahead, in forward and in backward; 0 or more.
-        activations: "keep", "remat" to recompute each unit's in backward, or "offload" to keep them in host memory.
+        activations: "keep", "remat" to recompute each unit's in backward, or "offload" to keep them in host memory. Or
+            patterns of units' names to one of these, such as {"blocks.[0-7]": "remat"}: the first that fits a unit
+            counts, and what none fits is kept.
         compile: run what each unit computes through `torch.compile`: True, or a backend's name; False: not.
         update: "lazy" hides each unit's update before its next gather, "serial" does all right after backward (same
             bits), "eager" during backward, without clipping or loss scaling only.
@@ -71,6 +75,7 @@ class Plan(PageTable):
         lighter: returns what would make that less: settings in words to bytes. Called only where a plan does not fit.
 
     Attributes:
+        activations: of each unit, by its index: "keep", "remat" or "offload".
         placement: the tier of parameters, of gradients, and of every page of master and moments.
         arena_slots: slots of host memory that pages pass through.
 
@@ -91,7 +96,7 @@ class Plan(PageTable):
         offload: Offload | str | None = None,
         units: Sequence[str | type[nn.Module]] | None = None,
         prefetch: int = 1,
-        activations: Activations = "keep",
+        activations: Activations | Mapping[str, Activations] = "keep",
         compile: Backend = False,
         update: Update = "lazy",
         accumulate: int = 1,
@@ -106,11 +111,15 @@ class Plan(PageTable):
             raise PlanError(f"zero.prefetch={prefetch!r}: it is a number of units, 0 or more")
         if type(accumulate) is not int or accumulate < 1:
             raise PlanError(f"batch.accumulate={accumulate!r}: it is a number of microbatches, 1 or more")
-        for key, value, known in (("activations", activations, Activations), ("update", update, Update)):
+        by_pattern = {"*": activations} if isinstance(activations, str) else dict(activations)
+        for key, value, known in (
+            *(("activations", word, Activations) for word in by_pattern.values()),
+            ("update", update, Update),
+        ):
             if value not in get_args(known):
                 raise PlanError(f"zero.{key}={value}: it is one of {', '.join(get_args(known))}")
         self.model, self.in_place, self.compile = model, in_place, compile
-        self.activations, self.update, self.activation_bytes = activations, update, activation_bytes
+        self.update, self.activation_bytes = update, activation_bytes
         stage = stage if isinstance(stage, Stage) else Stage(stage)
         precision = precision if isinstance(precision, Precision) else Precision(precision)
         offload = offload if isinstance(offload, Offload) else Offload(offload or "none")
@@ -124,6 +133,7 @@ class Plan(PageTable):
         splitting = split(model, world_size=world.size, class_names=_names(units), group=optimizer.group)
         if not in_place:
             detached_copy(model, splitting, precision.compute, torch.device("meta"))  # refuses what cannot be copied
+        self.activations = activations_of(splitting, by_pattern)
         slots = (slot for unit in splitting.units for layout in unit.layouts for slot in layout.slots)
         optimizer.check_groups({slot.name: slot.shape for slot in slots})
         _, param_tier, grad_tier = lowest_tiers(offload)
@@ -188,7 +198,7 @@ class Plan(PageTable):
         agreed = {
             "zero.stage": str(self.stage.level),
             "zero.prefetch": str(self.prefetch),
-            "zero.activations": self.activations,
+            "zero.activations": " ".join(self.activations),
             "zero.compile": str(bool(self.compile)),
             "zero.update": self.update,
             "batch.accumulate": str(self.accumulate),
@@ -220,6 +230,21 @@ class Plan(PageTable):
             )
         totals = " ".join(f"{size_text(sum(tier.values())):>12}" for tier in self.bytes.values())
         return "\n".join([*lines, f"{'total':<16} {totals}"])
+
+
+def activations_of(splitting: Splitting, by_pattern: Mapping[str, Activations]) -> tuple[Activations, ...]:
+    """What is done with each unit's activations, by its index.
+
+    Raises:
+        PlanError: a pattern that fits no unit.
+    """
+    names = [unit.name for unit in splitting.units]
+    for pattern in by_pattern:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise PlanError(f"zero.activations: no unit is named {pattern}; there are {some(names)}")
+    return tuple(
+        next((word for pattern, word in by_pattern.items() if fnmatchcase(name, pattern)), "keep") for name in names
+    )
 
 
 def _free_room(facts: Facts, offload: Offload) -> Room:

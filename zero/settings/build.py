@@ -56,7 +56,7 @@ def build_plan(
         world=world,
         units=units or (None if config.zero.units == "auto" else list(config.zero.units)),
         prefetch=config.zero.prefetch,
-        activations=config.zero.activations,
+        activations=config.zero.activations_by_pattern,
         compile=compile or config.zero.compile,
         update=config.zero.update,
         accumulate=accumulate,

@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from zero.core.loss_scale import LossScaling
 from zero.core.schema import Section
-from zero.core.settings import Count, Natural, Reads, key, or_auto
+from zero.core.settings import Count, Natural, Reads, UnitActivations, key, or_auto
 from zero.errors import ConfigError
 
 
@@ -52,13 +52,23 @@ class Zero(Section):
         trades="memory against waiting: each takes one more gathered unit",
         example="2",
     )
-    activations: Literal["keep", "remat", "offload"] = key(
+    activations: UnitActivations = key(
         "keep",
-        "activations of a unit: keep, remat (computed again in backward), or offload (kept in host memory)",
+        "activations of a unit: keep, remat (computed again in backward), or offload (kept in host memory); a list of "
+        "patterns of units' names, each with one of these: the first that fits counts; auto: keep as many as fit",
         trades="memory against time: remat keeps one activation per unit and computes a third more; offload sends "
         "those of 1 MiB and more to pinned host memory and back, and on a CPU it is keep",
         example="remat",
     )
+
+    @property
+    def activations_by_pattern(self) -> dict[str, Any]:
+        """Patterns of units' names to what is done with their activations; auto, before it is settled, is keep."""
+        if self.activations == "auto":
+            return {"*": "keep"}
+        listed = (f"*:{self.activations}",) if isinstance(self.activations, str) else self.activations
+        return {pattern: word for pattern, _, word in (one.rpartition(":") for one in listed)}
+
     compile: bool = key(
         False,
         "run what each unit computes through torch.compile, once for each class of blocks",

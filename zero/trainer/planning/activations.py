@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
 
+from zero.engine.plan import activations_of
 from zero.engine.unit import split
 from zero.settings.build import build_precision
 from zero.trainer.config import Config
@@ -32,7 +34,12 @@ class Activations:
         names = None if config.zero.units == "auto" else config.zero.units
         self._splitting = split(model, world_size=1, class_names=names)
         self._compute = build_precision(config).compute
-        self._traced: dict[tuple[int, int, bool], Traced] = {}
+        self._traced: dict[tuple[int, int, frozenset[int]], Traced] = {}
+
+    @property
+    def unit_names(self) -> list[str]:
+        """Of the model's units, in the order of forward."""
+        return [unit.name for unit in self._splitting.units]
 
     def lighter(self, rows: int, device: str) -> dict[str, int]:
         """Settings that make a microbatch of `rows` rows take less, and the bytes to plan with then."""
@@ -54,7 +61,7 @@ class Activations:
             remat: whether activations are computed again; None: as the run has it.
             seq: tokens of a row; None: as the run has it.
         """
-        key = rows, seq or self._config.model.seq, self._is_remat(remat)
+        key = rows, seq or self._config.model.seq, self._recomputed(remat)
         if key not in self._traced:
             self._traced[key] = self._count(*key)
         return self._traced[key]
@@ -64,19 +71,22 @@ class Activations:
 
         Recomputing wastes more of less, but takes no more in all than keeping does.
         """
-        remat = self._is_remat(remat)
+        again = self._recomputed(remat)
         taken_bytes = self.of(rows, remat=remat, seq=seq).peak_bytes
         if device != "cpu" or self._config.launch.malloc == "lean":
             return taken_bytes
         kept_bytes = int(self.of(rows, remat=False, seq=seq).peak_bytes * HEAP["keep"])
-        return min(kept_bytes, int(taken_bytes * HEAP["remat"])) if remat else kept_bytes
+        return min(kept_bytes, int(taken_bytes * HEAP["remat"])) if again else kept_bytes
 
-    def _is_remat(self, remat: bool | None) -> bool:
-        """Whether anything is computed again; without backward nothing is."""
-        remat = self._config.zero.activations == "remat" if remat is None else remat
-        return remat and self._splitting.trains
+    def _recomputed(self, remat: bool | None) -> frozenset[int]:
+        """The units that are computed again; without backward none is."""
+        if not self._splitting.trains or remat is False:
+            return frozenset()
+        by_pattern: dict[str, Any] = {"*": "remat"} if remat else self._config.zero.activations_by_pattern
+        policies = activations_of(self._splitting, by_pattern)
+        return frozenset(index for index, policy in enumerate(policies) if policy == "remat")
 
-    def _count(self, rows: int, seq: int, remat: bool) -> Traced:
+    def _count(self, rows: int, seq: int, remat: frozenset[int]) -> Traced:
         chunk = max(1, CHUNK_TOKENS // seq)  # rows that a rank evaluates at a time
         if not self._splitting.trains:
             return self._trace(chunk, seq, backward=False)
@@ -85,7 +95,7 @@ class Activations:
             return traced
         return traced._replace(peak_bytes=max(traced.peak_bytes, self._trace(chunk, seq, backward=False).peak_bytes))
 
-    def _trace(self, rows: int, seq: int, *, remat: bool = False, backward: bool = True) -> Traced:
+    def _trace(self, rows: int, seq: int, *, remat: frozenset[int] = frozenset(), backward: bool = True) -> Traced:
         return trace(
             self._model,
             self._splitting,

@@ -168,6 +168,23 @@ def choice(
     return Choice(solved, preset, plan, refusal, short, seconds, moved_bytes)
 
 
+def with_activations(config: Config, activations: str | Sequence[str]) -> Config:
+    """The same settings with another `zero.activations`."""
+    chosen = activations if isinstance(activations, str) else tuple(activations)
+    return config.model_copy(update={"zero": config.zero.model_copy(update={"activations": chosen})})
+
+
+def fits(config: Config, machine: Machine, model: nn.Module) -> bool:
+    """Whether a plan with these settings, whose batch is solved, fits this machine."""
+    rows = config.batch.solved(machine.ranks).numbers()[1]
+    activation_bytes = Activations(config, model).bytes(rows, machine.device)
+    try:
+        build_plan(config, model, machine.world, room=machine.room, activation_bytes=activation_bytes)
+    except ConfigError:
+        return False
+    return True
+
+
 def batches(config: Config, ranks: int) -> Iterator[Batch]:
     """The batch as numbers, the largest microbatch first; several where `batch.micro` and `.accumulate` are free."""
     batch = config.batch

@@ -4,6 +4,7 @@ Rank 0 decides by the least that any rank has free, and sends its decision to th
 """
 
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from zero.errors import ConfigError
 from zero.progress import Progress, silent
 from zero.trainer.config import Config, read
 from zero.trainer.planning.activations import Activations
-from zero.trainer.planning.choices import STAGES, Choice, batch_is_open, best, choices, nearest
+from zero.trainer.planning.choices import STAGES, Choice, batch_is_open, best, choices, fits, nearest, with_activations
 from zero.trainer.planning.cost import seconds_text
 from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.rates import assumed, measured, with_disk_or_without
@@ -45,13 +46,17 @@ def resolve_auto(
     Raises:
         ConfigError: on every rank: nothing fits; with the numbers and the key to change.
     """
-    if config.zero.stage != "auto" and not _several_microbatches(config, world.size):
+    settled = config.zero.stage != "auto" and config.zero.activations != "auto"
+    if settled and not _several_microbatches(config, world.size):
         return config.on(world.size)
     machine = Machine.of(config, world)
     message: dict[str, Any] = {}
     if world.rank == 0:
         try:
-            chosen, reasons = _choose(config, machine, model, activations or Activations(config, model), progress)
+            if config.zero.activations == "auto":
+                chosen, reasons = _with_activations(config, machine, model, progress)
+            else:
+                chosen, reasons = _choose(config, machine, model, activations or Activations(config, model), progress)
             message = {"config": chosen.plain(), "reasons": reasons}
         except ConfigError as refused:
             message = {"refusal": str(refused)}
@@ -61,6 +66,32 @@ def resolve_auto(
     for line in message["reasons"]:
         note(line)
     return read(message["config"]).on(world.size)
+
+
+def _with_activations(
+    config: Config, machine: Machine, model: nn.Module, progress: Progress
+) -> tuple[Config, list[str]]:
+    """All else is chosen as if every unit were computed again; then as many units as fit keep their activations.
+
+    The first units of forward are computed again, because theirs are kept longest.
+
+    Raises:
+        ConfigError: nothing fits, even so.
+    """
+    least = with_activations(config, "remat")
+    chosen, reasons = _choose(least, machine, model, Activations(least, model), progress)
+    names = Activations(chosen, model).unit_names
+
+    def of(count: int) -> Config:
+        listed = "keep" if not count else "remat" if count == len(names) else [f"{one}:remat" for one in names[:count]]
+        return with_activations(chosen, listed)
+
+    count = bisect_left(range(len(names)), True, key=lambda count: fits(of(count), machine, model))
+    word = "is" if count == 1 else "are"
+    return of(count), [
+        *reasons,
+        f"auto: zero.activations: {count} of {len(names)} units {word} computed again in backward, as few as fit",
+    ]
 
 
 def _several_microbatches(config: Config, ranks: int) -> bool:

@@ -3,11 +3,12 @@
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
+from zero.core import suggest
 from zero.core.placement import TIERS, size_text
 from zero.engine.plan import KINDS, Plan
 from zero.trainer.config import Config
 from zero.trainer.planning.activations import Activations
-from zero.trainer.planning.choices import Choice, best, bytes_by_tier, choices, nearest
+from zero.trainer.planning.choices import Choice, best, bytes_by_tier, choices, nearest, with_activations
 from zero.trainer.planning.cost import seconds_text
 from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.papers import OURS, PAPERS
@@ -38,6 +39,9 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
     """
     machine = Machine.described(config)
     config, notes = _with_rows(config, machine.ranks)
+    if config.zero.activations == "auto":
+        config = with_activations(config, "remat")
+        notes += ["zero.activations=auto is counted as remat, the least; a run keeps those of as many units as fit"]
     model = build_task(config).model
     activations = Activations(config, model)
     if machine.paper:
@@ -50,7 +54,7 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
     lines = [
         *_sentence(
             f"plan for {numel:,} parameters, {config.precision.compute}, rows of {config.model.seq} tokens, "
-            f"activations {config.zero.activations}"
+            f"activations {suggest.shown(config.zero.activations)}"
         ),
         *_sentence(f"machine: {machine}"),
         *(line for one in notes for line in _sentence(one)),
@@ -166,7 +170,7 @@ def _proposal(found: Sequence[Choice], machine: Machine, overrides: Sequence[str
 
 def _offloaded(config: Config, machine: Machine) -> list[str]:
     """Where activations that leave a GPU are counted. Those of a CPU stay where they are."""
-    if config.zero.activations != "offload" or machine.device == "cpu":
+    if "offload" not in config.zero.activations_by_pattern.values() or machine.device == "cpu":
         return []
     text = "zero.activations=offload: they are counted on the device as if they stayed, which is more than it will hold"
     return _sentence(f"{text}, and the host needs room for them beside its rows: as much at most")

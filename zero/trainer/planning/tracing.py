@@ -10,7 +10,7 @@ those of GPUs keep: inputs, output, and one number per row. Nothing here knows a
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ def trace(
     microbatch: Any,
     *,
     compute: torch.dtype,
-    remat: bool = False,
+    remat: bool | Collection[int] = False,
     backward: bool = True,
 ) -> Traced:
     """Count one microbatch.
@@ -63,7 +63,7 @@ def trace(
         loss: (model, microbatch) to a scalar, or to (scalar, more).
         microbatch: tensors on meta, of the shapes that training has.
         compute: dtype of parameters.
-        remat: activations of each unit are computed again in backward.
+        remat: the units, by index, whose activations are computed again in backward; or all, or none.
         backward: also go backward; otherwise an evaluation is counted, without gradients.
     """
     copied = detached_copy(model, splitting, compute, META)
@@ -73,7 +73,8 @@ def trace(
         for trainable, layout in ((True, unit.trainable), (False, unit.frozen))
         for number, slot in enumerate(layout.slots)
     }
-    attach(copied, splitting, lambda site: partial(_call, site, values, remat and backward))
+    again = {unit.index for unit in splitting.units} if remat is True else set(remat or ())
+    attach(copied, splitting, lambda site: partial(_call, site, values, backward and site.units[0] in again))
     live = _Live([*values.values(), *copied.buffers(), *tree_leaves(microbatch)])
     with torch.set_grad_enabled(backward), live:
         result = loss(copied, microbatch)

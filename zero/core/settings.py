@@ -22,9 +22,9 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
-MOST = 2**53
-
 from zero.core.suggest import meant
+
+MOST = 2**53
 
 """The largest whole number that every reader of JSON and YAML gets right."""
 

@@ -190,7 +190,7 @@ def _one_more_forward(world: zero.World, odd: int) -> tuple[str, float]:
 def test_processes_of_which_one_runs_another_forward_before_the_end_are_refused_within_seconds(odd):
     for said, after_s in run_processes(2, _one_more_forward, odd):
         assert "the ranks run different operations: " in said
-        assert "tell of turns" in said
+        assert "exchange of turns" in said
         assert after_s < 15
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zero.core.layout import Piece
 from zero.core.master import Master
-from zero.core.moments import Moments
+from zero.core.moments import Moments, permutation
 from zero.core.optim import Transform
 
 
@@ -35,6 +35,11 @@ class Kept:
     def draws(self) -> bool:
         """To write it back takes random bits, so `opened` has to know each element's place."""
         return any(form.draws for form in self._moments.values())
+
+    def prepare(self, device: torch.device) -> None:
+        """Make what updates on `device` read, before any thread or stream of its own makes one."""
+        if self.draws:
+            permutation(device)
 
     @contextmanager
     def opened(

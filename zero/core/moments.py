@@ -115,7 +115,7 @@ def fill(noise: Tensor, key: str, start: int) -> None:
     stop = start + noise.numel()
     for block in range(start // BLOCK, -(-stop // BLOCK)):
         first, last = max(start, block * BLOCK), min(stop, (block + 1) * BLOCK)
-        part = _permutation(noise.device)[first - block * BLOCK : last - block * BLOCK]
+        part = permutation(noise.device)[first - block * BLOCK : last - block * BLOCK]
         torch.add(part, _number(key, block), out=noise[first - start : last - start])
 
 
@@ -125,8 +125,8 @@ def _number(key: str, block: int) -> int:
 
 
 @cache
-def _permutation(device: torch.device) -> Tensor:
-    """(2^16,) int16: all values once, without order.
+def permutation(device: torch.device) -> Tensor:
+    """(2^16,) int16: all values once, without order. Made once, by whoever asks first; others have to come after that.
 
     Source: Wellons 2018, "Prospecting for Hash Functions", of 16 bits.
     """

@@ -205,7 +205,7 @@ def _activations(value: object) -> str | tuple[str, ...]:
         words = (*ACTIVATIONS, "auto")
         if value not in words:
             hint = meant(str(value), words)
-            raise ValueError(f"must be one of {', '.join(words)}{hint or ', or a list such as [blocks.0:remat]'}")
+            raise ValueError(f"must be one of {', '.join(words)}{hint}" if hint else "")
         return str(value)
     found = tuple(text_of(one) for one in value)
     for one in found:

@@ -23,7 +23,7 @@ from zero.engine.unit_state import UnitState
 from zero.engine.update import Updater
 from zero.engine.visit_order import CollectiveLog
 from zero.platform.device import Arena, give_back_memory
-from zero.platform.files import folders_of
+from zero.platform.run_files import folders_of
 from zero.platform.timeline import Tape
 from zero.progress import Progress, silent
 from zero.store import REQUEST_BYTES, MemoryStore, NvmeStore, Page, PrefetchStore, Speed, Store, Tiers, probe, spread

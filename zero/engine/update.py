@@ -97,8 +97,9 @@ class Updater:
         self._plan, self._store, self._transform = plan, store, plan.optimizer
         self._device, self._gradients, self._tape = plan.world.compute, gradients, tape
         self._rank, self._full_update, self._master = plan.world.rank, plan.full_update, plan.precision.master
-        self._kept = plan.kept
         self._where = self._device.host if plan.offload.compute == "host" else self._device
+        self._kept = plan.kept
+        self._kept.prepare(self._where.device)
         self._parts = {unit.index: tuple(self._parts_of(unit)) for unit in units}
         self._order = [unit.index for unit in units]
         self._visited: list[int] = []

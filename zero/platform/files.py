@@ -18,7 +18,7 @@ import secrets
 import stat
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -132,11 +132,6 @@ def naming(path: Path, what: str = "", *, if_full: str = "") -> Iterator[None]:
     except OSError as error:
         doing, advice = f" while {what}" if what else "", if_full if error.errno in NO_SPACE else ""
         raise CheckpointError(f"{path}: {named(error)}{doing}{advice}") from error
-
-
-def folders_of(paths: Sequence[str]) -> list[Path]:
-    """Paths as a person gives them; ~ is the home folder."""
-    return [Path(path).expanduser() for path in paths]
 
 
 class ScratchFile:

@@ -1,4 +1,4 @@
-"""Write the files of a run's folder: replaced in one piece, and one line where the system refuses.
+"""Write the files of a run's folder: replaced in one piece, and one line where the system refuses. Folders as given.
 
 A call that writes does not say which file it was about, so each file is named where it is written.
 """
@@ -6,7 +6,7 @@ A call that writes does not say which file it was about, so each file is named w
 import contextlib
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -74,3 +74,8 @@ def publish(path: Path, text: str) -> None:
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
+
+
+def folders_of(paths: Sequence[str]) -> list[Path]:
+    """Paths as a person gives them; ~ is the home folder."""
+    return [Path(path).expanduser() for path in paths]

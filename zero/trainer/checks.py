@@ -8,7 +8,7 @@ from typing import Any
 from zero.core import suggest
 from zero.core.placement import Offload
 from zero.errors import ConfigError
-from zero.platform.files import folders_of
+from zero.platform.run_files import folders_of
 from zero.trainer import launch
 from zero.trainer.config import Config, read
 from zero.trainer.data import check_data

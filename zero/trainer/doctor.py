@@ -29,7 +29,8 @@ from packaging.version import Version
 from zero.core.sizes import GiB, size_text
 from zero.errors import MachineError, StoreError
 from zero.platform.device import memory_groups
-from zero.platform.files import DIRECT, NAMELESS, Files, folders_of, named
+from zero.platform.files import DIRECT, NAMELESS, Files, named
+from zero.platform.run_files import folders_of
 from zero.store.nvme import probe
 from zero.tracker.settings import Wandb
 from zero.tracker.wandb import has_key, mode_of

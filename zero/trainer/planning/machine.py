@@ -14,7 +14,7 @@ from zero.distributed.world import Handle, World
 from zero.errors import ConfigError, WorldError
 from zero.platform.cuda import compute_device
 from zero.platform.device import Device, free_host_bytes
-from zero.platform.files import folders_of
+from zero.platform.run_files import folders_of
 from zero.trainer.config import Config
 
 NODE_RANKS = 8

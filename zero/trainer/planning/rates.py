@@ -13,7 +13,7 @@ from zero.core.layout import Layout
 from zero.errors import StoreError
 from zero.platform.cuda import compute_device
 from zero.platform.device import Arena, Device
-from zero.platform.files import folders_of
+from zero.platform.run_files import folders_of
 from zero.progress import Progress, silent
 from zero.settings.build import build_optimizer, build_precision
 from zero.store import probe

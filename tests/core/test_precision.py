@@ -82,6 +82,8 @@ def test_the_defaults_are_those_people_know():
 def test_the_master_has_pages_of_its_own_beside_a_half_type(name, compute, kind):
     precision = Precision(name)
     assert (precision.compute, precision.reduce, precision.master.kind) == (compute, torch.float32, kind)
+    with pytest.warns(DeprecationWarning, match=r"master\.kind"):
+        assert precision.has_master == (kind is not None)
     assert Precision(name, reduce="bf16").reduce == torch.bfloat16
 
 

@@ -14,7 +14,7 @@ from tests.common.small import KiB, Setting, slice_of, small_batch, small_loss, 
 from zero.engine.full import digest
 from zero.errors import SettingError, StoreError
 from zero.platform.device import aligned_zeros
-from zero.store import Group, MemoryStore, NvmeStore, Page, PrefetchStore, Store, Ticket, Tiers, spread
+from zero.store import Group, MemoryStore, NvmeStore, Page, PrefetchStore, Speed, Store, Ticket, Tiers, spread
 from zero.testing import run_ranks
 
 PAGE_BYTES, COUNT = 64 * KiB, 60
@@ -111,6 +111,18 @@ def test_the_number_of_disks_changes_no_bit(preset, tmp_path):
     setting = setting.but(offload=(("preset", preset),))
     for count in (1, 2, 3):
         assert run_ranks(2, train_on, setting, folders[:count]) == expected
+
+
+def test_disks_that_could_not_be_measured_in_time_take_equal_shares(tmp_path, monkeypatch):
+    """A probe that got no answer says 0 GB/s."""
+    monkeypatch.setattr("zero.engine.init.PROBED_BYTES", 1)
+    monkeypatch.setattr("zero.engine.init.probe", lambda folder, **how: Speed(0.0, 0.0))
+    setting = Setting(offload=(("preset", "nvme"),), clip=0.5, page_bytes=4 * KiB)
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+    expected = run_ranks(1, train_small, setting.but(offload=()), 3, wide)
+    assert run_ranks(1, train_on, setting, folders) == expected
 
 
 def test_a_disk_that_fails_is_named(tmp_path):

@@ -80,12 +80,12 @@ class SplitMaster(Master):
 
     @contextmanager
     def opened(self, params: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-        lows = _flat(kept)
+        lows = one_after_another(kept)
         flat = torch.empty_like(lows, dtype=torch.float32)
-        torch._foreach_copy_(_like(params, flat), list(params))
+        torch._foreach_copy_(cut_as(params, flat), list(params))
         flat.view(torch.int32).add_(lows)
-        yield _like(params, flat)
-        torch._foreach_copy_(list(kept), _like(kept, flat.view(torch.int32)))
+        yield cut_as(params, flat)
+        torch._foreach_copy_(list(kept), cut_as(kept, flat.view(torch.int32)))
         _round_into(params, [flat])
 
     def of(self, param_K: Tensor, kept_K: Tensor) -> Tensor:
@@ -125,15 +125,15 @@ def _without_ties(values: Tensor) -> Tensor:
 def _round_into(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
     """Write the parameters of masters, which have the same elements one after the other."""
     if params[0].dtype == torch.bfloat16:
-        masters = _like(params, _without_ties(_flat(masters)))
+        masters = cut_as(params, _without_ties(one_after_another(masters)))
     torch._foreach_copy_(list(params), list(masters))
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
+def one_after_another(tensors: Sequence[Tensor]) -> Tensor:
     """One after the other: on a GPU each operator is a launch, so all of them go through at once."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
-def _like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
+def cut_as(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
     """`flat` cut as the tensors are."""
     return list(flat.split([one.numel() for one in tensors]))

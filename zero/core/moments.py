@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zero.core.layout import Piece
-from zero.core.master import rounded
+from zero.core.master import cut_as, one_after_another, rounded
 
 BLOCK = 2**16
 """Elements of a parameter that share a number of 16 random bits."""
@@ -78,15 +78,13 @@ class Bf16Moments(Moments):
 
     @contextmanager
     def opened(self, kept: Sequence[Tensor], places: Sequence[Sequence[Piece]], key: str) -> Iterator[Sequence[Tensor]]:
-        flat = (kept[0] if len(kept) == 1 else torch.cat(list(kept))).float()
-        moments = list(flat.split([one.numel() for one in kept]))
-        yield moments
+        flat = one_after_another(kept).float()
+        yield cut_as(kept, flat)
         noise = torch.zeros_like(flat, dtype=torch.int16)
-        for one, pieces in zip(noise.split([one.numel() for one in kept]), places, strict=True):
+        for one, pieces in zip(cut_as(kept, noise), places, strict=True):
             for slot, start, stop, place in pieces:
                 fill(one[place : place + stop - start], f"{self.seed}/{key}/{slot.name}", start)
-        upper = stochastic_upper(flat, noise)
-        torch._foreach_copy_([one.view(torch.int16) for one in kept], list(upper.split([one.numel() for one in kept])))
+        torch._foreach_copy_([one.view(torch.int16) for one in kept], cut_as(kept, stochastic_upper(flat, noise)))
 
     def page_of(self, values_K: Tensor) -> Tensor:
         return rounded(values_K, torch.bfloat16)

@@ -8,6 +8,7 @@ Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -64,6 +65,12 @@ class Precision:
         if self.compute != torch.float16 and scale.static != 1.0:
             raise ConfigError(f"precision.scale is for fp16; {compute} has fp32's range, so remove it")
         object.__setattr__(self, "master", _master(compute, master))
+
+    @property
+    def has_master(self) -> bool:
+        """The old name of a question to `master`; it goes with the next version."""
+        warnings.warn("Precision.has_master is Precision.master.kind is not None now", DeprecationWarning, stacklevel=2)
+        return self.master.kind is not None
 
 
 def _master(compute: str, how: str) -> Master:

@@ -25,7 +25,6 @@ from pydantic_core import CoreSchema, core_schema
 from zero.core.suggest import meant
 
 MOST = 2**53
-
 """The largest whole number that every reader of JSON and YAML gets right."""
 
 

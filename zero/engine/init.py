@@ -99,7 +99,8 @@ def _open_disks(plan: Plan, sizes: Mapping[Page, int], progress: Progress) -> tu
             NvmeStore(folder, capacity_bytes=share_bytes).close()
         measuring = partial(progress, "measuring the disk")
         speeds = [probe(folder, size_bytes=share_bytes, progress=measuring) for folder in folders]
-    where = spread(sizes, [max(speed.read_gbps, MOST_UNEQUAL * max(s.read_gbps for s in speeds)) for speed in speeds])
+    least = MOST_UNEQUAL * (max(speed.read_gbps for speed in speeds) or 1.0)  # none may have answered in time
+    where = spread(sizes, [max(speed.read_gbps, least) for speed in speeds])
     with ExitStack() as undo:
         disks: dict[str, Store] = {}
         for number, (folder, speed) in enumerate(zip(folders, speeds, strict=True)):

@@ -94,7 +94,7 @@ def weights(model: nn.Module, path: str | PathLike[str]) -> "HFWeights":
 
 def logits(model: Callable[..., Any], tokens: Tensor) -> Tensor:
     """tokens: (b, t) int64, to (b, t, vocab)."""
-    vars(_head(model)).pop("forward", None)
+    _give_logits(model)
     found = model(input_ids=tokens).logits
     assert isinstance(found, Tensor)
     return found
@@ -113,7 +113,7 @@ def loss(model: Any, rows: Tensor, *, router: float = 0.0, chunked: bool = False
         outputs = model(input_ids=rows[:, :-1])
         mean = outputs.logits
     else:
-        vars(_head(model)).pop("forward", None)
+        _give_logits(model)
         outputs = model(input_ids=rows[:, :-1])
         mean = F.cross_entropy(outputs.logits.flatten(0, 1).float(), rows[:, 1:].flatten())
     unbalanced = outputs.get("aux_loss")
@@ -166,6 +166,13 @@ class _Untouchable(Tensor):
 
 def _head(model: Any) -> Any:
     return model.get_output_embeddings()
+
+
+def _give_logits(model: Any) -> None:
+    """Take back what a chunked loss put in the head's place; a model around another one has no head of its own."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is not None:
+        vars(head).pop("forward", None)
 
 
 def _loss_of_head(head: nn.Linear, targets: Tensor, hidden: Tensor) -> Tensor:

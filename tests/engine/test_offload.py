@@ -6,6 +6,7 @@ import random
 import tempfile
 import threading
 import time
+from contextlib import closing
 from itertools import product
 
 import pytest
@@ -147,6 +148,82 @@ def test_no_tier_changes_a_bit_of_moments_in_bf16(precision):
     for number, offload in enumerate(offloads(3)):
         setting = plain.but(offload=tuple(offload.items()), page_bytes=(4, 8, 16)[number % 3] * KiB)
         assert run_ranks(2, train_offloaded, setting, 6, None, wide) == expected, setting
+
+
+class Branches(nn.Module):
+    """A block that every microbatch runs, one that is run twice, and one that is run where it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(48, 48) for _ in range(3))
+
+    def forward(self, x: Tensor, *, twice: bool = False, once: bool = True) -> Tensor:
+        first, second, third = self.blocks
+        x = second(torch.tanh(first(x)))
+        x = second(torch.tanh(x)) if twice else x
+        return third(torch.tanh(x)) if once else x
+
+
+def train_branches(world, stage, accumulate, precision, offload, ways):
+    """The digest after three steps, and the bytes that the disk took and gave in the last one's backwards.
+
+    Args:
+        ways: for each microbatch, how the model is called.
+    """
+    with world.exclusive(), zero.empty():
+        model = Branches()
+    plan = zero.Plan(
+        model,
+        optimizer=zero.adamw(1e-2),
+        world=world,
+        stage=stage,
+        precision=precision,
+        accumulate=accumulate,
+        offload=zero.Offload("none", grad="nvme", page_bytes=4 * KiB) if offload else None,
+        update="serial",
+    )
+    with closing(zero.open_store(plan)) as store:
+        state = zero.init(plan, store, seed=3)
+        generator = torch.Generator().manual_seed(world.rank)
+        for _ in range(3):
+            step, before = zero.Step(state), store.traffic
+            for way in ways:
+                step.microbatch()
+                x = torch.randn(4, 48, generator=generator).to(plan.precision.compute)
+                step.backward(state.model(x, **way).float().square().mean())
+            store.drain()
+            moved = store.traffic
+            state, _ = step.finish()
+        return digest(state), (moved.write_bytes - before.write_bytes, moved.read_bytes - before.read_bytes)
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+@pytest.mark.parametrize(("size", "stage"), [(1, 0), (2, 0), (2, 1), (2, 2)])
+def test_gradients_add_up_on_the_disk_whichever_microbatch_runs_what(size, stage, accumulate):
+    """One gradient is there in the dtype of compute and a sum in fp32, and nobody sees a difference."""
+    for precision in ("fp32", "bf16"):
+        for rare in range(accumulate):
+            ways = [{"twice": number != rare, "once": number == rare} for number in range(accumulate)]
+            found = [
+                run_ranks(size, train_branches, stage, accumulate, precision, offload, ways)
+                for offload in (False, True)
+            ]
+            assert found[0][0][0] == found[1][0][0], (precision, rare)
+
+
+def test_fewer_microbatches_than_planned_leave_a_single_gradient_to_the_update():
+    found = [run_ranks(1, train_branches, 0, 3, "bf16", offload, [{}])[0][0] for offload in (False, True)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3, 4])
+@pytest.mark.parametrize(("precision", "single"), [("fp32", 4), ("bf16", 2)])
+def test_what_gradients_move_is_what_their_sum_needs(accumulate, precision, single):
+    """The first microbatch writes one gradient; each other one reads what there is, and writes a sum in fp32."""
+    numel = 3 * 2368  # each block's 48 x 48 + 48, up to the next multiple of 64
+    _, moved = run_ranks(1, train_branches, 0, accumulate, precision, True, [{}] * accumulate)[0]
+    read = [single, *[4] * (accumulate - 2)] if accumulate > 1 else []
+    assert moved == (numel * (single + 4 * (accumulate - 1)), numel * sum(read))
 
 
 @pytest.mark.parametrize("update", ["lazy", "serial", "eager"])

@@ -91,6 +91,12 @@ class Facts:
         return self.precision.compute if self.world.size * self.accumulate == 1 else torch.float32
 
     @property
+    def first_grad_dtype(self) -> torch.dtype:
+        """What the first of several microbatches goes to the disk in: so far it is one gradient, and no sum."""
+        alone = self.local_sum and self.grads_offloaded and self.grad_tier == "nvme"
+        return self.precision.compute if alone else self.grad_dtype
+
+    @property
     def flat_dtype(self) -> torch.dtype:
         """What gradients travel in: as they are, unless the precision says something narrower; the sum is in fp32."""
         sent = self.grad_dtype if self.local_sum else self.precision.compute

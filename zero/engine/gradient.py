@@ -8,6 +8,9 @@ On a GPU gradients travel on streams of their own, beside what computes:
     out    after what was enqueued on the current stream; who takes the buffer next, or reads the pages, waits for it
     in     after the last time out, and as soon as the buffer is free; the current stream waits for it
 
+What the first of several microbatches made is one gradient, which loses nothing in the dtype of compute. So it goes to
+the disk in that, in pages of its own; whoever adds to it, or needs it for the update, gets it in fp32.
+
 A page in host memory counts as written in the store once its copy is enqueued, so whoever reads one has to wait for
 `left` first. A page of a disk is written by a thread of the store, which keeps the order itself.
 """
@@ -42,12 +45,13 @@ class Gradients:
         """Of buffers that no unit owns, between steps."""
         return 0
 
-    def open(self, unit: UnitState, *, fresh: bool, held: bool = False) -> Tensor:
+    def open(self, unit: UnitState, *, fresh: bool, held: bool = False, sums: bool = True) -> Tensor:
         """`unit.grad`, to be changed.
 
         Args:
             fresh: what it holds does not matter; otherwise it is the sum so far.
             held: something will arrive in it on its own, so it stays open until `park`.
+            sums: in the dtype of sums; without, in that of one gradient where it holds no sum yet.
         """
         assert unit.grad is not None
         return unit.grad
@@ -70,6 +74,13 @@ class _Buffer(NamedTuple):
     free: Event
 
 
+class _Opened(NamedTuple):
+    """A unit whose gradient is in a buffer."""
+
+    unit: UnitState
+    flat: Tensor
+
+
 class _Leaving(NamedTuple):
     """A buffer whose pages are being written."""
 
@@ -86,7 +97,8 @@ class PagedGradients(Gradients):
         self._plan, self._store, self._device, self._tape = plan, store, plan.world.compute, tape
         self._counts = plan.grad_buffer_counts()
         self._free = {numel: [self._buffer(numel) for _ in range(n)] for numel, n in self._counts.items()}
-        self._open: dict[int, UnitState] = {}
+        self._open: dict[int, _Opened] = {}
+        self._single: set[int] = set()  # units whose gradient is one microbatch's, in the dtype of compute
         self._held: set[int] = set()
         self._leaving: deque[_Leaving] = deque()
         self._left: dict[int, Event] = {}  # by unit
@@ -98,16 +110,24 @@ class PagedGradients(Gradients):
         leaving = [one.buffer for one in self._leaving]
         return sum(buffer.flat.nbytes for buffers in (*self._free.values(), leaving) for buffer in buffers)
 
-    def open(self, unit: UnitState, *, fresh: bool, held: bool = False) -> Tensor:
+    def open(self, unit: UnitState, *, fresh: bool, held: bool = False, sums: bool = True) -> Tensor:
         if unit.grad is None:
+            if fresh and not sums and self._plan.first_grad_dtype != self._plan.grad_dtype:
+                self._single.add(unit.index)
+            elif fresh:
+                self._single.discard(unit.index)
+            dtype = self._plan.first_grad_dtype if unit.index in self._single else self._plan.grad_dtype
             buffer = self._take(self._plan.grad_numel(unit.spec))
-            unit.grad = buffer.flat
-            self._open[unit.index] = unit
+            unit.grad = buffer.flat.view(dtype)[: buffer.flat.numel()]
+            self._open[unit.index] = _Opened(unit, buffer.flat)
             if fresh:
                 with self._tape.stream_standing("page out", unit.spec.name):
                     buffer.free.wait()
             else:
                 self._bring_back(unit, buffer)
+        if sums and unit.index in self._single:
+            self._single.discard(unit.index)
+            unit.grad = _widened(self._open[unit.index].flat, unit.grad)
         if held:
             self._held.add(unit.index)
         return unit.grad
@@ -117,8 +137,7 @@ class PagedGradients(Gradients):
             return
         with self._device.aside("gradients out") as left, self._tape.streaming("page out", unit.spec.name):
             tickets = [save(self._store, self._device, page, part_K) for page, part_K in self._pages(unit)]
-        buffer, unit.grad = _Buffer(unit.grad, left), None
-        del self._open[unit.index]
+        buffer, unit.grad = _Buffer(self._open.pop(unit.index).flat, left), None
         self._held.discard(unit.index)
         self._left[unit.index] = left
         self._leaving.append(_Leaving(buffer, tickets))
@@ -132,11 +151,11 @@ class PagedGradients(Gradients):
             while self._leaving:
                 self._finish_oldest()
         free = self._device.mark()
-        for unit in self._open.values():
-            assert unit.grad is not None
-            self._give_back(_Buffer(unit.grad, free))
+        for unit, flat in self._open.values():
+            self._give_back(_Buffer(flat, free))
             unit.grad = None
         self._open.clear()
+        self._single.clear()
         self._held.clear()
 
     def _bring_back(self, unit: UnitState, buffer: _Buffer) -> None:
@@ -161,7 +180,7 @@ class PagedGradients(Gradients):
             if self._leaving:
                 self._finish_oldest()
                 continue
-            idle = (unit for unit in self._open.values() if unit.index not in self._held)
+            idle = (unit for unit, _ in self._open.values() if unit.index not in self._held)
             oldest = next((unit for unit in idle if self._plan.grad_numel(unit.spec) == numel), None)
             if oldest is None:
                 self.overflowed += 1
@@ -188,5 +207,20 @@ class PagedGradients(Gradients):
 
     def _pages(self, unit: UnitState) -> Iterator[tuple[Page, Tensor]]:
         assert unit.grad is not None
+        kind = "first_grad" if unit.index in self._single else "grad"
         for number, (start, stop) in enumerate(self._plan.grad_ranges(unit.spec)):
-            yield Page(unit.index, "grad", number), unit.grad[start:stop]
+            yield Page(unit.index, kind, number), unit.grad[start:stop]
+
+
+def _widened(flat: Tensor, narrow: Tensor) -> Tensor:
+    """`flat`, (n,), with the values of `narrow`, (n,) of half its size, which lies in its first half.
+
+    From the end, half of what is left at a time: those elements' new places hold nothing that is still needed.
+    """
+    stop = flat.numel()
+    while stop > 1:
+        start = (stop + 1) // 2
+        flat[start:stop].copy_(narrow[start:stop])
+        stop = start
+    flat[:stop].copy_(narrow[:stop].clone())
+    return flat

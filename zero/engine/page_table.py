@@ -62,6 +62,12 @@ class PageTable(Facts):
         """The forms of master and moments."""
         return Kept(self.precision.master, self.optimizer)
 
+    @property
+    def grad_dtypes(self) -> dict[str, torch.dtype]:
+        """The kinds of pages of an offloaded gradient; "first_grad" is what one microbatch made, until the next."""
+        first = {} if self.first_grad_dtype == self.grad_dtype else {"first_grad": self.first_grad_dtype}
+        return {"grad": self.grad_dtype, **first}
+
     def is_updated(self, page: Page) -> bool:
         """It is of the master or of a moment."""
         return page.kind in self.kept.dtypes
@@ -95,7 +101,8 @@ class PageTable(Facts):
         ranges = {kind: self.cut(self.update_numel(unit)) for kind in self.state_kinds}
         dtypes = dict(self.kept.dtypes)
         if self.grads_offloaded and unit.trainable.slots:
-            ranges["grad"], dtypes["grad"] = self.grad_ranges(unit), self.grad_dtype
+            for kind, dtype in self.grad_dtypes.items():
+                ranges[kind], dtypes[kind] = self.grad_ranges(unit), dtype
         if self.params_offloaded:
             ranges |= {"param": self.cut(unit.trainable.S), "frozen": self.cut(unit.frozen.S)}
             dtypes |= {"param": self.precision.compute, "frozen": self.precision.compute}
@@ -134,18 +141,18 @@ class PageTable(Facts):
     def grad_bytes(self) -> int:
         """Gradients of this rank, in pages or in memory of the device."""
         if self.grads_offloaded:
-            return self._paged_bytes("grad")
+            return self._paged_bytes(*self.grad_dtypes)
         return self.grad_dtype.itemsize * sum(self.grad_numel(unit) for unit in self.units)
 
     def most_grad_bytes(self) -> int:
         """The same on the rank where they take most: blocks differ by rank, and all ranks have to decide alike."""
         if not self.grads_offloaded:
             return self.grad_bytes()
-        size = self.grad_dtype.itemsize
+        sizes = [dtype.itemsize for dtype in self.grad_dtypes.values()]
 
         def paged(numel: int) -> int:
             full, rest = divmod(numel, self.page_numel)
-            return full * round_up(self.page_numel * size) + round_up(rest * size)
+            return sum(full * round_up(self.page_numel * size) + round_up(rest * size) for size in sizes)
 
         units = [unit for unit in self.units if unit.trainable.slots]
         return max(

@@ -157,7 +157,9 @@ class Plan(PageTable):
         """Where a page is."""
         if page.kind in ("param", "frozen"):
             return self.placement.param
-        return self.placement.grad if page.kind == "grad" else self.placement.optimizer[page.unit, page.number]
+        return (
+            self.placement.grad if page.kind in self.grad_dtypes else self.placement.optimizer[page.unit, page.number]
+        )
 
     @property
     def arena_bytes(self) -> int:

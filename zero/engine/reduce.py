@@ -151,7 +151,7 @@ class Reducer:
             self._write(place, grad.to_dense() if grad.is_sparse else grad)
         else:
             self._flush()
-            place.add_(grad)
+            unit.spec.trainable.slots[slot].of(self._open(unit, sums=True)).add_(grad)
 
     def start_reduce(self, unit: UnitState) -> None:
         """Every call of this microbatch has delivered: `unit` is ready to be reduced, unless more microbatches come."""
@@ -223,8 +223,8 @@ class Reducer:
         self._closed.clear()
         self._sent.clear()
 
-    def _open(self, unit: UnitState) -> Tensor:
-        """The flat that gradients of `unit` are added to, (P,)."""
+    def _open(self, unit: UnitState, *, sums: bool = False) -> Tensor:
+        """The flat that gradients of `unit` are copied to, (P,), or with `sums` added to."""
         self._apply(unit)  # not visited since the last step: its deferred update needs the gradient that is there
         local = self._adds_up(unit)
         fresh = not unit.filled if local else unit.index not in self._filling
@@ -234,7 +234,7 @@ class Reducer:
             self._closed.discard(unit.index)
             if unit.grad is None:
                 self._flush()
-            grad = self._gradients.open(unit, fresh=fresh)
+            grad = self._gradients.open(unit, fresh=fresh, sums=sums)
             unit.filled = True
             return grad
         if fresh:

@@ -90,7 +90,7 @@ class Traffic(NamedTuple):
 
 def traffic(plan: Plan) -> Traffic:
     """What a step of `plan` moves on one rank, by tier."""
-    states, params, grads, offloaded_numel = Load(), Load(), Load(), 0
+    states, params, grads, first_grads, offloaded_numel = Load(), Load(), Load(), Load(), 0
     device_is_host = plan.world.compute.shares_memory
     counted = next((kind for kind in plan.state_kinds if kind != "param"), "param")  # there is one per update
     for page, spec in plan.store_pages().items():
@@ -99,6 +99,8 @@ def traffic(plan: Plan) -> Traffic:
             params += moved
         elif page.kind == "grad":
             grads += moved
+        elif page.kind == "first_grad":
+            first_grads += moved
         else:
             states += moved
         offloaded_numel += spec.numel if page.kind == counted and moved != Load() else 0
@@ -114,11 +116,15 @@ def traffic(plan: Plan) -> Traffic:
     elif plan.world.size > 1 and plan.resident:
         first = gather
     gathered = Load() if plan.resident else gather
+    count = plan.accumulate
+    single = first_grads if "first_grad" in plan.grad_dtypes else grads
+    # the first microbatch writes its gradients, each other one reads what there is and writes the sum
+    arriving = grads if count == 1 else (single.times(2) + grads.times(2 * count - 3)).times(1 / count)
     return Traffic(
         # what was read goes back; new parameters out, gradients in
         update=states.times(2) + params.times(1 + ("param" in plan.state_kinds)) + grads,
         forward=params + gathered,
-        backward=params + gathered + grads + (Load() if plan.local_sum else reduction),
+        backward=params + gathered + arriving + (Load() if plan.local_sum else reduction),
         first=first,
         last=last,
         offloaded_numel=offloaded_numel,

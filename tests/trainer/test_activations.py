@@ -1,18 +1,22 @@
 """What becomes of activations, unit by unit: the same bits, fewer bytes, and with auto as few made again as fit."""
 
+import sys
+from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
+import zero
 from tests.common.small import KiB, Setting, slice_of, small_batch, train_small
-from tests.trainer.test_planning import config, gpu, model_of
+from tests.trainer.test_planning import ROUND, config, gpu, model_of
 from zero.engine.full import digest
 from zero.engine.unit import split
 from zero.errors import ConfigError, PlanError
 from zero.settings.build import build_plan
 from zero.testing import run_ranks, simulated_gpu
-from zero.trainer.models import loss
+from zero.trainer.models import GPT, loss
 from zero.trainer.planning.activations import Activations
 from zero.trainer.planning.choices import fits, with_activations
 from zero.trainer.planning.resolve_auto import _with_activations
@@ -121,9 +125,66 @@ def test_auto_makes_again_as_few_as_fit_for_every_budget():
         _with_activations(settings, gpu(1, device=need["remat"] // 2), model, lambda *_: None)
 
 
+def test_what_goes_to_the_host_is_counted_as_a_simulated_gpu_allocates_it():
+    settings = config(
+        model=DEEP,
+        batch={"global": 16, "micro": 16},
+        zero_={"activations": ["blocks.[0-3]:offload", "blocks.4:remat"], "stage": 0},
+    )
+    model = model_of(settings)
+    counted = Activations(settings, model).of(16, "cuda")
+    kept = Activations(with_activations(settings, "keep"), model).of(16, "cuda")
+    assert counted.peak_bytes < 0.75 * kept.peak_bytes
+    assert kept.host_bytes == 0 == Activations(settings, model).of(16, "cpu").host_bytes
+
+    def run(world):
+        torch.manual_seed(0)
+        plan = build_plan(settings, GPT(settings.model), world)
+        state = zero.init(plan, zero.open_store(plan), seed=0)
+        step, tokens = zero.make_step(plan, loss), torch.randint(0, settings.model.vocab, (16, 129))
+        for _ in range(2):
+            state, _ = step(state, [tokens])
+        return state.runtime.gatherer.activations.allocated_bytes
+
+    with simulated_gpu():
+        assert run_ranks(1, run) == [counted.host_bytes]
+
+
+def test_auto_sends_to_the_host_what_hides_beside_forward_and_makes_the_rest_again(monkeypatch):
+    settings = config(
+        model=DEEP,
+        precision={"compute": "bf16"},
+        batch={"global": 64, "micro": 64},
+        zero_={"activations": "auto", "stage": 0},
+    )
+    model, roomy = model_of(settings), gpu(1)
+    names = Activations(with_activations(settings, "keep"), model).unit_names
+    need = {word: _device_bytes(with_activations(settings, word), model, roomy) for word in ("keep", "remat")}
+    machine = gpu(1, device=need["remat"] + (need["keep"] - need["remat"]) // 3)
+    traced = Activations(with_activations(settings, "offload"), model).of(64, "cuda")
+    told = []
+    for share in (0.01, 0.4, 2.0):  # of all units' bytes that a copy engine moves in the time of forward
+        rates = replace(ROUND, copy_bytes=share * traced.host_bytes * ROUND.flops / traced.forward_flops)
+        monkeypatch.setattr(sys.modules[_with_activations.__module__], "assumed", lambda *_, rates=rates: rates)
+        chosen, reasons = _with_activations(settings, machine, model, lambda *_: None)
+        words = Counter(chosen.zero.activations_by_pattern.values())
+        plan = build_plan(
+            chosen, model, machine.world, room=machine.room, **Activations(chosen, model).planned(64, "cuda")
+        )
+        sent_bytes = plan.bytes.get("host", {}).get("activations", 0)
+        assert sent_bytes <= share * traced.host_bytes
+        told.append((words["offload"], words["remat"]))
+        assert f"{words['remat']} of {len(names)} units" in reasons[-1]
+    print(told)
+    (none, most), (some, fewer), (all_sent, nothing) = told
+    assert (none, nothing) == (0, 0)
+    assert 0 < some < all_sent
+    assert most > fewer > 0
+
+
 def _device_bytes(settings, model, machine) -> int:
     """What a plan takes of a GPU."""
     rows = settings.batch.solved(machine.ranks).numbers()[1]
-    nbytes = Activations(settings, model).bytes(rows, machine.device)
-    plan = build_plan(settings, model, machine.world, room=machine.room, activation_bytes=nbytes)
+    taken = Activations(settings, model).planned(rows, machine.device)
+    plan = build_plan(settings, model, machine.world, room=machine.room, **taken)
     return plan.placement.bytes["device"]

@@ -918,13 +918,6 @@ def test_columns_of_small_and_large_models_stay_apart(width):
         assert re.fullmatch(rf"[* ] [0-3]     \w+ *{cell}{{2,3}} +\d+ +[\d.,e+]+ (?:s|ms|us)  yes", row), row
 
 
-def test_where_offloaded_activations_are_counted_is_said_where_they_leave():
-    for activations, plan, says in (("offload", {"device_memory": "80GiB"}, True), ("offload", {"ranks": 2}, False)):
-        if says or not torch.cuda.is_available():
-            text, _ = planning.plan_text(config(zero_={"activations": activations}, plan=plan))
-            assert ("zero.activations=offload: they are counted on the device" in text) == says
-
-
 def test_fewer_rows_than_ranks_are_planned_with_a_row_each():
     text, _ = planning.plan_text(config(plan={"ranks": 64, "device_memory": "80GiB"}))
     assert "planned with batch.global=64" in text

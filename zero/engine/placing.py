@@ -54,6 +54,7 @@ def place_pages(
     *,
     buffer_bytes: int,
     activation_bytes: int,
+    host_activation_bytes: int,
     lighter: Callable[[], Mapping[str, int]],
 ) -> tuple[int, Placement]:
     """How many slots the arena has, and where everything is.
@@ -61,7 +62,7 @@ def place_pages(
     Args:
         table: with the lowest tiers.
         buffer_bytes: of the model's own buffers.
-        activation_bytes: what forward and backward need beside everything else.
+        activation_bytes, host_activation_bytes: what forward and backward need beside everything else.
         lighter: see `Plan`.
 
     Raises:
@@ -90,7 +91,7 @@ def place_pages(
                 resorts=_resorts(table.stage, table.world.size),
                 parameters_sharded=table.stage.parameters,
                 device_fixed_bytes=sum(table.buffer_bytes().values()) + buffer_bytes,
-                host_fixed_bytes=slots and slots * table.slot_bytes,
+                host_fixed_bytes=(slots and slots * table.slot_bytes) + host_activation_bytes,
                 device_bytes=budget_bytes(offload.device_budget, room.device),
                 host_bytes=budget_bytes(offload.host_budget, room.host),
                 disk_bytes=room.disk,

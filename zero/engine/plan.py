@@ -72,6 +72,7 @@ class Plan(PageTable):
         room: bytes that this rank may take on each tier; None: what is free here and now.
         activation_bytes: what forward and backward need beside everything else, at most; it is counted and not
             allocated.
+        host_activation_bytes: the same of host memory, where units send their activations there.
         lighter: returns what would make that less: settings in words to bytes. Called only where a plan does not fit.
 
     Attributes:
@@ -103,6 +104,7 @@ class Plan(PageTable):
         in_place: bool = False,
         room: Room | None = None,
         activation_bytes: int = 0,
+        host_activation_bytes: int = 0,
         lighter: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         _refuse_strangers(model, optimizer, world)
@@ -119,7 +121,7 @@ class Plan(PageTable):
             if value not in get_args(known):
                 raise PlanError(f"zero.{key}={value}: it is one of {', '.join(get_args(known))}")
         self.model, self.in_place, self.compile = model, in_place, compile
-        self.update, self.activation_bytes = update, activation_bytes
+        self.update, self.activation_bytes, self.host_activation_bytes = update, activation_bytes, host_activation_bytes
         stage = stage if isinstance(stage, Stage) else Stage(stage)
         precision = precision if isinstance(precision, Precision) else Precision(precision)
         offload = offload if isinstance(offload, Offload) else Offload(offload or "none")
@@ -148,6 +150,7 @@ class Plan(PageTable):
             room,
             buffer_bytes=self.model_buffer_bytes,
             activation_bytes=activation_bytes,
+            host_activation_bytes=host_activation_bytes,
             lighter=lighter,
         )
         tiers = {"param_tier": self.placement.param, "grad_tier": self.placement.grad}
@@ -187,7 +190,7 @@ class Plan(PageTable):
             if self.is_updated(page):
                 kind, tier = "master" if page.kind == self.precision.master.kind else "moments", self.tier(page)
                 held[tier][kind] += self.bytes_on(spec, tier)
-        held["host"]["arena"] = self.arena_bytes
+        held["host"].update(arena=self.arena_bytes, activations=self.host_activation_bytes)
         always = [kind for kind in KINDS if kind not in SOMETIMES] if self.trains else []
         return {
             tier: {kind: kinds[kind] for kind in KINDS if kinds[kind] or (tier == "device" and kind in always)}

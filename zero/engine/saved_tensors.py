@@ -11,6 +11,7 @@ which happens `MOST_LEAVING` storages later; one that was brought back for nothi
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -108,13 +109,22 @@ class OnHost(InPlace):
     Args:
         pin: lock host memory for the GPU's copy engines.
         least_bytes: smaller storages stay.
+        new_block: makes host memory, (n,) uint8 of n bytes; None: an arena of its own.
     """
 
     offloads = True
 
-    def __init__(self, device: Device, *, pin: bool = True, least_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        *,
+        pin: bool = True,
+        least_bytes: int | None = None,
+        new_block: Callable[[int], Tensor] | None = None,
+    ) -> None:
         self._device, self._pin = device, pin
         self._least_bytes = LEAST_BYTES if least_bytes is None else least_bytes
+        self._new_block = new_block or self._arena
         self._homes: weakref.WeakValueDictionary[tuple[int, int], _Home] = weakref.WeakValueDictionary()
         self._last: weakref.ref[_Home] | None = None
         self._free: dict[int, list[Tensor]] = {}  # blocks of host memory that are not used
@@ -203,11 +213,14 @@ class OnHost(InPlace):
         size = round_up(nbytes, max(BLOCK_BYTES, 1 << max(nbytes.bit_length() - 4, 0)))
         free = self._free.setdefault(size, [])
         if not free:
-            arena = Arena(size, self._device, pin=self._pin)
-            weakref.finalize(self, arena.close).atexit = False
             self._allocated_bytes += size
-            free.append(arena.take(size))
+            free.append(self._new_block(size))
         return free.pop()
+
+    def _arena(self, nbytes: int) -> Tensor:
+        arena = Arena(nbytes, self._device, pin=self._pin)
+        weakref.finalize(self, arena.close).atexit = False
+        return arena.take(nbytes)
 
 
 def _view(back: Tensor, dtype: torch.dtype, offset: int, size: torch.Size, stride: tuple[int, ...]) -> Tensor:

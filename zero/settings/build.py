@@ -30,13 +30,14 @@ def build_plan(
     in_place: bool = False,
     room: Room | None = None,
     activation_bytes: int = 0,
+    host_activation_bytes: int = 0,
     lighter: Callable[[], Mapping[str, int]] = dict,
 ) -> Plan:
     """The plan of a run whose batch is solved for this world.
 
     Args:
         optimizer, units, compile: in place of the config's.
-        in_place, room, activation_bytes, lighter: see `Plan`.
+        in_place, room, activation_bytes, host_activation_bytes, lighter: see `Plan`.
 
     Raises:
         ConfigError: what only the model can tell, such as a class of `zero.units` that it does not have; or an auto
@@ -63,6 +64,7 @@ def build_plan(
         in_place=in_place,
         room=room,
         activation_bytes=activation_bytes,
+        host_activation_bytes=host_activation_bytes,
         lighter=lighter,
     )
 

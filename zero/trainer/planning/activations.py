@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -21,6 +21,16 @@ leave holes that others do not fit in. Measured with `scripts/check_plan` under 
 1.4 to 1.7 and 2.5 to 3.4, the higher the smaller the model. With `lean`, which maps large tensors apart, it is 1."""
 
 
+_Units = frozenset[int]
+
+
+class Taken(TypedDict):
+    """What a `Plan` is told of a microbatch."""
+
+    activation_bytes: int
+    host_activation_bytes: int
+
+
 class Activations:
     """What microbatches of a run take, each number of rows counted once.
 
@@ -34,7 +44,7 @@ class Activations:
         names = None if config.zero.units == "auto" else config.zero.units
         self._splitting = split(model, world_size=1, class_names=names)
         self._compute = build_precision(config).compute
-        self._traced: dict[tuple[int, int, frozenset[int]], Traced] = {}
+        self._traced: dict[tuple[int, int, _Units, _Units], Traced] = {}
 
     @property
     def unit_names(self) -> list[str]:
@@ -52,16 +62,18 @@ class Activations:
             found["use a smaller model.seq"] = self.bytes(rows, device, seq=self._config.model.seq // 2)
         return found
 
-    def of(self, rows: int, *, remat: bool | None = None, seq: int | None = None) -> Traced:
+    def of(self, rows: int, device: str, *, remat: bool | None = None, seq: int | None = None) -> Traced:
         """A microbatch of `rows` rows; a run validates as well, which counts if that takes more.
 
         Of a model without a trainable parameter only the validation is counted: it is not trained.
 
         Args:
+            device: "cpu", where offload is keep, or "cuda".
             remat: whether activations are computed again; None: as the run has it.
             seq: tokens of a row; None: as the run has it.
         """
-        key = rows, seq or self._config.model.seq, self._recomputed(remat)
+        again, away = self._units_with("remat", remat), self._units_with("offload", remat)
+        key = rows, seq or self._config.model.seq, again, frozenset() if device == "cpu" else away
         if key not in self._traced:
             self._traced[key] = self._count(*key)
         return self._traced[key]
@@ -71,31 +83,46 @@ class Activations:
 
         Recomputing wastes more of less, but takes no more in all than keeping does.
         """
-        again = self._recomputed(remat)
-        taken_bytes = self.of(rows, remat=remat, seq=seq).peak_bytes
+        again = self._units_with("remat", remat)
+        taken_bytes = self.of(rows, device, remat=remat, seq=seq).peak_bytes
         if device != "cpu" or self._config.launch.malloc == "lean":
             return taken_bytes
-        kept_bytes = int(self.of(rows, remat=False, seq=seq).peak_bytes * HEAP["keep"])
+        kept_bytes = int(self.of(rows, device, remat=False, seq=seq).peak_bytes * HEAP["keep"])
         return min(kept_bytes, int(taken_bytes * HEAP["remat"])) if again else kept_bytes
 
-    def _recomputed(self, remat: bool | None) -> frozenset[int]:
-        """The units that are computed again; without backward none is."""
+    def planned(self, rows: int, device: str) -> Taken:
+        """What a `Plan` is told of a microbatch of `rows` rows."""
+        return {
+            "activation_bytes": self.bytes(rows, device),
+            "host_activation_bytes": self.of(rows, device).host_bytes,
+        }
+
+    def _units_with(self, word: str, remat: bool | None) -> _Units:
+        """The units whose activations are treated so; without backward none is."""
         if not self._splitting.trains or remat is False:
             return frozenset()
         by_pattern: dict[str, Any] = {"*": "remat"} if remat else self._config.zero.activations_by_pattern
         policies = activations_of(self._splitting, by_pattern)
-        return frozenset(index for index, policy in enumerate(policies) if policy == "remat")
+        return frozenset(index for index, policy in enumerate(policies) if policy == word)
 
-    def _count(self, rows: int, seq: int, remat: frozenset[int]) -> Traced:
+    def _count(self, rows: int, seq: int, remat: _Units, offload: _Units) -> Traced:
         chunk = max(1, CHUNK_TOKENS // seq)  # rows that a rank evaluates at a time
         if not self._splitting.trains:
             return self._trace(chunk, seq, backward=False)
-        traced = self._trace(rows, seq, remat=remat)
+        traced = self._trace(rows, seq, remat=remat, offload=offload)
         if rows >= chunk:
             return traced
         return traced._replace(peak_bytes=max(traced.peak_bytes, self._trace(chunk, seq, backward=False).peak_bytes))
 
-    def _trace(self, rows: int, seq: int, *, remat: frozenset[int] = frozenset(), backward: bool = True) -> Traced:
+    def _trace(
+        self,
+        rows: int,
+        seq: int,
+        *,
+        remat: _Units = frozenset(),
+        offload: _Units = frozenset(),
+        backward: bool = True,
+    ) -> Traced:
         return trace(
             self._model,
             self._splitting,
@@ -103,5 +130,6 @@ class Activations:
             torch.empty(rows, seq + 1, dtype=torch.int64, device=META),
             compute=self._compute,
             remat=remat,
+            offload=offload,
             backward=backward,
         )

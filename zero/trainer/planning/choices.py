@@ -15,7 +15,7 @@ from zero.progress import Progress, silent
 from zero.settings.build import build_plan
 from zero.settings.sections import Batch
 from zero.trainer.config import Config
-from zero.trainer.planning.activations import Activations
+from zero.trainer.planning.activations import Activations, Taken
 from zero.trainer.planning.cost import Rates, step_seconds, traffic
 from zero.trainer.planning.machine import Machine
 
@@ -133,23 +133,21 @@ def choice(
 ) -> Choice:
     """One setting with the largest microbatch that fits, or with the smallest if none does."""
 
-    def taken(batch: Batch) -> int:
-        return activations.bytes(batch.numbers()[1], machine.device)
+    def taken(batch: Batch) -> Taken:
+        return activations.planned(batch.numbers()[1], machine.device)
 
     def attempt(batch: Batch) -> tuple[Config, Plan | ConfigError]:
         solved = config.model_copy(update={"batch": batch})
         # to say what would be lighter takes traces, and no other refusal is shown
         lighter = partial(activations.lighter, batch.numbers()[1], machine.device) if batch is smallest else dict
         try:
-            return solved, build_plan(
-                solved, model, machine.world, room=machine.room, activation_bytes=taken(batch), lighter=lighter
-            )
+            return solved, build_plan(solved, model, machine.world, room=machine.room, lighter=lighter, **taken(batch))
         except ConfigError as refused:
             return solved, refused
 
     room_bytes = machine.room.device if machine.device == "cuda" else machine.room.host
     *larger, smallest = batches(config, machine.ranks)  # most that are too large are so without a plan
-    larger = [batch for batch in larger if taken(batch) <= room_bytes]
+    larger = [batch for batch in larger if taken(batch)["activation_bytes"] <= room_bytes]
     largest, *others = *larger, smallest
     solved, plan = attempt(largest)
     if others and isinstance(plan, ConfigError):
@@ -157,7 +155,7 @@ def choice(
         if isinstance(plan, Plan):  # one fits, so which is the largest?
             tried = ((solved, plan) for solved, plan in map(attempt, others[:-1]) if isinstance(plan, Plan))
             solved, plan = next(tried, (solved, plan))
-    traced = activations.of(solved.batch.numbers()[1])
+    traced = activations.of(solved.batch.numbers()[1], machine.device)
     refusal, short = None, tuple[Short, ...]()
     if isinstance(plan, ConfigError):
         refusal = str(plan)
@@ -177,9 +175,9 @@ def with_activations(config: Config, activations: str | Sequence[str]) -> Config
 def fits(config: Config, machine: Machine, model: nn.Module) -> bool:
     """Whether a plan with these settings, whose batch is solved, fits this machine."""
     rows = config.batch.solved(machine.ranks).numbers()[1]
-    activation_bytes = Activations(config, model).bytes(rows, machine.device)
+    taken = Activations(config, model).planned(rows, machine.device)
     try:
-        build_plan(config, model, machine.world, room=machine.room, activation_bytes=activation_bytes)
+        build_plan(config, model, machine.world, room=machine.room, **taken)
     except ConfigError:
         return False
     return True
@@ -215,12 +213,12 @@ def with_setting(config: Config, stage: Stage, preset: str) -> Config | None:
     return config.model_copy(update={"zero": zero, "offload": offload})
 
 
-def _unlimited(config: Config, machine: Machine, model: nn.Module, activation_bytes: int) -> Plan:
+def _unlimited(config: Config, machine: Machine, model: nn.Module, taken: Taken) -> Plan:
     free: dict[str, int | None] = {"device_budget": None, "host_budget": None}
     if config.offload.read_ahead is None:
         free["read_ahead"] = 0  # as a plan does that does not fit otherwise
     config = config.model_copy(update={"offload": config.offload.model_copy(update=free)})
-    return build_plan(config, model, machine.world, room=NO_LIMIT, activation_bytes=activation_bytes)
+    return build_plan(config, model, machine.world, room=NO_LIMIT, **taken)
 
 
 def _short(plan: Plan, config: Config, machine: Machine) -> tuple[Short, ...]:

@@ -76,5 +76,5 @@ def alternatives(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def _planned(config: Config, world: World, model: nn.Module) -> Plan:
-    activation_bytes = Activations(config, model).bytes(config.batch.numbers()[1], world.compute.kind)
-    return build_plan(config, model, world, room=NO_LIMIT, activation_bytes=activation_bytes)
+    taken = Activations(config, model).planned(config.batch.numbers()[1], world.compute.kind)
+    return build_plan(config, model, world, room=NO_LIMIT, **taken)

@@ -73,7 +73,8 @@ def _with_activations(
 ) -> tuple[Config, list[str]]:
     """All else is chosen as if every unit were computed again; then as many units as fit keep their activations.
 
-    The first units of forward are computed again, because theirs are kept longest.
+    The first units of forward do not, because theirs are kept longest: as many as cost no time send theirs to host
+    memory, and those after them are computed again.
 
     Raises:
         ConfigError: nothing fits, even so.
@@ -81,17 +82,43 @@ def _with_activations(
     least = with_activations(config, "remat")
     chosen, reasons = _choose(least, machine, model, Activations(least, model), progress)
     names = Activations(chosen, model).unit_names
+    free = _hidden_units(chosen, machine, model, names, progress)
 
     def of(count: int) -> Config:
-        listed = "keep" if not count else "remat" if count == len(names) else [f"{one}:remat" for one in names[:count]]
-        return with_activations(chosen, listed)
+        """With `count` units that do not keep theirs; one more than there are is what all else was chosen with."""
+        listed = [f"{name}:{'offload' if number < free else 'remat'}" for number, name in enumerate(names[:count])]
+        every = count > len(names) or (count == len(names) and not free)
+        return with_activations(chosen, "remat" if every else listed or "keep")
 
-    count = bisect_left(range(len(names)), True, key=lambda count: fits(of(count), machine, model))
-    word = "is" if count == 1 else "are"
+    count = bisect_left(range(len(names) + 1), True, key=lambda count: fits(of(count), machine, model))
+    sent = min(count, free) if count <= len(names) else 0
+    again = min(count, len(names)) - sent
+    beside = f", {sent} {'sends' if sent == 1 else 'send'} theirs to host memory beside forward" if sent else ""
     return of(count), [
         *reasons,
-        f"auto: zero.activations: {count} of {len(names)} units {word} computed again in backward, as few as fit",
+        f"auto: zero.activations: {again} of {len(names)} units {'is' if again == 1 else 'are'} computed again in "
+        f"backward{beside}, as few as fit",
     ]
+
+
+def _hidden_units(config: Config, machine: Machine, model: nn.Module, names: Sequence[str], progress: Progress) -> int:
+    """How many units, from the first on, a GPU's copy engine can send to the host while forward computes.
+
+    Backward takes longer than forward, so what hides beside the one hides beside the other.
+    """
+    if machine.device == "cpu":
+        return 0
+    rates = (
+        assumed(config, machine) if machine.paper else measured(config, machine, model, disk=False, progress=progress)
+    )
+    rows = config.batch.solved(machine.ranks).numbers()[1]
+
+    def takes_time(count: int) -> bool:
+        settings = with_activations(config, [f"{name}:offload" for name in names[:count]] or "keep")
+        traced = Activations(settings, model).of(rows, machine.device)
+        return traced.host_bytes / rates.copy_bytes > traced.forward_flops / rates.flops
+
+    return bisect_left(range(1, len(names) + 1), True, key=takes_time)
 
 
 def _several_microbatches(config: Config, ranks: int) -> bool:

@@ -66,7 +66,6 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
         *_summary(found, machine),
         *_sentence(f"rates {rates.source}"),
         *_sentence("activations are counted from shapes, with the CPU's kernels; a few MiB of kernels are in no row"),
-        *_offloaded(config, machine),
         "",
         *_proposal(found, machine, overrides),
     ]
@@ -166,14 +165,6 @@ def _proposal(found: Sequence[Choice], machine: Machine, overrides: Sequence[str
         yield f"  torchrun --nnodes {nodes} --nproc-per-node {machine.ranks_per_node} train.py {' '.join(keys)}"
     else:
         yield f"  python train.py launch.ranks={machine.ranks} {' '.join(keys)}"
-
-
-def _offloaded(config: Config, machine: Machine) -> list[str]:
-    """Where activations that leave a GPU are counted. Those of a CPU stay where they are."""
-    if "offload" not in config.zero.activations_by_pattern.values() or machine.device == "cpu":
-        return []
-    text = "zero.activations=offload: they are counted on the device as if they stayed, which is more than it will hold"
-    return _sentence(f"{text}, and the host needs room for them beside its rows: as much at most")
 
 
 def _formulas(found: Sequence[Choice], numel: int, ranks: int) -> Iterator[str]:

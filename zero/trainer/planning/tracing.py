@@ -11,6 +11,7 @@ those of GPUs keep: inputs, output, and one number per row. Nothing here knows a
 
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +25,9 @@ from torch.utils._pytree import tree_leaves
 
 from zero.engine.module_copy import Body, attach, detached_copy
 from zero.engine.recompute import recomputed_call
+from zero.engine.saved_tensors import Kept, OnHost
 from zero.engine.unit import Site, Splitting
+from zero.platform.device import Device
 from zero.trainer.planning.shapes import result_of
 
 aten = torch.ops.aten
@@ -40,6 +43,8 @@ class Traced(NamedTuple):
 
     peak_bytes: int
     """Most bytes that forward and backward hold at once."""
+    host_bytes: int
+    """Of host memory, for what is sent there."""
     forward_flops: float
     backward_flops: float
     """Floating point operations of matrix products and attention; recomputation counts as backward."""
@@ -53,6 +58,7 @@ def trace(
     *,
     compute: torch.dtype,
     remat: bool | Collection[int] = False,
+    offload: Collection[int] = (),
     backward: bool = True,
 ) -> Traced:
     """Count one microbatch.
@@ -64,6 +70,7 @@ def trace(
         microbatch: tensors on meta, of the shapes that training has.
         compute: dtype of parameters.
         remat: the units, by index, whose activations are computed again in backward; or all, or none.
+        offload: the units whose activations are sent to host memory in between.
         backward: also go backward; otherwise an evaluation is counted, without gradients.
     """
     copied = detached_copy(model, splitting, compute, META)
@@ -74,25 +81,38 @@ def trace(
         for number, slot in enumerate(layout.slots)
     }
     again = {unit.index for unit in splitting.units} if remat is True else set(remat or ())
-    attach(copied, splitting, lambda site: partial(_call, site, values, backward and site.units[0] in again))
+    host = _Host([*values.values()])
+
+    def policy(site: Site) -> str:
+        unit = site.units[0]
+        return "keep" if not backward else "remat" if unit in again else "offload" if unit in offload else "keep"
+
+    attach(copied, splitting, lambda site: partial(_call, site, values, policy(site), host))
     live = _Live([*values.values(), *copied.buffers(), *tree_leaves(microbatch)])
     with torch.set_grad_enabled(backward), live:
         result = loss(copied, microbatch)
         forward_flops = live.flops
         if backward:
             (result[0] if isinstance(result, tuple) else result).backward()
-    return Traced(live.peak_bytes, forward_flops, live.flops - forward_flops)
+    return Traced(live.peak_bytes, host.allocated_bytes, forward_flops, live.flops - forward_flops)
 
 
 def _call(
-    site: Site, values: Mapping[tuple[int, bool, int], Tensor], remat: bool, body: Body, args: Any, kwargs: Any
+    site: Site,
+    values: Mapping[tuple[int, bool, int], Tensor],
+    policy: str,
+    host: "_Host",
+    body: Body,
+    args: Any,
+    kwargs: Any,
 ) -> Any:
     """What a site does when it is called: see `Gatherer.run`."""
     names = [f"module.module.{bound.local}" for bound in site.bindings]
     held = [_arriving(values[bound.unit, bound.trainable, bound.slot]) for bound in site.bindings]
-    if remat:
+    if policy == "remat":
         return recomputed_call(_Fusing(body), names, held, args, kwargs)
-    return functional_call(_Fusing(body), dict(zip(names, held, strict=True)), args, kwargs, tie_weights=False)
+    with host.taking() if policy == "offload" else nullcontext():
+        return functional_call(_Fusing(body), dict(zip(names, held, strict=True)), args, kwargs, tie_weights=False)
 
 
 def _arriving(parameter: Tensor) -> Tensor:
@@ -114,6 +134,34 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return None
+
+
+class _Meta(Device):
+    """A device that copies nothing."""
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        pass
+
+
+class _Host(OnHost):
+    """The engine's own way to host memory and back, with blocks that have a size and no memory.
+
+    Args:
+        parameters: which a graph does not keep.
+    """
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        super().__init__(_Meta(META), new_block=lambda nbytes: torch.empty(1, dtype=torch.uint8).expand(nbytes))
+        self._parameters = {tensor.untyped_storage()._cdata for tensor in parameters}
+
+    def taking(self) -> AbstractContextManager[Any]:
+        """What autograd keeps within is sent."""
+        return torch.autograd.graph.saved_tensors_hooks(self.keep, self.find)
+
+    def keep(self, tensor: Tensor) -> Any:
+        if tensor.untyped_storage()._cdata in self._parameters:
+            return Kept(tensor, tensor._version)
+        return super().keep(tensor)
 
 
 class _Live(TorchDispatchMode):

@@ -55,8 +55,8 @@ class Zero(Section):
     activations: UnitActivations = key(
         "keep",
         "activations of a unit: keep, remat (computed again in backward), or offload (kept in host memory); a list of "
-        "patterns of units' names, each with one of these: the first that fits counts; auto: keep as many as fit, offload "
-        "the first of the others while that hides beside forward, and remat the rest",
+        "patterns of units' names, each with one of these: the first that fits counts; auto: keep as many as "
+        "fit, offload the first of the others while that hides beside forward, and remat the rest",
         trades="memory against time: remat keeps one activation per unit and computes a third more; offload sends "
         "those of 1 MiB and more to pinned host memory and back, and on a CPU it is keep",
         example="remat",

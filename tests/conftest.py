@@ -1,9 +1,11 @@
 """One seed and one thread for every test, both printed, so that a failure can be run again as it was."""
 
+import json
 import os
 import sys
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -17,6 +19,8 @@ SEED = int(os.environ.get("ZERO_TEST_SEED", "0"))
 SAMPLE = os.environ.setdefault("ZERO_TEST_SAMPLE", str(date.today().toordinal()))  # set, so that workers have the same
 """Which architectures test_architectures.py takes; the day's where nobody says."""
 
+COUNTED = ("passed", "failed", "error", "skipped")
+
 hypothesis.settings.register_profile("zero", derandomize=SEED == 0)
 hypothesis.settings.load_profile("zero")
 
@@ -24,16 +28,36 @@ hypothesis.settings.load_profile("zero")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the programs that tests start; many would spin for the same cores
 
 
+QUICK = ("core", "store", "distributed", "engine", "checkpoint", "test_losses.py", "test_house.py")
+"""What `--quick` takes the first case of each test of: the laws of the library, in two minutes on two cores."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--alone", choices=("only", "not"), help="tests that measure time: only those, or all others")
+    parser.addoption("--quick", action="store_true", help="each test of the library once, with its first parameters")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    asked = config.getoption("--alone")
+    asked, others = config.getoption("--alone"), set[pytest.Item]()
     if asked is not None:
-        others = [item for item in items if (item.get_closest_marker("alone") is None) is (asked == "only")]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in set(others)]
+        others |= {item for item in items if (item.get_closest_marker("alone") is None) is (asked == "only")}
+    if config.getoption("--quick"):
+        first: dict[str, pytest.Item] = {}
+        for item in items:
+            if item.path.relative_to(Path(__file__).parent).parts[0] in QUICK:
+                first.setdefault(item.nodeid.partition("[")[0], item)
+        others |= set(items) - set(first.values())
+    if others:
+        config.hook.pytest_deselected(items=[item for item in items if item in others])
+        items[:] = [item for item in items if item not in others]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Where `scripts/test` runs pytest twice, leave it the numbers for one summary."""
+    if "ZERO_TEST_COUNTS" in os.environ and not os.environ.get("PYTEST_XDIST_WORKER"):
+        counts = {word: len(found) for word, found in terminalreporter.stats.items() if word in COUNTED}
+        with Path(os.environ["ZERO_TEST_COUNTS"]).open("a") as file:
+            file.write(json.dumps(counts) + "\n")
 
 
 def pytest_report_header() -> str:

@@ -104,7 +104,7 @@ def test_an_example_runs_on_two_ranks(name: str, here: Path):
 def test_the_loop_of_the_readme_runs(here: Path, capsys: pytest.CaptureFixture[str]):
     names = own_loop() | {"batches": [torch.randint(256, (2, 9)) for _ in range(3)]}
     run(blocks("README.md")[0], names)
-    assert "gathered units" in capsys.readouterr().out
+    assert "moments" in capsys.readouterr().out
     assert names["state"].step == 3
 
 

@@ -93,8 +93,8 @@ def test_a_pipe_gets_one_plain_line_per_row(tmp_path):
         tracker.log(FIRST | {"step": 20, "val/loss": 3.0, "train/skipped": 0})
     hello, first, second = stream.getvalue().splitlines()
     assert hello == "hello"
-    assert first == "step 10/40  loss 3.2500  norm inf  200 tok/s  1 skipped  host 3 MiB  0:15 left"
-    assert second.startswith("step 20/40  loss 3.2500  val 3.0000  norm inf  200 tok/s  host 3 MiB  ")
+    assert first == "step 10/40  loss 3.2500  norm inf  200 tok/s  1 skipped  memory 3 MiB  0:15 left"
+    assert second.startswith("step 20/40  loss 3.2500  val 3.0000  norm inf  200 tok/s  memory 3 MiB  ")
     assert "\x1b" not in stream.getvalue()
 
 
@@ -103,7 +103,7 @@ def test_a_full_line_fits_120_columns():
     Lines(20000, stream, Clock()).log(FULL)
     assert stream.getvalue() == (
         "step 1200/20000 loss 2.3456 norm 1.23 lr 3.0e-4 12,346 tok/s mfu 41% stall 3% "
-        "gpu 12 host 34 nvme 100 GiB 2:36:40 left\n"
+        "gpu 12 host 34 disk 100 GiB 2:36:40 left\n"
     )
     assert len(stream.getvalue()) < 120
     assert "lr 0" in [word.text for word in words(FULL | {"train/lr": 0.0})], "a warm-up may begin at nothing"
@@ -185,8 +185,25 @@ def test_a_terminal_gets_one_line_that_it_has_room_for(monkeypatch, columns):
     assert "loss 2.3456" in line
     assert line.endswith("2:36:40 left") == (columns >= 80)
     assert len(line) <= columns
-    assert ("━" in line) == (columns >= 100)
-    assert ("nvme 100" in line) == (columns >= 120)
+    assert ("━" in line) == (columns >= 80)
+    assert ("disk 100" in line) == (columns >= 120)
+
+
+def test_a_window_that_gets_narrower_keeps_no_half_of_the_line(monkeypatch):
+    """The terminal has wrapped what it shows, so the line is two rows high when it is drawn again."""
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = Terminal()
+    bar = Bar(20000, stream, Clock())
+    bar.log(FULL)
+    bar._live.refresh()
+    drawn = stream.getvalue()
+    bar._live.console.width = 60
+    bar._live.refresh()
+    again = stream.getvalue()[len(drawn) :]
+    assert again.startswith("\x1b[2K\x1b[1A\r\x1b[2K"), "up to the first row of the two"
+    bar._live.refresh()
+    assert stream.getvalue()[len(drawn) + len(again) :].startswith("\r\x1b[2K"), "once"
+    bar.close({}, 0)
 
 
 def test_a_terminal_shows_a_longer_work_above_and_takes_it_away(monkeypatch):

@@ -286,7 +286,7 @@ def test_activations_count_and_a_refusal_says_how_much_and_what_to_do():
     counted = Activations(settings, model)
     plan = build_plan(settings, model, world)
     nbytes = activation_bytes(settings, model, "cpu")
-    assert nbytes == int(1.5 * counted.of(64).peak_bytes)
+    assert nbytes == int(1.5 * counted.of(64, "cpu").peak_bytes)
     assert tier_bytes(plan, "device") + nbytes > 6 * 2**20 > tier_bytes(plan, "device")
     match = rf"{re.escape(size_text(nbytes))} of activations.*batch\.micro"
     with pytest.raises(ConfigError, match=match) as refused:
@@ -484,8 +484,8 @@ def test_a_validation_can_need_more_than_a_step():
     model = model_of(settings)
     chunk = torch.zeros(32, 65, dtype=torch.int64, device="meta")
     evaluated = trace(model, split(model, world_size=1), loss, chunk, compute=torch.float32, backward=False)
-    assert Activations(settings, model).of(1).peak_bytes == evaluated.peak_bytes
-    assert Activations(settings, model).of(64).peak_bytes > evaluated.peak_bytes
+    assert Activations(settings, model).of(1, "cpu").peak_bytes == evaluated.peak_bytes
+    assert Activations(settings, model).of(64, "cpu").peak_bytes > evaluated.peak_bytes
 
 
 def test_what_is_only_evaluated_needs_parameters_and_the_activations_of_a_validation():
@@ -495,7 +495,7 @@ def test_what_is_only_evaluated_needs_parameters_and_the_activations_of_a_valida
     model, machine, counted = build_task(settings).model, gpu(2), Activations(settings, build_task(settings).model)
     chunk = torch.zeros(32, 65, dtype=torch.int64, device="meta")
     told = trace(model, split(model, world_size=1), loss, chunk, compute=torch.bfloat16, backward=False)
-    assert counted.of(1) == counted.of(64, remat=True) == told
+    assert counted.of(1, "cpu") == counted.of(64, "cpu", remat=True) == told
     plan = build_plan(offloaded.on(2), model, machine.world, room=machine.room)
     assert set(plan.bytes["device"]) == {"gathered units", "buffers"}
     assert set(plan.bytes["nvme"]) == {"parameters"}

@@ -228,11 +228,10 @@ class Plan(PageTable):
             f"{self.numel:,} parameters in {len(self.units)} units",
             f"{'per rank':<16} " + " ".join(f"{tier:>12}" for tier in self.bytes),
         ]
-        kinds = dict.fromkeys(kind for tier in self.bytes.values() for kind in tier)
+        kinds = dict.fromkeys(kind for tier in self.bytes.values() for kind, nbytes in tier.items() if nbytes)
         for kind in kinds:
-            lines.append(
-                f"{kind:<16} " + " ".join(f"{size_text(tier.get(kind, 0)):>12}" for tier in self.bytes.values())
-            )
+            cells = (size_text(tier[kind]) if tier.get(kind) else "" for tier in self.bytes.values())
+            lines.append(f"{kind:<16} " + " ".join(f"{cell:>12}" for cell in cells).rstrip())
         totals = " ".join(f"{size_text(sum(tier.values())):>12}" for tier in self.bytes.values())
         return "\n".join([*lines, f"{'total':<16} {totals}"])
 

@@ -89,7 +89,7 @@ class Zero(Section):
 class Batch(Section):
     """global = micro x accumulate x ranks; what is auto follows from the rest (accumulate then is 1 where free)."""
 
-    global_: Count = key(16, "rows per step over all ranks, or auto", alias="global", unit="rows", example="32")
+    global_: Count = key(8, "rows per step over all ranks, or auto", alias="global", unit="rows", example="32")
     micro: Count = key(
         "auto",
         "rows per microbatch and rank; auto: the most that fit",

@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from rich.console import Console, Group, RenderableType
+from rich.control import Control
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +23,9 @@ PIPE_COLUMNS = 120
 
 FIRST_S, AGAIN_S = 5.0, 10.0
 """In a pipe a work is worth a first line after so long, and another one every so long."""
+
+SPARE_COLUMNS = 3
+"""At the end of a line on a terminal: an echoed ^C stays in it and is drawn over."""
 
 BAR_COLUMNS = 14
 """Of a bar that is worth drawing, with the gap after it."""
@@ -83,12 +88,7 @@ class Bar(View):
         self._words: list[Word] = []
         self._val: float | int | None = None
         self._console = Console(file=stream)
-        self._live = Live(
-            console=self._console,
-            get_renderable=self._drawn,
-            refresh_per_second=4,
-            redirect_stderr=_is_terminal_of_stderr(stream),
-        )
+        self._live = _Live(self._lines, self._console, redirect_stderr=_is_terminal_of_stderr(stream))
         self._live.start()
 
     def log(self, row: Row) -> None:
@@ -106,15 +106,40 @@ class Bar(View):
         self._work.end()
         self._live.stop()
 
-    def _drawn(self) -> RenderableType:
-        columns, work = self._console.width, self._work
+    def _lines(self, columns: int) -> list[RenderableType]:
+        work = self._work
         words = [*self._words, Word(f"{_minutes(self._left.now_s)} left", 2)] if self._words else []
-        bar = BAR_COLUMNS if columns >= 100 or not words else 0
-        lines = [_line(f"step {self._step}/{self._steps}", self._step / self._steps, words, columns, bar)]
+        bar = BAR_COLUMNS if columns >= 56 or not words else 0
+        lines: list[RenderableType] = [
+            _line(f"step {self._step}/{self._steps}", self._step / self._steps, words, columns, bar)
+        ]
         if work.is_under_way and self._clock() - work.begun_s >= SHOWN_S:
             left = [Word(f"{work.share:.0%}", 0), Word(f"{_minutes(work.left_s)} left", 0)]
             lines.insert(0, _line(work.what, work.share, left, columns, BAR_COLUMNS))
+        return lines
+
+
+class _Live(Live):
+    """Lines that stay in place, also when the window gets narrower: the terminal wraps those that it shows already."""
+
+    def __init__(
+        self, lines: Callable[[int], list[RenderableType]], console: Console, *, redirect_stderr: bool
+    ) -> None:
+        self._new_lines, self._columns, self._count = lines, 0, 0
+        super().__init__(
+            console=console, get_renderable=self._drawn, refresh_per_second=4, redirect_stderr=redirect_stderr
+        )
+
+    def _drawn(self) -> RenderableType:
+        self._columns = max(1, self.console.width - SPARE_COLUMNS)
+        lines = self._new_lines(self._columns)
+        self._count = len(lines)
         return Group(*lines)
+
+    def refresh(self) -> None:
+        wrapped = self._count * max(0, -(-self._columns // self.console.width) - 1)
+        self.console.control(Control(*[(ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)] * wrapped))
+        super().refresh()
 
 
 def words(row: Row) -> list[Word]:
@@ -215,7 +240,8 @@ def _line(what: str, share: float, words: Sequence[Word], columns: int, bar_colu
     text = Text(fit(words, columns - len(what) - 2 - bar_columns), no_wrap=True)
     text.highlight_regex(r"(?<![\w.])[a-z/]+(?![\w.])", "dim")
     cells: list[RenderableType] = [Text(what, no_wrap=True), text]
-    grid = Table.grid(padding=(0, 2, 0, 0), expand=bar_columns > 0)
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.width = columns
     grid.add_column(no_wrap=True)
     if bar_columns:
         cells.insert(1, ProgressBar(total=1.0, completed=share))
@@ -229,12 +255,14 @@ def _memory(row: Row) -> str:
     tiers = {
         "gpu": row.get("memory/device_peak_bytes"),
         "host": row.get("memory/host_peak_bytes"),
-        "nvme": row.get("memory/nvme_bytes"),
+        "disk": row.get("memory/nvme_bytes"),
     }
     held = {name: nbytes for name, nbytes in tiers.items() if nbytes}
     if not held:
         return ""
     unit, name = (2**30, "GiB") if max(held.values()) >= 2**30 else (2**20, "MiB")
+    if list(held) == ["host"]:
+        return f"memory {_short(held['host'] / unit)} {name}"
     return " ".join(f"{tier} {_short(nbytes / unit)}" for tier, nbytes in held.items()) + f" {name}"
 
 

@@ -10,6 +10,7 @@ import itertools
 import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -227,8 +228,24 @@ def main(arguments: Sequence[str], train: "Train") -> int:
         return _with_hydra(arguments, _by_name(train))
     except KeyboardInterrupt as stopped:
         return say(launch.describe(stopped), 130)
-    except (Exception, launch.Interrupted) as error:
+    except launch.Interrupted as stopped:
+        return say(launch.describe(stopped) + _going_on(arguments, stopped.folder), stopped.exit_code)
+    except Exception as error:
         return say(launch.describe(error), getattr(error, "exit_code", 1))
+
+
+def _going_on(arguments: Sequence[str], folder: Path | None) -> str:
+    """What is left of a run that was stopped at once, and the command that goes on from there."""
+    if folder is None:
+        return ""
+    from zero.trainer.saver import last_saved
+
+    newest = last_saved(folder)
+    if newest is None:
+        return "; nothing was saved: checkpoint.every=100 saves every 100 steps, and so does one SIGTERM"
+    words = [word for word in arguments if not word.startswith("resume=")]
+    command = shlex.join([*words, f"resume={suggest.word(os.path.relpath(newest))}"])
+    return f"; the newest checkpoint is {newest.name}; go on with: python train.py {command}"
 
 
 def _by_name(train: "Train") -> "Train":

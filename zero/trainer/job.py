@@ -6,6 +6,7 @@ torchrun has started.
 
 import contextlib
 import json
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,7 +103,10 @@ def _failing(folder: Path, *, final: bool) -> Iterator[None]:
         yield
     except BaseException as error:
         leave_failure(folder, error, final=final)
-        raise
+        stopped = launch.Interrupted(signal.SIGINT) if isinstance(error, KeyboardInterrupt) else error
+        if isinstance(stopped, launch.Interrupted):
+            stopped.folder = folder
+        raise stopped from None
 
 
 def _how(config: Config, folder: Path) -> dict[str, Any]:

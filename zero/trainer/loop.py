@@ -209,7 +209,7 @@ class Run:
         self._saver.finish()
         if self._stopping:
             return STOPPED
-        if self._config.sample.tokens:
+        if self._config.sample.tokens and self._data.has_text:
             self._tracker.note("sample:")
             self._tracker.note(sample_text(partial(self._logits, self._state), self._data, self._world, self._config))
         return FINISHED if self._last == self._config.steps else CUT_SHORT

@@ -291,6 +291,14 @@ def record_start(folder: Path, checkpoint: Checkpoint | None) -> None:
         _record(folder, dict(zip(("from", "step"), began, strict=True)))
 
 
+def last_saved(folder: Path) -> Path | None:
+    """The newest checkpoint that the run in `folder` has published, if it is still there."""
+    path = folder / STARTS
+    lines = path.read_text().splitlines() if path.exists() else []
+    saved = [Path(one["saved"]) for line in lines if line.endswith("}") and "saved" in (one := json.loads(line))]
+    return next((one for one in reversed(saved) if one.exists()), None)
+
+
 def _record(folder: Path, line: Mapping[str, Any]) -> None:
     with (folder / STARTS).open("a") as file:
         file.write(json.dumps(line) + "\n")

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from zero.trainer.data.order import draw
 from zero.trainer.data.source import SyntheticConfig
-from zero.trainer.data.tokens import decode_numbers
-from zero.trainer.data.windows import check_rows
+from zero.trainer.data.windows import check_rows, decode_numbers
 
 STRIDES = 8
 VALIDATION_ROWS = 1024
@@ -30,6 +29,8 @@ class Synthetic:
     def validation(self, index: int, rows: int) -> Tensor:
         numbers = range(index * rows, (index + 1) * rows)
         return self._rows("validation", 0, 0, [number % VALIDATION_ROWS for number in numbers])
+
+    has_text = False
 
     def decode(self, tokens: Tensor) -> str:
         return decode_numbers(tokens)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zero.errors import MachineError
 from zero.trainer.data.source import TokensConfig
-from zero.trainer.data.windows import Windows
+from zero.trainer.data.windows import Windows, decode_numbers
 
 BLOCK_BYTES = 64 * 1024
 BLOCKS = 256
@@ -73,11 +73,6 @@ def file_digest(path: Path) -> str:
             file.seek(start)
             digest.update(file.read(BLOCK_BYTES))
     return digest.hexdigest()
-
-
-def decode_numbers(tokens: Tensor) -> str:
-    """The numbers themselves: what they stand for is known only to whoever made the file."""
-    return " ".join(str(token) for token in tokens.tolist())
 
 
 def open_tokens(config: TokensConfig, seq: int, seed: int, decode: Callable[[Tensor], str] = decode_numbers) -> Windows:

@@ -28,9 +28,19 @@ class Data(Protocol):
         """The index-th validation batch, the same for every seed: (rows, seq + 1). Wraps after `validation_rows`."""
         ...
 
+    @property
+    def has_text(self) -> bool:
+        """What tokens stand for is known; else `decode` gives their numbers."""
+        ...
+
     def decode(self, tokens: Tensor) -> str:
         """Text of a 1-D tensor of tokens."""
         ...
+
+
+def decode_numbers(tokens: Tensor) -> str:
+    """The numbers themselves: what they stand for is known only to whoever made the file."""
+    return " ".join(str(token) for token in tokens.tolist())
 
 
 class Tokens(Protocol):
@@ -90,6 +100,10 @@ class Windows:
         numbers = range(index * rows, (index + 1) * rows)
         starts = [spread(number % self.validation_rows, self.validation_rows) * (self._row - 1) for number in numbers]
         return self._rows(self._held, starts)
+
+    @property
+    def has_text(self) -> bool:
+        return self._decode is not decode_numbers
 
     def decode(self, tokens: Tensor) -> str:
         return self._decode(tokens)

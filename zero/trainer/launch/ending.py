@@ -1,6 +1,7 @@
 """An exception as one line of text."""
 
 import signal
+from pathlib import Path
 
 from zero.errors import ZeroError, one_line
 
@@ -8,7 +9,13 @@ MEMORY_ADVICE = "mode=plan with the same settings shows which ones take less"
 
 
 class Interrupted(BaseException):
-    """A signal stopped the run at once. Not an Exception, as KeyboardInterrupt: no code should go on after it."""
+    """A signal stopped the run at once. Not an Exception, as KeyboardInterrupt: no code should go on after it.
+
+    Attributes:
+        folder: of the run, if it had begun.
+    """
+
+    folder: Path | None = None
 
     def __init__(self, signum: int, why: str = "") -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}" + (f": {why}" if why else ""))

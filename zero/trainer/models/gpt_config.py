@@ -28,11 +28,11 @@ class GPTConfig(Section):
 
     name: Literal["gpt"] = key("gpt", "kind of model")
     vocab: Rows = key(256, "number of tokens that the model knows", unit="tokens", example="50304")
-    width: Channels = key(192, "channels of the residual stream", unit="channels", example="256 model.heads=8")
-    layers: Layers = key(4, "number of blocks", unit="blocks", example="8")
-    heads: Channels = key(6, "attention heads; width / heads must be even", unit="heads", example="4")
+    width: Channels = key(128, "channels of the residual stream", unit="channels", example="256 model.heads=8")
+    layers: Layers = key(3, "number of blocks", unit="blocks", example="8")
+    heads: Channels = key(4, "attention heads; width / heads must be even", unit="heads", example="8")
     seq: Rows = key(
-        256,
+        128,
         "longest context, in tokens; also the length of a training row",
         unit="tokens",
         trades="memory and time: activations grow with it, attention's work with its square",

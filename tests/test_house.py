@@ -28,6 +28,7 @@ ROOMS = [
     "settings",
     "deepspeed",
     "trainer",
+    "__main__",
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))
 DEVICES = ("platform/device.py", "platform/cuda.py", "testing/simulated_gpu.py", "testing/operators.py")

@@ -22,6 +22,9 @@
 run that a signal ended at once returns 128 and the signal's number.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 
 class ZeroError(Exception):
     """Base of all: `except zero.ZeroError` catches what zero itself refuses."""
@@ -118,3 +121,13 @@ def one_line(error: object) -> str:
 def in_short(error: BaseException) -> str:
     """What a library says of an error, on a line that is no longer than a reader wants."""
     return one_line(error)[:200] or type(error).__name__
+
+
+@contextmanager
+def if_it_fails(undo: Callable[[], object]) -> Iterator[None]:
+    """Where the body ends with an error, whatever it is, `undo` is called before that goes on."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise

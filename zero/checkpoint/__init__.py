@@ -5,32 +5,15 @@
 """
 
 from zero.checkpoint.load import (
-    Checkpoint,
-    Tensors,
-    load,
-    newest,
-    open_at,
-    open_checkpoint,
-    open_first,
-    open_latest,
-    weights_of,
+    Checkpoint as Checkpoint,
+    Tensors as Tensors,
+    load as load,
+    newest as newest,
+    open_at as open_at,
+    open_checkpoint as open_checkpoint,
+    open_first as open_first,
+    open_latest as open_latest,
+    weights_of as weights_of,
 )
-from zero.checkpoint.publish import Root
-from zero.checkpoint.save import Saving, begin, save, snapshot_bytes
-
-__all__ = [
-    "Checkpoint",
-    "Root",
-    "Saving",
-    "Tensors",
-    "begin",
-    "load",
-    "newest",
-    "open_at",
-    "open_checkpoint",
-    "open_first",
-    "open_latest",
-    "save",
-    "snapshot_bytes",
-    "weights_of",
-]
+from zero.checkpoint.publish import Root as Root
+from zero.checkpoint.save import Saving as Saving, begin as begin, save as save, snapshot_bytes as snapshot_bytes

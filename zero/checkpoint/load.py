@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.errors import CheckpointError
 from zero.platform.files import memory_of
-from zero.progress import Progress, silent
+from zero.progress import Progress, reported, silent
 
 FOLDER = "checkpoints"
 """Of a run, inside its folder, unless configured otherwise."""
@@ -110,15 +109,12 @@ def open_checkpoint(
     return checkpoint
 
 
-def open_latest(
-    world: World, path: Path | str, disk: Disk | None = None, *, progress: Progress = silent
-) -> tuple[Checkpoint | None, list[str]]:
+def open_latest(world: World, path: Path | str, *, progress: Progress = silent) -> tuple[Checkpoint | None, list[str]]:
     """The newest valid checkpoint under `path`, and why newer ones were rejected. Collective.
 
     Args:
         world: the ranks.
         path: the folder of checkpoints that `save` was given.
-        disk: the file calls, for tests; default: the file system's.
         progress: called with the bytes that this rank has compared.
 
     Returns:
@@ -128,18 +124,13 @@ def open_latest(
     Raises:
         CheckpointError: there are checkpoints, and none is valid.
     """
-    root = Root(Path(path), disk)
+    root = Root(Path(path))
     steps = by_rank_0(world, root.steps)
-    return open_first(world, [root.path / step_name(step) for step in reversed(steps)], root.disk, progress=progress)
+    return open_first(world, [root.path / step_name(step) for step in reversed(steps)], progress=progress)
 
 
 def open_first(
-    world: World,
-    folders: Sequence[Path],
-    disk: Disk | None = None,
-    *,
-    suspect: Mapping[Path, str] = MappingProxyType({}),
-    progress: Progress = silent,
+    world: World, folders: Sequence[Path], *, suspect: Mapping[Path, str] | None = None, progress: Progress = silent
 ) -> tuple[Checkpoint | None, list[str]]:
     """The first of `folders` that is valid, and why those before it were rejected. Collective.
 
@@ -152,11 +143,11 @@ def open_first(
     """
     rejected: list[str] = []
     for folder in folders:
-        if folder in suspect:
+        if suspect and folder in suspect:
             rejected.append(f"{folder}: {suspect[folder]}")
             continue
         try:
-            return open_checkpoint(world, folder, disk, progress), rejected
+            return open_checkpoint(world, folder, progress=progress), rejected
         except CheckpointError as error:
             rejected.append(str(error))
     if rejected:
@@ -378,30 +369,24 @@ def _match(
     kept: set[Key],
     convert: Sequence[str],
 ) -> None:
-    both = {key: (there[key], *wanted[key]) for key in wanted if key in there}
-    complaints = [
-        ("missing", [_words(key) for key in wanted if key not in there and key not in kept]),
-        ("not in the model", [_words(key) for key in there if key not in wanted]),
-        (
-            "of another shape",
-            [
-                f"{_words(key)} {entry.shape} for {shape}"
-                for key, (entry, _, shape) in both.items()
-                if entry.shape != shape
-            ],
-        ),
-        (
-            "of another dtype",
-            [
-                f"{_words(key)} {entry.dtype}"
-                for key, (entry, dtype, _) in both.items()
-                if not _may_become(key[1], entry.dtype, dtype) and not _named(key, convert)
-            ],
-        ),
-    ]
-    refused = [f"{some(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in complaints if names]
+    missing = [_words(key) for key in wanted if key not in there and key not in kept]
+    unknown = [_words(key) for key in there if key not in wanted]
+    reshaped, recast = list[str](), list[str]()
+    for key in filter(there.__contains__, wanted):
+        entry, (dtype, shape) = there[key], wanted[key]
+        if entry.shape != shape:
+            reshaped.append(f"{_words(key)} {entry.shape} for {shape}")
+        if not _may_become(key[1], entry.dtype, dtype) and not _named(key, convert):
+            recast.append(f"{_words(key)} {entry.dtype}")
+    wrong = {
+        "missing": missing,
+        "not in the model": unknown,
+        "of another shape": reshaped,
+        "of another dtype": recast,
+    }
+    refused = [f"{some(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in wrong.items() if names]
     if refused:
-        keys = "checkpoint.convert" if complaints[-1][1] and len(refused) == 1 else "checkpoint.partial"
+        keys = "checkpoint.convert" if recast and len(refused) == 1 else "checkpoint.partial"
         raise CheckpointError(f"{folder}: {'; '.join(refused)}; name them in {keys} if that is meant")
 
 
@@ -457,8 +442,7 @@ def _fill(
             key = (slot.name, kind)
             return stays[key].view(-1)[start:stop] if key in stays else files.read(entries[key], start, stop)
 
-        for unit in state.runtime.units:
-            progress("loading", unit.spec.index, len(state.runtime.units))
+        for unit in reported(state.runtime.units, "loading", progress):
             for kind in (PARAMETER, *plan.optimizer.moments, FROZEN):
                 layout = unit.spec.frozen if kind == FROZEN else unit.spec.trainable
                 if any((slot.name, kind) in untouched for slot in layout.slots):
@@ -472,7 +456,6 @@ def _fill(
                         page_K[place : place + b - a].copy_(values(slot, kind, a, b))
                     for sink in sinks:
                         sink.take(page_K)
-        progress("loading", len(state.runtime.units), len(state.runtime.units))
         for name, buffer in buffers.items():
             if (name, BUFFER) not in kept:
                 buffer.copy_(files.read(entries[name, BUFFER], 0, buffer.numel()).view(buffer.shape))

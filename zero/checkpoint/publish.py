@@ -64,11 +64,11 @@ class Root:
         self.disk = disk or Disk()
         self._begun: set[Path] = set()
 
-    def begin(self, step: int, nonce: str) -> Path:
+    def begin(self, step: int, nonce: str | None = None) -> Path:
         """Make the folder that this save is written into.
 
         Args:
-            nonce: 16 hexadecimal digits, never used before.
+            nonce: 16 hexadecimal digits, never used before; None: random ones.
         """
         tmp = self._aside("tmp", step, nonce)
         with naming(self.path, "making it"):
@@ -184,11 +184,14 @@ class Root:
         if MANIFEST_NAME not in names:
             raise CheckpointError(f"{folder}: has no {MANIFEST_NAME}; it was never published, or was damaged since")
         manifest = self._parsed(folder / MANIFEST_NAME)
-        _check_step(folder, manifest)
+        if step_of(folder.name) not in (None, manifest.step):  # a copy would take that step's place
+            raise CheckpointError(
+                f"{folder}: holds step {manifest.step}; it was renamed or copied, give it its own name"
+            )
         _check_names(folder, names, manifest)
         for rank, file in enumerate(manifest.files):
             path = folder / file_name(rank, manifest.world)
-            with naming(path, "asking for its size"), self._reading(path) as fd:
+            with naming(path, "asking for its size"), self._closing(self.disk.open(path)) as fd:
                 nbytes = self.disk.size(fd)
             if nbytes != file.size:
                 raise CheckpointError(f"{path}: has {nbytes} bytes, the manifest says {file.size}")
@@ -200,15 +203,12 @@ class Root:
             return [step for step in self.steps() if self._is_folder(self.path / step_name(step))]
 
     def _write_manifest(self, path: Path, text: memoryview) -> None:
-        fd = self.disk.create(path)
-        try:
+        with self._closing(self.disk.create(path)) as fd:
             move(self.disk.pwrite, fd, text, 0, path, "writing")
             self.disk.fsync(fd)  # protects the manifest's bytes
-        finally:
-            self.disk.close(fd)
 
     def _parsed(self, path: Path) -> Manifest:
-        with naming(path, "reading it"), self._reading(path) as fd:
+        with naming(path, "reading it"), self._closing(self.disk.open(path)) as fd:
             nbytes = self.disk.size(fd)
             if nbytes > CAP_BYTES:
                 raise CheckpointError(f"{path}: has {nbytes} bytes, at most {CAP_BYTES} are read")
@@ -220,8 +220,7 @@ class Root:
             raise CheckpointError(f"{path}: {error}") from error
 
     @contextlib.contextmanager
-    def _reading(self, path: Path) -> Iterator[int]:
-        fd = self.disk.open(path)
+    def _closing(self, fd: int) -> Iterator[int]:
         try:
             yield fd
         finally:
@@ -325,13 +324,6 @@ class Root:
 def _parse(path: Path) -> _Aside | None:
     found = _ASIDE.fullmatch(path.name)
     return _Aside(found[1], int(found[2]), path) if found else None
-
-
-def _check_step(folder: Path, manifest: Manifest) -> None:
-    """A copy under another step's name would take that step's place."""
-    named_step = step_of(folder.name)
-    if named_step is not None and named_step != manifest.step:
-        raise CheckpointError(f"{folder}: holds step {manifest.step}; it was renamed or copied, give it its own name")
 
 
 def _check_names(folder: Path, names: Sequence[str], manifest: Manifest) -> None:

@@ -18,7 +18,6 @@ import json
 import math
 import platform
 import random
-import secrets
 import threading
 import time
 from collections import deque
@@ -44,7 +43,7 @@ from zero.distributed.world import World
 from zero.engine.module_copy import buffers_of
 from zero.engine.plan import Plan
 from zero.engine.state import State
-from zero.errors import CheckpointError, StoreError
+from zero.errors import CheckpointError, StoreError, if_it_fails
 from zero.platform.device import work_alone
 from zero.platform.files import memory_of
 from zero.platform.threads import Beside
@@ -101,11 +100,11 @@ def begin(
 
     def prepare() -> str:
         listed.extend(entries(state.plan, buffers_of(state.model)))  # first: what no file can hold leaves no folder
-        return str(root.begin(number, secrets.token_hex(8)))
+        return str(root.begin(number))
 
     world.at(f"step {number}, save")
     folder = Path(by_rank_0(world, prepare))
-    try:
+    with if_it_fails(partial(root.abandon, folder)):  # by the rank that made it
         manifest = Manifest(
             format=FORMAT,
             step=number,
@@ -123,9 +122,6 @@ def begin(
             ),
         )
         return Saving(state, root, folder, manifest, behind=behind, progress=progress)
-    except BaseException:
-        root.abandon(folder)  # by the rank that made it
-        raise
 
 
 def facts_of(
@@ -211,13 +207,10 @@ class Saving:
         Raises:
             CheckpointError: on every rank, with the first failure.
         """
-        try:
+        with if_it_fails(self.abandon):
             join(self._world, self._threads)
             reports = gather_reports(self._world, lambda: self._report)
             return Path(by_rank_0(self._world, lambda: str(self._publish(reports))))
-        except BaseException:
-            self.abandon()
-            raise
 
     def abandon(self) -> None:
         """Remove what was written, as far as that is possible."""

@@ -14,9 +14,8 @@ A shard knows names, dtypes, shapes and byte ranges, not what they mean.
 import contextlib
 import errno
 import mmap
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
@@ -25,7 +24,7 @@ from zlib_ng.zlib_ng import crc32
 
 from zero.checkpoint.disk import Disk, move, naming
 from zero.checkpoint.hashes import BLOCK_BYTES, SPAN_BYTES, BlockHash, FileHash, hash_block, hash_of, sha_of
-from zero.errors import CheckpointError
+from zero.errors import CheckpointError, if_it_fails
 from zero.platform.safetensors_files import ALIGN_BYTES, Part, header, offsets
 
 REQUEST_BYTES = 4 * 2**20
@@ -35,9 +34,10 @@ THREADS = 3
 """Two to keep two cores hashing while the third waits for the disk."""
 
 
-class _OpenFile(ABC):
+class _OpenFile:
     """A descriptor that `with` closes however it is left."""
 
+    _disk: Disk
     _path: Path
     _fd: int | None
 
@@ -47,9 +47,12 @@ class _OpenFile(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @abstractmethod
     def close(self) -> None:
         """Closing again is free."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with contextlib.suppress(OSError):  # nothing was written, or the file is no good already
+                self._disk.close(fd)
 
     def _open(self) -> int:
         if self._fd is None:
@@ -88,7 +91,7 @@ class ShardWriter(_OpenFile):
             self._fd = disk.create(path)
         self._threads = ThreadPoolExecutor(THREADS, "zero-shard")  # starts none before there is work
         self._direct = False
-        with self._closing_if_it_fails():
+        with if_it_fails(self.close):
             with contextlib.suppress(OSError):  # then by way of the page cache
                 disk.direct(self._fd, True)
                 self._direct = True
@@ -101,7 +104,7 @@ class ShardWriter(_OpenFile):
             view: contiguous, of any format and length: how the data is cut does not matter.
         """
         self._open()
-        with self._closing_if_it_fails(), view.cast("B") as octets:
+        with if_it_fails(self.close), view.cast("B") as octets:
             if self._given + len(octets) > self._nbytes:
                 raise CheckpointError(f"{self._path}: {self._given + len(octets)} bytes came, {self._nbytes} belong in")
             self._append(octets)
@@ -113,7 +116,7 @@ class ShardWriter(_OpenFile):
             What the disk was given. Only now is it on the disk; its name is not until its folder is synchronised.
         """
         fd = self._open()
-        with self._closing_if_it_fails():
+        with if_it_fails(self.close):
             if self._given != self._nbytes:
                 raise CheckpointError(f"{self._path}: {self._given} bytes came, {self._nbytes} belong in")
             while self._running:
@@ -132,18 +135,7 @@ class ShardWriter(_OpenFile):
     def close(self) -> None:
         """Give up, unless it is finished."""
         self._release()  # first: a number that was closed under a running transfer may already be another file's
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            with contextlib.suppress(OSError):  # the file is no good already
-                self._disk.close(fd)
-
-    @contextlib.contextmanager
-    def _closing_if_it_fails(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
+        super().close()
 
     def _release(self) -> None:
         """Wait for the threads; memory is free again."""
@@ -228,12 +220,9 @@ class ShardReader(_OpenFile):
         self._held = -1  # which span that is
         with naming(path, "opening"):
             self._fd = disk.open(path)
-        try:
+        with if_it_fails(self.close):
             self._check_size()
             self._check_header(parts)
-        except BaseException:
-            self.close()
-            raise
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill `into`, all of it, with what begins `offset` bytes from the beginning of the file.
@@ -287,13 +276,6 @@ class ShardReader(_OpenFile):
         block = memoryview(bytearray(min(BLOCK_BYTES, self._expected.size)))
         blocks = range(-(-self._expected.size // BLOCK_BYTES))
         compare(self._path, self._expected, [self.digest(number, block) for number in blocks])
-
-    def close(self) -> None:
-        """Nothing can be read any more."""
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            with contextlib.suppress(OSError):  # nothing was written
-                self._disk.close(fd)
 
     def _check_size(self) -> None:
         with naming(self._path, "asking for its size"):

@@ -130,11 +130,7 @@ class Accelerator:
         """The tensor in page-locked memory; itself on the CPU. `align_bytes` is for old calls."""
         return tensor if self._is_cpu else tensor.pin_memory()
 
-    def manual_seed_all(self, seed: int) -> Any:
-        """`torch.manual_seed`."""
-        return torch.manual_seed(seed)
-
-    manual_seed = manual_seed_all
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
 
     def __getattr__(self, name: str) -> Any:
         """Streams, events, random states and types of tensors, by the same names there."""

@@ -67,12 +67,11 @@ class EngineCheckpoints(EngineInfo, ABC):
 
     lr_scheduler: Scheduler | None
     micro_steps: int
-    _steps_before: int
     _run_log: RunLog | None
 
     def module_state_dict(self) -> dict[str, Tensor]:
         """Every parameter in fp32 and every buffer, by all their names, in full, on every rank's CPU. Collective."""
-        state = self._open_state()
+        state = self.state
         return _with_buffers_and_ties(state, full_state_dict(state))
 
     state_dict = module_state_dict
@@ -87,7 +86,7 @@ class EngineCheckpoints(EngineInfo, ABC):
         Raises:
             ConfigError: `strict`, and names are missing or unknown; nothing was changed then.
         """
-        return _load_model(self._open_state(), state_dict, strict=strict)
+        return _load_model(self.state, state_dict, strict=strict)
 
     def save_16bit_model(self, save_dir: str | PathLike[str], save_filename: str = "model.safetensors") -> Path:
         """Write parameters in the dtype that the model computes in, and buffers, to one file. Collective.
@@ -127,7 +126,7 @@ class EngineCheckpoints(EngineInfo, ABC):
         Args:
             exclude_frozen_parameters: leave out parameters that do not require a gradient.
         """
-        state = self._open_state()
+        state = self.state
         dtype, is_first, full = self.plan.precision.compute, self.global_rank == 0, dict[str, Tensor]()
         for name, value in full_values(state, "compute"):  # on every rank, because it is collective
             if is_first:
@@ -172,7 +171,7 @@ class EngineCheckpoints(EngineInfo, ABC):
         """
         if exclude_frozen_parameters:
             self._warn_once("save_checkpoint(exclude_frozen_parameters=True): a checkpoint holds the whole model here")
-        state, root = self._open_state(), _root(save_dir, tag)
+        state, root = self.state, _root(save_dir, tag)
         make_folder(self.plan.world, root)
         schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
         groups = settings_of(self.optimizer.param_groups)
@@ -212,14 +211,13 @@ class EngineCheckpoints(EngineInfo, ABC):
         Raises:
             CheckpointError: there are checkpoints, and none is valid or of this model; or they are DeepSpeed's.
         """
-        self._open_state()
-        folder = _root(load_dir, tag)
+        world, folder = self.state.plan.world, _root(load_dir, tag)
         self._abort()
-        found, notes = checkpoint.newest(self.plan.world, folder, below=tag is None)
+        found, notes = checkpoint.newest(world, folder, below=tag is None)
         for line in notes:
             log.warning("%s", line)
         if found is None:
-            _refuse_deepspeed_folder(self.plan.world, folder)
+            _refuse_deepspeed_folder(world, folder)
             where = f"{folder} and its tags" if tag is None else str(folder)
             self._warn_once(f"load_checkpoint: there is no checkpoint in {where}; training goes on with what is here")
             return None, {}
@@ -251,17 +249,14 @@ class EngineCheckpoints(EngineInfo, ABC):
             if moments:
                 self._run_log.continue_run(found.facts.get("wandb"))
 
+    @property
     @abstractmethod
-    def _open_state(self) -> State:
+    def state(self) -> State:
         """The state; refused once the engine was destroyed."""
 
     @abstractmethod
     def _abort(self) -> None:
         """Drop the current step."""
-
-    @abstractmethod
-    def _warn_once(self, line: str) -> None:
-        """Log a warning on rank 0, the first time."""
 
 
 def _zero_moments(state: State) -> None:

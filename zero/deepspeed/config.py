@@ -21,8 +21,6 @@ from zero.deepspeed.config_source import CheckedConfig, check, read_source
 from zero.errors import ConfigError
 from zero.settings import Settings
 
-__all__ = ["Translation", "differing", "overrides", "translate"]
-
 ZERO = "zero_optimization"
 PARAM, OPTIMIZER = f"{ZERO}.offload_param", f"{ZERO}.offload_optimizer"
 
@@ -60,17 +58,16 @@ def translate(raw: Mapping[str, Any] | str | os.PathLike[str], *, world_size: in
     Raises:
         ConfigError: one line that begins with the configuration's name.
     """
-    source = read_source(raw)
+    name, given = read_source(raw)
     try:
-        config = check(source.settings)
-        notes = list(config.notes)
-        flat = _direct(config) | _batch(config, world_size) | _stage(config) | _precision(config, notes)
-        flat |= _offload(config, notes) | _optim(config, notes) | _schedule(config, notes) | _tracker(config)
+        config = check(given)
+        flat = _direct(config) | _batch(config, world_size) | _stage(config) | _precision(config)
+        flat |= _offload(config) | _optim(config) | _schedule(config) | _tracker(config)
     except ConfigError as error:
-        raise ConfigError(f"{source.name}: {error}") from None
+        raise ConfigError(f"{name}: {error}") from None
     return Translation(
         settings=_nested({key: flat[key] for key in schema.keys(Settings) if key in flat}),
-        notes=tuple(f"{source.name}: {note}" for note in notes),
+        notes=tuple(f"{name}: {note}" for note in config.notes),
         managed=config.get("managed_gradient_accumulation", True),
         drop_last=config.get("dataloader_drop_last", False),
         has_optimizer=config.optimizer is not None,
@@ -121,23 +118,22 @@ def _stage(config: CheckedConfig) -> dict[str, Any]:
     words = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization", "number_checkpoints")
     leaves = config.get(f"{ZERO}.leaf_module.classes")
     units = {"zero.units": ["auto", *(str(one).rpartition(".")[2] for one in leaves)]} if leaves else {}
-    return {"zero.stage": stage, **units} | (
-        {"zero.activations": "remat"} if any(chosen.get(word) for word in words) else {}
-    )
+    activations = {"zero.activations": "remat"} if any(chosen.get(word) for word in words) else {}
+    return {"zero.stage": stage, **units, **activations}
 
 
-def _precision(config: CheckedConfig, notes: list[str]) -> dict[str, Any]:
+def _precision(config: CheckedConfig) -> dict[str, Any]:
     fp16, bf16 = config.get("fp16.enabled", False), config.get("bf16.enabled", False)
     if fp16 and bf16:
         raise ConfigError("fp16.enabled and bf16.enabled are both true; choose one")
     if not (fp16 or bf16) and (unfilled := sorted(config.autos & {"fp16.enabled", "bf16.enabled"})):
-        notes.append(f"{unfilled[0]}=auto is not filled in here: the model computes in fp32; write true or false")
+        config.note(f"{unfilled[0]}=auto is not filled in here: the model computes in fp32; write true or false")
     compute = "fp16" if fp16 else "bf16" if bf16 else "fp32"
     if config.get("communication_data_type") == "fp16" != compute:
         raise ConfigError(f"communication_data_type=fp16 has no loss scale while the model computes in {compute}")
-    if not fp16:
-        return {"precision.compute": compute}
     found: dict[str, Any] = {"precision.compute": compute}
+    if not fp16:
+        return found
     initial, least = 2.0 ** config.get("fp16.initial_scale_power", 16), config.get("fp16.min_loss_scale", 1.0)
     if least <= 0:
         raise ConfigError("fp16.min_loss_scale=0: must be above 0")
@@ -150,7 +146,7 @@ def _precision(config: CheckedConfig, notes: list[str]) -> dict[str, Any]:
     return found | ({"precision.scale.maximum": initial} if initial > most else {})
 
 
-def _offload(config: CheckedConfig, notes: list[str]) -> dict[str, Any]:
+def _offload(config: CheckedConfig) -> dict[str, Any]:
     """Tiers of parameters, of the optimizer's state and of gradients, which follow the optimizer's off the device."""
     param = _device(config, PARAM, "offload_param_nvme", "cpu_offload_param")
     optimizer = _device(config, OPTIMIZER, "offload_optimizer_nvme", "cpu_offload")
@@ -158,7 +154,7 @@ def _offload(config: CheckedConfig, notes: list[str]) -> dict[str, Any]:
     if param in ("cpu", "nvme") and not Stage(stage).parameters and f"{ZERO}.stage" not in config.autos:
         if param == "nvme":
             raise ConfigError(f"{PARAM} on {param} needs {ZERO}.stage=3; stage {stage} keeps parameters on every rank")
-        notes.append(f"{PARAM} on cpu counts at {ZERO}.stage=3 only; at stage {stage} parameters stay on the device")
+        config.note(f"{PARAM} on cpu counts at {ZERO}.stage=3 only; at stage {stage} parameters stay on the device")
         param = "none"  # as in DeepSpeed, whose scripts write one device for all stages
     grad = {"none": "none", "auto": "auto"}.get(optimizer, "nvme" if optimizer == param == "nvme" else "cpu")
     found: dict[str, Any] = {"offload.optimizer": optimizer, "offload.param": param, "offload.grad": grad}
@@ -171,7 +167,7 @@ def _offload(config: CheckedConfig, notes: list[str]) -> dict[str, Any]:
     if paths and {param, optimizer} & {"nvme", "auto"}:
         found["offload.path"] = paths[0]
         if set(paths) - {paths[0]}:
-            notes.append(f"all pages are in one file, in {paths[0]}; the other nvme_path is not used")
+            config.note(f"all pages are in one file, in {paths[0]}; the other nvme_path is not used")
     pins = [
         config.get(f"{section}.pin_memory")
         for section, device in ((PARAM, param), (OPTIMIZER, optimizer))
@@ -194,10 +190,10 @@ def _device(config: CheckedConfig, section: str, flag: str, older: str) -> str:
     return str(config.get(f"{section}.device", "none"))
 
 
-def _optim(config: CheckedConfig, notes: list[str]) -> dict[str, Any]:
+def _optim(config: CheckedConfig) -> dict[str, Any]:
     clip = config.get("gradient_clipping", 1.0)
     if not {"gradient_clipping"} & {*config.values, *config.autos}:
-        notes.append("gradient_clipping is not given: 1.0, as in newest DeepSpeed (older ones: 0.0, no clipping)")
+        config.note("gradient_clipping is not given: 1.0, as in newest DeepSpeed (older ones: 0.0, no clipping)")
     found: dict[str, Any] = {"optim.name": "adamw", "optim.clip": clip or None}
     if config.optimizer is None:
         return found
@@ -224,11 +220,10 @@ def _peak(config: CheckedConfig) -> float | None:
     key = _PEAKS.get(config.scheduler.name, "warmup_max_lr")
     if f"scheduler.params.{key}" in config.autos:
         return None
-    peak: float | None = {**config.scheduler.defaults, **config.below("scheduler.params")}.get(key)
-    return peak
+    return {**config.scheduler.defaults, **config.below("scheduler.params")}.get(key)
 
 
-def _schedule(config: CheckedConfig, notes: list[str]) -> dict[str, Any]:
+def _schedule(config: CheckedConfig) -> dict[str, Any]:
     """The schedule, and the peak learning rate, which DeepSpeed's schedules set themselves."""
     if config.scheduler is None:
         return {} if config.optimizer is None else {"schedule.name": "constant"}
@@ -241,7 +236,7 @@ def _schedule(config: CheckedConfig, notes: list[str]) -> dict[str, Any]:
     if own is not None:
         found["optim.lr"] = peak
         if peak_key not in config.below(section) or ("optimizer.params.lr" in config.values and lr != peak):
-            notes.append(f"{section}.{peak_key} is {peak:g}, and wins over optimizer.params.lr, as it does there")
+            config.note(f"{section}.{peak_key} is {peak:g}, and wins over optimizer.params.lr, as it does there")
     if peak <= 0:
         raise ConfigError(f"{section}.{peak_key}={peak:g}: must be above 0")
     if name == "one_cycle":
@@ -274,11 +269,9 @@ def _rise(config: CheckedConfig, name: str, params: Mapping[str, Any], peak: flo
         raise ConfigError("scheduler.params.warmup_min_lr needs warmup_max_lr: there is no optimizer.params.lr")
     if start > 1:
         raise ConfigError(f"scheduler.params: the warm-up begins at {start * peak:g}, above its peak of {peak:g}")
-    found: dict[str, Any] = {"schedule.start": start, "schedule.curve": params["warmup_type"]}
-    if "scheduler.params.warmup_num_steps" in config.autos:
-        found["schedule.warmup"] = "auto"
-    else:
-        found["schedule.warmup"] = max(2, params["warmup_num_steps"]) + (not log)
+    is_auto = "scheduler.params.warmup_num_steps" in config.autos
+    warmup = None if is_auto else max(2, params["warmup_num_steps"]) + (not log)
+    found = {"schedule.start": start, "schedule.curve": params["warmup_type"], "schedule.warmup": warmup or "auto"}
     if name == "linear_warmup":
         return found
     total = params.get("total_num_steps")
@@ -287,7 +280,7 @@ def _rise(config: CheckedConfig, name: str, params: Mapping[str, Any], peak: flo
     else:
         found |= {"schedule.final": start, "schedule.hold": int(log)}
         total = None if total is None else total + 1
-    if total is not None and found["schedule.warmup"] != "auto" and total <= found["schedule.warmup"]:
+    if total is not None and warmup is not None and total <= warmup:
         raise ConfigError(
             f"scheduler.params: total_num_steps={params['total_num_steps']} leaves no step for the decay after "
             f"warmup_num_steps={params['warmup_num_steps']}"
@@ -304,8 +297,7 @@ def _cycle(config: CheckedConfig, params: Mapping[str, Any], peak: float) -> dic
     if start > 1:
         raise ConfigError(f"scheduler.params.cycle_min_lr={start * peak:g} is above cycle_max_lr={peak:g}")
     found = {"schedule.start": start, "schedule.rise": params["cycle_first_step_size"]}
-    has_betas = config.optimizer is None or any(key.name == "betas" for key in config.optimizer.keys)
-    if not has_betas:
+    if config.optimizer is not None and not any(key.name == "betas" for key in config.optimizer.keys):
         return found | {"schedule.momentum": False}
     if not params.get("cycle_momentum", True):
         return found

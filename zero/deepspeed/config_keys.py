@@ -8,51 +8,42 @@ with the nearest name; DeepSpeed itself ignores what it does not know at the top
 Aliases and the keys of optimizers and schedulers, which differ by type, have tables of their own.
 """
 
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class ValueType:
-    """A kind of value: its description, and how it is read; `read` raises ValueError for anything else."""
+class ValueType(NamedTuple):
+    """A kind of value: its description, what is one, and how that is read."""
 
     words: str
-    read: Callable[[Any], Any]
-
-
-def _type(words: str, accepts: Callable[[Any], bool], convert: Callable[[Any], Any] = lambda value: value) -> ValueType:
-    def read(value: Any) -> Any:
-        if not accepts(value):
-            raise ValueError
-        return convert(value)
-
-    return ValueType(words, read)
+    accepts: Callable[[Any], bool]
+    read: Callable[[Any], Any] = lambda value: value
 
 
 def _is_number(value: Any, least: float = float("-inf"), below: float = float("inf")) -> bool:
-    return type(value) in (int, float) and abs(value) < float("inf") and least <= value < below
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max and least <= value < below
 
 
 def _number(words: str, *bounds: float) -> ValueType:
-    return _type(words, lambda value: _is_number(value, *bounds), float)
+    return ValueType(words, lambda value: _is_number(value, *bounds), float)
 
 
 def _whole(words: str, *bounds: float) -> ValueType:
     """Whole numbers may be written as 5e8, which JSON reads as a float."""
-    return _type(words, lambda value: _is_number(value, *bounds) and float(value).is_integer(), int)
+    return ValueType(words, lambda value: _is_number(value, *bounds) and float(value).is_integer(), int)
 
 
 def _one_of(*words: str) -> ValueType:
     """One of a few words, in upper or lower case."""
-    return _type(" or ".join(words), lambda value: isinstance(value, str) and value.lower() in words, str.lower)
+    return ValueType(" or ".join(words), lambda value: isinstance(value, str) and value.lower() in words, str.lower)
 
 
 def _are_betas(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2 and all(_is_number(one, 0, 1) for one in value)
 
 
-BOOL = _type("true or false", lambda value: type(value) is bool)
+BOOL = ValueType("true or false", lambda value: type(value) is bool)
 COUNT = _whole("a whole number from 1", 1)
 NATURAL = _whole("a whole number from 0", 0)
 WHOLE = _whole("a whole number")
@@ -64,10 +55,10 @@ POWER = _whole("a whole number from 0 to 40", 0, 41)
 DEVICE = _one_of("none", "cpu", "nvme")
 DTYPE = _one_of("fp32", "fp16", "bf16")
 CURVE = _one_of("log", "linear")
-BETAS = _type("a list of two numbers from 0, below 1", _are_betas, lambda value: tuple(map(float, value)))
-TEXT = _type("text", lambda value: isinstance(value, str) and value.isprintable())
-LIST = _type("a list", lambda value: isinstance(value, list | tuple), list)
-ANY = _type("anything", lambda value: True)
+BETAS = ValueType("a list of two numbers from 0, below 1", _are_betas, lambda value: tuple(map(float, value)))
+TEXT = ValueType("text", lambda value: isinstance(value, str) and value.isprintable())
+LIST = ValueType("a list", lambda value: isinstance(value, list | tuple), list)
+ANY = ValueType("anything", lambda value: True)
 
 
 class Key(NamedTuple):

@@ -9,11 +9,11 @@ import binascii
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from zero.core import suggest
 from zero.deepspeed.config_keys import ALIASES, FEATURES, KEYS, OPTIMIZERS, SCHEDULERS, Feature, Key, Kind
@@ -23,16 +23,9 @@ AUTO = "auto"
 """A value that Hugging Face's trainer fills in. Nothing does so here: it is this library's auto, or the default."""
 
 
-class Source(NamedTuple):
-    """A configuration as it was written, and its name in messages."""
-
-    name: str
-    settings: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
+@dataclass
 class CheckedConfig:
-    """The known keys of a configuration.
+    """The known keys of a configuration, as `check` finds them.
 
     Attributes:
         values: dotted key -> value.
@@ -41,15 +34,36 @@ class CheckedConfig:
         optimizer, scheduler: their types; None where there is none.
     """
 
-    values: Mapping[str, Any]
-    autos: frozenset[str]
-    notes: tuple[str, ...]
-    optimizer: Kind | None
-    scheduler: Kind | None
+    values: dict[str, Any] = field(default_factory=dict)
+    autos: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+    optimizer: Kind | None = None
+    scheduler: Kind | None = None
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of a key; the default where it is left out, null or "auto"."""
         return self.values.get(name, default)
+
+    def take(self, key: Key, typed: str, value: Any) -> None:
+        """Read one key.
+
+        Raises:
+            ConfigError: it was there already, or does not take this value.
+        """
+        if key.name in self.values or key.name in self.autos:
+            raise ConfigError(f"{typed}: {key.name} appears twice, in two spellings; remove one")
+        if value is None:
+            return
+        if value == AUTO:
+            self.autos.add(key.name)
+            return
+        self.values[key.name] = _value(key, typed, value)
+        if key.why and not key.only:
+            self.note(f"{typed} has no meaning here: {key.why}")
+
+    def note(self, line: str) -> None:
+        """One more line for whoever reads what a run says."""
+        self.notes.append(line)
 
     def below(self, section: str) -> dict[str, Any]:
         """Values of the keys of a section, by their own names."""
@@ -60,14 +74,14 @@ class CheckedConfig:
 # From an argument to a mapping
 
 
-def read_source(raw: Mapping[str, Any] | str | os.PathLike[str]) -> Source:
-    """The configuration that `raw` is, or names.
+def read_source(raw: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[str, Mapping[str, Any]]:
+    """Of the configuration that `raw` is, or names: what messages call it, and its keys as they were written.
 
     Raises:
         ConfigError: it is not a file, not JSON or not an object, or a key appears twice in a section.
     """
     if isinstance(raw, Mapping):
-        return Source("ds_config", raw)
+        return "ds_config", raw
     if isinstance(raw, str) and raw.lstrip().startswith("{"):
         return _parsed("ds_config", raw)
     path = Path(raw).expanduser()
@@ -85,7 +99,7 @@ def read_source(raw: Mapping[str, Any] | str | os.PathLike[str]) -> Source:
     return _parsed("ds_config", text)
 
 
-def _parsed(name: str, text: str) -> Source:
+def _parsed(name: str, text: str) -> tuple[str, Mapping[str, Any]]:
     try:
         found = _loaded(text)
     except _TwinKeyError as twin:
@@ -99,7 +113,7 @@ def _parsed(name: str, text: str) -> Source:
         raise ConfigError(f"{name}: line {at['lineno']}, column {at['colno']}: not JSON: {at['msg']}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{name}: holds {suggest.shown(found)}; it must be an object of keys, {{...}}")
-    return Source(name, found)
+    return name, found
 
 
 def _loaded(text: str) -> Any:
@@ -134,40 +148,19 @@ def check(settings: Mapping[str, Any]) -> CheckedConfig:
     Raises:
         ConfigError: an unknown key, a value that its key does not take, or one that asks for other numbers.
     """
-    found = _Found()
+    found = CheckedConfig()
     for typed, name, value in _walk(settings, "", ""):
         if name in _FEATURES:
             found.notes += _feature(_FEATURES[name], typed, value)
         else:
             found.take(_PLAIN[name], typed, value)
-    optimizer = _kind("optimizer", found, OPTIMIZERS, lower=True)
-    scheduler = _kind("scheduler", found, SCHEDULERS)
-    return CheckedConfig(found.values, frozenset(found.autos), tuple(found.notes), optimizer, scheduler)
+    found.optimizer = _kind("optimizer", found, OPTIMIZERS, lower=True)
+    found.scheduler = _kind("scheduler", found, SCHEDULERS)
+    return found
 
 
 _PLAIN: Mapping[str, Key] = {key.name: key for key in KEYS}
 _FEATURES: Mapping[str, Feature] = {feature.name: feature for feature in FEATURES}
-
-
-class _Found:
-    """What has been read."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-        self.autos: set[str] = set()
-        self.notes: list[str] = []
-
-    def take(self, key: Key, typed: str, value: Any) -> None:
-        if key.name in self.values or key.name in self.autos:
-            raise ConfigError(f"{typed}: {key.name} appears twice, in two spellings; remove one")
-        if value is None:
-            return
-        if value == AUTO:
-            self.autos.add(key.name)
-            return
-        self.values[key.name] = _value(key, typed, value)
-        if key.why and not key.only:
-            self.notes.append(f"{typed} has no meaning here: {key.why}")
 
 
 def _walk(node: Mapping[str, Any], typed_prefix: str, prefix: str) -> Iterator[tuple[str, str, Any]]:
@@ -200,10 +193,9 @@ _KNOWN = tuple(dict.fromkeys([*_PLAIN, *_FEATURES, *(section for name in _PLAIN 
 
 
 def _value(key: Key, typed: str, value: Any) -> Any:
-    try:
-        found = key.type.read(value)
-    except (ValueError, OverflowError):
-        raise ConfigError(f"{typed}={suggest.shown(value)}: must be {key.type.words}") from None
+    if not key.type.accepts(value):
+        raise ConfigError(f"{typed}={suggest.shown(value)}: must be {key.type.words}")
+    found = key.type.read(value)
     if key.only and found not in key.only:
         raise ConfigError(f"{typed}={suggest.shown(value)} is not supported: {key.why}")
     return found
@@ -232,7 +224,7 @@ def _feature(feature: Feature, typed: str, value: Any) -> Iterator[str]:
         yield f"{typed} has no meaning here: {feature.why}"
 
 
-def _kind(section: str, found: _Found, kinds: Mapping[str, Kind], *, lower: bool = False) -> Kind | None:
+def _kind(section: str, found: CheckedConfig, kinds: Mapping[str, Kind], *, lower: bool = False) -> Kind | None:
     """The type of an optimizer or a schedule, None where there is none; its `params` are read as its own keys."""
     wanted, params = found.values.get(f"{section}.type"), found.values.pop(f"{section}.params", None)
     if wanted is None:

@@ -3,9 +3,11 @@
 A microbatch begins with the first forward after `step()` and ends with the next `step()`. Between them may be any
 number of forwards and backwards, by `engine.backward(loss)` or by `engine.scale(loss).backward()`. Every
 `gradient_accumulation_steps()`-th call of `step()` updates the parameters.
+
+The engine takes the model over: calls of it become the engine's, what a module does to all its parameters goes to the
+engine, and each parameter knows its engine.
 """
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,18 +21,17 @@ from zero.core.tree import replaced, tensors_in
 from zero.deepspeed import missing_names
 from zero.deepspeed.checkpoints import EngineCheckpoints
 from zero.deepspeed.metrics import RunLog, Throughput
-from zero.deepspeed.model import Grads, take_over
+from zero.deepspeed.model import Grads
 from zero.deepspeed.optimizers import Optimizer, PassedOptimizer
 from zero.deepspeed.schedulers import Scheduler
-from zero.engine.plan import Plan
+from zero.engine.module_copy import call_through
+from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.state import State
-from zero.engine.step import Metrics, Step
-from zero.errors import ConfigError
+from zero.engine.step import Step
+from zero.errors import ConfigError, if_it_fails
 from zero.platform.threads import Beside
 from zero.settings import Settings
 from zero.store import PrefetchStore
-
-log = logging.getLogger("zero")
 
 MANY_FORWARDS = 64
 """Forwards of one microbatch: that many are rarely meant, and often a forgotten `step()`."""
@@ -59,8 +60,6 @@ class Engine(EngineCheckpoints):
     def __init__(
         self,
         config: Settings,
-        plan: Plan,
-        store: PrefetchStore,
         state: State,
         optimizer: Optimizer,
         *,
@@ -69,25 +68,22 @@ class Engine(EngineCheckpoints):
         managed: bool,
         run_log: RunLog | None,
     ) -> None:
-        self.config, self.plan, self.optimizer, self.lr_scheduler = config, plan, optimizer, lr_scheduler
-        self._state, self._managed = state, managed
+        super().__init__(config, state, optimizer)
+        self.lr_scheduler, self._managed = lr_scheduler, managed
         self._passed, self._run_log = passed, run_log
         self._step: Step | None = None
         self._in_microbatch = self._in_no_sync = self._applied = False
         self._forwards = 0  # in this microbatch
         self.tput_timer = Throughput(self.train_batch_size())
-        self._steps_before = 0
         self._boundary: bool | None = None
-        self.metrics: Metrics | None = None
         self.micro_steps = 0
-        self._warned: set[str] = set()
         self._groups = list(optimizer.param_groups)  # the dicts themselves: every update reads these
         optimizer.engine = self
-        self._call = take_over(state.model, self)
+        self._call = _take_over(state.model, self)
         state.runtime.gatherer.entering = _entering(weakref.ref(self))
         self._grads = Grads(self)
         state.runtime.gatherer.arriving = self._grads.arriving
-        self._closing = weakref.finalize(self, _close_in_thread, store, run_log)
+        self._closing = weakref.finalize(self, _close_in_thread, state.runtime.store, run_log)
         self._closing.atexit = False
 
     # -- the loop ------------------------------------------------------------------------------------------------------
@@ -104,13 +100,13 @@ class Engine(EngineCheckpoints):
         Raises:
             ConfigError: the engine was destroyed.
         """
-        state = self._open_state()
+        state = self.state
         if self.plan.trains and torch.is_grad_enabled() and self.module.training:
             self._begin_microbatch()
         elif self._step is None:
             state.runtime.gatherer.begin()
         args, kwargs = self._cast((args, kwargs))
-        with self._abort_on_error():
+        with if_it_fails(self._abort):
             return self._call(args, kwargs)
 
     __call__ = forward
@@ -140,7 +136,7 @@ class Engine(EngineCheckpoints):
         self._grads.take_back()
         count = self.plan.accumulate
         mean = loss if scale_wrt_gas else loss * count
-        with self._abort_on_error():
+        with if_it_fails(self._abort):
             self._current_step("backward").backward(mean, retain_graph=retain_graph)
         return mean.detach() / count
 
@@ -244,7 +240,9 @@ class Engine(EngineCheckpoints):
         Raises:
             ConfigError: the engine was destroyed.
         """
-        return self._open_state()
+        if not self._closing.alive:
+            raise ConfigError("this engine was destroyed; make another one with zero.initialize")
+        return self._state
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -264,7 +262,7 @@ class Engine(EngineCheckpoints):
     def update(self) -> None:
         """The update of all parameters; `step` and `optimizer.step` call it."""
         step = self._current_step("step")
-        with self._abort_on_error():
+        with if_it_fails(self._abort):
             self._check(step)
             self._grads.take_back()
             self._state, self.metrics = step.finish()
@@ -339,11 +337,6 @@ class Engine(EngineCheckpoints):
         if not any(unit.tickets for unit in runtime.units):
             runtime.align()
 
-    def _open_state(self) -> State:
-        if not self._closing.alive:
-            raise ConfigError("this engine was destroyed; make another one with zero.initialize")
-        return self._state
-
     def _current_step(self, method: str) -> Step:
         if self._step is None:
             self._refuse_without_training(method)
@@ -357,26 +350,12 @@ class Engine(EngineCheckpoints):
                 "for gradients of inputs call loss.backward()"
             )
 
-    @contextmanager
-    def _abort_on_error(self) -> Iterator[None]:
-        """An error inside drops the current step."""
-        try:
-            yield
-        except BaseException:
-            self._abort()
-            raise
-
     def _abort(self) -> None:
         step, self._step = self._step, None
         self._in_microbatch = False
         self._grads.drop()
         if step is not None:
             step.abandon()
-
-    def _warn_once(self, line: str) -> None:
-        if line not in self._warned and self.global_rank == 0:
-            log.warning("%s", line)
-        self._warned.add(line)
 
     def _check(self, step: Step) -> None:
         """Refuse an update that is not what the script means."""
@@ -392,6 +371,39 @@ class Engine(EngineCheckpoints):
                 f"optimizer.step() after {step.microbatches} microbatches; gradients are divided for "
                 f"gradient_accumulation_steps={self.plan.accumulate}: call engine.step() after each of them"
             )
+
+
+def _take_over(model: nn.Module, engine: Engine) -> Callable[[Any, Any], Any]:
+    """Send calls of `model` to `engine`, which the model does not keep alive; returns what they went to before."""
+    held = weakref.ref(engine)
+
+    def living() -> Engine:
+        found = held()
+        if found is None:
+            raise ConfigError("the engine that had this model is gone; keep what zero.initialize returns")
+        return found
+
+    def moved(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        plan = living().plan
+        dtype, device = plan.precision.compute, plan.world.device
+        there = fn(torch.empty(0, dtype=dtype, device=device))
+        if (there.dtype, there.device) != (dtype, device):
+            raise ConfigError(
+                f"this model trains in {dtype} on {device}, as the config says, and cannot go to {there.dtype} on "
+                f"{there.device}; leave out .to(), .cuda(), .half() and their like after zero.initialize"
+            )
+        return self
+
+    methods: dict[str, Callable[..., Any]] = {
+        "zero_grad": lambda self, set_to_none=True: living().zero_grad(set_to_none),
+        "load_state_dict": lambda self, *args, **kwargs: living().load_module_state_dict(*args, **kwargs),
+        "_apply": moved,
+    }
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, ParameterPlaceholder)
+        parameter.gradient = partial(lambda name: living().gradient_of(name), name)
+        parameter.source = living
+    return call_through(model, lambda args, kwargs: living().forward(*args, **kwargs), methods=methods)
 
 
 def _entering(held: "weakref.ref[Engine]") -> Callable[[], None]:

@@ -27,11 +27,10 @@ from zero.distributed.world import World, open_default_group
 from zero.engine.first_values import Weights
 from zero.engine.init import init, open_store
 from zero.engine.module_copy import buffers_of
-from zero.engine.plan import Plan
+from zero.engine.state import State
 from zero.errors import ConfigError
 from zero.settings import Settings
 from zero.settings.build import build_plan
-from zero.store import PrefetchStore
 from zero.tracker.settings import Wandb
 
 log = logging.getLogger("zero")
@@ -120,12 +119,10 @@ def initialize(
             first = _values_of_rank_0(model, world) if weights is None else weights
             state = init(plan, store, seed=seed, weights=first)
         _broadcast_buffers(state.model, world)
-        run_log = _run_log(settings, recorded, translation, plan, store, folder, tokens_per_row)
+        run_log = _run_log(settings, recorded, translation, state, folder, tokens_per_row)
         undo.pop_all()
     engine = Engine(
         settings,
-        plan,
-        store,
         state,
         made,
         passed=None if passed is None else PassedOptimizer(passed),
@@ -133,13 +130,12 @@ def initialize(
         managed=translation.managed,
         run_log=run_log,
     )
-    returned = made if trained(made) else None
-    if training_data is None:
-        return engine, returned, None, scheduler
-    rows, drop_last = engine.train_micro_batch_size_per_gpu(), translation.drop_last
-    loader = Loader(training_data, world, rows=rows, seed=seed, collate=collate_fn, drop_last=drop_last)
-    engine.training_dataloader = loader
-    return engine, returned, loader, scheduler
+    loader = None
+    if training_data is not None:
+        rows, drop_last = engine.train_micro_batch_size_per_gpu(), translation.drop_last
+        loader = Loader(training_data, world, rows=rows, seed=seed, collate=collate_fn, drop_last=drop_last)
+        engine.training_dataloader = loader
+    return engine, made if trained(made) else None, loader, scheduler
 
 
 def init_distributed(*args: Any, **kwargs: Any) -> None:
@@ -225,10 +221,9 @@ def _scheduler(
     passed: AnyScheduler, optimizer: Optimizer, config: Settings, translation: Translation
 ) -> Scheduler | None:
     if callable(passed) and not isinstance(passed, torch.optim.lr_scheduler.LRScheduler):
-        made: Scheduler = passed(optimizer)
-        return made
+        return passed(optimizer)
     if passed is None and translation.has_scheduler:
-        return ConfigScheduler.of(translation, config, optimizer.param_groups)
+        return ConfigScheduler(translation, config, optimizer.param_groups)
     return passed
 
 
@@ -236,8 +231,7 @@ def _run_log(
     config: Settings,
     settings: Mapping[str, Any],
     translation: Translation,
-    plan: Plan,
-    store: PrefetchStore,
+    state: State,
     folder: str | PathLike[str] | None,
     tokens_per_row: int,
 ) -> RunLog | None:
@@ -247,7 +241,7 @@ def _run_log(
     if folder is None and "every" not in translation.settings.get("tracker", {}):
         return None
     place = None if folder is None else Path(folder)
-    return RunLog(config, settings, plan, store, place, tokens_per_row=tokens_per_row)
+    return RunLog(config, settings, state, place, tokens_per_row)
 
 
 # First values

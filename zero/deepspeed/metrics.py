@@ -16,18 +16,15 @@ from typing import Any
 
 import torch
 import yaml
-from torch import nn
 
 from zero.checkpoint.disk import naming
 from zero.checkpoint.json_values import to_json
 from zero.checkpoint.save import by_rank_0
 from zero.deepspeed.optimizers import Optimizer, settings_of
 from zero.distributed.world import World
-from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.engine.step import Metrics
 from zero.settings import Settings
-from zero.store import PrefetchStore
 from zero.tracker import RUNNING, Lines, Tracker, open_tracker, write_summary
 from zero.tracker.meter import Meter
 
@@ -41,41 +38,25 @@ WARM_UP_STEPS = 2
 
 
 class EngineInfo:
-    """The part of an engine that only reports."""
+    """The part of an engine that only reports.
 
-    config: Settings
-    plan: Plan
-    optimizer: Optimizer
-    metrics: Metrics | None
-    _state: State
-    _steps_before: int
+    Attributes:
+        module: the model, which runs on gathered parameters.
+        device: the device of this rank.
+        local_rank: the index of this rank's GPU; the rank itself where there is none.
+        global_rank: the rank, from 0.
+        world_size, dp_world_size: the number of ranks.
+    """
 
-    @property
-    def module(self) -> nn.Module:
-        """The model, which runs on gathered parameters."""
-        return self._state.model
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        return self.plan.world.device
-
-    @property
-    def local_rank(self) -> int:
-        """The index of this rank's GPU; the rank itself where there is none."""
-        return self.device.index if self.device.index is not None else self.plan.world.rank
-
-    @property
-    def global_rank(self) -> int:
-        """The rank, from 0."""
-        return self.plan.world.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self.plan.world.size
-
-    dp_world_size = world_size
+    def __init__(self, config: Settings, state: State, optimizer: Optimizer) -> None:
+        self.config, self.plan, self.optimizer, self._state = config, state.plan, optimizer, state
+        self.module, world = state.model, self.plan.world
+        self.device, self.global_rank = world.device, world.rank
+        self.local_rank = world.rank if world.device.index is None else world.device.index
+        self.world_size = self.dp_world_size = world.size
+        self.metrics: Metrics | None = None
+        self._steps_before = 0
+        self._warned: set[str] = set()
 
     @property
     def global_steps(self) -> int:
@@ -121,6 +102,12 @@ class EngineInfo:
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's mean gradient before clipping; None before the first step."""
         return self.metrics.grad_norm if self.metrics is not None else None
+
+    def _warn_once(self, line: str) -> None:
+        """Log a warning on rank 0, the first time."""
+        if line not in self._warned and self.global_rank == 0:
+            log.warning("%s", line)
+        self._warned.add(line)
 
     def get_lr(self) -> list[float]:
         """The learning rate of each group."""
@@ -224,15 +211,9 @@ class RunLog:
     """
 
     def __init__(
-        self,
-        config: Settings,
-        settings: Mapping[str, Any],
-        plan: Plan,
-        store: PrefetchStore,
-        folder: Path | None,
-        *,
-        tokens_per_row: int = 1,
+        self, config: Settings, settings: Mapping[str, Any], state: State, folder: Path | None, tokens_per_row: int
     ) -> None:
+        plan, store = state.plan, state.runtime.store
         self._config, self._settings, self._plan = config, settings, plan
         self._folder = folder if plan.world.rank == 0 else None
         self._tokens = config.batch.numbers()[0] * tokens_per_row

@@ -14,17 +14,18 @@ from typing import Any
 
 
 def _at(module: str, names: str, *prefixes: str) -> dict[str, str]:
-    """Names of a module of this folder, under each prefix."""
-    return {f"{prefix}{name}": f"zero.deepspeed.{module}:{name}" for prefix in prefixes for name in names.split()}
+    """Names of a module of this folder, or THEIRS=OURS, under each prefix."""
+    pairs = [name.partition("=") for name in names.split()]
+    found = {theirs: f"zero.deepspeed.{module}:{ours or theirs}" for theirs, _, ours in pairs}
+    return {f"{prefix}{theirs}": place for prefix in prefixes for theirs, place in found.items()}
 
 
 HERE: Mapping[str, str] = {
     **_at("accelerator", "get_accelerator", "", "accelerator."),
     **_at("optimizers", "FusedAdam DeepSpeedCPUAdam", "ops.adam."),
     **_at("optimizers", "DeepSpeedCPUAdagrad", "ops.adagrad."),
-    **_at("optimizers", "FusedLion", "ops.lion."),
-    "ops.lion.DeepSpeedCPULion": "zero.deepspeed.optimizers:FusedLion",
-    **_at("model", "Init GatheredParameters", "", "zero."),
+    **_at("optimizers", "FusedLion DeepSpeedCPULion=FusedLion", "ops.lion."),
+    **_at("model", "Init GatheredParameters", "", "zero.", "runtime.zero.", "runtime.zero.partition_parameters."),
     **_at(
         "model",
         "register_external_parameter unregister_external_parameter unwrap_model_for_generation "
@@ -32,10 +33,9 @@ HERE: Mapping[str, str] = {
         "safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state set_z3_leaf_modules",
         *("zero.", "utils.", "runtime.zero."),
     ),
-    **_at("model", "Init GatheredParameters", "runtime.zero.", "runtime.zero.partition_parameters."),
     **_at("model", "ZeroParamStatus", "runtime.zero.partition_parameters."),
     **_at("model", "unwrap_model_for_generation", ""),
-    **{f"{prefix}logger": "zero.deepspeed.missing_names:log" for prefix in ("utils.", "utils.logging.", "")},
+    **_at("missing_names", "logger=log", "utils.", "utils.logging.", ""),
     **_at("accelerator", "log_dist", "utils.", "utils.logging.", ""),
     **_at("initialize", "RepeatingLoader", "utils.", "runtime.dataloader."),
     **_at("accelerator", "see_memory_usage", "runtime.utils."),
@@ -51,18 +51,12 @@ HERE: Mapping[str, str] = {
         "utils.zero_to_fp32.",
     ),
     **_at("schedulers", "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest", "runtime.lr_schedules."),
-    **{f"{prefix}DeepSpeedEngine": "zero.deepspeed.engine:Engine" for prefix in ("", "runtime.engine.")},
-    **{
-        f"{prefix}DeepSpeedOptimizer": "zero.deepspeed.optimizers:Optimizer"
-        for prefix in ("", "runtime.base_optimizer.")
-    },
+    **_at("engine", "DeepSpeedEngine=Engine", "", "runtime.engine."),
+    **_at("optimizers", "DeepSpeedOptimizer=Optimizer", "", "runtime.base_optimizer."),
     **_at("initialize", "init_distributed", "comm."),
     **_at("accelerator", "get_local_rank", "comm."),
 }
 """DeepSpeed's name, with the modules in front -> where it is here."""
-
-FORWARDED: Mapping[str, str] = {"comm": "torch.distributed"}
-"""Modules of DeepSpeed's whose other names are another module's."""
 
 log = logging.getLogger("zero")
 
@@ -189,9 +183,8 @@ class Names(ModuleType):
             return found(path)
         if answer(path) is not None:
             raise missing("zero", path)
-        forwarded = FORWARDED.get(path.rpartition(".")[0])
-        if forwarded is not None and not name.startswith("__"):
-            return getattr(import_module(forwarded), name)
+        if path == f"comm.{name}" and not name.startswith("__"):  # whose other names are torch's
+            return getattr(import_module("torch.distributed"), name)
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}{_SEE}")
 
 
@@ -227,15 +220,13 @@ def found(path: str) -> Any:
 def modules() -> dict[str, Names]:
     """DeepSpeed's modules by full name, for `sys.modules`, each within the one above it."""
     made: dict[str, Names] = {}
-    for path in (*HERE, *(f"{name}." for name in FORWARDED)):
-        above, _, _ = path.rpartition(".")
-        parts = above.split(".") if above else []
-        for count in range(1, len(parts) + 1):
-            name = ".".join(("zero", *parts[:count]))
-            if name not in made:
-                made[name] = Names(name)
-                made[name].__path__ = []
-                outer, _, own = name.rpartition(".")
-                if outer in made:
-                    setattr(made[outer], own, made[name])
+    for path in HERE:
+        name = f"zero.{path}"
+        while (name := name.rpartition(".")[0]) not in ("zero", *made):
+            made[name] = Names(name)
+            made[name].__path__ = []
+    for name, module in made.items():
+        above, _, own = name.rpartition(".")
+        if above in made:
+            setattr(made[above], own, module)
     return made

@@ -1,16 +1,14 @@
-"""The model that the script passed, after `zero.initialize`: its calls, its parameters and its gradients.
+"""The model that the script passed, after `zero.initialize`: its parameters and its gradients.
 
-The engine takes the model over. Calls of it become the engine's, what a module does to all its parameters goes to the
-engine, and each parameter knows its engine. Below are the names of `deepspeed.zero` and `deepspeed.utils` for single
-parameters, `parameter.grad`, and DeepSpeed's activation checkpointing, which is torch's.
+A model that was compiled comes first, then the names of `deepspeed.zero` and `deepspeed.utils` for single parameters,
+`parameter.grad`, and DeepSpeed's activation checkpointing, which is torch's.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -19,63 +17,13 @@ from torch import Tensor, nn
 from zero.engine.compile import Backend
 from zero.engine.empty import empty
 from zero.engine.full import Source, gathered, get_full, set_full
-from zero.engine.module_copy import call_through
 from zero.engine.placeholder import ParameterPlaceholder
-from zero.engine.plan import Plan
 from zero.errors import ConfigError, StaleStateError
 
 LEAF_CLASSES = "_leaf_classes"
 """The attribute of a model with the classes that `set_z3_leaf_modules` was given."""
 MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "mu"}
 """Torch's names of what an optimizer keeps of a parameter -> this library's."""
-
-
-class ModelEngine(Protocol):
-    """What a model that was taken over calls of its engine."""
-
-    @property
-    def plan(self) -> Plan: ...
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
-
-    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any: ...
-
-    def gradient_of(self, name: str) -> Tensor | None: ...
-
-
-def take_over(model: nn.Module, engine: ModelEngine) -> Callable[[Any, Any], Any]:
-    """Send calls of `model` to `engine`, which the model does not keep alive; returns what they went to before."""
-    held = weakref.ref(engine)
-
-    def living() -> ModelEngine:
-        found = held()
-        if found is None:
-            raise ConfigError("the engine that had this model is gone; keep what zero.initialize returns")
-        return found
-
-    def moved(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        plan = living().plan
-        dtype, device = plan.precision.compute, plan.world.device
-        there = fn(torch.empty(0, dtype=dtype, device=device))
-        if (there.dtype, there.device) != (dtype, device):
-            raise ConfigError(
-                f"this model trains in {dtype} on {device}, as the config says, and cannot go to {there.dtype} on "
-                f"{there.device}; leave out .to(), .cuda(), .half() and their like after zero.initialize"
-            )
-        return self
-
-    methods: dict[str, Callable[..., Any]] = {
-        "zero_grad": lambda self, set_to_none=True: living().zero_grad(set_to_none),
-        "load_state_dict": lambda self, *args, **kwargs: living().load_module_state_dict(*args, **kwargs),
-        "_apply": moved,
-    }
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, ParameterPlaceholder)
-        parameter.gradient = partial(lambda name: living().gradient_of(name), name)
-        parameter.source = living
-    return call_through(model, lambda args, kwargs: living().forward(*args, **kwargs), methods=methods)
 
 
 # A model that was given to torch.compile before zero.initialize
@@ -165,10 +113,7 @@ def Init(module: nn.Module | None = None, *ignored: Any, enabled: bool = True, *
         raise ConfigError(
             "zero.Init(module=...): the model has its parameters already; give it to zero.initialize as it is"
         )
-    if not enabled:
-        yield
-        return
-    with empty():
+    with empty() if enabled else nullcontext():
         yield
 
 
@@ -196,7 +141,7 @@ def GatheredParameters(
         yield
         return
     modify = False if modifier_rank is None else modifier_rank
-    with gathered(_source_of(held[0]), [one.full_name for one in held], modify) as full:
+    with gathered(_home_of(held[0])[0], [one.full_name for one in held], modify) as full:
         try:
             for one in held:
                 one.full_value = full[one.full_name]
@@ -226,17 +171,17 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     """Set the fp32 master of `param` to `value`, which has its shape and is the same on every rank. Collective."""
-    set_full(_source_of(param), _name_of(param), value)
+    set_full(*_home_of(param), value)
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Set the mean gradient of `param` to `value`, which has its shape and is the same on every rank. Collective."""
-    set_full(_source_of(param), _name_of(param), value, "grad")
+    set_full(*_home_of(param), value, "grad")
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Set a moment of `param` (see `safe_get_full_optimizer_state`) to `value`, which has its shape. Collective."""
-    set_full(_source_of(param), _name_of(param), value, MOMENTS.get(optim_state_key, optim_state_key))
+    set_full(*_home_of(param), value, MOMENTS.get(optim_state_key, optim_state_key))
 
 
 def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:
@@ -246,10 +191,9 @@ def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:
 unregister_external_parameter = register_external_parameter
 
 
-@contextmanager
-def unwrap_model_for_generation(model: Any, *_: Any, **__: Any) -> Iterator[nn.Module]:
+def unwrap_model_for_generation(model: Any, *_: Any, **__: Any) -> AbstractContextManager[nn.Module]:
     """The model of an engine, which can generate as it is."""
-    yield getattr(model, "module", model)
+    return nullcontext(getattr(model, "module", model))
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
@@ -274,20 +218,14 @@ def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.
 
 
 def _read(param: Tensor, kind: str) -> Tensor | None:
-    return get_full(_source_of(param), _name_of(param), kind).to(param.device)
+    return get_full(*_home_of(param), kind).to(param.device)
 
 
-def _source_of(param: Tensor) -> Source:
-    engine = param.source() if isinstance(param, ParameterPlaceholder) and param.source is not None else None
-    if engine is None:
+def _home_of(param: Tensor) -> tuple[Source, str]:
+    """The engine of a parameter, and its name there."""
+    if not isinstance(param, ParameterPlaceholder) or param.source is None or (engine := param.source()) is None:
         raise ConfigError("this parameter belongs to no engine; give its model to zero.initialize first")
-    source: Source = engine
-    return source
-
-
-def _name_of(param: Tensor) -> str:
-    assert isinstance(param, ParameterPlaceholder)
-    return param.full_name
+    return engine, param.full_name
 
 
 # parameter.grad

@@ -107,16 +107,13 @@ class Optimizer(torch.optim.Optimizer):
     @classmethod
     def of_config(cls, config: Settings, parameters: Iterable[Any]) -> "Optimizer":
         """The optimizer that a config names, for parameters or groups of them."""
-        chosen, defaults = config.optim, dict[str, Any]()
-        if chosen.name == "sgd":
-            defaults = {"momentum": chosen.momentum, "nesterov": chosen.nesterov}
-        elif chosen.name == "adagrad":
-            defaults = {"eps": chosen.eps, "lr_decay": 0.0}
-        else:
-            defaults = {"betas": build_optimizer(config).groups[0](1).betas}
-            if chosen.name != "lion":
-                defaults["eps"] = chosen.eps
-        return cls(parameters, {"lr": chosen.lr, "weight_decay": chosen.weight_decay} | defaults, chosen.name)
+        chosen = config.optim
+        defaults = chosen.model_dump(include={"lr", "weight_decay", "momentum", "nesterov", "eps"})
+        if chosen.name == "adagrad":
+            defaults["lr_decay"] = 0.0
+        elif chosen.name != "sgd":
+            defaults["betas"] = build_optimizer(config).groups[0](1).betas
+        return cls(parameters, defaults, chosen.name)
 
     @classmethod
     def of_nothing(cls) -> "Optimizer":

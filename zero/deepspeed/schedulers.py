@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 
-from zero.core.optim import Transform
 from zero.deepspeed.config import Translation, translate
 from zero.deepspeed.config_keys import SCHEDULERS
 from zero.deepspeed.optimizers import ParamGroup
@@ -32,27 +31,22 @@ class Scheduler(Protocol):
 
 
 class ConfigScheduler:
-    """The schedule of a config, written into groups.
+    """The schedule that a DeepSpeed configuration names, written into groups.
+
+    A group keeps its own rate's share of the config's peak: half of it stays half. Where the schedule itself names its
+    peak all groups get its rate, as in DeepSpeed.
 
     Args:
-        transform: gives the learning rate and betas of each step; the first step is 1.
-        lr: the config's peak learning rate. A group keeps its own rate's share of it: half of it stays half. None: all
-            groups get the schedule's rate, as in DeepSpeed where the schedule itself names its peak.
-        momenta: whether the schedule also writes betas and momentum.
+        config: the configuration's settings: they give the learning rate and betas of each step; the first step is 1.
     """
 
-    def __init__(self, groups: Sequence[ParamGroup], transform: Transform, lr: float | None, *, momenta: bool) -> None:
-        self._groups, self._transform, self._momenta = groups, transform, momenta
+    def __init__(self, translation: Translation, config: Settings, groups: Sequence[ParamGroup]) -> None:
+        self._groups, self._transform = groups, build_optimizer(config)
+        self._momenta = isinstance(config.schedule, Cycle) and config.schedule.momentum
+        lr = None if translation.peak_is_for_all else config.optim.lr
         self._shares = [group["lr"] / lr if lr else 1.0 for group in groups]
         self.made = 0
         self._write()
-
-    @classmethod
-    def of(cls, translation: Translation, config: Settings, groups: Sequence[ParamGroup]) -> "ConfigScheduler":
-        """The scheduler that a DeepSpeed configuration names; `config` are its settings."""
-        lr = None if translation.peak_is_for_all else config.optim.lr
-        momenta = isinstance(config.schedule, Cycle) and bool(config.schedule.momentum)
-        return cls(groups, build_optimizer(config), lr, momenta=momenta)
 
     def step(self) -> None:
         """Count an update, and write the settings of the next one."""
@@ -107,7 +101,7 @@ def _scheduler(kind: str, optimizer: torch.optim.Optimizer, *values: Any, **name
             "scheduler": {"type": kind, "params": {name: one for name, one in params.items() if one is not None}},
         }
     )
-    made = ConfigScheduler.of(translation, Settings.read(translation.settings), optimizer.param_groups)
+    made = ConfigScheduler(translation, Settings.read(translation.settings), optimizer.param_groups)
     made.load_state_dict({"made": last + 1})
     return made
 

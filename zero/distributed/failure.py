@@ -70,8 +70,8 @@ class Note:
         return cls.of_leaving("its process came to its end") if error is None else cls.of_raise(error)
 
 
-class NoteStore(Protocol):
-    """The part of a c10d store that notes need."""
+class SharedStore(Protocol):
+    """The part of a c10d store that is needed here."""
 
     def add(self, key: str, amount: int, /) -> int: ...
     def set(self, key: str, value: str, /) -> None: ...
@@ -88,10 +88,10 @@ class Notes:
         is_there: whether the store's host is. To write to one that is gone makes torch complain for pages.
     """
 
-    def __init__(self, store: NoteStore, rank: int, size: int, is_there: Callable[[], bool] = lambda: True) -> None:
-        self._store = store
-        self._is_there = is_there
-        self._rank = rank
+    def __init__(self, store: SharedStore, rank: int, size: int, is_there: Callable[[], bool] = lambda: True) -> None:
+        self.store = store
+        self.is_there = is_there
+        self.rank = rank
         self._size = size
         self._posted = False
 
@@ -104,10 +104,10 @@ class Notes:
         if self._posted:
             return
         self._posted = True
-        if not self._is_there():
+        if not self.is_there():
             return
-        order = self._store.add("notes", 1)
-        self._store.set(f"note/{self._rank}", json.dumps({"order": order, **asdict(note)}))
+        order = self.store.add("notes", 1)
+        self.store.set(f"note/{self.rank}", json.dumps({"order": order, **asdict(note)}))
 
     def read(self) -> dict[int, Note]:
         """The notes so far by rank, oldest first, after waiting up to `GRACE_S` for the missing ones."""
@@ -116,13 +116,13 @@ class Notes:
         def fetch() -> None:
             self._await([f"note/{r}" for r in range(self._size)])
             for r in range(self._size):
-                if self._store.check([f"note/{r}"]):
-                    fields = json.loads(self._store.get(f"note/{r}"))
+                if self.store.check([f"note/{r}"]):
+                    fields = json.loads(self.store.get(f"note/{r}"))
                     started = {int(number): signature for number, signature in fields.pop("started").items()}
                     found.append((fields.pop("order"), r, Note(**fields, started=started)))
             # Rank 0 may be the store's host: it stays until those who wait for the others' notes have read them.
-            self._store.set(f"read/{self._rank}", "")
-            if self._rank == 0:
+            self.store.set(f"read/{self.rank}", "")
+            if self.rank == 0:
                 self._await([f"read/{r}" for _, r, note in found if note.kind in ("waited", "lost", "vain")])
 
         _within(3 * GRACE_S, fetch)
@@ -132,7 +132,7 @@ class Notes:
         """Like the store's own wait, which would log every time-out from C++."""
         end_s = time.monotonic() + GRACE_S
         pause = threading.Event()
-        while not self._store.check(keys) and time.monotonic() < end_s:
+        while not self.store.check(keys) and time.monotonic() < end_s:
             pause.wait(_PAUSE_S)
 
 

@@ -20,9 +20,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from zero.distributed.failure import Note, by_rank, first_difference
+from zero.distributed.failure import Note, Notes, by_rank, first_difference
 from zero.platform.threads import Beside
 
 PATIENCE_S = 2.0
@@ -30,14 +30,6 @@ PATIENCE_S = 2.0
 
 PERIOD_S = 0.5
 """How often the question is asked."""
-
-
-class SharedStore(Protocol):
-    """The part of a c10d store that is needed here."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
 
 
 class Wait(NamedTuple):
@@ -53,26 +45,21 @@ class StallWatch:
     """The watch of one rank.
 
     Args:
+        notes: of this rank, for those whose waits will fail; and their store, through which ranks compare.
         started: this rank's latest operations in order, by number; called by the watch's own thread, as is
         counted: how many operations it has started, in order and aside.
-        post: leaves this rank's note for those whose waits will fail.
         sockets: descriptors of this rank's connections.
-        is_there: whether the store's host is. To write to one that is gone makes torch complain for pages.
     """
 
     def __init__(
         self,
-        store: SharedStore,
-        rank: int,
+        notes: Notes,
         *,
         started: Callable[[], Mapping[int, str]],
         counted: Callable[[], tuple[int, int]],
-        post: Callable[[Note], None],
         sockets: Collection[int],
-        is_there: Callable[[], bool],
     ) -> None:
-        self._store, self._rank, self._is_there = store, rank, is_there
-        self._started, self._counted, self._post, self._sockets = started, counted, post, sockets
+        self._notes, self._started, self._counted, self._sockets = notes, started, counted, sockets
         self._waits: tuple[float, Wait] | None = None  # since when, and for what
         self._over = threading.Event()
         Beside(self._watch, name="stalls", stop=self._over.set, limit_s=PATIENCE_S).start()
@@ -93,29 +80,30 @@ class StallWatch:
         with suppress(RuntimeError):  # the store is gone with its host: whoever waits is cut off already
             while not self._over.wait(PERIOD_S):
                 waits = self._waits
-                if waits is None or time.monotonic() - waits[0] < PATIENCE_S or not self._is_there():
+                if waits is None or time.monotonic() - waits[0] < PATIENCE_S or not self._notes.is_there():
                     continue
                 different = self._compare(waits[1])
                 if different and not self._over.is_set():
-                    self._post(Note("vain", waits[1].signature, different, self._started()))
+                    self._notes.post(Note("vain", waits[1].signature, different, self._started()))
                     cut(self._sockets)
                     return
 
     def _compare(self, mine: Wait) -> str:
         """Which operation is another one than rank 0's, as far as is known; "" where none is."""
-        if self._rank == 0:
-            self._store.set("started", json.dumps([self._started(), self._counted(), mine]))
+        store, rank = self._notes.store, self._notes.rank
+        if rank == 0:
+            store.set("started", json.dumps([self._started(), self._counted(), mine]))
             return ""
-        if not self._store.check(["started"]):
+        if not store.check(["started"]):
             return ""
-        started, counted, wait = json.loads(self._store.get("started"))
+        started, counted, wait = json.loads(store.get("started"))
         theirs = Wait(*wait)
         first = {int(number): signature for number, signature in started.items()}
-        if different := first_difference({0: first, self._rank: self._started()}):
+        if different := first_difference({0: first, rank: self._started()}):
             return different
-        for_each_other = 0 in mine.peers and self._rank in theirs.peers
+        for_each_other = 0 in mine.peers and rank in theirs.peers
         if for_each_other and counted[mine.aside] < mine.number and self._counted()[theirs.aside] < theirs.number:
-            return by_rank({0: theirs.signature, self._rank: mine.signature})
+            return by_rank({0: theirs.signature, rank: mine.signature})
         return ""
 
 

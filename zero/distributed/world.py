@@ -25,13 +25,13 @@ import os
 import socket
 import time
 import zlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -103,7 +103,7 @@ class _Timed:
             self._count(time.perf_counter() - begin_s)
 
 
-class World(ABC):
+class World(contextlib.AbstractContextManager["World"]):
     """The ranks of one run, seen from one of them.
 
     Every rank must start the same operations in the same order; handles may be waited for in any order. After its
@@ -244,9 +244,7 @@ class World(ABC):
         everyone = numbers_N.new_empty(self.size, numbers_N.numel())
         op = _label("exchange", what)
         _check(op, numbers_N, numbers_N.numel(), numbers_N.dtype)
-        begin_s = time.perf_counter()
-        self._gather(numbers_N, everyone.view(-1), op, aside=True).wait()
-        self._waited(time.perf_counter() - begin_s)
+        _Timed(self._gather(numbers_N, everyone.view(-1), op, aside=True), self._waited).wait()
         return everyone
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, what: str = "") -> Handle:
@@ -307,7 +305,7 @@ class World(ABC):
         self._gather(padded_S, texts.view(-1), _label("agree on fields", what)).wait()
         return [_as_text(row[:n]) for row, n in zip(texts, numels.tolist(), strict=True)]
 
-    def at(self, place: str) -> None:  # noqa: B027  (nobody waits for a rank that is alone)
+    def at(self, place: str) -> None:  # nobody waits for a rank that is alone
         """Say what this rank is at, such as "step 3, backward", for those who may wait for it in vain. Not collective.
 
         It costs a few microseconds: for the phases of a step, not for each of its operations.
@@ -317,14 +315,11 @@ class World(ABC):
         """Hold what the ranks of one process share (torch's global generator); free where ranks are processes."""
         return contextlib.nullcontext()
 
-    def fail(self, error: BaseException) -> None:  # noqa: B027  (nobody to tell in a world of one)
+    def fail(self, error: BaseException) -> None:  # nobody to tell in a world of one
         """Tell the other ranks that this one leaves because of `error`, so that they can name it."""
 
-    def close(self) -> None:  # noqa: B027  (nothing to give back in a world of one)
+    def close(self) -> None:  # nothing to give back in a world of one
         """Leave the world. Closing again is free."""
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None:
@@ -383,12 +378,8 @@ class ProcessWorld(World):
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ConfigError(f"the environment lacks {', '.join(missing)}; start the ranks with torchrun")
-        super().__init__(
-            _env_int("RANK"),
-            _env_int("WORLD_SIZE"),
-            device=claim_device(device, _env_int("LOCAL_RANK", "0")),
-            timeout_s=timeout_s,
-        )
+        here = claim_device(device, _env_int("LOCAL_RANK", "0"))
+        super().__init__(_env_int("RANK"), _env_int("WORLD_SIZE"), device=here, timeout_s=timeout_s)
         self.local_size = _env_int("LOCAL_WORLD_SIZE", str(self.size))
         self._store = _open_store(self.rank, self.size, timeout_s)
         gpu = self.compute.name()
@@ -410,13 +401,10 @@ class ProcessWorld(World):
         self._raised = False
         self._last_word = LastWord(self._notes)
         self._stalls = StallWatch(
-            self._store,
-            self.rank,
+            self._notes,
             started=lambda: dict(self._started.copy()),  # copied at once, while the other thread goes on
             counted=lambda: (self._number, self._number_aside),
-            post=self._notes.post,
             sockets=connections,
-            is_there=partial(_listens, address),
         )
 
     def _open_group(self) -> dist.ProcessGroup | None:
@@ -464,15 +452,11 @@ class ProcessWorld(World):
             self._stalls.close()
             self._notes.post(Note.of_leaving())
             group, self._group = self._group, None
-            if self._is_broken and not self.compute.shares_memory:
+            failed = self._failure is not None or self._raised  # here or elsewhere
+            if failed and not self.compute.shares_memory:
                 _abort(group)  # to destroy it would wait for kernels whose other half never comes
             else:
                 dist.destroy_process_group(None if self._owns_default else group)
-
-    @property
-    def _is_broken(self) -> bool:
-        """This rank leaves because something failed, here or elsewhere."""
-        return self._failure is not None or self._raised
 
     def _gather(self, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
         if self._by_collective(full_P):

@@ -26,9 +26,9 @@ import torch.distributed.checkpoint as torch_checkpoint
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 
-from zero.errors import CheckpointError, in_short
+from zero.errors import CheckpointError
 from zero.formats.stream import Source, Stream
-from zero.formats.torch_file import TRUST, check_records, unpicklers_own
+from zero.formats.torch_file import check_records, refused
 from zero.platform.files import naming
 from zero.platform.safetensors_files import NAMES
 
@@ -38,13 +38,10 @@ MOST_AXES = 8
 """Of a tensor that is read: a piece has two to this power corners."""
 
 _DTYPES = {str(dtype): dtype for dtype in NAMES}
-_RECORDS = ("Metadata", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")
+_RECORDS = "Metadata StorageMeta TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
+_RECORDS += "MetadataIndex _MEM_FORMAT_ENCODING"
 _ALLOWED = {
-    **{f"{metadata.__name__}.{name}": getattr(metadata, name) for name in _RECORDS},
-    **{
-        f"{metadata.__name__}.{name}": getattr(metadata, name)
-        for name in ("TensorProperties", "MetadataIndex", "_MEM_FORMAT_ENCODING")
-    },
+    **{f"{metadata.__name__}.{name}": getattr(metadata, name) for name in _RECORDS.split()},
     f"{filesystem.__name__}._StorageInfo": filesystem._StorageInfo,
     **_DTYPES,
     "torch.Size": torch.Size,
@@ -150,7 +147,7 @@ def _stream(folder: Path, name: str, one: Any, stored: Mapping[Any, Any]) -> Str
         dtype, shape = one.properties.dtype, tuple(torch.Size(one.size))
         pieces = [_piece(chunk, stored.get(metadata.MetadataIndex(name, chunk.offsets))) for chunk in one.chunks]
     except Exception as error:  # crafted attributes may raise anything
-        raise _refused(what, error) from error
+        raise refused(what, error) from error
     if dtype not in _DTYPES.values():
         raise CheckpointError(f"{what}: is {repr(dtype)[:80]}, which a checkpoint does not hold")
     if not is_whole(shape, pieces):
@@ -202,7 +199,7 @@ def _whole(folder: Path, what: str, dtype: torch.dtype, shape: tuple[int, ...], 
                 raise TypeError(f"a piece is {part.dtype} of shape {tuple(part.shape)}, not {dtype} of {sizes}")
             values[tuple(slice(first, first + size) for first, size in zip(start, sizes, strict=True))] = part
     except Exception as error:  # a crafted size or offset may raise anything
-        raise _refused(what, error) from error
+        raise refused(what, error) from error
     return values
 
 
@@ -224,15 +221,11 @@ def _metadata(path: Path) -> Any:
         except OSError:
             raise
         except Exception as error:  # a damaged or crafted pickle may raise anything
-            raise _refused(str(path), error) from error
+            raise refused(str(path), error) from error
     return found
 
 
 def _first(folder: Path, error: Any) -> CheckpointError:
     """What went wrong on the one rank that there is."""
     cause = next(iter(error.failures.values()))[0]
-    return cause if isinstance(cause, CheckpointError) else _refused(str(folder), cause)
-
-
-def _refused(what: str, error: BaseException) -> CheckpointError:
-    return CheckpointError(f"{what}: refused: {in_short(unpicklers_own(error))}; {TRUST}")
+    return cause if isinstance(cause, CheckpointError) else refused(str(folder), cause)

@@ -6,9 +6,9 @@ model, loading says.
 """
 
 import dataclasses
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from zero.checkpoint.save import facts_of
 from zero.checkpoint.shard import ShardWriter
 from zero.core.precision import Precision
 from zero.core.suggest import some
-from zero.errors import CheckpointError, ConfigError
+from zero.errors import CheckpointError, ConfigError, if_it_fails
 from zero.formats.hf import read as read_hf
 from zero.formats.stream import Source, Stream, counted
 from zero.formats.torch_file import read as read_torch
@@ -180,15 +180,10 @@ def _values(source: Source, kinds: Mapping[str, str], moments: tuple[str, ...]) 
         stream = source.tensors[name]
         found.append((name, kind, stream.to(torch.float32, name) if kind == PARAMETER else stream))
         for moment in moments if kind == PARAMETER else ():
-            own = source.moments.get((name, moment))
-            if own is not None and own.shape != stream.shape:
+            own = source.moments.get((name, moment), Stream.read_by(torch.float32, stream.shape, _zeros))
+            if own.shape != stream.shape:
                 raise CheckpointError(f"{name}: its {moment} has shape {own.shape}, itself {stream.shape}")
-            values = (
-                Stream.read_by(torch.float32, stream.shape, _zeros)
-                if own is None
-                else own.to(torch.float32, f"{moment} of {name}")
-            )
-            found.append((name, moment, values))
+            found.append((name, moment, own.to(torch.float32, f"{moment} of {name}")))
     for name, kind, stream in found:
         if stream.dtype not in NAMES:
             raise CheckpointError(f"{name} ({kind}): is {stream.dtype}, which a checkpoint does not hold")
@@ -231,8 +226,8 @@ def _publish(
     if number in root.steps():
         raise CheckpointError(f"{root.path / name}: exists; give --step or another --out")
     scale = Precision("fp32").scale.start()._replace(skipped=skipped)  # whoever loads it begins with one of its own
-    folder = root.begin(number, secrets.token_hex(8))
-    try:
+    folder = root.begin(number)
+    with if_it_fails(partial(root.abandon, folder)):
         filled = [one for one in values if one[2].numel]
         filled.sort(key=lambda one: -one[2].dtype.itemsize)  # each part then begins at a multiple of its width
         held = [Held(name, kind, stream.dtype, stream.shape, 0, stream.numel) for name, kind, stream in filled]
@@ -249,9 +244,6 @@ def _publish(
             facts=facts_of(step, scale, dynamic=False, ties=ties, given={}),
         )
         return root.publish(folder, number, to_text(manifest))
-    except BaseException:
-        root.abandon(folder)
-        raise
 
 
 def _write(root: Root, path: Path, held: list[Held], streams: list[Stream]) -> tuple[FileHash, bool]:

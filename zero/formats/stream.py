@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -160,7 +160,7 @@ def shape_of(sizes: Any, what: str) -> tuple[int, ...]:
     return shape
 
 
-def put(file: BinaryIO, stream: Stream, what: str) -> None:
+def put(file: IO[bytes], stream: Stream, what: str) -> None:
     """Write all values."""
     for block in stream.blocks(what):
         file.write(memory_of(block))

@@ -25,21 +25,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero.errors import CheckpointError
-from zero.formats.stream import Source, Stream, new_file
-from zero.platform.files import memory_of, naming
+from zero.formats.stream import Source, Stream, new_file, put
+from zero.platform.files import naming
+from zero.platform.safetensors_files import NAMES
 
-STORAGES = {
-    torch.float64: torch.DoubleStorage,
-    torch.float32: torch.FloatStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.int64: torch.LongStorage,
-    torch.int32: torch.IntStorage,
-    torch.int16: torch.ShortStorage,
-    torch.int8: torch.CharStorage,
-    torch.uint8: torch.ByteStorage,
-    torch.bool: torch.BoolStorage,
-}
+STORAGES = {dtype: getattr(torch, torch.storage._dtype_to_storage_type_map()[dtype]) for dtype in NAMES}
+"""The class that torch.save names for values of a dtype, of those that a checkpoint may hold."""
 
 ALIGN_BYTES = 64
 """Of each record, as torch.save does it: so that a mapped file holds aligned tensors."""
@@ -102,8 +93,7 @@ def write(path: Path, tensors: Mapping[str, Stream], ties: Mapping[str, str]) ->
             record = wholes[name].record
             place = _aligned(f"{folder}/data/{record.key}", file.tell())
             with archive.open(place, "w", force_zip64=True) as out:
-                for block in record.stream.blocks(name):
-                    out.write(memory_of(block))
+                put(out, record.stream, name)
         archive.writestr(f"{folder}/version", "3\n")
 
 
@@ -166,7 +156,7 @@ def restricted(path: Path, *, compare: bool = False) -> Any:
         except OSError:
             raise
         except Exception as error:  # a damaged or crafted pickle may raise anything
-            raise CheckpointError(f"{path}: refused: {_reason(error)}; {TRUST}") from error
+            raise refused(str(path), error) from error
 
 
 def check_records(file: IO[bytes]) -> None:
@@ -196,19 +186,16 @@ def stream_of(value: Any, what: str) -> Stream:
     return Stream.of(value.dtype, tuple(value.shape), lambda: value)
 
 
-def unpicklers_own(error: BaseException) -> BaseException:
+def refused(what: str, error: BaseException) -> CheckpointError:
     """torch explains itself on many lines, and how to switch the restriction off; its unpickler had said it in one."""
     cause = error.__context__ if isinstance(error, pickle.UnpicklingError) and error.__context__ else error
-    refused = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)|class (\S+) was not", str(cause))
-    return pickle.UnpicklingError(f"its pickle asks for {(refused[1] or refused[2])[:100]}") if refused else cause
-
-
-def _reason(error: Exception) -> str:
-    own = unpicklers_own(error)
-    line = str(own).strip().split("\n")[0].strip()[:200]
-    if isinstance(own, pickle.UnpicklingError) and line:
-        return line
-    return f"{type(own).__name__}: {line}" if line else type(own).__name__
+    asked = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)|class (\S+) was not", str(cause))
+    line = str(cause).strip().split("\n")[0].strip()[:200]
+    if asked:
+        line = f"its pickle asks for {(asked[1] or asked[2])[:100]}"
+    elif not line or not isinstance(cause, pickle.UnpicklingError):
+        line = f"{type(cause).__name__}: {line}".removesuffix(": ")
+    return CheckpointError(f"{what}: refused: {line}; {TRUST}")
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -72,11 +72,8 @@ class Cuda(Device):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self.bound = device
         self._streams: dict[str, torch.cuda.Stream] = {}
-
-    @property
-    def bound(self) -> torch.device | None:
-        return self.device
 
     def name(self) -> str:
         return f"{socket.gethostname()} {torch.cuda.get_device_properties(self.device).uuid}"

@@ -87,6 +87,7 @@ class Device:
         device: where its tensors are, as torch says it.
         backend: what connects ranks that compute on such, as torch.distributed names it.
         shares_memory: it computes in host memory.
+        bound: what a process group has to itself: the GPU, None on a CPU.
         piece_numel: elements that an update takes at a time: on a CPU what stays in its cache, else all there are.
         sum_numel: elements that a sum over ranks takes at a time, in scratch of its own.
         batch_bytes: of small tensors that are copied at once, which have to wait for one another.
@@ -98,17 +99,13 @@ class Device:
     kind: ClassVar[Literal["cpu", "cuda"]] = "cpu"
     backend: ClassVar[str] = "gloo"
     shares_memory = True
+    bound: torch.device | None = None
     piece_numel = 256 * 1024
     sum_numel = 65_536
     batch_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-
-    @property
-    def bound(self) -> torch.device | None:
-        """What a process group has to itself: the GPU, None on a CPU."""
-        return None
 
     def name(self) -> str:
         """The same for every process that sees this GPU and for no other GPU; "" of a CPU, which may be shared."""
@@ -191,8 +188,7 @@ class Device:
 
     def numbers(self, tensor: Tensor) -> list[Any]:
         """The numbers in `tensor`, as nested lists; the host waits for the current stream."""
-        found: list[Any] = tensor.tolist()
-        return found
+        return tensor.tolist()
 
     def copy(self, into: Tensor, source: Tensor) -> None:
         """Copy between tiers, in order with what the current stream does; the host does not wait where it need not."""

@@ -20,12 +20,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from zero.core.sizes import BLOCK_BYTES, round_up, size_text
-from zero.errors import CheckpointError, StoreError
+from zero.errors import CheckpointError, StoreError, if_it_fails
 
 REQUEST_BYTES = 4 * 2**20
 """The default size of one call: large enough that Python's share of it does not show."""
@@ -140,6 +141,9 @@ class ScratchFile:
     Different parts may be read and written by different threads at once. Offsets are multiples of `BLOCK_BYTES`; what
     lies between the end of a transfer and the end of its last block is not kept.
 
+    Attributes:
+        reserved_bytes: room that the file has.
+
     Raises:
         StoreError: no file can be made, written and read back there, in one line that names `offload.path`.
     """
@@ -150,23 +154,16 @@ class ScratchFile:
         self._folder = folder
         self._files = files
         self._request_bytes = request_bytes
-        self._reserved_bytes = 0
+        self.reserved_bytes = 0
         self._lock = threading.Lock()
         self._users = 0
         self._closed = False
         self._bounce = threading.local()
-        self._fd, self._direct = _open_nameless(folder, files)
-        try:
+        self._fd, self._direct = _open_scratch(folder, files)
+        with if_it_fails(self.close):
             if DIRECT and not self._direct:
                 self._say_buffered()
             self._try_out()
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def reserved_bytes(self) -> int:
-        return self._reserved_bytes
 
     def reserve(self, end_bytes: int) -> None:
         """Give the file room up to `end_bytes`, so that a full disk shows before the training and not in it.
@@ -175,7 +172,7 @@ class ScratchFile:
             StoreError: there is not so much space, with both numbers.
         """
         with self._using() as fd:
-            more_bytes = end_bytes - self._reserved_bytes
+            more_bytes = end_bytes - self.reserved_bytes
             if more_bytes <= 0:
                 return
             free_bytes = 0
@@ -188,7 +185,7 @@ class ScratchFile:
                 if error.errno in NO_SPACE:
                     raise _no_space(self._folder, more_bytes, free_bytes, error) from error
                 raise _refused(self._folder, f"no {size_text(more_bytes)} can be reserved", error) from error
-            self._reserved_bytes = end_bytes
+            self.reserved_bytes = end_bytes
 
     def read(self, memory: memoryview, offset: int) -> None:
         """Fill `memory`, all of it. Raises OSError."""
@@ -247,7 +244,7 @@ class ScratchFile:
         nbytes = len(memory)
         if not self._direct:
             straight_bytes = nbytes
-        elif nbytes and _address_of(memory) % BLOCK_BYTES == 0:
+        elif nbytes and ctypes.addressof(ctypes.c_char.from_buffer(memory)) % BLOCK_BYTES == 0:
             straight_bytes = nbytes // BLOCK_BYTES * BLOCK_BYTES
         else:
             straight_bytes = 0
@@ -284,12 +281,11 @@ class ScratchFile:
 
     def _go_buffered(self, fd: int) -> None:
         with self._lock:
-            first = self._direct
-            if first:
-                self._files.direct(fd, False)
-                self._direct = False
-        if first:
-            self._say_buffered()
+            if not self._direct:
+                return
+            self._files.direct(fd, False)
+            self._direct = False
+        self._say_buffered()
 
     def _say_buffered(self) -> None:
         warnings.warn(
@@ -299,12 +295,12 @@ class ScratchFile:
 
     def _fallocate(self, fd: int, end_bytes: int) -> None:
         try:
-            self._files.fallocate(fd, self._reserved_bytes, end_bytes - self._reserved_bytes)
+            self._files.fallocate(fd, self.reserved_bytes, end_bytes - self.reserved_bytes)
         except OSError as error:
             if error.errno not in _NO_RESERVING:
                 raise
             self._files.truncate(fd, end_bytes)
-            if not self._reserved_bytes:
+            if not self.reserved_bytes:
                 warnings.warn(
                     f"offload.path={self._folder}: this file system cannot reserve space ({named(error)}); should it "
                     "fill up, the run ends with a StoreError",
@@ -324,7 +320,7 @@ class ScratchFile:
             raise StoreError(f"offload.path={self._folder}: the first block reads differently than it was written")
 
 
-def _open_nameless(folder: Path, files: Files) -> tuple[int, bool]:
+def _open_scratch(folder: Path, files: Files) -> tuple[int, bool]:
     """A descriptor, and whether it is direct."""
     try:
         if not stat.S_ISDIR(files.stat(folder).st_mode):
@@ -340,23 +336,25 @@ def _open_nameless(folder: Path, files: Files) -> tuple[int, bool]:
 
 def _first_that_opens(folder: Path, files: Files) -> tuple[int, bool]:
     """Without a name if the file system can, directly if it can: four ways, the best first."""
-    ways = [(_open_tmpfile, True), (_open_tmpfile, False), (_open_and_unlink, True), (_open_and_unlink, False)]
+    ways = [(open_nameless, True), (open_nameless, False), (open_and_unlink, True), (open_and_unlink, False)]
     for opening, direct in ways[:-1]:
         try:
             return opening(folder, files, DIRECT if direct else 0), direct and bool(DIRECT)
         except OSError as error:
             if error.errno not in _NO_NAMELESS:
                 raise
-    return _open_and_unlink(folder, files, 0), False
+    return open_and_unlink(folder, files), False
 
 
-def _open_tmpfile(folder: Path, files: Files, direct: int) -> int:
+def open_nameless(folder: Path, files: Files, direct: int = 0) -> int:
+    """A file that never has a name; OSError where the file system cannot do that."""
     if not NAMELESS:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
     return files.open(folder, os.O_RDWR | NAMELESS | direct)
 
 
-def _open_and_unlink(folder: Path, files: Files, direct: int) -> int:
+def open_and_unlink(folder: Path, files: Files, direct: int = 0) -> int:
+    """A file that loses its name at once."""
     path = folder / f".zero-{secrets.token_hex(16)}"
     try:
         fd = files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | direct)
@@ -365,11 +363,8 @@ def _open_and_unlink(folder: Path, files: Files, direct: int) -> int:
             with contextlib.suppress(OSError):
                 files.unlink(path)
         raise
-    try:
+    with if_it_fails(partial(files.close, fd)):
         files.unlink(path)
-    except BaseException:
-        files.close(fd)
-        raise
     return fd
 
 
@@ -385,10 +380,6 @@ def memory_of(tensor: Tensor) -> memoryview:
 def named(error: OSError) -> str:
     """The error's name and words: "EIO (Input/output error)"."""
     return f"{errno.errorcode.get(error.errno or 0, error.errno)} ({error.strerror})"
-
-
-def _address_of(memory: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _refused(folder: Path, what: str, error: OSError) -> StoreError:

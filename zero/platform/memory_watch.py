@@ -4,9 +4,7 @@ The system kills with signal 9 whoever asks for memory when there is none, and t
 its parent reads it now and then: what each child holds, and what was left.
 """
 
-import threading
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import psutil
 
@@ -48,31 +46,18 @@ def read_children() -> Reading | None:
 
 
 class MemoryWatch:
-    """Reads while its block runs.
-
-    Attributes:
-        last: of the last few readings the one in which most was held: the very last may come after the end.
-    """
+    """The readings that were made while a run lasted, but for the oldest."""
 
     def __init__(self) -> None:
         self._readings: list[Reading] = []
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="memory", daemon=True)
 
     @property
     def last(self) -> Reading | None:
+        """Of the last few readings the one in which most was held: the very last may come after the end."""
         return max(self._readings, key=lambda reading: reading.all_bytes, default=None)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._over.set()
-        self._thread.join(timeout=10)
-
-    def _watch(self) -> None:
-        while not self._over.wait(EVERY_S):
-            reading = read_children()
-            if reading is not None:
-                self._readings = [*self._readings[-3:], reading]
+    def read(self) -> None:
+        """Make one."""
+        reading = read_children()
+        if reading is not None:
+            self._readings = [*self._readings[-3:], reading]

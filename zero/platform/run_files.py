@@ -8,20 +8,17 @@ import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 from zero.core.suggest import shown
 from zero.errors import ConfigError, MachineError
 
 _SPACE = "free space there, or set hydra.run.dir to a folder on another disk"
-_CURES: Mapping[int | None, str] = MappingProxyType(
-    {
-        errno.ENOSPC: _SPACE,
-        errno.EDQUOT: _SPACE,
-        errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
-        errno.ENOMEM: "free memory on this machine",
-    }
-)
+_CURES: Mapping[int | None, str] = {
+    errno.ENOSPC: _SPACE,
+    errno.EDQUOT: _SPACE,
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
+    errno.ENOMEM: "free memory on this machine",
+}
 
 
 @contextlib.contextmanager

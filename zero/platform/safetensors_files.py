@@ -196,7 +196,7 @@ class StoredWeights(Mapping[str, Tensor]):
         piece.file.read_into(memory_of(values), piece.start + start * piece.dtype.itemsize)
         return values
 
-    def _files(self) -> dict[Path, list[str] | None]:
+    def _files(self) -> Mapping[Path, list[str] | None]:
         """File to the names that are to be taken from it, None for all."""
         path = self.path
         if path.is_file():
@@ -205,11 +205,9 @@ class StoredWeights(Mapping[str, Tensor]):
             raise PlanError(f"weights={path}: there is no such file or folder")
         if (path / INDEX).is_file():
             weight_map, self.ties = _read_index(path / INDEX)
-            files: dict[Path, list[str] | None] = {path / file: [] for file in weight_map.values()}
+            files: dict[Path, list[str]] = {}
             for name, file in weight_map.items():
-                names = files[path / file]
-                assert names is not None
-                names.append(name)
+                files.setdefault(path / file, []).append(name)
             return files
         found = sorted(path.glob("*.safetensors"))
         if not found:

@@ -9,7 +9,8 @@ import atexit
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 log = logging.getLogger("zero")
 
@@ -42,6 +43,24 @@ class Beside(threading.Thread):
             super().run()
         finally:
             self.stop = lambda: None  # as Python lets go of the work: whose thread this was may be gone
+
+
+@contextmanager
+def repeating(work: Callable[[], None], every_s: float, *, name: str) -> Iterator[None]:
+    """While the body runs, a thread calls `work` every so often; it must not call torch."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.wait(every_s):
+            work()
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(timeout=10)
 
 
 def _end() -> None:

@@ -124,18 +124,10 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(ours: Iterable[Interval], theirs: Iterable[Interval]) -> list[Interval]:
-    """The moments in both, as disjoint intervals in order."""
+    """The moments in both, as disjoint intervals in order: those since 0 that are outside of neither."""
     one, other = union(ours), union(theirs)
-    common, i, j = [], 0, 0
-    while i < len(one) and j < len(other):
-        begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
-        if begin < end:
-            common.append((begin, end))
-        if one[i][1] < other[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
+    end = max((stop for _, stop in one + other), default=0.0)
+    return outside(outside(one, end) + outside(other, end), end)
 
 
 def outside(intervals: Iterable[Interval], end: float) -> list[Interval]:
@@ -334,7 +326,7 @@ class _Recording:
     """What was recorded so far. Any thread may append, which a list takes in whole."""
 
     def __init__(self, clock: "Clock", rank: int, profile: bool) -> None:
-        self._clock, self._rank, self._profile = clock, rank, profile
+        self.clock, self._rank, self._profile = clock, rank, profile
         self._entries: list[_Entry] = []
         self._marks: list[tuple[Any, str, str]] = []
         self._sites = [("", "")]  # whose forward is under way, the innermost last
@@ -342,35 +334,27 @@ class _Recording:
     @contextmanager
     def doing(self, row: str, unit: str) -> Iterator[None]:
         name = f"{row} {unit}"
-        with self.standing(row, unit), self._during(row, name, unit, self._clock.here):
+        with self.standing(row, unit), self._during(row, name, unit, self.clock.here):
             yield
 
     @contextmanager
     def standing(self, rows: str, unit: str) -> Iterator[None]:
-        with self._range(f"{rows} {unit}"), self._during(EXPOSED, rows, unit, self._clock.main):
+        with self._range(f"{rows} {unit}"), self._during(EXPOSED, rows, unit, self.clock.main):
             yield
 
     @contextmanager
     def paging(self, row: str, unit: str, part: Sequence[object]) -> Iterator[None]:
         name = " ".join(map(str, (row, unit, *part)))
-        with self._range(name), self._during(row, name, unit, self._clock.host):
+        with self._range(name), self._during(row, name, unit, self.clock.host):
             yield
 
     def streaming(self, row: str, unit: str) -> AbstractContextManager[None]:
-        return self._during(row, f"{row} {unit}", unit, self._clock.here)
+        return self._during(row, f"{row} {unit}", unit, self.clock.here)
 
     def under_way(self, row: str, unit: str, start: Callable[[], Sequence[Handle]]) -> Handle:
-        entry = self._add(row, f"{row} {unit}", unit, self._clock.here())
+        entry = self._add(row, f"{row} {unit}", unit, self.clock.here())
         with self.standing(row, unit):
             return _UnderWay(self, entry, start())
-
-    def arrive(self, entry: _Entry, handles: Sequence[Handle]) -> None:
-        """Wait for what is under way."""
-        with self.standing(entry.row, entry.unit):
-            for handle in handles:
-                handle.wait()
-        if entry.end is None:
-            entry.end = self._clock.here()
 
     @contextmanager
     def forward(self, path: str, unit: str) -> Iterator[None]:
@@ -388,19 +372,19 @@ class _Recording:
         self.passed(f"forward {path}" if path else "forward", unit)
 
     def passed(self, name: str, unit: str) -> None:
-        self._marks.append((self._clock.main(), name, unit))
+        self._marks.append((self.clock.main(), name, unit))
 
     def end(self) -> list[Span]:
         """Everything as spans; what is still under way is cut off here."""
-        step_s = self._clock.seconds(self._clock.main())
+        step_s = self.clock.seconds(self.clock.main())
         spans = [span for entry in tuple(self._entries) if (span := self._span(entry, step_s)).begin_s < span.end_s]
-        marks = [Mark(self._clock.seconds(at), name, unit) for at, name, unit in tuple(self._marks)]
+        marks = [Mark(self.clock.seconds(at), name, unit) for at, name, unit in tuple(self._marks)]
         exposed = [(span.begin_s, span.end_s) for span in spans if span.row == EXPOSED]
         return [*spans, *computing(exposed, marks, step_s, self._rank)]
 
     def _span(self, entry: _Entry, step_s: float) -> Span:
         end = entry.end  # read once: its thread may be at it
-        begin_s, end_s = self._clock.seconds(entry.begin), step_s if end is None else self._clock.seconds(end)
+        begin_s, end_s = self.clock.seconds(entry.begin), step_s if end is None else self.clock.seconds(end)
         return Span(entry.row, entry.name, max(begin_s, 0.0), min(end_s, step_s), entry.unit, self._rank)
 
     @contextmanager
@@ -432,4 +416,8 @@ class _UnderWay:
         self._recording, self._entry, self._handles = recording, entry, tuple(reversed(handles))
 
     def wait(self) -> None:
-        self._recording.arrive(self._entry, self._handles)
+        with self._recording.standing(self._entry.row, self._entry.unit):
+            for handle in self._handles:
+                handle.wait()
+        if self._entry.end is None:
+            self._entry.end = self._recording.clock.here()

@@ -59,13 +59,12 @@ class Settings(Section):
             raise ConfigError(
                 f"schedule.warmup={self.warmup}{held} {verb} no step of {total}={self.decayed} for the decay"
             )
-        if isinstance(chosen, OneCycle) and chosen.momentum:
-            without = isinstance(self.optim, Adagrad) or (isinstance(self.optim, SGD) and not self.optim.momentum)
-            if without:
-                raise ConfigError(
-                    f"schedule.momentum=true moves a momentum that optim={self.optim.name} has not; "
-                    "set schedule.momentum=false"
-                )
+        without = isinstance(self.optim, Adagrad) or (isinstance(self.optim, SGD) and not self.optim.momentum)
+        if isinstance(chosen, OneCycle) and chosen.momentum and without:
+            raise ConfigError(
+                f"schedule.momentum=true moves a momentum that optim={self.optim.name} has not; "
+                "set schedule.momentum=false"
+            )
 
     @property
     def warmup(self) -> int:

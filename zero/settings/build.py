@@ -79,7 +79,7 @@ def build_optimizer(config: Settings) -> Transform:
 
 def _build_transform(config: Settings) -> Transform:
     chosen = config.optim
-    decay = optim.decay_matrices if chosen.decay == "matrices" else _decay_all
+    decay = optim.decay_matrices if chosen.decay == "matrices" else lambda name, shape: True
     lr, cycled = build_schedule(config), _cycled_momentum(config)
     how: dict[str, Any] = {"weight_decay": chosen.weight_decay, "clip": chosen.clip, "decay": decay}
     if isinstance(chosen, Adagrad):
@@ -136,7 +136,3 @@ def build_precision(config: Settings) -> Precision:
     chosen = config.precision
     scale = chosen.scale if chosen.compute == "fp16" else None
     return Precision(chosen.compute, reduce=chosen.reduce, scale=scale, master=chosen.master)
-
-
-def _decay_all(name: str, shape: tuple[int, ...]) -> bool:
-    return True

@@ -112,16 +112,14 @@ class Batch(Section):
             ConfigError: they contradict each other or do not divide; the message has the numbers.
         """
         rows, micro, accumulate = self.global_, self.micro, self.accumulate
-        if rows == "auto":
-            if micro == "auto":
-                raise ConfigError("batch.global and batch.micro are both auto; give one of them")
-            accumulate = 1 if accumulate == "auto" else accumulate
-            return Batch(**{"global": micro * accumulate * ranks, "micro": micro, "accumulate": accumulate})
+        if accumulate == "auto":
+            accumulate = 1 if rows == "auto" or micro == "auto" else rows // (micro * ranks)
         if micro == "auto":
-            accumulate = 1 if accumulate == "auto" else accumulate
+            if rows == "auto":
+                raise ConfigError("batch.global and batch.micro are both auto; give one of them")
             micro = rows // (accumulate * ranks)
-        elif accumulate == "auto":
-            accumulate = rows // (micro * ranks)
+        if rows == "auto":
+            rows = micro * accumulate * ranks
         if rows != micro * accumulate * ranks:
             given = {"batch.micro": self.micro, "batch.accumulate": self.accumulate}
             factors = [f"{key}={value}" for key, value in given.items() if value != "auto"]
@@ -172,16 +170,12 @@ class Precision(Section):
     )
 
     @model_validator(mode="after")
-    def _only_bf16_is_split(self) -> Self:
+    def _types_agree(self) -> Self:
         if self.master == "split" and self.compute != "bf16":
             raise ConfigError(
                 f"precision.master=split with precision.compute={self.compute}: a bf16 parameter alone is half of its "
                 "master; set precision.master=auto"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _fp16_is_scaled(self) -> Self:
         if self.reduce == "fp16" != self.compute:
             raise ConfigError(
                 f"precision.reduce=fp16 has no loss scale with precision.compute={self.compute}, and small gradients "

@@ -6,30 +6,26 @@ the only one whose failure ends a run; any other is told of once and left out.
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from zero.tracker import wandb
 from zero.tracker.behind import Behind
 from zero.tracker.console import Bar, Lines
-from zero.tracker.jsonl import RUNNING, Jsonl, write_failure, write_summary
+from zero.tracker.jsonl import RUNNING as RUNNING, Jsonl, write_failure as write_failure, write_summary as write_summary
 from zero.tracker.settings import TrackerSettings, Wandb
-from zero.tracker.view import ROW, Row, View
-
-__all__ = [
-    "ROW", "RUNNING", "Bar", "Jsonl", "Lines", "Row", "Tracker", "View", "open_tracker", "write_failure",
-    "write_summary",
-]  # fmt: skip
+from zero.tracker.view import ROW as ROW, Row, View
 
 Open = Callable[[Mapping[str, Any], Mapping[str, Any], str | None], tuple[View, str]]
 """From what `Tracker.begin` is given to a view, and the id of what it shows."""
 
 
-class Tracker:
+class Tracker(AbstractContextManager["Tracker"]):
     """Passes on what a run says; a context manager that closes every view with the run's exit code.
 
     Args:
@@ -89,9 +85,6 @@ class Tracker:
     def finish(self, summary: Mapping[str, Any], exit_code: int = 0) -> None:
         """Remember how the run ended, for those views that show it. An exception has an exit code of its own."""
         self._summary, self._exit_code = summary, exit_code
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         exit_code = self._exit_code if error is None else getattr(error, "exit_code", 1)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from zero.platform.threads import Beside
 from zero.tracker.view import Row, View
@@ -11,14 +11,9 @@ from zero.tracker.view import Row, View
 MOST_WAITING = 1000
 """Calls that a view may be behind."""
 
-
-class Remote(Protocol):
-    """A view that may hang."""
-
-    def log(self, row: Row) -> None: ...
-    def saved(self, path: Path, step: int) -> None: ...
-    def report(self, path: Path) -> None: ...
-    def close(self, summary: Mapping[str, Any], exit_code: int) -> None: ...
+HURRIED_S = 10.0
+"""How long it is waited for after a failure, when somebody may be about to kill the process, and at the end of a script
+that has not closed it: W&B does not always answer there."""
 
 
 class Behind(View):
@@ -30,23 +25,13 @@ class Behind(View):
         opened: makes the view.
         abandon: called beside a call that does not return: nothing may wait for the view any more.
         patience_s: how long `close` waits until all calls are done.
-        hurried_s: the same after a failure, when somebody may be about to kill the process, and at the end of a script
-            that has not called it: W&B does not always answer there.
     """
 
-    def __init__(
-        self,
-        opened: Callable[[], Remote],
-        abandon: Callable[[], None],
-        *,
-        patience_s: float = 60.0,
-        hurried_s: float = 10.0,
-    ) -> None:
-        self._opened, self._abandon = opened, abandon
-        self._patience_s, self._hurried_s = patience_s, hurried_s
-        self._calls: SimpleQueue[Callable[[Remote], None] | None] = SimpleQueue()
+    def __init__(self, opened: Callable[[], View], abandon: Callable[[], None], *, patience_s: float = 60.0) -> None:
+        self._opened, self._abandon, self._patience_s = opened, abandon, patience_s
+        self._calls: SimpleQueue[Callable[[View], None] | None] = SimpleQueue()
         self._error: Exception | None = None
-        self._thread = Beside(self._work, name="view", stop=lambda: self._calls.put(None), limit_s=hurried_s)
+        self._thread = Beside(self._work, name="view", stop=lambda: self._calls.put(None), limit_s=HURRIED_S)
         self._thread.start()
 
     def log(self, row: Row) -> None:
@@ -62,7 +47,7 @@ class Behind(View):
     def close(self, summary: Mapping[str, Any], exit_code: int) -> None:
         self._calls.put(lambda view: view.close(summary, exit_code))
         self._calls.put(None)
-        patience_s = self._hurried_s if exit_code else self._patience_s
+        patience_s = HURRIED_S if exit_code else self._patience_s
         self._thread.join(patience_s)
         if self._thread.is_alive():
             self._thread.limit_s = 0.0
@@ -70,7 +55,7 @@ class Behind(View):
             raise TimeoutError(f"it was not done {patience_s:.0f} s after the run")
         self._raise()
 
-    def _call(self, call: Callable[[Remote], None]) -> None:
+    def _call(self, call: Callable[[View], None]) -> None:
         self._raise()
         if self._calls.qsize() > MOST_WAITING:
             raise TimeoutError(f"it is {MOST_WAITING} calls behind")

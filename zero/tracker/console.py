@@ -4,6 +4,7 @@ On a terminal the line stays in place beside a bar, with longer works above it; 
 """
 
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
@@ -58,7 +59,7 @@ class Lines(View):
 
     def log(self, row: Row) -> None:
         step = Word(f"step {row['step']}{self._of}", 0)
-        left = [] if self._left is None else [Word(f"{_minutes(self._left.after(row))} left", 2)]
+        left = [] if self._left is None else [Word(f"{minutes(self._left.after(row))} left", 2)]
         self.note(fit([step, *words(row), *left], PIPE_COLUMNS))
 
     def note(self, text: str) -> None:
@@ -70,9 +71,9 @@ class Lines(View):
         now_s, begun_s = self._clock(), self._work.begun_s
         due_s = begun_s + FIRST_S if self._said_s is None else self._said_s + AGAIN_S
         if done >= total and self._said_s is not None:
-            self.note(f"{what}: done in {_minutes(now_s - begun_s)}")
+            self.note(f"{what}: done in {minutes(now_s - begun_s)}")
         elif done < total and now_s >= due_s:
-            self.note(f"{what}: {self._work.share:.0%}, {_minutes(self._work.left_s)} left")
+            self.note(f"{what}: {self._work.share:.0%}, {minutes(self._work.left_s)} left")
             self._said_s = now_s
 
     def close(self, summary: Mapping[str, Any], exit_code: int) -> None:
@@ -88,7 +89,8 @@ class Bar(View):
         self._words: list[Word] = []
         self._val: float | int | None = None
         self._console = Console(file=stream)
-        self._live = _Live(self._lines, self._console, redirect_stderr=_is_terminal_of_stderr(stream))
+        # what is printed to stderr would tear the line; a rank's stderr may be its log, where it belongs
+        self._live = _Live(self._lines, self._console, redirect_stderr=stream.isatty() and sys.stderr.isatty())
         self._live.start()
 
     def log(self, row: Row) -> None:
@@ -108,13 +110,13 @@ class Bar(View):
 
     def _lines(self, columns: int) -> list[RenderableType]:
         work = self._work
-        words = [*self._words, Word(f"{_minutes(self._left.now_s)} left", 2)] if self._words else []
+        words = [*self._words, Word(f"{minutes(self._left.now_s)} left", 2)] if self._words else []
         bar = BAR_COLUMNS if columns >= 56 or not words else 0
         lines: list[RenderableType] = [
             _line(f"step {self._step}/{self._steps}", self._step / self._steps, words, columns, bar)
         ]
         if work.is_under_way and self._clock() - work.begun_s >= SHOWN_S:
-            left = [Word(f"{work.share:.0%}", 0), Word(f"{_minutes(work.left_s)} left", 0)]
+            left = [Word(f"{work.share:.0%}", 0), Word(f"{minutes(work.left_s)} left", 0)]
             lines.insert(0, _line(work.what, work.share, left, columns, BAR_COLUMNS))
         return lines
 
@@ -282,15 +284,9 @@ def _exponent(value: float) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
-def _minutes(seconds: float | None) -> str:
+def minutes(seconds: float | None) -> str:
+    """A duration as 1:02:03 or 2:03."""
     if seconds is None or not math.isfinite(seconds):
         return "?"
     hours, rest = divmod(round(seconds), 3600)
     return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
-
-
-def _is_terminal_of_stderr(stream: TextIO) -> bool:
-    """What is printed there would tear the line. A rank's stderr may be its log, where it belongs."""
-    import sys
-
-    return stream.isatty() and sys.stderr.isatty()

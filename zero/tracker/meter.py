@@ -7,7 +7,7 @@ longest, and drives wear by what all ranks write: seconds are the slowest rank's
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple, fields
 from math import inf, nan
 from pathlib import Path
@@ -23,6 +23,7 @@ from zero.engine.step import Metrics
 from zero.platform.device import host_peak_bytes
 from zero.platform.peak_flops import peak_flops
 from zero.store import Traffic
+from zero.tracker.view import ROW
 
 LIFE_BYTES = 600e12
 """What a usual drive of 1 TB is rated to take in its life (TBW)."""
@@ -35,16 +36,8 @@ WRITTEN = TOTALS.index("write_bytes")
 WAITS = torch.tensor([name.endswith(("wait_s", "busy_s")) for name in TOTALS], device="cpu")
 """Which totals say how a step's time was spent."""
 
-TIMES = (
-    *(f"speed/{name}" for name in ("step_s", "tokens_per_s", "mfu", "compute_s", "stall_fraction", "hidden_fraction")),
-    *("comm/wait_s", "offload/wait_s"),
-)
+TIMES = (*(key for key in ROW if key.startswith("speed/")), "comm/wait_s", "offload/wait_s")
 """What a row does not know if no step of it was timed."""
-
-
-def totals(traffic: Traffic, collectives: Collectives) -> Tensor:
-    """(len(TOTALS),) fp64."""
-    return torch.tensor([*astuple(traffic), *collectives], dtype=torch.float64, device="cpu")
 
 
 class Summary(NamedTuple):
@@ -147,11 +140,9 @@ class Meter:
         self.val_loss = loss
         self.best_val_loss = min(self.best_val_loss, loss)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Neither the time of the body nor what it moves belongs to a step."""
-        with self._left_out(torch.ones_like(WAITS)):
-            yield
+        return self._left_out(torch.ones_like(WAITS))
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
@@ -206,6 +197,7 @@ class Meter:
         device_bytes, host_bytes = (max(pair) for pair in peaks_bytes)
         written_bytes, before_bytes = (int(one[WRITTEN]) for one in (self._totals(), self._start))
         trained_bytes = max(self._trained_bytes, written_bytes - before_bytes)
+        step_bytes = trained_bytes / max(1, self.steps - self._steps_before)
         tokens_per_s = statistics.median(self._speeds[1:] or self._speeds) if self._speeds else None
         return Summary(
             exit_reason=exit_reason,
@@ -226,7 +218,7 @@ class Meter:
             host_peak_bytes=host_bytes,
             plan_bytes=self._plan.bytes,
             offload_written_bytes=max(self._written_bytes, written_bytes),
-            endurance=self._endurance(trained_bytes / max(1, self.steps - self._steps_before)),
+            endurance=endurance(step_bytes) if self._nvme_bytes else None,
             data_digest=data_digest,
             checkpoint=None if checkpoint is None else str(checkpoint),
         )
@@ -234,11 +226,10 @@ class Meter:
     def _mfu(self, tokens_per_s: float | None) -> float | None:
         return None if tokens_per_s is None or self._mfu_of_token is None else tokens_per_s * self._mfu_of_token
 
-    def _endurance(self, step_bytes: float) -> str | None:
-        return endurance(step_bytes) if self._nvme_bytes else None
-
     def _totals(self) -> Tensor:
-        return totals(self._traffic(), self._world.traffic)
+        """(len(TOTALS),) fp64."""
+        counts = *astuple(self._traffic()), *self._world.traffic
+        return torch.tensor(counts, dtype=torch.float64, device="cpu")
 
     def _collect(self, now: Tensor) -> dict[str, Tensor]:
         """Learn the peaks and totals of all ranks; gives what each has counted since the last row. Collective."""

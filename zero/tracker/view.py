@@ -8,34 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-ROW = (
-    "step",
-    "tokens",
-    "train/loss",
-    "train/grad_norm",
-    "train/lr",
-    "train/loss_scale",
-    "train/skipped",
-    "val/loss",
-    "speed/step_s",
-    "speed/tokens_per_s",
-    "speed/mfu",
-    "speed/compute_s",
-    "speed/stall_fraction",
-    "speed/hidden_fraction",
-    "comm/gather_bytes",
-    "comm/reduce_bytes",
-    "comm/wait_s",
-    "offload/read_bytes",
-    "offload/write_bytes",
-    "offload/wait_s",
-    "offload/read_gbps",
-    "offload/write_gbps",
-    "offload/bytes_per_param",
-    "memory/device_peak_bytes",
-    "memory/host_peak_bytes",
-    "memory/nvme_bytes",
-)
+SECTIONS = {
+    "train": "loss grad_norm lr loss_scale skipped",
+    "val": "loss",
+    "speed": "step_s tokens_per_s mfu compute_s stall_fraction hidden_fraction",
+    "comm": "gather_bytes reduce_bytes wait_s",
+    "offload": "read_bytes write_bytes wait_s read_gbps write_gbps bytes_per_param",
+    "memory": "device_peak_bytes host_peak_bytes nvme_bytes",
+}
+ROW = ("step", "tokens", *(f"{section}/{name}" for section, names in SECTIONS.items() for name in names.split()))
 """Keys of every row. `train/skipped` counts from the start; memory is the most that a rank holds or held.
 
 `offload/` is what moved between tiers in this row's steps, `comm/` what ranks received from others: bytes of all ranks;

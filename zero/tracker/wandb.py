@@ -22,9 +22,7 @@ import psutil
 
 from zero.core.secret import hidden
 from zero.tracker.settings import Wandb
-from zero.tracker.view import Row
-
-SECTIONS = ("train", "val", "speed", "memory", "comm", "offload")
+from zero.tracker.view import SECTIONS, Row, View
 
 QUIET = ("memory/", "comm/", "offload/")
 """Of these a value is left out as long as it was always 0: a chart of what a run does not have is in the way."""
@@ -38,7 +36,7 @@ FLUSH_S = 2.0
 NAME_LENGTH = 128
 
 
-class WandbRun:
+class WandbRun(View):
     """A run that is open from here until `close`. Its calls may take as long as the network does.
 
     Args:
@@ -62,9 +60,8 @@ class WandbRun:
         except ImportError as error:
             raise ImportError("wandb is not installed") from error
 
-        logging.raiseExceptions = (
-            False  # W&B has a log in the run folder: on a full disk each line would be a traceback
-        )
+        # W&B has a log in the run folder: on a full disk each line would be a traceback
+        logging.raiseExceptions = False
         self._wandb, self._say, self._folder, self._artifacts = wandb, say, folder, settings.artifacts
         self._skipped, self._has_called = 0, False
         self._moving: set[str] = set()
@@ -114,7 +111,8 @@ class WandbRun:
     def close(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Return when W&B has everything that it will get."""
         self._run.summary.update({key: value for key, value in summary.items() if not isinstance(value, Mapping)})
-        place = self.place
+        folder = Path(self._run.dir).parent
+        place = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else folder  # from where the user is
         try:
             self._run.finish(exit_code=exit_code)
         finally:  # `finish` returns before the file is whole; the end of W&B's process does not
@@ -123,12 +121,6 @@ class WandbRun:
             self._say(
                 f"W&B was offline; to look at the run, or to send it:\n  wandb leet {place}\n  wandb sync {place}"
             )
-
-    @property
-    def place(self) -> str:
-        """The folder with W&B's file, from where the user is."""
-        place = Path(self._run.dir).parent
-        return os.path.relpath(place) if place.is_relative_to(Path.cwd()) else str(place)
 
     def _init(self, mode: Any, **options: Any) -> Any:
         self._is_offline = mode == "offline"
@@ -214,9 +206,8 @@ def name_and_group(settings: Wandb, folder: Path) -> tuple[str, str | None]:
     common = set() if lists is None else {line.strip() for line in lists.read_text().splitlines()}
     own = [line for line in lines if line not in common] or lines
     overrides = " ".join(line.removeprefix("- ").strip("'\"") for line in own)
-    return (settings.run or overrides or folder.name)[:NAME_LENGTH], settings.group or (
-        folder if lists is None else lists
-    ).parent.name
+    sweep = (folder if lists is None else lists).parent
+    return (settings.run or overrides or folder.name)[:NAME_LENGTH], settings.group or sweep.name
 
 
 def first_line(error: BaseException) -> str:

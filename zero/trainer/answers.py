@@ -18,7 +18,18 @@ def answer(config: Config, overrides: Sequence[str], conf: Path) -> int:
         overrides: the words of the command line, which the answer repeats.
         conf: the folder of options.
     """
-    text, exit_code = {"plan": _plan, "doctor": _doctor, "explain": _explain}[config.mode](config, overrides, conf)
+    if config.mode == "plan":
+        from zero.trainer.planning import plan_text
+
+        text, fits = plan_text(config, overrides)
+        exit_code = 0 if fits else ConfigError.exit_code
+    elif config.mode == "doctor":
+        from zero.trainer import doctor
+
+        found = list(doctor.checks(config))
+        text, exit_code = doctor.report(found), doctor.exit_code(found)
+    else:
+        text, exit_code = explain(config.explain.key, conf), 0
     show(text)
     return exit_code
 
@@ -45,21 +56,3 @@ def for_a_reader() -> Iterator[None]:
         sys.stdout.flush()
     finally:
         signal.signal(signal.SIGPIPE, before)
-
-
-def _plan(config: Config, overrides: Sequence[str], conf: Path) -> tuple[str, int]:
-    from zero.trainer.planning import plan_text
-
-    text, fits = plan_text(config, overrides)
-    return text, 0 if fits else ConfigError.exit_code
-
-
-def _doctor(config: Config, overrides: Sequence[str], conf: Path) -> tuple[str, int]:
-    from zero.trainer import doctor
-
-    found = list(doctor.checks(config))
-    return doctor.report(found), doctor.exit_code(found)
-
-
-def _explain(config: Config, overrides: Sequence[str], conf: Path) -> tuple[str, int]:
-    return explain(config.explain.key, conf), 0

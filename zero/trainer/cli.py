@@ -15,10 +15,22 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from zero.core import suggest
 from zero.core.secret import refuse_secret_words, refuse_secrets
+from zero.deepspeed import config as ds_config
 from zero.errors import ConfigError, Preempted, RankFailedError, SettingError, one_line
 from zero.platform.run_files import making
 from zero.trainer import job, launch
@@ -26,6 +38,7 @@ from zero.trainer.answers import answer, as_called, for_a_reader, show
 from zero.trainer.checks import RUNS_NOTHING, parse_config
 from zero.trainer.config import Config, keys, keys_of, kinds, read, unknown_key
 from zero.trainer.explain import overview
+from zero.trainer.report import sweep
 
 if TYPE_CHECKING:
     from zero.trainer.job import Train
@@ -35,6 +48,9 @@ _INSTALLED = _PACKAGE / "application" / "conf"
 CONF = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "conf"
 """The folder of options."""
 
+_VERSION_BASE: Mapping[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
+"""Hydra 1.3 warns without it, 1.4 with it."""
+
 PRESETS = ("experiment", "debug")
 """Groups whose options set keys of other sections."""
 
@@ -42,9 +58,6 @@ PRESETS = ("experiment", "debug")
 @cache
 def _store_options() -> None:
     """Give Hydra every file of conf/, each over the declared defaults of what it sets."""
-    from hydra.core.config_store import ConfigStore
-    from omegaconf import OmegaConf
-
     for path in sorted(CONF.rglob("*.yaml")):
         group = None if path.parent == CONF else path.parent.name
         given: Any = OmegaConf.load(path)
@@ -68,12 +81,9 @@ def _declared(group: str | None, name: str | None) -> dict[str, Any]:
 
 def _option(group: str, name: str | None) -> Mapping[str, Any]:
     """What an option of conf/ sets; nothing where it is none of them."""
-    from hydra.core.config_store import ConfigStore
-
     if not (CONF / group / f"{name}.yaml").exists():
         return {}
-    node: Mapping[str, Any] = ConfigStore.instance().load(f"{group}/{name}.yaml").node
-    return node
+    return ConfigStore.instance().load(f"{group}/{name}.yaml").node
 
 
 def compose(overrides: Sequence[str], config_name: str = "config") -> Any:
@@ -82,15 +92,10 @@ def compose(overrides: Sequence[str], config_name: str = "config") -> Any:
     Raises:
         SettingError: one line about the first override that names something that does not exist.
     """
-    import hydra
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
     _store_options()
     GlobalHydra.instance().clear()
     try:
-        with hydra.initialize(config_path=None, job_name="train", **_version_base()):
+        with hydra.initialize(config_path=None, job_name="train", **_VERSION_BASE):
             return hydra.compose(config_name, list(overrides), return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise SettingError(_explain(overrides, error)) from None
@@ -98,16 +103,11 @@ def compose(overrides: Sequence[str], config_name: str = "config") -> Any:
 
 def settings_in(composed: Any) -> dict[str, Any]:
     """Our part of what Hydra composed, as plain values."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     ours = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
     try:
-        container = OmegaConf.to_container(ours, resolve=True)
+        settings: Any = OmegaConf.to_container(ours, resolve=True)
     except OmegaConfBaseException as error:
         raise SettingError(one_line(error)) from None
-    assert isinstance(container, dict)
-    settings = {str(key): value for key, value in container.items()}
     if settings.pop("ds_config"):
         return settings_in(_on_ds_config(composed))
     return _of_their_kinds(settings, _hydra_of(composed))
@@ -115,16 +115,14 @@ def settings_in(composed: Any) -> dict[str, Any]:
 
 def _hydra_of(composed: Any) -> Any:
     """Hydra's own part, which a job gets without it."""
-    from hydra.core.hydra_config import HydraConfig
-
     return composed.hydra if "hydra" in composed else HydraConfig.get()
 
 
-def _of_their_kinds(settings: dict[str, Any], hydra: Any) -> dict[str, Any]:
+def _of_their_kinds(settings: dict[str, Any], hydras: Any) -> dict[str, Any]:
     """Without what an experiment or debug=tiny says of kinds that were not chosen: model=hf has no width."""
-    typed = _typed_keys(hydra)
+    typed = _typed_keys(hydras)
     for group in PRESETS:
-        for section, names in _option(group, hydra.runtime.choices.get(group)).items():
+        for section, names in _option(group, hydras.runtime.choices.get(group)).items():
             if not isinstance(names, Mapping) or section not in settings:
                 continue
             known = keys_of(section, settings[section])
@@ -137,11 +135,9 @@ def _of_their_kinds(settings: dict[str, Any], hydra: Any) -> dict[str, Any]:
 
 def _on_ds_config(composed: Any) -> Any:
     """The same command line with the settings of its ds_config before its own words; a section's option replaces it."""
-    from zero.deepspeed.config import overrides, translate
-
     typed = [one for one in _hydra_of(composed).overrides.task if _key_of(one) != "ds_config"]
     replaced = {_key_of(one) for one in typed if (CONF / _key_of(one)).is_dir()}
-    base = overrides(translate(composed.ds_config).settings)
+    base = ds_config.overrides(ds_config.translate(composed.ds_config).settings)
     kept = [one for one in base if _key_of(one).split(".")[0] not in replaced]
     return compose([*kept, *typed, "ds_config=null"])
 
@@ -150,18 +146,16 @@ def _key_of(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
 
 
-def _typed_keys(hydra: Any) -> set[str]:
-    return {_key_of(one) for one in hydra.overrides.task}
+def _typed_keys(hydras: Any) -> set[str]:
+    return {_key_of(one) for one in hydras.overrides.task}
 
 
 def _notes(composed: Any) -> Iterator[str]:
     """What is not as it was typed: words of a ds_config without meaning here, a model that debug=tiny makes small."""
     if composed.ds_config:
-        from zero.deepspeed.config import translate
-
-        yield from translate(composed.ds_config).notes
-    hydra = _hydra_of(composed)
-    typed, choices = _typed_keys(hydra), hydra.runtime.choices
+        yield from ds_config.translate(composed.ds_config).notes
+    hydras = _hydra_of(composed)
+    typed, choices = _typed_keys(hydras), hydras.runtime.choices
     if "model" in typed:
         own = _option("model", choices.model)
         others = {f"model.{name}": value for name in own if (value := composed.model.get(name)) != own[name]}
@@ -176,9 +170,6 @@ _NAME = re.compile(r"\w+")
 
 def _explain(overrides: Sequence[str], error: Exception) -> str:
     """Hydra's message takes several lines and advises `+key`; say instead which word is wrong."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
     parser = OverridesParser.create()
     for text in overrides:
         try:
@@ -206,13 +197,6 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
     return unknown_key(found[1]) if found else one_line(error)
 
 
-def _version_base() -> dict[str, Any]:
-    """Hydra 1.3 warns without it, 1.4 with it."""
-    import hydra
-
-    return {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
-
-
 def main(arguments: Sequence[str], train: "Train") -> int:
     """Do what a command line says; one line on stderr and an exit code for everything that can go wrong.
 
@@ -220,18 +204,17 @@ def main(arguments: Sequence[str], train: "Train") -> int:
         arguments: the command line without the name of the program.
         train: what each rank does, defined at the top of a module.
     """
-    say = _say_as_one_rank if launch.under_torchrun() else _say
     try:
         refuse_secret_words(arguments, os.environ)
         if launch.under_torchrun():
             return _as_one_rank(arguments, train)
         return _with_hydra(arguments, _by_name(train))
     except KeyboardInterrupt as stopped:
-        return say(launch.describe(stopped), 130)
+        return _say(launch.describe(stopped), 130)
     except launch.Interrupted as stopped:
-        return say(launch.describe(stopped) + _going_on(arguments, stopped.folder), stopped.exit_code)
+        return _say(launch.describe(stopped) + _going_on(arguments, stopped.folder), stopped.exit_code)
     except Exception as error:
-        return say(launch.describe(error), getattr(error, "exit_code", 1))
+        return _say(launch.describe(error), getattr(error, "exit_code", 1))
 
 
 def _going_on(arguments: Sequence[str], folder: Path | None) -> str:
@@ -254,8 +237,7 @@ def _by_name(train: "Train") -> "Train":
     if train.__module__ != "__main__" or main_module.__file__ is None:
         return train
     name = main_module.__spec__.name if main_module.__spec__ else Path(main_module.__file__).stem
-    found: Train = getattr(importlib.import_module(name), train.__name__)
-    return found
+    return getattr(importlib.import_module(name), train.__name__)
 
 
 def _warn(notes: Iterable[str]) -> None:
@@ -264,32 +246,25 @@ def _warn(notes: Iterable[str]) -> None:
 
 
 def _say(text: str, exit_code: int) -> int:
-    print(as_called(text), file=sys.stderr, flush=True)
-    return exit_code
-
-
-def _say_as_one_rank(text: str, exit_code: int) -> int:
     """Once for each machine: torchrun ends with what every rank reported."""
-    if not launch.tell_torchrun(text) or os.environ["LOCAL_RANK"] == "0":
-        _say(text, exit_code)
+    reported = launch.under_torchrun() and launch.tell_torchrun(text)
+    if not reported or os.environ["LOCAL_RANK"] == "0":
+        print(as_called(text), file=sys.stderr, flush=True)
     return exit_code
 
 
 def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
     """Check every run that the command line asks for, then let Hydra make the folders and call us once per run."""
-    import hydra
-
     given = _options(arguments)
     if given.help:
         show(overview(CONF))
         return 0
     folder, shows = None, bool(given.hydra_help or given.cfg or given.info)
     if not (given.hydra_help or given.shell_completion):
-        runs = _parse_runs(given)
-        _refuse_or_warn(runs)
-        if runs.to_answer and not shows:
-            return max(answer(config, overrides, CONF) for config, overrides in runs.to_answer)
-        folder = None if shows else runs.folder
+        found, place = _parse_runs(given)
+        if found[0][0].mode in RUNS_NOTHING and not shows:
+            return max(answer(config, overrides, CONF) for config, overrides in found)
+        folder = None if shows else place
     codes: list[int] = []
 
     def run_one(composed: Any) -> float | None:
@@ -308,7 +283,7 @@ def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
     sys.argv = [sys.argv[0], *words, *options]  # between options Hydra finds no settings
     os.environ["HYDRA_FULL_ERROR"] = "1"  # what it does not catch comes to us, and is one line
     with for_a_reader() if folder is None else making(key, folder):
-        hydra.main(config_path=None, config_name="config", **_version_base())(run_one)()
+        hydra.main(config_path=None, config_name="config", **_VERSION_BASE)(run_one)()
     if given.multirun and folder is not None and folder.is_dir():
         codes += _report_sweep(folder, reported=bool(codes))
     return max(codes, default=0)
@@ -320,7 +295,6 @@ def _options(arguments: Sequence[str]) -> Any:
     Raises:
         ConfigError: an option that it does not have, or with a value that it does not take.
     """
-    from hydra._internal.utils import get_args_parser
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError(f"{one_line(message)}; --help shows how to start, --hydra-help all options")
@@ -338,36 +312,16 @@ def _options(arguments: Sequence[str]) -> Any:
     return given
 
 
-class _Runs(NamedTuple):
-    """The runs that a command line asks for.
-
-    Attributes:
-        found: settings that go together, with the words of each run.
-        refused: why those of the others do not, by the words that only that run has.
-        notes: what is not as it was typed.
-        folder: of the run, or where the jobs of a sweep will be; None where no run could be composed.
-    """
-
-    found: Sequence[tuple[Config, Sequence[str]]]
-    refused: Mapping[str, str]
-    notes: Sequence[str]
-    folder: Path | None
-
-    @property
-    def to_answer(self) -> Sequence[tuple[Config, Sequence[str]]]:
-        """Those in a mode that only answers."""
-        return [(config, overrides) for config, overrides in self.found if config.mode in RUNS_NOTHING]
-
-
-def _parse_runs(given: Any) -> _Runs:
-    """Compose and check each run.
+def _parse_runs(given: Any) -> tuple[list[tuple[Config, Sequence[str]]], Path]:
+    """Compose and check each run; gives those that can be with their words, and the folder of the run or of its jobs.
 
     Raises:
         SettingError: a word that is wrong whatever else is in the run.
+        ConfigError: see `_refuse_or_warn`.
     """
     wanted = list(_runs_in(given.overrides)) if given.multirun else [given.overrides]
     found: list[tuple[Config, Sequence[str]]] = []
-    refused: dict[str, str] = {}
+    refused: dict[str, str] = {}  # why, by the words that only that run has
     notes, folders = dict[str, None](), list[Path]()
     for overrides in wanted:
         try:
@@ -381,12 +335,11 @@ def _parse_runs(given: Any) -> _Runs:
             raise
         except ConfigError as error:
             refused[" ".join(one for one in overrides if one not in given.overrides)] = str(error)
-    return _Runs(found, refused, tuple(notes), folders[0] if folders else None)
+    _refuse_or_warn([config.mode for config, _ in found], refused, notes)
+    return found, folders[0]
 
 
 def _folder_of(composed: Any, kind: str) -> Path:
-    from omegaconf.errors import OmegaConfBaseException
-
     try:
         folder = Path(composed.hydra[kind].dir)
     except OmegaConfBaseException as error:
@@ -397,33 +350,28 @@ def _folder_of(composed: Any, kind: str) -> Path:
 
 def _refuse_secrets_of(composed: Any) -> None:
     """What Hydra writes into the folder of a run: every setting before it is resolved, and those of its own."""
-    from omegaconf import OmegaConf
-
-    plain = OmegaConf.to_container(composed, resolve=False)
-    assert isinstance(plain, dict)
-    hydra = plain.pop("hydra")
-    own = {part: hydra[part] for part in ("job", "run", "sweep", "launcher", "sweeper")}
-    refuse_secrets({str(key): value for key, value in plain.items()} | {"hydra": own}, os.environ)
+    plain: Any = OmegaConf.to_container(composed, resolve=False)
+    hydras = plain.pop("hydra")
+    own = {part: hydras[part] for part in ("job", "run", "sweep", "launcher", "sweeper")}
+    refuse_secrets(plain | {"hydra": own}, os.environ)
 
 
-def _refuse_or_warn(runs: _Runs) -> None:
+def _refuse_or_warn(modes: Sequence[str], refused: Mapping[str, str], notes: Iterable[str]) -> None:
     """Jobs of a sweep that cannot be are reported here and get a row of its table, as long as there are others.
 
     Raises:
         ConfigError: about the first run that cannot be, where nothing is to be run.
     """
-    found, refused, to_answer = runs.found, runs.refused, runs.to_answer
+    to_answer = [mode for mode in modes if mode in RUNS_NOTHING]
     run, why = next(iter(refused.items()), ("", ""))
-    first = f"{why} (in the run {run})" if found or len(set(refused.values())) > 1 else why
-    if refused and (to_answer or not found):
+    first = f"{why} (in the run {run})" if modes or len(set(refused.values())) > 1 else why
+    if refused and (to_answer or not modes):
         raise ConfigError(first)
-    if to_answer and len(to_answer) < len(found):
-        raise ConfigError(
-            f"mode={to_answer[0][0].mode} runs nothing, so it cannot be part of a sweep; ask it by itself"
-        )
-    _warn(runs.notes)
+    if to_answer and len(to_answer) < len(modes):
+        raise ConfigError(f"mode={to_answer[0]} runs nothing, so it cannot be part of a sweep; ask it by itself")
+    _warn(notes)
     if refused:
-        _warn([f"{len(refused)} of {len(refused) + len(found)} runs cannot be, and the others go on: {first}"])
+        _warn([f"{len(refused)} of {len(refused) + len(modes)} runs cannot be, and the others go on: {first}"])
 
 
 def _run_job(composed: Any, train: "Train", codes: list[int]) -> float | None:
@@ -431,17 +379,14 @@ def _run_job(composed: Any, train: "Train", codes: list[int]) -> float | None:
 
     None, for a failed run, is a failed trial to Optuna's sweeper; NaN would end the search.
     """
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-
-    hydra = HydraConfig.get()
-    folder, sweep = Path(hydra.runtime.output_dir), hydra.mode == RunMode.MULTIRUN
+    hydras = HydraConfig.get()
+    folder, in_sweep = Path(hydras.runtime.output_dir), hydras.mode == RunMode.MULTIRUN
     if Preempted.exit_code in codes:
         return None  # the sweep was to stop, not one job
     try:
-        if sweep:
-            print(f"\nrun {hydra.job.num}: {' '.join(hydra.overrides.task)}", flush=True)
-        loss = job.run(train, _parse_job(composed, folder), folder, apart=sweep).val_loss
+        if in_sweep:
+            print(f"\nrun {hydras.job.num}: {' '.join(hydras.overrides.task)}", flush=True)
+        loss = job.run(train, _parse_job(composed, folder), folder, apart=in_sweep).val_loss
         return loss if math.isfinite(loss) else math.inf  # what diverged is the worst, not a failure
     except Exception as error:
         says_where = isinstance(error, ConfigError | Preempted | RankFailedError)
@@ -449,11 +394,9 @@ def _run_job(composed: Any, train: "Train", codes: list[int]) -> float | None:
         codes.append(_say(launch.describe(error) + where, getattr(error, "exit_code", 1)))
         return None  # the other runs of a sweep go on
     finally:
-        if sweep:
-            from zero.trainer.report.sweep import write as write_sweep
-
+        if in_sweep:
             with contextlib.suppress(Exception):  # what is wrong with its page is said when the sweep ends
-                write_sweep(Path(hydra.runtime.cwd) / hydra.sweep.dir)
+                sweep.write(Path(hydras.runtime.cwd) / hydras.sweep.dir)
 
 
 def _parse_job(composed: Any, folder: Path) -> Config:
@@ -467,8 +410,6 @@ def _parse_job(composed: Any, folder: Path) -> Config:
 
 def _report_sweep(folder: Path, *, reported: bool) -> list[int]:
     """Say where the table is; exit codes of failures that were not `reported`, as those of jobs in other processes."""
-    from zero.trainer.report import sweep
-
     found = sweep.write(folder)
     print(f"\n{sweep.counts(found.jobs)}: {found.page}")
     return [] if reported else [_say(f"run {one.name} failed: {one.cause}", 1) for one in found.failed]
@@ -476,9 +417,6 @@ def _report_sweep(folder: Path, *, reported: bool) -> list[int]:
 
 def _runs_in(overrides: Sequence[str], limit: int = 64) -> Iterator[list[str]]:
     """The overrides of the first runs of a sweep. Choices that only a sweeper can make are left out."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
@@ -520,9 +458,6 @@ def _timeout_s(arguments: Sequence[str]) -> float:
 
 def _make_folder(composed: Any, overrides: Sequence[str]) -> Path:
     """What Hydra does for a run that it starts itself."""
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf import OmegaConf
-
     HydraConfig.instance().set_config(composed)
     folder = _folder_of(composed, "run")
     record = folder / (composed.hydra.output_subdir or ".hydra")

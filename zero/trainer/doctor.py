@@ -6,18 +6,17 @@ a unlinked file of at most 256 MiB is written to measure the disk, for up to thr
 """
 
 import contextlib
-import errno
 import importlib.metadata
 import itertools
 import os
 import platform
 import re
 import resource
-import secrets
 import shutil
 import subprocess
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -27,9 +26,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from zero.core.sizes import GiB, size_text
-from zero.errors import MachineError, StoreError
+from zero.errors import MachineError, StoreError, if_it_fails
 from zero.platform.device import memory_groups
-from zero.platform.files import DIRECT, NAMELESS, Files, named
+from zero.platform.files import DIRECT, Files, named, open_and_unlink, open_nameless
 from zero.platform.run_files import folders_of
 from zero.store.nvme import probe
 from zero.tracker.settings import Wandb
@@ -245,11 +244,10 @@ def _group_limits(host: Host) -> Iterator[tuple[int, int]]:
 def _paged_out(config: Config, host: Host) -> Iterator[Check]:
     total, free = host.paged_out()
     used = total - free
-    if used > total // 10:
-        advice = "memory is short already; see memory"
-        yield Check("swap", "warn", f"{size_text(used)} of {size_text(total)} in use", advice)
-    else:
-        yield Check("swap", "ok", f"{size_text(total)}, {size_text(free)} free" if total else "none")
+    finding = f"{size_text(total)}, {size_text(free)} free" if total else "none"
+    if is_short := used > total // 10:
+        finding = f"{size_text(used)} of {size_text(total)} in use"
+    yield _judge("swap", finding, (is_short, "warn", "memory is short already; see memory"))
 
 
 def _shared_memory(config: Config, host: Host) -> Iterator[Check]:
@@ -416,50 +414,26 @@ def _file_system(host: Host, folder: Path) -> tuple[str, int]:
 def _calls(folder: Path, host: Host) -> Iterator[Check]:
     """What the file system supports of what a store uses, tried on a file of one block."""
     for name, attempt, without in (
-        ("nameless files", _nameless, "a file with a name is used, and unlinked at once"),
+        ("nameless files", open_nameless, "a file with a name is used, and unlinked at once"),
         (
             "direct I/O",
-            _direct,
+            partial(open_and_unlink, direct=DIRECT),
             "pages go through the page cache: state comes back as memory, and reads are slower",
         ),
         ("reserving", _reserved, "a disk that fills up is noticed in the middle of a run"),
     ):
         try:
-            attempt(folder, host.files)
+            host.files.close(attempt(folder, host.files))
             yield Check(name, "ok", "works")
         except OSError as error:
             yield Check(name, "warn", named(error), without)
 
 
-def _nameless(folder: Path, files: Files) -> None:
-    if not NAMELESS:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-    files.close(files.open(folder, os.O_RDWR | NAMELESS))
-
-
-def _direct(folder: Path, files: Files) -> None:
-    with _file(folder, files, DIRECT):
-        pass
-
-
-def _reserved(folder: Path, files: Files) -> None:
-    with _file(folder, files) as fd:
+def _reserved(folder: Path, files: Files) -> int:
+    fd = open_and_unlink(folder, files)
+    with if_it_fails(partial(files.close, fd)):
         files.fallocate(fd, 0, 4096)
-
-
-@contextlib.contextmanager
-def _file(folder: Path, files: Files, flags: int = 0) -> Iterator[int]:
-    """A new file, open for the time of the body."""
-    path = folder / f".zero-{secrets.token_hex(16)}"
-    try:
-        fd = files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags)
-        try:
-            yield fd
-        finally:
-            files.close(fd)
-    finally:
-        with contextlib.suppress(FileNotFoundError):  # it may be there even where O_DIRECT was refused
-            files.unlink(path)
+    return fd
 
 
 def _rate(folder: Path, free_bytes: int, host: Host, state: State) -> Check:

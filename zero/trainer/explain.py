@@ -14,8 +14,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic.fields import FieldInfo
-
 from zero.core import schema
 from zero.core.settings import words
 from zero.errors import ConfigError
@@ -46,7 +44,7 @@ class Entry(NamedTuple):
 
     @property
     def section(self) -> str:
-        return self.key.rpartition(".")[0]
+        return _section(self.key)
 
 
 class Section(NamedTuple):
@@ -64,9 +62,15 @@ class Section(NamedTuple):
 def entries() -> tuple[Entry, ...]:
     """Every key, in reading order."""
     by_name: dict[str, list[schema.Key]] = {}
+    kinds: dict[str, set[type[schema.Section]]] = {}  # of the section that a key is in
     for declared in schema.walk(Config):
         by_name.setdefault(declared.name, []).append(declared)
-    return tuple(_entry(name, declared) for name, declared in by_name.items() if _last_word(name) != "name")
+        kinds.setdefault(_section(declared.name), set()).add(declared.section)
+    return tuple(
+        _entry(name, declared, everywhere=len(declared) == len(kinds[_section(name)]))
+        for name, declared in by_name.items()
+        if _last_word(name) != "name"
+    )
 
 
 def sections(conf: Path) -> tuple[Section, ...]:
@@ -136,11 +140,10 @@ More
 # From the schema
 
 
-def _entry(name: str, declared: list[schema.Key]) -> Entry:
+def _entry(name: str, declared: list[schema.Key], *, everywhere: bool) -> Entry:
     fields = [one.field for one in declared]
     extras: list[dict[str, Any]] = [dict(one.json_schema_extra or {}) for one in fields]  # type: ignore[arg-type]
     owners = [_tag(one.section) for one in declared]
-    everywhere = len(declared) == len(_siblings(name))
     unit, trades = (next((one[extra] for one in extras if extra in one), "") for extra in ("unit", "trades"))
     return Entry(
         key=name,
@@ -168,18 +171,6 @@ def _merged(texts: list[str], owners: list[str]) -> str:
         return texts[0]
     having = {text: [owner for own, owner in zip(texts, owners, strict=True) if own == text] for text in texts}
     return "; ".join(f"{text} ({', '.join(owners)})" for text, owners in having.items())
-
-
-def _siblings(name: str) -> list[type[schema.Section]]:
-    """The alternatives of the key's section, itself included."""
-    model: list[type[schema.Section]] = [Config]
-    for part in name.split(".")[:-1]:
-        model = list(schema.models_in(_field(model[0], part).annotation))
-    return model
-
-
-def _field(model: type[schema.Section], name: str) -> FieldInfo:
-    return next(field for own, field in model.model_fields.items() if name in (field.alias, own))
 
 
 def _tag(section: type[schema.Section]) -> str:
@@ -288,6 +279,10 @@ def _nearest(name: str, known: list[str]) -> str:
     for close in difflib.get_close_matches(word, by_word, n=1, cutoff=0.6):
         found = found or by_word[close]
     return f"did you mean {' or '.join(found)}?" if found else "mode=explain lists the sections"
+
+
+def _section(key: str) -> str:
+    return key.rpartition(".")[0]
 
 
 def _last_word(key: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -37,7 +37,7 @@ MOST_SKIPPED = 50
 """Steps skipped in a row that end a run. A loss scale falls from its usual start to 1 in 32."""
 
 
-class Run:
+class Run(contextlib.AbstractContextManager["Run"]):
     """A run whose batch is solved for this world. Making one is collective.
 
     A context manager: an error that leaves the body is written into summary.json, and what is being saved is given up.
@@ -189,9 +189,6 @@ class Run:
             self._tracker.note(summary.endurance)
         self._tracker.finish(summary._asdict(), Preempted.exit_code if exit_reason == STOPPED else 0)
         return summary
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None:

@@ -12,6 +12,7 @@ from zero.checkpoint import Checkpoint
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER
 from zero.core import suggest
 from zero.core.optim import Transform
+from zero.core.schema import flat
 from zero.errors import CheckpointError, ConfigError
 from zero.settings.build import build_schedule
 from zero.settings.schedule import Decay
@@ -119,14 +120,10 @@ def _saved(facts: Mapping[str, Any]) -> Mapping[str, Any]:
     return config if isinstance(config, Mapping) else {}
 
 
-def _changed(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _changed(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """(dotted key, value there, value here) of what both have and differs."""
-    for name in filter(theirs.__contains__, ours):
-        key, before, now = f"{prefix}{name}", theirs[name], ours[name]
-        if isinstance(before, Mapping) and isinstance(now, Mapping):
-            yield from _changed(before, now, f"{key}.")
-        elif before != now:
-            yield key, before, now
+    before, now = flat(theirs), flat(ours)
+    return [(key, before[key], now[key]) for key in now if key in before and before[key] != now[key]]
 
 
 def _as_saved(section: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ Everything else in a run takes these and does not know which of the two it is.
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -14,11 +14,10 @@ from zero.core.suggest import some
 from zero.engine.empty import empty
 from zero.errors import ConfigError
 from zero.trainer.config import Config
+from zero.trainer.models import hf
+from zero.trainer.models.gpt import GPT, loss
 from zero.trainer.models.gpt_config import GPTConfig
 from zero.trainer.models.hf_config import HFConfig
-
-if TYPE_CHECKING:
-    from zero.trainer.models.hf import HFWeights
 
 
 class Task(NamedTuple):
@@ -52,24 +51,18 @@ def build_task(config: Config) -> Task:
 
 def loss_of(config: Config, model: nn.Module) -> Callable[..., Tensor]:
     """The loss alone, for whoever has a model already."""
-    from zero.trainer.models import hf, loss
-
     if not isinstance(config.model, HFConfig):
         return loss
     return partial(hf.loss, chunked=config.model.chunked_loss and hf.gives_logits(model))
 
 
 def _gpt(config: Config, sizes: GPTConfig) -> Task:
-    from zero.trainer.models import GPT
-
     with empty():
         model = GPT(sizes)
     return Task(model, loss_of(config, model), lambda model, tokens: model(tokens), None, sizes.flops_per_token)
 
 
 def _of_transformers(config: Config, chosen: HFConfig) -> Task:
-    from zero.trainer.models import hf
-
     model: Any = hf.build(chosen.path)
     settings = model.config
     if not hf.is_causal(model):
@@ -99,11 +92,11 @@ def _of_transformers(config: Config, chosen: HFConfig) -> Task:
     attention = 12 * text.num_hidden_layers * text.hidden_size * chosen.seq
     router = float(getattr(text, "router_aux_loss_coef", None) or 0.0)
     notes = tuple(_notes_on(config, weights, folder))
-    loss: Callable[..., Tensor] = loss_of(config, model)
-    return Task(model, partial(loss, router=router), hf.logits, weights, 6.0 * matrices + attention, notes)
+    of_rows = partial(loss_of(config, model), router=router)
+    return Task(model, of_rows, hf.logits, weights, 6.0 * matrices + attention, notes)
 
 
-def _notes_on(config: Config, weights: "HFWeights | None", folder: Path) -> Iterator[str]:
+def _notes_on(config: Config, weights: hf.HFWeights | None, folder: Path) -> Iterator[str]:
     """Where first values come from, which of them are not used, and a learning rate that is too much for them."""
     if weights is None:
         yield f"weights: fresh ones, {folder} holds no safetensors" if folder.is_dir() else "weights: fresh ones"

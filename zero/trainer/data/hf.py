@@ -23,12 +23,11 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zero.errors import ConfigError, MachineError, in_short
-from zero.progress import Progress, silent
+from zero.progress import Progress
 from zero.trainer.data.source import (
     HFTextConfig,
     TextConfig,
@@ -41,8 +40,6 @@ from zero.trainer.data.source import (
 from zero.trainer.data.tokenizer import Tokenizer, missing
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from zero.distributed.world import World
     from zero.trainer.data.windows import Windows
 
@@ -62,9 +59,7 @@ ROWS = 256
 STILL = "still at it"
 
 
-def open_hf(
-    config: HFTextConfig, seq: int, seed: int, world: "World | None" = None, progress: Progress = silent
-) -> "Windows":
+def open_hf(config: HFTextConfig, seq: int, seed: int, world: "World | None", progress: Progress) -> "Windows":
     """Map the tokens, made first where they are not there yet. Collective.
 
     Raises:
@@ -85,7 +80,7 @@ def open_hf(
         holdout=config.holdout,
     )
     check_length(f"data.path={config.path}", *tokens.lengths(), seq + 1)
-    return open_tokens(tokens, seq, seed, decode=partial(_decode, tokenizer))
+    return open_tokens(tokens, seq, seed, decode=lambda numbers: tokenizer.decode(numbers.tolist()))
 
 
 def check_hf(config: HFTextConfig) -> None:
@@ -107,10 +102,6 @@ def check_hf(config: HFTextConfig) -> None:
         _check_saved(config)
     elif next(_documents(config), None) is None:
         raise _no_text(config)
-
-
-def _decode(tokenizer: Tokenizer, tokens: "Tensor") -> str:
-    return tokenizer.decode(tokens.tolist())
 
 
 # Where the tokens are

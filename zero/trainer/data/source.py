@@ -9,7 +9,7 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -50,13 +50,11 @@ class TextConfig(Section):
     )
     holdout: Holdout = key(0.05, "share of whole files kept for validation", example="0.1")
 
+    vocab: ClassVar[int] = 256
+
     @property
     def root(self) -> Path:
         return Path(sysconfig.get_path("stdlib") if self.folder is None else self.folder).expanduser()
-
-    @property
-    def vocab(self) -> int:
-        return 256
 
 
 class TokensConfig(Section):

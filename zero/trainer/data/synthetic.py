@@ -31,9 +31,7 @@ class Synthetic:
         return self._rows("validation", 0, 0, [number % VALIDATION_ROWS for number in numbers])
 
     has_text = False
-
-    def decode(self, tokens: Tensor) -> str:
-        return decode_numbers(tokens)
+    decode = staticmethod(decode_numbers)
 
     def _rows(self, what: str, seed: int, step: int, numbers: range | list[int]) -> Tensor:
         first = [draw(seed, step, row, self.vocab_size, what=f"{what} first") for row in numbers]

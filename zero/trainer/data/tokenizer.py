@@ -46,8 +46,7 @@ class Tokenizer:
 
     def decode(self, numbers: Sequence[int]) -> str:
         """Special tokens are shown; numbers that a model has and this has not are left out."""
-        text: str = self._inner.decode(list(numbers), skip_special_tokens=False)
-        return text
+        return self._inner.decode(list(numbers), skip_special_tokens=False)
 
 
 def missing(name: str) -> ConfigError:

@@ -19,23 +19,17 @@ class Data(Protocol):
     """SHA-256 in hex: runs with equal digests read the same data."""
     validation_rows: int
     """Number of different validation rows."""
+    has_text: bool
+    """What tokens stand for is known; else `decode` gives their numbers."""
 
     def batch(self, step: int, start: int, stop: int, global_rows: int) -> Tensor:
         """Rows start to stop of the global batch of `step`: (stop - start, seq + 1)."""
-        ...
 
     def validation(self, index: int, rows: int) -> Tensor:
         """The index-th validation batch, the same for every seed: (rows, seq + 1). Wraps after `validation_rows`."""
-        ...
-
-    @property
-    def has_text(self) -> bool:
-        """What tokens stand for is known; else `decode` gives their numbers."""
-        ...
 
     def decode(self, tokens: Tensor) -> str:
         """Text of a 1-D tensor of tokens."""
-        ...
 
 
 def decode_numbers(tokens: Tensor) -> str:
@@ -86,8 +80,9 @@ class Windows:
         digest: str,
         decode: Callable[[Tensor], str],
     ) -> None:
-        self._train, self._held, self._row, self._seed, self._decode = train, held, seq + 1, seed, decode
-        self.vocab_size, self.digest = vocab_size, digest
+        self._train, self._held, self._row, self._seed = train, held, seq + 1, seed
+        self.vocab_size, self.digest, self.decode = vocab_size, digest, decode
+        self.has_text = decode is not decode_numbers
         # targets of one row may be inputs of the next, so rows overlap by one token
         self.validation_rows = (held.numel() - 1) // seq
 
@@ -100,13 +95,6 @@ class Windows:
         numbers = range(index * rows, (index + 1) * rows)
         starts = [spread(number % self.validation_rows, self.validation_rows) * (self._row - 1) for number in numbers]
         return self._rows(self._held, starts)
-
-    @property
-    def has_text(self) -> bool:
-        return self._decode is not decode_numbers
-
-    def decode(self, tokens: Tensor) -> str:
-        return self._decode(tokens)
 
     def _rows(self, tokens: Tokens, starts: list[int]) -> Tensor:
         if not starts:

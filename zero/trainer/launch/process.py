@@ -4,7 +4,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -39,17 +39,15 @@ def environment(
     return {name: value for name, value in variables.items() if name in given or name not in os.environ}
 
 
-@contextmanager
-def set_up(threads: int | Literal["auto"], malloc: Malloc, deterministic: bool) -> Iterator[None]:
-    """What `environment` does for children, for a process that already runs."""
+def set_up(threads: int | Literal["auto"], malloc: Malloc, deterministic: bool) -> AbstractContextManager[None]:
+    """What `environment` does for children, for a process that already runs; variables for the time of the body."""
     _set_thresholds(THRESHOLDS.get(malloc, ()))
     if threads != "auto":
         import torch
 
         torch.set_num_threads(threads)
     fixed = deterministic and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-    with environ({"CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE} if fixed else {}):
-        yield
+    return environ({"CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE} if fixed else {})
 
 
 def redirect(path: Path, *, stdout: bool, further: bool = False) -> None:

@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from zero.distributed.failure import Places
-from zero.errors import DeadlineError, MachineError, RankFailedError
+from zero.errors import DeadlineError, MachineError, RankFailedError, if_it_fails
 from zero.platform.run_files import writing
+from zero.platform.threads import repeating
 from zero.trainer.launch.board import Board
 from zero.trainer.launch.ending import MEMORY_ADVICE, Interrupted
 from zero.trainer.launch.process import Malloc, environ, environment, redirect, redirected, set_up
@@ -158,11 +159,8 @@ def joined(
         stack.enter_context(stacks_on_request(2))
         faulthandler.enable()
         stack.callback(faulthandler.disable)
-        try:
+        with if_it_fails(_log_traceback):
             return entry(*args)
-        except BaseException:
-            _log_traceback()
-            raise
 
 
 @contextmanager
@@ -280,7 +278,12 @@ def _attempt(job: _Job, attempt: int, request: Request) -> Any:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from zero.platform.memory_watch import MemoryWatch
+    from zero.platform.memory_watch import EVERY_S, MemoryWatch
+
+    def resume_stopped() -> None:
+        """Once the run ends: the agent's signal does not reach a stopped rank, and it waits 30 s to kill it."""
+        if request.interrupted is not None or job.board.has_trouble():
+            job.board.resume()
 
     memory = MemoryWatch()
     config = LaunchConfig(
@@ -299,8 +302,8 @@ def _attempt(job: _Job, attempt: int, request: Request) -> Any:
     )
     try:
         with (
-            memory,
-            _resumed_to_end(job.board, request),
+            repeating(memory.read, EVERY_S, name="memory"),
+            repeating(resume_stopped, _RESUME_S, name="resuming"),
             _quiet("torch.distributed", "torch.multiprocessing"),
         ):  # its loggers exist once it is imported
             return elastic_launch(config, _rank)(job, attempt)[0]
@@ -372,25 +375,6 @@ def _first_failure(
     else:
         why = f"ended with exit code {code} and no message"
     return RankFailedError(f"rank {dead} {why} (log: {folder}/{dead}.log)")
-
-
-@contextmanager
-def _resumed_to_end(board: Board, request: Request) -> Iterator[None]:
-    """Resume stopped ranks once the run ends: the agent's signal does not reach one, and it waits 30 s to kill it."""
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(_RESUME_S):
-            if request.interrupted is not None or board.has_trouble():
-                board.resume()
-
-    thread = threading.Thread(target=watch, name="resuming", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 @contextmanager

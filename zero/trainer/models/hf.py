@@ -95,9 +95,7 @@ def weights(model: nn.Module, path: str | PathLike[str]) -> "HFWeights":
 def logits(model: Callable[..., Any], tokens: Tensor) -> Tensor:
     """tokens: (b, t) int64, to (b, t, vocab)."""
     _give_logits(model)
-    found = model(input_ids=tokens).logits
-    assert isinstance(found, Tensor)
-    return found
+    return model(input_ids=tokens).logits
 
 
 def loss(model: Any, rows: Tensor, *, router: float = 0.0, chunked: bool = False) -> Tensor:
@@ -108,8 +106,9 @@ def loss(model: Any, rows: Tensor, *, router: float = 0.0, chunked: bool = False
         chunked: never hold all logits, see `linear_cross_entropy`; for models of which `gives_logits` is true.
     """
     if chunked:
+        head = _head(model)
         # until the next call, because activations may be computed again in backward
-        _head(model).forward = partial(_loss_of_head, _head(model), rows[:, 1:])
+        head.forward = lambda hidden: linear_cross_entropy(hidden, head.weight, rows[:, 1:], bias=head.bias)
         outputs = model(input_ids=rows[:, :-1])
         mean = outputs.logits
     else:
@@ -173,10 +172,6 @@ def _give_logits(model: Any) -> None:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is not None:
         vars(head).pop("forward", None)
-
-
-def _loss_of_head(head: nn.Linear, targets: Tensor, hidden: Tensor) -> Tensor:
-    return linear_cross_entropy(hidden, head.weight, targets, bias=head.bias)
 
 
 def write_settings(path: str | PathLike[str], out: Path) -> None:

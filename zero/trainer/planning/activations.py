@@ -1,7 +1,6 @@
 """Peak activation bytes of a run's microbatches, for the plan."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, TypedDict
 
 import torch
@@ -15,7 +14,7 @@ from zero.trainer.evaluate import CHUNK_TOKENS
 from zero.trainer.planning.tracing import META, Traced, trace
 from zero.trainer.task import loss_of
 
-HEAP: Mapping[str, float] = MappingProxyType({"keep": 1.5, "remat": 2.5})
+HEAP: Mapping[str, float] = {"keep": 1.5, "remat": 2.5}
 """By `zero.activations`: how much the heap of a process grows for a byte of activations on a CPU, because freed tensors
 leave holes that others do not fit in. Measured with `scripts/check_plan` under glibc 2.36 and `launch.malloc=raised`:
 1.4 to 1.7 and 2.5 to 3.4, the higher the smaller the model. With `lean`, which maps large tensors apart, it is 1."""
@@ -37,19 +36,18 @@ class Activations:
     Args:
         config: its batch may still be auto.
         model: built under `zero.empty()`, or on any device.
+
+    Attributes:
+        unit_names: of the model's units, in the order of forward.
     """
 
     def __init__(self, config: Config, model: nn.Module) -> None:
         self._config, self._model = config, model
         names = None if config.zero.units == "auto" else config.zero.units
         self._splitting = split(model, world_size=1, class_names=names)
+        self.unit_names = [unit.name for unit in self._splitting.units]
         self._compute = build_precision(config).compute
         self._traced: dict[tuple[int, int, _Units, _Units], Traced] = {}
-
-    @property
-    def unit_names(self) -> list[str]:
-        """Of the model's units, in the order of forward."""
-        return [unit.name for unit in self._splitting.units]
 
     def lighter(self, rows: int, device: str) -> dict[str, int]:
         """Settings that make a microbatch of `rows` rows take less, and the bytes to plan with then."""

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from torch import nn
 
-from zero.core.placement import NO_LIMIT, PRESETS, Tier, budget_bytes
+from zero.core.placement import NO_LIMIT, PRESETS, Room, Tier, budget_bytes
 from zero.core.stage import Stage
+from zero.distributed.world import World
 from zero.engine.plan import Plan
 from zero.errors import ConfigError
-from zero.progress import Progress, silent
+from zero.progress import Progress, reported, silent
 from zero.settings.build import build_plan
 from zero.settings.sections import Batch
 from zero.trainer.config import Config
@@ -102,12 +103,8 @@ def choices(
     activations = activations or Activations(config, model)
     settings = ((with_setting(config, stage, preset), preset) for stage in stages for preset in presets)
     possible = [(setting, preset) for setting, preset in settings if setting is not None]
-    found: list[Choice] = []
-    for setting, preset in possible:
-        progress("settings to choose from", len(found), len(possible))
-        found.append(choice(setting, preset, machine, model, rates, activations))
-    progress("settings to choose from", len(found), len(possible))
-    return found
+    listed = reported(possible, "settings to choose from", progress)
+    return [choice(setting, preset, machine, model, rates, activations) for setting, preset in listed]
 
 
 def best(found: Sequence[Choice]) -> Choice | None:
@@ -172,12 +169,20 @@ def with_activations(config: Config, activations: str | Sequence[str]) -> Config
     return config.model_copy(update={"zero": config.zero.model_copy(update={"activations": chosen})})
 
 
+def planned(config: Config, model: nn.Module, world: World, room: Room) -> Plan:
+    """The plan with these settings, whose batch is solved.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    rows = config.batch.solved(world.size).numbers()[1]
+    return build_plan(config, model, world, room=room, **Activations(config, model).planned(rows, world.compute.kind))
+
+
 def fits(config: Config, machine: Machine, model: nn.Module) -> bool:
     """Whether a plan with these settings, whose batch is solved, fits this machine."""
-    rows = config.batch.solved(machine.ranks).numbers()[1]
-    taken = Activations(config, model).planned(rows, machine.device)
     try:
-        build_plan(config, model, machine.world, room=machine.room, **taken)
+        planned(config, model, machine.world, machine.room)
     except ConfigError:
         return False
     return True

@@ -15,13 +15,12 @@ from typing import NamedTuple
 
 from zero.core.placement import Tier
 from zero.engine.plan import Plan
-
-_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+from zero.trainer.report.scale import duration_unit
 
 
 def seconds_text(seconds: float) -> str:
     """A time with its unit: three digits of it, or all those before the point."""
-    unit, name = next(((unit, name) for unit, name in _UNITS if seconds >= unit), _UNITS[-1])
+    unit, name = duration_unit(seconds)
     value = seconds / unit
     return f"{f'{value:.3g}' if value < 100 else f'{value:,.0f}'} {name}"
 

@@ -28,17 +28,11 @@ class PaperWorld(World):
         super().__init__(0, size, device=device, timeout_s=1.0)
         self.local_size = local_size
 
-    def _gather(self, shard_S: Any, full_P: Any, op: str, *, aside: bool = False) -> Handle:
-        raise self._nobody(op)
+    def _nobody(self, *given: Any, **_: Any) -> Handle:
+        """The operation is given last."""
+        raise WorldError(f"{given[-1]}: a world on paper has no ranks to talk to")
 
-    def _exchange(self, full_P: Any, recv_P: Any, op: str) -> Handle:
-        raise self._nobody(op)
-
-    def _broadcast(self, flat: Any, source: int, op: str) -> Handle:
-        raise self._nobody(op)
-
-    def _nobody(self, op: str) -> WorldError:
-        return WorldError(f"{op}: a world on paper has no ranks to talk to")
+    _gather = _exchange = _broadcast = _nobody
 
 
 @dataclass(frozen=True)
@@ -66,8 +60,7 @@ class Machine:
         """What the ranks of a running world may take; all go by the one that has least. Collective."""
         on_host = _usable_host_bytes(config, on_gpu=not world.compute.shares_memory)
         mine = (_usable_bytes(config, world.compute), on_host, _disk_bytes(config))
-        texts = world.gather_texts(" ".join(map(str, mine)), "free memory")
-        least = (min(column) for column in zip(*(map(int, text.split()) for text in texts), strict=True))
+        least = world.exchange(torch.tensor(mine, device="cpu"), what="free memory").amin(dim=0).tolist()
         return Machine(world.size, world.local_size, world.compute.kind, *least)
 
     @staticmethod
@@ -79,7 +72,7 @@ class Machine:
         """
         plan, launched = config.plan, config.launch.ranks
         on_paper = plan.device_memory != "auto"
-        on_gpus = not on_paper and _has_gpus(config)
+        on_gpus = not on_paper and config.launch.device != "cpu" and torch.cuda.is_available()
         here = torch.cuda.device_count() if on_gpus else 1
         if plan.ranks == "auto" and launched != "auto" and on_gpus and launched > here:
             raise ConfigError(
@@ -124,10 +117,6 @@ def _usable_bytes(config: Config, device: Device) -> int:
 
 def _usable_host_bytes(config: Config, *, on_gpu: bool) -> int:
     return usable_host_bytes(config.offload, free_host_bytes(), device_is_host=not on_gpu)
-
-
-def _has_gpus(config: Config) -> bool:
-    return config.launch.device != "cpu" and torch.cuda.is_available()
 
 
 def _disk_bytes(config: Config) -> int:

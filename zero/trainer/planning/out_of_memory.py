@@ -10,13 +10,10 @@ from torch import nn
 
 from zero.core.placement import NO_LIMIT, size_text
 from zero.core.stage import Stage
-from zero.distributed.world import World
 from zero.engine.plan import Plan
 from zero.errors import ConfigError
-from zero.settings.build import build_plan
 from zero.trainer.config import Config
-from zero.trainer.planning.activations import Activations
-from zero.trainer.planning.choices import with_setting
+from zero.trainer.planning.choices import planned, with_activations, with_setting
 
 PROPOSED = 3
 """Settings in one message, at most."""
@@ -37,7 +34,7 @@ def out_of_memory(config: Config, plan: Plan, model: nn.Module, *, taken_bytes: 
     fitting = []
     for keys, other in alternatives(config):
         try:
-            needs_bytes = int(device_bytes_of(_planned(other, plan.world, model)) * beyond)
+            needs_bytes = int(device_bytes_of(planned(other, model, plan.world, NO_LIMIT)) * beyond)
         except ConfigError:  # a budget that the user gave
             continue
         if needs_bytes < min(device_bytes, taken_bytes):
@@ -65,7 +62,7 @@ def alternatives(config: Config) -> Iterator[tuple[str, Config]]:
         yield "zero.stage=3", sharded
     recomputing = [("", config)]
     if config.zero.activations != "remat":
-        remat = config.model_copy(update={"zero": config.zero.model_copy(update={"activations": "remat"})})
+        remat = with_activations(config, "remat")
         yield "zero.activations=remat", remat
         recomputing.append(("zero.activations=remat ", remat))
     for preset in ("cpu", "nvme"):
@@ -73,8 +70,3 @@ def alternatives(config: Config) -> Iterator[tuple[str, Config]]:
             offloaded = with_setting(base, Stage(3), preset)
             if offloaded is not None:
                 yield f"{keys}zero.stage=3 offload={preset}", offloaded
-
-
-def _planned(config: Config, world: World, model: nn.Module) -> Plan:
-    taken = Activations(config, model).planned(config.batch.numbers()[1], world.compute.kind)
-    return build_plan(config, model, world, room=NO_LIMIT, **taken)

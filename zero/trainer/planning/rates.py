@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from zero.errors import StoreError
 from zero.platform.cuda import compute_device
 from zero.platform.device import Arena, Device
 from zero.platform.run_files import folders_of
-from zero.progress import Progress, silent
+from zero.progress import Progress, reported, silent
 from zero.settings.build import build_optimizer, build_precision
 from zero.store import probe
 from zero.trainer.config import Config
@@ -42,14 +41,14 @@ CPU = Rates(
 )
 GPU_FP32_FLOPS, BETWEEN_NODES_BYTES = 2e13, 1e10
 
-PROBE_FLOPS: Mapping[str, float] = MappingProxyType({"cpu": 3e9, "cuda": 2e12})
+PROBE_FLOPS: Mapping[str, float] = {"cpu": 3e9, "cuda": 2e12}
 """Most operations in a turn of the compute that is measured: some hundredths of a second, except for a CPU's fp16."""
 
 PROBE_FEW_TOKENS, PROBE_TOKENS = 8, 4096
 PROBE_S = 0.2
 """How long turns are repeated."""
 
-PROBE_MATRIX_NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**22, "cuda": 2**25})
+PROBE_MATRIX_NUMEL: Mapping[str, int] = {"cpu": 2**22, "cuda": 2**25}
 PROBE_DISK_BYTES, PROBE_DISK_S = 64 * 2**20, 1.0
 PROBE_COPY_BYTES, PROBE_NUMEL = 64 * 2**20, 4 * 2**20
 
@@ -86,11 +85,7 @@ def measured(config: Config, machine: Machine, model: nn.Module, *, disk: bool, 
     if not device.shares_memory:
         probes["copy_bytes"] = lambda: _copy_bytes(device)
         probes["host_update_numel"] = lambda: _update_numel(config, device.host)
-    found: dict[str, float] = {}
-    for done, (name, probed) in enumerate(probes.items()):
-        progress("probe", done, len(probes))
-        found[name] = probed()
-    progress("probe", len(probes), len(probes))
+    found = {name: probed() for name, probed in reported([*probes.items()], "probe", progress)}
     found = {"host_update_numel": found["update_numel"]} | {name: rate for name, rate in found.items() if rate > 0}
     source = f"measured here: {found['flops'] / 1e9:,.0f} GFLOP/s, {found['update_numel'] / 1e6:,.0f} million updates/s"
     source += f", {found['copy_bytes'] / 1e9:.1f} GB/s to the host and back" if "copy_bytes" in found else ""

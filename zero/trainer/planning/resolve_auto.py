@@ -47,7 +47,8 @@ def resolve_auto(
         ConfigError: on every rank: nothing fits; with the numbers and the key to change.
     """
     settled = config.zero.stage != "auto" and config.zero.activations != "auto"
-    if settled and not _several_microbatches(config, world.size):
+    several = batch_is_open(config.batch) and config.batch.solved(world.size).numbers()[1] > 1
+    if settled and not several:  # only one microbatch could be chosen
         return config.on(world.size)
     machine = Machine.of(config, world)
     message: dict[str, Any] = {}
@@ -119,11 +120,6 @@ def _hidden_units(config: Config, machine: Machine, model: nn.Module, names: Seq
         return traced.host_bytes / rates.copy_bytes > traced.forward_flops / rates.flops
 
     return bisect_left(range(1, len(names) + 1), True, key=takes_time)
-
-
-def _several_microbatches(config: Config, ranks: int) -> bool:
-    """More than one microbatch could be chosen."""
-    return batch_is_open(config.batch) and config.batch.solved(ranks).numbers()[1] > 1
 
 
 def _choose(

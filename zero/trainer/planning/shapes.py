@@ -6,7 +6,7 @@ torch, which is slower and right. `tests/trainer/test_planning.py` compares ever
 """
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from functools import reduce
 from typing import Any
 
 import torch
@@ -98,10 +98,7 @@ def _stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
 
 
 def _widest(tensors: list[Tensor]) -> torch.dtype:
-    dtype = tensors[0].dtype
-    for tensor in tensors[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
 def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
@@ -151,10 +148,6 @@ def _embedding(weight: Tensor, indices: Tensor, *_: Any) -> Tensor:
     return weight.new_empty((*indices.shape, weight.shape[1]))
 
 
-def _embedding_backward(grad: Tensor, indices: Tensor, rows: int, *_: Any) -> Tensor:
-    return grad.new_empty((rows, grad.shape[-1]))
-
-
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     """One fp32 number per row of scores is kept for backward; these lie in memory as (b, t, h)."""
     b, h, t, _d = query.shape
@@ -175,30 +168,26 @@ def _value(x: Tensor) -> bool | int | float:
 _TESTS = frozenset((aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.isnan, aten.isinf, aten.isfinite))
 _TESTS |= {aten.logical_and, aten.logical_or, aten.logical_not, aten.signbit, aten.isposinf, aten.isneginf}
 
-_RULES: Mapping[Any, Rule] = MappingProxyType(
-    {
-        aten._local_scalar_dense.default: _value,
-        aten.ones_like.default: _alike,
-        aten.mm.default: _product,
-        aten.bmm.default: _product,
-        aten._grouped_mm.default: _grouped,
-        aten.embedding.default: _embedding,
-        aten.embedding_dense_backward.default: _embedding_backward,
-        aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
-        aten.sum.dim_IntList: _reduced,
-        aten.sum.default: _reduced,
-        aten.mean.dim: _reduced,
-        aten.mean.default: _reduced,
-        aten.cat.default: _cat,
-        aten.stack.default: _stack,
-        aten._softmax.default: _softmax,
-        aten._log_softmax.default: _softmax,
-        aten._softmax_backward_data.default: _softmax_backward,
-        aten._log_softmax_backward_data.default: _softmax_backward,
-        aten.nll_loss_forward.default: _nll,
-        aten.nll_loss_backward.default: _nll_backward,
-        aten.native_layer_norm.default: _layer_norm,
-        aten.native_layer_norm_backward.default: _layer_norm_backward,
-    }
-)
+_RULES: Mapping[Any, Rule] = {
+    aten._local_scalar_dense.default: _value,
+    aten.ones_like.default: _alike,
+    aten.mm.default: _product,
+    aten.bmm.default: _product,
+    aten._grouped_mm.default: _grouped,
+    aten.embedding.default: _embedding,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    aten.sum.dim_IntList: _reduced,
+    aten.mean.dim: _reduced,
+    aten.mean.default: _reduced,
+    aten.cat.default: _cat,
+    aten.stack.default: _stack,
+    aten._softmax.default: _softmax,
+    aten._log_softmax.default: _softmax,
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten._log_softmax_backward_data.default: _softmax_backward,
+    aten.nll_loss_forward.default: _nll,
+    aten.nll_loss_backward.default: _nll_backward,
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+}

@@ -120,7 +120,6 @@ def _arriving(parameter: Tensor) -> Tensor:
         return parameter
     arriving = _Arrive.apply(parameter)
     arriving.grad_fn._set_sequence_nr(AT_ONCE)
-    assert isinstance(arriving, Tensor)
     return arriving
 
 
@@ -233,11 +232,9 @@ def _attention(
     fused = dropout_p == 0 and query.ndim == key.ndim == value.ndim == 4 and not kwargs.get("enable_gqa")
     if not fused or (attn_mask is not None and attn_mask.requires_grad):
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **kwargs)
-    made = aten._scaled_dot_product_flash_attention_for_cpu(
+    return aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, bool(kwargs.get("is_causal")), attn_mask=attn_mask, scale=kwargs.get("scale")
-    )
-    assert isinstance(made[0], Tensor)
-    return made[0]
+    )[0]
 
 
 def _flops(func: Any, args: Any) -> float:

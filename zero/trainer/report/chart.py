@@ -220,7 +220,7 @@ def multiples(panels: Sequence[Panel], *, title: str, x_name: str = "step", log:
             _panel_grid(x, y, right, top, bottom, first=column == 0),
             f'<use href="#{name}"/>' if len(panels) > 1 else "",
             _path(panel.points, x, y, "line", f"stroke:var(--{panel.colour})", MANY // 4),
-            _dots(panel.points, x, y, panel.colour, 2.2, x_name, few=1),
+            _dots(panel, x, y, 2.2, x_name, few=1),
             "</g>",
         ]
     rows = -(-len(panels) // columns)
@@ -232,8 +232,8 @@ def multiples(panels: Sequence[Panel], *, title: str, x_name: str = "step", log:
 
 def _line(one: Series, x: Scale, y: Scale, binary: bool, x_name: str) -> str:
     if one.style == "dots":
-        return _dots(one.points, x, y, one.colour, 3.4, x_name, few=len(one.points), binary=binary)
-    dots = _dots(one.points, x, y, one.colour, 2.4, x_name, few=FEW, binary=binary)
+        return _dots(one, x, y, 3.4, x_name, few=len(one.points), binary=binary)
+    dots = _dots(one, x, y, 2.4, x_name, few=FEW, binary=binary)
     return _path(one.points, x, y, "line", f"stroke:var(--{one.colour})", MANY) + dots
 
 
@@ -247,26 +247,18 @@ def _path(points: Sequence[Point], x: Scale, y: Scale, kind: str, style: str, li
 
 
 def _dots(
-    points: Sequence[Point],
-    x: Scale,
-    y: Scale,
-    colour: str,
-    radius: float,
-    x_name: str,
-    *,
-    few: int,
-    binary: bool = False,
+    one: Series | Panel, x: Scale, y: Scale, radius: float, x_name: str, *, few: int, binary: bool = False
 ) -> str:
     """A dot for each point; of more than a few only for those without neighbours, the others can only be pointed at."""
-    shown = [(at, value) for at, value in points if x.shows(at) and y.shows(value)]
-    single = {run[0] for run in _runs(points, x, y) if len(run) == 1}
+    shown = [(at, value) for at, value in one.points if x.shows(at) and y.shows(value)]
+    single = {run[0] for run in _runs(one.points, x, y) if len(run) == 1}
     found = []
     for at, value in shown:
         place = x.at(_known(at)), y.at(_known(value))
         visible = len(shown) <= few or place in single
         if not visible and len(shown) > SOME:
             continue
-        style = f'r="{radius}" style="fill:var(--{colour})"' if visible else 'r="5" class="felt"'
+        style = f'r="{radius}" style="fill:var(--{one.colour})"' if visible else 'r="5" class="felt"'
         text = f"{x_name} {number(at)}: {size(value) if binary else number(value, 5)}"
         found.append(f'<circle cx="{place[0]:.2f}" cy="{place[1]:.2f}" {style}><title>{escape(text)}</title></circle>')
     return "".join(found)

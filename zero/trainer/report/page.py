@@ -6,13 +6,12 @@ load or run anything, should an escape ever be missing.
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from zero.trainer.report.chart import escape
 from zero.trainer.report.scale import UNKNOWN
 
-NOTHING: Mapping[int, str] = MappingProxyType({})
+NOTHING: Mapping[int, str] = {}
 STYLE = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
 
 

@@ -122,11 +122,8 @@ def differences(config: Mapping[str, Any], default: Mapping[str, Any]) -> list[t
     A key that only one of the two has is compared with None.
     """
     values, defaults = flat(config), flat(default)
-    found = [
-        (key, values.get(key), defaults.get(key))
-        for key in [*values, *(key for key in defaults if key not in values)]
-        if values.get(key) != defaults.get(key)
-    ]
+    keys = dict.fromkeys([*values, *defaults])
+    found = [(key, values.get(key), defaults.get(key)) for key in keys if values.get(key) != defaults.get(key)]
     return sorted(found, key=lambda one: one[2] == "auto")
 
 

@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from zero.tracker.console import minutes
+
 HUGE, TINY = 1e300, 1e-300
 
 UNKNOWN = "–"
@@ -147,8 +149,7 @@ def seconds(value: object) -> str:
     if shown is None:
         return UNKNOWN
     if 100 <= shown < 1e9:
-        hours, rest = divmod(round(shown), 3600)
-        return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+        return minutes(shown)
     unit, name = duration_unit(shown) if shown else (1.0, "s")
     return f"{number(shown / unit, 3)} {name}"
 

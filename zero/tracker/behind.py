@@ -28,6 +28,7 @@ class Behind(View):
 
     Args:
         opened: makes the view.
+        title: what a person is told of when it fails.
         abandon: called beside a call that does not return: nothing may wait for the view any more.
         patience_s: how long `close` waits until all calls are done.
         hurried_s: the same after a failure, when somebody may be about to kill the process, and at the end of a script
@@ -37,12 +38,13 @@ class Behind(View):
     def __init__(
         self,
         opened: Callable[[], Remote],
-        abandon: Callable[[], None],
+        abandon: Callable[[], None] = lambda: None,
         *,
+        title: str = "W&B",
         patience_s: float = 60.0,
         hurried_s: float = 10.0,
     ) -> None:
-        self._opened, self._abandon = opened, abandon
+        self._opened, self._abandon, self.title = opened, abandon, title
         self._patience_s, self._hurried_s = patience_s, hurried_s
         self._calls: SimpleQueue[Callable[[Remote], None] | None] = SimpleQueue()
         self._error: Exception | None = None

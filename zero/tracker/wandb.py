@@ -1,7 +1,8 @@
 """The Weights & Biases run: the rows of metrics.jsonl once more, for a browser. The only file that imports wandb.
 
 W&B writes a log of its own into the run folder, and sends it where it is online. It is told nothing of the command
-line, the environment or the code. Every value is plotted against `step`; `tokens` is in each row to choose instead.
+line or the environment, and of the code only its commit. Every value is plotted against `step`; `tokens` is in each row
+to choose instead. What does not change is in W&B's config or summary, and in no chart.
 W&B counts rows by itself: given a step, it would drop the rows of a run that goes on from an earlier one.
 """
 
@@ -22,12 +23,20 @@ import psutil
 
 from zero.core.secret import hidden
 from zero.tracker.settings import Wandb
-from zero.tracker.view import Row
+from zero.tracker.view import Charts, Row
 
 SECTIONS = ("train", "val", "speed", "memory", "comm", "offload")
 
-QUIET = ("memory/", "comm/", "offload/")
-"""Of these a value is left out as long as it was always 0: a chart of what a run does not have is in the way."""
+IN_ROWS = frozenset(
+    ("steps", "tokens", "samples", "train_loss", "val_loss", "skipped", "mfu", "device_peak_bytes", "host_peak_bytes")
+)
+"""Figures of summary.json that the newest row has too: W&B makes its summary of the rows. Of `tokens_per_s` a row has
+the newest, and the summary the median."""
+
+IN_CONFIG = frozenset(("ranks", "parameters_numel", "data_digest"))
+"""And those that W&B's config has."""
+
+NO_KEY = "W&B is offline for this run: there is no key; run `wandb login`, or export WANDB_API_KEY"
 
 PATIENCE_S = 5.0
 """How long W&B may look for the network before the run is offline, unless WANDB_INIT_TIMEOUT says another time."""
@@ -42,7 +51,7 @@ class WandbRun:
     """A run that is open from here until `close`. Its calls may take as long as the network does.
 
     Args:
-        facts: what is known of the run beside its settings; `plan_bytes` is also shown as a table.
+        facts: what is known of the run beside its settings; they go to W&B's config.
         run_id: of a new run, or of one that goes on.
         say: tells a person; called from this thread.
     """
@@ -67,7 +76,7 @@ class WandbRun:
         )
         self._wandb, self._say, self._folder, self._artifacts = wandb, say, folder, settings.artifacts
         self._skipped, self._has_called = 0, False
-        self._moving: set[str] = set()
+        self._charts, self._best_val_loss = Charts(), math.inf
         name, group = name_and_group(settings, folder)
         versions = {"python": platform.python_version(), "torch": version("torch"), "wandb": version("wandb")}
         self._run = self._init(
@@ -75,25 +84,26 @@ class WandbRun:
             id=run_id,
             resume="allow",
             project=settings.project,
+            entity=settings.entity,
             name=name,
             group=group,
+            tags=settings.tags or None,
+            notes=settings.notes,
             job_type=config["mode"],
             dir=str(folder),
             config={**config, "run": {**facts, "versions": versions}},
-            settings=_settings(wandb),
+            settings=_settings(wandb, versions=settings.versions),
         )
-        self._run.define_metric("tokens", step_metric="step")
-        for section in SECTIONS:
-            self._run.define_metric(f"{section}/*", step_metric="step")
-        for loss in ("train/loss", "val/loss"):
-            self._run.define_metric(loss, step_metric="step", summary="min,last")
-        if "plan_bytes" in facts:
-            self._run.log({"plan": _table(wandb, facts["plan_bytes"])})
+        self._run.define_metric("step", hidden=True)  # it is the axis of all others
+        for name in ("tokens", "samples", *(f"{section}/*" for section in SECTIONS)):
+            self._run.define_metric(name, step_metric="step")
 
     def log(self, row: Row) -> None:
         """A row, and the one alert of a run if it says that training goes wrong."""
-        self._moving |= {key for key, value in row.items() if value or not key.startswith(QUIET)}
-        self._run.log({key: row[key] for key in row if row[key] is not None and key in self._moving})
+        self._run.log(self._charts.of(row))
+        if (loss := row.get("val/loss")) is not None and loss < self._best_val_loss:
+            self._best_val_loss = loss
+            self._run.summary["best_val_loss"] = loss  # also of a run that is killed
         what = self._trouble(row)
         if what and not self._has_called:
             self._has_called = True
@@ -113,7 +123,8 @@ class WandbRun:
 
     def close(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Return when W&B has everything that it will get."""
-        self._run.summary.update({key: value for key, value in summary.items() if not isinstance(value, Mapping)})
+        figures = {key: value for key, value in summary.items() if key not in IN_ROWS | IN_CONFIG}
+        self._run.summary.update({key: value for key, value in figures.items() if not isinstance(value, Mapping)})
         place = self.place
         try:
             self._run.finish(exit_code=exit_code)
@@ -175,6 +186,12 @@ def mode_of(settings: Wandb) -> str:
     return ("online" if has_key() else "offline") if asked in ("auto", "online") else asked
 
 
+def lacks_key(settings: Wandb) -> bool:
+    """Whether somebody asked for an online run, and there is no key for it."""
+    asked = os.environ.get("WANDB_MODE") if settings.mode == "auto" else settings.mode
+    return asked == "online" and not has_key()
+
+
 def has_key() -> bool:
     """Whether the environment or a netrc file has something for W&B; what it is nobody here looks at."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
@@ -193,13 +210,17 @@ def has_key() -> bool:
 def run_id_of(config: Mapping[str, Any], folder: Path, stored: str | None) -> str:
     """The id of the W&B run for the run in `folder`.
 
-    That of an earlier start in this folder, or `stored`, the one of the run that this one goes on from; else a new one.
-    Evaluations and jobs of a sweep are runs of their own, though they may all begin from one checkpoint.
+    WANDB_RUN_ID, which an agent of a W&B sweep sets; that of an earlier start in this folder; or `stored`, the one of
+    the run that this one goes on from; else a new one. Evaluations and jobs of a Hydra sweep are runs of their own,
+    though they may all begin from one checkpoint.
     """
+    is_in_sweep = _is_in_sweep(folder)
+    if (given := os.environ.get("WANDB_RUN_ID")) and not is_in_sweep:
+        return given
     latest = folder / "wandb" / "latest-run"  # a link to run-<time>-<id>
     if latest.is_symlink():
         return latest.readlink().name.rpartition("-")[2]
-    goes_on = config["mode"] == "train" and not _is_in_sweep(folder)
+    goes_on = config["mode"] == "train" and not is_in_sweep
     return stored if stored and goes_on else uuid.uuid4().hex[:8]
 
 
@@ -229,26 +250,19 @@ def _is_in_sweep(folder: Path) -> bool:
     return record.is_file() and re.search(r"^\s+mode: MULTIRUN$", record.read_text(), re.MULTILINE) is not None
 
 
-def _settings(wandb: Any) -> Any:
+def _settings(wandb: Any, *, versions: bool) -> Any:
     wanted: dict[str, Any] = {
         "silent": True,
         "console": "off",  # it would be our progress line
-        # the command line, the environment, the code and what is installed are nobody's business
-        "x_disable_meta": True,
-        "x_save_requirements": False,
-        "disable_git": True,
+        "x_disable_meta": True,  # the command line and the environment are nobody's business
         "save_code": False,
+        "x_save_requirements": versions,
     }
+    if not versions:  # else WANDB_DISABLE_GIT decides
+        wanted["disable_git"] = True
     if "WANDB_INIT_TIMEOUT" not in os.environ:
         wanted["init_timeout"] = PATIENCE_S
     flush = "x_transaction_log_flush_interval"
     if flush in wandb.Settings.model_fields:  # since 0.31
         wanted[flush] = FLUSH_S
     return wandb.Settings(**wanted)
-
-
-def _table(wandb: Any, plan_bytes: Mapping[str, Mapping[str, int]]) -> Any:
-    """Bytes by kind, a column for each tier."""
-    kinds = dict.fromkeys(kind for tier in plan_bytes.values() for kind in tier)
-    rows = [[kind, *(tier.get(kind, 0) for tier in plan_bytes.values())] for kind in kinds]
-    return wandb.Table(columns=["kind", *plan_bytes], data=rows)

@@ -24,7 +24,7 @@ from zero.deepspeed.optimizers import Optimizer
 from zero.errors import CheckpointError, ConfigError
 from zero.testing import run_ranks
 from zero.tracker import RUNNING
-from zero.trainer.report import run as report
+from zero.tracker.report import run as report
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, WIDTH = 8, 12

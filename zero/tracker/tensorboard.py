@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from zero.core.schema import flat
-from zero.tracker.view import Charts, Row
+from zero.tracker.view import Charts, Row, View
 
 FLUSH_S = 2
 """Seconds after which a row is in the file, for a run that is killed and for who looks on."""
@@ -20,7 +20,7 @@ OF_A_RUN = ("train/loss", "val/loss")
 """What TensorBoard compares runs by, beside their settings."""
 
 
-class TensorBoardRun:
+class TensorBoardRun(View):
     """A folder of TensorBoard's, `tensorboard` in the folder of a run, from here until `close`.
 
     Args:
@@ -47,12 +47,6 @@ class TensorBoardRun:
         for key, value in self._charts.of(row).items():
             if key != "step":
                 self._writer.add_scalar(key, value, step)
-
-    def saved(self, path: Path, step: int) -> None:
-        """TensorBoard has no place for it."""
-
-    def report(self, path: Path) -> None:
-        """Nor for a page."""
 
     def close(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Return when all is in the file."""

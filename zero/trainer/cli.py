@@ -450,7 +450,7 @@ def _run_job(composed: Any, train: "Train", codes: list[int]) -> float | None:
         return None  # the other runs of a sweep go on
     finally:
         if sweep:
-            from zero.trainer.report.sweep import write as write_sweep
+            from zero.tracker.report.sweep import write as write_sweep
 
             with contextlib.suppress(Exception):  # what is wrong with its page is said when the sweep ends
                 write_sweep(Path(hydra.runtime.cwd) / hydra.sweep.dir)
@@ -467,7 +467,7 @@ def _parse_job(composed: Any, folder: Path) -> Config:
 
 def _report_sweep(folder: Path, *, reported: bool) -> list[int]:
     """Say where the table is; exit codes of failures that were not `reported`, as those of jobs in other processes."""
-    from zero.trainer.report import sweep
+    from zero.tracker.report import sweep
 
     found = sweep.write(folder)
     print(f"\n{sweep.counts(found.jobs)}: {found.page}")

@@ -13,7 +13,7 @@ import yaml
 
 from zero.platform.timeline import Span, from_trace
 from zero.tracker.jsonl import CUT_SHORT, EVALUATED, FINISHED, RUNNING, STOPPED
-from zero.trainer.report.scale import finite
+from zero.tracker.report.scale import finite
 
 Status = Literal["finished", "stopped", "failed", "running"]
 

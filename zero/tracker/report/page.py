@@ -9,8 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from zero.trainer.report.chart import escape
-from zero.trainer.report.scale import UNKNOWN
+from zero.tracker.report.chart import escape
+from zero.tracker.report.scale import UNKNOWN
 
 NOTHING: Mapping[int, str] = MappingProxyType({})
 STYLE = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")

@@ -9,14 +9,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import zero.trainer.report.chart as chart
+import zero.tracker.report.chart as chart
 from zero.core.schema import flat
 from zero.platform.run_files import publish
 from zero.platform.timeline import ROWS, Span, Timeline, shares
-from zero.trainer.config import Config
-from zero.trainer.report.chart import Bar, Part, Series
-from zero.trainer.report.folder import Run, mapping, read_run
-from zero.trainer.report.page import (
+from zero.tracker.report.chart import Bar, Part, Series
+from zero.tracker.report.folder import Run, mapping, read_run
+from zero.tracker.report.page import (
     Fact,
     Html,
     code,
@@ -30,7 +29,7 @@ from zero.trainer.report.page import (
     table,
     verbatim,
 )
-from zero.trainer.report.scale import UNKNOWN, finite, number, seconds, size
+from zero.tracker.report.scale import UNKNOWN, finite, number, seconds, size
 
 KINDS = {
     "parameters": ("blue", 1.0),
@@ -53,23 +52,31 @@ THIRD: Mapping[str, Any] = {"width": 368.0}
 LOW: Mapping[str, Any] = {"width": 470.0, "height": 172.0}
 """Sizes of a chart with two others side by side, and with others below it."""
 
+OWN_LOOP = "loop"
+"""The section that the settings of a loop of one's own have, in place of those of train.py."""
+
 TIERS = ("device", "host", "nvme")
 FILES = ("config.yaml", "metrics.jsonl", "summary.json", "trace.json", "ranks/0.log")
 PILLS = {"finished": "good", "failed": "bad", "stopped": "open", "running": "open"}
 
 
-def write(folder: Path) -> Path:
-    """Write report.html of the run in `folder`; returns its path."""
+def write(folder: Path, defaults: Mapping[str, Any] | None = None) -> Path:
+    """Write report.html of the run in `folder`; returns its path.
+
+    Args:
+        defaults: nested plain settings that those of a run of train.py are compared with; None: all are shown.
+    """
     path = folder / "report.html"
-    publish(path, report(read_run(folder)))
+    publish(path, report(read_run(folder), defaults))
     return path
 
 
-def report(run: Run) -> str:
-    """The page."""
+def report(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
+    """The page; arguments as of `write`."""
     overrides = run.overrides or []
     title = " ".join(overrides) if overrides else "the default run" if run.overrides == [] else run.folder.name
-    parts = (_headline, _plan, _learning, _speed, _offload, _step, _settings, _footer)
+    settings = partial(_settings, defaults=defaults or {})
+    parts = (_headline, _plan, _learning, _speed, _offload, _step, settings, _footer)
     return page(
         title,
         kicker=" · ".join([*_summary(run), "/".join(run.folder.absolute().parts[-2:])]),
@@ -130,10 +137,14 @@ def differences(config: Mapping[str, Any], default: Mapping[str, Any]) -> list[t
     return sorted(found, key=lambda one: one[2] == "auto")
 
 
-def _settings(run: Run) -> Html:
+def _settings(run: Run, defaults: Mapping[str, Any]) -> Html:
     if not run.config:
         return Html()
-    known = {key: value for key, value in Config().plain().items() if key in run.config}  # others do not apply
+    known = {key: value for key, value in defaults.items() if key in run.config}  # others do not apply
+    if not known or OWN_LOOP in run.config:
+        return section(
+            "Settings", table(["key", "this run"], [(code(a), code(_value(b))) for a, b in flat(run.config).items()])
+        )
     rows = [
         (code(key), code(_value(value)), code(_value(default)))
         for key, value, default in differences(run.config, known)

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     )
     from zero.errors import ZeroError as ZeroError
     from zero.platform.timeline import Timeline as Timeline
+    from zero.tracker.track import track as track
 
 _HOME = {
     "World": "distributed.world",
@@ -86,6 +87,7 @@ _HOME = {
     "make_forward": "engine.step",
     "record": "engine.step",
     "Timeline": "platform.timeline",
+    "track": "tracker.track",
     "full_state_dict": "engine.full",
     "gathered": "engine.full",
     "get_full": "engine.full",

@@ -147,7 +147,7 @@ def open_tracker(
     views: list[View] = [Jsonl(folder / "metrics.jsonl")]
     said: SimpleQueue[str] = SimpleQueue()
     try:
-        views += [Lines(None, stream)] if steps is None else _console(settings.console, steps, stream)
+        views += _console(settings.console, steps, stream)
     except Exception as error:
         said.put(_left_out("the console", error))
     tracker = Tracker(views, _later(settings, folder, said.put), said)
@@ -156,11 +156,12 @@ def open_tracker(
     return tracker
 
 
-def _console(console: str, steps: int, stream: TextIO) -> list[View]:
-    if console == "auto":
-        console = "bar" if stream.isatty() else "lines"
-    views = {"bar": Bar, "lines": Lines}
-    return [views[console](steps, stream)] if console in views else []
+def _console(console: str, steps: int | None, stream: TextIO) -> list[View]:
+    if console == "none":
+        return []
+    if steps is None or console == "lines" or (console == "auto" and not stream.isatty()):
+        return [Lines(steps, stream)]
+    return [Bar(steps, stream)]
 
 
 def _left_out(name: str, error: Exception) -> str:

@@ -14,7 +14,7 @@ from zero.core.schema import flat
 from zero.platform.run_files import publish
 from zero.platform.timeline import ROWS, Span, Timeline, shares
 from zero.tracker.report.chart import Bar, Part, Series
-from zero.tracker.report.folder import Run, mapping, read_run
+from zero.tracker.report.folder import OWN_LOOP, Run, mapping, read_run
 from zero.tracker.report.page import (
     Fact,
     Html,
@@ -30,6 +30,7 @@ from zero.tracker.report.page import (
     verbatim,
 )
 from zero.tracker.report.scale import UNKNOWN, finite, number, seconds, size
+from zero.tracker.view import ROW
 
 KINDS = {
     "parameters": ("blue", 1.0),
@@ -51,9 +52,6 @@ COLOURS = {"gather": "green", "compute": "blue", "reduce": "amber", "page in": "
 THIRD: Mapping[str, Any] = {"width": 368.0}
 LOW: Mapping[str, Any] = {"width": 470.0, "height": 172.0}
 """Sizes of a chart with two others side by side, and with others below it."""
-
-OWN_LOOP = "loop"
-"""The section that the settings of a loop of one's own have, in place of those of train.py."""
 
 TIERS = ("device", "host", "nvme")
 FILES = ("config.yaml", "metrics.jsonl", "summary.json", "trace.json", "ranks/0.log")
@@ -91,8 +89,8 @@ def _summary(run: Run) -> list[str]:
     numel = finite(run.summary.get("parameters_numel"))
     return [
         *([f"{_count(numel)} parameters"] if numel else []),
-        *([f"stage {settings['zero.stage']}"] if "zero.stage" in settings else []),
-        *([str(settings["precision.compute"])] if "precision.compute" in settings else []),
+        *([f"stage {stage}"] if (stage := settings.get("zero.stage", run.loop.get("stage"))) is not None else []),
+        *([str(compute)] if (compute := settings.get("precision.compute", run.loop.get("precision"))) else []),
         *([f"{ranks:.0f} rank{'s' * (ranks != 1)}"] if ranks else []),
     ]
 
@@ -103,14 +101,14 @@ def _headline(run: Run) -> Html:
     steps, of = run.final("steps", "step"), finite(run.config.get("steps"))
     skipped = finite(run.summary.get("skipped")) or 0
     device, host = (run.final(f"{tier}_peak_bytes", f"memory/{tier}_peak_bytes") for tier in ("device", "host"))
-    tokens = run.final("tokens", "tokens")
+    done = run.final(run.unit, run.unit)
     of_steps = f"of {number(of, 9)}" * (of is not None) + (f", {skipped:.0f} skipped" if skipped else "")
     shown = [
         Fact("Validation loss", _loss(run.final("val_loss", "val/loss")), f"best {_loss(best)}" if best else ""),
         Fact("Training loss", _loss(run.final("train_loss", "train/loss")), "of the last step"),
         Fact("Steps", number(steps, 9), of_steps),
-        Fact("Time", seconds(run.summary.get("seconds")), f"{_count(tokens)} tokens" if tokens else ""),
-        Fact("Tokens per second", number(run.typical("speed/tokens_per_s")), "median"),
+        Fact("Time", seconds(run.summary.get("seconds")), f"{_count(done)} {run.unit}" if done else ""),
+        Fact(f"{run.unit.capitalize()} per second", number(run.typical(f"speed/{run.unit}_per_s")), "median"),
         Fact("Step", seconds(run.typical("speed/step_s")), "median"),
         Fact("MFU", _percent(run.typical("speed/mfu")), "median"),
         *([Fact("Device peak", size(device), "allocated")] if device else []),
@@ -232,13 +230,28 @@ def _learning(run: Run) -> Html:
     return section(
         "Learning",
         side_by_side(
-            _chart("Loss", losses, "nats per token", width=640, height=372),
+            _chart("Loss", losses, "nats per token" * (run.unit == "tokens"), width=640, height=372),
             _line(run, "Learning rate", "train/lr", "teal", from_zero=True, **LOW),
             _line(run, "Gradient norm", "train/grad_norm", "purple", "before clipping", log=wide, **LOW),
             _line(run, "Loss scale", "train/loss_scale", "slate", log=True, **LOW) if scales else Html(),
             layout="lead",
         ),
+        side_by_side(*_others(run), layout="three"),
     )
+
+
+def _others(run: Run) -> list[Html]:
+    """A chart for each number that a loop of one's own has beside the loss."""
+    keys = dict.fromkeys(
+        key for row in run.rows for key in row if key.startswith(("train/", "val/")) and key not in ROW
+    )
+    found: dict[str, list[Series]] = {}
+    for key in keys:
+        part, _, name = key.partition("/")
+        points = [(at, value) for at, value in run.points(key) if finite(value) is not None]
+        colour = "blue" if part == "train" else "amber"
+        found.setdefault(name, []).append(Series("training" if part == "train" else "validation", points, colour))
+    return [_chart(name, series, **THIRD) for name, series in found.items()]
 
 
 def _speed(run: Run) -> Html:
@@ -262,7 +275,11 @@ def _speed(run: Run) -> Html:
     return section(
         "Speed and memory",
         side_by_side(
-            _line(run, "Tokens per second", "speed/tokens_per_s", "blue", from_zero=True, **THIRD),
+            _line(
+                run, f"{run.unit.capitalize()} per second", f"speed/{run.unit}_per_s", "blue", from_zero=True, **THIRD
+            )
+            if run.unit
+            else Html(),
             _chart("A step", times, "seconds", title="seconds of a step", from_zero=True, **THIRD),
             _chart("Memory by tier", peaks, tiers, title="memory peaks", binary=True, **THIRD),
             layout="three",

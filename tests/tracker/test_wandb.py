@@ -183,6 +183,25 @@ def test_a_job_of_a_sweep_is_named_after_its_overrides_in_the_group_of_its_sweep
     )
 
 
+def test_what_the_settings_leave_open_is_wandbs_own_variable(tmp_path, monkeypatch):
+    def opened(name, **tracker):
+        folder = tmp_path / name
+        folder.mkdir()
+        with open_tracker(settings(console="none", **tracker).tracker, folder, steps=40) as tracker:
+            tracker.begin(settings().plain(), {})
+            tracker.log(row(1))
+        run = wandb_file.read(folder).run
+        return run.project, run.display_name, run.run_group, list(run.tags), run.notes
+
+    assert opened("plain") == ("functional-zero", "plain", "", [], "")
+    given = {"PROJECT": "theirs", "NAME": "first", "RUN_GROUP": "all", "TAGS": "a,b", "NOTES": "said"}
+    for name, value in given.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    assert opened("variables") == ("theirs", "first", "all", ["a", "b"], "said")
+    own = {"project": "ours", "run": "second", "group": "some", "tags": ["c"], "notes": "more"}
+    assert opened("settings", **own) == ("ours", "second", "some", ["c"], "more")
+
+
 def test_a_resumed_run_keeps_its_id_and_an_evaluation_has_its_own(tmp_path):
     assert run_id_of(settings().plain(), tmp_path, "before00") == "before00"
     assert run_id_of(settings().plain(), tmp_path, None) != run_id_of(settings().plain(), tmp_path, None)

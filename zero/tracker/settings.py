@@ -51,10 +51,14 @@ class Wandb(Jsonl):
     """The same, and a Weights & Biases run beside it."""
 
     name: Literal["wandb"] = key("wandb", "kind of tracker")  # type: ignore[assignment]
-    project: Project = key("functional-zero", "W&B project", example="my-project")
+    project: Project | None = key(None, "W&B project; null: WANDB_PROJECT, else functional-zero", example="my-project")
     entity: Name | None = key(None, "W&B user or team; null: WANDB_ENTITY, or whose key it is", example="my-team")
-    run: Name | None = key(None, "name of the run; null: its overrides in a sweep, else its folder", example="first")
-    group: Name | None = key(None, "group of the run; null: the folder of its sweep, if it has one", example="stages")
+    run: Name | None = key(
+        None, "name of the run; null: WANDB_NAME, else its overrides in a sweep, or its folder", example="first"
+    )
+    group: Name | None = key(
+        None, "group of the run; null: the folder of its sweep if it has one, else WANDB_RUN_GROUP", example="stages"
+    )
     tags: Tags = key((), "labels to find the run by; empty: WANDB_TAGS", example="[baseline,night]")
     notes: Word | None = key(None, "a sentence about the run; null: WANDB_NOTES", example="larger-batch")
     versions: bool = key(

@@ -28,10 +28,10 @@ from zero.tracker.view import Charts, Row
 SECTIONS = ("train", "val", "speed", "memory", "comm", "offload")
 
 IN_ROWS = frozenset(
-    ("steps", "tokens", "samples", "train_loss", "val_loss", "skipped", "mfu", "device_peak_bytes", "host_peak_bytes")
+    ("steps", "tokens", "samples", "train_loss", "val_loss", "skipped", "device_peak_bytes", "host_peak_bytes")
 )
-"""Figures of summary.json that the newest row has too: W&B makes its summary of the rows. Of `tokens_per_s` a row has
-the newest, and the summary the median."""
+"""Figures of summary.json that the newest row has too: W&B makes its summary of the rows. Of `tokens_per_s` and `mfu` a
+row has the newest, and summary.json the median."""
 
 IN_CONFIG = frozenset(("ranks", "parameters_numel", "data_digest"))
 """And those that W&B's config has."""
@@ -45,6 +45,9 @@ FLUSH_S = 2.0
 """Seconds after which a row is in W&B's file, for a run that is killed and for who looks on."""
 
 NAME_LENGTH = 128
+
+PROJECT = "functional-zero"
+"""Where neither the settings nor WANDB_PROJECT name one."""
 
 
 class WandbRun:
@@ -83,7 +86,7 @@ class WandbRun:
             mode_of(settings),
             id=run_id,
             resume="allow",
-            project=settings.project,
+            project=settings.project or (None if os.environ.get("WANDB_PROJECT") else PROJECT),
             entity=settings.entity,
             name=name,
             group=group,
@@ -124,7 +127,7 @@ class WandbRun:
     def close(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Return when W&B has everything that it will get."""
         figures = {key: value for key, value in summary.items() if key not in IN_ROWS | IN_CONFIG}
-        self._run.summary.update({key: value for key, value in figures.items() if not isinstance(value, Mapping)})
+        self._run.summary.update({key: value for key, value in figures.items() if _is_figure(value)})
         place = self.place
         try:
             self._run.finish(exit_code=exit_code)
@@ -166,6 +169,11 @@ class WandbRun:
         if loss is not None and not math.isfinite(loss):
             return f"the loss is {loss}"
         return "a step was skipped" if was_skipped and (row.get("train/loss_scale") or 1) <= 1 else None
+
+
+def _is_figure(value: object) -> bool:
+    """Neither a table nor the best of nothing."""
+    return not isinstance(value, Mapping) and value not in ("", math.inf)
 
 
 def abandon() -> None:
@@ -226,16 +234,16 @@ def run_id_of(config: Mapping[str, Any], folder: Path, stored: str | None) -> st
 
 def name_and_group(settings: Wandb, folder: Path) -> tuple[str, str | None]:
     """What W&B calls a run and its group: in a sweep the overrides that it alone has, and the sweep's folder."""
-    folder = folder.absolute()
+    folder, given = folder.absolute(), settings.run or os.environ.get("WANDB_NAME")
     if not _is_in_sweep(folder):
-        return settings.run or folder.name, settings.group
+        return given or folder.name, settings.group
     lines = (folder / ".hydra" / "overrides.yaml").read_text().splitlines()
     # where an override that differs between jobs is a list; `hydra.sweep.subdir` may be several folders
     lists = next((found for above in folder.parents if (found := above / "multirun.yaml").is_file()), None)
     common = set() if lists is None else {line.strip() for line in lists.read_text().splitlines()}
     own = [line for line in lines if line not in common] or lines
     overrides = " ".join(line.removeprefix("- ").strip("'\"") for line in own)
-    return (settings.run or overrides or folder.name)[:NAME_LENGTH], settings.group or (
+    return (given or overrides or folder.name)[:NAME_LENGTH], settings.group or (
         folder if lists is None else lists
     ).parent.name
 

@@ -88,12 +88,26 @@ def compose(overrides: Sequence[str], config_name: str = "config") -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     _store_options()
+    _refuse_several_options(overrides)
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize(config_path=None, job_name="train", **_version_base()):
             return hydra.compose(config_name, list(overrides), return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise SettingError(_explain(overrides, error)) from None
+
+
+def _refuse_several_options(overrides: Sequence[str]) -> None:
+    """Hydra would put one over the other, without a word."""
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if value.startswith("[") and key in _groups():
+            both = "; for both, tracker=wandb tracker.tensorboard=true" if key == "tracker" else ""
+            raise SettingError(f"{text}: choose one option of {key}{both}")
+
+
+def _groups() -> set[str]:
+    return {path.name for path in CONF.iterdir() if path.is_dir()}
 
 
 def settings_in(composed: Any) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def rows_of(folder):
 
 def test_a_loop_has_rows_a_summary_a_trace_and_a_page(tmp_path, capsys):
     folder = tmp_path / "runs" / "mine"
-    track = trained(zero.World.from_env(), folder, loops=7, config={"lr": 0.01, "path": Path("data")})
+    track = trained(zero.World.from_env(), folder, loops=7, steps=9, config={"lr": 0.01, "path": Path("data")})
     rows = rows_of(folder)
     assert track.folder == folder
     assert [row["step"] for row in rows] == [2, 4, 6, 7], "the last steps are a row, too"
@@ -75,11 +75,20 @@ def test_a_loop_has_rows_a_summary_a_trace_and_a_page(tmp_path, capsys):
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert (config["lr"], config["path"], config["loop"]["stage"], config["loop"]["samples"]) == (0.01, "data", 3, 8)
     said = capsys.readouterr().out
-    assert "step 2  loss " in said
+    assert "step 2/9  loss " in said
     assert " samples/s" in said
     assert f"report {folder / 'report.html'}" in said
     page = (folder / "report.html").read_text()
-    for word in ("Samples per second", "56 samples", "accuracy", "loop.stage", "stage 3", "One step", "finished"):
+    for word in (
+        "Samples per second",
+        "56 samples",
+        "of 9",
+        "accuracy",
+        "loop.stage",
+        "stage 3",
+        "One step",
+        "finished",
+    ):
         assert word in page, word
     for word in ("okens per second", "nats per token", "Settings that differ"):
         assert word not in page, word

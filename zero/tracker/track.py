@@ -97,7 +97,7 @@ def track(
         raise ConfigError(f"config has {taken.pop()}, which config.yaml uses itself; give it another name")
     refuse_secrets(config, os.environ)
     per_step = (count or 0) * state.plan.world.size
-    facts = _facts(state.plan) | ({unit: per_step} if unit else {})
+    facts = _facts(state.plan) | ({unit: per_step} if unit else {}) | ({"steps": steps} if steps else {})
     plain = {"mode": "train", OWN_LOOP: facts, **json.loads(json.dumps(dict(config), default=str))}
     store = state.runtime.store
     meter = Meter(

@@ -98,7 +98,7 @@ def _summary(run: Run) -> list[str]:
 def _headline(run: Run) -> Html:
     reason = verbatim(run.reason.replace(f"{run.folder.absolute()}/", ""), PILLS[run.status])
     best = finite(run.summary.get("best_val_loss"))
-    steps, of = run.final("steps", "step"), finite(run.config.get("steps"))
+    steps, of = run.final("steps", "step"), finite(run.config.get("steps", run.loop.get("steps")))
     skipped = finite(run.summary.get("skipped")) or 0
     device, host = (run.final(f"{tier}_peak_bytes", f"memory/{tier}_peak_bytes") for tier in ("device", "host"))
     done = run.final(run.unit, run.unit)

@@ -114,6 +114,7 @@ def test_arithmetic_touches_nothing_outside(path):
     [
         (r"hydra|omegaconf", {"trainer.cli"}, "one file talks to Hydra"),
         (r"wandb", {"tracker.wandb"}, "one file talks to W&B"),
+        (r"tensorboard|torch\.utils\.tensorboard", {"tracker.tensorboard"}, "one file talks to TensorBoard"),
         (
             r"torch\.distributed(?!\.(elastic|launcher|checkpoint))",
             {"distributed.world", "testing.processes"},

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
@@ -106,13 +107,27 @@ def test_the_loop_of_the_readme_runs(here: Path, capsys: pytest.CaptureFixture[s
     run(blocks("README.md")[0], names)
     assert "moments" in capsys.readouterr().out
     assert names["state"].step == 3
+    assert (here / "runs" / "mine" / "report.html").exists()
 
 
 def test_the_blocks_of_own_loop_run(here: Path):
-    names = own_loop(accumulate=2)
-    for source in blocks("docs/own-loop.md"):
+    names = own_loop(accumulate=2) | {"dataset": torch.randint(256, (40, 9)), "held_out": torch.randint(256, (8, 9))}
+    *before, tracked, text = blocks("docs/own-loop.md")
+    for source in before:
         run(source, names)
     assert names["weight"].shape == (256, 64)
+    for epochs in (1, 2):  # the second start goes on
+        run(tracked.replace("epochs, rows = 2, 4", f"epochs, rows = {epochs}, 4"), names)
+        assert names["state"].tried == 10 * epochs
+    rows = [json.loads(line) for line in (here / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["samples"], row["val/loss"] is not None) for row in rows] == [
+        (10, 40, True),
+        (20, 80, True),
+    ]
+    assert (here / "runs" / "mine" / "report.html").exists()
+    assert (here / "runs" / "mine" / "tensorboard").is_dir()
+    run(text, names)
+    assert names["tokens"].shape == (1, 24)
     assert not names["full"], "values that were gathered are given back"
     assert (here / "trace.json").exists()
     assert (here / "checkpoints").is_dir()
@@ -178,7 +193,7 @@ def test_the_recipe_for_ray_runs_its_rank(here: Path, monkeypatch: pytest.Monkey
 
 def test_every_block_of_the_docs_has_a_test():
     counted = {str(page.relative_to(ROOT)): len(blocks(str(page.relative_to(ROOT)))) for page in PAGES}
-    tested = {"README.md": 1, "docs/own-loop.md": 3, "docs/hugging-face.md": 1, "docs/concepts.md": 1}
+    tested = {"README.md": 1, "docs/own-loop.md": 5, "docs/hugging-face.md": 1, "docs/concepts.md": 1}
     tested |= {"docs/coming-from-fsdp.md": 2, "docs/scale.md": 1}
     assert {page: count for page, count in counted.items() if count} == tested
 

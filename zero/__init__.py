@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     )
     from zero.errors import ZeroError as ZeroError
     from zero.platform.timeline import Timeline as Timeline
+    from zero.tracker.track import track as track
 
 _NAMES = {
     "distributed.world": "World",
@@ -78,6 +79,7 @@ _NAMES = {
     "checkpoint": "save load open_checkpoint open_latest",
     "deepspeed.initialize": "initialize init_distributed add_config_arguments",
     "deepspeed.engine": "Engine",
+    "tracker.track": "track",
     "errors": "ZeroError",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

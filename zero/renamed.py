@@ -12,12 +12,13 @@ _MOVED = {
     "platform": "device cuda timeline",
     "distributed": "world failure",
     "engine": "plan unit state full gather reduce update",
-    "trainer": "config data evaluate launch models planning report saver task",
+    "trainer": "config data evaluate launch models planning saver task",
 }
 
 MODULES: Mapping[str, str] = {name: f"{room}.{name}" for room, names in _MOVED.items() for name in names.split()} | {
     "build": "settings.build",
     "meter": "tracker.meter",
+    "report": "tracker.report",
     "schedule": "core.lr_schedule",
     "meta": "engine.empty",
     "step": "engine.init engine.step",

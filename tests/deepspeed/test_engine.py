@@ -24,7 +24,7 @@ from zero.deepspeed.optimizers import Optimizer
 from zero.errors import CheckpointError, ConfigError
 from zero.testing import run_ranks
 from zero.tracker import RUNNING
-from zero.trainer.report import run as report
+from zero.tracker.report import run as report
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, WIDTH = 8, 12
@@ -1001,6 +1001,18 @@ def test_two_engines_at_once_leave_their_rows_in_folders_of_their_own(tmp_path: 
         assert [json.loads(line)["step"] for line in (place / "metrics.jsonl").read_text().splitlines()] == [2, 4]
         assert (place / "config.yaml").exists()
     assert f"these go to {tmp_path}/run-2" in caplog.text
+
+
+def test_tensorboard_of_a_config_is_written_beside_the_rows(tmp_path: Path):
+    pytest.importorskip("tensorboard")
+    settings = config(tensorboard={"enabled": True}, steps_per_print=1)
+    world = zero.World.from_env()
+    engine, *_ = zero.initialize(model=net(), config=settings, world=world, folder=tmp_path)
+    engine.backward(engine(rows(0, world)))
+    engine.step()
+    engine.destroy()
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
+    assert list((tmp_path / "tensorboard").glob("events.*"))
 
 
 def test_wandb_knows_a_run_that_goes_on_in_another_folder(tmp_path: Path, monkeypatch):

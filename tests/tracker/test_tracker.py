@@ -252,7 +252,7 @@ def test_a_view_that_cannot_be_opened_is_told_of_once_and_ends_nothing(tmp_path)
         tracker.log(FIRST)
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
     lines = Lines(40, io.StringIO())
-    with Tracker([lines], fails) as tracker:
+    with Tracker([lines], {"W&B": fails}) as tracker:
         tracker.begin(settings().plain(), {})
         tracker.log(FIRST)
     first, second = lines._stream.getvalue().splitlines()

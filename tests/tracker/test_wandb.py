@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import yaml
 
 import train
 import zero
@@ -27,6 +28,7 @@ from zero.tracker import ROW, Lines, Tracker, open_tracker
 from zero.tracker.behind import Behind
 from zero.tracker.wandb import has_key, mode_of, name_and_group, run_id_of
 from zero.trainer import launch
+from zero.trainer.cli import compose, settings_in
 from zero.trainer.config import read
 
 NEVER, ONCE = "offload/read_bytes", "comm/gather_bytes"
@@ -40,7 +42,8 @@ def settings(**tracker):
     return read({"steps": 40, "tracker": {"name": "wandb", "console": "lines", "mode": "offline", **tracker}})
 
 
-SETTLED = settings(artifacts=True).on(2)
+ASKED = settings(artifacts=True, tags=["small", "test"], notes="what W&B gets", entity="us")
+SETTLED = ASKED.on(2)
 """What the run of most tests has become: open as above, then settled."""
 
 
@@ -67,7 +70,7 @@ def finished(tmp_path_factory):
     checkpoint = folder / "checkpoints" / "step-3"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("weights of great value")
-    with open_tracker(settings(artifacts=True).tracker, folder, stream, steps=40) as tracker:
+    with open_tracker(ASKED.tracker, folder, stream, steps=40) as tracker:
         tracker.begin(SETTLED.plain(), FACTS)
         tracker.log(row(1, **{NEVER: 0, ONCE: 7}))
         scaled = {"train/skipped": 1, "train/loss_scale": 65536.0}
@@ -77,7 +80,8 @@ def finished(tmp_path_factory):
             failed = {"train/loss": math.nan, "train/skipped": step - 1, "train/loss_scale": 1.0}
             tracker.log(row(step, **failed, **{NEVER: 0, ONCE: 0}))
         tracker.report(folder / "report.html")
-        tracker.finish({"steps": 4, "val_loss": 2.5, "plan_bytes": PLAN})
+        best = {"val_loss": 2.5, "best_val_loss": 2.5}
+        tracker.finish({"steps": 4, **best, "seconds": 9.0, "ranks": 2, "plan_bytes": PLAN})
     return SimpleNamespace(
         folder=folder, said=stream.getvalue(), run_id=tracker.run_id, written=wandb_file.read(folder)
     )
@@ -103,8 +107,8 @@ def test_every_section_is_drawn_against_the_step(finished):
     sections = {key.split("/")[0] for key in ROW if "/" in key}
     metrics = finished.written.metrics
     assert {f"{section}/*" for section in sections} <= metrics.keys()
-    assert {metric.step_metric for metric in metrics.values()} == {"step"}
-    assert metrics["val/loss"].summary.min
+    assert {metric.step_metric for name, metric in metrics.items() if name != "step"} == {"step"}
+    assert metrics["step"].options.hidden, "the axis has no chart of its own"
 
 
 def test_the_config_is_the_settled_one_and_what_was_found_out(finished):
@@ -113,14 +117,23 @@ def test_the_config_is_the_settled_one_and_what_was_found_out(finished):
     assert config == json.loads(json.dumps(SETTLED.plain()))
     assert {key: about[key] for key in FACTS} == FACTS
     assert set(about["versions"]) == {"python", "torch", "wandb"}
+    assert not any("plan" in row for row in finished.written.rows), "what does not change is no chart"
 
 
 def test_the_run_has_its_name_id_and_end(finished):
     run = finished.written.run
     assert (run.display_name, run.run_group, run.job_type) == (finished.folder.name, "", "train")
+    assert (list(run.tags), run.notes, run.entity) == (["small", "test"], "what W&B gets", "us")
     assert run.run_id == finished.run_id
     assert finished.written.exit_code == 0
-    assert finished.written.summary["val_loss"] == 2.5
+
+
+def test_each_figure_is_once_in_the_summary(finished):
+    """W&B makes its summary of the newest rows; only what these do not have is added."""
+    ours = {key: value for key, value in finished.written.summary.items() if not key.startswith("_")}
+    assert {"step", "tokens", "train/loss", "val/loss", "best_val_loss", "seconds"} <= set(ours)
+    assert (ours["val/loss"], ours["best_val_loss"], ours["seconds"]) == (2.5, 2.5, 9.0)
+    assert not {"steps", "val_loss", "ranks", "plan_bytes"} & set(ours)
 
 
 def test_one_alert_says_that_training_goes_wrong(finished):
@@ -129,11 +142,7 @@ def test_one_alert_says_that_training_goes_wrong(finished):
     assert (alert.level, alert.text) == ("ERROR", "the loss is nan at step 3")
 
 
-def test_the_plan_is_a_table_and_the_report_a_page(finished):
-    (table,) = finished.folder.glob("wandb/latest-run/files/media/table/*.json")
-    assert json.loads(table.read_text()) == {
-        "columns": ["kind", "device", "nvme"], "data": [["parameters", 400, 0], ["moments", 0, 800]],
-    }  # fmt: skip
+def test_the_report_is_a_page(finished):
     (page,) = finished.folder.glob("wandb/latest-run/files/media/html/*.html")
     assert page.read_text() == "<p>how it went"
 
@@ -172,6 +181,25 @@ def test_a_job_of_a_sweep_is_named_after_its_overrides_in_the_group_of_its_sweep
     assert run_id_of(settings().plain(), job, "theirs00") != "theirs00", (
         "jobs that begin at one checkpoint are several runs"
     )
+
+
+def test_what_the_settings_leave_open_is_wandbs_own_variable(tmp_path, monkeypatch):
+    def opened(name, **tracker):
+        folder = tmp_path / name
+        folder.mkdir()
+        with open_tracker(settings(console="none", **tracker).tracker, folder, steps=40) as tracker:
+            tracker.begin(settings().plain(), {})
+            tracker.log(row(1))
+        run = wandb_file.read(folder).run
+        return run.project, run.display_name, run.run_group, list(run.tags), run.notes
+
+    assert opened("plain") == ("functional-zero", "plain", "", [], "")
+    given = {"PROJECT": "theirs", "NAME": "first", "RUN_GROUP": "all", "TAGS": "a,b", "NOTES": "said"}
+    for name, value in given.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    assert opened("variables") == ("theirs", "first", "all", ["a", "b"], "said")
+    own = {"project": "ours", "run": "second", "group": "some", "tags": ["c"], "notes": "more"}
+    assert opened("settings", **own) == ("ours", "second", "some", ["c"], "more")
 
 
 def test_a_resumed_run_keeps_its_id_and_an_evaluation_has_its_own(tmp_path):
@@ -246,10 +274,6 @@ class Broken:
         model_fields = ()
 
         def __init__(self, **_):
-            pass
-
-    class Table:
-        def __init__(self, columns, data):
             pass
 
     def __init__(self, folder, **parts):
@@ -425,7 +449,81 @@ def test_a_process_of_wandb_that_is_stopped_holds_up_nothing(tmp_path, when):
         assert psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
 
 
+def test_the_commit_and_the_packages_are_kept_unless_switched_off(tmp_path, monkeypatch):
+    repository = tmp_path / "code"
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@x", "-C", repository]
+    subprocess.run(["git", "init", "--quiet", repository], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "first"], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    monkeypatch.chdir(repository)
+    for versions in (True, False):
+        folder = tmp_path / str(versions)
+        folder.mkdir()
+        with open_tracker(settings(versions=versions, console="none").tracker, folder, steps=40) as tracker:
+            tracker.begin(settings().plain(), {})
+            tracker.log(row(1))
+        requirements = list(folder.glob("wandb/latest-run/files/requirements.txt"))
+        assert wandb_file.read(folder).run.git.commit == (commit if versions else "")
+        assert len(requirements) == versions
+        assert all("torch==" in path.read_text() for path in requirements)
+
+
+# Sweeps of W&B
+
+SWEEP = Path(__file__).resolve().parents[2] / "scripts" / "examples" / "wandb_sweep.yaml"
+
+
+def words_of_the_agent(chosen):
+    """What `wandb agent` runs for the values that the sweep has chosen, after the program."""
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+
+    given = {name: {"value": value} for name, value in chosen.items()}
+    parts = create_sweep_command_args({"args": given}) | {"env": [], "interpreter": [], "program": []}
+    command = create_sweep_command(yaml.safe_load(SWEEP.read_text())["command"])
+    return [word for part in command for word in (parts[part[2:-1]] if part.startswith("${") else [part])]
+
+
+def test_every_command_of_the_sweep_file_is_accepted():
+    sweep = yaml.safe_load(SWEEP.read_text())
+    assert sweep["program"] == "train.py"
+    values = {
+        name: one.get("values") or [one[key] for key in ("min", "max", "value") if key in one]
+        for name, one in sweep["parameters"].items()
+    }
+    for number in range(max(map(len, values.values()))):
+        chosen = {name: some[min(number, len(some) - 1)] for name, some in values.items()}
+        config = read(settings_in(compose(words_of_the_agent(chosen))))
+        assert config.tracker.name == "wandb"
+        assert (config.optim.lr, config.optim.weight_decay) == (chosen["optim.lr"], chosen["optim.weight_decay"])
+    assert sweep["metric"]["name"] in ROW
+
+
+def test_a_run_of_an_agent_is_the_run_that_its_sweep_knows(here, monkeypatch):
+    monkeypatch.setenv("WANDB_RUN_ID", "ofsweep1")
+    words = words_of_the_agent({"optim.lr": 0.01, "offload": "none", "steps": 2})
+    assert train.main([*words, "debug=tiny", "tracker.mode=offline", "val.every=1", "launch.threads=1"]) == 0
+    (folder,) = here.glob("runs/*/*")
+    written = wandb_file.read(folder)
+    assert written.run.run_id == "ofsweep1"
+    assert [one["val/loss"] > 0 for one in written.rows if "step" in one] == [True, True]
+
+
 # Who is asked
+
+
+def test_whoever_asked_for_an_online_run_without_a_key_is_told_before_training(tmp_path, monkeypatch):
+    def said(**tracker):
+        stream = io.StringIO()
+        with open_tracker(settings(**tracker).tracker, tmp_path, stream, steps=40):
+            return stream.getvalue()
+
+    online = "W&B is offline for this run: there is no key; run `wandb login`, or export WANDB_API_KEY\n"
+    assert said(mode="online") == online
+    assert said(mode="auto") == said(mode="offline") == ""
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert said(mode="auto") == online
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    assert said(mode="auto") == said(mode="online") == ""
 
 
 def test_disabled_means_no_file_no_process_and_no_thread(tmp_path, monkeypatch):
@@ -511,8 +609,8 @@ def test_a_secret_in_a_file_of_settings_is_refused_too():
     assert CANARY not in str(refused.value)
 
 
-def test_nothing_of_the_machine_the_command_or_the_packages_is_kept(finished):
+def test_nothing_of_the_machine_or_the_command_is_kept(finished):
     kept = {path.name for path in finished.folder.glob("wandb/latest-run/files/*")}
-    assert not kept & {"wandb-metadata.json", "requirements.txt", "conda-environment.yaml", "config.yaml"}
+    assert not kept & {"wandb-metadata.json", "conda-environment.yaml", "config.yaml", "diff.patch"}
     written = (finished.folder / "wandb" / "latest-run").resolve().glob("*.wandb")
     assert not re.search(rb"test_wandb\.py", next(written).read_bytes())

@@ -79,6 +79,8 @@ HYDRA = [
     (["--zero.stage=3"], "--zero.stage=3: settings are written without dashes: zero.stage=3"),
     (["tracker=wandb", "tracker.run=a b=c"], "tracker.run=a b=c cannot be read; write key=value, and quote"),
     (["data=tokens"], "data=tokens needs data.path=FILE"),
+    (["optim=[adamw,lion]"], "optim=[adamw,lion]: choose one option of optim"),
+    (["tracker=[wandb,tensorboard]"], "one option of tracker; for both, tracker=wandb tracker.tensorboard=true"),
     (["zero.stage=3", "zero.stage"], "zero.stage cannot be read; write key=value"),
 ]
 

@@ -17,11 +17,11 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import train
 from zero.errors import MachineError
 from zero.platform.timeline import Span as Traced, Timeline
+from zero.tracker.report import chart, page, run, scale
+from zero.tracker.report.chart import Bar, Panel, Part, Row, Series, Span
+from zero.tracker.report.folder import read_run
 from zero.trainer import checks, cli, job
 from zero.trainer.config import Config
-from zero.trainer.report import chart, page, run, scale
-from zero.trainer.report.chart import Bar, Panel, Part, Row, Series, Span
-from zero.trainer.report.folder import read_run
 
 ROOT = Path(__file__).resolve().parents[2]
 LAW = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -258,7 +258,7 @@ def row(step: int, loss: float = 5.0, **more) -> dict:
 
 def text_of(folder: Path) -> str:
     """The words of a report; fails unless the page is whole and asks for nothing outside."""
-    html = run.write(folder).read_text()
+    html = run.write(folder, Config().plain()).read_text()
     root = ElementTree.fromstring(html.removeprefix("<!DOCTYPE html>\n"))
     assert not tags(root, "script")
     for element in root.iter():
@@ -458,7 +458,7 @@ def test_a_page_is_made_without_torch(finished):
     """With the timeline of a step and a table of settings: what reads files needs nothing that computes."""
     assert (finished / "trace.json").exists()
     watch = (
-        "import sys\nfrom pathlib import Path\nfrom zero.trainer.report import run, sweep\n"
+        "import sys\nfrom pathlib import Path\nfrom zero.tracker.report import run, sweep\n"
         f"folder = Path({str(finished)!r})\nrun.write(folder), sweep.write(folder)\n"
         "assert 'torch' not in sys.modules\n"
     )

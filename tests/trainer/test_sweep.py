@@ -19,9 +19,9 @@ from hypothesis import given, settings, strategies as st
 
 import train
 from zero.errors import MachineError
+from zero.tracker.report import sweep
 from zero.trainer import cli, job as processes
 from zero.trainer.config import keys
-from zero.trainer.report import sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = [

@@ -310,10 +310,12 @@ def _cycle(config: CheckedConfig, params: Mapping[str, Any], peak: float) -> dic
 
 
 def _tracker(config: CheckedConfig) -> dict[str, Any]:
+    found = {"tracker.tensorboard": True} if config.get("tensorboard.enabled", False) else {}
     if not config.get("wandb.enabled", False):
-        return {"tracker.name": "jsonl"}
-    found = {"tracker.name": "wandb", "tracker.project": config.get("wandb.project", "deepspeed")}
-    return found | ({"tracker.group": config.get("wandb.group")} if config.get("wandb.group") else {})
+        return {"tracker.name": "jsonl", **found}
+    given = {"group": config.get("wandb.group"), "entity": config.get("wandb.team")}
+    found |= {f"tracker.{key}": value for key, value in given.items() if value}
+    return {"tracker.name": "wandb", "tracker.project": config.get("wandb.project", "deepspeed"), **found}
 
 
 # Settings as text

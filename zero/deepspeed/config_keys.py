@@ -232,7 +232,9 @@ KEYS: tuple[Key, ...] = (
     Key("wandb.enabled", BOOL, "`tracker=wandb`"),
     Key("wandb.project", TEXT, "`tracker.project`"),
     Key("wandb.group", TEXT, "`tracker.group`"),
-    *_ignored("the environment variable WANDB_ENTITY says whose run it is", TEXT, "wandb.team"),
+    Key("wandb.team", TEXT, "`tracker.entity`"),
+    Key("tensorboard.enabled", BOOL, "`tracker=tensorboard`"),
+    *_ignored("TensorBoard's files are in the run's folder", TEXT, "tensorboard.output_path tensorboard.job_name"),
     *_ignored("metrics.jsonl has it in every row, and report.html the spans of one step", BOOL,
               "wall_clock_breakdown memory_breakdown"),
     *_ignored("the plan and all settings are printed and kept in the run's folder", BOOL, "dump_state"),
@@ -259,11 +261,10 @@ KEYS: tuple[Key, ...] = (
     ),
 )  # fmt: skip
 
-ROWS = "metrics.jsonl has every row; tracker=wandb shows them"
+ROWS = "metrics.jsonl has every row; tracker=wandb and tracker=tensorboard show them"
 DATA = "data comes from the loader as it is"
 
 FEATURES: tuple[Feature, ...] = (
-    Feature("tensorboard", ROWS, "enabled output_path job_name"),
     Feature("csv_monitor", "metrics.jsonl has every row", "enabled output_path job_name"),
     Feature("comet", ROWS,
             "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode"),

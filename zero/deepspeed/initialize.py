@@ -236,7 +236,7 @@ def _run_log(
     tokens_per_row: int,
 ) -> RunLog | None:
     """The rows of the run; None where neither a folder nor `steps_per_print` asks for them."""
-    if folder is None and isinstance(config.tracker, Wandb):
+    if folder is None and (isinstance(config.tracker, Wandb) or config.tracker.tensorboard):
         folder = Path("runs") / f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}"
     if folder is None and "every" not in translation.settings.get("tracker", {}):
         return None

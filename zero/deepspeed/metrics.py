@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Mapping
 from functools import partial
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,11 @@ from zero.engine.state import State
 from zero.engine.step import Metrics
 from zero.settings import Settings
 from zero.tracker import RUNNING, Lines, Tracker, open_tracker, write_summary
+from zero.tracker.jsonl import unused_folder
 from zero.tracker.meter import Meter
 
 log = logging.getLogger("zero")
 
-ROWS = "metrics.jsonl"
 SECTIONS = ("zero", "offload", "batch", "precision", "tracker")
 """Sections of a config that also hold for a model and a loop of the user's own."""
 WARM_UP_STEPS = 2
@@ -276,7 +275,7 @@ class RunLog:
             return
         if not self._continues:
             with naming(self._folder, "looking for rows in it"):
-                self._folder = _unused_folder(self._folder)
+                self._folder = unused_folder(self._folder)
         path = self._folder / "config.yaml"
         with naming(path, "writing it"):
             path.write_text(yaml.safe_dump(dict(self._settings), sort_keys=False))
@@ -307,21 +306,3 @@ def run_settings(config: Settings, optimizer: Optimizer) -> dict[str, Any]:
     own = {"kind": optimizer.kind, "clip": config.optim.clip, "groups": groups}
     sections = {key: value for key, value in config.plain().items() if key in SECTIONS}
     return {"mode": "train", **sections, "optimizer": json.loads(json.dumps(to_json(own), default=str))}
-
-
-def _unused_folder(folder: Path) -> Path:
-    """The folder itself, or the first of `run-2`, `run-3`, ... below it that no other run writes or has written."""
-    place = next(filter(_claim, chain([folder], (folder / f"run-{number}" for number in count(2)))))
-    if place != folder:
-        log.warning("%s has the rows of another run, and no checkpoint of it was loaded: these go to %s", folder, place)
-    return place
-
-
-def _claim(place: Path) -> bool:
-    """Make the file of rows; False where there is one. Of two loops that begin at once only one makes it."""
-    place.mkdir(parents=True, exist_ok=True)
-    try:
-        (place / ROWS).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True

@@ -98,6 +98,7 @@ class Step:
             self._runtime.reducer.reset()
         self._runtime.reducer.clear()
         self._runtime.updater.begin(self._hyper(), eager=self._plan.update == "eager")
+        self._runtime.tape.passed("before the step")
 
     def microbatch(self) -> None:
         """Begin the next microbatch; `plan.accumulate` of them make a step."""

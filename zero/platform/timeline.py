@@ -248,19 +248,22 @@ class Tape:
     def __init__(self, clock: "Callable[[], Clock]", *, rank: int, streams: bool) -> None:
         self._clock, self._rank, self._streams = clock, rank, streams
         self._recording: _Recording | None = None
+        self._yields = False
 
     @contextmanager
-    def record(self, *, profile: bool) -> Iterator[Timeline]:
-        """See `zero.record`."""
-        if self._recording is not None:
+    def record(self, *, profile: bool = False, yields: bool = False) -> Iterator[Timeline]:
+        """See `zero.record`. One that yields gives way to the next, and stays empty."""
+        if self._recording is not None and not self._yields:
             raise StaleStateError("this run is being recorded already; end that recording first")
         timeline = Timeline()
         recording = self._recording = _Recording(self._clock(), self._rank, profile)
+        self._yields = yields
         try:
             yield timeline
         finally:
-            self._recording = None
-            timeline.spans = Timeline(recording.end()).spans
+            if self._recording is recording:
+                self._recording = None
+                timeline.spans = Timeline(recording.end()).spans
 
     def doing(self, row: str, unit: str) -> AbstractContextManager[None]:
         """The training thread does the work of `row` itself."""

@@ -35,7 +35,7 @@ START_S = 90.0
 PRELOADED = (
     "zero.trainer.loop",
     "zero.trainer.planning",
-    "zero.trainer.report.run",
+    "zero.tracker.report.run",
     "rich.console",
     "pytest",
     "hypothesis",

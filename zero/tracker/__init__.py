@@ -1,4 +1,4 @@
-"""What a run reports while it runs: rows in metrics.jsonl always, the console, and Weights & Biases if configured.
+"""What a run reports while it runs: rows in metrics.jsonl, the console, and Weights & Biases or TensorBoard if asked.
 
 Rank 0 has a tracker; the others have one without views. Views do not know each other. metrics.jsonl comes first, and is
 the only one whose failure ends a run; any other is told of once and left out.
@@ -19,10 +19,11 @@ from zero.tracker.behind import Behind
 from zero.tracker.console import Bar, Lines
 from zero.tracker.jsonl import RUNNING as RUNNING, Jsonl, write_failure as write_failure, write_summary as write_summary
 from zero.tracker.settings import TrackerSettings, Wandb
+from zero.tracker.tensorboard import TensorBoardRun
 from zero.tracker.view import ROW as ROW, Row, View
 
-Open = Callable[[Mapping[str, Any], Mapping[str, Any], str | None], tuple[View, str]]
-"""From what `Tracker.begin` is given to a view, and the id of what it shows."""
+Open = Callable[[Mapping[str, Any], Mapping[str, Any], str | None], tuple[View, str | None]]
+"""From what `Tracker.begin` is given to a view, and the id of what it shows, if it has one."""
 
 
 class Tracker(AbstractContextManager["Tracker"]):
@@ -30,7 +31,7 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     Args:
         views: what each call goes to, in this order.
-        later: makes one more when training begins.
+        later: makes more when training begins, by what each is called.
         said: what views have to say to a person, put there from any thread.
 
     Attributes:
@@ -38,9 +39,9 @@ class Tracker(AbstractContextManager["Tracker"]):
     """
 
     def __init__(
-        self, views: Sequence[View] = (), later: Open | None = None, said: SimpleQueue[str] | None = None
+        self, views: Sequence[View] = (), later: Mapping[str, Open] | None = None, said: SimpleQueue[str] | None = None
     ) -> None:
-        self._views, self._later, self._said = list(views), later, said or SimpleQueue()
+        self._views, self._later, self._said = list(views), later or {}, said or SimpleQueue()
         self._lost: list[View] = []
         self._summary: Mapping[str, Any] = {}
         self._exit_code = 0
@@ -54,13 +55,14 @@ class Tracker(AbstractContextManager["Tracker"]):
             facts: plain values that are known of the run beside its settings; `plan_bytes` is tier to kind to bytes.
             run_id: what the checkpoint remembers that the run goes on from.
         """
-        if self._later is not None:
+        for name, opened in self._later.items():
             try:
-                view, self.run_id = self._later(config, facts, run_id)
+                view, its_id = opened(config, facts, run_id)
                 self._views.append(view)
+                self.run_id = its_id or self.run_id
             except Exception as error:
-                self._said.put(_left_out("W&B", error))
-            self._pass_on()
+                self._said.put(_left_out(name, error))
+        self._pass_on()
 
     def log(self, row: Row) -> None:
         """One row, with the keys of `ROW`."""
@@ -112,7 +114,7 @@ class Tracker(AbstractContextManager["Tracker"]):
                 raise
             if view not in self._lost:
                 self._lost.append(view)
-                self._said.put(_left_out("W&B" if isinstance(view, Behind) else "the console", error))
+                self._said.put(_left_out(view.title, error))
 
     def _pass_on(self) -> None:
         while not self._said.empty():
@@ -138,30 +140,40 @@ def open_tracker(
     views: list[View] = [Jsonl(folder / "metrics.jsonl")]
     said: SimpleQueue[str] = SimpleQueue()
     try:
-        views += [Lines(None, stream)] if steps is None else _console(settings.console, steps, stream)
+        views += _console(settings.console, steps, stream)
     except Exception as error:
         said.put(_left_out("the console", error))
-    return Tracker(views, _later(settings, folder, said.put), said)
+    tracker = Tracker(views, _later(settings, folder, said.put), said)
+    if isinstance(settings, Wandb) and wandb.lacks_key(settings):
+        tracker.note(wandb.NO_KEY)  # now, when there is still time to log in
+    return tracker
 
 
-def _console(console: str, steps: int, stream: TextIO) -> list[View]:
-    if console == "auto":
-        console = "bar" if stream.isatty() else "lines"
-    views = {"bar": Bar, "lines": Lines}
-    return [views[console](steps, stream)] if console in views else []
+def _console(console: str, steps: int | None, stream: TextIO) -> list[View]:
+    if console == "none":
+        return []
+    if steps is None or console == "lines" or (console == "auto" and not stream.isatty()):
+        return [Lines(steps, stream)]
+    return [Bar(steps, stream)]
 
 
 def _left_out(name: str, error: Exception) -> str:
     return f"{name} is left out from here on: {wandb.first_line(error)}; metrics.jsonl has every row"
 
 
-def _later(settings: TrackerSettings, folder: Path, say: Callable[[str], None]) -> Open | None:
-    if not isinstance(settings, Wandb) or wandb.mode_of(settings) == "disabled":
-        return None
-
+def _later(settings: TrackerSettings, folder: Path, say: Callable[[str], None]) -> Mapping[str, Open]:
     def open_wandb(config: Mapping[str, Any], facts: Mapping[str, Any], stored: str | None) -> tuple[View, str]:
+        assert isinstance(settings, Wandb)
         run_id = wandb.run_id_of(config, folder, stored)
         opened = partial(wandb.WandbRun, config, settings, folder, facts, run_id=run_id, say=say)
         return Behind(opened, wandb.abandon), run_id
 
-    return open_wandb
+    def open_tensorboard(config: Mapping[str, Any], *_: object) -> tuple[View, None]:
+        return Behind(partial(TensorBoardRun, config, folder), title="TensorBoard"), None
+
+    found: dict[str, Open] = {}
+    if isinstance(settings, Wandb) and wandb.mode_of(settings) != "disabled":
+        found["W&B"] = open_wandb
+    if settings.tensorboard:
+        found["TensorBoard"] = open_tensorboard
+    return found

@@ -23,12 +23,20 @@ class Behind(View):
 
     Args:
         opened: makes the view.
+        title: what a person is told of when it fails.
         abandon: called beside a call that does not return: nothing may wait for the view any more.
         patience_s: how long `close` waits until all calls are done.
     """
 
-    def __init__(self, opened: Callable[[], View], abandon: Callable[[], None], *, patience_s: float = 60.0) -> None:
-        self._opened, self._abandon, self._patience_s = opened, abandon, patience_s
+    def __init__(
+        self,
+        opened: Callable[[], View],
+        abandon: Callable[[], None] = lambda: None,
+        *,
+        title: str = "W&B",
+        patience_s: float = 60.0,
+    ) -> None:
+        self._opened, self._abandon, self.title, self._patience_s = opened, abandon, title, patience_s
         self._calls: SimpleQueue[Callable[[View], None] | None] = SimpleQueue()
         self._error: Exception | None = None
         self._thread = Beside(self._work, name="view", stop=lambda: self._calls.put(None), limit_s=HURRIED_S)

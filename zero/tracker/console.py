@@ -17,7 +17,7 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from zero.tracker.view import Row, View
+from zero.tracker.view import ROW, Row, View
 
 PIPE_COLUMNS = 120
 """Of a line in a pipe or a file."""
@@ -151,8 +151,11 @@ def words(row: Row) -> list[Word]:
         value = row.get(key)
         if value is not None and (shown := text(value)):
             found.append(Word(shown, rank))
+    if row.get("speed/step_s") and not {"speed/tokens_per_s", "speed/samples_per_s"} & set(row):
+        found.append(Word(f"{row['speed/step_s']:.3g} s/step", 4))
     if row.get("train/skipped"):
         found.append(Word(f"{row['train/skipped']} skipped", 2))
+    found += [Word(f"{key} {row[key]:.4g}", 4) for key in row if _is_own(key) and row[key] is not None]
     memory = _memory(row)
     return [*found, Word(memory, 5)] if memory else found
 
@@ -174,9 +177,15 @@ _WORDS: tuple[tuple[str, int, Callable[[float], str]], ...] = (
     ("train/grad_norm", 8, lambda value: f"norm {value:.3g}"),
     ("train/lr", 9, lambda value: f"lr {_exponent(value)}"),
     ("speed/tokens_per_s", 4, lambda value: f"{value:,.0f} tok/s"),
+    ("speed/samples_per_s", 4, lambda value: f"{_short(value)} samples/s"),
     ("speed/mfu", 7, lambda value: f"mfu {value:.0%}"),
     ("speed/stall_fraction", 6, lambda value: f"stall {value:.0%}" if value >= 0.005 else ""),
 )
+
+
+def _is_own(key: str) -> bool:
+    """A number of a loop of one's own, such as val/accuracy."""
+    return key.startswith(("train/", "val/")) and key not in ROW
 
 
 class _Work:

@@ -1,12 +1,18 @@
 """Write rows to metrics.jsonl, and how the run ended to summary.json."""
 
 import json
+import logging
 from collections.abc import Mapping
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from zero.platform.run_files import publish, writing
 from zero.tracker.view import Row, View, finite
+
+log = logging.getLogger("zero")
+
+ROWS = "metrics.jsonl"
 
 RUNNING = "running, or ended without a word"
 """The exit reason until there is one."""
@@ -54,3 +60,21 @@ def write_failure(folder: Path, summary: Mapping[str, Any], *, final: bool = Fal
     before.setdefault("exit_reason", RUNNING)
     known = not final and before["exit_reason"] != RUNNING
     write_summary(folder, {**before, **summary, **({"exit_reason": before["exit_reason"]} if known else {})})
+
+
+def unused_folder(folder: Path) -> Path:
+    """The folder itself, or the first of `run-2`, `run-3`, ... below it that no other run writes or has written."""
+    place = next(filter(_claim, chain([folder], (folder / f"run-{number}" for number in count(2)))))
+    if place != folder:
+        log.warning("%s has the rows of another run, and no checkpoint of it was loaded: these go to %s", folder, place)
+    return place
+
+
+def _claim(place: Path) -> bool:
+    """Make the file of rows; False where there is one. Of two loops that begin at once only one makes it."""
+    place.mkdir(parents=True, exist_ok=True)
+    try:
+        (place / ROWS).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from zero.core.schema import Section
-from zero.core.settings import Reads, Whole, key, text_of
+from zero.core.settings import Reads, Whole, Word, key, names_of, text_of
 
 
 def _name(value: object) -> str:
@@ -13,6 +13,13 @@ def _name(value: object) -> str:
     if len(text) > 128:
         raise ValueError("must have at most 128 characters, which W&B takes")
     return text
+
+
+def _tags(value: object) -> tuple[str, ...]:
+    found = names_of(value)
+    if long := next((tag for tag in found if len(tag) > 64), None):
+        raise ValueError(f"has {long}; a tag has at most 64 characters, which W&B takes")
+    return found
 
 
 def _project(value: object) -> str:
@@ -23,6 +30,7 @@ def _project(value: object) -> str:
 
 
 Name = Annotated[str, Reads("text", _name)]
+Tags = Annotated[tuple[str, ...], Reads("a list such as [a, b]", _tags)]
 Project = Annotated[str, Reads("text", _project)]
 
 
@@ -34,15 +42,28 @@ class Jsonl(Section):
     console: Literal["auto", "bar", "lines", "none"] = key(
         "auto", "auto: a progress bar on a terminal, plain lines in a pipe", example="lines"
     )
+    tensorboard: bool = key(
+        False, "also write the rows for TensorBoard, to `tensorboard/` in the run's folder", example="true"
+    )
 
 
 class Wandb(Jsonl):
     """The same, and a Weights & Biases run beside it."""
 
     name: Literal["wandb"] = key("wandb", "kind of tracker")  # type: ignore[assignment]
-    project: Project = key("functional-zero", "W&B project", example="my-project")
-    run: Name | None = key(None, "name of the run; null: its overrides in a sweep, else its folder", example="first")
-    group: Name | None = key(None, "group of the run; null: the folder of its sweep, if it has one", example="stages")
+    project: Project | None = key(None, "W&B project; null: WANDB_PROJECT, else functional-zero", example="my-project")
+    entity: Name | None = key(None, "W&B user or team; null: WANDB_ENTITY, or whose key it is", example="my-team")
+    run: Name | None = key(
+        None, "name of the run; null: WANDB_NAME, else its overrides in a sweep, or its folder", example="first"
+    )
+    group: Name | None = key(
+        None, "group of the run; null: the folder of its sweep if it has one, else WANDB_RUN_GROUP", example="stages"
+    )
+    tags: Tags = key((), "labels to find the run by; empty: WANDB_TAGS", example="[baseline,night]")
+    notes: Word | None = key(None, "a sentence about the run; null: WANDB_NOTES", example="larger-batch")
+    versions: bool = key(
+        True, "record the commit of the code's git repository, and which packages are installed", example="false"
+    )
     mode: Literal["auto", "online", "offline", "disabled"] = key(
         "auto", "auto: online where a key is found, else offline", example="offline"
     )

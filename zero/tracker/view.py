@@ -32,8 +32,15 @@ and so is a step that is recorded: null where a row has no other.
 Row = Mapping[str, float | int | None]
 
 
+QUIET = ("memory/", "comm/", "offload/")
+"""Of these a value gets no chart as long as it was always 0: a chart of what a run does not have is in the way."""
+
+
 class View:
     """One place that shows a run. Each shows what it has room for, and nothing of the rest."""
+
+    title = "the console"
+    """What a person is told of when it fails."""
 
     def log(self, row: Row) -> None:
         """Show or keep one row."""
@@ -52,6 +59,18 @@ class View:
 
     def close(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Nothing follows. `summary` is empty when the run failed."""
+
+
+class Charts:
+    """Which values of a row get a chart."""
+
+    def __init__(self) -> None:
+        self._moving: set[str] = set()
+
+    def of(self, row: Row) -> dict[str, float | int]:
+        """The values of a row that were measured, without those that were always 0 and need no chart."""
+        self._moving |= {key for key, value in row.items() if value or not key.startswith(QUIET)}
+        return {key: value for key, value in row.items() if value is not None and key in self._moving}
 
 
 def finite(value: float | int | None) -> float | int | None:

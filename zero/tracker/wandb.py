@@ -1,7 +1,8 @@
 """The Weights & Biases run: the rows of metrics.jsonl once more, for a browser. The only file that imports wandb.
 
 W&B writes a log of its own into the run folder, and sends it where it is online. It is told nothing of the command
-line, the environment or the code. Every value is plotted against `step`; `tokens` is in each row to choose instead.
+line or the environment, and of the code only its commit. Every value is plotted against `step`; `tokens` is in each row
+to choose instead. What does not change is in W&B's config or summary, and in no chart.
 W&B counts rows by itself: given a step, it would drop the rows of a run that goes on from an earlier one.
 """
 
@@ -22,10 +23,18 @@ import psutil
 
 from zero.core.secret import hidden
 from zero.tracker.settings import Wandb
-from zero.tracker.view import SECTIONS, Row, View
+from zero.tracker.view import SECTIONS, Charts, Row, View
 
-QUIET = ("memory/", "comm/", "offload/")
-"""Of these a value is left out as long as it was always 0: a chart of what a run does not have is in the way."""
+IN_ROWS = frozenset(
+    ("steps", "tokens", "samples", "train_loss", "val_loss", "skipped", "device_peak_bytes", "host_peak_bytes")
+)
+"""Figures of summary.json that the newest row has too: W&B makes its summary of the rows. Of `tokens_per_s` and `mfu` a
+row has the newest, and summary.json the median."""
+
+IN_CONFIG = frozenset(("ranks", "parameters_numel", "data_digest"))
+"""And those that W&B's config has."""
+
+NO_KEY = "W&B is offline for this run: there is no key; run `wandb login`, or export WANDB_API_KEY"
 
 PATIENCE_S = 5.0
 """How long W&B may look for the network before the run is offline, unless WANDB_INIT_TIMEOUT says another time."""
@@ -35,12 +44,15 @@ FLUSH_S = 2.0
 
 NAME_LENGTH = 128
 
+PROJECT = "functional-zero"
+"""Where neither the settings nor WANDB_PROJECT name one."""
+
 
 class WandbRun(View):
     """A run that is open from here until `close`. Its calls may take as long as the network does.
 
     Args:
-        facts: what is known of the run beside its settings; `plan_bytes` is also shown as a table.
+        facts: what is known of the run beside its settings; they go to W&B's config.
         run_id: of a new run, or of one that goes on.
         say: tells a person; called from this thread.
     """
@@ -64,33 +76,34 @@ class WandbRun(View):
         logging.raiseExceptions = False
         self._wandb, self._say, self._folder, self._artifacts = wandb, say, folder, settings.artifacts
         self._skipped, self._has_called = 0, False
-        self._moving: set[str] = set()
+        self._charts, self._best_val_loss = Charts(), math.inf
         name, group = name_and_group(settings, folder)
         versions = {"python": platform.python_version(), "torch": version("torch"), "wandb": version("wandb")}
         self._run = self._init(
             mode_of(settings),
             id=run_id,
             resume="allow",
-            project=settings.project,
+            project=settings.project or (None if os.environ.get("WANDB_PROJECT") else PROJECT),
+            entity=settings.entity,
             name=name,
             group=group,
+            tags=settings.tags or None,
+            notes=settings.notes,
             job_type=config["mode"],
             dir=str(folder),
             config={**config, "run": {**facts, "versions": versions}},
-            settings=_settings(wandb),
+            settings=_settings(wandb, versions=settings.versions),
         )
-        self._run.define_metric("tokens", step_metric="step")
-        for section in SECTIONS:
-            self._run.define_metric(f"{section}/*", step_metric="step")
-        for loss in ("train/loss", "val/loss"):
-            self._run.define_metric(loss, step_metric="step", summary="min,last")
-        if "plan_bytes" in facts:
-            self._run.log({"plan": _table(wandb, facts["plan_bytes"])})
+        self._run.define_metric("step", hidden=True)  # it is the axis of all others
+        for name in ("tokens", "samples", *(f"{section}/*" for section in SECTIONS)):
+            self._run.define_metric(name, step_metric="step")
 
     def log(self, row: Row) -> None:
         """A row, and the one alert of a run if it says that training goes wrong."""
-        self._moving |= {key for key, value in row.items() if value or not key.startswith(QUIET)}
-        self._run.log({key: row[key] for key in row if row[key] is not None and key in self._moving})
+        self._run.log(self._charts.of(row))
+        if (loss := row.get("val/loss")) is not None and loss < self._best_val_loss:
+            self._best_val_loss = loss
+            self._run.summary["best_val_loss"] = loss  # also of a run that is killed
         what = self._trouble(row)
         if what and not self._has_called:
             self._has_called = True
@@ -110,7 +123,8 @@ class WandbRun(View):
 
     def close(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Return when W&B has everything that it will get."""
-        self._run.summary.update({key: value for key, value in summary.items() if not isinstance(value, Mapping)})
+        figures = {key: value for key, value in summary.items() if key not in IN_ROWS | IN_CONFIG}
+        self._run.summary.update({key: value for key, value in figures.items() if _is_figure(value)})
         folder = Path(self._run.dir).parent
         place = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else folder  # from where the user is
         try:
@@ -149,6 +163,11 @@ class WandbRun(View):
         return "a step was skipped" if was_skipped and (row.get("train/loss_scale") or 1) <= 1 else None
 
 
+def _is_figure(value: object) -> bool:
+    """Neither a table nor the best of nothing."""
+    return not isinstance(value, Mapping) and value not in ("", math.inf)
+
+
 def abandon() -> None:
     """Kill W&B's process, which hangs: Python would wait for it when it ends."""
     import wandb
@@ -165,6 +184,12 @@ def mode_of(settings: Wandb) -> str:
     """online, offline or disabled. Never online without a key: W&B would ask for one, on the terminal."""
     asked = os.environ.get("WANDB_MODE", "auto") if settings.mode == "auto" else settings.mode
     return ("online" if has_key() else "offline") if asked in ("auto", "online") else asked
+
+
+def lacks_key(settings: Wandb) -> bool:
+    """Whether somebody asked for an online run, and there is no key for it."""
+    asked = os.environ.get("WANDB_MODE") if settings.mode == "auto" else settings.mode
+    return asked == "online" and not has_key()
 
 
 def has_key() -> bool:
@@ -185,21 +210,25 @@ def has_key() -> bool:
 def run_id_of(config: Mapping[str, Any], folder: Path, stored: str | None) -> str:
     """The id of the W&B run for the run in `folder`.
 
-    That of an earlier start in this folder, or `stored`, the one of the run that this one goes on from; else a new one.
-    Evaluations and jobs of a sweep are runs of their own, though they may all begin from one checkpoint.
+    WANDB_RUN_ID, which an agent of a W&B sweep sets; that of an earlier start in this folder; or `stored`, the one of
+    the run that this one goes on from; else a new one. Evaluations and jobs of a Hydra sweep are runs of their own,
+    though they may all begin from one checkpoint.
     """
+    is_in_sweep = _is_in_sweep(folder)
+    if (given := os.environ.get("WANDB_RUN_ID")) and not is_in_sweep:
+        return given
     latest = folder / "wandb" / "latest-run"  # a link to run-<time>-<id>
     if latest.is_symlink():
         return latest.readlink().name.rpartition("-")[2]
-    goes_on = config["mode"] == "train" and not _is_in_sweep(folder)
+    goes_on = config["mode"] == "train" and not is_in_sweep
     return stored if stored and goes_on else uuid.uuid4().hex[:8]
 
 
 def name_and_group(settings: Wandb, folder: Path) -> tuple[str, str | None]:
     """What W&B calls a run and its group: in a sweep the overrides that it alone has, and the sweep's folder."""
-    folder = folder.absolute()
+    folder, given = folder.absolute(), settings.run or os.environ.get("WANDB_NAME")
     if not _is_in_sweep(folder):
-        return settings.run or folder.name, settings.group
+        return given or folder.name, settings.group
     lines = (folder / ".hydra" / "overrides.yaml").read_text().splitlines()
     # where an override that differs between jobs is a list; `hydra.sweep.subdir` may be several folders
     lists = next((found for above in folder.parents if (found := above / "multirun.yaml").is_file()), None)
@@ -207,7 +236,7 @@ def name_and_group(settings: Wandb, folder: Path) -> tuple[str, str | None]:
     own = [line for line in lines if line not in common] or lines
     overrides = " ".join(line.removeprefix("- ").strip("'\"") for line in own)
     sweep = (folder if lists is None else lists).parent
-    return (settings.run or overrides or folder.name)[:NAME_LENGTH], settings.group or sweep.name
+    return (given or overrides or folder.name)[:NAME_LENGTH], settings.group or sweep.name
 
 
 def first_line(error: BaseException) -> str:
@@ -220,26 +249,19 @@ def _is_in_sweep(folder: Path) -> bool:
     return record.is_file() and re.search(r"^\s+mode: MULTIRUN$", record.read_text(), re.MULTILINE) is not None
 
 
-def _settings(wandb: Any) -> Any:
+def _settings(wandb: Any, *, versions: bool) -> Any:
     wanted: dict[str, Any] = {
         "silent": True,
         "console": "off",  # it would be our progress line
-        # the command line, the environment, the code and what is installed are nobody's business
-        "x_disable_meta": True,
-        "x_save_requirements": False,
-        "disable_git": True,
+        "x_disable_meta": True,  # the command line and the environment are nobody's business
         "save_code": False,
+        "x_save_requirements": versions,
     }
+    if not versions:  # else WANDB_DISABLE_GIT decides
+        wanted["disable_git"] = True
     if "WANDB_INIT_TIMEOUT" not in os.environ:
         wanted["init_timeout"] = PATIENCE_S
     flush = "x_transaction_log_flush_interval"
     if flush in wandb.Settings.model_fields:  # since 0.31
         wanted[flush] = FLUSH_S
     return wandb.Settings(**wanted)
-
-
-def _table(wandb: Any, plan_bytes: Mapping[str, Mapping[str, int]]) -> Any:
-    """Bytes by kind, a column for each tier."""
-    kinds = dict.fromkeys(kind for tier in plan_bytes.values() for kind in tier)
-    rows = [[kind, *(tier.get(kind, 0) for tier in plan_bytes.values())] for kind in kinds]
-    return wandb.Table(columns=["kind", *plan_bytes], data=rows)

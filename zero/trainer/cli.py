@@ -33,12 +33,12 @@ from zero.core.secret import refuse_secret_words, refuse_secrets
 from zero.deepspeed import config as ds_config
 from zero.errors import ConfigError, Preempted, RankFailedError, SettingError, one_line
 from zero.platform.run_files import making
+from zero.tracker.report import sweep
 from zero.trainer import job, launch
 from zero.trainer.answers import answer, as_called, for_a_reader, show
 from zero.trainer.checks import RUNS_NOTHING, parse_config
 from zero.trainer.config import Config, keys, keys_of, kinds, read, unknown_key
 from zero.trainer.explain import overview
-from zero.trainer.report import sweep
 
 if TYPE_CHECKING:
     from zero.trainer.job import Train
@@ -93,12 +93,26 @@ def compose(overrides: Sequence[str], config_name: str = "config") -> Any:
         SettingError: one line about the first override that names something that does not exist.
     """
     _store_options()
+    _refuse_several_options(overrides)
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize(config_path=None, job_name="train", **_VERSION_BASE):
             return hydra.compose(config_name, list(overrides), return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise SettingError(_explain(overrides, error)) from None
+
+
+def _refuse_several_options(overrides: Sequence[str]) -> None:
+    """Hydra would put one over the other, without a word."""
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if value.startswith("[") and key in _groups():
+            both = "; for both, tracker=wandb tracker.tensorboard=true" if key == "tracker" else ""
+            raise SettingError(f"{text}: choose one option of {key}{both}")
+
+
+def _groups() -> set[str]:
+    return {path.name for path in CONF.iterdir() if path.is_dir()}
 
 
 def settings_in(composed: Any) -> dict[str, Any]:

@@ -89,12 +89,12 @@ def leave_failure(folder: Path, error: BaseException, *, final: bool) -> None:
         final: replace the reason that summary.json gives already.
     """
     from zero.tracker import write_failure
-    from zero.trainer.report.run import write as write_report
+    from zero.tracker.report.run import write as write_report
 
     with contextlib.suppress(MachineError):
         write_failure(folder, {"exit_reason": launch.describe(error)}, final=final)
     with contextlib.suppress(Exception):  # `error` is what the user has to read
-        write_report(folder)
+        write_report(folder, Config().plain())
 
 
 @contextlib.contextmanager

@@ -20,12 +20,12 @@ from zero.errors import MachineError, NumericsError, Preempted
 from zero.tracker import RUNNING, Tracker, write_failure, write_summary
 from zero.tracker.jsonl import CUT_SHORT, EVALUATED, FINISHED, STOPPED
 from zero.tracker.meter import Meter, Summary
+from zero.tracker.report import run as report
 from zero.trainer.config import Config
 from zero.trainer.data.windows import Data
 from zero.trainer.evaluate import sample_text, validation_loss
 from zero.trainer.launch import describe, preempted
 from zero.trainer.planning import against_measured, measured, out_of_memory
-from zero.trainer.report import run as report
 from zero.trainer.resume import refuse_other_model, refuse_other_moments
 from zero.trainer.saver import STOP_REQUESTED, Saver
 from zero.trainer.task import Task
@@ -181,7 +181,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             self._measured_bytes = measured(self._state)
             self._tracker.note(against_measured(self._state.plan, self._measured_bytes))
             try:
-                self._tracker.report(report.write(self._folder))
+                self._tracker.report(report.write(self._folder, Config().plain()))
                 self._tracker.note(f"report {self._folder / 'report.html'}")
             except Exception as error:  # the run is done all the same
                 self._tracker.note(f"warning: no report: {describe(error)}")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from zero.core.placement import Tier
 from zero.engine.plan import Plan
-from zero.trainer.report.scale import duration_unit
+from zero.tracker.report.scale import duration_unit
 
 
 def seconds_text(seconds: float) -> str:

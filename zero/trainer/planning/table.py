@@ -77,7 +77,7 @@ def against_measured(plan: Plan, measured: Mapping[str, int], peak_bytes: int | 
     peak is given.
 
     Args:
-        measured: of `zero.trainer.planning.measured`.
+        measured: of `zero.engine.measured`.
         peak_bytes: the most that tensors took at once in the memory that computes: the GPU's own counter, or by how
             much this process grew on a CPU. Activations are in it.
     """

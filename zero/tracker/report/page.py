@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from zero.trainer.report.chart import escape
-from zero.trainer.report.scale import UNKNOWN
+from zero.tracker.report.chart import escape
+from zero.tracker.report.scale import UNKNOWN
 
 NOTHING: Mapping[int, str] = {}
 STYLE = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")

@@ -9,14 +9,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import zero.trainer.report.chart as chart
+import zero.tracker.report.chart as chart
 from zero.core.schema import flat
 from zero.platform.run_files import publish
 from zero.platform.timeline import ROWS, Span, Timeline, shares
-from zero.trainer.config import Config
-from zero.trainer.report.chart import Bar, Part, Series
-from zero.trainer.report.folder import Run, mapping, read_run
-from zero.trainer.report.page import (
+from zero.tracker.report.chart import Bar, Part, Series
+from zero.tracker.report.folder import OWN_LOOP, Run, mapping, read_run
+from zero.tracker.report.page import (
     Fact,
     Html,
     code,
@@ -30,7 +29,8 @@ from zero.trainer.report.page import (
     table,
     verbatim,
 )
-from zero.trainer.report.scale import UNKNOWN, finite, number, seconds, size
+from zero.tracker.report.scale import UNKNOWN, finite, number, seconds, size
+from zero.tracker.view import ROW
 
 KINDS = {
     "parameters": ("blue", 1.0),
@@ -58,18 +58,23 @@ FILES = ("config.yaml", "metrics.jsonl", "summary.json", "trace.json", "ranks/0.
 PILLS = {"finished": "good", "failed": "bad", "stopped": "open", "running": "open"}
 
 
-def write(folder: Path) -> Path:
-    """Write report.html of the run in `folder`; returns its path."""
+def write(folder: Path, defaults: Mapping[str, Any] | None = None) -> Path:
+    """Write report.html of the run in `folder`; returns its path.
+
+    Args:
+        defaults: nested plain settings that those of a run of train.py are compared with; None: all are shown.
+    """
     path = folder / "report.html"
-    publish(path, report(read_run(folder)))
+    publish(path, report(read_run(folder), defaults))
     return path
 
 
-def report(run: Run) -> str:
-    """The page."""
+def report(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
+    """The page; arguments as of `write`."""
     overrides = run.overrides or []
     title = " ".join(overrides) if overrides else "the default run" if run.overrides == [] else run.folder.name
-    parts = (_headline, _plan, _learning, _speed, _offload, _step, _settings, _footer)
+    settings = partial(_settings, defaults=defaults or {})
+    parts = (_headline, _plan, _learning, _speed, _offload, _step, settings, _footer)
     return page(
         title,
         kicker=" · ".join([*_summary(run), "/".join(run.folder.absolute().parts[-2:])]),
@@ -84,8 +89,8 @@ def _summary(run: Run) -> list[str]:
     numel = finite(run.summary.get("parameters_numel"))
     return [
         *([f"{_count(numel)} parameters"] if numel else []),
-        *([f"stage {settings['zero.stage']}"] if "zero.stage" in settings else []),
-        *([str(settings["precision.compute"])] if "precision.compute" in settings else []),
+        *([f"stage {stage}"] if (stage := settings.get("zero.stage", run.loop.get("stage"))) is not None else []),
+        *([str(compute)] if (compute := settings.get("precision.compute", run.loop.get("precision"))) else []),
         *([f"{ranks:.0f} rank{'s' * (ranks != 1)}"] if ranks else []),
     ]
 
@@ -93,17 +98,17 @@ def _summary(run: Run) -> list[str]:
 def _headline(run: Run) -> Html:
     reason = verbatim(run.reason.replace(f"{run.folder.absolute()}/", ""), PILLS[run.status])
     best = finite(run.summary.get("best_val_loss"))
-    steps, of = run.final("steps", "step"), finite(run.config.get("steps"))
+    steps, of = run.final("steps", "step"), finite(run.config.get("steps", run.loop.get("steps")))
     skipped = finite(run.summary.get("skipped")) or 0
     device, host = (run.final(f"{tier}_peak_bytes", f"memory/{tier}_peak_bytes") for tier in ("device", "host"))
-    tokens = run.final("tokens", "tokens")
+    done = run.final(run.unit, run.unit)
     of_steps = f"of {number(of, 9)}" * (of is not None) + (f", {skipped:.0f} skipped" if skipped else "")
     shown = [
         Fact("Validation loss", _loss(run.final("val_loss", "val/loss")), f"best {_loss(best)}" if best else ""),
         Fact("Training loss", _loss(run.final("train_loss", "train/loss")), "of the last step"),
         Fact("Steps", number(steps, 9), of_steps),
-        Fact("Time", seconds(run.summary.get("seconds")), f"{_count(tokens)} tokens" if tokens else ""),
-        Fact("Tokens per second", number(run.typical("speed/tokens_per_s")), "median"),
+        Fact("Time", seconds(run.summary.get("seconds")), f"{_count(done)} {run.unit}" if done else ""),
+        Fact(f"{run.unit.capitalize()} per second", number(run.typical(f"speed/{run.unit}_per_s")), "median"),
         Fact("Step", seconds(run.typical("speed/step_s")), "median"),
         Fact("MFU", _percent(run.typical("speed/mfu")), "median"),
         *([Fact("Device peak", size(device), "allocated")] if device else []),
@@ -127,10 +132,14 @@ def differences(config: Mapping[str, Any], default: Mapping[str, Any]) -> list[t
     return sorted(found, key=lambda one: one[2] == "auto")
 
 
-def _settings(run: Run) -> Html:
+def _settings(run: Run, defaults: Mapping[str, Any]) -> Html:
     if not run.config:
         return Html()
-    known = {key: value for key, value in Config().plain().items() if key in run.config}  # others do not apply
+    known = {key: value for key, value in defaults.items() if key in run.config}  # others do not apply
+    if not known or OWN_LOOP in run.config:
+        return section(
+            "Settings", table(["key", "this run"], [(code(a), code(_value(b))) for a, b in flat(run.config).items()])
+        )
     rows = [
         (code(key), code(_value(value)), code(_value(default)))
         for key, value, default in differences(run.config, known)
@@ -218,13 +227,28 @@ def _learning(run: Run) -> Html:
     return section(
         "Learning",
         side_by_side(
-            _chart("Loss", losses, "nats per token", width=640, height=372),
+            _chart("Loss", losses, "nats per token" * (run.unit == "tokens"), width=640, height=372),
             _line(run, "Learning rate", "train/lr", "teal", from_zero=True, **LOW),
             _line(run, "Gradient norm", "train/grad_norm", "purple", "before clipping", log=wide, **LOW),
             _line(run, "Loss scale", "train/loss_scale", "slate", log=True, **LOW) if scales else Html(),
             layout="lead",
         ),
+        side_by_side(*_others(run), layout="three"),
     )
+
+
+def _others(run: Run) -> list[Html]:
+    """A chart for each number that a loop of one's own has beside the loss."""
+    keys = dict.fromkeys(
+        key for row in run.rows for key in row if key.startswith(("train/", "val/")) and key not in ROW
+    )
+    found: dict[str, list[Series]] = {}
+    for key in keys:
+        part, _, name = key.partition("/")
+        points = [(at, value) for at, value in run.points(key) if finite(value) is not None]
+        colour = "blue" if part == "train" else "amber"
+        found.setdefault(name, []).append(Series("training" if part == "train" else "validation", points, colour))
+    return [_chart(name, series, **THIRD) for name, series in found.items()]
 
 
 def _speed(run: Run) -> Html:
@@ -248,7 +272,11 @@ def _speed(run: Run) -> Html:
     return section(
         "Speed and memory",
         side_by_side(
-            _line(run, "Tokens per second", "speed/tokens_per_s", "blue", from_zero=True, **THIRD),
+            _line(
+                run, f"{run.unit.capitalize()} per second", f"speed/{run.unit}_per_s", "blue", from_zero=True, **THIRD
+            )
+            if run.unit
+            else Html(),
             _chart("A step", times, "seconds", title="seconds of a step", from_zero=True, **THIRD),
             _chart("Memory by tier", peaks, tiers, title="memory peaks", binary=True, **THIRD),
             layout="three",

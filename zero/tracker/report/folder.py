@@ -13,7 +13,10 @@ import yaml
 
 from zero.platform.timeline import Span, from_trace
 from zero.tracker.jsonl import CUT_SHORT, EVALUATED, FINISHED, RUNNING, STOPPED
-from zero.trainer.report.scale import finite
+from zero.tracker.report.scale import finite
+
+OWN_LOOP = "loop"
+"""The section of config.yaml with what `zero.track` knows of a loop of one's own, in place of train.py's settings."""
 
 Status = Literal["finished", "stopped", "failed", "running"]
 
@@ -32,6 +35,16 @@ class Run(NamedTuple):
     overrides: list[str] | None
     trace: list[Span]
     unread: list[str]
+
+    @property
+    def loop(self) -> dict[str, Any]:
+        """What is known of a loop of one's own; empty for a run of train.py."""
+        return mapping(self.config.get(OWN_LOOP))
+
+    @property
+    def unit(self) -> str:
+        """What its speed counts: tokens or samples; "" if it counts neither."""
+        return next((unit for unit in ("tokens", "samples") if unit in self.loop), "") if self.loop else "tokens"
 
     @property
     def reason(self) -> str:

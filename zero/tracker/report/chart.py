@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-from zero.trainer.report.scale import Scale, duration_unit, finite, linear, logarithmic, number, size
+from zero.tracker.report.scale import Scale, duration_unit, finite, linear, logarithmic, number, size
 
 WIDTH = 560.0
 

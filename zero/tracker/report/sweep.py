@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-import zero.trainer.report.chart as chart
+import zero.tracker.report.chart as chart
 from zero.platform.run_files import publish, writing
-from zero.trainer.report.chart import Panel, Series
-from zero.trainer.report.folder import Run, Status, read_run
-from zero.trainer.report.page import Html, code, figure, page, pill, section, side_by_side, table, with_bar
-from zero.trainer.report.run import PILLS
-from zero.trainer.report.scale import UNKNOWN, finite, number, seconds, size
+from zero.tracker.report.chart import Panel, Series
+from zero.tracker.report.folder import Run, Status, read_run
+from zero.tracker.report.page import Html, code, figure, page, pill, section, side_by_side, table, with_bar
+from zero.tracker.report.run import PILLS
+from zero.tracker.report.scale import UNKNOWN, finite, number, seconds, size
 
 PALETTE = {"finished": "blue", "failed": "rose", "stopped": "amber", "running": "amber"}
 

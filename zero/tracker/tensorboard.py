@@ -1,0 +1,66 @@
+"""TensorBoard's files: the rows of metrics.jsonl once more, for charts. The only file that imports tensorboard.
+
+`tensorboard --logdir runs` shows all runs below a folder. A run that goes on from a checkpoint hides the rows that it
+makes again.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zero.core.schema import flat
+from zero.tracker.view import Charts, Row, View
+
+FLUSH_S = 2
+"""Seconds after which a row is in the file, for a run that is killed and for who looks on."""
+
+OF_A_RUN = ("train/loss", "val/loss")
+"""What TensorBoard compares runs by, beside their settings."""
+
+
+class TensorBoardRun(View):
+    """A folder of TensorBoard's, `tensorboard` in the folder of a run, from here until `close`.
+
+    Args:
+        config: plain settings; text, and what TensorBoard calls hyperparameters.
+        folder: of the run.
+    """
+
+    def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard.summary import hparams
+        except ImportError as error:
+            raise ImportError("it is not installed: pip install 'functional-zero[tensorboard]'") from error
+        self._open, self._hparams = SummaryWriter, hparams
+        self._config, self._folder, self._charts = config, folder / "tensorboard", Charts()
+        self._writer: Any = None
+
+    def log(self, row: Row) -> None:
+        """A row; the first one opens the file, because rows from its step on are made again."""
+        step = int(row["step"] or 0)
+        if self._writer is None:
+            self._writer = self._open(str(self._folder), purge_step=step, flush_secs=FLUSH_S)
+            self._write_settings()
+        for key, value in self._charts.of(row).items():
+            if key != "step":
+                self._writer.add_scalar(key, value, step)
+
+    def close(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        """Return when all is in the file."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write_settings(self) -> None:
+        text = yaml.safe_dump(dict(self._config), sort_keys=False)
+        self._writer.add_text("settings", "\n".join(f"    {line}" for line in text.splitlines()))
+        settings = {key: _known(value) for key, value in flat(self._config).items()}
+        for part in self._hparams(settings, dict.fromkeys(OF_A_RUN, 0.0)):
+            self._writer.file_writer.add_summary(part)
+
+
+def _known(value: Any) -> bool | int | float | str:
+    """A value as TensorBoard takes it."""
+    return value if isinstance(value, bool | int | float | str) else str(value)

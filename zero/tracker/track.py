@@ -1,0 +1,345 @@
+"""`zero.track`: for a loop of one's own the rows, console, charts, timeline and report that a run of train.py has."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Literal
+
+import torch
+import yaml
+from torch import Tensor
+
+from zero.checkpoint.disk import naming
+from zero.checkpoint.save import by_rank_0
+from zero.core import suggest
+from zero.core.secret import refuse_secrets
+from zero.engine.measured import measured
+from zero.engine.plan import Plan
+from zero.engine.state import State
+from zero.engine.step import Metrics
+from zero.errors import ConfigError, MachineError, ZeroError, one_line
+from zero.platform.timeline import Timeline
+from zero.tracker import RUNNING, Tracker, open_tracker, write_failure, write_summary
+from zero.tracker.jsonl import FINISHED, unused_folder
+from zero.tracker.meter import Meter
+from zero.tracker.report import run as report
+from zero.tracker.report.folder import OWN_LOOP
+from zero.tracker.settings import Jsonl, TrackerSettings, Wandb
+
+NAMES = ("jsonl", "wandb", "tensorboard")
+
+RECORDED = 3
+"""Which step is recorded at the earliest: the first ones learn in which order units are visited."""
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+Unit = Literal["samples", "tokens", ""]
+
+
+def track(
+    state: State,
+    folder: str | os.PathLike[str],
+    *,
+    samples: int | None = None,
+    tokens: int | None = None,
+    steps: int | None = None,
+    every: int = 10,
+    tracker: str | Iterable[str] | Mapping[str, Any] = "jsonl",
+    config: Mapping[str, Any] = NOTHING,
+    flops: float | None = None,
+    timeline: bool = True,
+) -> "Track":
+    """Report what a loop of your own does, as train.py reports its runs.
+
+        with zero.track(state, "runs/vit", samples=64, tracker="tensorboard") as track:
+            for batch in loader:
+                state, metrics = step(state, [batch])
+                track(state, metrics)
+
+    Rank 0 writes the folder: config.yaml, metrics.jsonl, summary.json, trace.json with the timeline of one step, and
+    report.html at the end, which `scripts/report FOLDER` makes again. Rows are printed too; where `steps` is given, a
+    terminal has a bar. Entering the block, each call of `track`, and leaving the block are collective.
+
+    Args:
+        state: what the first step begins with; of a checkpoint that was loaded, its steps are counted.
+        folder: made if it is missing. Where `state` goes on, rows are added to those in it; else a folder with rows of
+            another run is left as it is, and `run-2`, `run-3`, ... below it is used: see `Track.folder`.
+        samples: rows of the batch that this rank's microbatches of one step have together; all ranks have as many.
+            Speed is samples per second then.
+        tokens: the same in tokens, for a model of language: speed is tokens per second, and the loss is taken to be in
+            nats per token. With neither there is the time of a step alone.
+        steps: of the whole run, for a bar and the time that is left; None: nobody knows.
+        every: steps from one row to the next, 1 or more.
+        tracker: "jsonl", "wandb" or "tensorboard", several of them, or the settings of `tracker` in docs/config.md as a
+            mapping, such as {"name": "wandb", "project": "vit", "tags": ["first"]}.
+        config: your settings, for the report, W&B and TensorBoard; plain values, or what has a text.
+        flops: floating-point operations of forward and backward for one sample, or one token; None: there is no MFU.
+        timeline: record one of the first steps, and write it to trace.json.
+
+    Raises:
+        ConfigError: a setting that does not exist or does not fit, or one that looks like a secret.
+        StaleStateError: `state` is spent.
+        CheckpointError (entering the block, on every rank): the folder cannot be made.
+        MachineError (in the block): a file cannot be written.
+    """
+    settings = _settings(tracker, every)
+    if samples is not None and tokens is not None:
+        raise ConfigError("samples and tokens are two units of one speed; give one of them")
+    unit: Unit = "samples" if samples is not None else "tokens" if tokens is not None else ""
+    count = samples if tokens is None else tokens
+    for name, value in ((unit, count), ("steps", steps)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(f"{name}={value!r}: it is a whole number from 1")
+    if taken := {"mode", OWN_LOOP} & set(config):
+        raise ConfigError(f"config has {taken.pop()}, which config.yaml uses itself; give it another name")
+    refuse_secrets(config, os.environ)
+    per_step = (count or 0) * state.plan.world.size
+    facts = _facts(state.plan) | ({unit: per_step} if unit else {}) | ({"steps": steps} if steps else {})
+    plain = {"mode": "train", OWN_LOOP: facts, **json.loads(json.dumps(dict(config), default=str))}
+    store = state.runtime.store
+    meter = Meter(
+        state.plan.world,
+        state.plan,
+        tokens_per_step=per_step,
+        traffic=lambda: store.traffic,
+        steps=state.tried,
+        tokens=state.tried * per_step,
+        skipped=state.skipped,
+        flops_per_token=flops if unit else None,
+    )
+    return Track(state, Path(folder), settings, meter, unit, steps=steps, config=plain, records=timeline)
+
+
+class Track:
+    """What `zero.track` returns: a context manager around the loop, called after each step.
+
+    Leaving the block writes summary.json and the report, also where an exception leaves it.
+
+    Attributes:
+        folder: where everything is written; the same on every rank, known inside the block.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        folder: Path,
+        settings: TrackerSettings,
+        meter: Meter,
+        unit: Unit,
+        *,
+        steps: int | None,
+        config: Mapping[str, Any],
+        records: bool,
+    ) -> None:
+        self._state, self._settings, self._meter, self._unit = state, settings, meter, unit
+        self._tape = state.runtime.tape
+        self._world, self.folder = state.plan.world, folder
+        self._steps, self._config, self._records = steps, config, records
+        self._begun_at = self._logged_at = meter.steps
+        self._recording: ExitStack | None = None
+        self._timeline = Timeline()
+        self._aux: Mapping[str, float] = NOTHING
+        self._checkpoint: Path | None = None
+        self._tracker = Tracker()
+
+    def __enter__(self) -> "Track":
+        self.folder = Path(by_rank_0(self._world, self._make_folder))
+        folder = self.folder if self._world.rank == 0 else None
+        self._tracker = open_tracker(self._settings, folder, steps=self._steps)
+        plan = self._state.plan
+        facts = {"plan_bytes": plan.bytes, "ranks": self._world.size, "parameters_numel": plan.numel}
+        self._tracker.begin(self._config, facts | {"torch": str(torch.__version__)})
+        self._tracker.note(f"folder {self.folder}")
+        return self
+
+    def __call__(self, state: State, metrics: Metrics, val: Mapping[str, float | Tensor] = NOTHING) -> None:
+        """Count a step, and write a row where one is due. Collective.
+
+        Args:
+            state: after the step.
+            metrics: of the step. What `loss_fn` returned beside the loss is in the row as `train/NAME`.
+            val: numbers of an evaluation after this step by name, such as {"loss": 2.3, "accuracy": 0.5}: each rank's
+                own; their mean over ranks is in the row as `val/NAME`. Where it is not empty a row is due.
+        """
+        self._end_recording()
+        self._state, self._aux = state, metrics.aux
+        self._meter.count(metrics)
+        if val or self._meter.steps % self._settings.every == 0:
+            self._log(self._mean(val))
+        if self._records and self._meter.steps >= self._begun_at + RECORDED - 1:
+            self._begin_recording()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is no step, such as an evaluation or a save: its time and its traffic are no step's."""
+        self._drop_recording()
+        with self._meter.paused():
+            yield
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Show how far a longer work has come; for `progress=` of `zero.save` and others.
+
+        Args:
+            what: the work, in a few words.
+            done, total: in one unit, whatever it is; `done == total` ends the work.
+        """
+        self._tracker.progress(what, done, total)
+
+    def saved(self, checkpoint: str | os.PathLike[str]) -> None:
+        """There is a checkpoint: it is named in summary.json, and in W&B with `artifacts`.
+
+        Args:
+            checkpoint: the folder that `zero.save` returned.
+        """
+        self._checkpoint = Path(checkpoint)
+        self._tracker.saved(self._checkpoint, self._meter.steps)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with ExitStack() as at_last:  # views are closed whatever happens here
+            at_last.push(lambda _, failed, __: self._tracker.__exit__(kind, failed or error, trace))
+            self._drop_recording()
+            if error is None:
+                self._end()
+            else:
+                self._fail(error)
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def _log(self, val: Mapping[str, float]) -> None:
+        if "loss" in val:
+            self._meter.validated(val["loss"])
+        row = counted_in(self._unit, self._meter.row(validated="loss" in val))
+        row |= {key: value for name, value in self._aux.items() if (key := f"train/{name}") not in row}
+        row |= {f"val/{name}": value for name, value in val.items()}
+        self._logged_at = self._meter.steps
+        if self._world.rank == 0:
+            write_summary(self.folder, self._summary(RUNNING))  # for a run that is killed
+        self._tracker.log(row)
+
+    def _mean(self, val: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """Over ranks, each of which must have the same names."""
+        if not val:
+            return {}
+        names = sorted(val)
+        sums = torch.tensor([float(val[name]) for name in names], dtype=torch.float64).to(self._world.device)
+        self._world.all_reduce(sums, what=f"evaluation: {', '.join(names)}").wait()
+        return dict(zip(names, (sums / self._world.size).tolist(), strict=True))
+
+    # -- one step in detail --------------------------------------------------------------------------------------------
+
+    def _begin_recording(self) -> None:
+        """From here to the next call is one step, with what the loop does before it."""
+        self._recording = ExitStack()
+        self._recording.enter_context(self._meter.untimed())
+        if self._world.rank == 0:
+            self._timeline = self._recording.enter_context(self._tape.record(yields=True))
+
+    def _end_recording(self) -> None:
+        if self._recording is None:
+            return
+        self._recording.close()
+        self._recording = None
+        written = self._world.rank == 0 and self._write_timeline()
+        self._records = not self._world.share("written" * written)  # and the next step does not wait for the file
+
+    def _write_timeline(self) -> bool:
+        """False where somebody else recorded the step: another one will do."""
+        if not self._timeline.spans:
+            return False
+        try:
+            self._timeline.write(self.folder / "trace.json")
+        except MachineError as error:  # a picture is no reason to stop
+            self._tracker.note(f"warning: no trace: {error}")
+        return True
+
+    def _drop_recording(self) -> None:
+        """It would hold more than a step; an error keeps the meter from counting the step as recorded."""
+        if self._recording is not None:
+            error = InterruptedError()
+            self._recording.__exit__(type(error), error, None)
+            self._recording = None
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def _make_folder(self) -> str:
+        folder, settings = self.folder, yaml.safe_dump(dict(self._config), sort_keys=False, allow_unicode=True)
+        with naming(folder, "making it"):
+            folder.mkdir(parents=True, exist_ok=True)
+            folder = folder if self._begun_at else unused_folder(folder)
+            (folder / "config.yaml").write_text(settings, encoding="utf-8")
+        return str(folder)
+
+    def _summary(self, exit_reason: str) -> dict[str, Any]:
+        return counted_in(self._unit, self._meter.summary("", exit_reason, self._checkpoint)._asdict())
+
+    def _end(self) -> None:
+        """What a run that ended well leaves; a row of its last steps is due. Collective."""
+        if self._meter.steps > self._logged_at:
+            self._log({})
+        summary = self._summary(FINISHED)
+        if self._world.rank == 0:
+            held = {} if self._state.spent_ else measured(self._state)
+            write_summary(self.folder, summary | {"measured_bytes": held})
+            try:
+                self._tracker.report(report.write(self.folder))
+                self._tracker.note(f"report {self.folder / 'report.html'}")
+            except Exception as error:  # the run is done all the same
+                self._tracker.note(f"warning: no report: {one_line(error)}")
+        self._tracker.finish(summary)
+
+    def _fail(self, error: BaseException) -> None:
+        """What is left of one that failed. Not collective: the other ranks may be gone."""
+        if self._world.rank == 0:
+            with suppress(MachineError):  # the disk may be what failed
+                write_failure(self.folder, self._summary(_reason(error)))
+            with suppress(Exception):
+                report.write(self.folder)
+
+
+def counted_in(unit: Unit, figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures of a `Meter` with `unit` in place of tokens in their keys; without a unit, without those."""
+    return {key.replace("tokens", unit): value for key, value in figures.items() if unit or "tokens" not in key}
+
+
+def _facts(plan: Plan) -> dict[str, Any]:
+    """What a report, W&B or TensorBoard says of a plan."""
+    kinds = {kind: getattr(plan.offload, kind) for kind in ("optimizer", "param", "grad")}
+    return {
+        "stage": plan.stage.level,
+        "precision": str(plan.precision.compute).removeprefix("torch."),
+        "offload": kinds if any(tier != "none" for tier in kinds.values()) else "none",
+        "optimizer": plan.optimizer.name,
+        "accumulate": plan.accumulate,
+        "ranks": plan.world.size,
+    }
+
+
+def _settings(tracker: str | Iterable[str] | Mapping[str, Any], every: int) -> TrackerSettings:
+    """The section `tracker` of a run's settings."""
+    if isinstance(tracker, Mapping):
+        given = {"every": every, **tracker}
+        return Wandb(**given) if given.get("name") == "wandb" else _plain(given)
+    names = [tracker] if isinstance(tracker, str) else list(tracker)
+    for name in names:
+        if name not in NAMES:
+            raise ConfigError(f"tracker={name} does not exist; {suggest.nearest(str(name), NAMES)}")
+    kind = Wandb if "wandb" in names else Jsonl
+    return kind(every=every, tensorboard="tensorboard" in names)
+
+
+def _plain(given: Mapping[str, Any]) -> Jsonl:
+    if given.get("name") == "tensorboard":
+        return Jsonl(**{**given, "name": "jsonl", "tensorboard": True})
+    return Jsonl(**given)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped by SIGINT"
+    text = one_line(error)
+    return text if isinstance(error, ZeroError) else f"{type(error).__name__}: {text or 'no message'}"

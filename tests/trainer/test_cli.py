@@ -77,7 +77,7 @@ REFUSALS = [
     (["zero.stage"], "zero.stage cannot be read; write key=value"),
     (["zero.stage=["], "zero.stage=[ cannot be read; write key=value"),
     (["batch.global=32", "batch.micro=5", "batch.accumulate=2"], "batch.micro=5 x batch.accumulate=2 x 1 rank = 10"),
-    (["launch.ranks=3"], "batch.global=16 does not divide by 3 ranks"),
+    (["launch.ranks=3"], "batch.global=8 does not divide by 3 ranks"),
     (["optim.lr=-1"], "optim.lr=-1: must be above 0"),
     (["optim.lr=nan"], "optim.lr=nan: must be a finite number"),
     (["optim=adamm"], "optim=adamm does not exist; did you mean adam"),

@@ -90,11 +90,11 @@ MISTAKES = [
     ({"launch": {"ranks": 0}}, "launch.ranks=0: must be a whole number from 1, or auto"),
     ({"launch": {"timeout": 0.5}}, "launch.timeout=0.5: must be at least 1"),
     ({"launch": {"malloc": 1}}, "launch.malloc=1: must be one of raised, lean, default"),
-    ({"model": {"width": 191}}, "model.width=191 does not split into model.heads=6"),
+    ({"model": {"width": 191}}, "model.width=191 does not split into model.heads=4"),
     ({"model": {"vocab": 100}}, "model.vocab=100 is smaller than the 256 tokens of data=text"),
     ({"data": {"name": "tokens"}}, "data=tokens needs data.path=FILE"),
     ({"data": {"name": "text", "holdout": 0}}, "data.holdout=0: must be above 0"),
-    ({"schedule": {"name": "warmup_linear", "warmup": 200}}, "schedule.warmup=200 leaves no step of steps=200"),
+    ({"schedule": {"name": "warmup_linear", "warmup": 1500}}, "schedule.warmup=1500 leaves no step of steps=1500"),
     (
         {"schedule": {"name": "warmup_cosine", "warmup": 5, "hold": 15, "total": 20}},
         "schedule.warmup=5 and schedule.hold=15 leave no step of schedule.total=20",

@@ -438,7 +438,7 @@ def test_a_real_run_is_told_as_it_was(finished):
     assert scale.size(said.summary["host_peak_bytes"]) in text
     assert f"Written {scale.size(said.summary['offload_written_bytes'])}" in text
     assert "nvme" in text
-    assert "model.width 32 192" in text
+    assert "model.width 32 128" in text
     planned = sum(said.summary["plan_bytes"]["nvme"].values())
     assert f"moments {scale.size(planned)}" in text
 

@@ -34,11 +34,11 @@ from zero.deepspeed import config as ds_config
 from zero.errors import ConfigError, Preempted, RankFailedError, SettingError, one_line
 from zero.platform.run_files import making
 from zero.tracker.report import sweep
-from zero.trainer import job, launch
+from zero.trainer import job, launch, replies
 from zero.trainer.answers import answer, as_called, for_a_reader, show
 from zero.trainer.checks import RUNS_NOTHING, parse_config
 from zero.trainer.config import Config, keys, keys_of, kinds, read, unknown_key
-from zero.trainer.explain import overview
+from zero.trainer.explain import explain, overview
 
 if TYPE_CHECKING:
     from zero.trainer.job import Train
@@ -273,6 +273,7 @@ def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
     if given.help:
         show(overview(CONF))
         return 0
+    _refuse_synonyms(given.overrides)
     folder, shows = None, bool(given.hydra_help or given.cfg or given.info)
     if not (given.hydra_help or given.shell_completion):
         found, place = _parse_runs(given)
@@ -318,12 +319,63 @@ def _options(arguments: Sequence[str]) -> Any:
             separate = "=" not in argument and not after.startswith("-") and "=" not in after
             word = f"{argument[2:]}={after}" if separate else argument[2:]
             raise ConfigError(f"{argument}: settings are written without dashes: {word}")
+    if (plain := _without_dashes(arguments)) != list(arguments):
+        _refuse_synonyms(plain, "settings are written without dashes; ")
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
     given, unknown = parser.parse_known_intermixed_args(list(arguments))
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]}; settings are written key=value, and --help lists them")
     return given
+
+
+def _without_dashes(arguments: Sequence[str]) -> list[str]:
+    """`--lr 1e-3` and `--lr=1e-3` as `lr=1e-3`, where another program has such an option; --help is ours."""
+    words: list[str] = []
+    waiting = list(arguments)
+    while waiting:
+        word, after = waiting.pop(0), waiting[0] if waiting else "-"
+        name = word[2:] if word.startswith("--") and word != "--help" else ""
+        separate = f"{name}={after}"
+        if name and not after.startswith("-") and separate.count("=") == 1 and replies.is_known(separate):
+            waiting.pop(0)
+            name = separate
+        words.append(name if name and replies.is_known(name) else word)
+    return words
+
+
+def _refuse_synonyms(words: Sequence[str], first: str = "") -> None:
+    """What other programs call our settings is answered with ours, as it can be typed.
+
+    Args:
+        first: what is said before that.
+
+    Raises:
+        SettingError: there is such a word. The answer is tried, so that it does not lead to another refusal.
+    """
+    reply = replies.reply(words)
+    if reply is None:
+        return
+    refused = ""
+    if reply.can_be_tried:
+        longer = reply._replace(write=(*reply.write, *reply.more))
+        for tried in (reply, longer) if reply.more else (reply,):
+            refused = _refusal_of([*tried.others, *tried.write])
+            if not refused:
+                raise SettingError(first + tried.sentence())
+    raise SettingError(first + reply.sentence(refused))
+
+
+def _refusal_of(words: Sequence[str]) -> str:
+    """Why these settings, or the first run of such a sweep, are refused; "" where they are not."""
+    try:
+        run = next(_runs_in([word for word in words if not word.startswith("-")]))
+        config = parse_config(settings_in(compose(run)))
+        if config.mode == "explain":
+            explain(config.explain.key, CONF)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _parse_runs(given: Any) -> tuple[list[tuple[Config, Sequence[str]]], Path]:
@@ -452,6 +504,7 @@ def _as_one_rank(arguments: Sequence[str], train: "Train") -> int:
         return 0
     if any(argument.startswith("-") for argument in arguments):
         raise ConfigError("torchrun starts one run: give key=value only, or sweep with python train.py -m")
+    _refuse_synonyms(arguments)
     composed = compose(arguments)
     _refuse_secrets_of(composed)
     config = parse_config(settings_in(composed))

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from zero.core import schema
 from zero.core.settings import words
 from zero.errors import ConfigError
+from zero.trainer import replies
 from zero.trainer.config import Config
 
 WIDTH, CELL = 100, 28
@@ -270,12 +271,13 @@ def _first_paragraph(text: str) -> str:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    """The keys that end in the last word of `name`; else what looks most like it, or like its last word."""
+    """The keys that end in the last word of `name`; else what it is called here, or looks most like it."""
     by_word: dict[str, list[str]] = {}
     for one in known:
         by_word.setdefault(_last_word(one), []).append(one)
     word = _last_word(name)
-    found = by_word.get(word) or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    ours = [key for key in (replies.key_for(name),) if key is not None]
+    found = by_word.get(word) or ours or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     for close in difflib.get_close_matches(word, by_word, n=1, cutoff=0.6):
         found = found or by_word[close]
     return f"did you mean {' or '.join(found)}?" if found else "mode=explain lists the sections"

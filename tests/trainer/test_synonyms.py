@@ -1,0 +1,164 @@
+"""Other programs' words: each line of the table is typed, what it says is typed in its place, and that is accepted."""
+
+import json
+import re
+from functools import cache
+
+import pytest
+
+import train
+from zero.trainer import cli, job, replies
+from zero.trainer.config import keys
+from zero.trainer.synonyms import OUT, SYNONYMS
+
+VALUES = {
+    "optim.lr": "1e-3", "optim.weight_decay": "0.1", "optim.eps": "1e-6", "optim.ema": "0.99", "optim.momentum": "0.8",
+    "optim.beta1": "0.9", "optim.beta2": "0.95", "optim.nesterov": "True", "optim": "AdamW", "schedule": "cosine",
+    "precision": "bfloat16", "precision.matmul": "high", "launch.device": "gpu", "zero.stage": "2",
+    "zero.compile": "true", "ds_config": "ds.json", "offload": "disk", "offload.optimizer": "cpu",
+    "offload.param": "cpu", "offload.path": "disk", "model.vocab": "300", "model.tied": "True", "model": "org/other",
+    "model.path": "weights", "model.rotary_base": "5e5", "model.init_std": "0.01", "data": "wikitext",
+    "data.folder": "texts", "data.holdout": "0.1", "data.tokenizer": "weights", "checkpoint.dir": "saved",
+    "checkpoint.async": "True", "resume": "texts", "hydra.run.dir": "out", "tracker": "wandb", "tracker.run": "a/first",
+    "tracker.project": "mine", "tracker.group": "ours", "tracker.mode": "offline", "explain.key": "zero.stage",
+    "data.path": "texts", "schedule.total": "400",
+}  # fmt: skip
+"""What somebody might type, by the key that it is for here; 8 for the others."""
+
+FULL = {
+    "model=*/*": "model=org/other", "model=/*": "model=/weights", "model=./*": "model=./weights",
+    "model=../*": "model=../here/weights", "data=*/*": "data=org/corpus", "data=/*": "data=/usr/include",
+    "data=./*": "data=./texts", "offload=/*": "offload=/tmp", "launch.device=cuda:*": "launch.device=cuda:0",
+    "train_file=*.bin": "train_file=train.bin", "train_data=*.bin": "train_data=train.bin",
+    "data_path=*.bin": "data_path=train.bin", "data_path=*.jsonl": "data_path=texts.jsonl",
+    "train_file=*.jsonl": "train_file=texts.jsonl", "train_file=*.json": "train_file=texts.json",
+    "deepspeed=*.json": "deepspeed=ds.json", "ds=*.json": "ds=ds.json", "config=*.json": "config=ds.json",
+}  # fmt: skip
+"""Those whose words say what a value looks like."""
+
+
+OTHERS_MODELS = ("/weights", "other", "../here/weights")
+"""Where a model is that is not here."""
+
+PARTS = 4
+
+
+def typed(line: str) -> str:
+    """The line as somebody would type it."""
+    if line in FULL or "*" not in line:
+        return FULL.get(line, line)
+    for word in SYNONYMS[line].type.split():
+        key, _, value = word.partition("=")
+        if "{" in value:
+            example = "[0.9,0.95]" if value == "{first}" else VALUES.get(key, "8")
+            return example.join(line.rsplit("*", 1)).replace("*", "")
+    if line.endswith("=*"):
+        return line.replace("*", "true")
+    return line.replace("*", "x")
+
+
+def filled(word: str) -> str:
+    """With what the user was to fill in, and files that are here."""
+    key, _, value = word.partition("=")
+    if value in ("FOLDER", "TEXTS"):
+        return f"{key}={'texts' if value == 'TEXTS' or key == 'data.folder' else 'weights'}"
+    return f"{key}=./weights" if key == "model.path" and value in OTHERS_MODELS else word
+
+
+@pytest.fixture
+def here(here):
+    """A folder with texts, a model and other files that a command line may name."""
+    for name in ("texts", "disk", "weights"):
+        (here / name).mkdir()
+    for number in range(40):
+        (here / "texts" / f"{number}.txt").write_text(f"text {number} " * 100)
+    vocab = {"<|endoftext|>": 0, "text": 1}
+    tokenizer = {"version": "1.0", "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<|endoftext|>"}}
+    (here / "weights" / "tokenizer.json").write_text(json.dumps({**tokenizer, "added_tokens": []}))
+    (here / "weights" / "config.json").write_text('{"model_type": "llama"}')
+    (here / "texts.jsonl").write_text('{"text": "one"}\n' * 40)
+    (here / "texts.json").write_text('{"text": "one"}\n' * 40)
+    (here / "train.bin").write_bytes(bytes(20_000))
+    (here / "ds.json").write_text('{"train_batch_size": 8}')
+    return here
+
+
+@cache
+def refusal_of(words: tuple[str, ...]) -> str:
+    return cli._refusal_of([filled(word) for word in words])
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_line_is_followed_and_accepted(here, part):
+    refused = {}
+    refusal_of.cache_clear()
+    for line in list(SYNONYMS)[part * len(SYNONYMS) // PARTS : (part + 1) * len(SYNONYMS) // PARTS]:
+        reply = replies.reply([typed(line)])
+        assert reply is not None, f"nothing is said to {typed(line)}"
+        assert "\n" not in reply.sentence()
+        if any(word.startswith("-") for word in reply.write):
+            continue
+        whys = [refusal_of(reply.write), refusal_of((*reply.write, *reply.more))]
+        if all(whys):
+            refused[typed(line)] = reply.write, whys[0]
+    assert not refused
+
+
+def test_every_line_is_met():
+    """None is behind another that is wider, and none takes a word that is ours."""
+    for line in SYNONYMS:
+        key, value = replies._key_and_value(typed(line))
+        assert replies._line(key, value)[0] == line, f"{typed(line)} meets another line than {line}"
+        assert not (line.endswith("=*") and key in keys()), f"{key} is a key of ours"
+
+
+def test_what_is_left_out_says_why():
+    assert all(to.why for to in SYNONYMS.values() if to.type == OUT)
+
+
+def test_types_of_transformers_exist():
+    configuration_auto = pytest.importorskip("transformers.models.auto.configuration_auto")
+    fresh = [line.partition("=")[2] for line, to in SYNONYMS.items() if to.type == "model=hf model.path={lower}"]
+    assert len(fresh) > 10
+    assert set(fresh) <= set(configuration_auto.CONFIG_MAPPING_NAMES)
+
+
+SAID = [
+    (["lr=1e-3", "steps=1"], "unknown key lr; type optim.lr=1e-3"),
+    (["fp16=false"], "unknown key fp16: it is off unless it is asked for; leave it out"),
+    (["zero.stage", "3"], "zero.stage 3: a setting is written key=value; type zero.stage=3"),
+    (["explain", "zero.stage"], "type mode=explain explain.key=zero.stage"),
+    (["-m", "lr=1e-3,1e-4"], "unknown key lr; type optim.lr=1e-3,1e-4"),
+    (["lr=fast"], "unknown key lr; with optim.lr=fast in its place: optim.lr=fast: must be a number"),
+    (["lr=1", "optim.lr=1"], "unknown key lr; leave it out"),
+    (["wandb=true", "wandb_project=x"], "; type tracker=wandb tracker.project=x"),
+    (["tracker=wandb", "tags=[a,b]"], "export WANDB_TAGS=a,b; leave it out"),
+    (
+        ["micro_batch_size=8", "gradient_accumulation_steps=3"],
+        "type batch.micro=8 batch.global=auto batch.accumulate=3",
+    ),
+    (["gradient_accumulation_steps=3"], "type batch.accumulate=3 batch.global=auto batch.micro=4"),
+    (["n_embd=768", "n_head=12"], "type model.width=768 model.heads=12"),
+    (["dim=64"], "type model.width=64 model.heads=1"),
+    (["--lr", "2e-5", "--bf16", "--max-steps=9"], "written without dashes; unknown key lr; "),
+    (["--lr", "2e-5", "--bf16", "--max-steps=9"], "; type optim.lr=2e-5 precision=bf16 steps=9"),
+    (["trainer.max_steps=3", "+optimizer.lr=1"], "type steps=3 optim.lr=1"),
+    (
+        ["optimizer=Muon"],
+        "there is no such optimizer here; there are adagrad, adam, adamw, lion, sgd; type optim=adamw",
+    ),
+    (["model=org/name-1B"], "so first: hf download org/name-1B --local-dir name-1B; type model=hf model.path=name-1B"),
+    (["lr=1", "zero.stge=3"], "unknown key lr; with optim.lr=1 in its place: unknown key zero.stge; did you mean"),
+    (["mode=explain", "explain.key=learning_rate"], "is not a key or a section; did you mean optim.lr?"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), SAID, ids=lambda value: " ".join(value) if type(value) is list else "")
+def test_the_answer_is_one_line_with_what_to_type(here, arguments, said, capsys, monkeypatch):
+    monkeypatch.setattr(job, "run", lambda *args, **how: pytest.fail("the settings were accepted"))
+    assert train.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert printed.err.count("\n") == 1
+    assert not re.search(r"leave it out; leave it out|  ", printed.err)
+    assert printed.out == ""

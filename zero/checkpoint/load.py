@@ -32,12 +32,13 @@ from zero.core.layout import Slot
 from zero.core.loss_scale import LossScale
 from zero.core.suggest import some
 from zero.distributed.world import World
+from zero.engine.arguments import check_state, kind_of
 from zero.engine.first_values import sinks_of
 from zero.engine.full import full_values
 from zero.engine.module_copy import buffers_of
 from zero.engine.plan import Plan
 from zero.engine.state import State
-from zero.errors import CheckpointError
+from zero.errors import CheckpointError, ConfigError
 from zero.platform.files import memory_of
 from zero.progress import Progress, reported, silent
 
@@ -225,6 +226,12 @@ def load(
             such `weights`, and nothing was changed; or damage that came after the checkpoint was opened: then the state
             is spent.
     """
+    check_state(state, "zero.load", "state = zero.load(state, checkpoint)")
+    if not isinstance(checkpoint, Checkpoint):
+        raise ConfigError(
+            f"zero.load takes a Checkpoint second, and this is {kind_of(checkpoint)}; write "
+            "state = zero.load(state, zero.open_checkpoint(world, folder))"
+        )
     runtime, plan = state.runtime, state.plan
     runtime.come_to_rest()
     partial, convert = tuple(partial), tuple(convert)

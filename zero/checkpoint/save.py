@@ -40,6 +40,7 @@ from zero.core.layout import pages
 from zero.core.loss_scale import LossScale
 from zero.distributed.failure import first_line
 from zero.distributed.world import World
+from zero.engine.arguments import check_state
 from zero.engine.module_copy import buffers_of
 from zero.engine.plan import Plan
 from zero.engine.state import State
@@ -93,6 +94,7 @@ def begin(
     Raises:
         CheckpointError: no folder could be made.
     """
+    check_state(state, "zero.save", "zero.save(state, folder)")
     state.runtime.come_to_rest()
     root = root if isinstance(root, Root) else Root(Path(root))
     world, number = state.plan.world, state.tried

@@ -19,14 +19,16 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero.core.layout import Layout, Slot, pages
 from zero.core.master import rounded
 from zero.core.suggest import meant, some
+from zero.engine.arguments import check_state
 from zero.engine.first_values import sinks_of
 from zero.engine.module_copy import buffers_of
 from zero.engine.placeholder import ParameterPlaceholder
+from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.engine.transfer import load
 from zero.engine.unit import UnitSpec
@@ -41,6 +43,13 @@ class Source(Protocol):
 
     @property
     def state(self) -> State: ...
+
+
+def _state_of(source: Source, call: str, line: str) -> State:
+    """That of a source; what is none is refused with the line to write."""
+    if isinstance(source, Plan | nn.Module | tuple):
+        check_state(source, call, line)
+    return source.state
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -61,7 +70,7 @@ def full_state_dict(source: Source, kind: str = "param") -> dict[str, Tensor]:
         ConfigError: nothing of this kind is held.
         StaleStateError: the state is spent; a gradient, and no step is between backward and its end.
     """
-    return dict(full_values(source.state, kind))
+    return dict(full_values(_state_of(source, "zero.full_state_dict", "zero.full_state_dict(state)"), kind))
 
 
 def full_values(state: State, kind: str) -> Iterator[tuple[str, Tensor]]:
@@ -87,7 +96,7 @@ def get_full(source: Source, name: str | Tensor, kind: str = "param") -> Tensor:
         ConfigError: there is no such name, or nothing of this kind is held for it.
         StaleStateError: a gradient, and no step is between backward and its end.
     """
-    state = source.state
+    state = _state_of(source, "zero.get_full", "zero.get_full(state, name)")
     state.runtime.come_to_rest()
     name = _name(state, name, kind)
     return _read(state, {name}, kind)[name]
@@ -141,7 +150,7 @@ def gathered(
         StaleStateError: the state was spent within the block; a gradient that is not there.
         WorldError: the ranks made different edits.
     """
-    state = source.state
+    state = _state_of(source, "zero.gathered", "with zero.gathered(state, names) as full:")
     state.runtime.come_to_rest()
     patterns = (
         None
@@ -173,7 +182,7 @@ def set_full(source: Source, name: str | Tensor, value: Tensor, kind: str = "par
     Raises:
         as `gathered`.
     """
-    state = source.state
+    state = _state_of(source, "zero.set_full", "zero.set_full(state, name, value)")
     name = _name(state, name, kind)
     with gathered(state, [name], modify=True, kind=kind) as full:
         full[name] = value

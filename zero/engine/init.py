@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from zero.core.sizes import GiB
+from zero.engine.arguments import check_plan, kind_of
 from zero.engine.fetch import Fetch, gathering, lending, reading
 from zero.engine.first_values import Values, Weights, empty_unit, fill, values_in, values_of
 from zero.engine.gather import Gatherer, bind_placeholders
@@ -22,6 +23,7 @@ from zero.engine.state import Runtime, State
 from zero.engine.unit_state import UnitState
 from zero.engine.update import Updater
 from zero.engine.visit_order import CollectiveLog
+from zero.errors import ConfigError
 from zero.platform.device import Arena, give_back_memory
 from zero.platform.run_files import folders_of
 from zero.platform.timeline import Tape
@@ -50,6 +52,7 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
     Raises:
         StoreError: `offload.path` cannot be used, or has too little space; nothing was taken yet.
     """
+    check_plan(plan, "zero.open_store", "store = zero.open_store(plan)")
     specs, device = plan.store_pages(), plan.world.compute
     where, host = device.device, torch.device("cpu")
     slot_bytes = plan.slot_bytes
@@ -116,13 +119,18 @@ def _open_disks(plan: Plan, sizes: Mapping[Page, int], progress: Progress) -> tu
 
 
 def init(
-    plan: Plan, store: PrefetchStore, *, seed: int = 0, weights: Weights = None, progress: Progress = silent
+    plan: Plan,
+    store: PrefetchStore | None = None,
+    *,
+    seed: int = 0,
+    weights: Weights = None,
+    progress: Progress = silent,
 ) -> State:
     """Make a state at step 0, page by page: no more than one module's own parameters exist meanwhile. Collective.
 
     Args:
         plan: what is held where.
-        store: from `open_store(plan)`; one state at a time may be in it.
+        store: from `open_store(plan)`; one state at a time may be in it. It has to be given.
         seed: of the first values of parameters on meta.
         weights: None to keep the values of a model that has them, and for parameters on meta to call each owner's
             `reset_parameters` with a generator seeded from (seed, owner), which gives the same values for every stage,
@@ -134,7 +142,12 @@ def init(
         HandshakeError: the ranks have different plans, seeds or weights.
         PlanError: an owner without `reset_parameters`, or missing or misshapen weights; named.
         StoreError: the store holds another state already.
+        ConfigError: `plan` is no plan, or there is no store.
     """
+    check_plan(plan, "zero.init", "state = zero.init(plan, zero.open_store(plan))")
+    if not isinstance(store, PrefetchStore):
+        what = "needs a store" if store is None else f"takes a store second, and this is {kind_of(store)}"
+        raise ConfigError(f"zero.init {what}; write state = zero.init(plan, zero.open_store(plan))")
     store.claim()
     plan.world.agree(plan.fields() | {"seed": str(seed)})
     given = values_in(plan.model, plan.splitting)  # before it is taken over

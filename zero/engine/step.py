@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.core.optim import Hyper
+from zero.engine.arguments import check_loss, check_microbatches, check_plan, check_state, kind_of, loss_and_aux
 from zero.engine.plan import Plan
 from zero.engine.state import Runtime, State
 from zero.engine.totals import GradientStatus, check_gradients, gather_totals
@@ -85,6 +86,7 @@ class Step:
     """
 
     def __init__(self, state: State) -> None:
+        check_state(state, "zero.Step", "step = zero.Step(state)")
         self.state, self._runtime, self._plan = state, state.runtime, state.plan
         if not self._plan.trains:
             raise PlanError("the model has no trainable parameter, so there is no step; run it with zero.make_forward")
@@ -126,12 +128,9 @@ class Step:
             how: for `Tensor.backward`, such as `retain_graph`.
 
         Raises:
-            ConfigError: `loss` is not a scalar.
+            ConfigError: `loss` is not a scalar tensor, or has no gradient.
         """
-        if loss.numel() != 1:
-            raise ConfigError(
-                f"the loss has shape {tuple(loss.shape)}; it must be a scalar: the mean of the microbatch"
-            )
+        check_loss(loss, "step.backward({})")
         if self._plan.params_offloaded:  # host memory is what is short: forward's temporaries, then backward's
             self._plan.world.compute.give_back_memory()
         self._runtime.tape.passed("forward")
@@ -329,9 +328,12 @@ def make_step(
             they are `Metrics.rank_flags`.
         word: the name of `flag` in 0.1.
 
+    Raises:
+        ConfigError: what was given is no plan, or no function.
+
     Raises (when the step is called):
         ConfigError: a state of another plan, another number of microbatches than `plan.accumulate`, a loss that is no
-            scalar, or no gradient.
+            scalar, or no gradient. Or what was given is no state, or no list of microbatches.
         StaleStateError: the state is spent.
         WorldError: the ranks visited different units.
         NonFiniteGradientError: `zero.update=eager` and a gradient that is not finite.
@@ -340,24 +342,22 @@ def make_step(
         _warn_renamed("make_step(word=...)", "make_step(flag=...)")
         flag = word
 
-    def step(state: State, microbatches: Sequence[Any]) -> tuple[State, Metrics]:
+    check_plan(plan, "zero.make_step", "step = zero.make_step(plan, loss_fn)")
+    if not callable(loss_fn):
+        raise ConfigError(
+            f"loss_fn is {kind_of(loss_fn)}; give a function of the model and a microbatch: "
+            "step = zero.make_step(plan, loss_fn)"
+        )
+
+    def step(state: State, microbatches: Sequence[Any] = ()) -> tuple[State, Metrics]:
+        check_state(state, "a step", "state, metrics = step(state, [batch])")
         _same_plan(plan, state)
-        if isinstance(microbatches, Tensor | Mapping | str):
-            raise ConfigError(
-                f"microbatches is a {type(microbatches).__name__}; pass a list of them: step(state, [batch])"
-            )
-        if len(microbatches) != plan.accumulate:
-            raise ConfigError(
-                f"a step takes batch.accumulate={plan.accumulate} microbatches, not {len(microbatches)}; "
-                "in Python it is Plan(accumulate=...)"
-            )
+        check_microbatches(microbatches, plan.accumulate)
         under_way = Step(state)
         try:
             for microbatch in microbatches:
                 under_way.microbatch()
-                result = loss_fn(state.model, microbatch)
-                loss, aux = result if isinstance(result, tuple) else (result, {})
-                under_way.backward(loss, aux)
+                under_way.backward(*loss_and_aux(loss_fn(state.model, microbatch)))
             return under_way.finish(flag())
         except BaseException:
             under_way.abandon()
@@ -381,7 +381,10 @@ def make_forward(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
         StaleStateError: the state is spent.
     """
 
+    check_plan(plan, "zero.make_forward", "forward = zero.make_forward(plan, fn)")
+
     def forward(state: State, *args: Any, **kwargs: Any) -> Any:
+        check_state(state, "a forward", "forward(state, batch)")
         _same_plan(plan, state)
         model = state.model
         modes = [(module, module.training) for module in model.modules()]
@@ -419,6 +422,7 @@ def record(state: State, *, profile: bool = False) -> Iterator[Timeline]:
     Raises:
         StaleStateError: the state is spent, or its run is being recorded already.
     """
+    check_state(state, "zero.record", "with zero.record(state) as timeline:")
     with state.runtime.tape.record(profile=profile) as timeline:
         yield timeline
 

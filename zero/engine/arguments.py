@@ -1,0 +1,130 @@
+"""What a call got in place of what it takes: refused before anything is done, with the line to write.
+
+A plan, a state and a model stand beside each other in every loop, and each of these calls takes exactly one of them.
+"""
+
+from collections.abc import Iterable, Mapping, Sized
+from typing import Any
+
+from torch import Tensor
+
+from zero.engine.plan import Plan
+from zero.engine.state import State
+from zero.errors import ConfigError
+
+
+def check_plan(given: object, call: str, line: str) -> None:
+    """Refuse what is no plan.
+
+    Args:
+        call: the function, as a user writes it.
+        line: how it is called with a plan of the name `plan`.
+
+    Raises:
+        ConfigError: with that line; where a state was given, with the plan that the state has.
+    """
+    if isinstance(given, Plan):
+        return
+    line = line.replace("plan", "state.plan") if isinstance(given, State) else line
+    raise ConfigError(f"{call} takes a Plan, and this is {kind_of(given)}; write {line}")
+
+
+def check_state(given: object, call: str, line: str) -> None:
+    """Refuse what is no state.
+
+    Args:
+        call: the function, as a user writes it.
+        line: how it is called with a state of the name `state`.
+
+    Raises:
+        ConfigError: with that line, and with where a state comes from.
+    """
+    if isinstance(given, State):
+        return
+    got = kind_of(given)
+    if isinstance(given, tuple) and given and isinstance(given[0], State):
+        raise ConfigError(
+            f"{call} takes a State, and this is {got} with one; write state, metrics = step(state, [batch])"
+        )
+    first = "state = zero.init(plan, store), and then " if isinstance(given, Plan) else ""
+    raise ConfigError(f"{call} takes a State, and this is {got}; write {first}{line}")
+
+
+def check_microbatches(given: Any, accumulate: int) -> None:
+    """Refuse what is no list of microbatches, or one of another length than a step takes.
+
+    Raises:
+        ConfigError: with the line to write.
+    """
+    is_one = isinstance(given, Tensor | Mapping | str) or (isinstance(given, tuple) and type(given) is not tuple)
+    if is_one or not (isinstance(given, Sized) and isinstance(given, Iterable)):
+        raise ConfigError(f"microbatches is {kind_of(given)}; pass a list of them: step(state, [batch])")
+    if len(given) == accumulate:
+        return
+    if isinstance(given, tuple) and all(isinstance(one, Tensor) for one in given):
+        raise ConfigError(
+            f"microbatches is a tuple of {len(given)} tensors, and a step takes batch.accumulate={accumulate} "
+            "microbatches; if it is one batch, pass it in a list: step(state, [batch])"
+        )
+    raise ConfigError(
+        f"a step takes batch.accumulate={accumulate} microbatches, not {len(given)}; in Python it is "
+        "Plan(accumulate=...)"
+    )
+
+
+def loss_and_aux(returned: Any) -> tuple[Tensor, Mapping[str, Any]]:
+    """What a loss function returned: a loss, or one and a dict of numbers.
+
+    Raises:
+        ConfigError: it is neither; with the line to write.
+    """
+    if returned is None:
+        raise ConfigError("loss_fn returned None; end it with return loss")
+    if not isinstance(returned, tuple):
+        check_loss(returned)
+        return returned, {}
+    if len(returned) != 2 or not isinstance(returned[1], Mapping):
+        inside = ", ".join(kind_of(one) for one in returned)
+        raise ConfigError(
+            f'loss_fn returned a tuple ({inside}); write return loss, or return loss, {{"accuracy": accuracy}}'
+        )
+    check_loss(returned[0])
+    return returned[0], returned[1]
+
+
+def check_loss(loss: object, write: str = "return {}") -> None:
+    """Refuse what has no backward, or begins none from one number.
+
+    Args:
+        write: where the loss stands in the line to write.
+
+    Raises:
+        ConfigError: with the line to write.
+    """
+    if isinstance(loss, Mapping):
+        right = write.format('outputs["loss"]')
+        raise ConfigError(f"the loss is {kind_of(loss)}, and it must be a tensor; write {right}")
+    if isinstance(loss, int | float):
+        right = write.format("loss")
+        raise ConfigError(
+            f"the loss is {kind_of(loss)}, and it must be a tensor; write {right}, without .item() or float()"
+        )
+    if not isinstance(loss, Tensor):
+        raise ConfigError(f"the loss is {kind_of(loss)}, and it must be a tensor of one number")
+    if loss.numel() != 1:
+        raise ConfigError(f"the loss has shape {tuple(loss.shape)}; it must be a scalar: the mean of the microbatch")
+    if not loss.requires_grad:
+        raise ConfigError(
+            "the loss has no gradient: no parameter that trains is in it; compute it with the model that loss_fn is "
+            "given (state.model), without torch.no_grad() or .detach()"
+        )
+
+
+def kind_of(given: object) -> str:
+    """What something is, as a sentence has it."""
+    if isinstance(given, type):
+        return f"the class {given.__qualname__}"
+    if given is None:
+        return "None"
+    name = type(given).__qualname__
+    return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"

@@ -80,16 +80,22 @@ def loss_and_aux(returned: Any) -> tuple[Tensor, Mapping[str, Any]]:
     """
     if returned is None:
         raise ConfigError("loss_fn returned None; end it with return loss")
-    if not isinstance(returned, tuple):
-        check_loss(returned)
-        return returned, {}
-    if len(returned) != 2 or not isinstance(returned[1], Mapping):
-        inside = ", ".join(kind_of(one) for one in returned)
+    loss: Any = returned
+    aux: Mapping[str, Any] = {}
+    if isinstance(returned, tuple):
+        if len(returned) != 2 or not isinstance(returned[1], Mapping):
+            inside = ", ".join(kind_of(one) for one in returned)
+            raise ConfigError(
+                f'loss_fn returned a tuple ({inside}); write return loss, or return loss, {{"accuracy": accuracy}}'
+            )
+        loss, aux = returned
+    check_loss(loss)
+    if not loss.requires_grad:
         raise ConfigError(
-            f'loss_fn returned a tuple ({inside}); write return loss, or return loss, {{"accuracy": accuracy}}'
+            "the loss has no gradient: no parameter that trains is in it; compute it with the model that loss_fn is "
+            "given, without torch.no_grad() or .detach()"
         )
-    check_loss(returned[0])
-    return returned[0], returned[1]
+    return loss, aux
 
 
 def check_loss(loss: object, write: str = "return {}") -> None:
@@ -113,11 +119,6 @@ def check_loss(loss: object, write: str = "return {}") -> None:
         raise ConfigError(f"the loss is {kind_of(loss)}, and it must be a tensor of one number")
     if loss.numel() != 1:
         raise ConfigError(f"the loss has shape {tuple(loss.shape)}; it must be a scalar: the mean of the microbatch")
-    if not loss.requires_grad:
-        raise ConfigError(
-            "the loss has no gradient: no parameter that trains is in it; compute it with the model that loss_fn is "
-            "given (state.model), without torch.no_grad() or .detach()"
-        )
 
 
 def kind_of(given: object) -> str:

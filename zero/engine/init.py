@@ -1,5 +1,6 @@
 """`open_store` reserves the pages of a plan, `init` makes its first state."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -25,7 +26,7 @@ from zero.engine.update import Updater
 from zero.engine.visit_order import CollectiveLog
 from zero.errors import ConfigError
 from zero.platform.device import Arena, give_back_memory
-from zero.platform.run_files import folders_of
+from zero.platform.run_files import folders_of, in_memory
 from zero.platform.timeline import Tape
 from zero.progress import Progress, silent
 from zero.store import REQUEST_BYTES, MemoryStore, NvmeStore, Page, PrefetchStore, Speed, Store, Tiers, probe, spread
@@ -95,6 +96,8 @@ def _open_disks(plan: Plan, sizes: Mapping[Page, int], progress: Progress) -> tu
         sizes: bytes of every page on disk.
     """
     folders, threads, nbytes = folders_of(plan.offload.paths), plan.offload.threads, sum(sizes.values())
+    if plan.world.rank == 0 and (warning := in_memory(folders)):
+        warnings.warn(warning, stacklevel=3)
     speeds = [Speed(1.0, 1.0, threads or THREADS, REQUEST_BYTES) for _ in folders]
     if nbytes >= PROBED_BYTES and (threads is None or len(folders) > 1):
         share_bytes = nbytes // len(folders)

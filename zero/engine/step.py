@@ -128,7 +128,7 @@ class Step:
             how: for `Tensor.backward`, such as `retain_graph`.
 
         Raises:
-            ConfigError: `loss` is not a scalar tensor, or has no gradient.
+            ConfigError: `loss` is not a scalar tensor.
         """
         check_loss(loss, "step.backward({})")
         if self._plan.params_offloaded:  # host memory is what is short: forward's temporaries, then backward's

@@ -6,11 +6,15 @@ A call that writes does not say which file it was about, so each file is named w
 import contextlib
 import errno
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from zero.core.suggest import shown
 from zero.errors import ConfigError, MachineError
+
+MEMORY = ("tmpfs", "ramfs")
+"""Types of file systems whose files are host memory."""
 
 _SPACE = "free space there, or set hydra.run.dir to a folder on another disk"
 _CURES: Mapping[int | None, str] = {
@@ -76,3 +80,37 @@ def publish(path: Path, text: str) -> None:
 def folders_of(paths: Sequence[str]) -> list[Path]:
     """Paths as a person gives them; ~ is the home folder."""
     return [Path(path).expanduser() for path in paths]
+
+
+def mount_of(mountinfo: str, path: str) -> str:
+    """The type of the file system that holds `path`, from the text of /proc/self/mountinfo."""
+    best, kind = -1, "unknown"
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        fields = left.split()
+        if len(fields) < 5 or not right:
+            continue
+        point = re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), fields[4])
+        if (path == point or path.startswith(point.rstrip("/") + "/")) and len(point) >= best:
+            best, kind = len(point), right.split()[0]
+    return kind
+
+
+def file_system(folder: Path) -> str:
+    """The type of the file system that holds `folder`; "unknown" where the system does not say."""
+    try:
+        return mount_of(Path("/proc/self/mountinfo").read_text(errors="replace"), str(folder.resolve()))
+    except OSError:
+        return "unknown"
+
+
+def in_memory(folders: Sequence[Path]) -> str:
+    """A warning about those that are no disk; "" where all are."""
+    found = [(folder, kind) for folder in folders if (kind := file_system(folder)) in MEMORY]
+    if not found:
+        return ""
+    folder, kind = found[0]
+    return (
+        f"offload.path={folder} is memory, not a disk ({kind}): what goes there still takes host memory; use a folder "
+        "on a disk, or offload=cpu, which needs no file"
+    )

@@ -8,7 +8,7 @@ from typing import Any
 from zero.core import suggest
 from zero.core.placement import Offload
 from zero.errors import ConfigError
-from zero.platform.run_files import folders_of
+from zero.platform.run_files import folders_of, in_memory
 from zero.trainer import launch
 from zero.trainer.config import Config, read
 from zero.trainer.data import check_data
@@ -35,6 +35,14 @@ def parse_config(raw: Mapping[str, Any]) -> Config:
     _check_path(config.offload)
     _check_checkpoints(config)
     return config
+
+
+def notes_on(config: Config) -> list[str]:
+    """What is accepted, and is hardly what was meant."""
+    offload = config.offload
+    uses_disk = "nvme" in offload.kinds or ("auto" in offload.kinds and offload.path is not None)
+    is_run = config.mode not in ("doctor", "explain")
+    return [note for note in [in_memory(folders_of(offload.paths))] if note] if is_run and uses_disk else []
 
 
 def _check_path(offload: Offload) -> None:

@@ -36,7 +36,7 @@ from zero.platform.run_files import making
 from zero.tracker.report import sweep
 from zero.trainer import job, launch, replies
 from zero.trainer.answers import answer, as_called, for_a_reader, show
-from zero.trainer.checks import RUNS_NOTHING, parse_config
+from zero.trainer.checks import RUNS_NOTHING, notes_on, parse_config
 from zero.trainer.config import Config, keys, keys_of, kinds, read, unknown_key
 from zero.trainer.explain import explain, overview
 
@@ -396,7 +396,9 @@ def _parse_runs(given: Any) -> tuple[list[tuple[Config, Sequence[str]]], Path]:
             folders.append(_folder_of(composed, "sweep" if given.multirun else "run"))
             settings = settings_in(composed)
             notes |= dict.fromkeys(_notes(composed))
-            found.append((parse_config(settings), overrides))
+            config = parse_config(settings)
+            notes |= dict.fromkeys(notes_on(config))
+            found.append((config, overrides))
         except SettingError:
             raise
         except ConfigError as error:
@@ -510,7 +512,7 @@ def _as_one_rank(arguments: Sequence[str], train: "Train") -> int:
     config = parse_config(settings_in(composed))
     if config.mode in RUNS_NOTHING:
         raise ConfigError(f"mode={config.mode} asks one process: python train.py mode={config.mode}")
-    _warn(_notes(composed))
+    _warn([*_notes(composed), *notes_on(config)])
     job.run_under_torchrun(train, (config, _make_folder(composed, arguments)), config.launch.timeout)
     return 0
 

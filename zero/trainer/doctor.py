@@ -29,7 +29,7 @@ from zero.core.sizes import GiB, size_text
 from zero.errors import MachineError, StoreError, if_it_fails
 from zero.platform.device import memory_groups
 from zero.platform.files import DIRECT, Files, named, open_and_unlink, open_nameless
-from zero.platform.run_files import folders_of
+from zero.platform.run_files import MEMORY, folders_of, mount_of
 from zero.store.nvme import probe
 from zero.tracker.settings import Wandb
 from zero.tracker.wandb import has_key, mode_of
@@ -44,8 +44,6 @@ VECTORS = (
 )
 HALF_UNITS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
 """Flags of x86 and ARM; and those of a unit that multiplies a half type."""
-
-MEMORY = ("tmpfs", "ramfs")
 
 
 class Check(NamedTuple):
@@ -366,20 +364,6 @@ def _links(printed: str, gpus: int) -> Check:
 
 
 # Disks
-
-
-def mount_of(mountinfo: str, path: str) -> str:
-    """The type of the file system that holds `path`, from the text of /proc/self/mountinfo."""
-    best, kind = -1, "unknown"
-    for line in mountinfo.splitlines():
-        left, _, right = line.partition(" - ")
-        fields = left.split()
-        if len(fields) < 5 or not right:
-            continue
-        point = re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), fields[4])
-        if (path == point or path.startswith(point.rstrip("/") + "/")) and len(point) >= best:
-            best, kind = len(point), right.split()[0]
-    return kind
 
 
 def _disk(config: Config, host: Host) -> Iterator[Check]:

@@ -7,6 +7,7 @@ torchrun has started.
 import contextlib
 import json
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ def run(train: "Train", config: Config, folder: Path, *, apart: bool = False) ->
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     write_config(config, folder)
-    with _failing(folder, final=True):
+    with _failing(folder, final=True), _said_before():
         if ranks == 1 and not apart and not restarts:
             summary = launch.inside(train, config, folder, **_how(config, folder))
         else:
@@ -107,6 +108,14 @@ def _failing(folder: Path, *, final: bool) -> Iterator[None]:
         if isinstance(stopped, launch.Interrupted):
             stopped.folder = folder
         raise stopped from None
+
+
+@contextlib.contextmanager
+def _said_before() -> Iterator[None]:
+    """The command line has warned of a folder that is memory: a rank on the same terminal does not say it again."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="offload.path=.* is memory")
+        yield
 
 
 def _how(config: Config, folder: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from zero.distributed.failure import Places
-from zero.errors import DeadlineError, MachineError, RankFailedError, if_it_fails
+from zero.errors import ConfigError, DeadlineError, MachineError, RankFailedError, if_it_fails
 from zero.platform.run_files import writing
 from zero.platform.threads import repeating
 from zero.trainer.launch.board import Board
@@ -66,9 +66,18 @@ def count_ranks(ranks: int | Literal["auto"], device: str = "auto") -> int:
     """How many ranks `launch.ranks` means: one per GPU, or 1 on a CPU, when it is "auto".
 
     Under torchrun its world size. Imports torch only on a machine that has a GPU driver.
+
+    Raises:
+        ConfigError: torchrun has started another number.
     """
     if under_torchrun():
-        return int(os.environ["WORLD_SIZE"])
+        started = int(os.environ["WORLD_SIZE"])
+        if ranks not in ("auto", started):
+            raise ConfigError(
+                f"launch.ranks={ranks} contradicts torchrun, which has started {started} (WORLD_SIZE={started}); leave "
+                "launch.ranks out, and give their number to torchrun"
+            )
+        return started
     if ranks != "auto":
         return ranks
     if device == "cpu" or not (Path("/proc/driver/nvidia/version").exists() or Path("/dev/kfd").exists()):

@@ -1,0 +1,101 @@
+"""What is hardly meant: a disk that is memory is warned of once, and two numbers of ranks are refused."""
+
+import warnings
+
+import pytest
+from torch import nn
+
+import train
+import zero
+from tests.trainer.test_cli import TINY, said_by_us, torchrun
+from zero.platform import run_files
+from zero.trainer import job
+
+
+@pytest.fixture
+def tmpfs(monkeypatch):
+    monkeypatch.setattr(run_files, "file_system", lambda folder: "tmpfs")
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    monkeypatch.setattr(run_files, "file_system", lambda folder: "ext4")
+
+
+QUIET = [*TINY, "sample.tokens=0", "launch.malloc=default", "tracker.console=none", "steps=1", "val.every=0"]
+WARNING = "is memory, not a disk (tmpfs): what goes there still takes host memory; use a folder on a disk"
+
+
+def test_a_disk_that_is_memory_is_warned_of_once(here, tmpfs, capsys):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what the engine said would be said twice
+        assert train.main([*QUIET, "offload=nvme", f"offload.path={here}"]) == 0
+    printed = capsys.readouterr().err
+    assert printed.count("is memory") == 1
+    assert printed.startswith(f"warning: offload.path={here} {WARNING}, or offload=cpu")
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["offload=none"], ["offload=cpu"], ["offload=auto"], []], ids=str)
+def test_what_uses_no_disk_is_not_warned_of(here, tmpfs, capsys, monkeypatch, words):
+    monkeypatch.setattr(job, "run", lambda *args, **how: 1 / 0)
+    train.main([*QUIET, *words])
+    assert "is memory" not in capsys.readouterr().err
+
+
+def test_a_disk_is_not_warned_of(here, disk, capsys, monkeypatch):
+    monkeypatch.setattr(job, "run", lambda *args, **how: 1 / 0)
+    train.main([*QUIET, "offload=nvme", f"offload.path={here}"])
+    assert "is memory" not in capsys.readouterr().err
+
+
+def test_python_is_warned_where_the_store_is_opened(tmp_path, tmpfs):
+    offload = zero.Offload("nvme", path=str(tmp_path))
+    world = zero.World.from_env()
+    plan = zero.Plan(nn.Linear(8, 8), optimizer=zero.adamw(lr=1e-3), world=world, offload=offload)
+    with pytest.warns(UserWarning, match=r"is memory, not a disk \(tmpfs\)") as found:
+        zero.open_store(plan).close()
+    assert len(found) == 1
+    assert found[0].filename == __file__
+
+
+def test_the_type_of_a_file_system_is_the_mounts(tmp_path):
+    assert run_files.mount_of("22 1 0:1 / / rw - ext4 x rw\n30 22 0:2 / /dev/shm rw - tmpfs x rw\n", "/dev/shm/a") == (
+        "tmpfs"
+    )
+    assert run_files.file_system(tmp_path)
+
+
+# Ranks
+
+
+def test_ranks_that_contradict_torchrun_are_refused(here, monkeypatch, capsys):
+    variables = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(job, "run_under_torchrun", lambda *args: pytest.fail("the settings were accepted"))
+    assert train.main([*TINY, "launch.ranks=4"]) == 2
+    assert capsys.readouterr().err == (
+        "launch.ranks=4 contradicts torchrun, which has started 2 (WORLD_SIZE=2); leave launch.ranks out, and give "
+        "their number to torchrun\n"
+    )
+    assert not list(here.iterdir())
+
+
+def test_ranks_that_agree_with_torchrun_are_accepted(here, monkeypatch):
+    for name, value in {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    began = []
+    monkeypatch.setattr(job, "run_under_torchrun", lambda train, given, timeout_s: began.append(given[0].launch.ranks))
+    assert train.main([*TINY, "launch.ranks=2"]) == 0
+    assert train.main(TINY) == 0
+    assert began == [2, "auto"]
+
+
+@pytest.mark.process
+def test_torchrun_itself_ends_at_once(here):
+    done = torchrun(*TINY, "launch.ranks=4", cwd=here)
+    assert done.returncode == 1  # torchrun's own; it tells that of the rank
+    assert "exitcode  : 2" in done.stderr
+    assert [line.partition(" which")[0] for line in said_by_us(done.stderr)] == ["launch.ranks=4 contradicts torchrun,"]
+    assert not list(here.iterdir())

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from zero.core import suggest
-from zero.errors import SettingError
+from zero.errors import ConfigError, SettingError
 
 
 class Section(BaseModel):
@@ -90,7 +90,7 @@ def sentence(model: type[Section], refused: ValidationError, raw: Mapping[str, A
     if kind == "extra_forbidden":
         return unknown_key(model, key, at)
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return _section_given_a_value(keys(model, at), key, node)
+        return _section_given_a_value(model, key, node, at)
     if kind == "union_tag_not_found":
         return f"{key} needs {key}.name"
     if kind == "union_tag_invalid":
@@ -139,9 +139,19 @@ def unknown_key(model: type[Section], key: str, at: str = "") -> str:
     return suggest.unknown(key, known)
 
 
-def _section_given_a_value(known: Sequence[str], key: str, value: object) -> str:
-    first = next(name for name in known if name.startswith(f"{key}."))
-    return f"{key}={suggest.shown(value)}: {key} is a section of keys; did you mean {first}={suggest.shown(value)}?"
+def _section_given_a_value(model: type[Section], key: str, value: object, at: str) -> str:
+    """With the section's first key for the value, where that key would take it."""
+    inside = [name for name in keys(model, at) if name.startswith(f"{key}.")]
+    seen = f"{key}={suggest.shown(value)}: {key} is a section of keys"
+    nested: Any = value
+    for part in reversed(inside[0].removeprefix(f"{at}." if at else "").split(".")):
+        nested = {part: nested}
+    try:
+        model(**nested)
+    except ConfigError as refused:
+        if str(refused).startswith(inside[0]):
+            return f"{seen}; there are {', '.join(inside)}"
+    return f"{seen}; did you mean {inside[0]}={suggest.shown(value)}?"
 
 
 def models_in(annotation: Any) -> Iterator[type[Section]]:

@@ -61,7 +61,7 @@ def check_microbatches(given: Any, accumulate: int) -> None:
         raise ConfigError(f"microbatches is {kind_of(given)}; pass a list of them: step(state, [batch])")
     if len(given) == accumulate:
         return
-    if isinstance(given, tuple) and all(isinstance(one, Tensor) for one in given):
+    if given and isinstance(given, tuple) and all(isinstance(one, Tensor) for one in given):
         raise ConfigError(
             f"microbatches is a tuple of {len(given)} tensors, and a step takes batch.accumulate={accumulate} "
             "microbatches; if it is one batch, pass it in a list: step(state, [batch])"

@@ -20,7 +20,7 @@ MISTAKES = [
     ({"zero": {"stage": 2.0}}, "zero.stage=2.0: must be 0, 1, 2 or 3, or auto"),
     ({"zero": {"stge": 3}}, "unknown key zero.stge; did you mean zero.stage?"),
     ({"zero": 3}, "zero=3: zero is a section of keys; did you mean zero.stage=3?"),
-    ({"zero": None}, "zero=null: zero is a section of keys; did you mean zero.stage=null?"),
+    ({"zero": None}, "zero=null: zero is a section of keys; there are zero.stage, zero.units, "),
     ({"stage": 3}, "unknown key stage; did you mean zero.stage?"),
     ({"ofload": {}}, "unknown key ofload; did you mean offload?"),
     ({"zero": {"units": ["Blok"]}}, "zero.units=['Blok']: Blok is not a class of this model; did you mean Block?"),

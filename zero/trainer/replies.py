@@ -155,6 +155,7 @@ def _values(value: str) -> dict[str, str]:
         "second": numbers[1] if len(numbers) == 2 else "0.95",
         "heads": str(heads),
         "width": str(_HEAD_WIDTH * count),
+        "ours": key_for(value) or value,
     }
 
 

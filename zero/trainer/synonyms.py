@@ -15,7 +15,8 @@ class To(NamedTuple):
 
     In all three `{value}` is the value that was typed, `{lower}` the same in small letters, `{list}` without brackets,
     `{first}` and `{second}` the two numbers of such a list, and `{name}` what follows its last slash. `{heads}` is a
-    number of heads for a width, and `{width}` a width for a number of heads. FOLDER and TEXTS are for the user to fill.
+    number of heads for a width, and `{width}` a width for a number of heads. `{ours}` is our key for a word of theirs.
+    FOLDER and TEXTS are for the user to fill.
     """
 
     type: str
@@ -40,6 +41,7 @@ _RUN_NAME = To("tracker=wandb tracker.run={value}", "the folder of a run is hydr
 _PROJECT = To("tracker=wandb tracker.project={value}")
 _TAGS = To("tracker=wandb", "W&B reads tags from the environment: export WANDB_TAGS={list}")
 _ENTITY = To("tracker=wandb", "W&B reads the entity from the environment: export WANDB_ENTITY={value}")
+_KEY = To(OUT, "a key is no setting, because settings are written to files: wandb login keeps it")
 _RECORDS = "every run has metrics.jsonl and report.html; W&B is tracker=wandb"
 _TENSORBOARD = To("tracker=jsonl", f"there is no TensorBoard here; {_RECORDS}")
 _NO_TENSOR = To("zero.stage=3", "there is no tensor parallelism here; stage 3 shards parameters over all ranks")
@@ -684,6 +686,10 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "entity=*": _ENTITY,
     "wandb_entity=*": _ENTITY,
     "tracker.entity=*": _ENTITY,
+    "api_key=*": _KEY,
+    "wandb_key=*": _KEY,
+    "wandb_api_key=*": _KEY,
+    "hf_token=*": To(OUT, "nothing is fetched from the hub or sent to it, so no token is needed"),
     "notes=*": To("tracker=wandb", "W&B reads notes from the environment: export WANDB_NOTES"),
     "wandb": To("tracker=wandb"),
     "wandb=offline": To("tracker=wandb tracker.mode=offline"),
@@ -741,7 +747,7 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "plan": To("mode=plan"),
     "doctor": To("mode=doctor"),
     "explain": To("mode=explain"),
-    "explain=*": To("mode=explain explain.key={value}", "what explains a key is a mode"),
+    "explain=*": To("mode=explain explain.key={ours}", "what explains a key is a mode"),
     "eval": _EVAL,
     "eval=*": To("mode=eval resume={value}"),
     "evaluate": _EVAL,

@@ -140,7 +140,7 @@ SAID = [
     ),
     (["gradient_accumulation_steps=3"], "type batch.accumulate=3 batch.global=auto batch.micro=4"),
     (["n_embd=768", "n_head=12"], "type model.width=768 model.heads=12"),
-    (["dim=64"], "type model.width=64 model.heads=1"),
+    (["dim=74"], "type model.width=74 model.heads=1"),
     (["--lr", "2e-5", "--bf16", "--max-steps=9"], "written without dashes; unknown key lr; "),
     (["--lr", "2e-5", "--bf16", "--max-steps=9"], "; type optim.lr=2e-5 precision=bf16 steps=9"),
     (["trainer.max_steps=3", "+optimizer.lr=1"], "type steps=3 optim.lr=1"),

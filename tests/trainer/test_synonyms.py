@@ -128,6 +128,7 @@ SAID = [
     (["fp16=false"], "unknown key fp16: it is off unless it is asked for; leave it out"),
     (["zero.stage", "3"], "zero.stage 3: a setting is written key=value; type zero.stage=3"),
     (["explain", "zero.stage"], "type mode=explain explain.key=zero.stage"),
+    (["mode=explain", "zero.stage"], "what is to be explained is explain.key; type explain.key=zero.stage"),
     (["explain", "learning_rate"], "type mode=explain explain.key=optim.lr"),
     (["-m", "lr=1e-3,1e-4"], "unknown key lr; type optim.lr=1e-3,1e-4"),
     (["lr=fast"], "unknown key lr; with optim.lr=fast in its place: optim.lr=fast: must be a number"),

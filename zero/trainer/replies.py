@@ -60,6 +60,8 @@ def reply(words: Sequence[str]) -> Reply | None:
         found = _found(word)
         if found is None and word != typed:
             found = To(word, "a setting is written key=value")
+        if found is None and "mode=explain" in words and (word in keys() or word in _sections()):
+            found = To(f"explain.key={word}", "what is to be explained is explain.key")
         if found is None:
             others.append(word)
         else:

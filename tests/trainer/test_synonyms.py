@@ -20,7 +20,8 @@ VALUES = {
     "model.path": "weights", "model.rotary_base": "5e5", "model.init_std": "0.01", "data": "wikitext",
     "data.folder": "texts", "data.holdout": "0.1", "data.tokenizer": "weights", "checkpoint.dir": "saved",
     "checkpoint.async": "True", "resume": "texts", "hydra.run.dir": "out", "tracker": "wandb", "tracker.run": "a/first",
-    "tracker.project": "mine", "tracker.group": "ours", "tracker.mode": "offline", "explain.key": "zero.stage",
+    "tracker.project": "mine", "tracker.tensorboard": "True", "tracker.tags": "[a,b]", "tracker.group": "ours",
+    "tracker.mode": "offline", "tracker.entity": "us", "tracker.notes": "larger", "explain.key": "zero.stage",
     "data.path": "texts", "schedule.total": "400",
 }  # fmt: skip
 """What somebody might type, by the key that it is for here; 8 for the others."""
@@ -134,7 +135,7 @@ SAID = [
     (["lr=fast"], "unknown key lr; with optim.lr=fast in its place: optim.lr=fast: must be a number"),
     (["lr=1", "optim.lr=1"], "unknown key lr; leave it out"),
     (["wandb=true", "wandb_project=x"], "; type tracker=wandb tracker.project=x"),
-    (["tracker=wandb", "tags=[a,b]"], "export WANDB_TAGS=a,b; leave it out"),
+    (["tracker=wandb", "tags=[a,b]"], "unknown key tags; type tracker.tags=[a,b]"),
     (
         ["micro_batch_size=8", "gradient_accumulation_steps=3"],
         "type batch.micro=8 batch.global=auto batch.accumulate=3",

@@ -39,11 +39,10 @@ _BETAS = To("optim.beta1={first} optim.beta2={second}")
 _RATIO = To("schedule.warmup=auto", "the warm-up is a number of steps; auto is a twentieth of the run")
 _RUN_NAME = To("tracker=wandb tracker.run={value}", "the folder of a run is hydra.run.dir=runs/{name}, its name in W&B")
 _PROJECT = To("tracker=wandb tracker.project={value}")
-_TAGS = To("tracker=wandb", "W&B reads tags from the environment: export WANDB_TAGS={list}")
-_ENTITY = To("tracker=wandb", "W&B reads the entity from the environment: export WANDB_ENTITY={value}")
+_TAGS = To("tracker=wandb tracker.tags=[{list}]")
+_ENTITY = To("tracker=wandb tracker.entity={value}")
 _KEY = To(OUT, "a key is no setting, because settings are written to files: wandb login keeps it")
-_RECORDS = "every run has metrics.jsonl and report.html; W&B is tracker=wandb"
-_TENSORBOARD = To("tracker=jsonl", f"there is no TensorBoard here; {_RECORDS}")
+_RECORDS = "every run has metrics.jsonl and report.html; others are tracker=wandb and tracker=tensorboard"
 _NO_TENSOR = To("zero.stage=3", "there is no tensor parallelism here; stage 3 shards parameters over all ranks")
 _NO_PIPELINE = To("zero.stage=3", "there is no pipeline parallelism here; stage 3 shards parameters over all ranks")
 _NO_SEQUENCE = To("zero.activations=remat", "there is no sequence parallelism here; remat saves activations")
@@ -701,15 +700,14 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "wandb_mode=*": To("tracker=wandb tracker.mode={lower}"),
     "tags=*": _TAGS,
     "wandb_tags=*": _TAGS,
-    "tracker.tags=*": _TAGS,
     "entity=*": _ENTITY,
     "wandb_entity=*": _ENTITY,
-    "tracker.entity=*": _ENTITY,
     "api_key=*": _KEY,
     "wandb_key=*": _KEY,
     "wandb_api_key=*": _KEY,
     "hf_token=*": To(OUT, "nothing is fetched from the hub or sent to it, so no token is needed"),
-    "notes=*": To("tracker=wandb", "W&B reads notes from the environment: export WANDB_NOTES"),
+    "notes=*": To("tracker=wandb tracker.notes={value}"),
+    "wandb_notes=*": To("tracker=wandb tracker.notes={value}"),
     "wandb": To("tracker=wandb"),
     "wandb=offline": To("tracker=wandb tracker.mode=offline"),
     "wandb=online": To("tracker=wandb tracker.mode=online"),
@@ -726,10 +724,11 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "tracker=none": To("tracker=jsonl", _RECORDS),
     "tracker=true": To("tracker=wandb"),
     "tracker=false": To("tracker=jsonl", _RECORDS),
-    "tracker=tensorboard": _TENSORBOARD,
     "tracker=mlflow": To("tracker=jsonl", f"there is no MLflow here; {_RECORDS}"),
     "tracker=comet*": To("tracker=jsonl", f"there is no Comet here; {_RECORDS}"),
-    "tensorboard=*": _TENSORBOARD,
+    "tensorboard": To("tracker.tensorboard=true"),
+    "tensorboard=*": To("tracker.tensorboard={lower}"),
+    "use_tensorboard=*": To("tracker.tensorboard={lower}"),
     "log_interval=*": To("tracker.every={value}"),
     "log_every=*": To("tracker.every={value}"),
     "log_every_n_steps=*": To("tracker.every={value}"),

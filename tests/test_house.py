@@ -27,6 +27,7 @@ ROOMS = [
     "tracker",
     "settings",
     "deepspeed",
+    "integrations",
     "trainer",
     "__main__",
 ]

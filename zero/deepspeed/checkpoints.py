@@ -126,16 +126,26 @@ class EngineCheckpoints(EngineInfo, ABC):
         Args:
             exclude_frozen_parameters: leave out parameters that do not require a gradient.
         """
-        state = self.state
-        dtype, is_first, full = self.plan.precision.compute, self.global_rank == 0, dict[str, Tensor]()
-        for name, value in full_values(state, "compute"):  # on every rank, because it is collective
+        return self._whole("compute", self.plan.precision.compute, exclude_frozen_parameters)
+
+    def state_dict_on_rank_0(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """`module_state_dict` on rank 0 alone; None on other ranks. Collective.
+
+        Args:
+            exclude_frozen_parameters: leave out parameters that do not require a gradient; they are not gathered.
+        """
+        return self._whole("param", torch.float32, exclude_frozen_parameters)
+
+    def _whole(self, kind: str, dtype: torch.dtype, trained_only: bool) -> dict[str, Tensor] | None:
+        state, is_first, full = self.state, self.global_rank == 0, dict[str, Tensor]()
+        frozen = {name for name, one in self.module.named_parameters(remove_duplicate=False) if not one.requires_grad}
+        left_out = frozen if trained_only else set()
+        for name, value in full_values(state, kind, left_out):  # on every rank, because it is collective
             if is_first:
                 full[name] = value.to(dtype)
         if not is_first:
             return None
-        full = _with_buffers_and_ties(state, full)
-        frozen = {name for name, one in self.module.named_parameters(remove_duplicate=False) if not one.requires_grad}
-        return {name: value for name, value in full.items() if not (exclude_frozen_parameters and name in frozen)}
+        return {name: value for name, value in _with_buffers_and_ties(state, full).items() if name not in left_out}
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 

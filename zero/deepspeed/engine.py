@@ -92,7 +92,8 @@ class Engine(EngineCheckpoints):
         """Run the model on full parameters, gathered as they are needed. Collective.
 
         Args:
-            args, kwargs: the model's; floating-point tensors are cast to the dtype that it computes in.
+            args, kwargs: the model's; floating-point tensors are cast to the dtype that it computes in. Those of 0
+                dimensions are not: torch lets them widen no result, and a count of tokens would lose digits.
 
         Returns:
             What the model returns.
@@ -310,7 +311,7 @@ class Engine(EngineCheckpoints):
 
     def _cast(self, given: Any) -> Any:
         dtype = self.plan.precision.compute
-        floats = [one for one in tensors_in(given) if one.is_floating_point() and one.dtype != dtype]
+        floats = [one for one in tensors_in(given) if one.ndim and one.is_floating_point() and one.dtype != dtype]
         return replaced(given, {id(one): one.to(dtype) for one in floats}) if floats else given
 
     def _begin_microbatch(self) -> None:

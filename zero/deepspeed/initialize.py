@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from zero.core.optim import Transform
 from zero.deepspeed.config import Translation, translate
 from zero.deepspeed.engine import Engine
 from zero.deepspeed.metrics import RunLog, run_settings
@@ -27,6 +28,7 @@ from zero.distributed.world import World, open_default_group
 from zero.engine.first_values import Weights
 from zero.engine.init import init, open_store
 from zero.engine.module_copy import buffers_of
+from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.errors import ConfigError
 from zero.settings import Settings
@@ -110,15 +112,13 @@ def initialize(
     with contextlib.ExitStack() as undo:  # what a refusal half-way must not leave open
         backend, compiled_again = bypass_compiled(compiled)
         undo.callback(compiled_again)
-        with _others_frozen(model, trained(made)):
-            chosen = transform(made, names_of(model), settings.optim.clip)
-            units = _units(translation, model)
-            plan = build_plan(settings, model, world, optimizer=chosen, units=units, compile=backend, in_place=True)
-            store = open_store(plan)
-            undo.callback(store.close)
-            first = _values_of_rank_0(model, world) if weights is None else weights
-            state = init(plan, store, seed=seed, weights=first)
-        _broadcast_buffers(state.model, world)
+        units = _units(translation, model)
+
+        def make_plan(chosen: Transform) -> Plan:
+            return build_plan(settings, model, world, optimizer=chosen, units=units, compile=backend, in_place=True)
+
+        state = shard(model, made, make_plan, clip=settings.optim.clip, world=world, weights=weights, seed=seed)
+        undo.callback(state.runtime.store.close)
         run_log = _run_log(settings, recorded, translation, state, folder, tokens_per_row)
         undo.pop_all()
     engine = Engine(
@@ -245,6 +245,40 @@ def _run_log(
 
 
 # First values
+
+
+def shard(
+    model: nn.Module,
+    optimizer: Optimizer,
+    make_plan: Callable[[Transform], Plan],
+    *,
+    clip: float | None,
+    world: World,
+    weights: Weights = None,
+    seed: int = 0,
+) -> State:
+    """Take a model over: the state that has its parameters, whose store is open. Collective.
+
+    Args:
+        model: as of `initialize`; parameters that `optimizer` does not hold are not trained.
+        optimizer: its groups are read at every update.
+        make_plan: makes a plan, `in_place`, of the optimizer's transform.
+        clip: the largest gradient norm; None for none.
+        world, weights, seed: as of `initialize`.
+
+    Raises:
+        ConfigError: one line; what was opened is closed then.
+    """
+    with contextlib.ExitStack() as undo:
+        with _others_frozen(model, trained(optimizer)):
+            plan = make_plan(transform(optimizer, names_of(model), clip))
+            store = open_store(plan)
+            undo.callback(store.close)
+            first = _values_of_rank_0(model, world) if weights is None else weights
+            state = init(plan, store, seed=seed, weights=first)
+        _broadcast_buffers(state.model, world)
+        undo.pop_all()
+    return state
 
 
 @contextlib.contextmanager

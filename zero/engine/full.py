@@ -73,10 +73,10 @@ def full_state_dict(source: Source, kind: str = "param") -> dict[str, Tensor]:
     return dict(full_values(_state_of(source, "zero.full_state_dict", "zero.full_state_dict(state)"), kind))
 
 
-def full_values(state: State, kind: str) -> Iterator[tuple[str, Tensor]]:
-    """The same, one after the other: no more than a unit is gathered at a time."""
+def full_values(state: State, kind: str, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+    """The same, one after the other: no more than a unit is gathered at a time, and none for names in `without`."""
     state.runtime.come_to_rest()
-    names = set(_names(state, None, kind))
+    names = set(_names(state, None, kind)) - set(without)
     for unit in state.runtime.units:
         yield from _values(state, unit, kind, names)
 

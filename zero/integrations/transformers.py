@@ -1,0 +1,337 @@
+"""Hugging Face's `Trainer` on an engine of this library: its loop, arguments, callbacks and folders stay its own.
+
+Trainer trains through Accelerate: `prepare` gets model and optimizer, `backward` each loss, and `clip_grad_norm_` comes
+before `optimizer.step`. So that is where the engine goes. The model that is prepared is taken over, as by
+`zero.initialize`, and remains the object that it was. All else Trainer does to that model and to Accelerate, as always.
+Read for transformers 5.23 and Accelerate 1.15.
+
+Trainer's own words for gradients hold: a loss is divided by the microbatches of the step, or by its tokens, before its
+backward, and gradients of microbatches are added. Only ranks are averaged.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+
+from zero.core.optim import Transform
+from zero.core.precision import Precision
+from zero.core.suggest import meant
+from zero.deepspeed.engine import Engine
+from zero.deepspeed.initialize import shard
+from zero.deepspeed.optimizers import Optimizer, PassedOptimizer
+from zero.distributed.world import World
+from zero.engine.plan import Plan
+from zero.errors import CheckpointError, ConfigError
+from zero.settings import Settings
+
+STATE_FOLDER = "zero"
+"""In each `checkpoint-N`: the training state, as `zero.save` writes it."""
+
+PLAN_SETTINGS = ("stage", "precision", "offload", "units", "prefetch", "activations", "compile", "update", "weights")
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad")
+
+REFUSED = {
+    "deepspeed": "the engine is zero's: leave it out, and write zero={'stage': 3, 'offload': 'cpu'}",
+    "fsdp": "zero shards instead: leave it out, and write zero={'stage': 3}",
+    "parallelism_config": "there is no tensor, context or pipeline parallelism: leave it out",
+    "torch_compile": "write zero={'compile': True}, which compiles what each unit computes",
+    "auto_find_batch_size": "an engine is made once: set per_device_train_batch_size",
+    "bf16_full_eval": "evaluation runs as training does: write zero={'precision': 'bf16'}",
+    "fp16_full_eval": "evaluation runs as training does: write zero={'precision': 'fp16'}",
+    "save_on_each_node": "a checkpoint is written once, to a disk that all ranks share: leave it out",
+    "debug": "its hooks read every parameter: leave it out; trainer.engine.metrics.nonfinite_unit names the unit",
+    "ddp_bucket_cap_mb": "there is no DDP, and a unit is what is reduced together: leave it out",
+    "ddp_broadcast_buffers": "there is no DDP: leave it out",
+    "ddp_static_graph": "there is no DDP: leave it out",
+}
+"""Arguments of `TrainingArguments` that cannot be kept, and what to do instead. (`ddp_find_unused_parameters` is kept,
+whatever it is: an unused parameter has a zero gradient.)"""
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object  # a subclass names Trainer, or another subclass of it, after the mixin
+
+
+class ZeroTrainerMixin(_Base):
+    """Makes a subclass of `transformers.Trainer` train on an engine: `class Mine(ZeroTrainerMixin, SFTTrainer): pass`.
+
+    Args:
+        args, kwargs: Trainer's own.
+        zero: arguments of `zero.Plan`, by name: `stage` (3 where it is not given), `precision` (of bf16=True and
+            fp16=True, else "fp32"), `offload`, `units`, `prefetch`, `activations`, `compile`, `update`; and `weights`,
+            the first values of a model without memory, see `zero.init`. None: Plan's defaults.
+
+    Attributes:
+        engine: has `model`'s calls from the first `train`, `evaluate` or `predict` on; None before. It is a
+            `zero.Engine`: `trainer.engine.plan` shows the bytes, `zero.get_full(trainer.engine, name)` reads a
+            parameter, `trainer.engine.destroy()` frees memory and disk.
+
+    Raises:
+        ConfigError: a setting that does not exist, or an argument of `TrainingArguments` that cannot be kept.
+    """
+
+    engine: Engine | None = None
+    _world: World | None = None
+
+    def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self._plan_settings = dict(zero or {})
+        _check_settings(self._plan_settings)
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Trainer makes its accelerator; here it becomes one that prepares engines."""
+        _check_arguments(self.args, self._plan_settings)
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = TrainerAccelerator  # Trainer made it, with all its arguments
+        self.accelerator.trainer = self
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing (private, since transformers 4.3): the whole model may not fit there, and the engine moves shards."""
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        """No (private, since transformers 5): Trainer would read `grad` of every parameter to find out."""
+        return False
+
+    # -- the engine ----------------------------------------------------------------------------------------------------
+
+    def open_engine(self) -> Engine:
+        """The engine of `model`; made the first time, with the optimizer and the groups that Trainer makes. Collective.
+
+        Where there is no `train_dataset` it has no optimizer, because nothing will train.
+
+        Raises:
+            ConfigError, PlanError: one line that names the setting and what to do.
+        """
+        if self.engine is not None:
+            if self.engine.module is self.model:
+                return self.engine
+            self.engine.destroy()  # `model_init` has made another model
+        if self.optimizer is None and self.train_dataset is not None:
+            self.create_optimizer()
+        device = "cpu" if self.args.use_cpu else None
+        self._world = self._world or World.from_env(timeout_s=self.args.ddp_timeout, device=device)
+        self._dtypes = {name: one.dtype for name, one in self.model.named_parameters(remove_duplicate=False)}
+        self.engine = _new_engine(self.model, self.optimizer, self._world, self.args, self._plan_settings)
+        if self._world.size > 1 and self.engine.plan.stage.parameters and callable(_method(self.model, "generate")):
+            self.model.generate = _in_step(self.model.generate)
+        return self.engine
+
+    # -- folders: private methods of Trainer, because no public one is called on every rank. All are there since 4.20 --
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """`save_model` calls it on every rank: whole values in the dtype that the model came in; of adapters, these."""
+        if state_dict is not None or self.engine is None:
+            super()._save(output_dir, state_dict)
+            return
+        has_adapters = getattr(self.model, "peft_config", None) is not None
+        whole = self.engine.state_dict_on_rank_0(exclude_frozen_parameters=has_adapters)
+        if whole is not None:
+            whole = {name: value.to(self._dtypes.get(name, value.dtype)) for name, value in whole.items()}
+        super()._save(output_dir, whole)
+        if self.args.should_save and isinstance(self.model, transformers.PreTrainedModel) and not has_adapters:
+            self.model.config.dtype = next(one for one in self._dtypes.values() if one.is_floating_point)
+            self.model.config.save_pretrained(output_dir or self.args.output_dir)  # it has written that of compute
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)  # settings of the groups, and the schedule
+        self.open_engine().save_checkpoint(output_dir, STATE_FOLDER)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """The engine reads the weights, too, once it is there."""
+        if not (Path(resume_from_checkpoint) / STATE_FOLDER).is_dir():
+            raise CheckpointError(
+                f"{resume_from_checkpoint} has no folder {STATE_FOLDER!r} with the training state: it is of another "
+                "Trainer, or of save_only_model=True; start anew from its weights, with from_pretrained of that folder"
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._load_state(checkpoint)
+
+    def _load_best_model(self) -> None:
+        if (Path(self.state.best_model_checkpoint) / STATE_FOLDER).is_dir():
+            self._load_state(self.state.best_model_checkpoint)
+        else:  # of save_only_model=True: weights alone
+            super()._load_best_model()
+
+    def _load_state(self, folder: str) -> None:
+        path, _ = self.open_engine().load_checkpoint(folder, STATE_FOLDER)
+        if path is None:
+            raise CheckpointError(f"{folder}/{STATE_FOLDER} holds no training state; resume from another checkpoint")
+
+
+class Trainer(ZeroTrainerMixin, transformers.Trainer):
+    """`transformers.Trainer` on an engine: `Trainer(model=..., args=..., train_dataset=..., zero={"stage": 3})`.
+
+    See `ZeroTrainerMixin` for `zero` and `engine`, and transformers for everything else.
+    """
+
+
+class TrainerAccelerator(Accelerator):
+    """Accelerate's, where what it does to the trainer's model, its losses and gradients is done by the engine.
+
+    Attributes:
+        trainer: whose model it is; others, such as a frozen reference, are prepared as usual.
+    """
+
+    trainer: ZeroTrainerMixin
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """The model itself, whose calls are the engine's from here on."""
+        if model is not self.trainer.model:
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        self.trainer.open_engine()
+        self._models.append(model)
+        return model
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """An optimizer whose `step` is the engine's."""
+        if isinstance(optimizer, AcceleratedOptimizer):  # of an earlier `train`
+            return super().prepare_optimizer(optimizer, device_placement)
+        engine = self.trainer.open_engine()
+        if not engine.plan.trains:
+            raise ConfigError("this Trainer was made without train_dataset and has evaluated: make one that has it")
+        self._optimizers.append(EngineOptimizer(engine))
+        return self._optimizers[-1]
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """The engine's. A loss that does not end a step ends its microbatch here: Trainer calls nothing else then."""
+        engine = self.trainer.open_engine()
+        engine.set_gradient_accumulation_boundary(self.sync_gradients)
+        engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        if not self.sync_gradients:
+            engine.step()
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
+        """() the norm, which is known once the optimizer has made its step: NaN until then. The step clips."""
+        clip = self.trainer.open_engine().plan.optimizer.clip
+        if norm_type != 2 or max_norm != (math.inf if clip is None else clip):
+            raise ConfigError(
+                f"clip_grad_norm_(max_norm={max_norm:g}, norm_type={norm_type:g}): this engine was made with "
+                f"max_grad_norm={clip or 0:g} and the 2-norm; set max_grad_norm before the first train or evaluate"
+            )
+        optimizer = self._optimizers[-1]
+        optimizer.grad_norm = torch.full((), math.nan)
+        return optimizer.grad_norm
+
+
+class EngineOptimizer(AcceleratedOptimizer):
+    """The engine's optimizer in Accelerate's shape; schedulers write into its groups.
+
+    Attributes:
+        grad_norm: () filled by `step`; in fp32.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.optimizer, device_placement=False)
+        self.engine, self.grad_norm = engine, torch.full((), math.nan)
+
+    def step(self, closure: None = None) -> None:
+        """Update all parameters. Collective.
+
+        Raises:
+            ConfigError: a closure was passed.
+        """
+        if closure is not None:
+            raise ConfigError("optimizer.step(closure): no optimizer here calls a closure; leave it out")
+        self.engine.step()
+        assert self.engine.metrics is not None
+        self.grad_norm.fill_(self.engine.metrics.grad_norm)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """The last step changed nothing, because a gradient was not finite."""
+        return self.engine.metrics is not None and self.engine.metrics.skipped
+
+
+# Inside
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    for key in settings:
+        if key not in PLAN_SETTINGS:
+            raise ConfigError(
+                f"zero={{{key!r}: ...}} is no setting of Trainer's engine{meant(key, PLAN_SETTINGS)}; there are "
+                f"{', '.join(PLAN_SETTINGS)}, and TrainingArguments say the rest"
+            )
+
+
+def _check_arguments(args: transformers.TrainingArguments, settings: Mapping[str, Any]) -> None:
+    for key, instead in REFUSED.items():
+        if getattr(args, key, None) not in (None, False, [], "", {}):
+            raise ConfigError(f"TrainingArguments({key}=...): {instead}")
+    if args.optim not in OPTIMIZERS:
+        raise ConfigError(
+            f"TrainingArguments(optim={args.optim.value!r}) has no counterpart here: set optim to one of "
+            f"{', '.join(OPTIMIZERS)}"
+        )
+    if args.n_gpu > 1:
+        start = f"torchrun --nproc-per-node {args.n_gpu}"
+        raise ConfigError(f"one process sees {args.n_gpu} GPUs: start a process for each with {start}")
+    if settings.get("update") == "eager" and args.max_grad_norm:
+        raise ConfigError(
+            f"zero={{'update': 'eager'}} cannot wait for the norm that TrainingArguments(max_grad_norm="
+            f"{args.max_grad_norm:g}) needs; set max_grad_norm=0, or leave out update"
+        )
+    asked, given = _precision(args), settings.get("precision")
+    if given is not None and asked != "fp32" and Precision(asked).compute != _as_precision(given).compute:
+        raise ConfigError(f"TrainingArguments({asked}=True) and zero={{'precision': {given!r}}}: leave out one of them")
+
+
+def _precision(args: transformers.TrainingArguments) -> str:
+    return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+
+
+def _as_precision(given: Precision | str) -> Precision:
+    return given if isinstance(given, Precision) else Precision(given)
+
+
+def _new_engine(
+    model: nn.Module,
+    given: torch.optim.Optimizer | None,
+    world: World,
+    args: transformers.TrainingArguments,
+    settings: Mapping[str, Any],
+) -> Engine:
+    optimizer = Optimizer.of_nothing() if given is None else Optimizer.of(given)
+    how = {"precision": _precision(args)} | {key: value for key, value in settings.items() if key != "weights"}
+    count, clip = args.gradient_accumulation_steps, args.max_grad_norm or None
+
+    def make_plan(transform: Transform) -> Plan:
+        return Plan(model, optimizer=transform, world=world, accumulate=count, in_place=True, **how)
+
+    state = shard(model, optimizer, make_plan, clip=clip, world=world, weights=settings.get("weights"))
+    batch = {"global": "auto", "micro": args.per_device_train_batch_size, "accumulate": count}
+    return Engine(
+        Settings.read({"batch": batch}).on(world.size),
+        state,
+        optimizer,
+        passed=None if given is None else PassedOptimizer(given),
+        lr_scheduler=None,
+        managed=False,  # Trainer says when a step ends: the last one of an epoch may have fewer microbatches
+        run_log=None,
+    )
+
+
+def _method(model: nn.Module, name: str) -> Any:
+    return getattr(model, name, None)
+
+
+def _in_step(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """`generate` that goes on until every rank has finished: where parameters are sharded all ranks run each layer."""
+
+    @wraps(generate)
+    def generated(*args: Any, **kwargs: Any) -> Any:
+        return generate(*args, **{**kwargs, "synced_gpus": True})
+
+    return generated

@@ -25,9 +25,11 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "scripts" / "examples"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SHOWN = {"own_loop": "own-loop.md", "initialize": "coming-from-deepspeed.md", "hugging_face": "hugging-face.md"}
+SHOWN |= {"hf_trainer": "hugging-face-trainer.md"}
 """Example -> the page of docs/ that begins with it."""
 
-NEEDS = {"hugging_face": "transformers"}
+NEEDS = {"hugging_face": "transformers", "hf_trainer": "accelerate"}
+PINNED = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")  # of Trainer, without a GPU
 
 
 def blocks(page: str) -> list[str]:
@@ -67,6 +69,7 @@ def losses(printed: str) -> list[float]:
     return [float(found) for found in re.findall(r"loss ([\d.]+)", printed)]
 
 
+@PINNED
 @pytest.mark.parametrize("name", SHOWN)
 def test_an_example_learns(name: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     if name in NEEDS:
@@ -82,7 +85,7 @@ def test_an_example_learns(name: str, here: Path, monkeypatch: pytest.MonkeyPatc
 def printed_by(world: zero.World, name: str, *arguments: str) -> str:
     """What one rank of `world` prints when it runs an example."""
     with (
-        patch.object(zero.World, "from_env", lambda: world),
+        patch.object(zero.World, "from_env", lambda **_: world),
         patch("sys.argv", [name, *arguments]),
         contextlib.redirect_stdout(io.StringIO()) as printed,
     ):
@@ -90,6 +93,7 @@ def printed_by(world: zero.World, name: str, *arguments: str) -> str:
     return printed.getvalue()
 
 
+@PINNED
 @pytest.mark.parametrize("name", SHOWN)
 def test_an_example_runs_on_two_ranks(name: str, here: Path):
     if name in NEEDS:
@@ -143,6 +147,15 @@ def test_lora_of_the_docs_runs(here: Path):
     assert len(names["adapter"]) == 4
 
 
+def test_the_mixin_of_the_docs_makes_a_trainer():
+    """TRL itself is not here: its place is taken by the class that it extends."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    names: dict[str, Any] = {"trl": SimpleNamespace(SFTTrainer=transformers.Trainer)}
+    run(blocks("docs/hugging-face-trainer.md")[0], names)
+    assert issubclass(names["SFTTrainer"], names["ZeroTrainerMixin"])
+
+
 def test_whole_values_of_the_concepts_are_read_and_written():
     with zero.empty():
         model = GPT(GPTConfig(vocab=16, width=16, layers=2, heads=2, seq=8))
@@ -194,7 +207,7 @@ def test_the_recipe_for_ray_runs_its_rank(here: Path, monkeypatch: pytest.Monkey
 def test_every_block_of_the_docs_has_a_test():
     counted = {str(page.relative_to(ROOT)): len(blocks(str(page.relative_to(ROOT)))) for page in PAGES}
     tested = {"README.md": 1, "docs/own-loop.md": 5, "docs/hugging-face.md": 1, "docs/concepts.md": 1}
-    tested |= {"docs/coming-from-fsdp.md": 2, "docs/scale.md": 1}
+    tested |= {"docs/coming-from-fsdp.md": 2, "docs/scale.md": 1, "docs/hugging-face-trainer.md": 1}
     assert {page: count for page, count in counted.items() if count} == tested
 
 

@@ -605,6 +605,21 @@ def test_a_parameter_that_is_frozen_alone_has_a_gradient_of_zero(stage, caplog):
     engine.destroy()
 
 
+def test_numbers_keep_their_dtype_where_tensors_are_cast():
+    """A count of tokens by which a loss is divided: 257 is no bf16."""
+
+    class Counted(nn.Linear):
+        def forward(self, x, count):
+            assert x.dtype == torch.bfloat16
+            return super().forward(x).float().sum() / count
+
+    engine, *_ = zero.initialize(model=Counted(WIDTH, 1, bias=False), config=config(bf16={"enabled": True}))
+    x, count = torch.randn(ROWS, WIDTH), torch.tensor(257.0)
+    whole = engine(x, torch.tensor(1.0))
+    assert torch.equal(engine(x, count), whole / 257)
+    engine.destroy()
+
+
 def test_a_backward_whose_gradient_has_the_scale_already_is_said_to():
     """A head on its own, as where a loss is computed in pieces."""
     model, head = Two(), nn.Linear(WIDTH, 1)

@@ -46,6 +46,7 @@ REFUSED = {
     "auto_find_batch_size": "an engine is made once: set per_device_train_batch_size",
     "bf16_full_eval": "evaluation runs as training does: write zero={'precision': 'bf16'}",
     "fp16_full_eval": "evaluation runs as training does: write zero={'precision': 'fp16'}",
+    "enable_jit_checkpoint": "ranks get the signal in different steps, and all save together: set save_steps",
     "save_on_each_node": "a checkpoint is written once, to a disk that all ranks share: leave it out",
     "debug": "its hooks read every parameter: leave it out; trainer.engine.metrics.nonfinite_unit names the unit",
     "ddp_bucket_cap_mb": "there is no DDP, and a unit is what is reduced together: leave it out",
@@ -91,6 +92,8 @@ class ZeroTrainerMixin(_Base):
         """Trainer makes its accelerator; here it becomes one that prepares engines."""
         _check_arguments(self.args, self._plan_settings)
         super().create_accelerator_and_postprocess()
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # by its configuration, without an argument of Trainer
+            raise ConfigError("accelerate launch was told to use DeepSpeed or FSDP: start with torchrun, zero shards")
         self.accelerator.__class__ = TrainerAccelerator  # Trainer made it, with all its arguments
         self.accelerator.trainer = self
 
@@ -119,6 +122,11 @@ class ZeroTrainerMixin(_Base):
             self.create_optimizer()
         device = "cpu" if self.args.use_cpu else None
         self._world = self._world or World.from_env(timeout_s=self.args.ddp_timeout, device=device)
+        if self.args.world_size != self._world.size:
+            raise ConfigError(
+                f"{self._world.size} ranks were started, and Trainer sees {self.args.world_size}: without GPUs write "
+                "TrainingArguments(use_cpu=True)"
+            )
         self._dtypes = {name: one.dtype for name, one in self.model.named_parameters(remove_duplicate=False)}
         self.engine = _new_engine(self.model, self.optimizer, self._world, self.args, self._plan_settings)
         if self._world.size > 1 and self.engine.plan.stage.parameters and callable(_method(self.model, "generate")):
@@ -207,6 +215,7 @@ class TrainerAccelerator(Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """The engine's. A loss that does not end a step ends its microbatch here: Trainer calls nothing else then."""
         engine = self.trainer.open_engine()
+        self._optimizers[-1].backwards += 1
         engine.set_gradient_accumulation_boundary(self.sync_gradients)
         engine.backward(loss, scale_wrt_gas=False, **kwargs)
         if not self.sync_gradients:
@@ -230,20 +239,26 @@ class EngineOptimizer(AcceleratedOptimizer):
 
     Attributes:
         grad_norm: () filled by `step`; in fp32.
+        backwards: of this step, by Accelerate's `backward`.
     """
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.optimizer, device_placement=False)
-        self.engine, self.grad_norm = engine, torch.full((), math.nan)
+        self.engine, self.grad_norm, self.backwards = engine, torch.full((), math.nan), 0
 
     def step(self, closure: None = None) -> None:
-        """Update all parameters. Collective.
+        """Update all parameters, where a step ends; nothing before. Collective.
 
         Raises:
-            ConfigError: a closure was passed.
+            ConfigError: a closure was passed, or somebody else went backward.
         """
         if closure is not None:
             raise ConfigError("optimizer.step(closure): no optimizer here calls a closure; leave it out")
+        if not self.gradient_state.sync_gradients:
+            return
+        if not self.backwards:  # its gradient would be divided by the microbatches once more
+            raise ConfigError("optimizer.step() without self.accelerator.backward(loss): call it, not loss.backward()")
+        self.backwards = 0
         self.engine.step()
         assert self.engine.metrics is not None
         self.grad_norm.fill_(self.engine.metrics.grad_norm)

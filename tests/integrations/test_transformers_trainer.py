@@ -1,0 +1,498 @@
+"""Hugging Face's Trainer on an engine: next to the plain Trainer, with the same model, rows and arguments.
+
+With one microbatch a step, without clipping and with the fused AdamW no bit of a parameter differs. Clipping divides by
+a number where torch multiplies, microbatches are added in another order where a weight is used twice, and ranks are
+added in their order: 1e-7 of a loss.
+"""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import zero  # noqa: E402
+from zero.errors import CheckpointError, ConfigError  # noqa: E402
+from zero.integrations.transformers import Trainer, ZeroTrainerMixin  # noqa: E402
+from zero.testing import run_processes  # noqa: E402
+from zero.trainer.models import hf  # noqa: E402
+
+STEPS, ROWS = 8, 36
+CLOSE = 1e-6
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet():
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
+def gpt2(dropout: float = 0.1, tied: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLM", "tie_word_embeddings": tied}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drops, **ids))
+
+
+def rows() -> list[dict[str, torch.Tensor]]:
+    """Of 12 tokens, some of which are not predicted."""
+    generator, made = torch.Generator().manual_seed(3), []
+    for number in range(ROWS):
+        tokens = torch.randint(1, 64, (12,), generator=generator)
+        labels = torch.where(torch.arange(12) < number % 5, -100, tokens)
+        made.append({"input_ids": tokens, "labels": labels})
+    return made
+
+
+def arguments(folder, **changes):
+    """Four microbatches a step, and two in the last one of an epoch; a schedule, decay and clipping."""
+    told = {"logging_steps": 1, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "use_cpu": True}
+    batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": STEPS}
+    how = {"learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
+    schedule = {"warmup_steps": 2, "lr_scheduler_type": "cosine", "eval_strategy": "steps", "eval_steps": 4}
+    return transformers.TrainingArguments(str(folder), **(told | batch | how | schedule | changes))
+
+
+def trainer(folder, settings=None, model=None, kind=None, **changes):
+    """Of this library where there are `settings`, else transformers' own."""
+    kind = kind or (transformers.Trainer if settings is None else Trainer)
+    how = {} if settings is None else {"zero": settings}
+    model = gpt2() if model is None else model
+    args = arguments(folder, **changes)
+    return kind(model=model, args=args, train_dataset=rows(), eval_dataset=rows()[:6], **how)
+
+
+def trained(*args, **kwargs):
+    made = trainer(*args, **kwargs)
+    made.train()
+    return made
+
+
+def told(made, key="loss"):
+    return [row[key] for row in made.state.log_history if key in row]
+
+
+def values(made):
+    if isinstance(made, ZeroTrainerMixin):
+        return zero.full_state_dict(made.engine)
+    return {name: parameter.detach() for name, parameter in made.model.named_parameters()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# -- next to the plain Trainer -----------------------------------------------------------------------------------------
+
+
+def test_one_microbatch_without_clipping_has_every_bit_of_the_plain_trainer(tmp_path):
+    """Dropout included: the engine draws no random number."""
+    how = {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0}
+    plain, ours = trained(tmp_path, **how), trained(tmp_path, {"stage": 3}, **how)
+    assert told(ours) == told(plain)
+    assert same(values(ours), values(plain))
+    assert told(ours, "grad_norm") == pytest.approx(told(plain, "grad_norm"), rel=1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_accumulation_clipping_schedule_and_decay_groups_are_those_of_the_plain_trainer(tied, tmp_path):
+    plain = trained(tmp_path, model=gpt2(tied=tied))
+    ours = trained(tmp_path, {"stage": 2}, model=gpt2(tied=tied))
+    assert len(told(ours)) == STEPS
+    assert told(ours, "learning_rate") == told(plain, "learning_rate")
+    for key in ("loss", "grad_norm", "eval_loss"):
+        assert told(ours, key) == pytest.approx(told(plain, key), rel=CLOSE), key
+    names = {id(one): name for name, one in ours.model.named_parameters()}
+    theirs = {id(one): name for name, one in plain.model.named_parameters()}
+    for group, wanted in zip(ours.optimizer.param_groups, plain.optimizer.param_groups, strict=True):
+        assert [names[id(one)] for one in group["params"]] == [theirs[id(one)] for one in wanted["params"]]
+        assert (group["weight_decay"], group["lr"]) == (wanted["weight_decay"], wanted["lr"])
+    for name, value in values(plain).items():
+        torch.testing.assert_close(values(ours)[name], value, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["adamw_torch", "sgd", "adagrad"])
+def test_other_optimizers_of_torch_are_theirs(name, tmp_path):
+    how = {"optim": name, "max_steps": 3, "eval_strategy": "no"}
+    plain, ours = trained(tmp_path, **how), trained(tmp_path, {"stage": 3}, **how)
+    assert told(ours) == pytest.approx(told(plain), rel=CLOSE)
+
+
+def test_stages_and_tiers_change_no_bit(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = trained(tmp_path, {"stage": 0})
+    for settings in (
+        {"stage": 1, "offload": "cpu"},
+        {"stage": 3, "offload": "nvme"},
+        {"stage": 3, "offload": zero.Offload("infinity", path=".", page_bytes=4096)},
+    ):
+        ours = trained(tmp_path, settings)
+        assert (told(ours), told(ours, "eval_loss")) == (told(first), told(first, "eval_loss")), settings
+        assert same(values(ours), values(first)), settings
+        ours.engine.destroy()
+
+
+def test_a_backward_that_goes_by_the_accelerator_is_refused(tmp_path):
+    class Mine(Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            loss = self.compute_loss(model.train(), inputs)
+            loss.backward()
+            return loss.detach()
+
+    with pytest.raises(ConfigError, match=r"self.accelerator.backward\(loss\)"):
+        trained(tmp_path, {}, kind=Mine)
+
+
+def test_a_passed_optimizer_and_scheduler_are_used(tmp_path):
+    def run(kind, **how):
+        model = gpt2()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        made = kind(
+            model=model,
+            args=arguments(tmp_path, max_steps=3, eval_strategy="no"),
+            train_dataset=rows(),
+            optimizers=(optimizer, schedule),
+            **how,
+        )
+        made.train()
+        return made
+
+    plain, ours = run(transformers.Trainer), run(Trainer, zero={"stage": 1})
+    assert told(ours) == pytest.approx(told(plain), rel=CLOSE)
+    assert told(ours, "learning_rate") == told(plain, "learning_rate") == [1e-2, 5e-3, 2.5e-3]
+
+
+def test_callbacks_see_gradients_before_the_step_and_steps_after_it(tmp_path):
+    class Watch(transformers.TrainerCallback):
+        def __init__(self):
+            self.seen = []
+
+        def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+            self.seen.append(float(model.get_parameter("transformer.ln_f.weight").grad.norm()))
+
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop = state.global_step == 3
+
+    def run(settings):
+        made, watch = trainer(tmp_path, settings, max_grad_norm=0.0), Watch()
+        made.add_callback(watch)
+        made.train()
+        assert made.state.global_step == 3
+        return watch.seen
+
+    assert run({"stage": 1}) == pytest.approx(run(None), rel=1e-5)
+
+
+def test_steps_that_overflow_in_fp16_leave_the_schedule(tmp_path):
+    scaling = zero.LossScaling(initial=2.0**18, maximum=2.0**24, hysteresis=1)
+    precision = zero.Precision("fp16", scale=scaling)
+    ours = trained(tmp_path, {"stage": 3, "precision": precision}, gpt2(dropout=0.0), warmup_steps=0)
+    skipped = STEPS - ours.engine.state.step
+    assert 0 < skipped < STEPS
+    rates = told(ours, "learning_rate")
+    assert rates[: skipped + 1] == [1e-2] * (skipped + 1)
+    assert rates[-1] < 1e-2
+
+
+def test_bf16_is_the_precision_of_the_engine_and_counts_of_tokens_keep_their_digits(tmp_path):
+    counted = []
+
+    class Counting(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            counted.append(num_items_in_batch)
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def spied(settings, **changes):
+        seen, model = [], gpt2()
+        forward = model.loss_function
+        model.loss_function = lambda *args, **kwargs: (
+            seen.append(kwargs["num_items_in_batch"]) or forward(*args, **kwargs)
+        )
+        how = {"per_device_train_batch_size": 9, "eval_strategy": "no", "max_steps": 2}
+        return trained(tmp_path, settings, model, Counting, **how, **changes), seen
+
+    (first, seen), (second, _) = spied({"stage": 3, "precision": "bf16"}), spied({"stage": 0}, bf16=True)
+    assert first.engine.plan.precision.compute == second.engine.plan.precision.compute == torch.bfloat16
+    assert told(first) == told(second)
+    assert max(seen) > 256, "more than bf16 can count one by one"
+    assert seen == counted[: len(seen)]
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_and_prediction_before_and_after_training_are_those_of_the_plain_trainer(tmp_path):
+    plain, ours = trainer(tmp_path, model=gpt2(0.0)), trainer(tmp_path, {"stage": 3}, gpt2(0.0))
+    for _ in range(2):
+        assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=CLOSE)
+        one, other = ours.predict(rows()[:5]), plain.predict(rows()[:5])
+        assert one.predictions == pytest.approx(other.predictions, abs=1e-4)
+        assert (one.label_ids == other.label_ids).all()
+        ours.train()
+        plain.train()
+    assert told(ours) == pytest.approx(told(plain), rel=CLOSE), "training twice goes on with the moments"
+
+
+def test_a_trainer_that_only_evaluates_has_no_optimizer(tmp_path):
+    ours = Trainer(model=gpt2(), args=arguments(tmp_path), eval_dataset=rows()[:6], zero={"stage": 3})
+    assert ours.evaluate()["eval_loss"] == trainer(tmp_path).evaluate()["eval_loss"]
+    assert not ours.engine.plan.trains
+    ours.train_dataset = rows()
+    with pytest.raises(ConfigError, match="made without train_dataset"):
+        ours.train()
+
+
+class Seq2SeqTrainer(ZeroTrainerMixin, transformers.Seq2SeqTrainer):
+    """Another subclass of Trainer, as users make of it."""
+
+
+def t5():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
+    )
+
+
+def test_evaluation_generates_text_between_steps(tmp_path):
+    def run(kind, **how):
+        args = transformers.Seq2SeqTrainingArguments(
+            str(tmp_path),
+            predict_with_generate=True,
+            generation_max_length=6,
+            max_steps=2,
+            eval_strategy="steps",
+            eval_steps=1,
+            per_device_train_batch_size=2,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            save_strategy="no",
+            learning_rate=1e-2,
+        )
+        seen = []
+        made = kind(
+            model=t5(),
+            args=args,
+            train_dataset=rows(),
+            eval_dataset=rows()[:4],
+            compute_metrics=lambda found: seen.append(found.predictions.tolist()) or {"n": 1.0},
+            **how,
+        )
+        made.train()
+        return seen
+
+    seen = run(Seq2SeqTrainer, zero={"stage": 3})
+    assert len(seen) == 2
+    assert seen == run(transformers.Seq2SeqTrainer)
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+class Stop(transformers.TrainerCallback):
+    """Ends a run in the middle of its second epoch, as whoever stops it."""
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = state.global_step == 7
+
+
+def test_a_resumed_run_ends_as_one_that_never_stopped(tmp_path, monkeypatch):
+    """Bit by bit, with dropout, though it goes on at another stage."""
+    monkeypatch.chdir(tmp_path)
+    how = {"save_strategy": "steps", "save_steps": 3}
+    whole = trained(tmp_path / "whole", {"stage": 3, "offload": "nvme"}, **how)
+    stopped = trainer(tmp_path / "run", {"stage": 3, "offload": "nvme"}, **how)
+    stopped.add_callback(Stop())
+    stopped.train()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint-3", "checkpoint-6"]
+    resumed = trainer(tmp_path / "run", {"stage": 1}, **how)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == STEPS
+    for key in ("loss", "learning_rate", "grad_norm", "eval_loss"):
+        assert told(resumed, key) == told(whole, key), key
+    assert same(values(resumed), values(whole))
+
+
+@pytest.mark.parametrize("settings", [{"stage": 3}, {"stage": 3, "precision": "bf16"}], ids=["fp32", "bf16"])
+def test_a_saved_model_is_loaded_by_from_pretrained_with_the_same_values(settings, tmp_path):
+    """In the dtype that it came in, which is what the plain Trainer saves too."""
+    ours = trained(tmp_path, settings, max_steps=2)
+    ours.save_model(str(tmp_path / "saved"))
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not any(report.values()), report
+    assert again.dtype == torch.float32
+    assert same(values(ours), dict(again.named_parameters()))
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_the_best_model_is_loaded_at_the_end(weights_only, tmp_path):
+    how = {"save_strategy": "steps", "save_steps": 4, "load_best_model_at_end": True, "greater_is_better": True}
+    how |= {"metric_for_best_model": "eval_loss", "save_only_model": weights_only}
+    ours = trained(tmp_path, {"stage": 3}, **how)
+    assert ours.state.best_model_checkpoint.endswith("checkpoint-4")
+    saved = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+    assert all(torch.equal(value, saved[name]) for name, value in values(ours).items())
+    if weights_only:
+        with pytest.raises(CheckpointError, match=r"checkpoint-8 has no folder 'zero'.*from_pretrained"):
+            ours.train(resume_from_checkpoint=True)
+
+
+def test_a_model_without_memory_gets_its_values_from_a_folder(tmp_path):
+    gpt2().save_pretrained(tmp_path / "given")
+    model = hf.build(tmp_path / "given")
+    settings = {"stage": 3, "weights": hf.weights(model, tmp_path / "given")}
+    assert told(trained(tmp_path, settings, model, max_steps=2)) == told(trained(tmp_path, {}, max_steps=2))
+
+
+def test_another_model_of_model_init_gets_another_engine(tmp_path):
+    ours = Trainer(
+        model_init=lambda: gpt2(),
+        args=arguments(tmp_path, max_steps=2),
+        train_dataset=rows(),
+        eval_dataset=rows()[:2],
+        zero={},
+    )
+    ours.train()
+    first, engine = told(ours), ours.engine
+    ours.train()
+    assert told(ours) == first
+    assert ours.engine is not engine
+
+
+def lora(model):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    how = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, **how))
+
+
+def test_adapters_of_peft_train_and_are_saved_as_by_the_plain_trainer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    how = {"save_strategy": "steps", "save_steps": 3}
+    plain = trained(tmp_path / "plain", model=lora(gpt2()), **how)
+    ours = trained(tmp_path / "ours", {"stage": 3, "offload": "nvme"}, lora(gpt2()), **how)
+    assert told(ours) == pytest.approx(told(plain), rel=CLOSE)
+    files = {path.name for path in (tmp_path / "plain/checkpoint-6").iterdir()}
+    assert {path.name for path in (tmp_path / "ours/checkpoint-6").iterdir()} == files | {"zero"}
+    wanted, found = (
+        load_file(tmp_path / name / "checkpoint-8/adapter_model.safetensors") for name in ("plain", "ours")
+    )
+    assert wanted.keys() == found.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
+    resumed = trainer(tmp_path / "ours", {"stage": 1}, lora(gpt2()))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "ours/checkpoint-6"))
+    assert told(resumed) == told(ours)
+    assert same(values(resumed), values(ours))
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "line"),
+    [
+        ({"stge": 3}, {}, r"zero=\{'stge': ...\} is no setting of Trainer's engine; did you mean stage\?"),
+        ({"accumulate": 2}, {}, "TrainingArguments say the rest"),
+        ({}, {"optim": "adafactor"}, r"TrainingArguments\(optim='adafactor'\).*set optim to one of adamw_torch,"),
+        ({}, {"torch_compile": True}, r"TrainingArguments\(torch_compile=...\): write zero=\{'compile': True\}"),
+        ({}, {"auto_find_batch_size": True}, "set per_device_train_batch_size"),
+        ({}, {"bf16_full_eval": True}, r"write zero=\{'precision': 'bf16'\}"),
+        ({}, {"debug": "underflow_overflow"}, r"TrainingArguments\(debug=...\): "),
+        ({}, {"ddp_bucket_cap_mb": 25}, "there is no DDP"),
+        ({}, {"save_on_each_node": True}, "a disk that all ranks share"),
+        ({}, {"fsdp": "full_shard"}, r"write zero=\{'stage': 3\}"),
+        ({"precision": "fp32"}, {"bf16": True}, r"bf16=True\) and zero=\{'precision': 'fp32'\}: leave out one"),
+        ({"update": "eager"}, {}, "max_grad_norm=0.5.*set max_grad_norm=0, or leave out update"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_kept_is_refused_in_one_line(settings, changes, line, tmp_path):
+    with pytest.raises(ConfigError, match=line) as caught:
+        trainer(tmp_path, settings, **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_several_gpus_of_one_process_are_refused(tmp_path):
+    args = arguments(tmp_path)
+    args._n_gpu = 2
+    with pytest.raises(ConfigError, match="torchrun --nproc-per-node 2"):
+        Trainer(model=gpt2(), args=args, train_dataset=rows(), eval_dataset=rows())
+
+
+def test_accelerates_own_configuration_of_fsdp_is_refused(tmp_path, monkeypatch):
+    args = arguments(tmp_path)
+    monkeypatch.setattr(
+        "accelerate.Accelerator.__init__", fsdp_by_environment(transformers.trainer.Accelerator.__init__)
+    )
+    with pytest.raises(ConfigError, match="accelerate launch was told to use DeepSpeed or FSDP"):
+        Trainer(model=gpt2(), args=args, train_dataset=rows(), eval_dataset=rows())
+
+
+def fsdp_by_environment(made):
+    """As where `accelerate launch` sets ACCELERATE_USE_FSDP."""
+
+    def init(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        self.state._shared_state["fsdp_plugin"] = SimpleNamespace(activation_checkpointing=False)
+
+    return init
+
+
+def test_another_clipping_after_the_engine_was_made_is_refused(tmp_path):
+    ours = trained(tmp_path, {}, max_steps=1)
+    ours.args.max_grad_norm = 0.25
+    with pytest.raises(ConfigError, match=r"max_norm=0.25.*made with max_grad_norm=0.5"):
+        ours.train()
+
+
+# -- two processes -----------------------------------------------------------------------------------------------------
+
+
+def on_two_ranks(world, folder):
+    """Losses of the plain Trainer and of ours; of ours resumed; what was saved, and generated."""
+    os.chdir(folder)
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=r"2 ranks were started, and Trainer sees 1: .*use_cpu=True"):
+            trained(folder, {}, use_cpu=False)
+    how = {"save_strategy": "steps", "save_steps": 4, "max_steps": 6, "gradient_accumulation_steps": 2}
+    found = {"plain": trained(folder / "plain", model=gpt2(0.0), ddp_find_unused_parameters=False, **how)}
+    found["infinity"] = trained(folder / "infinity", {"stage": 3, "offload": "infinity"}, gpt2(0.0), **how)
+    resumed = trainer(folder / "infinity", {"stage": 2}, gpt2(0.0), **how)
+    resumed.train(resume_from_checkpoint=str(folder / "infinity/checkpoint-4"))
+    resumed.save_model(str(folder / "saved"))
+    found["resumed"] = resumed
+    evaluating = trainer(folder / "zero", {"stage": 3}, gpt2(0.0))
+    evaluating.evaluate()
+    lengths = [3, 8]  # of other lengths on each rank
+    with torch.no_grad():
+        text = evaluating.model.eval().generate(
+            torch.tensor([[1, 2, 3]]), max_new_tokens=lengths[world.rank], do_sample=False, eos_token_id=None
+        )
+    keys = ("loss", "eval_loss", "grad_norm")
+    return {name: [told(one, key) for key in keys] for name, one in found.items()}, text, values(resumed)
+
+
+@pytest.mark.process
+def test_two_processes_learn_what_the_plain_trainer_learns_in_two(tmp_path):
+    (found, text, kept), (_, longer, _) = run_processes(2, on_two_ranks, tmp_path)
+    for ours, resumed, plain in zip(found["infinity"], found["resumed"], found["plain"], strict=True):
+        assert ours == pytest.approx(plain, rel=CLOSE)
+        assert ours == pytest.approx(resumed, rel=CLOSE)
+        assert len(ours) > 0
+    again = transformers.AutoModelForCausalLM.from_pretrained(Path(tmp_path) / "saved")
+    assert same(kept, dict(again.named_parameters()))
+    assert text.shape == (1, 6)
+    assert longer.shape == (1, 11)
+    assert torch.equal(longer[:, :6], text)

@@ -605,6 +605,64 @@ def test_a_parameter_that_is_frozen_alone_has_a_gradient_of_zero(stage, caplog):
     engine.destroy()
 
 
+class Product(torch.autograd.Function):
+    """x W' of a user's own: it is given the parameter itself, and reads it in its forward and its backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight[:].t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight[:], grad.t() @ x
+
+
+class Fused(nn.Module):
+    """A head that is never called, as with kernels that fuse it with the loss, and a layer that is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        products = (Product.apply(x, weight) for weight in (self.head.weight, self.layers[0].weight))
+        return sum(one.square().mean() for one in products)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_parameter_that_an_autograd_function_is_given_gets_its_gradient(stage: int, ranks: int):
+    def run(world):
+        with world.exclusive():
+            model = Fused()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        settings = config(stage=stage, gradient_accumulation_steps=2)
+        settings.pop("optimizer", None)
+        engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=settings, world=world)
+        for step in range(3):
+            for part in rows(step, world).chunk(2):
+                engine.backward(engine(part))
+                engine.step()
+        full = zero.full_state_dict(engine)
+        engine.destroy()
+        return full
+
+    plain = Fused()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        plain(rows(step, zero.World.from_env())).backward()
+        optimizer.step()
+    for full in run_ranks(ranks, run):
+        torch.testing.assert_close(full, dict(plain.named_parameters()), rtol=0, atol=1e-6)
+
+
 def test_numbers_keep_their_dtype_where_tensors_are_cast():
     """A count of tokens by which a loss is divided: 257 is no bf16."""
 

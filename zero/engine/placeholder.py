@@ -79,6 +79,10 @@ class ParameterPlaceholder(nn.Parameter):
         placeholder = cast(ParameterPlaceholder, parameter)._begin(name, home, written(parameter))
         placeholder.hooks.update(hooks)
         placeholder.afterwards.update(afterwards)
+        with torch._C.DisableTorchFunctionSubclass():
+            trains, _ = parameter.requires_grad, parameter.requires_grad_(True)  # a constant takes no hook
+            nn.Parameter.register_post_accumulate_grad_hook(parameter, _pass_on)
+            parameter.requires_grad_(trains)
         return placeholder
 
     def given_back(self, kind: type[nn.Parameter], values: Tensor) -> None:
@@ -86,6 +90,7 @@ class ParameterPlaceholder(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             self.__class__ = kind  # type: ignore[assignment]
             self.data = values
+            self._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         for hook in self.hooks.values():
             self.register_hook(hook)
         for call in self.afterwards.values():
@@ -196,6 +201,19 @@ class ParameterPlaceholder(nn.Parameter):
         if request in ("detach", "data"):
             return args[0].constant()
         return _read(func, args, kwargs, clone=request in _MEMORY)
+
+
+def _pass_on(placeholder: ParameterPlaceholder) -> None:
+    """Send a gradient that has come to the placeholder itself where its reads send theirs.
+
+    An autograd function of somebody's that is given a parameter asks for no `__torch_function__`: it reads the values
+    inside, and gives its gradient to what it was given. Kernels that fuse a language model's head with its loss do.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        grad, placeholder.grad = placeholder.grad, None
+    with torch.enable_grad():
+        view = placeholder.value()
+    torch.autograd.backward(view, grad)
 
 
 def _on_full_values(func: Any, args: Any, kwargs: Any) -> Any:

@@ -324,6 +324,16 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(tmp_path, monkeypatch):
     assert same(values(resumed), values(whole))
 
 
+def test_a_second_run_into_the_same_folder_replaces_the_first(tmp_path):
+    how = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3}
+    trained(tmp_path, {}, **how)
+    second = trained(tmp_path, {}, learning_rate=1e-3, **how)
+    resumed = trainer(tmp_path, {}, learning_rate=1e-3, **how)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert told(resumed) == told(second)
+    assert same(values(resumed), values(second))
+
+
 @pytest.mark.parametrize("settings", [{"stage": 3}, {"stage": 3, "precision": "bf16"}], ids=["fp32", "bf16"])
 def test_a_saved_model_is_loaded_by_from_pretrained_with_the_same_values(settings, tmp_path):
     """In the dtype that it came in, which is what the plain Trainer saves too."""

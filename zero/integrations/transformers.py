@@ -10,6 +10,7 @@ backward, and gradients of microbatches are added. Only ranks are averaged.
 """
 
 import math
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from pathlib import Path
@@ -83,6 +84,8 @@ class ZeroTrainerMixin(_Base):
     engine: Engine | None = None
     _world: World | None = None
 
+    _dtypes: Mapping[str, torch.dtype]  # of the model as it came
+
     def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._plan_settings = dict(zero or {})
         _check_settings(self._plan_settings)
@@ -129,8 +132,9 @@ class ZeroTrainerMixin(_Base):
             )
         self._dtypes = {name: one.dtype for name, one in self.model.named_parameters(remove_duplicate=False)}
         self.engine = _new_engine(self.model, self.optimizer, self._world, self.args, self._plan_settings)
-        if self._world.size > 1 and self.engine.plan.stage.parameters and callable(_method(self.model, "generate")):
-            self.model.generate = _in_step(self.model.generate)
+        generate = getattr(self.model, "generate", None)
+        if generate is not None and self._world.size > 1 and self.engine.plan.stage.parameters:
+            self.model.generate = _in_step(generate)
         return self.engine
 
     # -- folders: private methods of Trainer, because no public one is called on every rank. All are there since 4.20 --
@@ -151,6 +155,8 @@ class ZeroTrainerMixin(_Base):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)  # settings of the groups, and the schedule
+        if self.args.should_save:  # that of an earlier run, which may count more steps
+            shutil.rmtree(Path(output_dir) / STATE_FOLDER, ignore_errors=True)
         self.open_engine().save_checkpoint(output_dir, STATE_FOLDER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -336,10 +342,6 @@ def _new_engine(
         managed=False,  # Trainer says when a step ends: the last one of an epoch may have fewer microbatches
         run_log=None,
     )
-
-
-def _method(model: nn.Module, name: str) -> Any:
-    return getattr(model, name, None)
 
 
 def _in_step(generate: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,24 +1,47 @@
-"""`python -m zero steps=10`: the command `zero-train`, which is train.py with its own conf/.
+"""The command `zero-train`, or `python -m zero`: train.py with its own conf/, and what is done with a finished run.
 
-A first word that is a mode is that mode: `python -m zero plan model=gpt_7b` is `mode=plan model=gpt_7b`.
+zero-train steps=10                  trains
+zero-train plan model=gpt_7b         a mode as a first word: mode=plan model=gpt_7b
+zero-train report runs/DATE/TIME     one of `COMMANDS`
 """
 
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 
-from zero.trainer import cli
-from zero.trainer.checks import RUNS_NOTHING
+COMMANDS = {"report": "report", "sample": "sample", "export": "export_checkpoint", "import": "import_checkpoint"}
+"""First words, and the files of zero/trainer/commands that know the rest."""
+
+MODES = ("train", "eval", "plan", "doctor", "explain")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what a command line says; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and words[0] in (*RUNS_NOTHING, "train", "eval"):
-        words[0] = f"mode={words[0]}"
-    program = import_module("zero.application.train" if find_spec("zero.application") else "train")  # in a checkout
-    return cli.main(words, program.train)
+    first = words[0] if words else ""
+    if first in COMMANDS:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when the reader closes the pipe, as other tools do
+        exit_code: int = import_module(f"zero.trainer.commands.{COMMANDS[first]}").main(words[1:])
+        return exit_code
+    from zero.trainer import cli
+
+    if first in MODES:
+        words[0] = f"mode={first}"
+    if first == "explain" and len(words) > 1 and "=" not in words[1]:
+        words[1] = f"explain.key={words[1]}"
+    return cli.main(words, _program().train)
+
+
+def _program() -> ModuleType:
+    """train.py: in a wheel it is `zero.application.train`, in a checkout the file beside the package."""
+    if find_spec("zero.application"):
+        return import_module("zero.application.train")
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    return import_module("train")
 
 
 if __name__ == "__main__":

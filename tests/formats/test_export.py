@@ -497,7 +497,8 @@ def test_no_other_file_of_the_library_knows_pickles():
         ):  # ranks under test are processes, and send each other pickles
             assert not {"pickle", "marshal", "shelve"} & known, path
             reads_pickles = ("zero.formats.torch_file", "zero.formats.import_checkpoint", "zero.formats.dcp")
-            assert not [name for name in known if name.startswith(reads_pickles)], path
+            if path.name != "import_checkpoint.py":  # the command that somebody types to read one
+                assert not [name for name in known if name.startswith(reads_pickles)], path
             assert not {"load", "save"} & used, path
 
 

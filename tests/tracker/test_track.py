@@ -29,7 +29,7 @@ def loss_fn(model, batch):
 
 def begun(world, **settings):
     """A classifier of small pictures, and its step."""
-    with zero.empty():
+    with world.exclusive(), zero.empty():
         model = nn.Sequential(nn.Linear(12, 16), nn.Linear(16, 16), nn.Linear(16, 4))
     plan = zero.Plan(model, optimizer=zero.adamw(lr=1e-2), world=world, **settings)
     return plan, zero.init(plan, zero.open_store(plan)), zero.make_step(plan, loss_fn)

@@ -1,6 +1,7 @@
 """The modes that print an answer and run nothing."""
 
 import contextlib
+import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -44,6 +45,7 @@ def as_called(text: str) -> str:
     """With the commands in it as they work here: whoever has installed the program has no train.py beside him."""
     if Path(sys.argv[0]).name != "zero-train":
         return text
+    text = re.sub(r"scripts/(report|sample|export|import)\b", r"zero-train \1", text)
     return text.replace("python train.py", "zero-train").replace(" train.py ", " -m zero.application.train ")
 
 

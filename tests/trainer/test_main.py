@@ -1,0 +1,36 @@
+"""`zero-train` and `python -m zero`: a mode as a first word, and the commands for a finished run."""
+
+import subprocess
+import sys
+
+import pytest
+
+from zero.__main__ import COMMANDS, main
+
+
+def test_a_mode_may_be_the_first_word(here, capsys):
+    assert main(["plan", "debug=tiny", "data=synthetic"]) == 0
+    assert capsys.readouterr().out.startswith("plan for ")
+    assert main(["explain", "zero.stage"]) == 0
+    assert "zero.stage" in capsys.readouterr().out
+    assert main(["explain", "explain.key=offload"]) == 0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_says_how_it_is_used(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: {command} ")
+
+
+def test_a_run_is_trained_and_reported_by_the_module(here):
+    def zero(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "zero", *words], cwd=here, capture_output=True, text=True, timeout=100, check=True
+        )
+
+    zero("debug=tiny", "data=synthetic", "hydra.run.dir=run")
+    (here / "run" / "report.html").unlink()
+    assert zero("report", "run").stdout == "run/report.html\n"
+    assert (here / "run" / "report.html").exists()

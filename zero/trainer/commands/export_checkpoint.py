@@ -1,0 +1,97 @@
+"""Export a checkpoint to a format of another library: full parameters and buffers, under all names of the model.
+
+    scripts/export runs/2026-01-31/12-00-00 --to hf       # the newest valid checkpoint of a run, to exported-hf in it
+    scripts/export runs/x/checkpoints/step-0000000020 --to torch --out model.pt
+    scripts/export runs/x --to dcp --out model-dcp --dtype bf16
+    scripts/export runs/x --to hf --weights ema           # the moving average of the parameters, with optim.ema
+
+hf     folder: model-00001-of-0000N.safetensors and model.safetensors.index.json. For a run with model=hf also the
+       config and tokenizer of model.path, so that from_pretrained loads it. For a run with model=gpt a config.json with
+       its sizes, for zero.trainer.models.GPTConfig: transformers has no class for this model
+torch  file: a state dict for torch.load(..., weights_only=True, mmap=True); tied weights share their memory
+dcp    folder of torch.distributed.checkpoint
+
+The checkpoint is compared with its hashes first. Writing hf and torch takes a few MiB of memory, dcp takes twice the
+largest tensor. OUT appears only when it is complete.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from zero.core.precision import DTYPES
+from zero.errors import ZeroError
+from zero.formats import export_checkpoint, open_newest, progress_bar
+from zero.formats.export_checkpoint import FORMATS
+
+MEAN = "ema: the moving average of the parameters, of a run with optim.ema"
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def size(text: str) -> int:
+    """Bytes out of 5GB, 500MB, 1GiB or 1000000."""
+    found = re.fullmatch(r"([0-9]+)([A-Z]*)", text.strip().upper())
+    if not found or found[2] not in UNITS or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 5GB, 500MB or 1GiB")
+    return int(found[1]) * UNITS[found[2]]
+
+
+def arguments(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, a run, or checkpoints")
+    parser.add_argument("--to", required=True, choices=FORMATS, help="the format")
+    parser.add_argument("--out", type=Path, help="new file or folder; default: exported-TO in the run")
+    parser.add_argument("--weights", default="parameter", choices=("parameter", "ema"), help=MEAN)
+    parser.add_argument(
+        "--dtype", default="fp32", choices=list(DTYPES), help="dtype of parameters; buffers keep theirs"
+    )
+    parser.add_argument("--shard-size", default="5GB", type=size, help="largest size of a file of format hf")
+    return parser.parse_args(words)
+
+
+def beside(step: Path, to: str) -> Path:
+    """The default of --out: beside the folder of checkpoints, which is the folder of the run."""
+    return step.absolute().parent.parent / (f"exported-{to}" + ".pt" * (to == "torch"))
+
+
+def add_settings(config: object, out: Path) -> None:
+    """Add the model's settings: for `from_pretrained` with model=hf, for `GPTConfig` with model=gpt."""
+    match config:
+        case {"model": {"name": "hf", "path": str(path)}}:
+            from zero.trainer.models.hf import write_settings
+
+            write_settings(path, out)
+        case {"model": {"name": "gpt", **sizes}}:
+            settings = {"architectures": ["zero.trainer.models.GPT"], "model_type": "functional-zero-gpt", **sizes}
+            (out / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+            print(
+                "transformers has no class for this model; config.json has the sizes for zero.trainer.models.GPTConfig"
+            )
+
+
+def main(words: Sequence[str]) -> int:
+    given = arguments(words)
+    try:
+        with progress_bar() as progress:
+            checkpoint, rejected = open_newest(given.checkpoint, progress)
+            for line in rejected:
+                print(f"rejected {line}", file=sys.stderr)
+            out = given.out or beside(checkpoint.folder, given.to)
+            how = {"dtype": DTYPES[given.dtype], "weights": given.weights, "shard_bytes": given.shard_size}
+            done = export_checkpoint(checkpoint, given.to, out, **how, progress=progress)
+        if given.to == "hf":
+            add_settings(checkpoint.facts.get("config"), out)
+    except ZeroError as error:
+        print(f"export: {error}", file=sys.stderr)
+        return error.exit_code
+    ties = "".join(f"; {name} is {owner}" for name, owner in done.ties.items())
+    print(f"{checkpoint.folder} -> {out}: {done.tensors} tensors, {done.nbytes:,} bytes, {given.dtype}{ties}")
+    if not checkpoint.manifest.finite:
+        print("this checkpoint contains values that are not finite", file=sys.stderr)
+    return 0

@@ -1,0 +1,30 @@
+"""Write the report of a run, or of a sweep and its jobs, and print the paths of the files.
+
+scripts/report runs/2026-01-31/12-00-00-000000        a run: report.html
+scripts/report runs/2026-01-31/12-30-00-000000        a sweep: report.html for each job, sweep.md, .csv and .html
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="folder of a run or of a sweep")
+    given = parser.parse_args(words)
+    if not given.folder.is_dir():
+        print(f"{given.folder} is not a folder; name the folder of a run, such as runs/DATE/TIME", file=sys.stderr)
+        return 2
+    from zero.tracker.report import run, sweep
+    from zero.trainer.config import Config
+
+    jobs = sweep.jobs_in(given.folder)
+    for folder in jobs or [given.folder]:
+        print(run.write(folder, Config().plain()))
+    if jobs:
+        print(sweep.write(given.folder).page)
+    return 0

@@ -1,0 +1,105 @@
+"""Continue a text with the model in a checkpoint.
+
+scripts/sample RUN "def main("                     RUN: a checkpoint, a run, or a folder of checkpoints
+scripts/sample RUN "def main(" --tokens 200 --temperature 0
+"""
+
+import argparse
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+
+def arguments(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", help="a checkpoint, a run, or a folder of checkpoints; the newest valid one is used")
+    parser.add_argument("prompt", help="the text to continue")
+    parser.add_argument("--tokens", type=whole, default=200, help="how many tokens to generate")
+    parser.add_argument("--temperature", type=temperature, default=0.8, help="0: always the most likely token")
+    parser.add_argument(
+        "--weights", default="parameter", choices=("parameter", "ema"), help="ema: their exponential moving average"
+    )
+    parser.add_argument("--seed", type=whole, default=0)
+    return parser.parse_args(words)
+
+
+def whole(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 0")
+    return int(text)
+
+
+def temperature(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number >= 0")
+    return value
+
+
+def coder(data: Any) -> tuple[Callable[[str], list[int]], Callable[[Any], str]]:
+    """(text to at least one token, row of tokens to text) with the tokenizer of the run's data."""
+    from zero.errors import ConfigError
+    from zero.trainer.data import HFTextConfig, TextConfig
+    from zero.trainer.data.text import decode_bytes
+    from zero.trainer.data.tokenizer import Tokenizer
+
+    if isinstance(data, HFTextConfig):
+        own = Tokenizer(data.tokenizer, data.end)
+        return (
+            lambda text: own.encode([octets(text).decode(errors="replace")])[0] or [own.end],
+            lambda row: own.decode(row.tolist()),
+        )
+    if isinstance(data, TextConfig):
+        return lambda text: list(octets(text) or b"\n"), decode_bytes
+    raise ConfigError(f"data={data.name} has no text, so a prompt cannot be turned into tokens")
+
+
+def octets(text: str) -> bytes:
+    """The bytes that were typed, in whatever encoding."""
+    return text.encode(errors="surrogateescape")
+
+
+def main(words: Sequence[str]) -> int:
+    given = arguments(words)
+    import torch
+
+    import zero
+    from zero.errors import CheckpointError, ZeroError
+    from zero.settings.build import build_plan
+    from zero.trainer.config import read
+    from zero.trainer.evaluate import printable
+    from zero.trainer.models import generate
+    from zero.trainer.saver import open_named
+    from zero.trainer.task import build_task
+
+    try:
+        world = zero.World.from_env()
+        checkpoint = open_named(Path(given.run), world, partial(print, file=sys.stderr))
+        saved = checkpoint.facts.get("config")
+        if not isinstance(saved, dict):
+            raise CheckpointError(
+                f"{checkpoint.folder}: it does not contain the settings of its model, because train.py did not save it"
+            )
+        evaluation = {"mode": "eval", "resume": str(checkpoint.folder)}  # no training
+        config = read({**saved, **evaluation, "offload": {}, "launch": {}, "batch": {}}).on(world.size)
+        encode, decode = coder(config.source())
+        task = build_task(config)
+        plan = build_plan(config, task.model, world)
+        with contextlib.closing(zero.open_store(plan)) as store:
+            state = zero.load(zero.init(plan, store), checkpoint, moments=False, weights=given.weights)
+            logits = partial(zero.make_forward(plan, task.logits), state)
+            prompt = torch.tensor([encode(given.prompt)])
+            row = generate(
+                logits, prompt, given.tokens, seq=config.model.seq, temperature=given.temperature, seed=given.seed
+            )
+        print(printable(decode(row[0])))
+    except ZeroError as refused:
+        print(refused, file=sys.stderr)
+        return refused.exit_code
+    return 0

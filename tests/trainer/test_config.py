@@ -94,7 +94,7 @@ MISTAKES = [
     ({"model": {"vocab": 100}}, "model.vocab=100 is smaller than the 256 tokens of data=text"),
     ({"data": {"name": "tokens"}}, "data=tokens needs data.path=FILE"),
     ({"data": {"name": "text", "holdout": 0}}, "data.holdout=0: must be above 0"),
-    ({"schedule": {"name": "warmup_linear", "warmup": 1500}}, "schedule.warmup=1500 leaves no step of steps=1500"),
+    ({"schedule": {"name": "warmup_linear", "warmup": 1200}}, "schedule.warmup=1200 leaves no step of steps=1200"),
     (
         {"schedule": {"name": "warmup_cosine", "warmup": 5, "hold": 15, "total": 20}},
         "schedule.warmup=5 and schedule.hold=15 leave no step of schedule.total=20",

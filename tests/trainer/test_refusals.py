@@ -156,7 +156,7 @@ def test_settings_that_mean_nothing_are_refused(kind):
 
 MORE = [
     ({"data": {"name": "tokens", "path": "x", "vocab": 70_000}}, "data.vocab=70000 does not fit data.dtype=uint16"),
-    ({"debug": {"stop_at": 3000}}, "debug.stop_at=3000 lies beyond steps=1500"),
+    ({"debug": {"stop_at": 3000}}, "debug.stop_at=3000 lies beyond steps=1200"),
     ({"tracker": {"name": "wandb", "project": "a/b"}}, "must be without /, which W&B refuses"),
     ({"tracker": {"name": "wandb", "run": "x" * 129}}, "must have at most 128 characters"),
     ({"data": {"name": "text", "skip": ["a/b"]}}, "must be names of folders, without /"),

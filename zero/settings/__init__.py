@@ -26,7 +26,7 @@ from zero.tracker.settings import Jsonl, TrackerSettings
 class Settings(Section):
     """The settings of a training step, and of what a loop shows."""
 
-    steps: Whole = key(1500, "optimizer steps", unit="steps", example="5000")
+    steps: Whole = key(1200, "optimizer steps", unit="steps", example="5000")
     seed: Natural = key(0, "seed of weights, data order, sample and random rounding", example="1")
     zero: Zero = Zero()
     batch: Batch = Batch()

@@ -12,6 +12,7 @@ from torch import Tensor
 from zero.distributed.world import World
 from zero.progress import Progress, silent
 from zero.trainer.config import Config
+from zero.trainer.data.source import TextConfig
 from zero.trainer.data.windows import Data
 from zero.trainer.models import generate
 
@@ -44,13 +45,17 @@ def validation_loss(
 
 
 def sample_text(logits: Callable[[Tensor], Tensor], data: Data, world: World, config: Config) -> str:
-    """The beginning of a validation row, continued by the model as `config.sample` says.
+    """The beginning of a function, or of a validation row, continued by the model as `config.sample` says.
 
     Args:
         logits: (1, t) int64 on the world's device to (1, t, vocab).
     """
     seq, wanted = config.model.seq, config.sample
-    prompt = data.validation(0, 1)[:, : min(32, seq)].to(world.device)
+    source = config.source()
+    if isinstance(source, TextConfig) and source.folder is None:  # the sources of Python's standard library
+        prompt = torch.tensor([list(b"def main(")])[:, :seq].to(world.device)
+    else:
+        prompt = data.validation(0, 1)[:, : min(32, seq)].to(world.device)
     row = generate(logits, prompt, wanted.tokens, seq=seq, temperature=wanted.temperature, seed=config.seed)[0].cpu()
     return printable(data.decode(row))
 

@@ -34,7 +34,7 @@ Disk = Annotated[
 class Val(Section):
     """Validation on rows that training never sees."""
 
-    every: Natural = key(50, "steps between two validations; 0: only after the last step", unit="steps", example="100")
+    every: Natural = key(100, "steps between two validations; 0: only after the last step", unit="steps", example="50")
     rows: Rows = key(
         64,
         "rows of model.seq tokens per validation, over all ranks",
@@ -53,9 +53,9 @@ class Sample(Section):
     """The text that a run prints at its end."""
 
     tokens: Annotated[int, Field(ge=0, le=1_000_000)] = key(
-        160, "length of the sample, in tokens; 0: none", unit="tokens", example="0"
+        240, "length of the sample, in tokens; 0: none", unit="tokens", example="0"
     )
-    temperature: NonNegative = key(0.8, "0: always the likeliest token", example="0")
+    temperature: NonNegative = key(0.5, "0: always the likeliest token", example="0")
 
 
 class Launch(Section):

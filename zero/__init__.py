@@ -7,10 +7,18 @@ does not wait for torch.
 
 import sys
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from zero import renamed
 from zero.deepspeed import missing_names
+
+if find_spec("torch") is None:
+    raise ModuleNotFoundError(
+        f"{sys.executable} has no torch: in a checkout type `source .venv/bin/activate` (scripts/train makes .venv), "
+        "elsewhere `pip install torch`",
+        name="torch",
+    )
 
 if TYPE_CHECKING:
     from zero import losses as losses

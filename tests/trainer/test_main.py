@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from zero.__main__ import COMMANDS, main
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def test_a_mode_may_be_the_first_word(here, capsys):
@@ -34,3 +37,12 @@ def test_a_run_is_trained_and_reported_by_the_module(here):
     (here / "run" / "report.html").unlink()
     assert zero("report", "run").stdout == "run/report.html\n"
     assert (here / "run" / "report.html").exists()
+
+
+@pytest.mark.parametrize("script", ["train.py", "scripts/sample", "scripts/from_deepspeed"])
+def test_without_torch_the_line_to_type_is_said(script):
+    """-S: without the packages that are installed."""
+    command = [sys.executable, "-S", ROOT / script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "has no torch: in a checkout type `source .venv/bin/activate`" in done.stderr.splitlines()[-1]

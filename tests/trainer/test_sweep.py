@@ -140,6 +140,17 @@ def test_the_best_has_finished_and_of_equals_is_the_fastest(tmp_path):
     assert sweep.write(tmp_path).best.name == "1"
 
 
+def test_a_terminal_gets_the_table_with_the_figures_looked_at_first(tmp_path):
+    job(tmp_path, 0, "zero.stage=1", "steps=9", speeds=(1, 100, 300, 200), **finished())
+    job(tmp_path, 1, "zero.stage=3", "steps=9", speeds=(1, 100), **finished(val_loss=1.5))
+    job(tmp_path, 2, "zero.stage=0", "steps=9", **finished(exit_reason="rank 1 failed: no room"))
+    head, *rows = sweep.plain(sweep.write(tmp_path)).splitlines()
+    assert head.split()[:4] == ["run", "zero.stage", "val", "loss"]
+    assert [row.split()[:2] for row in rows] == [["0", "1"], ["1", "3"], ["2", "0"]]
+    assert [row.split()[-1] for row in rows][1:] == ["best", "failed"]
+    assert max(map(len, [head, *rows])) <= 80
+
+
 def test_a_half_done_sweep_can_be_read(tmp_path):
     assert sweep.write(tmp_path).jobs == ()
     assert table(tmp_path) == []

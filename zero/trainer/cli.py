@@ -477,9 +477,11 @@ def _parse_job(composed: Any, folder: Path) -> Config:
 
 
 def _report_sweep(folder: Path, *, reported: bool) -> list[int]:
-    """Say where the table is; exit codes of failures that were not `reported`, as those of jobs in other processes."""
+    """Show the table, and where its page is; exit codes of failures that nobody has `reported`, as other processes'."""
     found = sweep.write(folder)
-    print(f"\n{sweep.counts(found.jobs)}: {found.page}")
+    print(f"\n{sweep.plain(found)}\n\n{sweep.counts(found.jobs)}: {found.page}")
+    if any(folder.glob("*/wandb/offline-run-*")):
+        print(f"to send the runs to W&B: wandb sync {os.path.relpath(folder)}/*/wandb/offline-run-*")
     return [] if reported else [_say(f"run {one.name} failed: {one.cause}", 1) for one in found.failed]
 
 

@@ -48,9 +48,10 @@ class Job(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """What `write` found: jobs in the order of their names, the best of them, and the page."""
+    """What `write` found: jobs in the order of their names, what tells them apart, the best of them, and the page."""
 
     jobs: tuple[Job, ...]
+    keys: Sequence[str]
     best: Job | None
     page: Path
 
@@ -79,7 +80,7 @@ def write(folder: Path) -> Sweep:
         publish(folder / "sweep.md", markdown(jobs, keys, best))
         publish(folder / "sweep.csv", spreadsheet(jobs, keys, best))
         publish(folder / "sweep.html", html(folder, runs, jobs, keys, best))
-    return Sweep(jobs, best, folder / "sweep.html")
+    return Sweep(jobs, keys, best, folder / "sweep.html")
 
 
 def jobs_in(folder: Path) -> list[Path]:
@@ -205,7 +206,7 @@ def _measured(jobs: Sequence[Job]) -> list[str]:
     return [field for field in FIGURES if any(getattr(job, field) is not None for job in jobs)]
 
 
-# As Markdown, as CSV, as HTML
+# As Markdown, as plain text, as CSV, as HTML
 
 
 def markdown(jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> str:
@@ -233,6 +234,23 @@ def markdown(jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> str:
     dashes = ("-" * (width + 1) + ("-" if pad is str.ljust else ":") for pad, width in zip(pads, widths, strict=True))
     rule = f"|{'|'.join(dashes)}|"
     return "\n".join([counts(jobs), "", top, rule, *lines]) + "\n"
+
+
+def plain(found: Sweep) -> str:
+    """A table for a terminal: what tells the jobs apart, and the figures that are looked at first."""
+    fields = [
+        field for field in ("val_loss", "tokens_per_s", "step_s", "host_peak_bytes") if field in _measured(found.jobs)
+    ]
+    rows = [["run", *found.keys, *(HEAD[field] for field in fields), ""]]
+    for job in found.jobs:
+        note = "best" if job is found.best else "" if job.status == "finished" else job.status
+        figures = (_written(field, getattr(job, field)) for field in fields)
+        rows.append([job.name, *(job.overrides.get(key, "") for key in found.keys), *figures, note])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pads = [str.ljust] * (1 + len(found.keys)) + [str.rjust] * len(fields) + [str.ljust]
+    return "\n".join(
+        "  ".join(pad(text, width) for pad, text, width in zip(pads, row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def _cell(text: str) -> str:

@@ -449,7 +449,8 @@ def test_the_script_says_where_the_page_is(finished, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="0"):
         runpy.run_path(script, run_name="__main__")
     assert capsys.readouterr().out == f"{finished / 'report.html'}\n"
-    refused = subprocess.run([script, finished / "nowhere"], capture_output=True, text=True, check=False, timeout=60)
+    command = [sys.executable, script, finished / "nowhere"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "is not a folder; name the folder of a run" in refused.stderr
 

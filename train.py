@@ -64,9 +64,9 @@ def train(config: Config, folder: Path) -> "Summary":
         if world.rank == 0:
             write_config(config, folder)
         _, micro, _ = config.batch.numbers()
-        needed_bytes = activations.bytes(micro, world.compute.kind)
+        activations = activations.resolved(config)
         lighter = partial(activations.lighter, micro, world.compute.kind)
-        plan = build_plan(config, task.model, world, activation_bytes=needed_bytes, lighter=lighter)
+        plan = build_plan(config, task.model, world, lighter=lighter, **activations.planned(micro, world.compute.kind))
         tracker.note(f"{plan}\ndata {data.digest}\nfolder {folder}")
 
         restarts = launch.restart_count()

@@ -1,5 +1,6 @@
 """What becomes of activations, unit by unit: the same bits, fewer bytes, and with auto as few made again as fit."""
 
+import re
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -8,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+import train
 import zero
 from tests.common.small import KiB, Setting, slice_of, small_batch, train_small
 from tests.trainer.test_planning import ROUND, config, gpu, model_of
@@ -180,6 +182,24 @@ def test_auto_sends_to_the_host_what_hides_beside_forward_and_makes_the_rest_aga
     assert (none, nothing) == (0, 0)
     assert 0 < some < all_sent
     assert most > fewer > 0
+
+
+def test_a_run_is_planned_with_what_auto_became(here, capsys):
+    """Under a budget that holds nothing but what was chosen."""
+    sizes = ["model.width=64", "model.layers=4", "model.heads=2", "model.seq=64", "batch.global=16", "batch.micro=16"]
+    words = [*sizes, "data=synthetic", "steps=1", "val.rows=1", "zero.stage=0", "launch.malloc=lean"]
+    settings = config(
+        model={"width": 64, "layers": 4, "heads": 2, "seq": 64, "vocab": 256},
+        batch={"global": 16, "micro": 16},
+        zero_={"activations": "remat", "stage": 0},
+        launch={"malloc": "lean"},
+    )
+    model, world = model_of(settings), zero.World.from_env(device="cpu")
+    taken = Activations(settings, model).planned(16, "cpu")
+    budget = sum(build_plan(settings, model, world, **taken).bytes["device"].values()) + 2**19
+    assert train.main([*words, "zero.activations=auto", f"offload.host_budget={budget}"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"auto: zero.activations: [1-9] of 6 units are computed again", out), out
 
 
 def _device_bytes(settings, model, machine) -> int:

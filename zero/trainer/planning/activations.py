@@ -1,6 +1,7 @@
 """Peak activation bytes of a run's microbatches, for the plan."""
 
 from collections.abc import Mapping
+from copy import copy
 from typing import Any, TypedDict
 
 import torch
@@ -48,6 +49,12 @@ class Activations:
         self.unit_names = [unit.name for unit in self._splitting.units]
         self._compute = build_precision(config).compute
         self._traced: dict[tuple[int, int, _Units, _Units], Traced] = {}
+
+    def resolved(self, config: Config) -> "Activations":
+        """Of the same run, with what was auto as `config` has it; what was counted is not counted again."""
+        found = copy(self)
+        found._config = config
+        return found
 
     def lighter(self, rows: int, device: str) -> dict[str, int]:
         """Settings that make a microbatch of `rows` rows take less, and the bytes to plan with then."""

@@ -12,11 +12,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import get_args
 
 COMMANDS = {"report": "report", "sample": "sample", "export": "export_checkpoint", "import": "import_checkpoint"}
 """First words, and the files of zero/trainer/commands that know the rest."""
-
-MODES = ("train", "eval", "plan", "doctor", "explain")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,8 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         exit_code: int = import_module(f"zero.trainer.commands.{COMMANDS[first]}").main(words[1:])
         return exit_code
     from zero.trainer import cli
+    from zero.trainer.config import Config
 
-    if first in MODES:
+    if first in get_args(Config.model_fields["mode"].annotation):
         words[0] = f"mode={first}"
     if first == "explain" and len(words) > 1 and "=" not in words[1]:
         words[1] = f"explain.key={words[1]}"

@@ -196,7 +196,9 @@ def _places(value: object) -> str | tuple[str, ...]:
     return found
 
 
-ACTIVATIONS = ("keep", "remat", "offload")
+Activations = Literal["keep", "remat", "offload"]
+"""What is done with what a unit's forward leaves for its backward."""
+ACTIVATIONS: tuple[str, ...] = get_args(Activations)
 
 
 def _activations(value: object) -> str | tuple[str, ...]:

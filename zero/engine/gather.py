@@ -40,12 +40,13 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zero.core.layout import Layout
+from zero.core.settings import Activations
 from zero.core.tree import replaced, tensors_in
 from zero.engine.compile import Compiler
 from zero.engine.functions import may_write_uncounted
 from zero.engine.module_copy import Body, Run, call_with
 from zero.engine.placeholder import ParameterPlaceholder, in_backward
-from zero.engine.plan import Activations, Plan
+from zero.engine.plan import Plan
 from zero.engine.pool import Buffer
 from zero.engine.recompute import recomputed_call
 from zero.engine.reduce import Reducer

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zero.core.optim import Transform
 from zero.core.placement import Offload, Room, Tier, usable_bytes, usable_host_bytes
 from zero.core.precision import Precision
+from zero.core.settings import Activations
 from zero.core.sizes import size_text
 from zero.core.stage import Stage
 from zero.core.suggest import some
@@ -33,7 +34,6 @@ from zero.errors import PlanError
 from zero.platform.device import free_host_bytes
 from zero.store import Page
 
-Activations = Literal["keep", "remat", "offload"]
 Update = Literal["lazy", "serial", "eager"]
 
 KINDS = (

@@ -293,9 +293,7 @@ def record_start(folder: Path, checkpoint: Checkpoint | None) -> None:
 
 def last_saved(folder: Path) -> Path | None:
     """The newest checkpoint that the run in `folder` has published, if it is still there."""
-    path = folder / STARTS
-    lines = path.read_text().splitlines() if path.exists() else []
-    saved = [Path(one["saved"]) for line in lines if line.endswith("}") and "saved" in (one := json.loads(line))]
+    saved = [Path(one["saved"]) for one in _recorded(folder) if "saved" in one]
     return next((one for one in reversed(saved) if one.exists()), None)
 
 
@@ -311,7 +309,12 @@ def _clean(root: Path, folder: Path, restarts: int) -> list[dict[str, Any]]:
     with naming(path, "reading it"):
         if not restarts:
             path.unlink(missing_ok=True)  # an earlier run's in the same folder
-        lines = path.read_text().splitlines() if path.exists() else []
+        return _recorded(folder)
+
+
+def _recorded(folder: Path) -> list[dict[str, Any]]:
+    path = folder / STARTS
+    lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]  # the last one may be half written
 
 

@@ -90,6 +90,7 @@ class ParameterPlaceholder(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             self.__class__ = kind  # type: ignore[assignment]
             self.data = values
+            self._post_accumulate_grad_hooks.clear()  # None would leave them to autograd
             self._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         for hook in self.hooks.values():
             self.register_hook(hook)

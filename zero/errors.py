@@ -118,6 +118,12 @@ def one_line(error: object) -> str:
     return " ".join(str(error).split())
 
 
+def with_class(error: BaseException) -> str:
+    """One line: what an error says, after its class unless it is one of ours."""
+    text = one_line(error) or "no message"
+    return text if isinstance(error, ZeroError) else f"{type(error).__name__}: {text}"
+
+
 def in_short(error: BaseException) -> str:
     """What a library says of an error, on a line that is no longer than a reader wants."""
     return one_line(error)[:200] or type(error).__name__

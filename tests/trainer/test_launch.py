@@ -171,7 +171,12 @@ def await_text(path: Path, text: str) -> None:
 
 
 def launched(
-    entry: Callable[..., Any], folder: Path, send: Callable[[list[int]], None], *args: Any, **options: Any
+    entry: Callable[..., Any],
+    folder: Path,
+    send: Callable[[list[int]], None],
+    *args: Any,
+    grace_s: float = 30.0,
+    max_restarts: int = 0,
 ) -> Any:
     """What `launch` says of two ranks, while a thread calls `send` with their pids once they run."""
     folder.mkdir(parents=True)
@@ -181,7 +186,8 @@ def launched(
     sender = threading.Thread(target=lambda: send([int(fifo.read_text()) for fifo in fifos]), daemon=True)
     sender.start()
     try:
-        return launch.launch(entry, folder, *args, ranks=2, folder=folder, **options)
+        how = launch.Processes(folder, grace_s=grace_s)
+        return launch.launch(entry, folder, *args, ranks=2, how=how, max_restarts=max_restarts)
     finally:
         sender.join(10)
 
@@ -218,7 +224,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_rank_0_answers_and_every_rank_has_a_log(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
     before = dict(os.environ)
-    seen = launch.launch(environment_of_rank, names, ranks=2, folder=folder, threads=3)
+    seen = launch.launch(environment_of_rank, names, ranks=2, how=launch.Processes(folder, threads=3))
     assert os.environ == before
     assert seen["RANK"] == "0"
     assert seen["WORLD_SIZE"] == "2"
@@ -233,20 +239,21 @@ def test_rank_0_answers_and_every_rank_has_a_log(folder: Path, capfd: pytest.Cap
 @pytest.mark.skipif(sys.platform != "linux", reason="malloc is not glibc's")
 def test_a_lean_rank_keeps_no_large_tensor_in_its_heap(folder: Path) -> None:
     """What is freed there goes back to the system, so nothing is left between two tensors."""
-    assert launch.launch(mapped_bytes_of_a_tensor, ranks=1, folder=folder, malloc="lean") >= 3 << 20
-    assert launch.launch(mapped_bytes_of_a_tensor, ranks=1, folder=folder, malloc="raised") == 0
+    assert launch.launch(mapped_bytes_of_a_tensor, ranks=1, how=launch.Processes(folder, malloc="lean")) >= 3 << 20
+    assert launch.launch(mapped_bytes_of_a_tensor, ranks=1, how=launch.Processes(folder, malloc="raised")) == 0
 
 
 def test_a_deterministic_run_fixes_the_workspace_of_cublas(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch refuses cuBLAS in deterministic runs without it."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    assert launch.environment(2, "auto", "default", True)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    assert "CUBLAS_WORKSPACE_CONFIG" not in launch.environment(2, "auto", "default")
-    assert launch.inside(workspace_of_cublas, folder=folder, deterministic=True) == ":4096:8"
-    assert launch.launch(workspace_of_cublas, ranks=1, folder=folder, deterministic=True) == ":4096:8"
+    plain, fixed = launch.Processes(folder, malloc="default"), launch.Processes(folder, deterministic=True)
+    assert launch.environment(2, fixed)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert "CUBLAS_WORKSPACE_CONFIG" not in launch.environment(2, plain)
+    assert launch.inside(workspace_of_cublas, how=fixed) == ":4096:8"
+    assert launch.launch(workspace_of_cublas, ranks=1, how=fixed) == ":4096:8"
     assert workspace_of_cublas() is None
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    assert launch.inside(workspace_of_cublas, folder=folder, deterministic=True) == ":16:8"
+    assert launch.inside(workspace_of_cublas, how=fixed) == ":16:8"
 
 
 @pytest.mark.parametrize(
@@ -260,7 +267,7 @@ def test_a_rank_that_raises_ends_all(
     folder: Path, rank: int, error: Exception, cause: str, exit_code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(RankFailedError) as caught:
-        launch.launch(raise_on, rank, error, ranks=2, folder=folder)
+        launch.launch(raise_on, rank, error, ranks=2, how=launch.Processes(folder))
     assert str(caught.value) == f"{cause} (log: {folder}/{rank}.log)"
     assert caught.value.exit_code == exit_code
     assert type(error).__name__ in (folder / f"{rank}.log").read_text()
@@ -271,7 +278,7 @@ def test_a_rank_that_was_killed_is_named_though_another_complains_first(folder: 
     with pytest.raises(
         RankFailedError, match=r"^rank 1 was killed by the system \(signal 9\), or by another process; "
     ) as caught:
-        launch.launch(die_on, 1, signal.SIGKILL, folder, ranks=2, folder=folder)
+        launch.launch(die_on, 1, signal.SIGKILL, folder, ranks=2, how=launch.Processes(folder))
     held = r"the ranks held [\d.]+ [MG]iB \(the largest [\d.]+ [MG]iB\) and [\d.]+ GiB were free; resume=latest"
     assert re.search(held, str(caught.value))
 
@@ -286,7 +293,7 @@ def test_memory_is_blamed_where_little_was_free(folder: Path) -> None:
 @pytest.mark.usefixtures("_forked")
 def test_a_rank_that_raises_without_closing_its_world_is_named_by_the_others_too(folder: Path) -> None:
     with pytest.raises(RankFailedError, match=r"^rank 1 failed: ValueError: bad batch"):
-        launch.launch(raise_without_closing, ranks=2, folder=folder)
+        launch.launch(raise_without_closing, ranks=2, how=launch.Processes(folder))
     assert "RankFailedError: rank 1 failed first: ValueError: bad batch; rank 0" in (folder / "0.log").read_text()
 
 
@@ -313,7 +320,7 @@ def test_inside_passes_errors_through_and_logs_them(folder: Path) -> None:
         raise ConfigError("no")
 
     with pytest.raises(ConfigError):
-        launch.inside(fail, folder=folder)
+        launch.inside(fail, how=launch.Processes(folder))
     assert "ConfigError: no" in (folder / "0.log").read_text()
 
 
@@ -339,7 +346,7 @@ def test_a_signal_to_the_parent_leaves_no_orphan(tmp_path: Path, signum: int, ex
         "if __name__ == '__main__':\n"
         "    launch.ranks._LATE_S = -0.1\n"  # so that the parent is sooner than the ranks
         "    try:\n"
-        "        launch.launch(entry, ranks=2, folder=Path(sys.argv[1]), grace_s=2.2)\n"
+        "        launch.launch(entry, ranks=2, how=launch.Processes(Path(sys.argv[1]), grace_s=2.2))\n"
         "    except launch.Interrupted as stopped:\n"
         "        print(stopped)\n"
         "        sys.exit(stopped.exit_code)\n"
@@ -512,7 +519,7 @@ def test_a_rank_that_somebody_has_stopped_does_not_hold_up_the_end(
 
 def test_killed_ranks_start_again_and_the_cause_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Their logs hold all attempts."""
-    assert launch.launch(die_in_turn, 2, ranks=2, folder=folder, max_restarts=2) == (2, "2 2")
+    assert launch.launch(die_in_turn, 2, ranks=2, how=launch.Processes(folder), max_restarts=2) == (2, "2 2")
     first, second = capfd.readouterr().err.splitlines()
     assert first.startswith("restart 1 of 2: rank 0 was killed by the system (signal 9)")
     assert second.startswith("restart 2 of 2: rank 1 was killed by the system (signal 9)")
@@ -527,7 +534,7 @@ def test_killed_ranks_start_again_and_the_cause_is_told(folder: Path, capfd: pyt
 def test_what_another_start_would_meet_again_is_not_restarted(folder: Path, error: Exception, starts: int) -> None:
     folder.mkdir()
     with pytest.raises(RankFailedError, match=r"^rank 1 failed") as caught:
-        launch.launch(start_and_raise, folder, error, ranks=2, folder=folder, max_restarts=1)
+        launch.launch(start_and_raise, folder, error, ranks=2, how=launch.Processes(folder), max_restarts=1)
     assert (folder / "starts").read_text().count("start") == starts
     assert caught.value.exit_code == getattr(error, "exit_code", 1)
 
@@ -545,13 +552,13 @@ def test_a_run_that_was_asked_to_stop_is_not_restarted(folder: Path) -> None:
     with pytest.raises(RankFailedError, match=r"^rank 1 was killed by the system"):
         launched(die_when_asked, folder, lambda _: os.kill(os.getpid(), signal.SIGUSR1), max_restarts=3)
     assert (folder / "starts").read_text().count("start") == 2
-    assert time.monotonic() - began_s < launch.GRACE_S / 2
+    assert time.monotonic() - began_s < launch.Processes(folder).grace_s / 2
 
 
 @pytest.mark.usefixtures("_forked")
 def test_a_missed_deadline_shows_where_every_rank_was(folder: Path) -> None:
     with pytest.raises(RankFailedError) as caught:
-        launch.launch(turn_in_a_circle, ranks=2, folder=folder)
+        launch.launch(turn_in_a_circle, ranks=2, how=launch.Processes(folder))
     assert str(caught.value) == (
         "rank 0 failed: rank 0 waited 0.5 s in barrier of the end (step 3, backward); no word from rank 1: busy "
         f"elsewhere, stopped or dead; last known of rank 1: step 3, forward (log: {folder}/0.log, stacks in the log of "
@@ -578,13 +585,13 @@ def test_a_rank_in_this_process_is_asked_too(
     monkeypatch.setenv("WORLD_SIZE", "1")
     kept = (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM, signal.SIGINT)
     before = [signal.getsignal(each) for each in kept]
-    assert start(ask_oneself, signum, folder=folder)
+    assert start(ask_oneself, signum, how=launch.Processes(folder))
     assert not launch.preempted()
     with pytest.raises(launch.Interrupted, match=r"^stopped by SIGTERM: the run had not ended 0.02 s after"):
-        start(lambda: ask_oneself(signum) and wait_elsewhere(), folder=folder, grace_s=0.02)
+        start(lambda: ask_oneself(signum) and wait_elsewhere(), how=launch.Processes(folder, grace_s=0.02))
     monkeypatch.setattr(launch.request, "TOGETHER_S", 0.0)
     with pytest.raises(launch.Interrupted, match=r"^stopped by SIGTERM: a second one came"):
-        start(ask_oneself, signum, signal.SIGTERM, signal.SIGTERM, folder=folder)
+        start(ask_oneself, signum, signal.SIGTERM, signal.SIGTERM, how=launch.Processes(folder))
     assert [signal.getsignal(each) for each in kept] == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
@@ -592,7 +599,7 @@ def test_a_rank_in_this_process_is_asked_too(
 @pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM, signal.SIGXCPU])
 def test_a_signal_that_ends_a_rank_in_this_process_is_told_by_its_name(folder: Path, signum: signal.Signals) -> None:
     with pytest.raises(launch.Interrupted, match=f"^stopped by {signum.name}$"):
-        launch.inside(ask_oneself, signum, folder=folder)
+        launch.inside(ask_oneself, signum, how=launch.Processes(folder))
 
 
 @pytest.mark.parametrize("start", [launch.inside, launch.joined])
@@ -601,5 +608,5 @@ def test_a_rank_in_this_process_shows_where_it_is(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    start(ask_oneself, signal.SIGUSR2, folder=folder)
+    start(ask_oneself, signal.SIGUSR2, how=launch.Processes(folder))
     assert "in ask_oneself" in (folder / "0.log").read_text()

@@ -33,7 +33,7 @@ from zero.engine.state import State
 from zero.engine.transfer import load
 from zero.engine.unit import UnitSpec
 from zero.engine.unit_state import UnitState
-from zero.errors import ConfigError, StaleStateError, WorldError
+from zero.errors import ConfigError, StaleStateError, WorldError, if_it_fails
 from zero.platform.files import memory_of
 from zero.store import Page
 
@@ -451,7 +451,7 @@ def _divisor(state: State) -> float:
 
 @torch.no_grad()
 def _write(state: State, edits: Mapping[str, Tensor], kind: str) -> None:
-    try:
+    with if_it_fails(state.spend):  # half an edit must not pass for a state
         for unit in state.runtime.units:
             for layout in _layouts(unit.spec, kind):
                 slots = [slot for slot in layout.slots if slot.name in edits]
@@ -459,9 +459,6 @@ def _write(state: State, edits: Mapping[str, Tensor], kind: str) -> None:
                     _write_gradient(state, unit, edits)
                 elif slots:
                     _write_flat(state, unit, layout, slots, edits, kind)
-    except BaseException:
-        state.spend()  # half an edit must not pass for a state
-        raise
 
 
 def _write_flat(

@@ -24,11 +24,11 @@ from zero.engine.state import Runtime, State
 from zero.engine.unit_state import UnitState
 from zero.engine.update import Updater
 from zero.engine.visit_order import CollectiveLog
-from zero.errors import ConfigError
+from zero.errors import ConfigError, if_it_fails
 from zero.platform.device import Arena, give_back_memory
 from zero.platform.run_files import folders_of, in_memory
 from zero.platform.timeline import Tape
-from zero.progress import Progress, silent
+from zero.progress import Progress, reported, silent
 from zero.store import REQUEST_BYTES, MemoryStore, NvmeStore, Page, PrefetchStore, Speed, Store, Tiers, probe, spread
 
 PROBED_BYTES = GiB
@@ -171,23 +171,17 @@ def _model_of(plan: Plan) -> Iterator[nn.Module]:
     if not plan.in_place:
         yield detached_copy(*form)
         return
-    undo = take_over(*form)
-    try:
+    with if_it_fails(take_over(*form)):
         yield plan.model
-    except BaseException:
-        undo()
-        raise
 
 
 def _filled(plan: Plan, store: PrefetchStore, values: Values, progress: Progress) -> tuple[UnitState, ...]:
     """Every unit with its first values, the same on all ranks."""
     units: list[UnitState] = []
     checks = {}
-    for spec in plan.units:
-        progress("first values", len(units), len(plan.units))
+    for spec in reported(plan.units, "first values", progress):
         units.append(empty_unit(plan, spec))
         checks[spec.name] = fill(plan, store, units[-1], values)
-    progress("first values", len(plan.units), len(plan.units))
     plan.world.agree(checks, "first values")
     return tuple(units)
 

@@ -21,7 +21,7 @@ from zero.engine.arguments import check_loss, check_microbatches, check_plan, ch
 from zero.engine.plan import Plan
 from zero.engine.state import Runtime, State
 from zero.engine.totals import GradientStatus, check_gradients, gather_totals
-from zero.errors import ConfigError, NonFiniteGradientError, PlanError
+from zero.errors import ConfigError, NonFiniteGradientError, PlanError, if_it_fails
 from zero.platform.timeline import Timeline
 
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
@@ -354,14 +354,11 @@ def make_step(
         _same_plan(plan, state)
         check_microbatches(microbatches, plan.accumulate)
         under_way = Step(state)
-        try:
+        with if_it_fails(under_way.abandon):
             for microbatch in microbatches:
                 under_way.microbatch()
                 under_way.backward(*loss_and_aux(loss_fn(state.model, microbatch)))
             return under_way.finish(flag())
-        except BaseException:
-            under_way.abandon()
-            raise
 
     return step
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from zlib_ng.zlib_ng import crc32  # zlib's own takes five times as long, a core and a half on a fast disk
 
 from zero.core.sizes import round_up
-from zero.errors import StoreError
+from zero.errors import StoreError, if_it_fails
 from zero.platform.files import REQUEST_BYTES, Files, ScratchFile, memory_of, named
 from zero.platform.handle import Done
 from zero.store.base import Page, Store, Ticket
@@ -77,11 +77,8 @@ class NvmeStore(Store):
         self._lock = threading.Lock()
         self._allocated_bytes = 0
         self._file = ScratchFile(Path(folder), files or Files(), request_bytes=request_bytes)
-        try:
+        with if_it_fails(self.close):
             self._file.reserve(capacity_bytes)
-        except BaseException:
-            self.close()
-            raise
 
     def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
         with self._lock:

@@ -20,7 +20,7 @@ from zero.engine.measured import measured
 from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.engine.step import Metrics
-from zero.errors import ConfigError, MachineError, ZeroError, one_line
+from zero.errors import ConfigError, MachineError, one_line, with_class
 from zero.platform.timeline import Timeline
 from zero.tracker import RUNNING, Tracker, open_tracker, write_failure, write_summary
 from zero.tracker.jsonl import FINISHED, unused_folder
@@ -341,5 +341,4 @@ def _plain(given: Mapping[str, Any]) -> Jsonl:
 def _reason(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "stopped by SIGINT"
-    text = one_line(error)
-    return text if isinstance(error, ZeroError) else f"{type(error).__name__}: {text or 'no message'}"
+    return with_class(error)

@@ -10,7 +10,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -44,9 +44,10 @@ def run(train: "Train", config: Config, folder: Path, *, apart: bool = False) ->
     write_config(config, folder)
     with _failing(folder, final=True), _said_before():
         if ranks == 1 and not apart and not restarts:
-            summary = launch.inside(train, config, folder, **_how(config, folder))
+            summary = launch.inside(train, config, folder, how=_processes(config, folder))
         else:
-            summary = launch.launch(train, config, folder, ranks=ranks, max_restarts=restarts, **_how(config, folder))
+            how = _processes(config, folder)
+            summary = launch.launch(train, config, folder, ranks=ranks, how=how, max_restarts=restarts)
     if summary.exit_reason == STOPPED:
         done = f"stopped by a signal after step {summary.steps}"
         if summary.checkpoint is None:
@@ -71,7 +72,7 @@ def run_under_torchrun(train: "Train", given: tuple[Config, Path] | None, timeou
     if given is not None:
         write_config(config, folder)
     with _failing(folder, final=False):
-        launch.joined(train, config, folder, **_how(config, folder))
+        launch.joined(train, config, folder, how=_processes(config, folder))
 
 
 def write_config(config: Config, folder: Path) -> None:
@@ -118,12 +119,6 @@ def _said_before() -> Iterator[None]:
         yield
 
 
-def _how(config: Config, folder: Path) -> dict[str, Any]:
-    """What `launch` wants to know about the ranks of a run."""
-    return {
-        "folder": folder / "ranks",
-        "threads": config.launch.threads,
-        "grace_s": config.launch.grace,
-        "malloc": config.launch.malloc,
-        "deterministic": config.deterministic,
-    }
+def _processes(config: Config, folder: Path) -> launch.Processes:
+    given = config.launch
+    return launch.Processes(folder / "ranks", given.threads, given.malloc, config.deterministic, given.grace)

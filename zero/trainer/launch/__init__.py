@@ -1,10 +1,9 @@
 """Ranks as processes: started, stopped, started again, and their failures reported."""
 
 from zero.trainer.launch.ending import Interrupted, describe
-from zero.trainer.launch.process import MALLOC_VARIABLES, THRESHOLDS, Malloc, environment
+from zero.trainer.launch.process import MALLOC_VARIABLES, THRESHOLDS, Malloc, Processes, environment
 from zero.trainer.launch.ranks import (
     FINAL,
-    GRACE_S,
     count_ranks,
     inside,
     joined,
@@ -16,6 +15,6 @@ from zero.trainer.launch.ranks import (
 from zero.trainer.launch.request import preempted
 
 __all__ = [
-    "FINAL", "GRACE_S", "MALLOC_VARIABLES", "THRESHOLDS", "Interrupted", "Malloc", "count_ranks", "describe",
+    "FINAL", "MALLOC_VARIABLES", "THRESHOLDS", "Interrupted", "Malloc", "Processes", "count_ranks", "describe",
     "environment", "inside", "joined", "launch", "preempted", "restart_count", "tell_torchrun", "under_torchrun",
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 import signal
 from pathlib import Path
 
-from zero.errors import ZeroError, one_line
+from zero.errors import one_line, with_class
 
 MEMORY_ADVICE = "mode=plan with the same settings shows which ones take less"
 
@@ -27,9 +27,7 @@ def describe(error: BaseException) -> str:
     """One line: the class unless it is one of ours, the message, and advice where memory ran out."""
     if isinstance(error, KeyboardInterrupt):
         error = Interrupted(signal.SIGINT)
-    text = one_line(error) or "no message"
-    if not isinstance(error, ZeroError | Interrupted):
-        text = f"{type(error).__name__}: {text}"
+    text = one_line(error) if isinstance(error, Interrupted) else with_class(error)
     if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
         text = f"{text}; {MEMORY_ADVICE}"
     return text

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -20,9 +21,26 @@ CUBLAS_WORKSPACE = ":4096:8"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
 
 
-def environment(
-    ranks: int, threads: int | Literal["auto"], malloc: Malloc, deterministic: bool = False
-) -> dict[str, str]:
+@dataclass(frozen=True)
+class Processes:
+    """How the processes of ranks are set up.
+
+    Attributes:
+        folder: receives `<rank>.log`, with the traceback if there is one.
+        threads: of torch in each; auto: an equal share of the cores, or what torchrun has set.
+        malloc: when glibc gives freed memory back, see `environment`.
+        deterministic: torch's deterministic algorithms will be used.
+        grace_s: how long a rank has to return once a stop was requested. torchrun waits as long by default.
+    """
+
+    folder: Path
+    threads: int | Literal["auto"] = "auto"
+    malloc: Malloc = "raised"
+    deterministic: bool = False
+    grace_s: float = 30.0
+
+
+def environment(ranks: int, how: Processes) -> dict[str, str]:
     """Variables that child ranks are started with; a variable that the user has set already stays.
 
     Page faults of freshly mapped tensors can cost more than an optimizer step. With both thresholds raised glibc keeps
@@ -30,23 +48,23 @@ def environment(
     may lie idle. Lean is the opposite: every large tensor goes back at once. Deterministic runs need cuBLAS's workspace
     fixed before its first product, or torch refuses it.
     """
-    share = max(1, _cores() // ranks) if threads == "auto" else threads
+    share = max(1, _cores() // ranks) if how.threads == "auto" else how.threads
     variables = {"OMP_NUM_THREADS": str(share), "MKL_NUM_THREADS": str(share)}
-    variables |= dict(zip(MALLOC_VARIABLES, map(str, THRESHOLDS.get(malloc, ())), strict=False))
-    if deterministic:
+    variables |= dict(zip(MALLOC_VARIABLES, map(str, THRESHOLDS.get(how.malloc, ())), strict=False))
+    if how.deterministic:
         variables["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
-    given = {} if threads == "auto" else {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
+    given = {} if how.threads == "auto" else {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
     return {name: value for name, value in variables.items() if name in given or name not in os.environ}
 
 
-def set_up(threads: int | Literal["auto"], malloc: Malloc, deterministic: bool) -> AbstractContextManager[None]:
+def set_up(how: Processes) -> AbstractContextManager[None]:
     """What `environment` does for children, for a process that already runs; variables for the time of the body."""
-    _set_thresholds(THRESHOLDS.get(malloc, ()))
-    if threads != "auto":
+    _set_thresholds(THRESHOLDS.get(how.malloc, ()))
+    if how.threads != "auto":
         import torch
 
-        torch.set_num_threads(threads)
-    fixed = deterministic and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+        torch.set_num_threads(how.threads)
+    fixed = how.deterministic and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     return environ({"CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE} if fixed else {})
 
 

@@ -33,7 +33,7 @@ from zero.platform.run_files import writing
 from zero.platform.threads import repeating
 from zero.trainer.launch.board import Board
 from zero.trainer.launch.ending import MEMORY_ADVICE, Interrupted
-from zero.trainer.launch.process import Malloc, environ, environment, redirect, redirected, set_up
+from zero.trainer.launch.process import Processes, environ, environment, redirect, redirected, set_up
 from zero.trainer.launch.request import (
     FATAL_SIGNALS,
     STOP_SIGNALS,
@@ -48,9 +48,6 @@ if TYPE_CHECKING:
 
 FINAL = (2, 3, 4, 6, 75)
 """Exit codes of causes that another start would meet again: settings, environment, checkpoints, numbers; or a stop."""
-
-GRACE_S = 30.0
-"""How long `entry` has to return once a stop was requested. torchrun waits as long by default."""
 
 _NOTE_S = 0.5  # for the death of another to be seen
 _LATE_S = 2.0  # that the parent waits longer than a rank, whose message is more precise
@@ -104,29 +101,18 @@ def tell_torchrun(text: str) -> bool:
     return bool(path)
 
 
-def inside(
-    entry: Callable[..., Any],
-    *args: Any,
-    folder: Path,
-    threads: int | Literal["auto"] = "auto",
-    malloc: Malloc = "raised",
-    deterministic: bool = False,
-    grace_s: float = GRACE_S,
-) -> Any:
+def inside(entry: Callable[..., Any], *args: Any, how: Processes) -> Any:
     """`entry(*args)` as the only rank, in this process, so that a debugger works. Errors pass through.
 
-    Args:
-        folder: receives `0.log`, with the traceback if there is one.
-        grace_s: how long `entry` has to return after a first SIGTERM or SIGUSR1.
-
     Raises:
-        Interrupted: it did not, or a second SIGTERM came, or another signal that ends a run.
+        Interrupted: it did not return in time after a request to stop, or a second SIGTERM came, or another signal
+            that ends a run.
     """
     with ExitStack() as stack:
-        stack.enter_context(set_up(threads, malloc, deterministic))
-        log = stack.enter_context(_log(folder, f"rank 0 of 1, process {os.getpid()}"))
+        stack.enter_context(set_up(how))
+        log = stack.enter_context(_log(how.folder, f"rank 0 of 1, process {os.getpid()}"))
         if threading.current_thread() is threading.main_thread():  # no other may set handlers
-            stack.enter_context(Request(grace_s).handling(*STOP_SIGNALS, *FATAL_SIGNALS))
+            stack.enter_context(Request(how.grace_s).handling(*STOP_SIGNALS, *FATAL_SIGNALS))
             stack.enter_context(stacks_on_request(log))
         try:
             return entry(*args)
@@ -136,34 +122,23 @@ def inside(
             raise
 
 
-def joined(
-    entry: Callable[..., Any],
-    *args: Any,
-    folder: Path,
-    threads: int | Literal["auto"] = "auto",
-    malloc: Malloc = "raised",
-    deterministic: bool = False,
-    grace_s: float = GRACE_S,
-) -> Any:
+def joined(entry: Callable[..., Any], *args: Any, how: Processes) -> Any:
     """`entry(*args)` as the rank that torchrun made of this process. Errors pass through.
 
     `threads="auto"` keeps the OMP_NUM_THREADS that torchrun sets. torchrun sends SIGTERM to all ranks when it is to
     stop, and also when one of them has failed: then the connection to that one breaks, and the error names it.
 
-    Args:
-        folder: receives `<rank>.log`, with the traceback if there is one.
-        grace_s: how long `entry` has to return after a first SIGTERM or SIGUSR1.
-
     Raises:
-        Interrupted: it did not, or SIGINT or a second SIGTERM came.
+        Interrupted: it did not return in time after a request to stop, or SIGINT or a second SIGTERM came.
     """
     rank = int(os.environ["RANK"])
+    log = how.folder / f"{rank}.log"
     with ExitStack() as stack:
-        stack.enter_context(set_up(threads, malloc, deterministic))
-        stack.enter_context(Request(grace_s).handling(*STOP_SIGNALS, signal.SIGINT))
-        with writing(folder / f"{rank}.log"):
-            folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(redirected(folder / f"{rank}.log", stdout=rank > 0))
+        stack.enter_context(set_up(how))
+        stack.enter_context(Request(how.grace_s).handling(*STOP_SIGNALS, signal.SIGINT))
+        with writing(log):
+            how.folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(redirected(log, stdout=rank > 0))
             _write_to_log(f"rank {rank} of {os.environ['WORLD_SIZE']}, process {os.getpid()}\n")
         stack.enter_context(stacks_on_request(2))
         faulthandler.enable()
@@ -206,24 +181,13 @@ class _Job:
     entry: Callable[..., Any]
     args: tuple[Any, ...]
     ranks: int
-    folder: Path
+    how: Processes
     agent_folder: Path
     board: Board
-    grace_s: float
     max_restarts: int
 
 
-def launch(
-    entry: Callable[..., Any],
-    *args: Any,
-    ranks: int,
-    folder: Path,
-    threads: int | Literal["auto"] = "auto",
-    malloc: Malloc = "raised",
-    deterministic: bool = False,
-    grace_s: float = GRACE_S,
-    max_restarts: int = 0,
-) -> Any:
+def launch(entry: Callable[..., Any], *args: Any, ranks: int, how: Processes, max_restarts: int = 0) -> Any:
     """`entry(*args)` in each of `ranks` new processes; returns what rank 0 returned.
 
     Each finds torchrun's variables in its environment. All are gone when this returns or raises.
@@ -239,8 +203,7 @@ def launch(
 
     Args:
         entry: defined at the top of a module, like its arguments and result able to be pickled.
-        folder: receives `<rank>.log`, of all attempts.
-        grace_s: how long `entry` has to return after the request to stop.
+        how: the processes; the logs are of all attempts.
         max_restarts: how often all ranks are started again after a failure.
 
     Raises:
@@ -250,19 +213,19 @@ def launch(
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    with writing(how.folder):
+        how.folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         agent_folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zero-ranks-")))
         board = Board(ranks)
-        job = _Job(entry, args, ranks, folder, agent_folder, board, grace_s, max_restarts)
-        stack.enter_context(environ(environment(ranks, threads, malloc, deterministic)))
+        job = _Job(entry, args, ranks, how, agent_folder, board, max_restarts)
+        stack.enter_context(environ(environment(ranks, how)))
         # The agent's own error: it ends the children by this signal, which no rank handles, and passes the error on
         request = Request(
-            grace_s + _LATE_S, board.request_stop, lambda stopped: SignalException(str(stopped), signal.SIGINT)
+            how.grace_s + _LATE_S, board.request_stop, lambda stopped: SignalException(str(stopped), signal.SIGINT)
         )
         stack.enter_context(request.handling(*STOP_SIGNALS, *FATAL_SIGNALS, signal.SIGINT))
-        stack.enter_context(stacks_of_ranks(board, folder))
+        stack.enter_context(stacks_of_ranks(board, how.folder))
         try:
             return _until_done(job, request)
         except SignalException:
@@ -320,7 +283,7 @@ def _attempt(job: _Job, attempt: int, request: Request) -> Any:
         rank, failure = min(failed.failures.items())
         if request.is_made and -failure.exitcode in STOP_SIGNALS:
             raise Interrupted(signal.SIGTERM, f"rank {rank} was still being started") from None
-        raise _first_failure(rank, failure.exitcode, job.board.notes(), job.folder, memory.last) from None
+        raise _first_failure(rank, failure.exitcode, job.board.notes(), job.how.folder, memory.last) from None
     finally:
         if sys.stdout.isatty():
             print("\x1b[?25h", end="", flush=True)  # a rank that died inside its progress bar left no cursor
@@ -336,16 +299,17 @@ def _rank(job: _Job, attempt: int) -> Any:
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():  # it died while we were being started
         os._exit(128 + signal.SIGINT)
+    log = job.how.folder / f"{rank}.log"
     again = f", restart {attempt} of {job.max_restarts}" if attempt else ""
     try:
-        with writing(job.folder / f"{rank}.log"):
-            redirect(job.folder / f"{rank}.log", stdout=rank > 0, further=attempt > 0)
+        with writing(log):
+            redirect(log, stdout=rank > 0, further=attempt > 0)
             _write_to_log(f"rank {rank} of {os.environ['WORLD_SIZE']}, process {os.getpid()}{again}\n")
     except MachineError as error:
         raise SystemExit(job.board.leave_note(rank, error)) from None
     faulthandler.enable()
     Places.board = job.board
-    request = RankRequest(job.board, rank, job.grace_s)
+    request = RankRequest(job.board, rank, job.how.grace_s)
     try:
         result = job.entry(*job.args)
     except BaseException as error:

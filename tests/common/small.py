@@ -123,6 +123,8 @@ class Setting:
     threads: int = 2
     read_ahead: int = 2
     units: tuple[str, ...] | None = None
+    between: tuple[str, str] = ("world", "world")
+    """Gathers and sums between nodes."""
     seed: int = 0
 
     def but(self, **changes: Any) -> "Setting":
@@ -140,6 +142,8 @@ class Setting:
             stage=zero.Stage(self.stage),
             precision=zero.Precision(self.precision, reduce=self.reduce, scale=scale, master=self.master),  # type: ignore[arg-type]
             units=self.units,
+            gather=self.between[0],  # type: ignore[arg-type]
+            reduce=self.between[1],  # type: ignore[arg-type]
             prefetch=self.prefetch,
             activations=self.activations,  # type: ignore[arg-type]
             update=self.update,  # type: ignore[arg-type]

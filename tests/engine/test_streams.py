@@ -364,6 +364,11 @@ SCENARIOS: dict[str, Run] = {
     "forgotten, infinity": scenario(train_and_forget, preset="infinity"),
     "more and more losses": scenario(train_with_more_losses, stage=0),
     "more and more losses at stage 3": scenario(train_with_more_losses),
+    "two nodes": scenario(gather="node", reduce="node"),
+    "two nodes, two microbatches": scenario(gather="node", reduce="node", accumulate=2),
+    "two nodes at stage 0": scenario(gather="node", reduce="node", stage=0),
+    "two nodes, infinity": scenario(gather="node", reduce="node", preset="infinity"),
+    "two nodes, sums in bf16": scenario(reduce="node", precision=zero.Precision("bf16", reduce="bf16")),
     "interrupted": scenario(train_interrupted),
     "interrupted, cpu": scenario(train_interrupted, preset="cpu"),
     "a loop of one's own": scenario(train_own_loop),
@@ -378,7 +383,8 @@ def small_activations(monkeypatch):
 
 
 def result(name: str, ranks: int, path: Path, timeout_s: float = 60.0) -> str:
-    return " ".join(run_ranks(ranks, SCENARIOS[name], path, timeout_s=timeout_s))
+    nodes = 2 if ranks > 1 and name.startswith("two nodes") else 1
+    return " ".join(run_ranks(ranks * nodes, SCENARIOS[name], path, nodes=nodes, timeout_s=timeout_s))
 
 
 PLAIN: dict[tuple[str, int], str] = {}
@@ -529,6 +535,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "zero/engine/transfer.py": ("nvme",),
     "zero/engine/update.py:Updater.apply": ("cpu at stage 1", "nvme at stage 1"),
     "zero/engine/update.py": ("cpu", "cpu, updated by the host", "nvme"),
+    "zero/distributed/routes.py": ("two nodes", "two nodes at stage 0"),
     "zero/distributed/world.py:World.all_reduce": ("a loop of one's own",),
     "zero/distributed/world.py": ("stage 0",),
 }

@@ -487,7 +487,7 @@ def test_a_world_counts_what_came_from_other_ranks():
         return before, gathered, reduced, world.traffic
 
     for before, gathered, reduced, after in run_ranks(3, rank_main):
-        assert before == (0, 0, 0.0)
+        assert before == (0, 0, 0.0, 0)
         assert gathered[:2] == (2 * 16, 0)
         assert reduced[:2] == (2 * 16, 2 * 16)
         assert after[:2] == (2 * 16, 2 * 16 + 2 * 40)

@@ -53,7 +53,7 @@ def test_a_run_without_offload_moves_nothing_and_hides_nothing():
     assert row["speed/compute_s"] == row["speed/step_s"]
     assert row["speed/stall_fraction"] == 0
     assert {key: row[key] for key in ROW if key.startswith("comm/")} == {
-        "comm/gather_bytes": 0, "comm/reduce_bytes": 0, "comm/wait_s": 0.0,
+        "comm/gather_bytes": 0, "comm/reduce_bytes": 0, "comm/wire_bytes": 0, "comm/wait_s": 0.0,
     }  # fmt: skip
     assert row["speed/mfu"] is None, "a CPU has no peak"
     assert row["memory/nvme_bytes"] == 0

@@ -33,9 +33,9 @@ PERIOD_S = 0.5
 
 
 class Wait(NamedTuple):
-    """For one operation: whether it is aside from the order of the others, its number there, and who must start it."""
+    """For one operation: the order of operations that it is in, its number there, and who must start it."""
 
-    aside: bool
+    order: str
     number: int
     signature: str
     peers: tuple[int, ...]
@@ -47,7 +47,7 @@ class StallWatch:
     Args:
         notes: of this rank, for those whose waits will fail; and their store, through which ranks compare.
         started: this rank's latest operations in order, by number; called by the watch's own thread, as is
-        counted: how many operations it has started, in order and aside.
+        counted: how many operations it has started, by their order.
         sockets: descriptors of this rank's connections.
     """
 
@@ -56,7 +56,7 @@ class StallWatch:
         notes: Notes,
         *,
         started: Callable[[], Mapping[int, str]],
-        counted: Callable[[], tuple[int, int]],
+        counted: Callable[[], Mapping[str, int]],
         sockets: Collection[int],
     ) -> None:
         self._notes, self._started, self._counted, self._sockets = notes, started, counted, sockets
@@ -102,7 +102,8 @@ class StallWatch:
         if different := first_difference({0: first, rank: self._started()}):
             return different
         for_each_other = 0 in mine.peers and rank in theirs.peers
-        if for_each_other and counted[mine.aside] < mine.number and self._counted()[theirs.aside] < theirs.number:
+        too_few = counted.get(mine.order, 0) < mine.number, self._counted().get(theirs.order, 0) < theirs.number
+        if for_each_other and all(too_few):
             return by_rank({0: theirs.signature, rank: mine.signature})
         return ""
 

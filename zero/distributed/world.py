@@ -26,8 +26,9 @@ import socket
 import time
 import zlib
 from abc import abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -74,6 +75,18 @@ class Collectives(NamedTuple):
     reduce_bytes: int
     wait_s: float
     """Seconds that the host was in `wait`, which adds up what arrived; on a CUDA world it never waits there."""
+    wire_bytes: int = 0
+    """Of the first two, what came from other nodes."""
+
+
+@dataclass
+class _Moved:
+    """`Collectives` as they are counted, by a world and its parts together."""
+
+    gather_bytes: int = 0
+    reduce_bytes: int = 0
+    wait_s: float = 0.0
+    wire_bytes: int = 0
 
 
 class _Then:
@@ -118,7 +131,7 @@ class World(contextlib.AbstractContextManager["World"]):
     Attributes:
         rank: 0 to size - 1.
         size: W.
-        local_size: how many of them share this machine's memory.
+        local_size: how many of them share this machine's memory: a node. Nodes have consecutive ranks.
         device: where this rank's full tensors live.
         compute: the same, for the engine: streams, memory, readings.
         timeout_s: the deadline of every wait, in seconds.
@@ -136,15 +149,49 @@ class World(contextlib.AbstractContextManager["World"]):
         self.compute = compute_device(torch.device(device))
         self.device = self.compute.device
         self.timeout_s = timeout_s
-        self._gather_bytes = self._reduce_bytes = 0
-        self._wait_s = 0.0
+        self._moved = _Moved()
 
     @property
     def traffic(self) -> Collectives:
-        return Collectives(self._gather_bytes, self._reduce_bytes, self._wait_s)
+        return Collectives(*astuple(self._moved))
+
+    @property
+    def nodes(self) -> int:
+        """How many machines there are."""
+        return -(-self.size // self.local_size)
+
+    def part(self, ranks: Sequence[int], name: str) -> "World":
+        """Those of its ranks as a world of its own, with an order of operations of its own. Collective among them.
+
+        It moves and adds as any world does. What it moves counts as its whole world's, and it ends with that.
+
+        Args:
+            ranks: with this one among them; their order is that of the part.
+            name: the same on each of them; two parts with one name must not have a rank in common.
+        """
+        raise NotImplementedError
+
+    def _count(self, nbytes: int, *, gather: bool) -> None:
+        """From each other rank `nbytes` come."""
+        if gather:
+            self._moved.gather_bytes += nbytes * (self.size - 1)
+        else:
+            self._moved.reduce_bytes += nbytes * (self.size - 1)
+        self._moved.wire_bytes += nbytes * (self.size - self.local_size)
 
     def _waited(self, seconds: float) -> None:
-        self._wait_s += seconds
+        self._moved.wait_s += seconds
+
+    def _be_part(self, whole: "World", ranks: Sequence[int]) -> None:
+        """Be these ranks of `whole`, and count for it."""
+        self.rank, self.size = ranks.index(whole.rank), len(ranks)
+        self.local_size = sum(rank // whole.local_size == whole.rank // whole.local_size for rank in ranks)
+        self.compute, self.device, self.timeout_s, self._moved = (
+            whole.compute,
+            whole.device,
+            whole.timeout_s,
+            whole._moved,
+        )
 
     @staticmethod
     def from_env(timeout_s: float = 300.0, device: str | None = None) -> "World":
@@ -167,16 +214,21 @@ class World(contextlib.AbstractContextManager["World"]):
 
         Args:
             shard_S: (S,), any dtype; may be this rank's own slice of `full_P`, which saves a copy.
-            full_P: (W * S,), the same dtype; filled when the returned handle has been waited for.
+            full_P: (W * S,), the same dtype, or (W, S) with rows apart from one another; filled when the returned
+                handle has been waited for.
             what: names the subject in error messages.
 
         Raises:
             WorldError: the world is closed. What other ranks did wrong is raised by the handle's `wait`.
         """
         op = _label("gather", what)
-        _check(op, full_P, shard_S.numel() * self.size, shard_S.dtype)
+        if full_P.dim() == 1:
+            _check(op, full_P, shard_S.numel() * self.size, shard_S.dtype)
+        else:
+            for row in _rows(full_P, self.size):
+                _check(op, row, shard_S.numel(), shard_S.dtype)
         _check(op, shard_S, shard_S.numel(), shard_S.dtype)
-        self._gather_bytes += full_P.nbytes - shard_S.nbytes
+        self._count(shard_S.nbytes, gather=True)
         return _Timed(self._gather(shard_S.detach(), full_P, op), self._waited)
 
     def reduce_scatter(
@@ -211,7 +263,7 @@ class World(contextlib.AbstractContextManager["World"]):
             chunks[self.rank] = full_P.view(self.size, -1)[self.rank]
             ordered_sum(chunks, sum_S, accumulate=accumulate, device=self.compute)
 
-        self._reduce_bytes += full_P.nbytes // self.size * (self.size - 1)
+        self._count(full_P.nbytes // self.size, gather=False)
         return _Timed(_Then(add, (full_P, recv_P, sum_S)), self._waited)
 
     def all_reduce(self, values: Tensor, *, what: str = "") -> Handle:
@@ -230,7 +282,7 @@ class World(contextlib.AbstractContextManager["World"]):
             arrival.wait()
             ordered_sum(full_P.view(self.size, -1).unbind(), flat_S, device=self.compute)
 
-        self._reduce_bytes += full_P.nbytes - flat_S.nbytes
+        self._count(flat_S.nbytes, gather=False)
         return _Timed(_Then(add, (flat_S, full_P)), self._waited)
 
     def exchange(self, numbers_N: Tensor, *, what: str = "") -> Tensor:
@@ -365,7 +417,51 @@ class SoloWorld(World):
         return Done()
 
 
-class ProcessWorld(World):
+class _Transport(World):
+    """The primitives, from messages between ranks in host memory and from collectives of GPUs."""
+
+    def _gather(self, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
+        if self._by_collective(full_P):
+            return self._collective(_all_gather if full_P.dim() == 1 else _all_gather_rows, full_P, shard_S, op)
+        slots = _rows(full_P, self.size)
+        if slots[self.rank].data_ptr() != shard_S.data_ptr():
+            slots[self.rank].copy_(shard_S)
+        others = self._others()
+        return self._messages(op, full_P, dict.fromkeys(others, shard_S), {r: slots[r] for r in others}, aside=aside)
+
+    def _exchange(self, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
+        if self._by_collective(full_P):
+            return self._collective(dist.all_to_all_single, recv_P, full_P, op)
+        chunks, slots = full_P.view(self.size, -1).unbind(), recv_P.view(self.size, -1).unbind()
+        others = self._others()
+        return self._messages(op, full_P, {r: chunks[r] for r in others}, {r: slots[r] for r in others})
+
+    def _broadcast(self, flat: Tensor, source: int, op: str) -> Handle:
+        if self._by_collective(flat):
+            return self._collective(lambda out, _, **keywords: dist.broadcast(out, source, **keywords), flat, flat, op)
+        if self.rank == source:
+            return self._messages(op, flat, dict.fromkeys(self._others(), flat), {})
+        return self._messages(op, flat, {}, {source: flat})
+
+    def _by_collective(self, tensor: Tensor) -> bool:
+        return not self.compute.shares_memory and self.compute.is_home_of(tensor)
+
+    def _others(self) -> list[int]:
+        """The other ranks, nearest first, so that no rank is everyone's first."""
+        return [(self.rank + k) % self.size for k in range(1, self.size)]
+
+    @abstractmethod
+    def _messages(
+        self, op: str, whole: Tensor, out: Mapping[int, Tensor], into: Mapping[int, Tensor], *, aside: bool = False
+    ) -> Handle:
+        """Start sending `out[r]` to rank r and receiving `into[r]` from it."""
+
+    @abstractmethod
+    def _collective(self, collective: Callable[..., Any], out: Tensor, into: Tensor, op: str) -> Handle:
+        """Start an NCCL collective. Only bytes move, so every dtype may travel."""
+
+
+class ProcessWorld(_Transport):
     """One process per rank: gloo for tensors in host memory, NCCL for tensors on GPUs.
 
     Reads torchrun's environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and LOCAL_RANK for the GPU. Where a
@@ -391,11 +487,12 @@ class ProcessWorld(World):
         address = os.environ["MASTER_ADDR"], _env_int("MASTER_PORT")
         self._notes = Notes(self._store, self.rank, self.size, partial(_listens, address))
         self._places = Places(self.rank)
+        self._communicators: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of parts, by their ranks
         self._owns_default = not dist.is_initialized()
         before = open_sockets()
         self._group = self._open_group()
         connections = open_sockets() - before
-        self._number = self._number_aside = 0
+        self._numbers = Counter[str]()  # of operations that were started, by the order that they are in
         self._started: deque[tuple[int, str]] = deque(maxlen=RECENT_OPS)
         self._failure: WorldError | None = None
         self._raised = False
@@ -403,7 +500,7 @@ class ProcessWorld(World):
         self._stalls = StallWatch(
             self._notes,
             started=lambda: dict(self._started.copy()),  # copied at once, while the other thread goes on
-            counted=lambda: (self._number, self._number_aside),
+            counted=self._numbers.copy,
             sockets=connections,
         )
 
@@ -446,6 +543,19 @@ class ProcessWorld(World):
         self._raised = True
         self._notes.post(Note.of_raise(error))
 
+    def part(self, ranks: Sequence[int], name: str) -> "World":
+        return _ProcessPart(self, ranks, name)
+
+    def _communicator(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """NCCL's among these ranks; None on a CPU, where messages find their way by their tags."""
+        if self.compute.shares_memory:
+            return None
+        if tuple(ranks) not in self._communicators:
+            timeout, backend = timedelta(seconds=self.timeout_s), self.compute.backend
+            group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+            self._communicators[tuple(ranks)] = group
+        return self._communicators[tuple(ranks)]
+
     def close(self) -> None:
         if self._group is not None:
             self._last_word.cancel()
@@ -453,50 +563,27 @@ class ProcessWorld(World):
             self._notes.post(Note.of_leaving())
             group, self._group = self._group, None
             failed = self._failure is not None or self._raised  # here or elsewhere
-            if failed and not self.compute.shares_memory:
-                _abort(group)  # to destroy it would wait for kernels whose other half never comes
-            else:
-                dist.destroy_process_group(None if self._owns_default else group)
-
-    def _gather(self, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
-        if self._by_collective(full_P):
-            return self._collective(_all_gather, full_P, shard_S, op)
-        slots = full_P.view(self.size, -1).unbind()
-        if slots[self.rank].data_ptr() != shard_S.data_ptr():
-            slots[self.rank].copy_(shard_S)
-        others = self._others()
-        return self._messages(op, full_P, dict.fromkeys(others, shard_S), {r: slots[r] for r in others}, aside=aside)
-
-    def _exchange(self, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
-        if self._by_collective(full_P):
-            return self._collective(dist.all_to_all_single, recv_P, full_P, op)
-        chunks, slots = full_P.view(self.size, -1).unbind(), recv_P.view(self.size, -1).unbind()
-        others = self._others()
-        return self._messages(op, full_P, {r: chunks[r] for r in others}, {r: slots[r] for r in others})
-
-    def _broadcast(self, flat: Tensor, source: int, op: str) -> Handle:
-        if self._by_collective(flat):
-            return self._collective(lambda out, _, **keywords: dist.broadcast(out, source, **keywords), flat, flat, op)
-        if self.rank == source:
-            return self._messages(op, flat, dict.fromkeys(self._others(), flat), {})
-        return self._messages(op, flat, {}, {source: flat})
-
-    def _by_collective(self, tensor: Tensor) -> bool:
-        return not self.compute.shares_memory and self.compute.is_home_of(tensor)
-
-    def _others(self) -> list[int]:
-        """The other ranks, nearest first, so that no rank is everyone's first."""
-        return [(self.rank + k) % self.size for k in range(1, self.size)]
+            for one in (*self._communicators.values(), group):
+                if failed and not self.compute.shares_memory:
+                    _abort(one)  # to destroy it would wait for kernels whose other half never comes
+                else:
+                    dist.destroy_process_group(None if self._owns_default and one is group else one)
 
     def _messages(
-        self, op: str, whole: Tensor, out: Mapping[int, Tensor], into: Mapping[int, Tensor], *, aside: bool = False
+        self,
+        op: str,
+        whole: Tensor,
+        out: Mapping[int, Tensor],
+        into: Mapping[int, Tensor],
+        *,
+        aside: bool = False,
+        order: str = "",
     ) -> Handle:
-        """Start sending `out[r]` to rank r and receiving `into[r]` from it."""
-        tag = self._begin(op, whole, aside=aside)
+        order = f"{order} aside" if aside else order
+        tag = self._begin(op, whole, order)
         if not whole.numel():
             return Done()
-        number = self._number_aside if aside else self._number
-        waited = Wait(aside, number, signature_of(op, whole), (*(out or into),))
+        waited = Wait(order, self._numbers[order], signature_of(op, whole), (*(out or into),))
         works = [(peer, self._try(op, peer, dist.irecv, flat, peer, self._group, tag)) for peer, flat in into.items()]
         works += [(peer, self._try(op, peer, dist.isend, flat, peer, self._group, tag)) for peer, flat in out.items()]
 
@@ -513,28 +600,35 @@ class ProcessWorld(World):
 
         return _Then(wait, (out, into))
 
-    def _collective(self, collective: Callable[..., Any], out: Tensor, into: Tensor, op: str) -> Handle:
-        """Start an NCCL collective. Only bytes move, so every dtype may travel."""
-        self._begin(op, out)
+    def _collective(
+        self,
+        collective: Callable[..., Any],
+        out: Tensor,
+        into: Tensor,
+        op: str,
+        *,
+        group: dist.ProcessGroup | None = None,
+        order: str = "",
+    ) -> Handle:
+        self._begin(op, out, order)
         if not out.numel():
             return Done()
         out_bytes, into_bytes = out.view(torch.uint8), into.view(torch.uint8)
-        work = self._try(op, None, lambda: collective(out_bytes, into_bytes, group=self._group, async_op=True))
+        where = group or self._group
+        work = self._try(op, None, lambda: collective(out_bytes, into_bytes, group=where, async_op=True))
         return _Then(lambda: self._try(op, None, work.wait), (out, into))
 
-    def _begin(self, op: str, whole: Tensor, *, aside: bool = False) -> int:
+    def _begin(self, op: str, whole: Tensor, order: str) -> int:
         """Note the operation as started; returns the tag that only the same operation of another rank has."""
         if self._group is None:
             raise WorldError(f"{op}: rank {self.rank} has left this world; open a new one")
         if self._failure is not None:
             raise self._failure
         signature = signature_of(op, whole)
-        if aside:
-            self._number_aside += 1
-            return _tag(f"aside {self._number_aside} {signature}")
-        self._number += 1
-        self._started.append((self._number, signature))
-        return _tag(f"{self._number} {signature}")
+        self._numbers[order] += 1
+        if not order:
+            self._started.append((self._numbers[order], signature))
+        return _tag(f"{order} {self._numbers[order]} {signature}")
 
     def _try(self, op: str, peer: int | None, call: Callable[..., Any], *args: Any) -> Any:
         try:
@@ -547,6 +641,24 @@ class ProcessWorld(World):
                 notes = self._notes.read()
                 self._failure = explain(self.rank, self.size, mine, notes, self.timeout_s, self._places.of)
             raise self._failure from error
+
+
+class _ProcessPart(_Transport):
+    """Some of the ranks of a `ProcessWorld`. Messages go over its connections; GPUs get a communicator of their own."""
+
+    def __init__(self, whole: ProcessWorld, ranks: Sequence[int], name: str) -> None:
+        self._be_part(whole, ranks)
+        self._whole, self._ranks, self._name = whole, tuple(ranks), name
+        self._group = whole._communicator(ranks)
+
+    def _messages(
+        self, op: str, whole: Tensor, out: Mapping[int, Tensor], into: Mapping[int, Tensor], *, aside: bool = False
+    ) -> Handle:
+        there = [{self._ranks[r]: tensor for r, tensor in tensors.items()} for tensors in (out, into)]
+        return self._whole._messages(op, whole, *there, aside=aside, order=self._name)
+
+    def _collective(self, collective: Callable[..., Any], out: Tensor, into: Tensor, op: str) -> Handle:
+        return self._whole._collective(collective, out, into, op, group=self._group, order=self._name)
 
 
 def _abort(group: dist.ProcessGroup) -> None:
@@ -652,6 +764,11 @@ def _check(op: str, tensor: Tensor, numel: int, dtype: torch.dtype, *, flat: boo
         )
 
 
+def _rows(full_P: Tensor, count: int) -> tuple[Tensor, ...]:
+    """The shards of a full tensor."""
+    return (full_P.view(count, -1) if full_P.dim() == 1 else full_P).unbind()
+
+
 def signature_of(op: str, whole: Tensor) -> str:
     """What must be the same on every rank."""
     return f"{op}, {whole.numel()} elements of {whole.dtype}"
@@ -680,6 +797,10 @@ def _as_bytes(text: str) -> Tensor:
 
 def _as_text(octets: Tensor) -> str:
     return ctypes.string_at(octets.data_ptr(), octets.numel()).decode()
+
+
+def _all_gather_rows(out: Tensor, into: Tensor, **keywords: Any) -> Any:
+    return dist.all_gather(list(out.unbind()), into, **keywords)
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

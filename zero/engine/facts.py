@@ -5,6 +5,7 @@ Nothing else asks for a stage or a tier. P and S are a unit's padded elements an
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -14,6 +15,8 @@ from zero.core.precision import Precision
 from zero.core.stage import Stage
 from zero.distributed.world import World
 from zero.engine.unit import Splitting, UnitSpec
+
+Scope = Literal["world", "node"]
 
 
 @dataclass(eq=False)
@@ -25,6 +28,8 @@ class Facts:
         prefetch: units that are gathered ahead.
         param_tier: where parameters are between two uses.
         grad_tier: where gradients wait for the update.
+        gather, reduce: "node" where gathers, and sums of gradients, go by node, see `zero.distributed.routes`.
+        secondary: what a node has gathered once may be kept there.
     """
 
     splitting: Splitting
@@ -36,6 +41,9 @@ class Facts:
     prefetch: int
     param_tier: Tier
     grad_tier: Tier
+    gather: Scope
+    reduce: Scope
+    secondary: bool
 
     @property
     def units(self) -> tuple[UnitSpec, ...]:
@@ -76,6 +84,24 @@ class Facts:
         return not self.params_offloaded and (not self.stage.parameters or self.world.size == 1)
 
     @property
+    def has_nodes(self) -> bool:
+        """There are several nodes, and several ranks on each: only then ways by node are others."""
+        return 1 < self.world.local_size < self.world.size
+
+    @property
+    def gathers_by_node(self) -> bool:
+        return self.has_nodes and self.gather == "node"
+
+    @property
+    def sums_by_node(self) -> bool:
+        return self.has_nodes and self.reduce == "node"
+
+    @property
+    def keeps_secondary(self) -> bool:
+        """Each node keeps all parameters in secondary shards, from the first gather after an update."""
+        return self.secondary and self.gathers_by_node and not self.resident and not self.params_offloaded
+
+    @property
     def full_update(self) -> bool:
         """Each rank updates full flats: moments are not sharded, or there is nobody to share with."""
         return not self.stage.moments or self.world.size == 1
@@ -110,6 +136,10 @@ class Facts:
         """Elements of master and of each moment on a rank."""
         return unit.trainable.P if self.full_update else unit.trainable.S
 
+    def secondary_numel(self, unit: UnitSpec) -> int:
+        """Elements of a rank's secondary shard, trainable and frozen."""
+        return self.world.nodes * sum(layout.S for layout in unit.layouts) if self.keeps_secondary else 0
+
     def buffer_counts(self) -> dict[int, int]:
         """Gathered buffers: elements of one to how many. The unit in use, those ahead, and one per level of nesting."""
         if self.resident:
@@ -123,6 +153,11 @@ class Facts:
             return {}
         sizes = Counter(unit.trainable.P for unit in self.units if unit.trainable.slots)
         return {numel: min(n, 2) * 2 for numel, n in sizes.items()}
+
+    def partial_counts(self) -> dict[int, int]:
+        """Where sums are by node, those of this node: elements of one to how many; one for each reduction under way."""
+        flats = self.flat_counts() if self.sums_by_node else {}
+        return {numel // self.world.local_size: n // 2 for numel, n in flats.items()}
 
     def grad_buffer_counts(self) -> dict[int, int]:
         """Where gradients are offloaded, buffers that they arrive in: elements of one to how many."""

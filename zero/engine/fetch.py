@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from zero.core.layout import pages
+from zero.distributed.routes import Routes
 from zero.distributed.world import Handle, World
 from zero.engine.transfer import load
 from zero.engine.unit_state import UnitState
@@ -22,21 +23,26 @@ Fetch = Callable[[UnitState, Tensor, Sequence[Ticket], bool], Sequence[Handle]]
 """(unit, its buffer, tickets of its update, whether the host may have to wait for them) to what to wait for."""
 
 
-def gathering(world: World) -> Fetch:
-    """Fill a buffer (trainable P + frozen P,) with the shards that all ranks hold in memory."""
+def gathering(routes: Routes) -> Fetch:
+    """Fill a buffer (trainable P + frozen P,) with the shards that all ranks hold in memory, or those of this node."""
 
     def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
         split = unit.spec.trainable.P
-        return [
-            world.gather(shard_S, full_P, what=unit.spec.name)
-            for shard_S, full_P in ((unit.shard_S, full[:split]), (unit.frozen_S, full[split:]))
+        shards, fulls = (unit.shard_S, unit.frozen_S), (full[:split], full[split:])
+        current, unit.secondary_version = unit.secondary_version == unit.version, -1  # an interrupt may come in between
+        handles = [
+            routes.gather(shard_S, full_P, secondary=secondary, current=current, what=unit.spec.name)
+            for shard_S, full_P, secondary in zip(shards, fulls, unit.secondary, strict=True)
             if shard_S is not None and shard_S.numel()
         ]
+        if unit.secondary[0] is not None:
+            unit.secondary_version = unit.version
+        return handles
 
     return fetch
 
 
-def reading(world: World, device: Device, store: PrefetchStore, page_numel: int) -> Fetch:
+def reading(world: World, routes: Routes, device: Device, store: PrefetchStore, page_numel: int) -> Fetch:
     """Fill a buffer with the shards that all ranks hold on disk; this rank's range is read at once, page by page."""
 
     def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
@@ -53,14 +59,14 @@ def reading(world: World, device: Device, store: PrefetchStore, page_numel: int)
         def gather() -> list[Handle]:
             for ticket in reads:
                 ticket.wait()
-            return [world.gather(shard.own_S, shard.full_P, what=unit.spec.name)]
+            return [routes.gather(shard.own_S, shard.full_P, what=unit.spec.name)]
 
         return [_Later(device, gather)]
 
     return fetch
 
 
-def lending(world: World, device: Device, store: PrefetchStore, page_numel: int) -> Fetch:
+def lending(world: World, routes: Routes, device: Device, store: PrefetchStore, page_numel: int) -> Fetch:
     """Fill a buffer with the shards that all ranks hold in host memory, which the device itself copies from.
 
     A rank's own range is one copy where its pages lie back to back.
@@ -76,7 +82,7 @@ def lending(world: World, device: Device, store: PrefetchStore, page_numel: int)
                 place = place[view.numel() :]
             if world.size == 1:
                 return []
-            return [world.gather(shard.own_S, shard.full_P, what=unit.spec.name)]
+            return [routes.gather(shard.own_S, shard.full_P, what=unit.spec.name)]
 
         found: list[Handle] = []
         for shard in _paged_shards(world, unit, full, page_numel):

@@ -151,7 +151,11 @@ def empty_unit(plan: Plan, spec: UnitSpec) -> UnitState:
         shards = [device.zeros(layout.S, compute) for layout in spec.layouts]
     keeps_grad = spec.trainable.slots and not plan.grads_offloaded
     grad = device.zeros(plan.grad_numel(spec), plan.grad_dtype) if keeps_grad else None
-    return UnitState(spec, resident, shards[0], shards[1], grad)
+    unit = UnitState(spec, resident, shards[0], shards[1], grad)
+    if plan.keeps_secondary:
+        trainable, frozen = (device.zeros(plan.world.nodes * layout.S, compute) for layout in spec.layouts)
+        unit.secondary = trainable, frozen
+    return unit
 
 
 def fill(plan: Plan, store: Store, unit: UnitState, values: Values) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zero.core.sizes import GiB
+from zero.distributed.routes import Routes
 from zero.engine.arguments import check_plan, kind_of
 from zero.engine.fetch import Fetch, gathering, lending, reading
 from zero.engine.first_values import Values, Weights, empty_unit, fill, values_in, values_of
@@ -192,8 +193,11 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
     store.observe(tape.of_store([unit.spec.name for unit in units]))
     gradients = PagedGradients(plan, store, tape) if plan.grads_offloaded else Gradients()
     updater = Updater(plan, store, units, gradients, tape)
-    residency = Residency(plan, units, updater, _fetch(plan, store), log, tape)
-    reducer = Reducer(plan, units, gradients, updater, first=residency.complete, log=log, tape=tape)
+    routes = Routes(
+        plan.world, gather_by_node=plan.gathers_by_node, sum_by_node=plan.sums_by_node, travels=plan.precision.reduce
+    )
+    residency = Residency(plan, units, updater, _fetch(plan, routes, store), log, tape)
+    reducer = Reducer(plan, routes, units, gradients, updater, first=residency.complete, log=log, tape=tape)
     activations = OnHost(device, pin=plan.offload.pin) if _goes_to_host(plan) else InPlace()
     gatherer = Gatherer(plan, units, residency, reducer, activations, tape)
     bind_placeholders(copied, plan.splitting.sites, gatherer)
@@ -202,10 +206,11 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
     return Runtime(plan, copied, originals, store, units, gatherer, gradients, reducer, updater, log, tape)
 
 
-def _fetch(plan: Plan, store: PrefetchStore) -> Fetch:
+def _fetch(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
     if not plan.params_offloaded:
-        return gathering(plan.world)
-    return (lending if plan.params_on_host else reading)(plan.world, plan.world.compute, store, plan.page_numel)
+        return gathering(routes)
+    fetch = lending if plan.params_on_host else reading
+    return fetch(plan.world, routes, plan.world.compute, store, plan.page_numel)
 
 
 def _goes_to_host(plan: Plan) -> bool:

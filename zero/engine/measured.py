@@ -16,6 +16,7 @@ def measured(state: State) -> dict[str, int]:
         resident = [] if unit.resident is None else [unit.resident.flat]
         held[plan.placement.param] += _distinct_bytes([*resident, unit.shard_S, unit.frozen_S])
         held[plan.placement.grad] += _distinct_bytes([unit.grad])
+        held["device"] += _distinct_bytes([*unit.secondary])
     pool = parts.gatherer.pool
     held["device"] += 0 if pool is None else pool.allocated_bytes
     held["device"] += parts.reducer.allocated_bytes + parts.gradients.allocated_bytes

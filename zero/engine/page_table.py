@@ -3,6 +3,7 @@
 A page is K elements of one kind of one unit: master, moments, and what is offloaded of parameters and gradients.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -164,7 +165,9 @@ class PageTable(Facts):
         """Memory of the device that units and gradients pass through, by kind."""
         counts = {
             "gathered units": (self.buffer_counts(), self.precision.compute),
+            "secondary shards": (Counter(map(self.secondary_numel, self.units)), self.precision.compute),
             "gradient flats": (self.flat_counts(), self.flat_dtype),
+            "node sums": (self.partial_counts(), torch.float32),
             "gradient buffers": (self.grad_buffer_counts(), self.grad_dtype),
         }
         return {

@@ -10,6 +10,7 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -24,25 +25,24 @@ from zero.core.stage import Stage
 from zero.core.suggest import some
 from zero.distributed.world import World
 from zero.engine.compile import Backend
-from zero.engine.facts import Facts
+from zero.engine.facts import Facts, Scope
 from zero.engine.module_copy import detached_copy
 from zero.engine.page_table import PageTable
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.placing import auto_page_bytes, has_many_pages, lowest_tiers, place_pages
 from zero.engine.unit import Splitting, split
-from zero.errors import PlanError
+from zero.errors import ConfigError, PlanError
 from zero.platform.device import free_host_bytes
 from zero.store import Page
 
 Update = Literal["lazy", "serial", "eager"]
 
 KINDS = (
-    *("parameters", "gathered units", "gradients", "gradient flats", "gradient buffers"),
-    *("master", "moments", "buffers", "activations", "arena"),
+    *("parameters", "gathered units", "secondary shards", "gradients", "gradient flats", "node sums"),
+    *("gradient buffers", "master", "moments", "buffers", "activations", "arena"),
 )
-SOMETIMES = ("gradient buffers", "activations", "arena")
-"""What the table has rows for; the last ones only where something is offloaded, or activations were estimated. Where
-nothing is trained it has what there is."""
+SOMETIMES = ("secondary shards", "node sums", "gradient buffers", "activations", "arena")
+"""What the table has rows for; these only where there is some of it. Where nothing is trained it has what there is."""
 
 
 class Plan(PageTable):
@@ -69,6 +69,11 @@ class Plan(PageTable):
         accumulate: microbatches of a step, 1 or more.
         in_place: `zero.init` takes the model over instead of copying it: the model itself trains, and its parameters
             are in shards. For models that cannot be copied, and scripts that go on using theirs.
+        gather: "node" sends parameters over the wire between nodes once an update: at stage 3 each node keeps all of
+            them in secondary shards, 1 / ranks of a node on each rank, where they are not offloaded. "auto" does so
+            where they fit; "world" sends them from each rank to each. The same bits.
+        reduce: "node" adds up gradients within each node, and then those sums: fewer bytes between nodes, in another
+            order of additions.
         room: bytes that this rank may take on each tier; None: what is free here and now.
         activation_bytes: what forward and backward need beside everything else, at most; it is counted and not
             allocated.
@@ -102,6 +107,8 @@ class Plan(PageTable):
         update: Update = "lazy",
         accumulate: int = 1,
         in_place: bool = False,
+        gather: Scope | Literal["auto"] = "auto",
+        reduce: Scope = "world",
         room: Room | None = None,
         activation_bytes: int = 0,
         host_activation_bytes: int = 0,
@@ -117,6 +124,8 @@ class Plan(PageTable):
         for key, value, known in (
             *(("activations", word, Activations) for word in by_pattern.values()),
             ("update", update, Update),
+            ("gather", gather, Literal["auto", "world", "node"]),
+            ("reduce", reduce, Scope),
         ):
             if value not in get_args(known):
                 raise PlanError(f"zero.{key}={value}: it is one of {', '.join(get_args(known))}")
@@ -139,22 +148,37 @@ class Plan(PageTable):
         slots = (slot for unit in splitting.units for layout in unit.layouts for slot in layout.slots)
         optimizer.check_groups({slot.name: slot.shape for slot in slots})
         _, param_tier, grad_tier = lowest_tiers(offload)
-        facts = Facts(splitting, world, stage, precision, optimizer, accumulate, prefetch, param_tier, grad_tier)
-        room = _free_room(facts, offload) if room is None else room
+        uneven = bool(world.size % world.local_size)
+        if uneven and "node" in (gather, reduce):
+            raise PlanError(
+                f"{world.size} ranks are not {world.local_size} on each node; start as many on every one of them, or "
+                "set zero.gather=world zero.reduce=world"
+            )
+        way: Scope = "world" if gather == "world" or uneven else "node"
+        moves = prefetch, param_tier, grad_tier, way, reduce, gather != "world"
+        facts = Facts(splitting, world, stage, precision, optimizer, accumulate, *moves)
+        room = _free_room(facts, offload, shared=gather == "auto" and facts.keeps_secondary) if room is None else room
         page_bytes = offload.page_bytes or auto_page_bytes(facts, offload, room)
-        table = PageTable(**vars(facts), page_numel=page_bytes // 4)
         self.offload = offload.model_copy(update={"page_bytes": page_bytes})
-        self.arena_slots, self.placement = place_pages(
-            table,
-            self.offload,
-            room,
+        place = partial(
+            place_pages,
+            offload=self.offload,
+            room=room,
             buffer_bytes=self.model_buffer_bytes,
             activation_bytes=activation_bytes,
             host_activation_bytes=host_activation_bytes,
             lighter=lighter,
         )
-        tiers = {"param_tier": self.placement.param, "grad_tier": self.placement.grad}
-        super().__init__(**{**vars(facts), **tiers}, page_numel=table.page_numel)
+        table = PageTable(**vars(facts), page_numel=page_bytes // 4)
+        try:
+            self.arena_slots, self.placement = place(table)
+        except ConfigError:
+            if gather != "auto" or not table.keeps_secondary:
+                raise
+            facts.secondary = table.secondary = False
+            self.arena_slots, self.placement = place(table)
+        placed = {"param_tier": self.placement.param, "grad_tier": self.placement.grad}
+        super().__init__(**{**vars(facts), **placed}, page_numel=table.page_numel)
 
     def tier(self, page: Page) -> Tier:
         """Where a page is."""
@@ -206,6 +230,8 @@ class Plan(PageTable):
             "zero.activations": " ".join(self.activations),
             "zero.compile": str(bool(self.compile)),
             "zero.update": self.update,
+            "zero.gather": f"{self.gather}, secondary shards: {self.keeps_secondary}",
+            "zero.reduce": self.reduce,
             "batch.accumulate": str(self.accumulate),
             "precision": str(self.precision),
             "offload": str(self.offload),
@@ -215,6 +241,8 @@ class Plan(PageTable):
         }
         if "auto" in self.offload.kinds:
             agreed["tiers of offload=auto"] = hashlib.sha256(repr(self.placement).encode()).hexdigest()[:16]
+        if self.has_nodes and "node" in (self.gather, self.reduce):
+            agreed["ranks of a node"] = str(self.world.local_size)
         for unit in self.units:
             slots = repr((unit.trainable.slots, unit.frozen.slots)).encode()
             agreed[f"unit {unit.index} {unit.name}"] = hashlib.sha256(slots).hexdigest()[:16]
@@ -251,13 +279,13 @@ def activations_of(splitting: Splitting, by_pattern: Mapping[str, Activations]) 
     )
 
 
-def _free_room(facts: Facts, offload: Offload) -> Room:
-    """What this rank may take. Where it decides about tiers, all ranks go by rank 0's readings."""
+def _free_room(facts: Facts, offload: Offload, *, shared: bool) -> Room:
+    """What this rank may take. Where it decides about tiers, or `shared`, all ranks go by rank 0's readings."""
     world, device = facts.world, facts.world.compute
     device_bytes = usable_bytes(offload, device.free_bytes(), device.total_bytes())
     host_bytes = usable_host_bytes(offload, free_host_bytes(), device_is_host=facts.device_is_host)
     mine = f"{device_bytes} {host_bytes // world.local_size}"
-    if "auto" in offload.kinds or has_many_pages(facts, offload):
+    if shared or "auto" in offload.kinds or has_many_pages(facts, offload):
         mine = world.share(mine)
     return Room(*map(int, mine.split()))
 

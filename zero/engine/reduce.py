@@ -35,6 +35,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zero.distributed.routes import Routes
 from zero.distributed.world import Handle
 from zero.engine.gradient import Gradients
 from zero.engine.plan import Plan
@@ -57,12 +58,13 @@ class GradientFlat:
 
 @dataclass(eq=False)
 class Reduction:
-    """A reduce-scatter under way: which turn it is, the flats that it gives back, if the unit is complete after it."""
+    """A reduce-scatter under way: which turn it is, what it gives back, if the unit is complete after it."""
 
     unit: UnitState
     turn: int
     handle: Handle
     flats: tuple[GradientFlat, GradientFlat]
+    partial: Tensor | None
     last: bool
 
 
@@ -71,6 +73,7 @@ class Reducer:
 
     Args:
         gradients: where each unit's `grad` is.
+        routes: how sums travel.
         updater: makes a unit's deferred update, which still needs the old gradient, before another one arrives, and
             is given each unit whose `grad` is final for this step.
         first: called before a step's first reduction.
@@ -81,6 +84,7 @@ class Reducer:
     def __init__(
         self,
         plan: Plan,
+        routes: Routes,
         units: Sequence[UnitState],
         gradients: Gradients,
         updater: Updater,
@@ -89,7 +93,7 @@ class Reducer:
         log: CollectiveLog,
         tape: Tape,
     ) -> None:
-        self._units, self._log, self._tape = units, log, tape
+        self._units, self._routes, self._log, self._tape = units, routes, log, tape
         self._world, self._device, self._gradients = plan.world, plan.world.compute, gradients
         self._local = plan.local_sum  # microbatches are added up in `grad`, which is reduced after the last one
         self._full = plan.full_update  # every rank needs the full sum, not its own range
@@ -100,6 +104,10 @@ class Reducer:
             numel: [GradientFlat(self._device.zeros(numel, plan.flat_dtype), PASSED) for _ in range(count)]
             for numel, count in plan.flat_counts().items()
         }
+        self._partials = {
+            numel: [self._device.zeros(numel, torch.float32) for _ in range(count)]
+            for numel, count in plan.partial_counts().items()
+        }  # of this node, written and read on `reduce` alone
         self._count = Counter(unit.spec.trainable.P for unit in units if unit.spec.trainable.slots)
         self._filling: dict[int, GradientFlat] = {}  # by unit: delivered to, not yet reduced
         self._unwritten: dict[int, set[int]] = {}  # by unit: slots of its flat in which nothing has arrived
@@ -117,7 +125,8 @@ class Reducer:
     @property
     def allocated_bytes(self) -> int:
         """Of the pooled flats, between steps."""
-        return sum(flat.flat_P.nbytes for flats in self._free.values() for flat in flats)
+        flats = sum(flat.flat_P.nbytes for flats in self._free.values() for flat in flats)
+        return flats + sum(partial.nbytes for partials in self._partials.values() for partial in partials)
 
     @property
     def is_busy(self) -> bool:
@@ -212,7 +221,7 @@ class Reducer:
                 handle.wait()
         free = self._device.mark()
         for reduction in self._under_way:
-            self._give_back(reduction.flats, free)
+            self._give_back_of(reduction, free)
         self._give_back(tuple(self._filling.values()), free)
         self._gradients.reset()
         for forgotten in (self._filling, self._unwritten, self._under_way, self._gathers, self._parted):
@@ -343,15 +352,18 @@ class Reducer:
         self._log.note(f"reduction of {unit.spec.name}")
         again = unit.filled and not self._adds_up(unit)
         with self._device.aside("reduce", after=PASSED) as self._done:  # where its sum will be
+            self._routes.advance()
             self._gradients.open(unit, fresh=not again, held=True)
         sum_S, what = unit.own_grad_S(self._world.rank), f"the gradient of {unit.spec.name}"
+        partials = self._partials.get(unit.spec.trainable.P // self._world.local_size, [])
+        flats, partial = (sent.flat_P, received.flat_P), partials.pop() if partials else None
         [handle] = self._tape.under_way(
             "reduce",
             unit.spec.name,
-            lambda: [self._world.reduce_scatter(sent.flat_P, received.flat_P, sum_S, accumulate=again, what=what)],
+            lambda: [self._routes.reduce_scatter(*flats, sum_S, partial, accumulate=again, what=what)],
         )
         unit.filled = True
-        self._under_way.append(Reduction(unit, self._turns.taken, handle, (sent, received), last))
+        self._under_way.append(Reduction(unit, self._turns.taken, handle, (sent, received), partial, last))
         if self._full and last:
             self._unpublished.append(unit)
 
@@ -361,7 +373,7 @@ class Reducer:
         with self._device.aside("reduce", after=PASSED) as self._done:
             reduction.handle.wait()
             self._under_way.popleft()
-            self._give_back(reduction.flats, self._device.mark())
+            self._give_back_of(reduction, self._device.mark())
             if not reduction.last:
                 self._park(reduction.unit)
             elif not self._full and not self._awaited(reduction.unit):
@@ -405,7 +417,7 @@ class Reducer:
         if self._full and self._world.size > 1:
             own_S, what = unit.own_grad_S(self._world.rank), f"the gradient of {unit.spec.name}"
             [handle] = self._tape.under_way(
-                "reduce", unit.spec.name, lambda: [self._world.gather(own_S, grad, what=what)]
+                "reduce", unit.spec.name, lambda: [self._routes.gather(own_S, grad, what=what)]
             )
             self._gathers[unit.index] = unit, handle
             if self._gradients.scarce:
@@ -436,6 +448,11 @@ class Reducer:
         with self._tape.stream_standing("reduce"):
             flat.free.wait()
         return flat
+
+    def _give_back_of(self, reduction: Reduction, free: Event) -> None:
+        self._give_back(reduction.flats, free)
+        if reduction.partial is not None:
+            self._partials[reduction.partial.numel()].append(reduction.partial)
 
     def _give_back(self, flats: Sequence[GradientFlat], free: Event) -> None:
         """Free these flats: the next user waits for `free`."""

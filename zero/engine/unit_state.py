@@ -28,6 +28,9 @@ class UnitState:
         shard_S: (S,) trainable, compute dtype; None where parameters are offloaded.
         frozen_S: (S of the frozen flat,), compute dtype; likewise.
         grad: (P,) or (S,), see `Plan.grad_numel`; None when nothing is trainable, or while it is offloaded.
+        secondary: (N x S,) of trainable and of frozen ones, compute dtype: this node's secondary shards; see
+            `zero.distributed.routes`.
+        secondary_version: what they are of, as `version`; less where they hold nothing.
         deferred: the update that has to be made before the next gather, or None.
         tickets: the parts of that update that the store's threads work on.
         interrupted: that update began and did not end.
@@ -42,6 +45,8 @@ class UnitState:
     shard_S: Tensor | None
     frozen_S: Tensor | None
     grad: Tensor | None
+    secondary: tuple[Tensor | None, Tensor | None] = None, None
+    secondary_version: int = -1
     deferred: Hyper | None = None
     tickets: list[Ticket] = field(default_factory=list)
     interrupted: bool = False

@@ -62,6 +62,8 @@ def build_plan(
         update=config.zero.update,
         accumulate=accumulate,
         in_place=in_place,
+        gather=config.zero.gather,
+        reduce=config.zero.reduce,
         room=room,
         activation_bytes=activation_bytes,
         host_activation_bytes=host_activation_bytes,

@@ -52,6 +52,21 @@ class Zero(Section):
         trades="memory against waiting: each takes one more gathered unit",
         example="2",
     )
+    gather: Literal["auto", "world", "node"] = key(
+        "auto",
+        "how parameters travel between nodes: world, from each rank to each; node, over the wire once an update, with "
+        "as many ranks on each node; auto: node, where what it keeps fits; the bits of a run are the same",
+        trades="at stage 3, where parameters are not offloaded, node keeps all of them on each node: 2 bytes per "
+        "parameter (bf16), shared by the ranks of a node",
+        example="world",
+    )
+    reduce: Literal["world", "node"] = key(
+        "world",
+        "in which order gradients are added: world, rank by rank; node, first within each node and then node by node; "
+        "either gives the same bits for every stage, tier and schedule, but not the other's",
+        trades="node moves fewer bytes between nodes: the sum of a node's ranks, in place of each one's gradient",
+        example="node",
+    )
     activations: UnitActivations = key(
         "keep",
         "activations of a unit: keep, remat (computed again in backward), or offload (kept in host memory); a list of "

@@ -347,6 +347,8 @@ def _deliver(started: Handle, arrived: Tensor, into: Tensor) -> None:
 
 def _outside(into: Tensor, source: Tensor) -> list[Tensor]:
     """The parts of `into` that do not overlap with `source`. An in-place gather leaves its own part as it is."""
+    if into.dim() == 2:
+        return [row for row in into.unbind() if row.data_ptr() != source.data_ptr()]
     first = (source.data_ptr() - into.data_ptr()) // max(into.element_size(), 1)
     if not source.numel() or not 0 <= first < into.numel():
         return [into]

@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -50,13 +51,15 @@ class _Shared:
         self.size = size
         self.changed = threading.Condition()
         self.generator_lock = threading.RLock()
-        self.collectives: dict[tuple[bool, int], _Collective] = {}
+        self.collectives: dict[tuple[Any, ...], _Collective] = {}
         self.last_op = ["nothing"] * size
         self.left: set[int] = set()
         self.failure: tuple[int, BaseException] | None = None
 
-    def start(self, rank: int, number: tuple[bool, int], op: str, own: _Buffers, move: _Move) -> _Collective:
-        """Start collective `number` on this rank; the last rank to start it moves the data of all ranks."""
+    def start(
+        self, rank: int, ranks: Sequence[int], number: tuple[Any, ...], op: str, own: _Buffers, move: _Move
+    ) -> _Collective:
+        """Start collective `number` of `ranks` on this one; the last to start it moves the data of all of them."""
         with self.changed:
             self.raise_failure(rank, op)
             self.last_op[rank] = op
@@ -67,27 +70,28 @@ class _Shared:
                 different = WorldError(f"the ranks run different operations: {by_rank(collective.signatures)}")
                 self.fail(rank, different)
                 raise different
-            if len(collective.buffers) == self.size:
+            if len(collective.buffers) == len(ranks):
                 with torch.no_grad():
-                    move([collective.buffers[r] for r in range(self.size)])
+                    move([collective.buffers[r] for r in ranks])
                 collective.done = True
                 collective.buffers.clear()
                 del self.collectives[number]
                 self.changed.notify_all()
         return collective
 
-    def wait(self, rank: int, collective: _Collective, op: str, timeout_s: float) -> None:
+    def wait(self, rank: int, ranks: Sequence[int], collective: _Collective, op: str, timeout_s: float) -> None:
         """Return when the collective is done; raise when it cannot be, or after `timeout_s` seconds."""
 
         def is_over() -> bool:
-            return collective.done or self.failure is not None or bool(self.left - collective.signatures.keys())
+            gone = self.left.intersection(ranks) - collective.signatures.keys()
+            return collective.done or self.failure is not None or bool(gone)
 
         with self.changed:
             self.changed.wait_for(is_over, timeout_s)
             if collective.done:
                 return
             self.raise_failure(rank, op)
-            missing = [r for r in range(self.size) if r not in collective.signatures]
+            missing = [r for r in ranks if r not in collective.signatures]
             gone = [r for r in missing if r in self.left]
             if gone:
                 error = WorldError(f"{some_ranks(gone)} left the world; rank {rank} was in {op}")
@@ -136,19 +140,29 @@ class ThreadWorld(World):
 
     def __init__(self, rank: int, shared: _Shared, *, timeout_s: float = 60.0) -> None:
         super().__init__(rank, shared.size, device="cpu", timeout_s=timeout_s)
-        self._shared = shared
+        self._shared, self._ranks, self._name = shared, tuple(range(shared.size)), ""
         self._numbers = {False: 0, True: 0}  # how many collectives in the ranks' common order, and outside of it
 
     @classmethod
-    def all_ranks(cls, size: int, *, timeout_s: float = 60.0) -> "list[ThreadWorld]":
+    def all_ranks(cls, size: int, *, nodes: int = 1, timeout_s: float = 60.0) -> "list[ThreadWorld]":
         """The ranks of a new world, to be used in one thread each.
 
         Args:
             size: number of ranks.
+            nodes: how many machines they say that they are on, as many ranks on each.
             timeout_s: seconds that a rank waits for the others in a collective.
         """
         shared = _Shared(size)
-        return [cls(rank, shared, timeout_s=timeout_s) for rank in range(size)]
+        worlds = [cls(rank, shared, timeout_s=timeout_s) for rank in range(size)]
+        for world in worlds:
+            world.local_size = size // nodes
+        return worlds
+
+    def part(self, ranks: Sequence[int], name: str) -> World:
+        part = copy(self)
+        part._be_part(self, ranks)
+        part._ranks, part._name, part._numbers = tuple(ranks), name, dict.fromkeys(self._numbers, 0)
+        return part
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -176,13 +190,15 @@ class ThreadWorld(World):
 
     def _start(self, op: str, own: _Buffers, move: _Move, *, aside: bool = False) -> Handle:
         self._numbers[aside] += 1
-        collective = self._shared.start(self.rank, (aside, self._numbers[aside]), op, own, move)
-        return _ThreadHandle(lambda: self._shared.wait(self.rank, collective, op, self.timeout_s))
+        rank, number = self._ranks[self.rank], (self._name, self._ranks, aside, self._numbers[aside])
+        collective = self._shared.start(rank, self._ranks, number, op, own, move)
+        return _ThreadHandle(lambda: self._shared.wait(rank, self._ranks, collective, op, self.timeout_s))
 
 
 def _move_gather(buffers: list[_Buffers]) -> None:
     for _, full_P in buffers:
-        for (shard_S, _), slot_S in zip(buffers, full_P.view(len(buffers), -1), strict=True):
+        rows = full_P if full_P.dim() == 2 else full_P.view(len(buffers), -1)
+        for (shard_S, _), slot_S in zip(buffers, rows, strict=True):
             if shard_S.data_ptr() != slot_S.data_ptr():
                 slot_S.copy_(shard_S)
 
@@ -200,13 +216,14 @@ def _move_broadcast(buffers: list[_Buffers], source: int) -> None:
             flat.copy_(buffers[source].source)
 
 
-def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run_ranks(size: int, fn: Callable[..., Any], *args: Any, nodes: int = 1, timeout_s: float = 60.0) -> list[Any]:
     """Run `fn(world, *args)` in `size` threads of this process, one for each rank.
 
     Args:
         size: number of ranks.
         fn: gets the rank's `ThreadWorld`. Each rank must make or copy its own model.
         args: further arguments of `fn`, shared by all ranks.
+        nodes: how many machines they say that they are on, as many ranks on each.
         timeout_s: seconds that ranks may run; also the timeout of their collectives.
 
     Returns:
@@ -216,7 +233,7 @@ def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 
         BaseException: what the first failing rank raised, with its rank as a note. Ranks that wait for it stop at once.
         DeadlineError: a rank was still running when the time was over; with the stacks of all such ranks.
     """
-    worlds = ThreadWorld.all_ranks(size, timeout_s=timeout_s)
+    worlds = ThreadWorld.all_ranks(size, nodes=nodes, timeout_s=timeout_s)
     shared = worlds[0]._shared
     results: list[Any] = [None] * size
 

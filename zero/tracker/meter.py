@@ -260,9 +260,10 @@ def figures(
         moved: each of TOTALS to (W,), what every rank has counted in these steps; waits in the timed ones alone.
         timed: of how many the time counts, `step_s` each.
     """
-    read_bytes, write_bytes, gather_bytes, reduce_bytes = (
-        int(moved[name].sum()) for name in ("read_bytes", "write_bytes", "comm_gather_bytes", "comm_reduce_bytes")
-    )
+    read_bytes, write_bytes = (int(moved[name].sum()) for name in ("read_bytes", "write_bytes"))
+    received = {
+        f"comm/{name}": int(moved[f"comm_{name}"].sum()) for name in ("gather_bytes", "reduce_bytes", "wire_bytes")
+    }
     read_s, write_s = (float(moved[name].max()) for name in ("read_s", "write_s"))
     stood_s = float((moved["wait_s"] + moved["comm_wait_s"]).max()) / timed
     busy = moved["busy_s"] > 0
@@ -271,8 +272,7 @@ def figures(
         "speed/compute_s": max(0.0, step_s - stood_s),
         "speed/stall_fraction": min(1.0, stood_s / step_s),
         "speed/hidden_fraction": max(0.0, min(hidden.tolist(), default=1.0)),
-        "comm/gather_bytes": gather_bytes,
-        "comm/reduce_bytes": reduce_bytes,
+        **received,
         "comm/wait_s": float(moved["comm_wait_s"].max()) / timed,
         "offload/read_bytes": read_bytes,
         "offload/write_bytes": write_bytes,

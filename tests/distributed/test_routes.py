@@ -1,0 +1,166 @@
+"""Laws of the ways by node: a gather brings the same bits, a sum has its declared order, each byte crosses once."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from zero.distributed.routes import Routes
+from zero.distributed.world import World
+from zero.errors import RankFailedError
+from zero.testing import run_processes, run_ranks
+
+SHAPES = [(2, 2), (2, 3), (3, 2), (4, 2)]
+"""Nodes, and ranks on each."""
+NUMEL = 5
+
+
+def rough(numel: int, dtype: torch.dtype, *seed: int) -> Tensor:
+    """Values of very different size: any other order or precision of addition shows."""
+    generator = torch.Generator().manual_seed(sum(part * 1000**i for i, part in enumerate(seed)))
+    exponents = torch.randint(-8, 8, (numel,), generator=generator)
+    return torch.ldexp(torch.randn(numel, generator=generator), exponents).to(dtype)
+
+
+def by_node(world: World, travels: torch.dtype = torch.float32) -> Routes:
+    return Routes(world, gather_by_node=True, sum_by_node=True, travels=travels)
+
+
+def gathered(world: World, keeps: bool) -> list[Tensor]:
+    """What each of three gathers brought, and what one more brought from the secondary shard."""
+    routes, fulls, handles = by_node(world), [], []
+    secondary = torch.full((world.nodes * NUMEL,), torch.nan) if keeps else None
+    for number in range(3):
+        fulls.append(torch.full((world.size * NUMEL,), torch.nan))
+        own = rough(NUMEL, torch.float32, world.rank, number)
+        handles.append(routes.gather(own, fulls[-1], secondary=secondary if number == 2 else None))
+    order = range(3) if world.rank % 2 else reversed(range(3))  # ranks wait in different orders
+    for number in order:
+        handles[number].wait()
+    if keeps:
+        fulls.append(torch.full_like(fulls[-1], torch.nan))
+        gone = torch.full((NUMEL,), torch.nan)
+        before = world.traffic.wire_bytes
+        routes.gather(gone, fulls[-1], secondary=secondary, current=True).wait()
+        assert world.traffic.wire_bytes == before
+    return fulls
+
+
+def on_two_nodes(world: World, keeps: bool) -> list[Tensor]:
+    world.local_size = world.size // 2
+    return gathered(world, keeps)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize(("nodes", "ranks"), SHAPES)
+def test_a_gather_by_node_brings_every_shard_to_every_rank(nodes, ranks, keeps):
+    size = nodes * ranks
+    expected = [torch.cat([rough(NUMEL, torch.float32, r, number) for r in range(size)]) for number in range(3)]
+    for fulls in run_ranks(size, gathered, keeps, nodes=nodes):
+        for full, wanted in zip(fulls, [*expected, expected[2]][: len(fulls)], strict=True):
+            assert torch.equal(full, wanted)
+
+
+def test_processes_gather_as_threads_do():
+    threads, processes = run_ranks(4, gathered, True, nodes=2), run_processes(4, on_two_nodes, True)
+    for one, other in zip(threads, processes, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def summed(world: World, dtype: torch.dtype, travels: torch.dtype, accumulate: bool) -> list[Tensor]:
+    """Two sums, started one after the other; the first one's second half begins before it is waited for."""
+    routes, sums, handles = by_node(world, travels), [], []
+    for number in range(2):
+        full = rough(world.size * NUMEL, dtype, world.rank, number)
+        sums.append(rough(NUMEL, torch.float32, world.rank, 7) if accumulate else torch.full((NUMEL,), torch.nan))
+        partial = torch.full((world.nodes * NUMEL,), torch.nan)
+        routes.advance()
+        handles.append(routes.reduce_scatter(full, torch.empty_like(full), sums[-1], partial, accumulate=accumulate))
+    order = handles if world.rank % 2 else handles[::-1]
+    for handle in order:
+        handle.wait()
+    return sums
+
+
+def added_by_hand(nodes: int, ranks: int, number: int, dtype: torch.dtype, travels: torch.dtype) -> Tensor:
+    """(c_0 + c_1 + ...) of each node in fp32, rounded to what travels, then node after node in fp32."""
+    total = None
+    for node in range(nodes):
+        part = None
+        for rank in range(node * ranks, (node + 1) * ranks):
+            own = rough(nodes * ranks * NUMEL, dtype, rank, number).float()
+            part = own if part is None else part + own
+        assert part is not None
+        part = part.to(travels).float()
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "travels"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+)
+@pytest.mark.parametrize(("nodes", "ranks"), SHAPES)
+def test_a_sum_by_node_adds_within_nodes_and_then_nodes(nodes, ranks, dtype, travels, accumulate):
+    told = run_ranks(nodes * ranks, summed, dtype, travels, accumulate, nodes=nodes)
+    for number in range(2):
+        expected = added_by_hand(nodes, ranks, number, dtype, travels).view(nodes * ranks, NUMEL)
+        for rank, sums in enumerate(told):
+            before = rough(NUMEL, torch.float32, rank, 7) if accumulate else None
+            wanted = expected[rank] if before is None else before + expected[rank]
+            assert torch.equal(sums[number], wanted)
+
+
+def test_the_order_of_a_sum_by_node_is_another_one():
+    """Else the test above could not tell them apart."""
+
+    def straight(world: World) -> Tensor:
+        full, own = rough(world.size * NUMEL, torch.float32, world.rank, 0), torch.empty(NUMEL)
+        world.reduce_scatter(full, torch.empty_like(full), own).wait()
+        return own
+
+    one = torch.cat(run_ranks(4, straight, nodes=2))
+    assert not torch.equal(one, added_by_hand(2, 2, 0, torch.float32, torch.float32))
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), SHAPES)
+def test_a_byte_crosses_each_wire_once(nodes, ranks):
+    """Of a gather each rank gets one shard from each other node, of a sum one sum of each other node: together N - 1
+    N-ths of a full tensor for each node, where a ring brings (W - 1) W-ths."""
+
+    def moved(world: World) -> tuple[int, int]:
+        full = torch.zeros(world.size * NUMEL)
+        routes, partial = by_node(world), torch.empty(world.nodes * NUMEL)
+        routes.gather(full[:NUMEL].clone(), torch.empty_like(full)).wait()
+        gathered_bytes = world.traffic.wire_bytes
+        routes.reduce_scatter(full, torch.empty_like(full), full.new_empty(NUMEL), partial, accumulate=False).wait()
+        return gathered_bytes, world.traffic.wire_bytes - gathered_bytes
+
+    size = nodes * ranks
+    for counted in run_ranks(size, moved, nodes=nodes):
+        assert counted == (4 * NUMEL * (nodes - 1),) * 2
+        assert ranks * counted[1] <= 4 * NUMEL * (size - 1)
+
+
+def test_a_rank_that_fails_is_named_to_those_who_wait_in_either_half():
+    def fail(world: World) -> None:
+        routes, full = by_node(world), torch.empty(world.size * NUMEL)
+        routes.gather(torch.zeros(NUMEL), full).wait()
+        if world.rank == 3:
+            raise ValueError("of its own")
+        routes.gather(torch.zeros(NUMEL), full).wait()
+
+    told = []
+
+    def note(world: World) -> None:
+        try:
+            fail(world)
+        except RankFailedError as error:
+            told.append((world.rank, str(error)))
+            raise
+
+    with pytest.raises(ValueError, match="of its own"):
+        run_ranks(4, note, nodes=2)
+    assert {rank for rank, _ in told} == {0, 1, 2}
+    assert all("rank 3 failed first: ValueError: of its own" in text for _, text in told)

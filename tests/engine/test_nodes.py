@@ -1,0 +1,225 @@
+"""Several nodes: ways by node change where bytes travel, and the declared order of a sum; never anything else."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests.common.small import Setting, small_batch, small_loss, train_small
+from tests.engine.test_oracle import LR, momentum_sgd, norm, run
+from tests.engine.test_stages import placements
+from zero.engine.full import digest, full_state_dict
+from zero.engine.measured import measured
+from zero.errors import PlanError
+from zero.testing import run_processes, run_ranks
+
+KiB = 1024
+OFFLOADS = {
+    "none": (),
+    "nvme": (("optimizer", "nvme"),),
+    "infinity": (("optimizer", "nvme"), ("param", "nvme"), ("grad", "nvme")),
+}
+
+
+def offloaded(setting: Setting, number: int) -> Setting:
+    """Some of the settings have their state elsewhere."""
+    name = ("none", "nvme", "infinity")[number % 3 if setting.stage == 3 else number % 2]
+    return setting.but(offload=OFFLOADS[name])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("size", "nodes"), [(4, 2), (6, 3), (6, 2)])
+def test_parameters_by_node_change_no_bit(size, nodes, precision):
+    first, *others = (setting.but(precision=precision, clip=0.5) for setting in placements(eager=False))
+    expected = run_ranks(size, train_small, first, nodes=nodes)
+    for number, other in enumerate(others[::2] if size == 4 else others[2::5]):
+        other = offloaded(other, number).but(between=("node", "world"))
+        assert run_ranks(size, train_small, other, nodes=nodes) == expected, other
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("size", "nodes"), [(4, 2), (6, 3), (6, 2)])
+def test_sums_by_node_have_one_law_for_every_placement(size, nodes, precision):
+    first, *others = (setting.but(precision=precision, clip=0.5) for setting in placements(eager=False))
+    expected = run_ranks(size, train_small, first.but(between=("world", "node")), nodes=nodes)
+    for number, other in enumerate(others[::2] if size == 4 else others[2::5]):
+        other = offloaded(other, number).but(between=(("node", "world")[number % 2], "node"))
+        assert run_ranks(size, train_small, other, nodes=nodes) == expected, other
+    if precision == "fp32":
+        assert run_ranks(size, train_small, first, nodes=nodes) != expected, "it is an order of its own"
+
+
+@pytest.mark.parametrize("between", [("node", "world"), ("node", "node")])
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_accumulation_is_bitwise_within_the_pairs(accumulate, between):
+    """As on one node: 0 and 1 add microbatches before ranks, 2 and 3 after."""
+    setting = Setting(accumulate=accumulate, clip=0.5)
+    plain = ("world", between[1])
+    for pair in ((0, 1), (2, 3)):
+        told = [
+            run_ranks(4, train_small, setting.but(stage=stage, between=way), nodes=2)
+            for stage in pair
+            for way in (plain, between)
+        ]
+        assert all(one == told[0] for one in told[1:])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_where_nothing_rounds_an_order_of_sums_is_no_other(stage, accumulate):
+    """The exact oracle: integers, so by node and straight give the same digest."""
+    setting = Setting(
+        stage=stage, accumulate=accumulate, optimizer=momentum_sgd, lr=LR, weight_decay=0.0, clip=norm() / 2
+    )
+    told = {
+        run_ranks(4, run, setting.but(between=between), nodes=2)[0][0]
+        for between in (("world", "world"), ("node", "node"))
+    }
+    assert len(told) == 1
+
+
+def test_a_gradient_is_added_in_the_declared_order():
+    """One parameter, one step of SGD, by hand."""
+
+    class Rough(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.w * x).sum()
+
+    rows = [torch.tensor([1e8, 1.0, 3e-3]), torch.tensor([1.0, 1e8, 7.0]), torch.tensor([-1e8, 3.0, 1e5])]
+    rows += [torch.tensor([1.0, -1e8, 1e-3])]
+
+    def train(world: zero.World, reduce: str) -> torch.Tensor:
+        with world.exclusive():
+            model = Rough()
+        plan = zero.Plan(model, optimizer=zero.sgd(1.0, weight_decay=0.0), world=world, reduce=reduce)
+        state = zero.init(plan, zero.open_store(plan), weights={"w": torch.zeros(3)})
+        step = zero.make_step(plan, lambda model, x: model(x))
+        state, _ = step(state, [rows[world.rank]])
+        return full_state_dict(state)["w"]
+
+    by_node = -((rows[0] + rows[1]) + (rows[2] + rows[3])) / 4
+    by_rank = -(((rows[0] + rows[1]) + rows[2]) + rows[3]) / 4
+    assert not torch.equal(by_node, by_rank)
+    assert all(torch.equal(one, by_node) for one in run_ranks(4, train, "node", nodes=2))
+    assert all(torch.equal(one, by_rank) for one in run_ranks(4, train, "world", nodes=2))
+
+
+def trained_on_nodes(world: zero.World, setting: Setting) -> tuple[str, list[zero.Metrics]]:
+    world.local_size = 2
+    return train_small(world, setting)
+
+
+def test_processes_do_what_threads_do():
+    for stage in (1, 3):
+        setting = Setting(stage=stage, clip=0.5, between=("node", "node"))
+        assert run_processes(4, trained_on_nodes, setting) == run_ranks(4, train_small, setting, nodes=2)
+
+
+# -- what is held, and what travels ------------------------------------------------------------------------------------
+
+
+def held(world: zero.World, setting: Setting) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
+    state, step = setting.start(world)
+    for number in range(2):
+        state, _ = step(state, [small_batch(number, 6)] * setting.accumulate)
+    return state.plan.bytes, measured(state)
+
+
+@pytest.mark.parametrize("between", [("node", "world"), ("world", "node"), ("node", "node")])
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_plan_counts_secondary_shards_and_sums_of_nodes(stage, offload, between):
+    if stage < 3 and offload == "infinity":
+        pytest.skip("infinity needs stage 3")
+    setting = Setting(stage=stage, precision="bf16", between=between, offload=OFFLOADS[offload])
+    for told, found in run_ranks(4, held, setting, nodes=2):
+        assert sum(told["device"].values()) == found["device"]
+        kinds = Counter(told["device"])
+        assert bool(kinds["node sums"]) is (between[1] == "node")
+        assert bool(kinds["secondary shards"]) is (between[0] == "node" and stage == 3 and offload != "infinity")
+
+
+def test_on_one_node_nothing_is_held_and_no_way_is_another():
+    setting = Setting(clip=0.5)
+    told = [run_ranks(2, held, setting.but(between=between)) for between in (("world", "world"), ("node", "node"))]
+    assert told[0] == told[1]
+    expected = run_ranks(2, train_small, setting)
+    assert run_ranks(2, train_small, setting.but(between=("node", "node"))) == expected
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def wire_bytes_of_a_step(world: zero.World, how: dict[str, object]) -> float:
+    """For each parameter, over all ranks, of the third step."""
+    with world.exclusive(), zero.empty():
+        model = Wide()
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, **{"gather": "world", **how})  # type: ignore[arg-type]
+    state = zero.init(plan, zero.open_store(plan))
+    step = zero.make_step(plan, lambda model, x: model(x).square().mean())
+    before = 0
+    for number in range(3):
+        before = world.traffic.wire_bytes
+        state, _ = step(state, [torch.full((2, 256), float(number))] * plan.accumulate)
+    return (world.traffic.wire_bytes - before) * world.size / plan.numel
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [  # fp32, two nodes of two: a straight gather or sum brings each parameter across twice, 8 bytes; by node once.
+        # Of four layers the two that were used last are still gathered.
+        ({"stage": 3}, 8 + 4 + 8),
+        ({"stage": 3, "gather": "node"}, 4 + 8),
+        ({"stage": 3, "gather": "node", "reduce": "node"}, 4 + 4),
+        ({"stage": 3, "accumulate": 2}, 8 + 4 + 8 + 4 + 4 + 8),
+        ({"stage": 3, "accumulate": 2, "gather": "node"}, 4 + 8 + 8),
+        ({"stage": 3, "accumulate": 2, "gather": "node", "reduce": "node"}, 4 + 4 + 4),
+        ({"stage": 1}, 8 + 8),
+        ({"stage": 1, "gather": "node", "reduce": "node"}, 4 + 4),
+    ],
+)
+def test_what_crosses_the_wires(how, expected):
+    for told in run_ranks(4, wire_bytes_of_a_step, how, nodes=2):
+        assert told == pytest.approx(expected, rel=0.02)
+
+
+def test_after_a_restored_checkpoint_and_an_edit_secondary_shards_are_made_again(tmp_path):
+    def edited(world: zero.World, between: tuple[str, str]) -> tuple[str, str]:
+        setting = Setting(between=between)
+        state, step = setting.start(world)
+        state, _ = step(state, [small_batch(0, 6)])
+        path = zero.save(state, tmp_path / between[0])
+        name = "blocks.0.linear.weight"
+        zero.set_full(state, name, torch.full((13, 13), 0.25))
+        state, _ = step(state, [small_batch(1, 6)])
+        after = digest(state)
+        plan = setting.plan(world)
+        again = zero.load(zero.init(plan, zero.open_store(plan)), zero.open_checkpoint(world, path))
+        again, _ = zero.make_step(plan, small_loss)(again, [small_batch(1, 6)])
+        return after, digest(again)
+
+    told = [run_ranks(4, edited, between, nodes=2) for between in (("world", "world"), ("node", "world"))]
+    assert told[0] == told[1]
+
+
+def test_ranks_that_are_not_as_many_on_each_node_are_refused():
+    def plan(world: zero.World) -> None:
+        world.local_size = 4
+        Setting(between=("node", "world")).plan(world)
+
+    with pytest.raises(PlanError, match="6 ranks are not 4 on each node; start as many on every one of them"):
+        run_ranks(6, plan)

@@ -27,7 +27,7 @@ stamp=$(.venv/bin/python - "${extra:-}" <<'PYTHON'
 import hashlib, pathlib, sys, tomllib
 
 project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
-wanted = [project["dependencies"], project["optional-dependencies"].get(sys.argv[1]), str(pathlib.Path.cwd())]
+wanted = [project["dependencies"], project["optional-dependencies"], sys.argv[1], str(pathlib.Path.cwd())]
 print(hashlib.sha256(repr(wanted).encode()).hexdigest())
 PYTHON
 ) || exit 1

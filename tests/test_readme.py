@@ -24,6 +24,7 @@ from zero.trainer.models import GPT, GPTConfig
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "scripts" / "examples"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKING = [*PAGES, *(ROOT / f"{name}.md" for name in ("ARCHITECTURE", "CHANGELOG", "CONTRIBUTING", "SECURITY"))]
 SHOWN = {"own_loop": "own-loop.md", "initialize": "coming-from-deepspeed.md", "hugging_face": "hugging-face.md"}
 SHOWN |= {"hf_trainer": "hugging-face-trainer.md"}
 """Example -> the page of docs/ that begins with it."""
@@ -211,13 +212,14 @@ def test_every_block_of_the_docs_has_a_test():
     assert {page: count for page, count in counted.items() if count} == tested
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.name)
 def test_every_file_that_a_page_points_to_exists(page: Path):
-    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+    text = page.read_text()
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text) + re.findall(r'src="([^":]+)"', text):
         assert (page.parent / link).exists(), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.name)
 def test_every_heading_that_a_page_points_to_exists(page: Path):
     for path, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
         text = (page.parent / path if path else page).read_text()

@@ -14,8 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import get_args
 
-COMMANDS = {"report": "report", "sample": "sample", "export": "export_checkpoint", "import": "import_checkpoint"}
-"""First words, and the files of zero/trainer/commands that know the rest."""
+from zero.trainer.commands import COMMANDS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

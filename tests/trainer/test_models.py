@@ -237,3 +237,16 @@ def test_sizes_that_do_not_fit_name_their_key(keys, message):
 def test_a_text_longer_than_the_tables_is_refused():
     with pytest.raises(ConfigError, match="25 tokens do not fit"):
         build()(rows()[:, :25])
+
+
+def test_code_in_the_folder_of_a_model_is_not_run(tmp_path, monkeypatch):
+    """transformers would ask at the terminal whether to run it."""
+    pytest.importorskip("transformers")
+    from zero.trainer.models import hf
+
+    (tmp_path / "config.json").write_text('{"model_type": "theirs", "auto_map": {"AutoConfig": "code_.Config"}}')
+    (tmp_path / "code_.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')\nclass Config: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ConfigError, match="no model of transformers"):
+        hf.settings(tmp_path)
+    assert not (tmp_path / "was_run").exists()

@@ -92,8 +92,9 @@ class Engine(EngineCheckpoints):
         """Run the model on full parameters, gathered as they are needed. Collective.
 
         Args:
-            args, kwargs: the model's; floating-point tensors are cast to the dtype that it computes in. Those of 0
+            *args: the model's; floating-point tensors are cast to the dtype that it computes in. Those of 0
                 dimensions are not: torch lets them widen no result, and a count of tokens would lose digits.
+            **kwargs: the model's, likewise.
 
         Returns:
             What the model returns.
@@ -124,7 +125,8 @@ class Engine(EngineCheckpoints):
 
         Args:
             loss: () the mean over this rank's rows; the loss scale of fp16 is applied to it.
-            allreduce_gradients, release_loss: for old calls; gradients are reduced once per microbatch or step.
+            allreduce_gradients: for old calls; gradients are reduced once per microbatch or step.
+            release_loss: for old calls.
             retain_graph: as torch's.
             scale_wrt_gas: False if `loss` is divided by `gradient_accumulation_steps()` already.
 

@@ -142,7 +142,8 @@ def init_distributed(*args: Any, **kwargs: Any) -> None:
     """Open torch's default process group, for scripts that use it before `initialize`, which does not need it.
 
     Args:
-        args, kwargs: for old calls; the environment says what backend and which ranks there are.
+        *args: for old calls; the environment says what backend and which ranks there are.
+        **kwargs: for old calls.
     """
     open_default_group()
 

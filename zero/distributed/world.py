@@ -123,8 +123,8 @@ class World(contextlib.AbstractContextManager["World"]):
     `wait` an operation's result may be read and its inputs may be written; on a CUDA world the current stream waits for
     that, the host does not. `what` names the operation's subject (a unit) in error messages.
 
-    `Handle.wait` raises:
-        DeadlineError: the other ranks did not come in time.
+    Raises:
+        DeadlineError: by a handle's `wait`, as those below: the other ranks did not come in time.
         RankFailedError: another rank is gone.
         WorldError: the ranks do not run the same operation.
 

@@ -143,7 +143,9 @@ def gathered(
             number of a rank: its edits count, what the others wrote is dropped.
         kind: "param", "grad", a moment, or, only to read, "compute".
 
-    Raises (on every rank, and then nothing has changed):
+    An error is raised on every rank, and then nothing has changed.
+
+    Raises:
         ConfigError: a name that does not exist; an edit without `modify`, of another shape, or that brings a value that
             is not finite where all were (a gradient may: its step is skipped).
         HandshakeError: the ranks called this with different arguments.
@@ -179,8 +181,7 @@ def set_full(source: Source, name: str | Tensor, value: Tensor, kind: str = "par
         value: of the parameter's shape, any dtype and device. A frozen parameter is held in the dtype of compute.
         kind: "param", "grad" or a moment.
 
-    Raises:
-        as `gathered`.
+    Errors are those of `gathered`.
     """
     state = _state_of(source, "zero.set_full", "zero.set_full(state, name, value)")
     name = _name(state, name, kind)

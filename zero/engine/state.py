@@ -71,8 +71,8 @@ class State:
         plan: that it was made from.
         model: the model that trains: a copy of the plan's, or that model itself with `Plan(in_place=True)`.
 
-    Raises (when an attribute of a spent state is read):
-        StaleStateError: a later step has consumed it.
+    Raises:
+        StaleStateError: an attribute was read of a state that a later step has consumed.
     """
 
     machinery_: Runtime = field(repr=False)

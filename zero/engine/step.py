@@ -329,11 +329,9 @@ def make_step(
         word: the name of `flag` in 0.1.
 
     Raises:
-        ConfigError: what was given is no plan, or no function.
-
-    Raises (when the step is called):
-        ConfigError: a state of another plan, another number of microbatches than `plan.accumulate`, a loss that is no
-            scalar, or no gradient. Or what was given is no state, or no list of microbatches.
+        ConfigError: what was given is no plan, or no function. By the step, as all that follow: a state of another
+            plan, another number of microbatches than `plan.accumulate`, a loss that is no scalar, or no gradient. Or
+            what was given is no state, or no list of microbatches.
         StaleStateError: the state is spent.
         WorldError: the ranks visited different units.
         NonFiniteGradientError: `zero.update=eager` and a gradient that is not finite.
@@ -373,9 +371,9 @@ def make_forward(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
         plan: that the states are made from.
         fn: (model, further arguments) to anything.
 
-    Raises (when it is called):
-        ConfigError: a state of another plan.
-        StaleStateError: the state is spent.
+    Raises:
+        ConfigError: what was given is no plan, or no function; and by `forward`, a state of another plan.
+        StaleStateError: by `forward`: the state is spent.
     """
 
     check_plan(plan, "zero.make_forward", "forward = zero.make_forward(plan, fn)")

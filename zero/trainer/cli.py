@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
+from hydra._internal.core_plugins.bash_completion import BashCompletion
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -37,8 +38,9 @@ from zero.tracker.report import sweep
 from zero.trainer import job, launch, replies
 from zero.trainer.answers import answer, as_called, for_a_reader, show
 from zero.trainer.checks import RUNS_NOTHING, notes_on, parse_config
+from zero.trainer.commands import COMMANDS
 from zero.trainer.config import Config, keys, keys_of, kinds, read, unknown_key
-from zero.trainer.explain import explain, overview
+from zero.trainer.explain import entries, explain, overview
 
 if TYPE_CHECKING:
     from zero.trainer.job import Train
@@ -273,6 +275,9 @@ def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
     if given.help:
         show(overview(CONF))
         return 0
+    if given.shell_completion and "COMP_LINE" in os.environ:
+        print("\n".join(complete(os.environ["COMP_LINE"])))
+        return 0
     _refuse_synonyms(given.overrides)
     folder, shows = None, bool(given.hydra_help or given.cfg or given.info)
     if not (given.hydra_help or given.shell_completion):
@@ -302,6 +307,37 @@ def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
     if given.multirun and folder is not None and folder.is_dir():
         codes += _report_sweep(folder, reported=bool(codes))
     return max(codes, default=0)
+
+
+def complete(line: str) -> list[str]:
+    """The words that the last one of a command line may become, as Hydra's completion asks for them.
+
+    Args:
+        line: as it was typed so far, with the name of the program.
+    """
+    typed = BashCompletion.strip_python_or_app_name(line)
+    by_key = {entry.key: entry for entry in entries()}
+    modes, starts = by_key["mode"].choices, list[str]()
+    first, blank, rest = typed.partition(" ")
+    last = typed.rpartition(" ")[2]
+    if not blank:
+        starts = [word for word in (*modes, *COMMANDS) if word.startswith(first)]
+    elif first in COMMANDS:
+        return []  # the shell offers files
+    elif first == "explain":
+        return [key for key in by_key if key.startswith(last)]
+    elif first in modes:
+        typed = rest
+    key, equals, value = last.partition("=")
+    if equals and key in by_key and by_key[key].choices:
+        return [f"{key}={word}" for word in by_key[key].choices if word.startswith(value)]
+    _store_options()
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize(config_path=None, job_name="train", **_VERSION_BASE):
+            return starts + BashCompletion(GlobalHydra.instance().config_loader())._query("config", typed)
+    except (HydraException, OmegaConfBaseException):
+        return starts  # of a line that says nothing yet, such as one with an open bracket, nobody wants an error
 
 
 def _options(arguments: Sequence[str]) -> Any:

@@ -47,6 +47,13 @@ class Entry(NamedTuple):
     def section(self) -> str:
         return _section(self.key)
 
+    @property
+    def choices(self) -> list[str]:
+        """The words that it takes, where there are several: lazy, serial and eager of "lazy, serial or eager"."""
+        found = re.split(r",? or |, ", self.takes.split(" such as ")[0])
+        words = [one for one in found if " " not in one and one not in ("null", "text")]
+        return words if len(words) > 1 else []
+
 
 class Section(NamedTuple):
     """A group of keys, or of option files, or both."""

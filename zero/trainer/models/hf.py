@@ -78,7 +78,8 @@ def settings(path: str | PathLike[str]) -> Any:
     if not folder.is_dir() and (str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1):  # no name of a hub
         raise ConfigError(f"{path} does not exist; give a folder with config.json, or a model type")
     try:
-        return transformers.AutoConfig.from_pretrained(str(folder if folder.is_dir() else path))
+        where = str(folder if folder.is_dir() else path)
+        return transformers.AutoConfig.from_pretrained(where, trust_remote_code=False)  # and does not ask for it
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{path}: no model of transformers: {in_short(error)}") from error
 

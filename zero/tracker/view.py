@@ -19,9 +19,9 @@ SECTIONS = {
 ROW = ("step", "tokens", *(f"{section}/{name}" for section, names in SECTIONS.items() for name in names.split()))
 """Keys of every row. `train/skipped` counts from the start; memory is the most that a rank holds or held.
 
-`offload/` is what moved between tiers in this row's steps, `comm/` what ranks received from others, `wire_bytes` of it from
-other nodes: bytes of all ranks; seconds per step in which the slowest rank stood still for it; 10^9 bytes a second while
-something was read or written (null: nothing was); bytes read and written per parameter and step.
+`offload/` is what moved between tiers in this row's steps, `comm/` what ranks received from others, `wire_bytes` of it
+from other nodes: bytes of all ranks; seconds per step in which the slowest rank stood still for it; 10^9 bytes a second
+while something was read or written (null: nothing was); bytes read and written per parameter and step.
 
 `speed/compute_s` is what is left of a step on the rank that stood still longest, for whatever reason;
 `speed/stall_fraction` is the rest as a share of the step; `speed/hidden_fraction` is the share of the transfers' time

@@ -277,7 +277,8 @@ def _bytes(kinds: object) -> dict[str, float]:
 
 
 def _parts(kinds: Mapping[str, float]) -> list[Part]:
-    return [Part(kind, count, *KINDS.get(kind, ("slate", 0.7))) for kind, count in kinds.items()]
+    shown = [kind for kind in dict.fromkeys([*KINDS, *kinds]) if kind in kinds]
+    return [Part(kind, kinds[kind], *KINDS.get(kind, ("slate", 0.7))) for kind in shown]
 
 
 # Learning, what came of it, and speed

@@ -67,7 +67,7 @@ def train(config: Config, folder: Path) -> "Summary":
         activations = activations.resolved(config)
         lighter = partial(activations.lighter, micro, world.compute.kind)
         plan = build_plan(config, task.model, world, lighter=lighter, **activations.planned(micro, world.compute.kind))
-        tracker.note(f"{plan}\ndata {data.digest}\nfolder {folder}")
+        tracker.note(f"{plan}\ndata {config.data.name}, digest {data.digest[:12]}\nfolder {folder}")
 
         restarts = launch.restart_count()
         checkpoint = find(config, world, folder, tracker.note, tracker.progress, restarts=restarts)

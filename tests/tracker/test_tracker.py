@@ -226,6 +226,27 @@ def test_a_terminal_shows_a_longer_work_above_and_takes_it_away(monkeypatch):
     bar.close({}, 0)
 
 
+def test_what_is_said_after_the_last_step_stands_below_its_line(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    clock, stream = Clock(), Terminal()
+    bar = Bar(1200, stream, clock)
+    clock.now_s += 62
+    bar.log(FULL)
+    bar.note("sample:")
+    bar.progress("saving", 0, 4)
+    clock.now_s += 2
+    bar.progress("saving", 1, 4)
+    bar._live.refresh()
+    assert [line.split()[0] for line in shown(stream)] == ["saving"], "a work is shown even then"
+    bar.progress("saving", 4, 4)
+    bar.close({}, 0)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    before, _, after = text.partition("sample:")
+    (line,) = (line for line in before.splitlines() if "loss 2.3456" in line)
+    assert line.rstrip().endswith("in 1:02")
+    assert "step" not in after
+
+
 def test_a_console_that_is_gone_ends_nothing(tmp_path):
     """A terminal that was closed, or `| head`."""
 

@@ -266,6 +266,7 @@ def test_a_run_leaves_a_complete_folder(here):
     assert sum(line.startswith("step ") for line in lines) == 4
     assert any(line.startswith("moments") for line in lines), "the plan was not printed"
     assert "sample:" not in lines, "nobody reads token numbers"
+    assert "sample" not in summary
 
 
 def test_a_run_can_be_repeated_from_its_settings(here, capsys):

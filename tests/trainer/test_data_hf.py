@@ -390,6 +390,7 @@ def test_train_py_takes_texts_through_the_models_own_tokenizer(llama, config, he
     monkeypatch.setattr(hf, "_make", None)
     assert run(llama, config, "steps=4", "resume=first", "hydra.run.dir=second") == 0
     told = [json.loads((here / name / "summary.json").read_text()) for name in ("first", "second")]
+    assert f"sample:\n{told[0]['sample']}\n" in said
     assert told[0]["data_digest"] == told[1]["data_digest"]
     assert "other data" not in capsys.readouterr().out
     assert told[1]["steps"] == 4

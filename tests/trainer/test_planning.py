@@ -21,6 +21,7 @@ import zero
 from tests.common.small import KiB
 from zero.core.placement import NO_LIMIT, size_text, usable_host_bytes
 from zero.core.stage import Stage
+from zero.engine.traffic import traffic
 from zero.engine.unit import split
 from zero.errors import ConfigError, WorldError
 from zero.platform.device import Device, free_host_bytes
@@ -41,7 +42,7 @@ from zero.trainer.planning import (
     trace,
 )
 from zero.trainer.planning.choices import batches, best, with_setting
-from zero.trainer.planning.cost import Rates, seconds_text, step_seconds, traffic
+from zero.trainer.planning.cost import Rates, seconds_text, step_seconds
 from zero.trainer.planning.out_of_memory import alternatives, device_bytes_of
 from zero.trainer.planning.papers import OURS, PAPERS
 from zero.trainer.planning.rates import _rate as rate_of, assumed
@@ -503,7 +504,7 @@ def test_what_is_only_evaluated_needs_parameters_and_the_activations_of_a_valida
     for stage in (0, 3):
         kinds, held = zip(*run_ranks(2, held_for_evaluation, settings, stage), strict=True)
         assert {*kinds[0]} <= {"parameters", "gathered units", "buffers"}
-        assert [sum(one.values()) for one in held] == [sum(one.values()) for one in kinds]
+        assert [*held] == [{kind: nbytes for kind, nbytes in one.items() if nbytes} for one in kinds]
 
 
 def held_for_evaluation(world: zero.World, settings: Config, stage: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -513,7 +514,7 @@ def held_for_evaluation(world: zero.World, settings: Config, stage: int) -> tupl
     with contextlib.closing(zero.open_store(plan)) as store:
         state = zero.init(plan, store)
         zero.make_forward(plan, loss)(state, torch.zeros(1, 9, dtype=torch.int64))
-        return plan.bytes["device"], measured(state)
+        return plan.bytes["device"], measured(state)["device"]
 
 
 # Cost
@@ -795,7 +796,10 @@ def test_the_plan_is_what_is_allocated(size, stage, preset, precision, tmp_path,
         told = {tier: tier_bytes(plan, tier) for tier in ("device", "host", "nvme")}
         assert against_measured(plan, found).count("\n") == sum(map(bool, told.values()))
         store.close()
-        return told, found, counted
+        kinds = {tier: {kind: n for kind, n in one.items() if n} for tier, one in plan.bytes.items()}
+        kinds |= {"nvme": {"file": sum(kinds["nvme"].values())}} if "nvme" in kinds else {}
+        assert {tier: one for tier, one in kinds.items() if one} == found
+        return told, {tier: sum(one.values()) for tier, one in found.items()}, counted
 
     ranks = run_ranks(size, run)
     for told, found, _ in ranks:
@@ -814,10 +818,10 @@ def test_activations_are_estimated_and_the_table_says_so():
     machine = gpu(1)
     plan = build_plan(settings, model_of(settings), machine.world, room=machine.room, activation_bytes=nbytes)
     held = tier_bytes(plan, "device")
-    *_, device, activations = against_measured(plan, {"device": held - nbytes}).splitlines()
+    *_, device, activations = against_measured(plan, {"device": {"moments": held - nbytes}}).splitlines()
     assert (device.split()[0], device.split()[-1]) == ("device", "1.000")
     assert activations.split() == ["activations", "3.0", "MiB", "not", "measured"]
-    *_, device, peak = against_measured(plan, {"device": held - nbytes}, held).splitlines()
+    *_, device, peak = against_measured(plan, {"device": {"moments": held - nbytes}}, held).splitlines()
     assert (peak.split()[0], peak.split()[-1]) == ("peak", "1.000")
 
 

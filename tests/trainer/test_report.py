@@ -5,12 +5,14 @@ import math
 import random
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 import yaml
 from hypothesis import HealthCheck, given, settings, strategies as st
 
@@ -209,7 +211,7 @@ def test_a_long_line_keeps_its_ends_and_extremes(seed, length):
 def test_a_chart_that_was_made_for_a_whole_page_is_not_shrunk_to_a_phones_width():
     widths = [
         int(re.search(r"min-width:(\d+)px", drawn)[1])
-        for drawn in (chart.lines([], title="t", width=640), chart.multiples([], title="t"))
+        for drawn in (chart.lines([], title="t"), chart.multiples([], title="t"))
     ]
     assert widths[0] <= 360 < widths[1]
 
@@ -334,7 +336,11 @@ KEYS = ["step", "train/loss", "val/loss", "speed/tokens_per_s", "memory/host_pea
 KEYS += [
     "exit_reason",
     "plan_bytes",
+    "plan_step_bytes",
     "measured_bytes",
+    "versions",
+    "checkpoint",
+    "disk",
     "host",
     "device",
     "val_loss",
@@ -381,10 +387,62 @@ def test_plan_and_measurement_stand_side_by_side(tmp_path):
     measured = {"host": 4404019, "nvme": {"moments": 8 << 20}}
     summary = {"exit_reason": "finished", "plan_bytes": plan, "measured_bytes": measured}
     text = text_of(write_folder(tmp_path, summary=summary))
-    assert "kind host nvme master 3 MiB moments 1 MiB 8 MiB activations 4 MiB plan 8 MiB 8 MiB" in text
-    assert "plan, between steps 4 MiB 8 MiB measured 4.2 MiB 8 MiB difference +5.0 % +0.0 %" in text
-    without = {**summary, "measured_bytes": None}
-    assert "difference" not in text_of(write_folder(tmp_path, summary=without))
+    assert "plan measured ratio host master 3 MiB – – moments 1 MiB – – activations 4 MiB – –" in text
+    assert "between steps 4 MiB 4.2 MiB 1.050 nvme moments 8 MiB 8 MiB 1.000" in text
+    without = text_of(write_folder(tmp_path, summary={**summary, "measured_bytes": None}))
+    assert "between steps 4 MiB – – nvme moments 8 MiB – –" in without
+    by_kind = {**summary, "measured_bytes": {"host": {"master": 3 << 20, "moments": 2 << 20}}}
+    text = text_of(write_folder(tmp_path, summary=by_kind))
+    assert "host master 3 MiB 3 MiB 1.000 moments 1 MiB 2 MiB 2.000 activations 4 MiB – –" in text
+    assert "between steps 4 MiB 5 MiB 1.250" in text
+
+
+def test_the_peak_of_a_device_is_beside_all_that_a_step_was_planned_with(tmp_path):
+    plan = {"device": {"parameters": 10, "activations": 30}}
+    summary = {"plan_bytes": plan, "measured_bytes": {"device": {"parameters": 10}}, "device_peak_bytes": 50}
+    rows = run.compared(read_run(write_folder(tmp_path, summary=summary)))
+    assert rows == [
+        ("device", "parameters", 10, 10),
+        ("device", "activations", 30, None),
+        ("device", "between steps", 10, 10),
+        ("device", "peak in a step", 40, 50),
+    ]
+
+
+def test_what_a_step_moves_is_the_median_of_the_rows_for_one_rank(tmp_path):
+    """Rows have the bytes of all ranks and of all steps since the row before; the first row pays for the start."""
+    names = ("offload/read_bytes", "offload/write_bytes", "comm/gather_bytes", "comm/reduce_bytes")
+    moved = ((1, (9e9, 9e9, 9e9, 9e9)), (3, (40, 80, 8, 16)), (4, (20, 40, 4, 8)), (5, (20, 40, 4, 8)))
+    rows = [row(step, **dict(zip(names, figures, strict=True))) for step, figures in moved]
+    summary = {"ranks": 2, "plan_step_bytes": {"disk": 60, "copy": 0, "link": 3}}
+    found = read_run(write_folder(tmp_path, rows=rows, summary=summary))
+    assert run.compared(found) == [("a step", "to and from the disk", 60, 30), ("a step", "from other ranks", 3, 6)]
+    assert run.compared(found._replace(rows=[])) == []
+
+
+def test_the_text_that_a_run_printed_is_in_its_report(tmp_path):
+    write_folder(tmp_path, summary={"exit_reason": "finished", "sample": "def main(x):\n    return <x>"})
+    assert "Sample Text from the model, as the run printed it at its end. def main(x): return <x>" in text_of(tmp_path)
+    assert "def main(x):\n    return &lt;x&gt;" in (tmp_path / "report.html").read_text()
+
+
+def test_a_report_says_how_to_make_the_run_again_and_how_to_go_on(tmp_path):
+    summary = {"exit_reason": "finished", "ranks": 2, "versions": {"zero": None, "torch": "2.13.0", "python": "3.12"}}
+    summary |= {"data_digest": "0123456789abcdef", "checkpoint": "/a b/step-9"}
+    config = {"steps": 9, "seed": 3, "data": {"name": "text"}}
+    overrides = ["steps=9", "resume=latest", "data.skip=[a,b]"]
+    text = text_of(write_folder(tmp_path, summary=summary, config=config, overrides=overrides))
+    assert "command python train.py steps=9 resume=latest 'data.skip=[a,b]' launch.ranks=2 " in text
+    longer = """to go on python train.py 'data.skip=[a,b]' launch.ranks=2 steps=18 'resume="/a b/step-9"' """
+    assert longer in text
+    assert "versions torch 2.13.0, python 3.12 seed 3 data text, digest 0123456789ab" in text
+    stopped = {**summary, "exit_reason": "stopped by a signal"}
+    text = text_of(write_folder(tmp_path, summary=stopped, config=config, overrides=[*overrides, "launch.ranks=4"]))
+    assert """to go on python train.py steps=9 'data.skip=[a,b]' launch.ranks=4 'resume="/a b/step-9"' """ in text
+    unsaved = {**summary, "checkpoint": None}
+    text = text_of(write_folder(tmp_path, summary=unsaved, config=config, overrides=overrides))
+    assert "checkpoint none was saved; checkpoint.every=100 saves every 100 steps versions" in text
+    assert "to go on" not in text
 
 
 def test_a_step_says_what_was_exposed(tmp_path):
@@ -440,7 +498,55 @@ def test_a_real_run_is_told_as_it_was(finished):
     assert "nvme" in text
     assert "model.width 32 128" in text
     planned = sum(said.summary["plan_bytes"]["nvme"].values())
-    assert f"moments {scale.size(planned)}" in text
+    assert f"nvme moments {scale.size(planned)} {scale.size(planned)} 1.000" in text
+    assert f"torch {torch.__version__}" in text
+
+
+def test_a_real_run_holds_and_moves_what_was_planned(finished):
+    rows = {(one.where, one.what): one for one in run.compared(read_run(finished))}
+    assert {where for where, _ in rows} == {"device", "host", "nvme", "a step"}
+    for (_, what), one in rows.items():
+        if what == "activations":
+            assert one.measured is None
+        else:  # a page that is still in memory is not read again
+            assert one.measured == pytest.approx(one.planned, rel=0.25 if what == "to and from the disk" else 0.01), one
+
+
+PROBE = """
+<script>addEventListener("load", () => {
+  const seen = document.documentElement.clientWidth, scrolls = e => e && (getComputedStyle(e).overflowX == "auto" ||
+    scrolls(e.parentElement)), found = {width: seen, cut: [], font: 99}
+  for (const e of document.querySelectorAll("main, main *")) {
+    const box = e.getBoundingClientRect(), chart = e.closest("svg")
+    const frame = chart && chart !== e && chart.getBoundingClientRect()
+    if ((box.left < 0 || box.right > seen) && !scrolls(e)) found.cut.push(e.outerHTML.slice(0, 80))
+    if (frame && e.tagName == "text") {
+      if (box.left < frame.left - 1 || box.right > frame.right + 1) found.cut.push(e.outerHTML)
+      found.font = Math.min(found.font, parseFloat(getComputedStyle(e).fontSize) * e.getCTM().a)
+    }
+  }
+  found.paper = getComputedStyle(document.body).backgroundColor
+  document.body.innerText = "probe " + JSON.stringify(found)
+})</script></head>"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+@pytest.mark.parametrize(("scheme", "paper"), [("0", "rgb(16, 20, 24)"), ("1", "rgb(246, 247, 248)")])
+def test_nothing_is_cut_in_a_window_of_500_pixels(finished, tmp_path, scheme, paper):
+    """In dark and in light. What is wider, such as the timeline, scrolls; every label is in its chart, and legible."""
+    said = read_run(finished)
+    wide = "averylongwordwithoutaspace" * 9
+    summary = said.summary | {"sample": wide, "checkpoint": f"/{wide}/step-4"}
+    long = said._replace(summary=summary, overrides=[f"data.folder={wide}"])
+    html = run.report(long, Config().plain())
+    probed = tmp_path / "page.html"
+    probed.write_text(re.sub("<meta http-equiv=[^>]*>", "", html).replace("</head>", PROBE))
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=500,900"]
+    command += [f"--user-data-dir={tmp_path}", f"--blink-settings=preferredColorScheme={scheme}", "--dump-dom"]
+    shown = subprocess.run([*command, probed.as_uri()], capture_output=True, text=True, timeout=120, check=True).stdout
+    found = json.loads(shown.rpartition("probe ")[2].partition("</body>")[0])
+    assert (found["width"], found["paper"], found["cut"]) == (500, paper, [])
+    assert 7.5 < found["font"] < 99
 
 
 def test_the_script_says_where_the_page_is(finished, monkeypatch, capsys):

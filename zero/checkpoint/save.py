@@ -151,10 +151,15 @@ def facts_of(
             **({"rested": dict(rested)} if rested else {}),
         },
         "ties": dict(ties),
-        "versions": {"zero": version(), "torch": str(torch.__version__), "python": platform.python_version()},
+        "versions": versions(),
         "given": dict(given),
         "random": [],
     }
+
+
+def versions() -> dict[str, str | None]:
+    """Of this library, torch and Python; None for this one where it runs from its sources without being installed."""
+    return {"zero": version(), "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 def version() -> str | None:

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 
 SHOWN = 5
@@ -59,6 +60,17 @@ def shown(value: object) -> str:
     # one line, whatever was typed, and nothing that a terminal would obey
     text = "".join(letter if letter.isprintable() else "?" for letter in " ".join(str(value).split()))
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def command(words: Iterable[str], **instead: object) -> str:
+    """A run's command line, for a shell.
+
+    Args:
+        words: its settings.
+        instead: keys that have another value in it.
+    """
+    kept = [one for one in words if one.partition("=")[0] not in instead]
+    return shlex.join(["python", "train.py", *kept, *(f"{key}={word(value)}" for key, value in instead.items())])
 
 
 def word(value: object) -> str:

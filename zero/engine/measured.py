@@ -7,29 +7,35 @@ from torch import Tensor
 from zero.engine.state import State
 
 
-def measured(state: State) -> dict[str, int]:
-    """Tier to bytes on this rank, between two steps, when no temporary buffer exists."""
+def measured(state: State) -> dict[str, dict[str, int]]:
+    """Tier to kind to bytes on this rank, between two steps, when no temporary buffer exists.
+
+    Kinds are those of `Plan.bytes`, but for the disk's: all that is there is `file`.
+    """
     parts = state.runtime
     plan, store = parts.plan, parts.store
-    held: Counter[str] = Counter()
+    held: dict[str, Counter[str]] = {tier: Counter() for tier in ("device", "host", "nvme")}
     for unit in parts.units:
         resident = [] if unit.resident is None else [unit.resident.flat]
-        held[plan.placement.param] += _distinct_bytes([*resident, unit.shard_S, unit.frozen_S])
-        held[plan.placement.grad] += _distinct_bytes([unit.grad])
-        held["device"] += _distinct_bytes([*unit.secondary])
+        held[plan.placement.param]["parameters"] += _distinct_bytes([*resident, unit.shard_S, unit.frozen_S])
+        held[plan.placement.grad]["gradients"] += _distinct_bytes([unit.grad])
+        held["device"]["secondary shards"] += _distinct_bytes([*unit.secondary])
     pool = parts.gatherer.pool
-    held["device"] += 0 if pool is None else pool.allocated_bytes
-    held["device"] += parts.reducer.allocated_bytes + parts.gradients.allocated_bytes
-    held["device"] += _distinct_bytes([*parts.model.buffers()])
-    held["host"] += store.slots_bytes
+    held["device"]["gathered units"] += 0 if pool is None else pool.allocated_bytes
+    held["device"]["gradient flats"] += parts.reducer.allocated_bytes
+    held["device"]["node sums"] += parts.reducer.partial_bytes
+    held["device"]["gradient buffers"] += parts.gradients.allocated_bytes
+    held["device"]["buffers"] += _distinct_bytes([*parts.model.buffers()])
+    held["host"]["arena"] += store.slots_bytes
     in_memory_bytes = 0
     for page in plan.store_pages():
         view = store.in_place(page)
         if view is not None:
             in_memory_bytes += view.nbytes
-            held[plan.tier(page)] += view.nbytes
-    held["nvme"] += store.allocated_bytes - in_memory_bytes
-    return {tier: nbytes for tier, nbytes in held.items() if nbytes}
+            held[plan.tier(page)][plan.kind(page)] += view.nbytes
+    held["nvme"]["file"] += store.allocated_bytes - in_memory_bytes
+    found = {tier: {kind: nbytes for kind, nbytes in kinds.items() if nbytes} for tier, kinds in held.items()}
+    return {tier: kinds for tier, kinds in found.items() if kinds}
 
 
 def _distinct_bytes(tensors: list[Tensor | None]) -> int:

@@ -188,6 +188,12 @@ class Plan(PageTable):
             self.placement.grad if page.kind in self.grad_dtypes else self.placement.optimizer[page.unit, page.number]
         )
 
+    def kind(self, page: Page) -> str:
+        """What `bytes` counts a page as."""
+        if self.is_updated(page):
+            return "master" if page.kind == self.precision.master.kind else "moments"
+        return "gradients" if page.kind in self.grad_dtypes else "parameters"
+
     @property
     def arena_bytes(self) -> int:
         """Host memory that pages pass through."""
@@ -212,8 +218,8 @@ class Plan(PageTable):
         held[self.placement.grad]["gradients"] = self.grad_bytes()
         for page, spec in self.store_pages().items():
             if self.is_updated(page):
-                kind, tier = "master" if page.kind == self.precision.master.kind else "moments", self.tier(page)
-                held[tier][kind] += self.bytes_on(spec, tier)
+                tier = self.tier(page)
+                held[tier][self.kind(page)] += self.bytes_on(spec, tier)
         held["host"].update(arena=self.arena_bytes, activations=self.host_activation_bytes)
         always = [kind for kind in KINDS if kind not in SOMETIMES] if self.trains else []
         return {

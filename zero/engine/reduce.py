@@ -125,8 +125,12 @@ class Reducer:
     @property
     def allocated_bytes(self) -> int:
         """Of the pooled flats, between steps."""
-        flats = sum(flat.flat_P.nbytes for flats in self._free.values() for flat in flats)
-        return flats + sum(partial.nbytes for partials in self._partials.values() for partial in partials)
+        return sum(flat.flat_P.nbytes for flats in self._free.values() for flat in flats)
+
+    @property
+    def partial_bytes(self) -> int:
+        """Of the sums of this node, between steps."""
+        return sum(partial.nbytes for partials in self._partials.values() for partial in partials)
 
     @property
     def is_busy(self) -> bool:

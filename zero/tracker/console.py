@@ -1,6 +1,7 @@
 """The console: one line about the run's progress, as wide as the screen.
 
-On a terminal the line stays in place beside a bar, with longer works above it; in a pipe there is one line per row.
+On a terminal the line stays in place beside a bar, with longer works above it, until the last step: what is said after
+that is about the whole run, and stands below. In a pipe there is one line per row.
 """
 
 import math
@@ -59,7 +60,7 @@ class Lines(View):
 
     def log(self, row: Row) -> None:
         step = Word(f"step {row['step']}{self._of}", 0)
-        left = [] if self._left is None else [Word(f"{minutes(self._left.after(row))} left", 2)]
+        left = [] if self._left is None else [self._left.after(row)]
         self.note(fit([step, *words(row), *left], PIPE_COLUMNS))
 
     def note(self, text: str) -> None:
@@ -84,7 +85,7 @@ class Bar(View):
     """A bar and the words of the newest row, for terminals."""
 
     def __init__(self, steps: int, stream: TextIO, clock: Clock = time.monotonic) -> None:
-        self._steps, self._step, self._clock = steps, 0, clock
+        self._steps, self._step, self._clock, self._over = steps, 0, clock, False
         self._left, self._work = _Left(steps, clock), _Work(clock)
         self._words: list[Word] = []
         self._val: float | int | None = None
@@ -97,6 +98,10 @@ class Bar(View):
         self._left.after(row)
         self._step, self._val = int(row["step"] or 0), row.get("val/loss") or self._val
         self._words = words({**row, "val/loss": self._val})
+        if self._step >= self._steps:
+            self._over = True
+            self._live.refresh()  # the line that stayed in place goes, before the last one is printed for good
+            self._console.print(self._newest(self._console.width - SPARE_COLUMNS))
 
     def note(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -110,15 +115,16 @@ class Bar(View):
 
     def _lines(self, columns: int) -> list[RenderableType]:
         work = self._work
-        words = [*self._words, Word(f"{minutes(self._left.now_s)} left", 2)] if self._words else []
-        bar = BAR_COLUMNS if columns >= 56 or not words else 0
-        lines: list[RenderableType] = [
-            _line(f"step {self._step}/{self._steps}", self._step / self._steps, words, columns, bar)
-        ]
+        lines: list[RenderableType] = [] if self._over else [self._newest(columns)]
         if work.is_under_way and self._clock() - work.begun_s >= SHOWN_S:
             left = [Word(f"{work.share:.0%}", 0), Word(f"{minutes(work.left_s)} left", 0)]
             lines.insert(0, _line(work.what, work.share, left, columns, BAR_COLUMNS))
         return lines
+
+    def _newest(self, columns: int) -> Table:
+        words = [*self._words, self._left.word] if self._words else []
+        bar = BAR_COLUMNS if columns >= 56 or not words else 0
+        return _line(f"step {self._step}/{self._steps}", self._step / self._steps, words, columns, bar)
 
 
 class _Live(Live):
@@ -221,14 +227,14 @@ class _Work:
 
 
 class _Left:
-    """Seconds until the last step, from the speed since the first row: the steps before it are slower than the rest."""
+    """Time until the last step, from the speed since the first row: the steps before it are slower than the rest."""
 
     def __init__(self, steps: int, clock: Clock) -> None:
-        self._steps, self._clock = steps, clock
+        self._steps, self._clock, self._begun_s, self._over = steps, clock, clock(), False
         self._first: tuple[float, float] | None = None
         self._newest: tuple[float, float | None] = (clock(), None)
 
-    def after(self, row: Row) -> float | None:
+    def after(self, row: Row) -> Word:
         """Take note of a row."""
         step, now_s = float(row["step"] or 0), self._clock()
         left_s: float | None = (self._steps - step) * float(row.get("speed/step_s") or 0)
@@ -236,14 +242,16 @@ class _Left:
             left_s = (self._steps - step) * (now_s - self._first[1]) / (step - self._first[0])
         if self._first is None or row.get("speed/step_s") is None:  # it has a step that was slow for being recorded
             self._first = step, now_s
-        self._newest = now_s, left_s
-        return left_s
+        self._newest, self._over = (now_s, left_s), step >= self._steps
+        return self.word
 
     @property
-    def now_s(self) -> float | None:
-        """The same, while nothing new is known."""
+    def word(self) -> Word:
+        """How long it takes from now on; after the last step, how long it took."""
         at_s, left_s = self._newest
-        return None if left_s is None else max(0.0, left_s - (self._clock() - at_s))
+        if self._over:
+            return Word(f"in {minutes(at_s - self._begun_s)}", 2)
+        return Word(f"{minutes(None if left_s is None else max(0.0, left_s - (self._clock() - at_s)))} left", 2)
 
 
 def _line(what: str, share: float, words: Sequence[Word], columns: int, bar_columns: int) -> Table:

@@ -16,10 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zero.checkpoint.save import versions
 from zero.core.precision import DTYPES
 from zero.distributed.world import Collectives, World
 from zero.engine.plan import Plan
 from zero.engine.step import Metrics
+from zero.engine.traffic import traffic
 from zero.platform.device import host_peak_bytes
 from zero.platform.peak_flops import peak_flops
 from zero.store import Traffic
@@ -65,11 +67,14 @@ class Summary(NamedTuple):
     device_peak_bytes: int
     host_peak_bytes: int
     plan_bytes: dict[str, dict[str, int]]
+    plan_step_bytes: dict[str, float]
+    """What a step moves by the plan; see `zero.engine.traffic.Load`."""
     offload_written_bytes: int
     endurance: str | None
     data_digest: str
     checkpoint: str | None
     """The newest that was saved since this start."""
+    versions: dict[str, str | None]
 
 
 class Meter:
@@ -217,10 +222,12 @@ class Meter:
             device_peak_bytes=device_bytes,
             host_peak_bytes=host_bytes,
             plan_bytes=self._plan.bytes,
+            plan_step_bytes=traffic(self._plan).of_step(self._plan.accumulate)._asdict() if self._plan.trains else {},
             offload_written_bytes=max(self._written_bytes, written_bytes),
             endurance=endurance(step_bytes) if self._nvme_bytes else None,
             data_digest=data_digest,
             checkpoint=None if checkpoint is None else str(checkpoint),
+            versions=versions(),
         )
 
     def _mfu(self, tokens_per_s: float | None) -> float | None:

@@ -10,7 +10,6 @@ import itertools
 import math
 import os
 import re
-import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -242,9 +241,8 @@ def _going_on(arguments: Sequence[str], folder: Path | None) -> str:
     newest = last_saved(folder)
     if newest is None:
         return "; nothing was saved: checkpoint.every=100 saves every 100 steps, and so does one SIGTERM"
-    words = [word for word in arguments if not word.startswith("resume=")]
-    command = shlex.join([*words, f"resume={suggest.word(os.path.relpath(newest))}"])
-    return f"; the newest checkpoint is {newest.name}; go on with: python train.py {command}"
+    command = suggest.command(arguments, resume=os.path.relpath(newest))
+    return f"; the newest checkpoint is {newest.name}; go on with: {command}"
 
 
 def _by_name(train: "Train") -> "Train":

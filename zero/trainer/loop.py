@@ -84,7 +84,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             },
             None if checkpoint is None else checkpoint.facts.get("wandb"),
         )
-        self._measured_bytes = measured(self._state)
+        self._beside: dict[str, Any] = {"measured_bytes": measured(self._state)}  # in summary.json
         self._skipped_in_a_row = 0
         self._saver = Saver(
             config,
@@ -176,10 +176,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
     def end(self) -> Summary:
         """Finish saves, sample or evaluate, and leave summary.json and report.html. Collective."""
         exit_reason = self._finish()
+        held = self._beside["measured_bytes"] = measured(self._state)
         summary = self._report(write_summary, exit_reason)
         if self._world.rank == 0:
-            self._measured_bytes = measured(self._state)
-            self._tracker.note(against_measured(self._state.plan, self._measured_bytes))
+            self._tracker.note(against_measured(self._state.plan, held))
             try:
                 self._tracker.report(report.write(self._folder, Config().plain()))
                 self._tracker.note(f"report {self._folder / 'report.html'}")
@@ -207,15 +207,16 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if self._stopping:
             return STOPPED
         if self._config.sample.tokens and self._data.has_text:
-            self._tracker.note("sample:")
-            self._tracker.note(sample_text(partial(self._logits, self._state), self._data, self._world, self._config))
+            text = sample_text(partial(self._logits, self._state), self._data, self._world, self._config)
+            self._beside["sample"] = text
+            self._tracker.note(f"sample:\n{text}")
         return FINISHED if self._last == self._config.steps else CUT_SHORT
 
     def _report(self, write: Callable[[Path, Mapping[str, Any]], None], exit_reason: str) -> Summary:
         """What is known of the run, written by rank 0. Not collective: the other ranks may be gone."""
         so_far = self._meter.summary(self._data.digest, exit_reason, self._saver.last_published)
         if self._world.rank == 0:
-            write(self._folder, so_far._asdict() | {"measured_bytes": self._measured_bytes})
+            write(self._folder, so_far._asdict() | self._beside)
         return so_far
 
     def _log(self, *, validated: bool) -> None:

@@ -16,8 +16,9 @@ from zero.tracker.report.scale import Scale, duration_unit, finite, linear, loga
 
 WIDTH = 560.0
 
-SMALLEST = 0.55
-"""How far a page may shrink a chart before the chart scrolls, so that its text stays legible."""
+SMALLEST, SMALLEST_WIDE = 0.64, 0.75
+"""How far a page may shrink a chart before the chart scrolls, so that its text stays legible: one that a phone shows
+whole, and one for the width of a page, which scrolls there anyway."""
 
 COLOURS = ("blue", "amber", "green", "purple", "teal", "rose", "slate")
 """What a page must define, as `--blue` and so on; also `--ink`, `--soft`, `--line`, `--grid` and `--card`."""
@@ -415,7 +416,8 @@ def _fit(text: str, width: float, font_size: float = 11.5) -> str:
 
 
 def _svg(width: float, height: float, label: str, body: Iterable[str]) -> str:
+    least = (SMALLEST if width <= WIDTH else SMALLEST_WIDE) * width
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width:g} {height:g}" '
-        f'style="min-width:{SMALLEST * width:.0f}px" role="img" aria-label="{escape(label)}">{"".join(body)}</svg>'
+        f'style="min-width:{least:.0f}px" role="img" aria-label="{escape(label)}">{"".join(body)}</svg>'
     )

@@ -4,7 +4,7 @@ Nothing here raises because of what a file holds. What is missing or not readabl
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -70,13 +70,18 @@ class Run(NamedTuple):
         return [(row["step"], row.get(key)) for row in self.rows]
 
     def typical(self, key: str) -> float | None:
-        """The median of the rows after the first, which is slower than the rest; of a single row, that one."""
-        known = [value for row in self.rows[1:] or self.rows if (value := finite(row.get(key))) is not None]
-        return median(known) if known else None
+        """See the function `typical`."""
+        return typical(self.points(key))
 
     def measured(self, key: str) -> bool:
         """Whether some row has a number other than zero."""
         return any(finite(row.get(key)) for row in self.rows)
+
+
+def typical(points: Sequence[tuple[object, object]]) -> float | None:
+    """The median of the rows after the first, which is slower than the rest; of a single row, that one."""
+    known = [value for _, raw in points[1:] or points if (value := finite(raw)) is not None]
+    return median(known) if known else None
 
 
 def read_run(folder: Path) -> Run:

@@ -100,20 +100,21 @@ def table(
     """A table.
 
     Args:
+        head: names of the columns; empty where the first column names what follows it.
         rows: cells; text, or Html.
         numbers: columns that are aligned to the right.
         marked: number of a row -> how it is marked: best or total.
     """
     right = set(numbers)
-    kind = ['class="num"' if index in right else "" for index in range(len(head))]
-    top = "".join(f'<th scope="col" {kind[index]}>{_inside(name)}</th>' for index, name in enumerate(head))
+    top = "".join(f"<th scope='col' {_kind(index, right)}>{_inside(name)}</th>" for index, name in enumerate(head))
+    top = f"<thead><tr>{top}</tr></thead>" if head else ""
     body = "".join(
         (f'<tr class="{marked[number]}">' if number in marked else "<tr>")
-        + "".join(f"<td {kind[index]}>{_inside(cell)}</td>" for index, cell in enumerate(row))
+        + "".join(f"<td {_kind(index, right)}>{_inside(cell)}</td>" for index, cell in enumerate(row))
         + "</tr>"
         for number, row in enumerate(rows)
     )
-    return Html(f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>')
+    return Html(f'<div class="wide"><table>{top}<tbody>{body}</tbody></table></div>')
 
 
 def code(text: str) -> Html:
@@ -131,6 +132,10 @@ def links(folder: Path, names: Iterable[str]) -> Html:
     """Those of the files that exist, relative to the page."""
     found = [name for name in names if (folder / name).exists()]
     return Html(" ".join(f'<a href="{escape(name)}">{escape(name)}</a>' for name in found))
+
+
+def _kind(column: int, right: set[int]) -> str:
+    return 'class="num"' if column in right else ""
 
 
 def _inside(cell: str) -> str:

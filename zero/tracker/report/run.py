@@ -5,16 +5,18 @@ It is made from the run's files alone, so it can be made again at any time, also
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import zero.tracker.report.chart as chart
+from zero.core import suggest
 from zero.core.schema import flat
 from zero.platform.run_files import publish
 from zero.platform.timeline import ROWS, Span, Timeline, shares
 from zero.tracker.report.chart import Bar, Part, Series
-from zero.tracker.report.folder import OWN_LOOP, Run, mapping, read_run
+from zero.tracker.report.folder import OWN_LOOP, Run, mapping, read_run, typical
 from zero.tracker.report.page import (
     Fact,
     Html,
@@ -54,6 +56,16 @@ LOW: Mapping[str, Any] = {"width": 470.0, "height": 172.0}
 """Sizes of a chart with two others side by side, and with others below it."""
 
 TIERS = ("device", "host", "nvme")
+
+BETWEEN = "between steps"
+"""What a tier holds then: everything but activations."""
+
+MOVES = (
+    ("disk", "to and from the disk", ("offload/read_bytes", "offload/write_bytes")),
+    ("link", "from other ranks", ("comm/gather_bytes", "comm/reduce_bytes")),
+)
+"""What a plan calls it, what a page does, and its keys in a row."""
+
 FILES = ("config.yaml", "metrics.jsonl", "summary.json", "trace.json", "ranks/0.log")
 PILLS = {"finished": "good", "failed": "bad", "stopped": "open", "running": "open"}
 
@@ -74,7 +86,7 @@ def report(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
     overrides = run.overrides or []
     title = " ".join(overrides) if overrides else "the default run" if run.overrides == [] else run.folder.name
     settings = partial(_settings, defaults=defaults or {})
-    parts = (_headline, _plan, _learning, _speed, _offload, _step, settings, _footer)
+    parts = (_headline, _plan, _learning, _sample, _speed, _offload, _step, _origin, settings, _footer)
     return page(
         title,
         kicker=" · ".join([*_summary(run), "/".join(run.folder.absolute().parts[-2:])]),
@@ -118,7 +130,31 @@ def _headline(run: Run) -> Html:
     return section(heading, *([] if run.status == "finished" else [reason]), facts(shown))
 
 
-# Settings, and the plan beside what was measured
+# Where it comes from and how it goes on, its settings, and the plan beside what was measured
+
+
+def _origin(run: Run) -> Html:
+    """What one needs to make the run again, and to go on from it."""
+    versions, saved = mapping(run.summary.get("versions")), str(run.summary.get("checkpoint") or "")
+    data, digest = mapping(run.config.get("data")).get("name"), str(run.summary.get("data_digest") or "")
+    facts: dict[str, str] = {}
+    if run.overrides is not None:
+        ranks = finite(run.summary.get("ranks")) or 1
+        words = dict.fromkeys(run.overrides)
+        if ranks > 1 and not any(one.startswith("launch.ranks=") for one in words):
+            words[f"launch.ranks={ranks:.0f}"] = None  # whoever started them
+        steps = finite(run.config.get("steps"))
+        longer = {"steps": round(2 * steps)} if run.status == "finished" and steps else {}
+        facts["command"] = code(suggest.command(words))
+        facts["checkpoint"] = code(saved) if saved else "none was saved; checkpoint.every=100 saves every 100 steps"
+        if saved:
+            facts["to go on"] = code(suggest.command(words, **longer, resume=saved))
+    elif saved:
+        facts["checkpoint"] = code(saved)
+    facts |= {"versions": ", ".join(f"{name} {found}" for name, found in versions.items() if found)}
+    facts |= {"seed": _value(run.config["seed"]) if "seed" in run.config else ""}
+    facts |= {"data": f"{data}, digest {digest[:12]}" if data and digest else ""}
+    return section("This run", table([], [(name, text) for name, text in facts.items() if text]))
 
 
 def differences(config: Mapping[str, Any], default: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -157,63 +193,95 @@ def _value(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+class Compared(NamedTuple):
+    """One thing that was planned or measured, in bytes of one rank; None: it was not."""
+
+    where: str
+    what: str
+    planned: float | None
+    measured: float | None
+
+
+def compared(run: Run) -> list[Compared]:
+    """Plan and measurement: what each tier holds between two steps, by kind and in all, then what a step moves."""
+    planned, found = (_by_tier(run, key) for key in ("plan_bytes", "measured_bytes"))
+    peak = run.final("device_peak_bytes", "memory/device_peak_bytes")
+    rows: list[Compared] = []
+    for tier, kinds in planned.items():
+        held = found.get(tier, {})
+        shown = [kind for kind in dict.fromkeys([*KINDS, *kinds]) if kinds.get(kind) or held.get(kind)]
+        between, held_bytes = sum(kinds.values()) - kinds.get("activations", 0), sum(held.values()) if held else None
+        if len(shown) == 1:
+            rows.append(Compared(tier, shown[0], kinds.get(shown[0], 0), held_bytes))
+        else:
+            rows += [Compared(tier, kind, kinds.get(kind, 0), held.get(kind)) for kind in shown]
+            rows.append(Compared(tier, BETWEEN, between, held_bytes))
+        if tier == "device" and peak:
+            rows.append(Compared(tier, "peak in a step", sum(kinds.values()), peak))
+    moves, ranks = mapping(run.summary.get("plan_step_bytes")), finite(run.summary.get("ranks")) or 1
+    for kind, what, keys in MOVES:
+        moved = [typical(_per_step(run, key)) for key in keys]
+        known = [nbytes / ranks for nbytes in moved if nbytes is not None]
+        if (nbytes := finite(moves.get(kind))) and known:
+            rows.append(Compared("a step", what, nbytes, sum(known)))
+    return rows
+
+
 def _plan(run: Run) -> Html:
-    planned = {tier: _bytes(kinds) for tier, kinds in mapping(run.summary.get("plan_bytes")).items()}
-    planned = {tier: planned[tier] for tier in [*TIERS, *planned] if sum(planned.get(tier, {}).values()) > 0}
+    planned, measured = (_by_tier(run, key) for key in ("plan_bytes", "measured_bytes"))
     if not planned:
         return Html()
-    measured = {tier: _measured(run, tier) for tier in planned}
-    rows = []
-    for tier in planned:
-        rows.append(Bar(f"{tier}, plan" if measured[tier] else tier, _parts(planned[tier])))
-        rows += [Bar("measured", _parts(measured[tier]))] if measured[tier] else []
-    totals = {tier: sum(kinds.values()) for tier, kinds in planned.items()}
-    known = [kind for kinds in planned.values() for kind, count in kinds.items() if count]
-    body = [
-        (kind, *(size(kinds[kind]) if kinds.get(kind) else "" for kinds in planned.values()))
-        for kind in dict.fromkeys([*KINDS, *known])
-        if kind in known
-    ]
-    body.append(("plan", *map(size, totals.values())))
-    marked = {len(body) - 1: "total"}
-    if any(measured.values()):
-        between = {tier: totals[tier] - kinds.get("activations", 0) for tier, kinds in planned.items()}
-        body += [("plan, between steps", *map(size, between.values()))] * (between != totals)
-        sums = {tier: sum(kinds.values()) for tier, kinds in measured.items() if kinds}
-        body.append(("measured", *(size(sums.get(tier)) for tier in planned)))
-        body.append(("difference", *(_difference(between[tier], sums.get(tier)) for tier in planned)))
+    bars = []
+    for tier, kinds in planned.items():
+        bars.append(Bar(f"{tier}, plan" if measured.get(tier) else tier, _parts(kinds)))
+        bars += [Bar("measured", _parts(measured[tier]))] if measured.get(tier) else []
+    rows = compared(run)
     return section(
         "Plan and measurement",
         side_by_side(
-            figure(chart.bars(rows, title="bytes of one rank", order=list(KINDS)), "Bytes of one rank"),
-            table(["kind", *planned], body, numbers=range(1, 1 + len(planned)), marked=marked),
+            figure(chart.bars(bars, title="bytes of one rank", order=list(KINDS)), "Bytes of one rank"),
+            table(
+                ["", "", "plan", "measured", "ratio"],
+                [
+                    _cells(row, first=not number)
+                    for _, of in groupby(rows, itemgetter(0))
+                    for number, row in enumerate(of)
+                ],
+                numbers=(2, 3, 4),
+                marked={place: "total" for place, row in enumerate(rows) if row.what == BETWEEN},
+            ),
         ),
-        note="Of one rank. Measured is what its tensors and its store hold between two steps. The host peak above is "
-        "that of the whole process: the interpreter, torch and whatever the allocator keeps are in it.",
+        note="Of one rank. Measured is what its tensors and its store hold between two steps, and the median of what a "
+        "step moves. The plan counts each gather; a unit that is still on the device is not gathered again. The host "
+        "peak above is of the whole process: the interpreter, torch and whatever the allocator keeps are in it.",
     )
+
+
+def _cells(row: Compared, *, first: bool) -> tuple[str, ...]:
+    """A line of the table; the first one of a place names it."""
+    ratio = UNKNOWN if row.measured is None or not row.planned else f"{row.measured / row.planned:.3f}"
+    return row.where * first, row.what, size(row.planned), size(row.measured), ratio
+
+
+def _by_tier(run: Run, key: str) -> dict[str, dict[str, float]]:
+    """Tier to kind to bytes, of the tiers that have some; one number for a tier is of no kind in particular."""
+    tiers = {
+        tier: _bytes(kinds if isinstance(kinds, Mapping) else {"measured": kinds})
+        for tier, kinds in mapping(run.summary.get(key)).items()
+    }
+    return {tier: tiers[tier] for tier in [*TIERS, *tiers] if sum(tiers.get(tier, {}).values()) > 0}
 
 
 def _bytes(kinds: object) -> dict[str, float]:
     return {kind: count for kind, raw in mapping(kinds).items() if (count := finite(raw)) is not None and count >= 0}
 
 
-def _measured(run: Run, tier: str) -> dict[str, float]:
-    """Bytes by kind, or as one number, where the run counted them."""
-    counted = mapping(run.summary.get("measured_bytes")).get(tier)
-    if isinstance(counted, Mapping):
-        return _bytes(counted)
-    return {"measured": known} if (known := finite(counted)) else {}
-
-
 def _parts(kinds: Mapping[str, float]) -> list[Part]:
-    return [Part(kind, count, *KINDS.get(kind, ("slate", 0.7))) for kind, count in kinds.items()]
+    shown = [kind for kind in dict.fromkeys([*KINDS, *kinds]) if kind in kinds]
+    return [Part(kind, kinds[kind], *KINDS.get(kind, ("slate", 0.7))) for kind in shown]
 
 
-def _difference(planned: float, measured: float | None) -> str:
-    return f"{100 * (measured / planned - 1):+.1f} %" if measured is not None and planned else UNKNOWN
-
-
-# Learning and speed
+# Learning, what came of it, and speed
 
 
 def _learning(run: Run) -> Html:
@@ -227,13 +295,22 @@ def _learning(run: Run) -> Html:
     return section(
         "Learning",
         side_by_side(
-            _chart("Loss", losses, "nats per token" * (run.unit == "tokens"), width=640, height=372),
+            _chart("Loss", losses, "nats per token" * (run.unit == "tokens"), height=330),
             _line(run, "Learning rate", "train/lr", "teal", from_zero=True, **LOW),
             _line(run, "Gradient norm", "train/grad_norm", "purple", "before clipping", log=wide, **LOW),
             _line(run, "Loss scale", "train/loss_scale", "slate", log=True, **LOW) if scales else Html(),
             layout="lead",
         ),
         side_by_side(*_others(run), layout="three"),
+    )
+
+
+def _sample(run: Run) -> Html:
+    text = str(run.summary.get("sample") or "")
+    return (
+        section("Sample", verbatim(text), note="Text from the model, as the run printed it at its end.")
+        if text
+        else Html()
     )
 
 
@@ -342,7 +419,7 @@ def _step(run: Run) -> Html:
         return Html()
     drawn = {name: [_drawn(span) for span in spans if span.row == name] for name in ROWS}
     rows = [chart.Row(name, found, COLOURS.get(name, "rose")) for name, found in drawn.items() if found]
-    head = ["row", "spans", "busy", "hidden", "exposed", "exposed, of the step"]
+    head = ["row", "spans", "busy", "hidden", "exposed", "of the step"]
     return section(
         "One step",
         figure(chart.timeline(rows, title="timeline of one step"), "Timeline", "point at a span for what it is"),

@@ -3,7 +3,7 @@
 from zero.engine.measured import measured as measured
 from zero.trainer.planning.activations import Activations as Activations
 from zero.trainer.planning.choices import Choice as Choice, best as best, choices as choices
-from zero.trainer.planning.cost import Rates as Rates, step_seconds as step_seconds, traffic as traffic
+from zero.trainer.planning.cost import Rates as Rates, step_seconds as step_seconds
 from zero.trainer.planning.machine import Machine as Machine, PaperWorld as PaperWorld
 from zero.trainer.planning.out_of_memory import out_of_memory as out_of_memory
 from zero.trainer.planning.resolve_auto import resolve_auto as resolve_auto

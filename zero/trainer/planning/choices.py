@@ -11,13 +11,14 @@ from zero.core.placement import NO_LIMIT, PRESETS, Room, Tier, budget_bytes
 from zero.core.stage import Stage
 from zero.distributed.world import World
 from zero.engine.plan import Plan
+from zero.engine.traffic import traffic
 from zero.errors import ConfigError
 from zero.progress import Progress, reported, silent
 from zero.settings.build import build_plan
 from zero.settings.sections import Batch
 from zero.trainer.config import Config
 from zero.trainer.planning.activations import Activations, Taken
-from zero.trainer.planning.cost import Rates, step_seconds, traffic
+from zero.trainer.planning.cost import Rates, step_seconds
 from zero.trainer.planning.machine import Machine
 
 STAGES = tuple(Stage(level) for level in range(4))

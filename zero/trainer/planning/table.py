@@ -72,7 +72,7 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
     return "\n".join(lines), best(found) is not None
 
 
-def against_measured(plan: Plan, measured: Mapping[str, int], peak_bytes: int | None = None) -> str:
+def against_measured(plan: Plan, measured: Mapping[str, Mapping[str, int]], peak_bytes: int | None = None) -> str:
     """Plan beside what is really held, per tier. Activations exist within a step only: they are estimated unless a
     peak is given.
 
@@ -82,10 +82,9 @@ def against_measured(plan: Plan, measured: Mapping[str, int], peak_bytes: int | 
             much this process grew on a CPU. Activations are in it.
     """
     planned = {tier: sum(n for kind, n in kinds.items() if kind != "activations") for tier, kinds in plan.bytes.items()}
+    found = {tier: sum(kinds.values()) for tier, kinds in measured.items()}
     rows: list[tuple[str, int, int]] = [
-        (tier, planned.get(tier, 0), measured.get(tier, 0))
-        for tier in TIERS
-        if planned.get(tier, 0) or measured.get(tier, 0)
+        (tier, planned.get(tier, 0), found.get(tier, 0)) for tier in TIERS if planned.get(tier, 0) or found.get(tier, 0)
     ]
     if peak_bytes is not None:
         on_host = plan.world.compute.shares_memory

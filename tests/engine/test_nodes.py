@@ -140,7 +140,7 @@ def test_the_plan_counts_secondary_shards_and_sums_of_nodes(stage, offload, betw
     setting = Setting(stage=stage, precision="bf16", between=between, offload=OFFLOADS[offload])
     for told, found in run_ranks(4, held, setting, nodes=2):
         kinds = Counter(told["device"])
-        assert kinds == found["device"]
+        assert +kinds == found["device"]
         assert bool(kinds["node sums"]) is (between[1] == "node")
         assert bool(kinds["secondary shards"]) is (between[0] == "node" and stage == 3 and offload != "infinity")
 

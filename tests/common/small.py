@@ -125,6 +125,7 @@ class Setting:
     units: tuple[str, ...] | None = None
     between: tuple[str, str] = ("world", "world")
     """Gathers and sums between nodes."""
+    shard: str = "world"
     seed: int = 0
 
     def but(self, **changes: Any) -> "Setting":
@@ -144,6 +145,7 @@ class Setting:
             units=self.units,
             gather=self.between[0],  # type: ignore[arg-type]
             reduce=self.between[1],  # type: ignore[arg-type]
+            shard=self.shard,  # type: ignore[arg-type]
             prefetch=self.prefetch,
             activations=self.activations,  # type: ignore[arg-type]
             update=self.update,  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero.distributed.routes import Routes
+from zero.distributed.routes import Routes, partial_numel
 from zero.distributed.world import World
 from zero.errors import RankFailedError
 from zero.testing import run_processes, run_ranks
@@ -110,6 +110,55 @@ def test_a_sum_by_node_adds_within_nodes_and_then_nodes(nodes, ranks, dtype, tra
             before = rough(NUMEL, torch.float32, rank, 7) if accumulate else None
             wanted = expected[rank] if before is None else before + expected[rank]
             assert torch.equal(sums[number], wanted)
+
+
+def shared(world: World, dtype: torch.dtype, travels: torch.dtype, accumulate: bool) -> list[Tensor]:
+    """As `summed`, where each node has a copy: a rank's share is P / L."""
+    routes, sums, handles = Routes(world, copies=True, travels=travels), [], []
+    share = world.nodes * NUMEL
+    for number in range(2):
+        full = rough(world.size * NUMEL, dtype, world.rank, number)
+        sums.append(rough(share, torch.float32, 7) if accumulate else torch.full((share,), torch.nan))
+        partial = torch.full((partial_numel(world, full.numel()),), torch.nan)
+        routes.advance()
+        handles.append(routes.reduce_scatter(full, torch.empty_like(full), sums[-1], partial, accumulate=accumulate))
+    for handle in handles if world.rank % 2 else handles[::-1]:
+        handle.wait()
+        handle.wait()
+    return sums
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "travels"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+)
+@pytest.mark.parametrize(("nodes", "ranks"), SHAPES)
+def test_copies_get_the_same_sums(nodes, ranks, dtype, travels, accumulate):
+    told = run_ranks(nodes * ranks, shared, dtype, travels, accumulate, nodes=nodes)
+    for number in range(2):
+        expected = added_by_hand(nodes, ranks, number, dtype, travels).view(ranks, nodes * NUMEL)
+        for rank, sums in enumerate(told):
+            before = rough(nodes * NUMEL, torch.float32, 7) if accumulate else None
+            wanted = expected[rank % ranks] if before is None else before + expected[rank % ranks]
+            assert torch.equal(sums[number], wanted)
+
+
+@pytest.mark.parametrize("numel", [64 * 4, 64 * 12, 64 * 60])
+def test_a_share_that_nodes_cannot_divide_is_padded(numel):
+    """5 nodes of 2: shares of 2 ranks, in parts for 5."""
+
+    def summed_up(world: World) -> Tensor:
+        own, full = torch.empty(numel // 2), rough(numel, torch.float32, world.rank)
+        partial = torch.full((partial_numel(world, numel),), torch.nan)
+        routes = Routes(world, copies=True)
+        routes.reduce_scatter(full, torch.empty_like(full), own, partial, accumulate=False).wait()
+        return own
+
+    pairs = [rough(numel, torch.float32, 2 * n) + rough(numel, torch.float32, 2 * n + 1) for n in range(5)]
+    expected = (((pairs[0] + pairs[1]) + pairs[2]) + pairs[3]) + pairs[4]
+    for rank, told in enumerate(run_ranks(10, summed_up, nodes=5)):
+        assert torch.equal(told, expected.view(2, -1)[rank % 2])
 
 
 def test_the_order_of_a_sum_by_node_is_another_one():

@@ -1,6 +1,7 @@
 """Several nodes: ways by node change where bytes travel, and the declared order of a sum; never anything else."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,6 +52,29 @@ def test_sums_by_node_have_one_law_for_every_placement(size, nodes, precision):
         assert run_ranks(size, train_small, first, nodes=nodes) != expected, "it is an order of its own"
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("size", "nodes"), [(4, 2), (6, 3), (6, 2)])
+def test_a_copy_on_each_node_has_the_law_of_sums_by_node(size, nodes, precision):
+    first, *others = (setting.but(precision=precision) for setting in placements(eager=True))
+    expected = run_ranks(size, train_small, first.but(between=("world", "node")), nodes=nodes)
+    for number, other in enumerate((first, *(others[::3] if size == 4 else others[2::5]))):
+        other = offloaded(other, number).but(shard="node")
+        told = run_ranks(size, train_small, other, nodes=nodes)
+        assert [one for one, _ in told] == [one for one, _ in expected], other
+        for (_, metrics), (_, wanted) in zip(told, expected, strict=True):  # norms are added up in other pieces
+            assert [one.loss for one in metrics] == [one.loss for one in wanted]
+            assert [one.grad_norm for one in metrics] == pytest.approx([one.grad_norm for one in wanted], rel=1e-6)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_copies_on_nodes_have_one_law_with_clipping(clip):
+    settings = [setting.but(clip=clip, shard="node") for setting in placements(eager=False)]
+    first, *others = settings[::3]
+    expected = run_ranks(4, train_small, first, nodes=2)
+    for number, other in enumerate(others):
+        assert run_ranks(4, train_small, offloaded(other, number), nodes=2) == expected, other
+
+
 @pytest.mark.parametrize("between", [("node", "world"), ("node", "node")])
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_accumulation_is_bitwise_within_the_pairs(accumulate, between):
@@ -73,11 +97,8 @@ def test_where_nothing_rounds_an_order_of_sums_is_no_other(stage, accumulate):
     setting = Setting(
         stage=stage, accumulate=accumulate, optimizer=momentum_sgd, lr=LR, weight_decay=0.0, clip=norm() / 2
     )
-    told = {
-        run_ranks(4, run, setting.but(between=between), nodes=2)[0][0]
-        for between in (("world", "world"), ("node", "node"))
-    }
-    assert len(told) == 1
+    others = setting.but(between=("node", "node")), setting.but(shard="node")
+    assert len({run_ranks(4, run, other, nodes=2)[0][0] for other in (setting, *others)}) == 1
 
 
 def test_a_gradient_is_added_in_the_declared_order():
@@ -145,6 +166,20 @@ def test_the_plan_counts_secondary_shards_and_sums_of_nodes(stage, offload, betw
         assert bool(kinds["secondary shards"]) is (between[0] == "node" and stage == 3 and offload != "infinity")
 
 
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_plan_counts_a_copy_on_each_node(stage, offload):
+    if stage < 3 and offload == "infinity":
+        pytest.skip("infinity needs stage 3")
+    setting = Setting(stage=stage, precision="bf16", shard="node", offload=OFFLOADS[offload])
+    one_node = [told for told, _ in run_ranks(2, held, setting)]
+    for rank, (told, found) in enumerate(run_ranks(4, held, setting, nodes=2)):
+        kinds = Counter(told["device"])
+        assert +kinds == found["device"]
+        assert kinds.pop("node sums")
+        assert kinds == Counter(one_node[rank % 2]["device"])
+
+
 def test_on_one_node_nothing_is_held_and_no_way_is_another():
     setting = Setting(clip=0.5)
     told = [run_ranks(2, held, setting.but(between=between)) for between in (("world", "world"), ("node", "node"))]
@@ -188,6 +223,8 @@ def wire_bytes_of_a_step(world: zero.World, how: dict[str, object]) -> float:
         ({"stage": 3, "accumulate": 2}, 8 + 4 + 8 + 4 + 4 + 8),
         ({"stage": 3, "accumulate": 2, "gather": "node"}, 4 + 8 + 8),
         ({"stage": 3, "accumulate": 2, "gather": "node", "reduce": "node"}, 4 + 4 + 4),
+        ({"stage": 3, "shard": "node"}, 4 + 4),
+        ({"stage": 3, "accumulate": 2, "shard": "node"}, 4 + 4 + 4 + 4),
         ({"stage": 1}, 8 + 8),
         ({"stage": 1, "gather": "node", "reduce": "node"}, 4 + 4),
     ],
@@ -214,6 +251,49 @@ def test_after_a_restored_checkpoint_and_an_edit_secondary_shards_are_made_again
 
     told = [run_ranks(4, edited, between, nodes=2) for between in (("world", "world"), ("node", "world"))]
     assert told[0] == told[1]
+
+
+WAYS = {
+    "world": Setting(clip=0.5),
+    "node": Setting(clip=0.5, between=("node", "node")),
+    "copies": Setting(clip=0.5, shard="node"),
+    "copies, nvme": Setting(clip=0.5, shard="node", offload=OFFLOADS["infinity"]),
+    "copies at stage 1": Setting(clip=0.5, shard="node", stage=1, precision="bf16"),
+}
+
+
+@pytest.mark.parametrize("into", ["world", "copies", "copies, nvme"])
+@pytest.mark.parametrize("out_of", WAYS)
+def test_a_checkpoint_goes_from_any_way_to_any(out_of, into, tmp_path):
+    """What was saved is what is loaded, on one node too; each byte is in one file."""
+
+    def saved(world: zero.World) -> tuple[str, str]:
+        state, step = WAYS[out_of].start(world)
+        state, _ = step(state, [small_batch(0, 6)])
+        path = zero.save(state, tmp_path)
+        return digest(state), str(path)
+
+    def loaded(world: zero.World, path: str) -> str:
+        plan = WAYS[into].but(precision=WAYS[out_of].precision).plan(world)
+        state = zero.load(zero.init(plan, zero.open_store(plan), seed=1), zero.open_checkpoint(world, path))
+        return digest(state)
+
+    told = run_ranks(4, saved, nodes=2)
+    digests = {one for one, _ in told}
+    path = told[0][1]
+    assert {*run_ranks(4, loaded, path, nodes=2)} == digests
+    assert {*run_ranks(2, loaded, path)} == digests
+    sizes = [file.stat().st_size for file in Path(path).glob("*.safetensors")]
+    assert len(sizes) == 4
+    assert max(sizes) < 2 * min(sizes)
+
+
+def test_one_rank_on_each_node_shares_with_nobody():
+    def plan(world: zero.World) -> None:
+        Setting(shard="node").plan(world)
+
+    with pytest.raises(PlanError, match=r"zero.shard=node with one rank on each node shares nothing; that is zero.sta"):
+        run_ranks(2, plan, nodes=2)
 
 
 def test_ranks_that_are_not_as_many_on_each_node_are_refused():

@@ -367,6 +367,8 @@ SCENARIOS: dict[str, Run] = {
     "two nodes": scenario(gather="node", reduce="node"),
     "two nodes, two microbatches": scenario(gather="node", reduce="node", accumulate=2),
     "two nodes at stage 0": scenario(gather="node", reduce="node", stage=0),
+    "two nodes, a copy on each": scenario(shard="node", stage=2, accumulate=2),
+    "two nodes, a copy on each, infinity": scenario(shard="node", preset="infinity"),
     "two nodes, infinity": scenario(gather="node", reduce="node", preset="infinity"),
     "two nodes, sums in bf16": scenario(reduce="node", precision=zero.Precision("bf16", reduce="bf16")),
     "interrupted": scenario(train_interrupted),
@@ -480,6 +482,7 @@ OTHERS = {
     "zero/tracker/track.py": "the same",
     "zero/distributed/world.py:_Timed.wait": "passes waits on",
     "zero/engine/update.py:Launched.wait": "passes waits on",
+    "zero/distributed/routes.py:_Then.wait": "passes waits on",
     "zero/engine/reduce.py:Reducer._complete_oldest": "passes on to `World.reduce_scatter`, whose wait is in the list",
     **dict.fromkeys(
         (

@@ -63,9 +63,16 @@ def stretches(plan: Plan, rank: int) -> Iterator[Stretch]:
     """What `rank` writes of its units, the widest dtype first."""
     for unit in plan.units:
         for kind, dtype in _kinds(plan).items():
-            yield Stretch(unit.index, kind, unit.trainable, dtype, *unit.trainable.shard(rank))
+            yield Stretch(unit.index, kind, unit.trainable, dtype, *_range(plan, unit.trainable, rank))
     for unit in plan.units:
-        yield Stretch(unit.index, FROZEN, unit.frozen, plan.precision.compute, *unit.frozen.shard(rank))
+        yield Stretch(unit.index, FROZEN, unit.frozen, plan.precision.compute, *_range(plan, unit.frozen, rank))
+
+
+def _range(plan: Plan, layout: Layout, rank: int) -> tuple[int, int]:
+    """Where each node has a copy of the state, the nodes share the writing of it."""
+    start, stop = layout.shard(rank % plan.sharers)
+    copy, copies = rank // plan.sharers, plan.world.size // plan.sharers
+    return start + (stop - start) * copy // copies, start + (stop - start) * (copy + 1) // copies
 
 
 def _kinds(plan: Plan) -> dict[str, torch.dtype]:
@@ -91,6 +98,8 @@ def entries(plan: Plan, buffers: Mapping[str, Tensor]) -> tuple[Entry, ...]:
         held = [one for one, _ in parts(plan, buffers, rank)]
         for one, offset in zip(held, offsets([one.part for one in held]), strict=True):
             pieces.setdefault((one.name, one.kind), []).append(Piece(rank, one.start, one.stop, offset))
+    for own in pieces.values():
+        own.sort(key=lambda piece: piece.start)  # of copies on nodes those of the second one come in between
     return tuple(
         Entry(name, kind, str(dtype).removeprefix("torch."), shape, tuple(pieces.get((name, kind), ())))
         for name, kind, dtype, shape in tensors(plan, buffers)

@@ -363,7 +363,7 @@ def _kept(
 ) -> Iterator[tuple[int, Tensor]]:
     """The pages of one kind that the stretch touches: out of memory, or out of the store."""
     plan, layout = state.plan, stretch.layout
-    origin, end = (0, layout.P) if plan.full_update and kind != "frozen" else layout.shard(plan.world.rank)
+    origin, end = (0, layout.P) if plan.full_update and kind != "frozen" else layout.shard(plan.rank)
     wanted = [
         (number, origin + start, stop - start)
         for number, (start, stop) in enumerate(pages(end - origin, plan.page_numel))

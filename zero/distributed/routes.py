@@ -11,6 +11,9 @@ So a byte crosses each wire once. A gather copies, and gives the same bits eithe
 own, which is the same for every stage, tier and schedule. What the ranks of one number have given each other is the
 node's *secondary shard*: who keeps it gathers again without the wire.
 
+Where each node has a copy of the state, in shards on its ranks, gathers stay within the node. What the ranks of one
+number have added up, a part of their shard each, they then give each other, so that each copy has all of it.
+
 Both are operations of two halves. The second half starts when the operation is waited for; before it start those of all
 operations that came earlier, so ranks that wait in different orders still start alike. On a GPU nobody waits: the
 second half of a gather follows on its stream, that of a sum where the reductions are.
@@ -26,6 +29,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from zero.core.sizes import round_up
 from zero.distributed.world import World
 from zero.platform.handle import Handle
 
@@ -34,8 +38,8 @@ class Routes:
     """The ways of one rank.
 
     Args:
-        gather_by_node, sum_by_node: whether gathers, and sums, go by node; both are straight where every node has one
-            rank, or there is one node.
+        gather_by_node, sum_by_node: whether gathers, and sums, go by node, of which each has several ranks.
+        copies: each node has a copy of the state: gathers stay within it, and sums are for all of them.
         travels: what a node's sum travels in, if that is narrower than the sum.
     """
 
@@ -45,12 +49,13 @@ class Routes:
         *,
         gather_by_node: bool = False,
         sum_by_node: bool = False,
+        copies: bool = False,
         travels: torch.dtype = torch.float32,
     ) -> None:
-        self._world, self._travels = world, travels
-        at_once = not world.compute.shares_memory  # the host does not wait
-        self._gathers = _ByNode(world, "gather", at_once=at_once) if gather_by_node else None
-        self._sums = _ByNode(world, "sum", at_once=False) if sum_by_node else None
+        self._world = within_node(world, "gather") if copies else world
+        self._gathers = _GathersByNode(world) if gather_by_node else None
+        sums = _SumsForCopies if copies else _SumsByNode
+        self._sums = sums(world, travels) if sum_by_node or copies else None
 
     def gather(
         self, shard_S: Tensor, full_P: Tensor, *, secondary: Tensor | None = None, current: bool = False, what: str = ""
@@ -63,13 +68,7 @@ class Routes:
         """
         if self._gathers is None or not shard_S.numel():
             return self._world.gather(shard_S, full_P, what=what)
-        ways, nodes = self._gathers, self._gathers.nodes
-        places = full_P.view(nodes, -1, shard_S.numel())
-        own = places[:, ways.within.rank] if secondary is None else secondary.view(nodes, -1)
-        first = [] if current else [ways.across.gather(shard_S, own, what=what)]
-        return ways.start(
-            first, lambda: [ways.within.gather(own[n], places[n].view(-1), what=what) for n in range(nodes)]
-        )
+        return self._gathers.start(shard_S, full_P, secondary, current=current, what=what)
 
     def reduce_scatter(
         self, full_P: Tensor, recv_P: Tensor, sum_S: Tensor, partial: Tensor | None, *, accumulate: bool, what: str = ""
@@ -77,41 +76,118 @@ class Routes:
         """As `World.reduce_scatter`.
 
         Args:
-            partial: (N x S,) fp32, where sums are by node: this node's sums; scratch, until the handle was waited for.
+            partial: (`partial_numel`,) fp32, where sums are by node: this node's; scratch until the handle was waited
+                for.
         """
         if self._sums is None or partial is None or not partial.numel():
             return self._world.reduce_scatter(full_P, recv_P, sum_S, accumulate=accumulate, what=what)
-        ways, nodes = self._sums, self._sums.nodes
-        rows = zip(full_P.view(nodes, -1), recv_P.view(nodes, -1), partial.view(nodes, -1), strict=True)
-        first = [ways.within.reduce_scatter(sent, received, own, what=what) for sent, received, own in rows]
-
-        def add_nodes() -> list[Handle]:
-            sent = partial
-            if self._travels != partial.dtype:
-                sent = _reused(full_P, self._travels, partial.numel()).copy_(partial)
-            received = _reused(recv_P, sent.dtype, sent.numel())
-            return [ways.across.reduce_scatter(sent, received, sum_S, accumulate=accumulate, what=what)]
-
-        return ways.start(first, add_nodes)
+        return self._sums.start(full_P, recv_P, sum_S, partial, accumulate=accumulate, what=what)
 
     def advance(self) -> None:
         """Start the second half of every sum, on the current stream, as soon as its first one has ended."""
         if self._sums is not None:
-            self._sums.advance()
+            self._sums.queue.advance()
 
 
-class _ByNode:
-    """The ranks of this node, and those of this number, with the operations of two halves that are under way."""
+def within_node(world: World, kind: str) -> World:
+    """The ranks of this node."""
+    first = world.rank - world.rank % world.local_size
+    return world.part(range(first, first + world.local_size), f"{kind} within a node")
 
-    def __init__(self, world: World, kind: str, *, at_once: bool) -> None:
-        size, (node, number) = world.local_size, divmod(world.rank, world.local_size)
-        self.nodes = world.nodes
-        self.within = world.part(range(node * size, (node + 1) * size), f"{kind} within a node")
-        self.across = world.part(range(number, world.size, size), f"{kind} across nodes")
+
+def across_nodes(world: World, kind: str) -> World:
+    """The ranks of this number."""
+    return world.part(range(world.rank % world.local_size, world.size, world.local_size), f"{kind} across nodes")
+
+
+def partial_numel(world: World, numel: int) -> int:
+    """Elements of a node's sums on one rank: its share of `numel`, as equal parts for each node."""
+    return -(-numel // world.size) * world.nodes
+
+
+class _GathersByNode:
+    def __init__(self, world: World) -> None:
+        self._within, self._across = within_node(world, "gather"), across_nodes(world, "gather")
+        self._queue = _Queue(at_once=not world.compute.shares_memory)  # on a GPU the host does not wait
+
+    def start(self, shard_S: Tensor, full_P: Tensor, secondary: Tensor | None, *, current: bool, what: str) -> Handle:
+        nodes = self._across.size
+        places = full_P.view(nodes, -1, shard_S.numel())
+        own = places[:, self._within.rank] if secondary is None else secondary.view(nodes, -1)
+        first = [] if current else [self._across.gather(shard_S, own, what=what)]
+        return self._queue.add(
+            first, lambda: [self._within.gather(own[n], places[n].view(-1), what=what) for n in range(nodes)]
+        )
+
+
+class _SumsByNode:
+    """Within a node, then across nodes."""
+
+    def __init__(self, world: World, travels: torch.dtype) -> None:
+        self._within, self._across = within_node(world, "sum"), across_nodes(world, "sum")
+        self._travels = travels
+        self.queue = _Queue()
+
+    def start(
+        self, full_P: Tensor, recv_P: Tensor, sum_S: Tensor, partial: Tensor, *, accumulate: bool, what: str
+    ) -> Handle:
+        nodes = self._across.size
+        rows = zip(full_P.view(nodes, -1), recv_P.view(nodes, -1), partial.view(nodes, -1), strict=True)
+        first = [self._within.reduce_scatter(*row, what=what) for row in rows]
+        return self.queue.add(
+            first, lambda: [self._add_nodes(full_P, recv_P, partial, sum_S, accumulate=accumulate, what=what)]
+        )
+
+    def _add_nodes(
+        self, full_P: Tensor, recv_P: Tensor, partial: Tensor, sum_S: Tensor, *, accumulate: bool, what: str
+    ) -> Handle:
+        """The second half. The memory of the first one's flats is free by now."""
+        sent = partial
+        if self._travels != partial.dtype:
+            sent = _reused(full_P, self._travels, partial.numel()).copy_(partial)
+        received = _reused(recv_P, sent.dtype, sent.numel())
+        return self._across.reduce_scatter(sent, received, sum_S, accumulate=accumulate, what=what)
+
+
+class _SumsForCopies(_SumsByNode):
+    """Each node gets all of its share, P / L: a rank's part of the sum goes back to the others of its number."""
+
+    def __init__(self, world: World, travels: torch.dtype) -> None:
+        super().__init__(world, travels)
+        self._back, self._backs = across_nodes(world, "sum for copies"), _Queue()
+
+    def start(
+        self, full_P: Tensor, recv_P: Tensor, sum_S: Tensor, partial: Tensor, *, accumulate: bool, what: str
+    ) -> Handle:
+        share = partial[: sum_S.numel()]
+
+        def add_nodes() -> list[Handle]:
+            partial[sum_S.numel() :].zero_()
+            own = _reused(
+                full_P,
+                partial.dtype,
+                partial.numel() // self._back.size,
+                start=partial.numel() * self._travels.itemsize,
+            )
+            added = self._add_nodes(full_P, recv_P, partial, own, accumulate=False, what=what)
+            back = self._backs.add([added], lambda: [self._back.gather(own, partial, what=what)])
+            return [_Then(back, lambda: sum_S.add_(share) if accumulate else sum_S.copy_(share))]
+
+        return self.queue.add([self._within.reduce_scatter(full_P, recv_P, share, what=what)], add_nodes)
+
+
+class _Queue:
+    """Operations of two halves that are under way: their second halves start in the order of their first ones.
+
+    Args:
+        at_once: enqueue a second half with the first one.
+    """
+
+    def __init__(self, *, at_once: bool = False) -> None:
         self._at_once = at_once
-        self._waiting: deque[_TwoHalves] = deque()  # for their second half, in the order of their first
+        self._waiting: deque[_TwoHalves] = deque()
 
-    def start(self, first: Sequence[Handle], then: Callable[[], Sequence[Handle]]) -> Handle:
+    def add(self, first: Sequence[Handle], then: Callable[[], Sequence[Handle]]) -> Handle:
         operation = _TwoHalves(first, then, self.advance)
         self._waiting.append(operation)
         if self._at_once or (not first and len(self._waiting) == 1):
@@ -151,6 +227,23 @@ class _TwoHalves:
             handle.wait()
 
 
-def _reused(flat: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
-    """The first bytes of `flat` as `numel` elements of `dtype`."""
-    return flat.view(torch.uint8)[: numel * dtype.itemsize].view(dtype)
+class _Then:
+    """What is done once an operation has ended, on the stream that waits."""
+
+    def __init__(self, operation: Handle, work: Callable[[], object]) -> None:
+        self._operation, self._work = operation, work
+        self._done = False
+
+    def wait(self) -> None:
+        self._operation.wait()
+        if not self._done:
+            self._done = True
+            self._work()
+
+
+def _reused(flat: Tensor, dtype: torch.dtype, numel: int, *, start: int = 0) -> Tensor:
+    """Bytes of `flat` from `start` as `numel` elements of `dtype`; those of many nodes do not fit a small flat."""
+    start, nbytes = round_up(start, dtype.itemsize), numel * dtype.itemsize
+    if start + nbytes > flat.nbytes:
+        return flat.new_empty(numel, dtype=dtype)
+    return flat.view(torch.uint8)[start : start + nbytes].view(dtype)

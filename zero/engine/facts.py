@@ -13,6 +13,7 @@ from zero.core.optim import Transform
 from zero.core.placement import Tier
 from zero.core.precision import Precision
 from zero.core.stage import Stage
+from zero.distributed.routes import partial_numel
 from zero.distributed.world import World
 from zero.engine.unit import Splitting, UnitSpec
 
@@ -30,6 +31,7 @@ class Facts:
         grad_tier: where gradients wait for the update.
         gather, reduce: "node" where gathers, and sums of gradients, go by node, see `zero.distributed.routes`.
         secondary: what a node has gathered once may be kept there.
+        shard: "node" where each node has a copy of the state, in shards on its ranks.
     """
 
     splitting: Splitting
@@ -44,6 +46,7 @@ class Facts:
     gather: Scope
     reduce: Scope
     secondary: bool
+    shard: Scope
 
     @property
     def units(self) -> tuple[UnitSpec, ...]:
@@ -84,17 +87,27 @@ class Facts:
         return not self.params_offloaded and (not self.stage.parameters or self.world.size == 1)
 
     @property
+    def sharers(self) -> int:
+        """Ranks that one copy of the state is in shards on: all, or those of a node."""
+        return self.world.local_size if self.shard == "node" else self.world.size
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among those."""
+        return self.world.rank % self.sharers
+
+    @property
     def has_nodes(self) -> bool:
         """There are several nodes, and several ranks on each: only then ways by node are others."""
         return 1 < self.world.local_size < self.world.size
 
     @property
     def gathers_by_node(self) -> bool:
-        return self.has_nodes and self.gather == "node"
+        return self.has_nodes and self.gather == "node" and self.shard == "world"
 
     @property
     def sums_by_node(self) -> bool:
-        return self.has_nodes and self.reduce == "node"
+        return self.has_nodes and "node" in (self.reduce, self.shard)
 
     @property
     def keeps_secondary(self) -> bool:
@@ -157,7 +170,7 @@ class Facts:
     def partial_counts(self) -> dict[int, int]:
         """Where sums are by node, those of this node: elements of one to how many; one for each reduction under way."""
         flats = self.flat_counts() if self.sums_by_node else {}
-        return {numel // self.world.local_size: n // 2 for numel, n in flats.items()}
+        return {partial_numel(self.world, numel): n // 2 for numel, n in flats.items()}
 
     def grad_buffer_counts(self) -> dict[int, int]:
         """Where gradients are offloaded, buffers that they arrive in: elements of one to how many."""

@@ -106,7 +106,7 @@ def _paged_shards(world: World, unit: UnitState, full: Tensor, page_numel: int) 
     found = []
     for kind, layout, full_P in parts:
         numbers = range(len(pages(layout.S, page_numel)))
-        start, stop = layout.shard(world.rank)
+        start, stop = layout.shard(world.rank % layout.world_size)
         if layout.S:
             found.append(_PagedShard([Page(unit.index, kind, n) for n in numbers], full_P[start:stop], full_P))
     return found

@@ -139,7 +139,7 @@ class Sink:
 
 def empty_unit(plan: Plan, spec: UnitSpec) -> UnitState:
     """A unit with this rank's memory for it, all zeros."""
-    compute, device, rank = plan.precision.compute, plan.world.compute, plan.world.rank
+    compute, device, rank = plan.precision.compute, plan.world.compute, plan.rank
     resident = Buffer(spec.trainable.P + spec.frozen.P, compute, device) if plan.resident else None
     shards: list[Tensor | None] = [None, None]
     if resident is not None:
@@ -176,7 +176,7 @@ def sinks_of(plan: Plan, store: Store, unit: UnitState, kind: str, *, at: int | 
     """
     spec = unit.spec
     layout = spec.frozen if kind == "frozen" else spec.trainable
-    own, full = layout.shard(plan.world.rank), (0, layout.P)
+    own, full = layout.shard(plan.rank), (0, layout.P)
     updated = full if plan.full_update else own
     wanted: list[tuple[tuple[int, int], Callable[[int, Tensor], None]]] = []
     if kind not in ("param", "frozen"):

@@ -409,7 +409,7 @@ def _gathered_flat(state: State, unit: UnitState, own: Tensor, kind: str) -> Ten
     if own.numel() == unit.spec.trainable.P:
         return own
     full = own.new_zeros(unit.spec.trainable.P)
-    state.plan.world.gather(own, full, what=f"{kind} of {unit.spec.name}").wait()
+    state.runtime.routes.gather(own, full, what=f"{kind} of {unit.spec.name}").wait()
     return full
 
 
@@ -421,7 +421,7 @@ def _gradient(state: State, unit: UnitState) -> Tensor:
     if unit.grad is None:
         state.runtime.gradients.left(unit).wait()
         return _pages(state, unit, "grad", plan.grad_dtype)
-    return unit.grad if plan.full_update else unit.own_grad_S(plan.world.rank)
+    return unit.grad if plan.full_update else unit.own_grad_S(plan.rank)
 
 
 def _summed(state: State) -> Collection[int]:
@@ -480,9 +480,9 @@ def _write_gradient(state: State, unit: UnitState, edits: Mapping[str, Tensor]) 
     """Elements that are what they were keep their bits, though a sum is not always its mean times the count."""
     parts, plan, layout = state.runtime, state.plan, unit.spec.trainable
     divisor = _divisor(state)
-    first, last = (0, layout.P) if plan.full_update else layout.shard(plan.world.rank)
+    first, last = (0, layout.P) if plan.full_update else layout.shard(plan.rank)
     grad = parts.gradients.open(unit, fresh=False)
-    own = grad if plan.full_update else unit.own_grad_S(plan.world.rank)
+    own = grad if plan.full_update else unit.own_grad_S(plan.rank)
     for slot, a, b, place in layout.pieces(first, last):
         if slot.name in edits:
             held, wanted = own[place : place + b - a], edits[slot.name].view(-1)[a:b]

@@ -194,7 +194,11 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
     gradients = PagedGradients(plan, store, tape) if plan.grads_offloaded else Gradients()
     updater = Updater(plan, store, units, gradients, tape)
     routes = Routes(
-        plan.world, gather_by_node=plan.gathers_by_node, sum_by_node=plan.sums_by_node, travels=plan.precision.reduce
+        plan.world,
+        gather_by_node=plan.gathers_by_node,
+        sum_by_node=plan.sums_by_node,
+        copies=plan.sharers < plan.world.size,
+        travels=plan.precision.reduce,
     )
     residency = Residency(plan, units, updater, _fetch(plan, routes, store), log, tape)
     reducer = Reducer(plan, routes, units, gradients, updater, first=residency.complete, log=log, tape=tape)
@@ -203,7 +207,7 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
     bind_placeholders(copied, plan.splitting.sites, gatherer)
     attach(copied, plan.splitting, gatherer.runner)
     originals = {name: one for name, one in plan.model.named_parameters() if not (plan.in_place or one.is_meta)}
-    return Runtime(plan, copied, originals, store, units, gatherer, gradients, reducer, updater, log, tape)
+    return Runtime(plan, copied, originals, store, units, routes, gatherer, gradients, reducer, updater, log, tape)
 
 
 def _fetch(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:

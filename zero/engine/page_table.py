@@ -79,7 +79,7 @@ class PageTable(Facts):
 
     def grad_ranges(self, unit: UnitSpec) -> tuple[tuple[int, int], ...]:
         """The pages of a gradient as (start, stop) of it; the first ones are those that this rank updates."""
-        extents = self._grad_extents(unit, self.world.rank)
+        extents = self._grad_extents(unit, self.rank)
         return tuple((a + first, b + first) for first, last in extents for a, b in self.cut(last - first))
 
     def _grad_extents(self, unit: UnitSpec, rank: int) -> tuple[tuple[int, int], ...]:
@@ -158,7 +158,7 @@ class PageTable(Facts):
         units = [unit for unit in self.units if unit.trainable.slots]
         return max(
             sum(paged(last - first) for unit in units for first, last in self._grad_extents(unit, rank))
-            for rank in range(self.world.size)
+            for rank in range(self.sharers)
         )
 
     def buffer_bytes(self) -> dict[str, int]:

@@ -74,6 +74,9 @@ class Plan(PageTable):
             where they fit; "world" sends them from each rank to each. The same bits.
         reduce: "node" adds up gradients within each node, and then those sums: fewer bytes between nodes, in another
             order of additions.
+        shard: "node" keeps a copy of the state on each node, in shards on its ranks, as hybrid sharding does. Sums are
+            by node then. Parameters never cross the wire, sums do twice; `gather="node"` and `reduce="node"` together
+            move as few bytes, and keep one copy.
         room: bytes that this rank may take on each tier; None: what is free here and now.
         activation_bytes: what forward and backward need beside everything else, at most; it is counted and not
             allocated.
@@ -109,6 +112,7 @@ class Plan(PageTable):
         in_place: bool = False,
         gather: Scope | Literal["auto"] = "auto",
         reduce: Scope = "world",
+        shard: Scope = "world",
         room: Room | None = None,
         activation_bytes: int = 0,
         host_activation_bytes: int = 0,
@@ -126,6 +130,7 @@ class Plan(PageTable):
             ("update", update, Update),
             ("gather", gather, Literal["auto", "world", "node"]),
             ("reduce", reduce, Scope),
+            ("shard", shard, Scope),
         ):
             if value not in get_args(known):
                 raise PlanError(f"zero.{key}={value}: it is one of {', '.join(get_args(known))}")
@@ -141,7 +146,8 @@ class Plan(PageTable):
                 f"zero.update=eager updates before the global norm is known, so it cannot go with {what}; "
                 "use zero.update=lazy, or optim.clip=null in fp32 or bf16"
             )
-        splitting = split(model, world_size=world.size, class_names=_names(units), group=optimizer.group)
+        sharers = world.local_size if shard == "node" else world.size
+        splitting = split(model, world_size=sharers, class_names=_names(units), group=optimizer.group)
         if not in_place:
             detached_copy(model, splitting, precision.compute, torch.device("meta"))  # refuses what cannot be copied
         self.activations = activations_of(splitting, by_pattern)
@@ -149,13 +155,15 @@ class Plan(PageTable):
         optimizer.check_groups({slot.name: slot.shape for slot in slots})
         _, param_tier, grad_tier = lowest_tiers(offload)
         uneven = bool(world.size % world.local_size)
-        if uneven and "node" in (gather, reduce):
+        if uneven and "node" in (gather, reduce, shard):
             raise PlanError(
                 f"{world.size} ranks are not {world.local_size} on each node; start as many on every one of them, or "
-                "set zero.gather=world zero.reduce=world"
+                "set zero.gather=world zero.reduce=world zero.shard=world"
             )
+        if shard == "node" and world.local_size == 1 < world.size:
+            raise PlanError("zero.shard=node with one rank on each node shares nothing; that is zero.stage=0")
         way: Scope = "world" if gather == "world" or uneven else "node"
-        moves = prefetch, param_tier, grad_tier, way, reduce, gather != "world"
+        moves = prefetch, param_tier, grad_tier, way, reduce, gather != "world", shard
         facts = Facts(splitting, world, stage, precision, optimizer, accumulate, *moves)
         room = _free_room(facts, offload, shared=gather == "auto" and facts.keeps_secondary) if room is None else room
         page_bytes = offload.page_bytes or auto_page_bytes(facts, offload, room)
@@ -238,6 +246,7 @@ class Plan(PageTable):
             "zero.update": self.update,
             "zero.gather": f"{self.gather}, secondary shards: {self.keeps_secondary}",
             "zero.reduce": self.reduce,
+            "zero.shard": self.shard,
             "batch.accumulate": str(self.accumulate),
             "precision": str(self.precision),
             "offload": str(self.offload),
@@ -247,7 +256,7 @@ class Plan(PageTable):
         }
         if "auto" in self.offload.kinds:
             agreed["tiers of offload=auto"] = hashlib.sha256(repr(self.placement).encode()).hexdigest()[:16]
-        if self.has_nodes and "node" in (self.gather, self.reduce):
+        if self.has_nodes and "node" in (self.gather, self.reduce, self.shard):
             agreed["ranks of a node"] = str(self.world.local_size)
         for unit in self.units:
             slots = repr((unit.trainable.slots, unit.frozen.slots)).encode()

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero.distributed.routes import Routes
+from zero.distributed.routes import Routes, partial_numel
 from zero.distributed.world import Handle
 from zero.engine.gradient import Gradients
 from zero.engine.plan import Plan
@@ -94,7 +94,7 @@ class Reducer:
         tape: Tape,
     ) -> None:
         self._units, self._routes, self._log, self._tape = units, routes, log, tape
-        self._world, self._device, self._gradients = plan.world, plan.world.compute, gradients
+        self._world, self._rank, self._device, self._gradients = plan.world, plan.rank, plan.world.compute, gradients
         self._local = plan.local_sum  # microbatches are added up in `grad`, which is reduced after the last one
         self._full = plan.full_update  # every rank needs the full sum, not its own range
         self._apply, self._final, self._first = updater.apply, updater.final, first
@@ -358,8 +358,8 @@ class Reducer:
         with self._device.aside("reduce", after=PASSED) as self._done:  # where its sum will be
             self._routes.advance()
             self._gradients.open(unit, fresh=not again, held=True)
-        sum_S, what = unit.own_grad_S(self._world.rank), f"the gradient of {unit.spec.name}"
-        partials = self._partials.get(unit.spec.trainable.P // self._world.local_size, [])
+        sum_S, what = unit.own_grad_S(self._rank), f"the gradient of {unit.spec.name}"
+        partials = self._partials.get(partial_numel(self._world, unit.spec.trainable.P), [])
         flats, partial = (sent.flat_P, received.flat_P), partials.pop() if partials else None
         [handle] = self._tape.under_way(
             "reduce",
@@ -419,7 +419,7 @@ class Reducer:
         self._closed.add(unit.index)
         grad = self._gradients.open(unit, fresh=False)
         if self._full and self._world.size > 1:
-            own_S, what = unit.own_grad_S(self._world.rank), f"the gradient of {unit.spec.name}"
+            own_S, what = unit.own_grad_S(self._rank), f"the gradient of {unit.spec.name}"
             [handle] = self._tape.under_way(
                 "reduce", unit.spec.name, lambda: [self._routes.gather(own_S, grad, what=what)]
             )

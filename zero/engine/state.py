@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from zero.core.loss_scale import LossScale
+from zero.distributed.routes import Routes
 from zero.engine.gather import Gatherer
 from zero.engine.gradient import Gradients
 from zero.engine.plan import Plan
@@ -38,6 +39,7 @@ class Runtime:
     originals: Mapping[str, nn.Parameter]
     store: PrefetchStore
     units: tuple[UnitState, ...]
+    routes: Routes
     gatherer: Gatherer
     gradients: Gradients
     reducer: Reducer

@@ -76,7 +76,7 @@ def gather_totals(
     handle.wait()
     ranks = world.compute.numbers(everyone.view(world.size, -1))
     _check_fingerprints(runtime, [int(rank[-1]) for rank in ranks])
-    sums = [sum(rank[number] for rank in ranks) for number in range(count)]
+    sums = [sum(rank[number] for rank in ranks[: runtime.plan.sharers]) for number in range(count)]  # of one copy
     means = [sum(rank[number] for rank in ranks) / world.size for number in range(count, len(ranks[0]) - 3)]
     nonfinite = (unit for unit, total in zip(runtime.units, sums, strict=True) if not math.isfinite(total))
     return Totals(

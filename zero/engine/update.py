@@ -96,7 +96,7 @@ class Updater:
     ) -> None:
         self._plan, self._store, self._transform = plan, store, plan.optimizer
         self._device, self._gradients, self._tape = plan.world.compute, gradients, tape
-        self._rank, self._full_update, self._master = plan.world.rank, plan.full_update, plan.precision.master
+        self._rank, self._full_update, self._master = plan.rank, plan.full_update, plan.precision.master
         self._where = self._device.host if plan.offload.compute == "host" else self._device
         self._kept = plan.kept
         self._kept.prepare(self._where.device)

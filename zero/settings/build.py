@@ -64,6 +64,7 @@ def build_plan(
         in_place=in_place,
         gather=config.zero.gather,
         reduce=config.zero.reduce,
+        shard=config.zero.shard,
         room=room,
         activation_bytes=activation_bytes,
         host_activation_bytes=host_activation_bytes,

@@ -67,6 +67,14 @@ class Zero(Section):
         trades="node moves fewer bytes between nodes: the sum of a node's ranks, in place of each one's gradient",
         example="node",
     )
+    shard: Literal["world", "node"] = key(
+        "world",
+        "which ranks a copy of the state is in shards on: world, all; node, those of one node, so that each node has a "
+        "copy, as hybrid sharding (HSDP) does; gradients are then added as zero.reduce=node does",
+        trades="node holds as many copies as there are nodes and moves no parameters between nodes; zero.gather=node "
+        "zero.reduce=node moves as few bytes with one copy",
+        example="node",
+    )
     activations: UnitActivations = key(
         "keep",
         "activations of a unit: keep, remat (computed again in backward), or offload (kept in host memory); a list of "

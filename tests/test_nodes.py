@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ LIMIT_S = 110
 sys.path.append(str(SCRIPTS))
 
 from node_parts.nodes import Nodes, Wire, remove_left_behind, why_not  # noqa: E402 - found through the line above
+from node_parts.run import Job, ranks_of, rows_in  # noqa: E402
 
 refusal = why_not()
 pytestmark = pytest.mark.skipif(bool(refusal), reason=f"nodes: {refusal}")
@@ -37,6 +39,30 @@ def test_two_nodes_train_and_their_wires_carry_what_the_rows_say(tmp_path):
     table = {line.split()[0]: line.split()[1:3] for line in done.stdout.splitlines() if line.startswith("node")}
     sent = sum(float(table[node][0].replace(",", "")) for node in ("node0", "node1"))
     assert said < sent < 1.25 * said, f"{done.stdout}: the rest is headers, and what every row costs"
+
+
+def test_a_run_that_loses_a_rank_goes_on_from_its_last_save_in_its_folder(tmp_path):
+    job = Job([str(ROOT / "train.py"), *TINY, "steps=60", "checkpoint.every=10"], max_restarts=3)
+    how: dict[str, Any] = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    how["env"] = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with Nodes([Wire(), Wire()]) as nodes:
+        first, second = (job.start(nodes, node, **how) for node in range(2))
+        next(line for line in first.stdout if "saved" in line and "step-0000000020" in line)
+        (rank,) = ranks_of(second)
+        rank.kill()
+        said = [one.communicate(timeout=LIMIT_S)[0] for one in (first, second)]
+        assert [first.returncode, second.returncode] == [0, 0], said
+    assert "lost rank 1 on node1" in said[0]
+    (folder,) = (tmp_path / "runs").glob("*/*")
+    lines = rows_in(folder / "starts.jsonl")
+    begin, again = (number for number, line in enumerate(lines) if "from" in line)
+    assert lines[begin]["from"] is None
+    assert lines[again]["from"] == lines[again - 1]["saved"]
+    losses: dict[int, set[float]] = {}
+    for row in rows_in(folder / "metrics.jsonl"):
+        losses.setdefault(row["step"], set()).add(row["train/loss"])
+    assert losses.keys() >= set(range(21, 61)), "the row of the saved step may be lost, as the rank died after it"
+    assert all(len(one) == 1 for one in losses.values()), "a step that is made twice has the same loss, bit by bit"
 
 
 def test_what_a_killed_program_leaves_is_removed():

@@ -2,14 +2,18 @@
 
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from node_parts.nodes import SWITCH, Nodes, Traffic
 
@@ -37,6 +41,7 @@ class Job:
         max_restarts: how often each node starts its ranks again.
         rendezvous: the node whose torchrun hosts the rendezvous, or SWITCH for a host that is no node.
         conf: torchrun's --rdzv-conf, such as "last_call_timeout=5".
+        pinned: whether node n runs on core n alone (modulo the cores of this machine).
     """
 
     words: Sequence[str]
@@ -45,6 +50,7 @@ class Job:
     max_restarts: int = 0
     rendezvous: int | str = 0
     conf: str = ""
+    pinned: bool = False
 
     def start(self, nodes: Nodes, node: int, **options: Any) -> "subprocess.Popen[Any]":
         """Start torchrun on a node; `options` are those of `Nodes.start`."""
@@ -55,7 +61,16 @@ class Job:
         torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes.address(self.rendezvous)}:{PORT}"]
         torchrun += [f"--rdzv-conf={','.join(filter(None, (hosts, self.conf)))}"]
         torchrun += [f"--local-addr={nodes.address(node)}"]
-        return nodes.start(node, [sys.executable, *torchrun, *self.words], **options)
+        return nodes.start(node, [*self.core(node), sys.executable, *torchrun, *self.words], **options)
+
+    def core(self, node: int) -> list[str]:
+        """What stands before a command that is to share the core of a node, if it has one."""
+        return ["taskset", "--cpu-list", str(node % (os.cpu_count() or 1))] if self.pinned else []
+
+    def keep_busy(self, nodes: Nodes, node: int, programs: int) -> None:
+        """Start programs on a node's core that do nothing but compute, so that its ranks get a part of it."""
+        for _ in range(programs):
+            nodes.start(node, [*self.core(node), sys.executable, "-c", "while True: pass"])
 
     def host_rendezvous(self, nodes: Nodes) -> None:
         """Start the store of the rendezvous on the switch, if it is to be there."""
@@ -65,6 +80,14 @@ class Job:
         assert store.stdout is not None
         if store.stdout.readline() != b"ready\n":
             raise OSError("the store of the rendezvous did not start")
+
+
+def ranks_of(torchrun: "subprocess.Popen[Any]") -> list[psutil.Process]:
+    """The ranks of a node, by what `Job.start` has returned: its child is torchrun. None where that is gone."""
+    try:
+        return [rank for one in psutil.Process(torchrun.pid).children() for rank in one.children()]
+    except psutil.NoSuchProcess:
+        return []
 
 
 class Readings:
@@ -115,8 +138,8 @@ def wait_for(job: Sequence["subprocess.Popen[Any]"], readings: Readings) -> int:
         time.sleep(POLL_S)
 
 
-def table(nodes: Nodes, readings: Readings, rows: Sequence[dict[str, Any]]) -> str:
-    """What each wire carried, and what the run says itself."""
+def table(nodes: Nodes, readings: Readings, rows: Sequence[dict[str, Any]], ranks: int) -> str:
+    """What each wire carried, and what the run says itself, with so many `ranks` on each node."""
     lines = [f"{'node':6}{'sent/step':>16}{'received/step':>16}{'sent in all':>16}{'sent again':>12}"]
     for node in range(len(nodes.wires)):
         total, pairs = nodes.traffic(node), list(readings.per_step(node))
@@ -130,6 +153,10 @@ def table(nodes: Nodes, readings: Readings, rows: Sequence[dict[str, Any]]) -> s
         step_s, wait_s = (statistics.median(row[key] for row in timed) for key in ("speed/step_s", "comm/wait_s"))
         lines.append(
             f"the run: {moved / per_row:,.0f} bytes per step between all ranks, {step_s:.3f} s per step, of which the "
-            f"slowest rank waited {wait_s:.3f} s for others"
+            f"rank that waited longest waited {wait_s:.3f} s for others"
         )
+        slow, count = Counter(row["comm/slowest_rank"] for row in timed).most_common(1)[0]
+        busy_s = statistics.median(row["comm/slowest_s"] for row in timed if row["comm/slowest_rank"] == slow)
+        where = f"rank {slow} on node{slow // ranks}"
+        lines.append(f"slowest in {count} of {len(timed)} rows: {where}, {busy_s:.3f} s of a step without its waits")
     return "\n".join(lines)

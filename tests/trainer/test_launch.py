@@ -603,3 +603,14 @@ def test_a_rank_in_this_process_shows_where_it_is(
     monkeypatch.setenv("WORLD_SIZE", "1")
     start(ask_oneself, signal.SIGUSR2, folder=folder)
     assert "in ask_oneself" in (folder / "0.log").read_text()
+
+
+def test_ranks_that_torchrun_starts_again_learn_of_their_run_from_any_node(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "0" / "error.json"))
+    new = launch.own_begun()
+    assert launch.Begun.of([new, new]) == ("", 0)
+    launch.Begun("runs/a", 3).keep()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_1" / "1" / "error.json"))
+    assert launch.Begun.of([new, launch.own_begun()]) == ("runs/a", 3)
+    assert launch.restart_count() == 2

@@ -210,8 +210,9 @@ def explain(
         hosts: of each rank; said where there are several.
     """
 
+    several = len(set(hosts)) > 1
+
     def at_home(ranks: Sequence[int]) -> str:
-        several = len(set(hosts)) > 1
         return some_ranks(ranks) + (f" on {', '.join(dict.fromkeys(hosts[r] for r in ranks))}" if several else "")
 
     others = {r: note for r, note in notes.items() if r != rank}
@@ -229,9 +230,10 @@ def explain(
         return WorldError(f"{at_home(left)} left the world{why}; rank {rank} was in {mine.op}")
     silent = [r for r in range(size) if r != rank and r not in others]
     if mine.kind == "lost" and silent:
+        machine = ", or its machine is gone" if several else ""
         return RankFailedError(
             f"rank {rank} lost {at_home(silent)} in {mine.op}; a rank that goes without a word was usually killed "
-            f"by signal 9, most often for memory ({mine.text})"
+            f"by signal 9, most often for memory{machine} ({mine.text})"
         )
     wait = f"waited {timeout_s:g} s" if mine.kind == "waited" else f"was cut off, others had waited {timeout_s:g} s,"
     seen = [f"rank {rank} {wait} in {mine.op}"]

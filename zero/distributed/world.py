@@ -577,13 +577,16 @@ def _open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
     torchrun's agent hosts it, or else rank 0 does.
     """
     host, port = os.environ["MASTER_ADDR"], _env_int("MASTER_PORT")
-    hosting = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    hosting_is_ours = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    hosting = rank == 0 and hosting_is_ours
     timeout = timedelta(seconds=timeout_s)
     try:
         server = dist.TCPStore(host, port, size, hosting, timeout, wait_for_workers=False, multi_tenant=True)
-        # A second world in the same processes must not find the first one's keys.
-        opened = server.add(f"zero/opened/{rank}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1)
-        store = dist.PrefixStore(f"zero/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{opened}", server)
+        # A second world in the same processes must not find the first one's keys, nor a later start, in an agent's
+        # store, those of an earlier one. Without that the ranks of two nodes may have counted different restarts.
+        start = "0" if hosting_is_ours else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        opened = server.add(f"zero/opened/{rank}/{start}", 1)
+        store = dist.PrefixStore(f"zero/{start}/{opened}", server)
         store.set(f"here/{rank}", socket.gethostname())
     except RuntimeError as error:
         refusal = DeadlineError if "timed out" in str(error).lower() else WorldError

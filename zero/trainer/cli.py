@@ -13,7 +13,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -502,7 +502,7 @@ def _runs_in(overrides: Sequence[str], limit: int = 64) -> Iterator[list[str]]:
 
 
 def _as_one_rank(arguments: Sequence[str], train: "Train") -> int:
-    """Under torchrun rank 0 composes and makes the folder, and sends them to the others."""
+    """Under torchrun rank 0 composes, makes the folder if the run has none yet, and sends them to the others."""
     if os.environ["RANK"] != "0":
         job.run_under_torchrun(train, None, _timeout_s(arguments))
         return 0
@@ -515,7 +515,7 @@ def _as_one_rank(arguments: Sequence[str], train: "Train") -> int:
     if config.mode in RUNS_NOTHING:
         raise ConfigError(f"mode={config.mode} asks one process: python train.py mode={config.mode}")
     _warn([*_notes(composed), *notes_on(config)])
-    job.run_under_torchrun(train, (config, _make_folder(composed, arguments)), config.launch.timeout)
+    job.run_under_torchrun(train, (config, partial(_make_folder, composed, arguments)), config.launch.timeout)
     return 0
 
 

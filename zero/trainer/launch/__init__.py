@@ -1,5 +1,6 @@
 """Ranks as processes: started, stopped, started again, and their failures reported."""
 
+from zero.trainer.launch.begun import Begun, own_begun
 from zero.trainer.launch.ending import Interrupted, describe
 from zero.trainer.launch.process import MALLOC_VARIABLES, THRESHOLDS, Malloc, environment
 from zero.trainer.launch.ranks import (
@@ -16,6 +17,7 @@ from zero.trainer.launch.ranks import (
 from zero.trainer.launch.request import preempted
 
 __all__ = [
-    "FINAL", "GRACE_S", "MALLOC_VARIABLES", "THRESHOLDS", "Interrupted", "Malloc", "count_ranks", "describe",
-    "environment", "inside", "joined", "launch", "preempted", "restart_count", "tell_torchrun", "under_torchrun",
+    "FINAL", "GRACE_S", "MALLOC_VARIABLES", "THRESHOLDS", "Begun", "Interrupted", "Malloc", "count_ranks", "describe",
+    "environment", "inside", "joined", "launch", "own_begun", "preempted", "restart_count", "tell_torchrun",
+    "under_torchrun",
 ]  # fmt: skip

@@ -514,7 +514,7 @@ def _as_one_rank(arguments: Sequence[str], train: "Train") -> int:
     config = parse_config(settings_in(composed))
     if config.mode in RUNS_NOTHING:
         raise ConfigError(f"mode={config.mode} asks one process: python train.py mode={config.mode}")
-    _warn([*_notes(composed), *notes_on(config)])
+    _warn([*_notes(composed), *notes_on(config), *launch.notes_on_torchrun()])
     job.run_under_torchrun(train, (config, partial(_make_folder, composed, arguments)), config.launch.timeout)
     return 0
 

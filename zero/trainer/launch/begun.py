@@ -33,6 +33,14 @@ class Begun(NamedTuple):
             publish(path, json.dumps(self))
 
 
+def notes_on_torchrun() -> list[str]:
+    """What is to be said before nodes are lost: torch 2.13 sends the address of its shared store in one round only."""
+    several, again = (int(os.environ.get(name, "0")) for name in ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"))
+    if several < 2 or not again or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return []
+    return ["a node that is lost cannot come back: start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each"]
+
+
 def own_begun() -> str:
     """What this node's torchrun has started before, for `Begun.of`."""
     path = _path()

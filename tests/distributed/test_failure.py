@@ -60,6 +60,21 @@ def test_the_cause_is_named(case):
     assert "\n" not in str(story)
 
 
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("nobody spoke", "no word from ranks 1, 2 on a, b: busy"),
+        ("gone without a word", "rank 0 lost ranks 1, 2 on a, b in gather of h.1"),
+        ("heard of through another", "rank 0 lost rank 2 on b in gather of h.1"),
+        ("one raised", "rank 2 on b failed first"),
+        ("one left", "rank 1 on a left the world"),
+    ],
+)
+def test_of_several_machines_the_one_that_failed_is_named(case, words):
+    mine, others, _, _ = TABLE[case]
+    assert words in str(explain(0, 3, mine, {0: mine, **others}, timeout_s=1.0, hosts=("a", "a", "b")))
+
+
 def test_notes_come_back_as_written_oldest_first():
     shelf = Shelf()
     ranks = [Notes(shelf, rank, 3) for rank in range(3)]

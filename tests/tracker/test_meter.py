@@ -54,6 +54,7 @@ def test_a_run_without_offload_moves_nothing_and_hides_nothing():
     assert row["speed/stall_fraction"] == 0
     assert {key: row[key] for key in ROW if key.startswith("comm/")} == {
         "comm/gather_bytes": 0, "comm/reduce_bytes": 0, "comm/wire_bytes": 0, "comm/wait_s": 0.0,
+        "comm/slowest_rank": None, "comm/slowest_s": None,
     }  # fmt: skip
     assert row["speed/mfu"] is None, "a CPU has no peak"
     assert row["memory/nvme_bytes"] == 0
@@ -182,6 +183,14 @@ def test_a_step_stalls_as_long_as_the_rank_that_stood_still_longest():
     moved |= {"wait_s": torch.tensor([3.0, 0.0]), "comm_wait_s": torch.tensor([0.0, 4.0])}
     told = figures(moved, steps=1, timed=1, step_s=10.0, numel=4)
     assert (told["offload/wait_s"], told["comm/wait_s"], told["speed/stall_fraction"]) == (3.0, 4.0, 0.4)
+
+
+def test_the_slowest_rank_is_the_one_that_waits_least_for_the_others():
+    moved = {name: torch.zeros(3) for name in TOTALS} | {"comm_wait_s": torch.tensor([16.0, 2.0, 12.0])}
+    told = figures(moved, steps=2, timed=2, step_s=10.0, numel=4)
+    assert (told["comm/slowest_rank"], told["comm/slowest_s"], told["comm/wait_s"]) == (1, 9.0, 8.0)
+    alone = figures({name: torch.zeros(1) for name in TOTALS}, steps=2, timed=2, step_s=10.0, numel=4)
+    assert (alone["comm/slowest_rank"], alone["comm/slowest_s"]) == (None, None)
 
 
 def test_what_ranks_bring_each_other_is_counted_in_the_row_of_its_step():

@@ -610,3 +610,24 @@ def test_a_rank_in_this_process_shows_where_it_is(
     monkeypatch.setenv("WORLD_SIZE", "1")
     start(ask_oneself, signal.SIGUSR2, how=launch.Processes(folder))
     assert "in ask_oneself" in (folder / "0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "restarts", "shared", "notes"), [(2, 1, True, 1), (1, 1, True, 0), (2, 0, True, 0), (2, 1, False, 0)]
+)
+def test_nodes_that_could_not_come_back_are_told_of(nodes, restarts, shared, notes, monkeypatch):
+    monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(shared))
+    assert len(launch.notes_on_torchrun()) == notes
+
+
+def test_ranks_that_torchrun_starts_again_learn_of_their_run_from_any_node(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "0" / "error.json"))
+    new = launch.own_begun()
+    assert launch.Begun.of([new, new]) == ("", 0)
+    launch.Begun("runs/a", 3).keep()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_1" / "1" / "error.json"))
+    assert launch.Begun.of([new, launch.own_begun()]) == ("runs/a", 3)
+    assert launch.restart_count() == 2

@@ -139,14 +139,21 @@ def new_run(done: Path, name: str = "11-00-00") -> Path:
     return done.parent / name
 
 
-def found(folder: Path, restarts: int = 0, said: list[str] | None = None, mode: str = "train", **keys: object) -> Any:
+def found(
+    folder: Path,
+    restarts: int = 0,
+    said: list[str] | None = None,
+    mode: str = "train",
+    several: bool = False,
+    **keys: object,
+) -> Any:
     """The step that this start of the run in `folder` goes on from; it is recorded as a start."""
     resume = str(keys.pop("resume", "none"))
     config = Config.model_validate({"mode": mode, "resume": resume, "checkpoint": keys})
     note = [].append if said is None else said.append
     checkpoint = find(config, zero.World.from_env(), folder, note, restarts=restarts)
     if mode == "train":
-        record_start(folder, checkpoint)
+        record_start(folder, checkpoint, several=several)
     return checkpoint and checkpoint.step
 
 
@@ -159,6 +166,10 @@ def test_after_two_failed_starts_from_one_checkpoint_an_older_one_is_taken(done)
     assert [found(done, restarts) for restarts in (4, 5, 6, 7)] == [4, 4, 2, 2]
     with pytest.raises(CheckpointError, match="none of its 2 checkpoints is valid"):
         found(done, 8)
+
+
+def test_a_checkpoint_is_no_suspect_because_machines_fail(done):
+    assert [found(done, restarts, several=True) for restarts in (1, 2, 3, 4)] == [4, 4, 4, 4]
 
 
 @pytest.mark.parametrize("resume", ["latest", "run", "step"])

@@ -201,16 +201,24 @@ def explain(
     notes: Mapping[int, Note],
     timeout_s: float,
     place_of: Callable[[int], str] = lambda _: "",
+    hosts: Sequence[str] = (),
 ) -> WorldError:
     """What ended an operation on `rank`, from its own note and the others' (by rank, oldest first).
 
     Args:
         place_of: what a rank was at; "" where nothing is known.
+        hosts: of each rank; said where there are several.
     """
+
+    several = len(set(hosts)) > 1
+
+    def at_home(ranks: Sequence[int]) -> str:
+        return some_ranks(ranks) + (f" on {', '.join(dict.fromkeys(hosts[r] for r in ranks))}" if several else "")
+
     others = {r: note for r, note in notes.items() if r != rank}
     for r, note in others.items():
         if note.kind == "raised":
-            return RankFailedError(f"rank {r} failed first: {note.text}; rank {rank} was in {mine.op}")
+            return RankFailedError(f"{at_home([r])} failed first: {note.text}; rank {rank} was in {mine.op}")
     different = first_difference({rank: mine.started} | {r: note.started for r, note in others.items()})
     different = different or next((note.text for note in notes.values() if note.kind == "vain"), "")
     if different:
@@ -219,18 +227,19 @@ def explain(
     left = sorted(r for r, note in others.items() if note.kind == "left" and r in missed)
     if left:
         why = "".join(sorted({f" ({others[r].text})" for r in left if others[r].text}))
-        return WorldError(f"{some_ranks(left)} left the world{why}; rank {rank} was in {mine.op}")
+        return WorldError(f"{at_home(left)} left the world{why}; rank {rank} was in {mine.op}")
     silent = [r for r in range(size) if r != rank and r not in others]
     if mine.kind == "lost" and silent:
+        machine = ", or its machine is gone" if several else ""
         return RankFailedError(
-            f"rank {rank} lost {some_ranks(silent)} in {mine.op}; a rank that goes without a word was usually killed "
-            f"by signal 9, most often for memory ({mine.text})"
+            f"rank {rank} lost {at_home(silent)} in {mine.op}; a rank that goes without a word was usually killed "
+            f"by signal 9, most often for memory{machine} ({mine.text})"
         )
     wait = f"waited {timeout_s:g} s" if mine.kind == "waited" else f"was cut off, others had waited {timeout_s:g} s,"
     seen = [f"rank {rank} {wait} in {mine.op}"]
     seen += [f"rank {r} in {note.op}" for r, note in others.items()]
     if silent:
-        seen.append(f"no word from {some_ranks(silent)}: busy elsewhere, stopped or dead")
+        seen.append(f"no word from {at_home(silent)}: busy elsewhere, stopped or dead")
         seen += [f"last known of rank {r}: {place}" for r in silent if (place := place_of(r))]
     return DeadlineError("; ".join(seen))
 

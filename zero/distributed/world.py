@@ -20,6 +20,7 @@ Source: Rajbhandari et al. 2020, "ZeRO", section 7 (reduce-scatter and all-gathe
 import contextlib
 import ctypes
 import hashlib
+import ipaddress
 import json
 import os
 import socket
@@ -34,6 +35,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -488,6 +490,9 @@ class ProcessWorld(_Transport):
         self._notes = Notes(self._store, self.rank, self.size, partial(_listens, address))
         self._places = Places(self.rank)
         self._communicators: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of parts, by their ranks
+        self._hosts = [host.decode() for host in self._store.multi_get([f"here/{r}" for r in range(self.size)])]
+        if self.local_size < self.size:
+            _have_gloo_listen_towards(address)
         self._owns_default = not dist.is_initialized()
         before = open_sockets()
         self._group = self._open_group()
@@ -513,6 +518,8 @@ class ProcessWorld(_Transport):
             ran_out = time.monotonic() - begin_s >= self.timeout_s
             refusal, within = (DeadlineError, f" within {self.timeout_s:g} s") if ran_out else (RankFailedError, "")
             message = f"rank {self.rank} of {self.size} could not connect to the others{within}: {first_line(error)}"
+            if self.local_size < self.size and self.compute.shares_memory:
+                message += "; GLOO_SOCKET_IFNAME must name the interface through which the nodes reach each other"
             with contextlib.suppress(RuntimeError):  # the store may be gone with its host
                 self._store.set(f"connected/{self.rank}", message)
             raise refusal(message) from error
@@ -639,7 +646,8 @@ class ProcessWorld(_Transport):
                 mine = Note.of_wait(error, where, dict(self._started), peer)
                 self._notes.post(mine)
                 notes = self._notes.read()
-                self._failure = explain(self.rank, self.size, mine, notes, self.timeout_s, self._places.of)
+                places, hosts = self._places.of, self._hosts
+                self._failure = explain(self.rank, self.size, mine, notes, self.timeout_s, places, hosts)
             raise self._failure from error
 
 
@@ -681,14 +689,17 @@ def _open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
     torchrun's agent hosts it, or else rank 0 does.
     """
     host, port = os.environ["MASTER_ADDR"], _env_int("MASTER_PORT")
-    hosting = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    hosting_is_ours = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    hosting = rank == 0 and hosting_is_ours
     timeout = timedelta(seconds=timeout_s)
     try:
         server = dist.TCPStore(host, port, size, hosting, timeout, wait_for_workers=False, multi_tenant=True)
-        # A second world in the same processes must not find the first one's keys.
-        opened = server.add(f"zero/opened/{rank}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1)
-        store = dist.PrefixStore(f"zero/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{opened}", server)
-        store.set(f"here/{rank}", "")
+        # A second world in the same processes must not find the first one's keys, nor a later start, in an agent's
+        # store, those of an earlier one. Without that the ranks of two nodes may have counted different restarts.
+        start = "0" if hosting_is_ours else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        opened = server.add(f"zero/opened/{rank}/{start}", 1)
+        store = dist.PrefixStore(f"zero/{start}/{opened}", server)
+        store.set(f"here/{rank}", socket.gethostname())
     except RuntimeError as error:
         refusal = DeadlineError if "timed out" in str(error).lower() else WorldError
         raise refusal(
@@ -704,6 +715,18 @@ def _listens(address: tuple[str, int]) -> bool:
     except OSError:
         return False
     return True
+
+
+def _have_gloo_listen_towards(address: tuple[str, int]) -> None:
+    """Name the interface through which this machine reaches `address`, unless the user has named one.
+
+    By itself gloo listens where the machine's own name leads, and that is often the loopback.
+    """
+    with socket.create_connection(address, GRACE_S) as connection:
+        own = connection.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if own in (one.address for one in addresses) and not ipaddress.ip_address(own).is_loopback:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _await_all(store: dist.Store, key: str, rank: int, size: int, timeout_s: float, to: str) -> None:

@@ -38,7 +38,10 @@ WRITTEN = TOTALS.index("write_bytes")
 WAITS = torch.tensor([name.endswith(("wait_s", "busy_s")) for name in TOTALS], device="cpu")
 """Which totals say how a step's time was spent."""
 
-TIMES = (*(key for key in ROW if key.startswith("speed/")), "comm/wait_s", "offload/wait_s")
+TIMES = (
+    *(key for key in ROW if key.startswith("speed/")),
+    "comm/wait_s", "comm/slowest_rank", "comm/slowest_s", "offload/wait_s",
+)  # fmt: skip
 """What a row does not know if no step of it was timed."""
 
 
@@ -272,6 +275,8 @@ def figures(
         f"comm/{name}": int(moved[f"comm_{name}"].sum()) for name in ("gather_bytes", "reduce_bytes", "wire_bytes")
     }
     read_s, write_s = (float(moved[name].max()) for name in ("read_s", "write_s"))
+    waits_s = moved["comm_wait_s"] / timed
+    slowest = int(waits_s.argmin()) if len(waits_s) > 1 else None
     stood_s = float((moved["wait_s"] + moved["comm_wait_s"]).max()) / timed
     busy = moved["busy_s"] > 0
     hidden = 1 - moved["wait_s"][busy] / moved["busy_s"][busy]
@@ -280,7 +285,9 @@ def figures(
         "speed/stall_fraction": min(1.0, stood_s / step_s),
         "speed/hidden_fraction": max(0.0, min(hidden.tolist(), default=1.0)),
         **received,
-        "comm/wait_s": float(moved["comm_wait_s"].max()) / timed,
+        "comm/wait_s": float(waits_s.max()),
+        "comm/slowest_rank": slowest,
+        "comm/slowest_s": None if slowest is None else step_s - float(waits_s[slowest]),
         "offload/read_bytes": read_bytes,
         "offload/write_bytes": write_bytes,
         "offload/wait_s": float(moved["wait_s"].max()) / timed,

@@ -12,7 +12,7 @@ SECTIONS = {
     "train": "loss grad_norm lr loss_scale skipped",
     "val": "loss",
     "speed": "step_s tokens_per_s mfu compute_s stall_fraction hidden_fraction",
-    "comm": "gather_bytes reduce_bytes wire_bytes wait_s",
+    "comm": "gather_bytes reduce_bytes wire_bytes wait_s slowest_rank slowest_s",
     "offload": "read_bytes write_bytes wait_s read_gbps write_gbps bytes_per_param",
     "memory": "device_peak_bytes host_peak_bytes nvme_bytes",
 }
@@ -22,6 +22,8 @@ ROW = ("step", "tokens", *(f"{section}/{name}" for section, names in SECTIONS.it
 `offload/` is what moved between tiers in this row's steps, `comm/` what ranks received from others, `wire_bytes` of it
 from other nodes: bytes of all ranks; seconds per step in which the slowest rank stood still for it; 10^9 bytes a second
 while something was read or written (null: nothing was); bytes read and written per parameter and step.
+`comm/slowest_rank` waited least for others, so they waited for it; `comm/slowest_s` is what is left of its step (null:
+there is one rank).
 
 `speed/compute_s` is what is left of a step on the rank that stood still longest, for whatever reason;
 `speed/stall_fraction` is the rest as a share of the step; `speed/hidden_fraction` is the share of the transfers' time

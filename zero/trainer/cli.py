@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -536,7 +536,7 @@ def _runs_in(overrides: Sequence[str], limit: int = 64) -> Iterator[list[str]]:
 
 
 def _as_one_rank(arguments: Sequence[str], train: "Train") -> int:
-    """Under torchrun rank 0 composes and makes the folder, and sends them to the others."""
+    """Under torchrun rank 0 composes, makes the folder if the run has none yet, and sends them to the others."""
     if os.environ["RANK"] != "0":
         job.run_under_torchrun(train, None, _timeout_s(arguments))
         return 0
@@ -548,8 +548,8 @@ def _as_one_rank(arguments: Sequence[str], train: "Train") -> int:
     config = parse_config(settings_in(composed))
     if config.mode in RUNS_NOTHING:
         raise ConfigError(f"mode={config.mode} asks one process: python train.py mode={config.mode}")
-    _warn([*_notes(composed), *notes_on(config)])
-    job.run_under_torchrun(train, (config, _make_folder(composed, arguments)), config.launch.timeout)
+    _warn([*_notes(composed), *notes_on(config), *launch.notes_on_torchrun()])
+    job.run_under_torchrun(train, (config, partial(_make_folder, composed, arguments)), config.launch.timeout)
     return 0
 
 

@@ -56,19 +56,25 @@ def run(train: "Train", config: Config, folder: Path, *, apart: bool = False) ->
     return summary
 
 
-def run_under_torchrun(train: "Train", given: tuple[Config, Path] | None, timeout_s: float) -> None:
-    """Train as the rank that torchrun made of this process.
+def run_under_torchrun(train: "Train", given: tuple[Config, Callable[[], Path]] | None, timeout_s: float) -> None:
+    """Train as the rank that torchrun made of this process, in the folder of the run if this is not its first start.
 
     Args:
-        given: settings and folder on rank 0, which sends them to the others; None there.
+        given: settings, and what makes the folder of a new run, on rank 0, which sends them to the others; None there.
         timeout_s: longest wait for them.
     """
     from zero.distributed.world import World
 
-    letter = "" if given is None else json.dumps({"config": given[0].plain(), "folder": str(given[1].absolute())})
+    letter = ""
     with World.from_env(timeout_s, "cpu") as world:  # a few bytes: no GPU is opened for them
+        begun = launch.Begun.of(world.gather_texts(launch.own_begun(), "what was begun"))
+        if given is not None:
+            begun = launch.Begun(begun.folder or str(given[1]().absolute()), begun.starts + 1)
+            letter = json.dumps({"config": given[0].plain(), "begun": begun})
         sent = json.loads(world.share(letter))
-    config, folder = read(sent["config"]), Path(sent["folder"])
+    begun = launch.Begun(*sent["begun"])
+    begun.keep()
+    config, folder = read(sent["config"]), Path(begun.folder)
     if given is not None:
         write_config(config, folder)
     with _failing(folder, final=False):

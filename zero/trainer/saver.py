@@ -36,7 +36,8 @@ from zero.trainer.config import Config
 from zero.trainer.resume import differences
 
 STARTS = "starts.jsonl"
-"""In the run's folder: each start, as {"from": folder or null, "step": number}, and each save, as {"saved": folder}."""
+"""In the run's folder: each start, as {"from": folder or null, "step": number, "machines": "one" or "several"}, and
+each save, as {"saved": folder}."""
 
 MARGIN_BYTES = 2**28
 """Beside a copy of the state, what writing it takes and what training may still want."""
@@ -90,7 +91,8 @@ class Saver:
             for line in differences(began_from.facts, self._facts(), began_from.step):
                 note(line)
         if config.mode == "train":
-            by_rank_0(self._world, lambda: record_start(folder, began_from))
+            several = self._world.local_size < self._world.size
+            by_rank_0(self._world, lambda: record_start(folder, began_from, several=several))
 
     def flag(self) -> float:
         """The flag that this rank sends with a step: a sum of the bits above."""
@@ -284,11 +286,15 @@ def _refuse_newer(own: Path, found: Checkpoint | None, rejected: Sequence[str]) 
 # -- the record of starts and saves ------------------------------------------------------------------------------------
 
 
-def record_start(folder: Path, checkpoint: Checkpoint | None) -> None:
-    """Record that the run in `folder` starts from a checkpoint; None: from none."""
-    began = (None, None) if checkpoint is None else (str(checkpoint.folder.absolute()), checkpoint.step)
+def record_start(folder: Path, checkpoint: Checkpoint | None, *, several: bool = False) -> None:
+    """Record that the run in `folder` starts from a checkpoint; None: from none.
+
+    Args:
+        several: on several machines.
+    """
+    began, step = (None, None) if checkpoint is None else (str(checkpoint.folder.absolute()), checkpoint.step)
     with writing(folder / STARTS):
-        _record(folder, dict(zip(("from", "step"), began, strict=True)))
+        _record(folder, {"from": began, "step": step, "machines": "several" if several else "one"})
 
 
 def last_saved(folder: Path) -> Path | None:
@@ -345,12 +351,15 @@ def _again(
 
 
 def _suspects(lines: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
-    """Checkpoints that two starts of this run have gone from and failed, without saving anything since."""
+    """Checkpoints that two starts of this run have gone from and failed, without saving anything since.
+
+    Of starts on one machine: where there are several, one of them is more likely to have failed than a checkpoint.
+    """
     failed: Counter[str] = Counter()
     for line in lines:
         if "saved" in line:
             failed.clear()
-        elif line["from"] is not None:
+        elif line["from"] is not None and line.get("machines") != "several":
             failed[line["from"]] += 1
     return {Path(one): "two starts from it have failed" for one, count in failed.items() if count > 1}
 

@@ -1,5 +1,6 @@
 """Ranks as processes: started, stopped, started again, and their failures reported."""
 
+from zero.trainer.launch.begun import Begun, notes_on_torchrun, own_begun
 from zero.trainer.launch.ending import Interrupted, describe
 from zero.trainer.launch.process import MALLOC_VARIABLES, THRESHOLDS, Malloc, Processes, environment
 from zero.trainer.launch.ranks import (
@@ -15,6 +16,7 @@ from zero.trainer.launch.ranks import (
 from zero.trainer.launch.request import preempted
 
 __all__ = [
-    "FINAL", "MALLOC_VARIABLES", "THRESHOLDS", "Interrupted", "Malloc", "Processes", "count_ranks", "describe",
-    "environment", "inside", "joined", "launch", "preempted", "restart_count", "tell_torchrun", "under_torchrun",
+    "FINAL", "MALLOC_VARIABLES", "THRESHOLDS", "Begun", "Interrupted", "Malloc", "Processes", "count_ranks", "describe",
+    "environment", "inside", "joined", "launch", "notes_on_torchrun", "own_begun", "preempted", "restart_count",
+    "tell_torchrun", "under_torchrun",
 ]  # fmt: skip

@@ -82,10 +82,10 @@ def redirect(path: Path, *, stdout: bool, further: bool = False) -> None:
 
 
 @contextmanager
-def redirected(path: Path, *, stdout: bool) -> Iterator[None]:
+def redirected(path: Path, *, stdout: bool, further: bool = False) -> Iterator[None]:
     """`redirect` for the time of the body."""
     kept = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
-    redirect(path, stdout=stdout)
+    redirect(path, stdout=stdout, further=further)
     try:
         yield
     finally:

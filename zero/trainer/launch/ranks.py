@@ -15,6 +15,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -138,8 +139,10 @@ def joined(entry: Callable[..., Any], *args: Any, how: Processes) -> Any:
         stack.enter_context(Request(how.grace_s).handling(*STOP_SIGNALS, signal.SIGINT))
         with writing(log):
             how.folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(redirected(log, stdout=rank > 0))
-            _write_to_log(f"rank {rank} of {os.environ['WORLD_SIZE']}, process {os.getpid()}\n")
+            again = restart_count()
+            stack.enter_context(redirected(log, stdout=rank > 0, further=again > 0))
+            of = f"of {os.environ['WORLD_SIZE']} on {socket.gethostname()}"
+            _write_to_log(f"rank {rank} {of}, process {os.getpid()}{f', restart {again}' if again else ''}\n")
         stack.enter_context(stacks_on_request(2))
         faulthandler.enable()
         stack.callback(faulthandler.disable)

@@ -1,0 +1,109 @@
+"""`scripts/nodes`: a run over network namespaces, the bytes on their wires, and what is left when all is killed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ROOT / "scripts"
+LIMIT_S = 110
+"""Of any process here, on a very busy machine; on two quiet cores it takes a fifth of that."""
+
+sys.path.append(str(SCRIPTS))
+
+from node_parts.nodes import Nodes, Wire, remove_left_behind, why_not  # noqa: E402 - found through the line above
+from node_parts.run import Job, ranks_of, rows_in  # noqa: E402
+
+refusal = why_not()
+pytestmark = pytest.mark.skipif(bool(refusal), reason=f"nodes: {refusal}")
+
+TINY = ("debug=tiny", "steps=6", "tracker.every=1", "val.every=0", "sample.tokens=0", "launch.timeout=60")
+
+
+def test_two_nodes_train_and_their_wires_carry_what_the_rows_say(tmp_path):
+    command = [sys.executable, SCRIPTS / "nodes", "--rate", "500mbit", "--", ROOT / "train.py", *TINY]
+    done = subprocess.run(
+        [*map(str, command), f"hydra.run.dir={tmp_path}"],
+        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    said = rows[-1]["comm/gather_bytes"] + rows[-1]["comm/reduce_bytes"]
+    table = {line.split()[0]: line.split()[1:3] for line in done.stdout.splitlines() if line.startswith("node")}
+    sent = sum(float(table[node][0].replace(",", "")) for node in ("node0", "node1"))
+    assert said < sent < 1.25 * said, f"{done.stdout}: the rest is headers, and what every row costs"
+
+
+def test_a_run_that_loses_a_rank_goes_on_from_its_last_save_in_its_folder(tmp_path):
+    job = Job([str(ROOT / "train.py"), *TINY, "steps=60", "checkpoint.every=10"], max_restarts=3)
+    how: dict[str, Any] = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    how["env"] = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with Nodes([Wire(), Wire()]) as nodes:
+        first, second = (job.start(nodes, node, **how) for node in range(2))
+        next(line for line in first.stdout if "saved" in line and "step-0000000020" in line)
+        (rank,) = ranks_of(second)
+        rank.kill()
+        said = [one.communicate(timeout=LIMIT_S)[0] for one in (first, second)]
+        assert [first.returncode, second.returncode] == [0, 0], said
+    assert "lost rank 1 on node1" in said[0]
+    (folder,) = (tmp_path / "runs").glob("*/*")
+    lines = rows_in(folder / "starts.jsonl")
+    begin, again = (number for number, line in enumerate(lines) if "from" in line)
+    assert lines[begin]["from"] is None
+    assert lines[again]["from"] == lines[again - 1]["saved"]
+    losses: dict[int, set[float]] = {}
+    for row in rows_in(folder / "metrics.jsonl"):
+        losses.setdefault(row["step"], set()).add(row["train/loss"])
+    assert losses.keys() >= set(range(21, 61)), "the row of the saved step may be lost, as the rank died after it"
+    assert all(len(one) == 1 for one in losses.values()), "a step that is made twice has the same loss, bit by bit"
+
+
+def test_what_a_killed_program_leaves_is_removed():
+    """Its processes are gone with it; the names of its namespaces stay for the next one to find."""
+    program = f"""
+import subprocess, sys
+sys.path.insert(0, {str(SCRIPTS)!r})
+from node_parts.nodes import Nodes, Wire
+nodes = Nodes([Wire(delay_s=0.001)])
+up = nodes.start(0, ["sh", "-c", "echo up; exec sleep 1000"], stdout=subprocess.PIPE)
+up.stdout.readline()
+print(nodes._name, flush=True)
+up.wait()
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as maker:
+        assert maker.stdout is not None
+        name = maker.stdout.readline().strip()
+        left = {f"{name}-{node}" for node in ("switch", "0")}
+        pids = [int(pid) for one in left for pid in _ip("netns", "pids", one).split()]
+        running = [psutil.Process(pid) for pid in pids]
+        maker.kill()
+    assert len(running) == 4, "the wire's program and the node's, and what watches over each"
+    assert not psutil.wait_procs(running, timeout=LIMIT_S)[1]
+    assert left <= set(remove_left_behind())
+    assert name not in _ip("netns", "list")
+
+
+def test_a_wire_that_is_cut_carries_nothing_until_it_is_mended():
+    receive = "import socket, sys; s = socket.create_server(('', 7000)); print(flush=True); s.accept()[0].recv(1)"
+    connect = "import socket, sys; socket.create_connection((sys.argv[1], 7000), float(sys.argv[2])).send(b'1')"
+    with Nodes([Wire(), Wire()]) as nodes:
+        server = nodes.start(1, [sys.executable, "-c", receive], stdout=subprocess.PIPE)
+        assert server.stdout is not None
+        server.stdout.readline()
+        nodes.cut(1)
+        command = [sys.executable, "-c", connect, nodes.address(1)]
+        assert nodes.start(0, [*command, "0.2"], stderr=subprocess.DEVNULL).wait() != 0
+        nodes.mend(1)
+        assert nodes.start(0, [*command, "20"]).wait() == 0
+        assert server.wait() == 0
+
+
+def _ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], capture_output=True, text=True, check=True).stdout

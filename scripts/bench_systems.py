@@ -114,13 +114,18 @@ def ddp(job: Job) -> Step:
     return step
 
 
-def fsdp2(job: Job) -> Step:
-    """fully_shard on each block and on the root; bf16 is MixedPrecisionPolicy(param bf16, reduce fp32)."""
+def fsdp2(job: Job, *, hybrid: bool = False) -> Step:
+    """fully_shard on each block and on the root; bf16 is MixedPrecisionPolicy(param bf16, reduce fp32).
+
+    Args:
+        hybrid: shard within each node, and replicate over nodes.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     _gloo()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    size, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    mesh = init_device_mesh("cpu", (size // local, local) if hybrid else (size,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     keys: dict[str, Any] = {"mesh": mesh, "mp_policy": policy if job.half else MixedPrecisionPolicy()}
     model = replica(job.config())
@@ -172,8 +177,12 @@ def _deepspeed(job: Job, stage: int, communication: str | None) -> Step:
     return step
 
 
-def _zero(job: Job, stage: int, *, compiled: bool = False) -> Step:
-    """A stage of this library with its defaults: lazy update, prefetch 1."""
+def _zero(job: Job, stage: int, *, compiled: bool = False, **between: Any) -> Step:
+    """A stage of this library with its defaults: lazy update, prefetch 1.
+
+    Args:
+        between: `gather`, `reduce` and `shard` of `zero.Plan`.
+    """
     import zero
 
     world = zero.World.from_env()
@@ -186,6 +195,7 @@ def _zero(job: Job, stage: int, *, compiled: bool = False) -> Step:
         precision=zero.Precision(job.dtype),
         compile=compiled,
         world=world,
+        **between,
     )
     store = zero.open_store(plan)
     state = zero.init(plan, store, weights=fill)
@@ -234,6 +244,24 @@ for _stage in (0, 1, 2, 3):
 SYSTEMS["zero3-compiled"] = System(
     lambda job: _zero(job, 3, compiled=True), "the same with zero.compile=true; its first step compiles"
 )
+BETWEEN_NODES: dict[str, System] = {
+    "fsdp2-hybrid": System(lambda job: fsdp2(job, hybrid=True), "fsdp2, sharded in each node, replicated over nodes"),
+    "zero3-copies": System(lambda job: _zero(job, 3, shard="node"), "zero.stage=3 zero.shard=node"),
+}
+"""What is another system only on several nodes."""
+for _stage in (1, 3):
+    BETWEEN_NODES |= {
+        f"zero{_stage}-straight": System(
+            lambda job, stage=_stage: _zero(job, stage, gather="world"), f"zero.stage={_stage} zero.gather=world"
+        ),
+        f"zero{_stage}-gather": System(
+            lambda job, stage=_stage: _zero(job, stage, gather="node"), f"zero.stage={_stage} zero.gather=node"
+        ),
+        f"zero{_stage}-node": System(
+            lambda job, stage=_stage: _zero(job, stage, gather="node", reduce="node"),
+            f"zero.stage={_stage} zero.gather=node zero.reduce=node",
+        ),
+    }
 
 
 def forget_peak() -> None:
@@ -241,11 +269,15 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def measure(job: Job, warmup: int, steps: int) -> dict[str, Any]:
-    """Times of `steps` steps between barriers, after `warmup` unmeasured ones."""
+def measure(job: Job, warmup: int, steps: int, rows: str = "") -> dict[str, Any]:
+    """Times of `steps` steps between barriers, after `warmup` unmeasured ones.
+
+    Args:
+        rows: a file to which rank 0 adds a line after each step.
+    """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     data = open_data(TextConfig(), job.seq, SEED)
-    step = SYSTEMS[job.system].build(job)
+    step = (SYSTEMS | BETWEEN_NODES)[job.system].build(job)
     if not dist.is_initialized():  # one rank needs none
         _gloo()
     gc.collect()
@@ -262,6 +294,9 @@ def measure(job: Job, warmup: int, steps: int) -> dict[str, Any]:
         dist.barrier()
         times.append(time.perf_counter() - start)
         busy.append(time.process_time() - cpu_start)
+        if rows and rank == 0:
+            with Path(rows).open("a") as lines:
+                print(json.dumps({"step": number + 1}), file=lines)
     peaks, mean = torch.tensor([built, host_peak_bytes()], dtype=torch.int64), torch.tensor(losses) / size
     dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
     dist.all_reduce(mean)
@@ -284,10 +319,11 @@ def main() -> None:
         parser.add_argument(f"--{name}", required=True)
     for name in ("width", "layers", "seq", "rows", "warmup", "steps"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--rows-file", default="")
     given = parser.parse_args()
     torch.set_num_threads(1)
     job = Job(given.system, given.dtype, given.width, given.layers, given.seq, given.rows)
-    result = measure(job, given.warmup, given.steps)
+    result = measure(job, given.warmup, given.steps, given.rows_file)
     if os.environ["RANK"] == "0":
         Path(given.out).write_text(json.dumps(result))
     dist.barrier()

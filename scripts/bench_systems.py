@@ -125,7 +125,8 @@ def fsdp2(job: Job, *, hybrid: bool = False) -> Step:
 
     _gloo()
     size, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    mesh = init_device_mesh("cpu", (size // local, local) if hybrid else (size,))
+    shape, names = ((size // local, local), ("replicate", "shard")) if hybrid else ((size,), ("shard",))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     keys: dict[str, Any] = {"mesh": mesh, "mp_policy": policy if job.half else MixedPrecisionPolicy()}
     model = replica(job.config())

@@ -86,6 +86,16 @@ def test_flags_for_nvme_win_over_the_device_beside_them():
         assert told.settings["offload"].get("path") == ("/fast" if flags else None)
 
 
+def test_pages_are_spread_over_the_disks_that_are_named():
+    disks = {f"offload_{kind}": {"device": "nvme", "nvme_path": f"/{kind}"} for kind in ("optimizer", "param")}
+    told = translate(of(zero_optimization={"stage": 3, **disks}))
+    assert told.settings["offload"]["path"] == ["/optimizer", "/param"]
+    assert any("pages of all kinds are spread over /optimizer and /param" in note for note in told.notes)
+    assert "'offload.path=[/optimizer,/param]'" in " ".join(map(shlex.quote, overrides(told.settings)))
+    same = {kind: section | {"nvme_path": "/fast"} for kind, section in disks.items()}
+    assert translate(of(zero_optimization={"stage": 3, **same})).settings["offload"]["path"] == "/fast"
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_parameters_for_host_memory_stay_on_the_device_below_stage_3_and_a_line_says_so(stage):
     """As in DeepSpeed: DeepSpeed-Chat writes one device for every stage."""

@@ -165,9 +165,10 @@ def _offload(config: CheckedConfig) -> dict[str, Any]:
         which = OPTIMIZER if optimizer == "nvme" else PARAM
         raise ConfigError(f"{which} on nvme needs {which}.nvme_path, a folder on a fast local disk")
     if paths and {param, optimizer} & {"nvme", "auto"}:
-        found["offload.path"] = paths[0]
-        if set(paths) - {paths[0]}:
-            config.note(f"all pages are in one file, in {paths[0]}; the other nvme_path is not used")
+        folders = list(dict.fromkeys(paths))
+        found["offload.path"] = folders if len(folders) > 1 else folders[0]
+        if len(folders) > 1:
+            config.note(f"pages of all kinds are spread over {' and '.join(folders)}, by their rates")
     pins = [
         config.get(f"{section}.pin_memory")
         for section, device in ((PARAM, param), (OPTIMIZER, optimizer))

@@ -167,7 +167,7 @@ def _judge(name: str, finding: str, *problems: tuple[Any, State, str]) -> Check:
 
 
 def pins() -> dict[str, str]:
-    """Package to the versions that zero works with: ">=5.5,<6"."""
+    """Package to the versions that zero works with: ">=5.5.4,<6"."""
     project = Path(__file__).resolve().parents[2] / "pyproject.toml"
     if project.is_file():
         table = tomllib.loads(project.read_text())["project"]

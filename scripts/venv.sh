@@ -1,29 +1,30 @@
-# Sourced by other scripts: changes to the repository and puts its .venv first in PATH.
+# Sourced by other scripts: changes to the repository and puts its .venv first in PATH (or the folder in ZERO_VENV).
 #
 #     extra=test    # or nothing
 #     source "$(dirname "$0")/venv.sh"
 #
-# Makes .venv if it is missing, and installs again only when the dependencies in pyproject.toml have changed.
-# PYTHON chooses the interpreter; default: the first suitable one of python3, python3.13, ... python3.11.
+# Makes it if it is missing, and installs again only when the dependencies in pyproject.toml have changed.
+# PYTHON chooses the interpreter; default: the first suitable one of python3, python3.14, ... python3.11.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
-fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
+venv=${ZERO_VENV:-.venv}
+fits() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
-if [ ! -x .venv/bin/python ]; then
-    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+if [ ! -x "$venv/bin/python" ]; then
+    for candidate in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11}; do
         if fits "$candidate"; then
-            "$candidate" -m venv .venv || exit 1
+            "$candidate" -m venv "$venv" || exit 1
             break
         fi
     done
-    if [ ! -x .venv/bin/python ]; then
-        echo "no Python 3.11 to 3.13 found; set PYTHON=/path/to/python" >&2
+    if [ ! -x "$venv/bin/python" ]; then
+        echo "no Python 3.11 or newer found; set PYTHON=/path/to/python" >&2
         exit 1
     fi
 fi
 
-stamp=$(.venv/bin/python - "${extra:-}" <<'PYTHON'
+stamp=$("$venv/bin/python" - "${extra:-}" <<'PYTHON'
 import hashlib, pathlib, sys, tomllib
 
 project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
@@ -31,12 +32,12 @@ wanted = [project["dependencies"], project["optional-dependencies"], sys.argv[1]
 print(hashlib.sha256(repr(wanted).encode()).hexdigest())
 PYTHON
 ) || exit 1
-stamp_file=".venv/installed${extra:+-$extra}"
+stamp_file="$venv/installed${extra:+-$extra}"
 if [ "$(cat "$stamp_file" 2>/dev/null)" != "$stamp" ]; then
-    echo "installing into .venv" >&2
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".${extra:+[$extra]}" >&2 || exit 1
+    echo "installing into $venv" >&2
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".${extra:+[$extra]}" >&2 || exit 1
     echo "$stamp" >"$stamp_file"
 fi
 
-unset extra
-PATH="$PWD/.venv/bin:$PATH"
+PATH="$PWD/$venv/bin:$PATH"
+unset extra venv

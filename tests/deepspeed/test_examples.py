@@ -1,7 +1,7 @@
 """Scripts in the shape of DeepSpeed's users: one line is another, and the losses are those of a recording.
 
-`golden/deepspeed/` holds what each printed under DeepSpeed 0.19.8 (torch 2.13, CPU, one rank, 2026-11-22), with `import
-deepspeed` in place of the marked line.
+`golden/deepspeed/` holds what each printed under DeepSpeed 0.19.8 (torch 2.13, transformers 5.23, CPU, one rank,
+2026-11-22), with `import deepspeed` in place of the marked line.
 """
 
 import json
@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 import zero
 from zero.checkpoint import open_checkpoint
@@ -66,7 +67,9 @@ def close(found, wanted) -> None:
 @pytest.mark.parametrize(("script", "stage"), RUNS, ids=lambda one: one.stem if isinstance(one, Path) else str(one))
 def test_a_script_with_one_line_changed_has_the_losses_of_deepspeed(script, stage, tmp_path):
     if script.stem in FOLDERS:
-        pytest.importorskip("transformers")
+        transformers = pytest.importorskip("transformers")
+        if script.stem == "sft" and Version(transformers.__version__) < Version("5.19"):
+            pytest.skip("older transformers give OPT's attention a mask, and then torch draws another dropout")
     assert script.read_text().count("import zero") == 1
     close(told(script, arguments(script, stage, tmp_path)), recorded(script))
 

@@ -202,7 +202,8 @@ def test_five_steps_are_those_of_plain_torch_and_transformers_gets_the_model_bac
 
 
 def with_checkpoints(model):
-    model.activation_checkpointing_enable()
+    # Where transformers has this name, its older one warns
+    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
 
 
 @pytest.mark.parametrize(("family", "tolerance"), [("llama", 0.0), ("t5", 1e-6)])

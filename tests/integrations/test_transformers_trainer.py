@@ -455,7 +455,8 @@ def fsdp_by_environment(made):
 
     def init(self, *args, **kwargs):
         made(self, *args, **kwargs)
-        self.state._shared_state["fsdp_plugin"] = SimpleNamespace(activation_checkpointing=False)
+        plugin = SimpleNamespace(activation_checkpointing=False, limit_all_gathers=True)
+        self.state._shared_state["fsdp_plugin"] = plugin
 
     return init
 

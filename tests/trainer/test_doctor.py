@@ -130,7 +130,7 @@ def test_every_check_that_is_not_well_says_what_to_do(tmp_path):
         *("swap", "/dev/shm", "malloc", "CPU quota", "CPU and dtype", "NUMA", "disk rate", "checkpoints", "W&B")
     }
     assert wrong["CPU quota"].finding == "the container may use 1 of 4 cores"
-    assert "torch 1.0 (>=2.11,<2.14)" in wrong["versions"].finding
+    assert "torch 1.0 (>=2.11)" in wrong["versions"].finding
 
 
 @pytest.mark.parametrize(
@@ -259,8 +259,9 @@ def test_a_version_inside_its_pin(version, pin, fits):
 
 def test_pins_are_those_of_the_project():
     pins = doctor.pins()
-    assert pins["python"] == ">=3.11,<3.14"
-    assert {"torch", "hydra-core", "wandb", "pydantic", "psutil"} <= set(pins)
+    assert pins["python"] == ">=3.11"
+    assert pins["torch"] == ">=2.11"
+    assert {"hydra-core", "wandb", "pydantic", "psutil"} <= set(pins)
     assert "deepspeed" not in pins
     assert all(re.fullmatch(r"([<>=!]+[\d.]+,?)*", pin) for pin in pins.values())
 

@@ -3,7 +3,7 @@
 Trainer trains through Accelerate: `prepare` gets model and optimizer, `backward` each loss, and `clip_grad_norm_` comes
 before `optimizer.step`. So that is where the engine goes. The model that is prepared is taken over, as by
 `zero.initialize`, and remains the object that it was. All else Trainer does to that model and to Accelerate, as always.
-Read for transformers 5.23 and Accelerate 1.15.
+Read for transformers 5.5.4 to 5.23 and Accelerate 1.15.
 
 Trainer's own words for gradients hold: a loss is divided by the microbatches of the step, or by its tokens, before its
 backward, and gradients of microbatches are added. Only ranks are averaged.

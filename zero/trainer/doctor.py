@@ -167,7 +167,7 @@ def _judge(name: str, finding: str, *problems: tuple[Any, State, str]) -> Check:
 
 
 def pins() -> dict[str, str]:
-    """Package to the versions that zero was tested with: ">=2.11,<2.14"."""
+    """Package to the versions that zero works with: ">=5.5.4,<6"."""
     project = Path(__file__).resolve().parents[2] / "pyproject.toml"
     if project.is_file():
         table = tomllib.loads(project.read_text())["project"]
@@ -196,7 +196,7 @@ def _versions(config: Config, host: Host) -> Iterator[Check]:
 
 
 def within(version: str, pin: str) -> bool:
-    """Whether a version is inside a pin such as ">=2.11,<2.14". Vendors' 2.11.0a0+git and 2.11.0.post1 are 2.11.0."""
+    """Whether a version is inside a pin such as ">=2.11". Vendors' 2.11.0a0+git and 2.11.0.post1 are 2.11.0."""
     return SpecifierSet(pin).contains(Version(version.rstrip("+")).base_version)  # a Python built from git ends in +
 
 

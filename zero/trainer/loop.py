@@ -312,4 +312,5 @@ def _profiler(wanted: bool) -> contextlib.AbstractContextManager[Any]:
     if not wanted:
         return contextlib.nullcontext()
     all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    return torch.profiler.profile(experimental_config=all_threads)
+    # There is one cycle, so nothing adds up; without acc_events torch 2.11 warns that only one is kept
+    return torch.profiler.profile(experimental_config=all_threads, acc_events=True)

@@ -73,7 +73,7 @@ def summed(world: World, dtype: torch.dtype, travels: torch.dtype, accumulate: b
         full = rough(world.size * NUMEL, dtype, world.rank, number)
         sums.append(rough(NUMEL, torch.float32, world.rank, 7) if accumulate else torch.full((NUMEL,), torch.nan))
         partial = torch.full((world.nodes * NUMEL,), torch.nan)
-        routes.advance()
+        routes.advance(0)
         handles.append(routes.reduce_scatter(full, torch.empty_like(full), sums[-1], partial, accumulate=accumulate))
     order = handles if world.rank % 2 else handles[::-1]
     for handle in order:

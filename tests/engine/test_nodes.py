@@ -9,6 +9,7 @@ from torch import nn
 import zero
 from tests.common.small import Setting, small_batch, small_loss, train_small
 from tests.engine.test_oracle import LR, momentum_sgd, norm, run
+from tests.engine.test_reduce_order import SEEDS, model, paths_of, plain, row, same, trained
 from tests.engine.test_stages import placements
 from zero.engine.full import digest, full_state_dict
 from zero.engine.measured import measured
@@ -119,6 +120,46 @@ def test_processes_do_what_threads_do():
     for stage in (1, 3):
         setting = Setting(stage=stage, clip=0.5, between=("node", "node"))
         assert run_processes(4, trained_on_nodes, setting) == run_ranks(4, train_small, setting, nodes=2)
+
+
+# -- ranks on paths of their own ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("between", [("node", "world"), ("world", "node"), ("node", "node")])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("stage", range(3))
+def test_ranks_on_paths_of_their_own_wait_for_nobody_who_is_elsewhere(stage, microbatches, between):
+    """Half of a gather or a sum that one rank needs is started by others, which may have no use for it."""
+    gather, reduce = between
+
+    def rank_main(world: zero.World, programs):
+        return trained(world, programs[world.rank], microbatches, stage=stage, gather=gather, reduce=reduce)
+
+    for seed in SEEDS:
+        programs = [paths_of(seed, rank, steps=4, microbatches=microbatches, alike=0.0) for rank in range(4)]
+        print(f"seed {seed}")
+        same(run_ranks(4, rank_main, programs, nodes=2, timeout_s=30), plain(programs, microbatches))
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_a_rank_that_computes_alone_is_waited_for_between_nodes(stage):
+    def rank_main(world: zero.World, gather: str) -> str:
+        made = model()
+        plan = zero.Plan(made, optimizer=zero.adamw(0.1), world=world, stage=stage, units=[nn.Linear], gather=gather)  # type: ignore[arg-type]
+        state = zero.init(plan, zero.open_store(plan), seed=3)
+        for number in range(3):
+            step = zero.Step(state)
+            step.microbatch()
+            step.backward(state.model(row(world.rank, number), [0, 1, 2, 3, 4]))
+            state, _ = step.finish()
+            if world.rank == 1:
+                with torch.no_grad():
+                    state.model(row(number), [2, 4])
+            full_state_dict(state)
+        return digest(state)
+
+    told = [run_ranks(4, rank_main, gather, nodes=2, timeout_s=30) for gather in ("world", "node")]
+    assert len({*told[0], *told[1]}) == 1
 
 
 # -- what is held, and what travels ------------------------------------------------------------------------------------

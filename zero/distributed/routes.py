@@ -11,9 +11,11 @@ So a byte crosses each wire once. A gather copies, and gives the same bits eithe
 own, which is the same for every stage, tier and schedule. What the ranks of one number have given each other is the
 node's *secondary shard*: who keeps it gathers again without the wire.
 
-Both are operations of two halves. The second half starts when the operation is waited for; before it start those of all
-operations that came earlier, so ranks that wait in different orders still start alike. On a GPU nobody waits: the
-second half of a gather follows on its stream, that of a sum where the reductions are.
+Both are operations of two halves, and the second starts when the first has ended. On a GPU no host waits for that: the
+second half of a gather follows on its stream, that of a sum where the reductions are. Elsewhere it starts when the
+operation is waited for, after those of all operations that came earlier, so ranks that wait in different orders still
+start alike. A rank that does not wait for an operation must not hold up others that do: before it waits for anything
+else it calls `advance`. That waits for first halves, so only for those that every rank is sure to have started.
 
 Letters: W ranks, P elements of a full flat, S = P / W.
 Source: Wang et al. 2023, "ZeRO++", hpZ, for secondary shards; Jia et al. 2018, "Highly Scalable Deep Learning Training
@@ -48,18 +50,26 @@ class Routes:
         travels: torch.dtype = torch.float32,
     ) -> None:
         self._world, self._travels = world, travels
-        at_once = not world.compute.shares_memory  # the host does not wait
-        self._gathers = _ByNode(world, "gather", at_once=at_once) if gather_by_node else None
-        self._sums = _ByNode(world, "sum", at_once=False) if sum_by_node else None
+        self._waiting: deque[_TwoHalves] = deque()  # for their second half, in the order of their first
+        self._gathers = _ByNode(world, "gather") if gather_by_node else None
+        self._sums = _ByNode(world, "sum") if sum_by_node else None
 
     def gather(
-        self, shard_S: Tensor, full_P: Tensor, *, secondary: Tensor | None = None, current: bool = False, what: str = ""
+        self,
+        shard_S: Tensor,
+        full_P: Tensor,
+        *,
+        secondary: Tensor | None = None,
+        current: bool = False,
+        turn: int = 0,
+        what: str = "",
     ) -> Handle:
         """As `World.gather`.
 
         Args:
             secondary: (N x S,), keeps the secondary shard; None: nobody does.
             current: `secondary` has been filled already, or is being filled by an earlier gather.
+            turn: see `advance`.
         """
         if self._gathers is None or not shard_S.numel():
             return self._world.gather(shard_S, full_P, what=what)
@@ -67,17 +77,33 @@ class Routes:
         places = full_P.view(nodes, -1, shard_S.numel())
         own = places[:, ways.within.rank] if secondary is None else secondary.view(nodes, -1)
         first = [] if current else [ways.across.gather(shard_S, own, what=what)]
-        return ways.start(
-            first, lambda: [ways.within.gather(own[n], places[n].view(-1), what=what) for n in range(nodes)]
-        )
+
+        def gather_within() -> list[Handle]:
+            return [ways.within.gather(own[n], places[n].view(-1), what=what) for n in range(nodes)]
+
+        operation = _TwoHalves(first, gather_within, turn, self._advance)
+        if not self._world.compute.shares_memory or (current and not self._waiting):
+            operation.go_on()  # the host does not wait
+        else:
+            self._waiting.append(operation)
+        return operation
 
     def reduce_scatter(
-        self, full_P: Tensor, recv_P: Tensor, sum_S: Tensor, partial: Tensor | None, *, accumulate: bool, what: str = ""
+        self,
+        full_P: Tensor,
+        recv_P: Tensor,
+        sum_S: Tensor,
+        partial: Tensor | None,
+        *,
+        accumulate: bool,
+        turn: int = 0,
+        what: str = "",
     ) -> Handle:
         """As `World.reduce_scatter`.
 
         Args:
             partial: (N x S,) fp32, where sums are by node: this node's sums; scratch, until the handle was waited for.
+            turn: see `advance`.
         """
         if self._sums is None or partial is None or not partial.numel():
             return self._world.reduce_scatter(full_P, recv_P, sum_S, accumulate=accumulate, what=what)
@@ -92,39 +118,41 @@ class Routes:
             received = _reused(recv_P, sent.dtype, sent.numel())
             return [ways.across.reduce_scatter(sent, received, sum_S, accumulate=accumulate, what=what)]
 
-        return ways.start(first, add_nodes)
+        self._waiting.append(_TwoHalves(first, add_nodes, turn, self._advance))
+        return self._waiting[-1]
 
-    def advance(self) -> None:
-        """Start the second half of every sum, on the current stream, as soon as its first one has ended."""
-        if self._sums is not None:
-            self._sums.advance()
+    @property
+    def are_waiting(self) -> bool:
+        """There are second halves to start."""
+        return bool(self._waiting)
+
+    def advance(self, turns: int) -> None:
+        """Start the second halves of what began in the first `turns` turns, on the current stream.
+
+        Args:
+            turns: so many every rank is sure to take without waiting for this one. Turns are counted as the caller
+                likes, alike on all ranks; 0 is before all of them.
+        """
+        while self._waiting and self._waiting[0].turn <= turns:
+            self._advance(self._waiting[0])
+
+    def _advance(self, last: "_TwoHalves") -> None:
+        """Start the second half of `last`, and of all that began earlier."""
+        operation = None
+        while operation is not last:
+            operation = self._waiting[0]
+            operation.go_on()
+            self._waiting.popleft()
 
 
 class _ByNode:
-    """The ranks of this node, and those of this number, with the operations of two halves that are under way."""
+    """The ranks of this node, and those of this number."""
 
-    def __init__(self, world: World, kind: str, *, at_once: bool) -> None:
+    def __init__(self, world: World, kind: str) -> None:
         size, (node, number) = world.local_size, divmod(world.rank, world.local_size)
         self.nodes = world.nodes
         self.within = world.part(range(node * size, (node + 1) * size), f"{kind} within a node")
         self.across = world.part(range(number, world.size, size), f"{kind} across nodes")
-        self._at_once = at_once
-        self._waiting: deque[_TwoHalves] = deque()  # for their second half, in the order of their first
-
-    def start(self, first: Sequence[Handle], then: Callable[[], Sequence[Handle]]) -> Handle:
-        operation = _TwoHalves(first, then, self.advance)
-        self._waiting.append(operation)
-        if self._at_once or (not first and len(self._waiting) == 1):
-            self.advance()
-        return operation
-
-    def advance(self, until: "_TwoHalves | None" = None) -> None:
-        while self._waiting:
-            operation = self._waiting[0]
-            operation.go_on()
-            self._waiting.popleft()
-            if operation is until:
-                return
 
 
 class _TwoHalves:
@@ -132,9 +160,10 @@ class _TwoHalves:
         self,
         first: Sequence[Handle],
         then: Callable[[], Sequence[Handle]],
+        turn: int,
         advance: "Callable[[_TwoHalves], None]",
     ) -> None:
-        self._handles, self._advance = first, advance
+        self.turn, self._handles, self._advance = turn, first, advance
         self._then: Callable[[], Sequence[Handle]] | None = then
 
     def go_on(self) -> None:

@@ -60,6 +60,24 @@ def test_a_gather_by_node_brings_every_shard_to_every_rank(nodes, ranks, keeps):
             assert torch.equal(full, wanted)
 
 
+def two_gathers(world: World) -> list[Tensor]:
+    """Of two engines in one world, before either is waited for."""
+    world.local_size = world.size // 2
+    fulls = [torch.full((world.size * NUMEL,), torch.nan) for _ in range(2)]
+    own = [rough(NUMEL, torch.float32, world.rank, number) for number in range(2)]
+    handles = [by_node(world).gather(shard, full) for shard, full in zip(own, fulls, strict=True)]
+    for handle in handles:
+        handle.wait()
+    return fulls
+
+
+@pytest.mark.parametrize("run", [run_ranks, run_processes])
+def test_the_ways_of_two_engines_are_apart(run):
+    expected = [torch.cat([rough(NUMEL, torch.float32, r, number) for r in range(4)]) for number in range(2)]
+    for fulls in run(4, two_gathers):
+        assert all(torch.equal(full, wanted) for full, wanted in zip(fulls, expected, strict=True))
+
+
 def test_processes_gather_as_threads_do():
     threads, processes = run_ranks(4, gathered, True, nodes=2), run_processes(4, on_two_nodes, True)
     for one, other in zip(threads, processes, strict=True):

@@ -1,6 +1,8 @@
 """Several nodes: ways by node change where bytes travel, and the declared order of a sum; never anything else."""
 
+import os
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -262,5 +264,33 @@ def test_ranks_that_are_not_as_many_on_each_node_are_refused():
         world.local_size = 4
         Setting(between=("node", "world")).plan(world)
 
-    with pytest.raises(PlanError, match="6 ranks are not 4 on each node; start as many on every one of them"):
+    with pytest.raises(
+        PlanError, match="6 ranks are not 4 on each node, with numbers in a row; start as many on every"
+    ):
         run_ranks(6, plan)
+
+
+def planned_on(world: zero.World, places: list[tuple[int, int]]) -> tuple[bool, bool, str]:
+    """Another world in the same processes, whose ranks were started in these (ranks of a node, number there)."""
+    ranks, number = places[world.rank]
+    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "LOCAL_RANK": str(number)}
+    with zero.World.from_env(30.0, device="cpu") as placed:
+        plan = Setting(between=("auto", "world")).plan(placed)
+        zero.init(plan, zero.open_store(plan))
+        with pytest.raises(PlanError) if not placed.nodes_alike else nullcontext():
+            Setting(between=("node", "world")).plan(placed)
+        return placed.nodes_alike, plan.gathers_by_node, plan.gather
+
+
+@pytest.mark.parametrize(
+    ("places", "by_node"),
+    [
+        ([(2, 0), (2, 1), (2, 0), (2, 1)], True),
+        ([(2, 0), (2, 0), (2, 1), (2, 1)], False),  # dealt out in turn
+        ([(3, 0), (3, 1), (3, 2), (1, 0)], False),
+    ],
+)
+def test_ranks_know_alike_whether_nodes_are_alike(places, by_node):
+    """From what each one's launcher told it; where they are not, the default is as if there were no nodes."""
+    told = run_processes(4, planned_on, places)
+    assert told == [(by_node, by_node, "node" if by_node else "world")] * 4

@@ -131,7 +131,8 @@ class World(contextlib.AbstractContextManager["World"]):
     Attributes:
         rank: 0 to size - 1.
         size: W.
-        local_size: how many of them share this machine's memory: a node. Nodes have consecutive ranks.
+        local_size: how many of them share this machine's memory: a node.
+        nodes_alike: every node has so many ranks, and consecutive ones; else there are no ways by node.
         device: where this rank's full tensors live.
         compute: the same, for the engine: streams, memory, readings.
         timeout_s: the deadline of every wait, in seconds.
@@ -146,6 +147,7 @@ class World(contextlib.AbstractContextManager["World"]):
         self.rank = rank
         self.size = size
         self.local_size = size
+        self.nodes_alike = True
         self.compute = compute_device(torch.device(device))
         self.device = self.compute.device
         self.timeout_s = timeout_s
@@ -476,7 +478,7 @@ class ProcessWorld(_Transport):
             raise ConfigError(f"the environment lacks {', '.join(missing)}; start the ranks with torchrun")
         here = claim_device(device, _env_int("LOCAL_RANK", "0"))
         super().__init__(_env_int("RANK"), _env_int("WORLD_SIZE"), device=here, timeout_s=timeout_s)
-        self.local_size = _env_int("LOCAL_WORLD_SIZE", str(self.size))
+        self.local_size = min(_env_int("LOCAL_WORLD_SIZE", str(self.size)), self.size)
         self._store = _open_store(self.rank, self.size, timeout_s)
         gpu = self.compute.name()
         if gpu and self._store.add(f"gpu {gpu}", 1) > 1:
@@ -503,6 +505,14 @@ class ProcessWorld(_Transport):
             counted=self._numbers.copy,
             sockets=connections,
         )
+        self.nodes_alike = self._are_nodes_alike()
+
+    def _are_nodes_alike(self) -> bool:
+        """The same on every rank."""
+        here = self.local_size, _env_int("LOCAL_RANK", str(self.rank % self.local_size))
+        places = self.exchange(torch.tensor(here, device="cpu"), what="places on nodes").tolist()
+        alike = all(place == [self.local_size, rank % self.local_size] for rank, place in enumerate(places))
+        return alike and not self.size % self.local_size
 
     def _open_group(self) -> dist.ProcessGroup | None:
         """Returns when all are connected: a rank that left earlier would tear connections that others still make."""

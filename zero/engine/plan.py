@@ -148,11 +148,11 @@ class Plan(PageTable):
         slots = (slot for unit in splitting.units for layout in unit.layouts for slot in layout.slots)
         optimizer.check_groups({slot.name: slot.shape for slot in slots})
         _, param_tier, grad_tier = lowest_tiers(offload)
-        uneven = bool(world.size % world.local_size)
+        uneven = not world.nodes_alike or world.size % world.local_size
         if uneven and "node" in (gather, reduce):
             raise PlanError(
-                f"{world.size} ranks are not {world.local_size} on each node; start as many on every one of them, or "
-                "set zero.gather=world zero.reduce=world"
+                f"{world.size} ranks are not {world.local_size} on each node, with numbers in a row; start as many on "
+                "every one of them, or set zero.gather=world zero.reduce=world"
             )
         way: Scope = "world" if gather == "world" or uneven else "node"
         moves = prefetch, param_tier, grad_tier, way, reduce, gather != "world"

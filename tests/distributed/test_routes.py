@@ -6,7 +6,7 @@ from torch import Tensor
 
 from zero.distributed.routes import Routes
 from zero.distributed.world import World
-from zero.errors import RankFailedError
+from zero.errors import ConfigError, RankFailedError
 from zero.testing import run_processes, run_ranks
 
 SHAPES = [(2, 2), (2, 3), (3, 2), (4, 2)]
@@ -182,3 +182,8 @@ def test_a_rank_that_fails_is_named_to_those_who_wait_in_either_half():
         run_ranks(4, note, nodes=2)
     assert {rank for rank, _ in told} == {0, 1, 2}
     assert all("rank 3 failed first: ValueError: of its own" in text for _, text in told)
+
+
+def test_thread_ranks_are_as_many_on_each_node():
+    with pytest.raises(ConfigError, match="4 ranks are not as many on each of 3 nodes"):
+        run_ranks(4, by_node, nodes=3)

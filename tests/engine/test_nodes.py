@@ -13,10 +13,11 @@ from tests.common.small import Setting, small_batch, small_loss, train_small
 from tests.engine.test_oracle import LR, momentum_sgd, norm, run
 from tests.engine.test_reduce_order import SEEDS, model, paths_of, plain, row, same, trained
 from tests.engine.test_stages import placements
+from zero.core.placement import Room
 from zero.engine.full import digest, full_state_dict
 from zero.engine.measured import measured
 from zero.errors import PlanError
-from zero.testing import run_processes, run_ranks
+from zero.testing import run_processes, run_ranks, simulated_gpu
 
 KiB = 1024
 OFFLOADS = {
@@ -186,6 +187,24 @@ def test_the_plan_counts_secondary_shards_and_sums_of_nodes(stage, offload, betw
         assert +kinds == found["device"]
         assert bool(kinds["node sums"]) is (between[1] == "node")
         assert bool(kinds["secondary shards"]) is (between[0] == "node" and stage == 3 and offload != "infinity")
+
+
+@pytest.mark.parametrize("gather", ["auto", "node"])
+def test_a_plan_keeps_no_secondary_shards_that_it_found_no_room_for(gather):
+    """Where parameters may go to the host or stay, what is counted is what is there if they go."""
+
+    def planned(world: zero.World, room: int) -> int:
+        with world.exclusive(), zero.empty():
+            model = Wide()
+        how = {"precision": "bf16", "offload": "auto", "gather": gather, "room": Room(room, 2**30, 2**40)}
+        plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, **how)  # type: ignore[arg-type]
+        assert plan.placement.param == "device"
+        return sum(plan.bytes["device"].values())
+
+    with simulated_gpu():
+        most = max(run_ranks(4, planned, 2**40, nodes=2))
+        for room in range(most - 200 * KiB, most, 20 * KiB):
+            assert all(taken <= room for taken in run_ranks(4, planned, room, nodes=2))
 
 
 def test_on_one_node_nothing_is_held_and_no_way_is_another():

@@ -70,8 +70,9 @@ class Plan(PageTable):
         in_place: `zero.init` takes the model over instead of copying it: the model itself trains, and its parameters
             are in shards. For models that cannot be copied, and scripts that go on using theirs.
         gather: "node" sends parameters over the wire between nodes once an update: at stage 3 each node keeps all of
-            them in secondary shards, 1 / ranks of a node on each rank, where they are not offloaded. "auto" does so
-            where they fit; "world" sends them from each rank to each. The same bits.
+            them in secondary shards, 1 / ranks of a node on each rank, unless they are offloaded or may be
+            (`offload.param` is not none). "auto" does so where they fit; "world" sends them from each rank to each. The
+            same bits.
         reduce: "node" adds up gradients within each node, and then those sums: fewer bytes between nodes, in another
             order of additions.
         room: bytes that this rank may take on each tier; None: what is free here and now.
@@ -178,6 +179,7 @@ class Plan(PageTable):
             facts.secondary = table.secondary = False
             self.arena_slots, self.placement = place(table)
         placed = {"param_tier": self.placement.param, "grad_tier": self.placement.grad}
+        placed |= {"secondary": table.keeps_secondary}  # what had no place reserved is not kept
         super().__init__(**{**vars(facts), **placed}, page_numel=table.page_numel)
 
     def tier(self, page: Page) -> Tier:

@@ -178,9 +178,9 @@ class Plan(PageTable):
                 raise
             facts.secondary = table.secondary = False
             self.arena_slots, self.placement = place(table)
-        placed = {"param_tier": self.placement.param, "grad_tier": self.placement.grad}
+        placed = vars(facts) | {"param_tier": self.placement.param, "grad_tier": self.placement.grad}
         placed |= {"secondary": table.keeps_secondary}  # what had no place reserved is not kept
-        super().__init__(**{**vars(facts), **placed}, page_numel=table.page_numel)
+        super().__init__(**placed, page_numel=table.page_numel)
 
     def tier(self, page: Page) -> Tier:
         """Where a page is."""

@@ -1,6 +1,7 @@
 """Several nodes: ways by node change where bytes travel, and the declared order of a sum; never anything else."""
 
 import os
+import time
 from collections import Counter
 from contextlib import nullcontext
 
@@ -16,7 +17,7 @@ from tests.engine.test_stages import placements
 from zero.core.placement import Room
 from zero.engine.full import digest, full_state_dict
 from zero.engine.measured import measured
-from zero.errors import PlanError
+from zero.errors import PlanError, WorldError
 from zero.testing import run_processes, run_ranks, simulated_gpu
 
 KiB = 1024
@@ -142,6 +143,22 @@ def test_ranks_on_paths_of_their_own_wait_for_nobody_who_is_elsewhere(stage, mic
         programs = [paths_of(seed, rank, steps=4, microbatches=microbatches, alike=0.0) for rank in range(4)]
         print(f"seed {seed}")
         same(run_ranks(4, rank_main, programs, nodes=2, timeout_s=30), plain(programs, microbatches))
+
+
+def refused(world: zero.World, path_of: list[list[int]]) -> tuple[str, float]:
+    world.local_size, begin_s = 2, time.monotonic()
+    with pytest.raises(WorldError) as refusal:
+        trained(world, [[[path_of[world.rank]]]], 1, gather="node", reduce="node")
+    return str(refusal.value), time.monotonic() - begin_s
+
+
+@pytest.mark.parametrize("odd", [[1], [3], [2, 3]])
+def test_other_layers_where_parameters_are_sharded_are_refused_within_seconds_between_nodes_too(odd):
+    """Long before the deadline of 120 s."""
+    for said, after_s in run_processes(4, refused, [[0, 1, 3] if rank in odd else [0, 1, 2] for rank in range(4)]):
+        assert "the ranks run different operations: " in said
+        assert "gather of layers.3" in said
+        assert after_s < 15
 
 
 @pytest.mark.parametrize("stage", range(3))

@@ -489,7 +489,7 @@ class ProcessWorld(_Transport):
         address = os.environ["MASTER_ADDR"], _env_int("MASTER_PORT")
         self._notes = Notes(self._store, self.rank, self.size, partial(_listens, address))
         self._places = Places(self.rank)
-        self._communicators: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of parts, by their ranks
+        self._communicators: dict[str, dist.ProcessGroup] = {}  # of parts, by their names
         self._owns_default = not dist.is_initialized()
         before = open_sockets()
         self._group = self._open_group()
@@ -556,15 +556,19 @@ class ProcessWorld(_Transport):
     def part(self, ranks: Sequence[int], name: str) -> "World":
         return _ProcessPart(self, ranks, name)
 
-    def _communicator(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """NCCL's among these ranks; None on a CPU, where messages find their way by their tags."""
+    def _communicator(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup | None:
+        """NCCL's among these ranks; None on a CPU, where messages find their way by their tags.
+
+        Parts of the same ranks have one each: below stage 3 a gather may come before a sum on one rank and after it on
+        another, and a communicator pairs operations in the order in which they come.
+        """
         if self.compute.shares_memory:
             return None
-        if tuple(ranks) not in self._communicators:
+        if name not in self._communicators:
             timeout, backend = timedelta(seconds=self.timeout_s), self.compute.backend
             group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
-            self._communicators[tuple(ranks)] = group
-        return self._communicators[tuple(ranks)]
+            self._communicators[name] = group
+        return self._communicators[name]
 
     def close(self) -> None:
         if self._group is not None:
@@ -636,8 +640,8 @@ class ProcessWorld(_Transport):
             raise self._failure
         signature = signature_of(op, whole)
         self._numbers[order] += 1
-        if not order:
-            self._started.append((self._numbers[order], signature))
+        if not order.endswith(" aside"):  # the numbers of parts come after those of the whole world
+            self._started.append((self._numbers[order] + (_tag(order) << 32 if order else 0), signature))
         return _tag(f"{order} {self._numbers[order]} {signature}")
 
     def _try(self, op: str, peer: int | None, call: Callable[..., Any], *args: Any) -> Any:
@@ -659,7 +663,7 @@ class _ProcessPart(_Transport):
     def __init__(self, whole: ProcessWorld, ranks: Sequence[int], name: str) -> None:
         self._be_part(whole, ranks)
         self._whole, self._ranks, self._name = whole, tuple(ranks), name
-        self._group = whole._communicator(ranks)
+        self._group = whole._communicator(ranks, name)
 
     def _messages(
         self, op: str, whole: Tensor, out: Mapping[int, Tensor], into: Mapping[int, Tensor], *, aside: bool = False

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from zero.distributed.routes import Routes, partial_numel
 from zero.distributed.world import World
-from zero.errors import RankFailedError
+from zero.errors import ConfigError, RankFailedError
 from zero.testing import run_processes, run_ranks
 
 SHAPES = [(2, 2), (2, 3), (3, 2), (4, 2)]
@@ -60,6 +60,24 @@ def test_a_gather_by_node_brings_every_shard_to_every_rank(nodes, ranks, keeps):
             assert torch.equal(full, wanted)
 
 
+def two_gathers(world: World) -> list[Tensor]:
+    """Of two engines in one world, before either is waited for."""
+    world.local_size = world.size // 2
+    fulls = [torch.full((world.size * NUMEL,), torch.nan) for _ in range(2)]
+    own = [rough(NUMEL, torch.float32, world.rank, number) for number in range(2)]
+    handles = [by_node(world).gather(shard, full) for shard, full in zip(own, fulls, strict=True)]
+    for handle in handles:
+        handle.wait()
+    return fulls
+
+
+@pytest.mark.parametrize("run", [run_ranks, run_processes])
+def test_the_ways_of_two_engines_are_apart(run):
+    expected = [torch.cat([rough(NUMEL, torch.float32, r, number) for r in range(4)]) for number in range(2)]
+    for fulls in run(4, two_gathers):
+        assert all(torch.equal(full, wanted) for full, wanted in zip(fulls, expected, strict=True))
+
+
 def test_processes_gather_as_threads_do():
     threads, processes = run_ranks(4, gathered, True, nodes=2), run_processes(4, on_two_nodes, True)
     for one, other in zip(threads, processes, strict=True):
@@ -73,7 +91,7 @@ def summed(world: World, dtype: torch.dtype, travels: torch.dtype, accumulate: b
         full = rough(world.size * NUMEL, dtype, world.rank, number)
         sums.append(rough(NUMEL, torch.float32, world.rank, 7) if accumulate else torch.full((NUMEL,), torch.nan))
         partial = torch.full((world.nodes * NUMEL,), torch.nan)
-        routes.advance()
+        routes.advance(0)
         handles.append(routes.reduce_scatter(full, torch.empty_like(full), sums[-1], partial, accumulate=accumulate))
     order = handles if world.rank % 2 else handles[::-1]
     for handle in order:
@@ -120,7 +138,7 @@ def shared(world: World, dtype: torch.dtype, travels: torch.dtype, accumulate: b
         full = rough(world.size * NUMEL, dtype, world.rank, number)
         sums.append(rough(share, torch.float32, 7) if accumulate else torch.full((share,), torch.nan))
         partial = torch.full((partial_numel(world, full.numel()),), torch.nan)
-        routes.advance()
+        routes.advance(0)
         handles.append(routes.reduce_scatter(full, torch.empty_like(full), sums[-1], partial, accumulate=accumulate))
     for handle in handles if world.rank % 2 else handles[::-1]:
         handle.wait()
@@ -213,3 +231,8 @@ def test_a_rank_that_fails_is_named_to_those_who_wait_in_either_half():
         run_ranks(4, note, nodes=2)
     assert {rank for rank, _ in told} == {0, 1, 2}
     assert all("rank 3 failed first: ValueError: of its own" in text for _, text in told)
+
+
+def test_thread_ranks_are_as_many_on_each_node():
+    with pytest.raises(ConfigError, match="4 ranks are not as many on each of 3 nodes"):
+        run_ranks(4, by_node, nodes=3)

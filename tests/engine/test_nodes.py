@@ -1,6 +1,9 @@
 """Several nodes: ways by node change where bytes travel, and the declared order of a sum; never anything else."""
 
+import os
+import time
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,11 +13,13 @@ from torch import nn
 import zero
 from tests.common.small import Setting, small_batch, small_loss, train_small
 from tests.engine.test_oracle import LR, momentum_sgd, norm, run
+from tests.engine.test_reduce_order import SEEDS, model, paths_of, plain, row, same, trained
 from tests.engine.test_stages import placements
+from zero.core.placement import Room
 from zero.engine.full import digest, full_state_dict
 from zero.engine.measured import measured
-from zero.errors import PlanError
-from zero.testing import run_processes, run_ranks
+from zero.errors import PlanError, WorldError
+from zero.testing import run_processes, run_ranks, simulated_gpu
 
 KiB = 1024
 OFFLOADS = {
@@ -142,6 +147,70 @@ def test_processes_do_what_threads_do():
         assert run_processes(4, trained_on_nodes, setting) == run_ranks(4, train_small, setting, nodes=2)
 
 
+# -- ranks on paths of their own ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"gather": "node"},
+        {"gather": "world", "reduce": "node"},
+        {"gather": "node", "reduce": "node"},
+        {"shard": "node"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("stage", range(3))
+def test_ranks_on_paths_of_their_own_wait_for_nobody_who_is_elsewhere(stage, microbatches, how):
+    """Half of a gather or a sum that one rank needs is started by others, which may have no use for it."""
+
+    def rank_main(world: zero.World, programs):
+        return trained(world, programs[world.rank], microbatches, stage=stage, **how)
+
+    for seed in SEEDS:
+        programs = [paths_of(seed, rank, steps=4, microbatches=microbatches, alike=0.0) for rank in range(4)]
+        print(f"seed {seed}")
+        same(run_ranks(4, rank_main, programs, nodes=2, timeout_s=30), plain(programs, microbatches))
+
+
+def refused(world: zero.World, path_of: list[list[int]]) -> tuple[str, float]:
+    world.local_size, begin_s = 2, time.monotonic()
+    with pytest.raises(WorldError) as refusal:
+        trained(world, [[[path_of[world.rank]]]], 1, gather="node", reduce="node")
+    return str(refusal.value), time.monotonic() - begin_s
+
+
+@pytest.mark.parametrize("odd", [[1], [3], [2, 3]])
+def test_other_layers_where_parameters_are_sharded_are_refused_within_seconds_between_nodes_too(odd):
+    """Long before the deadline of 120 s."""
+    for said, after_s in run_processes(4, refused, [[0, 1, 3] if rank in odd else [0, 1, 2] for rank in range(4)]):
+        assert "the ranks run different operations: " in said
+        assert "gather of layers.3" in said
+        assert after_s < 15
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_a_rank_that_computes_alone_is_waited_for_between_nodes(stage):
+    def rank_main(world: zero.World, gather: str) -> str:
+        made = model()
+        plan = zero.Plan(made, optimizer=zero.adamw(0.1), world=world, stage=stage, units=[nn.Linear], gather=gather)  # type: ignore[arg-type]
+        state = zero.init(plan, zero.open_store(plan), seed=3)
+        for number in range(3):
+            step = zero.Step(state)
+            step.microbatch()
+            step.backward(state.model(row(world.rank, number), [0, 1, 2, 3, 4]))
+            state, _ = step.finish()
+            if world.rank == 1:
+                with torch.no_grad():
+                    state.model(row(number), [2, 4])
+            full_state_dict(state)
+        return digest(state)
+
+    told = [run_ranks(4, rank_main, gather, nodes=2, timeout_s=30) for gather in ("world", "node")]
+    assert len({*told[0], *told[1]}) == 1
+
+
 # -- what is held, and what travels ------------------------------------------------------------------------------------
 
 
@@ -178,6 +247,24 @@ def test_the_plan_counts_a_copy_on_each_node(stage, offload):
         assert +kinds == found["device"]
         assert kinds.pop("node sums")
         assert kinds == Counter(one_node[rank % 2]["device"])
+
+
+@pytest.mark.parametrize("gather", ["auto", "node"])
+def test_a_plan_keeps_no_secondary_shards_that_it_found_no_room_for(gather):
+    """Where parameters may go to the host or stay, what is counted is what is there if they go."""
+
+    def planned(world: zero.World, room: int) -> int:
+        with world.exclusive(), zero.empty():
+            model = Wide()
+        how = {"precision": "bf16", "offload": "auto", "gather": gather, "room": Room(room, 2**30, 2**40)}
+        plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, **how)  # type: ignore[arg-type]
+        assert plan.placement.param == "device"
+        return sum(plan.bytes["device"].values())
+
+    with simulated_gpu():
+        most = max(run_ranks(4, planned, 2**40, nodes=2))
+        for room in range(most - 200 * KiB, most, 20 * KiB):
+            assert all(taken <= room for taken in run_ranks(4, planned, room, nodes=2))
 
 
 def test_on_one_node_nothing_is_held_and_no_way_is_another():
@@ -301,5 +388,31 @@ def test_ranks_that_are_not_as_many_on_each_node_are_refused():
         world.local_size = 4
         Setting(between=("node", "world")).plan(world)
 
-    with pytest.raises(PlanError, match="6 ranks are not 4 on each node; start as many on every one of them"):
+    with pytest.raises(PlanError, match="6 ranks are not 4 on each node, with numbers in a row; start"):
         run_ranks(6, plan)
+
+
+def planned_on(world: zero.World, places: list[tuple[int, int]]) -> tuple[bool, bool, str]:
+    """Another world in the same processes, whose ranks were started in these (ranks of a node, number there)."""
+    ranks, number = places[world.rank]
+    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "LOCAL_RANK": str(number)}
+    with zero.World.from_env(30.0, device="cpu") as placed:
+        plan = Setting(between=("auto", "world")).plan(placed)
+        zero.init(plan, zero.open_store(plan))
+        with pytest.raises(PlanError) if not placed.nodes_alike else nullcontext():
+            Setting(between=("node", "world")).plan(placed)
+        return placed.nodes_alike, plan.gathers_by_node, plan.gather
+
+
+@pytest.mark.parametrize(
+    ("places", "by_node"),
+    [
+        ([(2, 0), (2, 1), (2, 0), (2, 1)], True),
+        ([(2, 0), (2, 0), (2, 1), (2, 1)], False),  # dealt out in turn
+        ([(3, 0), (3, 1), (3, 2), (1, 0)], False),
+    ],
+)
+def test_ranks_know_alike_whether_nodes_are_alike(places, by_node):
+    """From what each one's launcher told it; where they are not, the default is as if there were no nodes."""
+    told = run_processes(4, planned_on, places)
+    assert told == [(by_node, by_node, "node" if by_node else "world")] * 4

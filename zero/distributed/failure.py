@@ -38,7 +38,8 @@ class Note:
             done and closed its world.
         op: the operation that it was in; "" where there was none.
         text: the cause in its words; why it left, unless it closed its world.
-        started: its latest operations by number, so that the first difference can be found.
+        started: its latest operations by number, so that the first difference can be found; each part of the world has
+            numbers of its own.
         peer: the rank at the other end of a broken connection, where known.
     """
 

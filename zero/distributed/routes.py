@@ -14,9 +14,12 @@ node's *secondary shard*: who keeps it gathers again without the wire.
 Where each node has a copy of the state, in shards on its ranks, gathers stay within the node. What the ranks of one
 number have added up, a part of their shard each, they then give each other, so that each copy has all of it.
 
-Both are operations of two halves. The second half starts when the operation is waited for; before it start those of all
-operations that came earlier, so ranks that wait in different orders still start alike. On a GPU nobody waits: the
-second half of a gather follows on its stream, that of a sum where the reductions are.
+Both are operations of two halves, and the second starts when the first has ended; where nodes have copies, a sum has
+three. On a GPU no host waits for that: the second half of a gather follows on its stream, the other parts of a sum
+where the reductions are. Elsewhere it starts when the operation is waited for, after those of all operations that came
+earlier, so ranks that wait in different orders still start alike. A rank that does not wait for an operation must not
+hold up others that do: before it waits for anything else it calls `advance`. That waits for first halves, so only for
+those that every rank is sure to have started.
 
 Letters: W ranks, P elements of a full flat, S = P / W.
 Source: Wang et al. 2023, "ZeRO++", hpZ, for secondary shards; Jia et al. 2018, "Highly Scalable Deep Learning Training
@@ -53,40 +56,69 @@ class Routes:
         travels: torch.dtype = torch.float32,
     ) -> None:
         self._world = within_node(world, "gather") if copies else world
-        self._gathers = _GathersByNode(world) if gather_by_node else None
+        self._queue = _Queue()
+        self._gathers = _GathersByNode(world, self._queue) if gather_by_node else None
         sums = _SumsForCopies if copies else _SumsByNode
-        self._sums = sums(world, travels) if sum_by_node or copies else None
+        self._sums = sums(world, travels, self._queue) if sum_by_node or copies else None
 
     def gather(
-        self, shard_S: Tensor, full_P: Tensor, *, secondary: Tensor | None = None, current: bool = False, what: str = ""
+        self,
+        shard_S: Tensor,
+        full_P: Tensor,
+        *,
+        secondary: Tensor | None = None,
+        current: bool = False,
+        turn: int = 0,
+        what: str = "",
     ) -> Handle:
         """As `World.gather`.
 
         Args:
             secondary: (N x S,), keeps the secondary shard; None: nobody does.
             current: `secondary` has been filled already, or is being filled by an earlier gather.
+            turn: see `advance`.
         """
         if self._gathers is None or not shard_S.numel():
             return self._world.gather(shard_S, full_P, what=what)
-        return self._gathers.start(shard_S, full_P, secondary, current=current, what=what)
+        return self._gathers.start(shard_S, full_P, secondary, current=current, turn=turn, what=what)
 
     def reduce_scatter(
-        self, full_P: Tensor, recv_P: Tensor, sum_S: Tensor, partial: Tensor | None, *, accumulate: bool, what: str = ""
+        self,
+        full_P: Tensor,
+        recv_P: Tensor,
+        sum_S: Tensor,
+        partial: Tensor | None,
+        *,
+        accumulate: bool,
+        turn: int = 0,
+        what: str = "",
     ) -> Handle:
         """As `World.reduce_scatter`.
 
         Args:
             partial: (`partial_numel`,) fp32, where sums are by node: this node's; scratch until the handle was waited
                 for.
+            turn: see `advance`.
         """
         if self._sums is None or partial is None or not partial.numel():
             return self._world.reduce_scatter(full_P, recv_P, sum_S, accumulate=accumulate, what=what)
-        return self._sums.start(full_P, recv_P, sum_S, partial, accumulate=accumulate, what=what)
+        flats = full_P, recv_P, sum_S, partial
+        return self._sums.start(*flats, accumulate=accumulate, turn=turn, what=what)
 
-    def advance(self) -> None:
-        """Start the second half of every sum, on the current stream, as soon as its first one has ended."""
-        if self._sums is not None:
-            self._sums.queue.advance()
+    @property
+    def are_waiting(self) -> bool:
+        """There are parts of operations to start."""
+        return self._queue.is_waiting
+
+    def advance(self, turns: int, *, through: bool = False) -> None:
+        """Start the second halves of what began in the first `turns` turns, on the current stream.
+
+        Args:
+            turns: so many every rank is sure to take without waiting for this one. Turns are counted as the caller
+                likes, alike on all ranks; 0 is before all of them.
+            through: the third parts too, which have to wait for the second ones.
+        """
+        self._queue.advance(turns, through=through)
 
 
 def within_node(world: World, kind: str) -> World:
@@ -106,37 +138,48 @@ def partial_numel(world: World, numel: int) -> int:
 
 
 class _GathersByNode:
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, queue: "_Queue") -> None:
         self._within, self._across = within_node(world, "gather"), across_nodes(world, "gather")
-        self._queue = _Queue(at_once=not world.compute.shares_memory)  # on a GPU the host does not wait
+        self._queue, self._at_once = queue, not world.compute.shares_memory  # on a GPU the host does not wait
 
-    def start(self, shard_S: Tensor, full_P: Tensor, secondary: Tensor | None, *, current: bool, what: str) -> Handle:
+    def start(
+        self, shard_S: Tensor, full_P: Tensor, secondary: Tensor | None, *, current: bool, turn: int, what: str
+    ) -> Handle:
         nodes = self._across.size
         places = full_P.view(nodes, -1, shard_S.numel())
         own = places[:, self._within.rank] if secondary is None else secondary.view(nodes, -1)
         first = [] if current else [self._across.gather(shard_S, own, what=what)]
-        return self._queue.add(
-            first, lambda: [self._within.gather(own[n], places[n].view(-1), what=what) for n in range(nodes)]
-        )
+
+        def gather_within() -> list[Handle]:
+            return [self._within.gather(own[n], places[n].view(-1), what=what) for n in range(nodes)]
+
+        at_once = self._at_once or (current and not self._queue.is_waiting)
+        return self._queue.add(first, gather_within, turn, at_once=at_once)
 
 
 class _SumsByNode:
     """Within a node, then across nodes."""
 
-    def __init__(self, world: World, travels: torch.dtype) -> None:
+    def __init__(self, world: World, travels: torch.dtype, queue: "_Queue") -> None:
         self._within, self._across = within_node(world, "sum"), across_nodes(world, "sum")
-        self._travels = travels
-        self.queue = _Queue()
+        self._travels, self._queue = travels, queue
 
     def start(
-        self, full_P: Tensor, recv_P: Tensor, sum_S: Tensor, partial: Tensor, *, accumulate: bool, what: str
+        self,
+        full_P: Tensor,
+        recv_P: Tensor,
+        sum_S: Tensor,
+        partial: Tensor,
+        *,
+        accumulate: bool,
+        turn: int,
+        what: str,
     ) -> Handle:
         nodes = self._across.size
         rows = zip(full_P.view(nodes, -1), recv_P.view(nodes, -1), partial.view(nodes, -1), strict=True)
         first = [self._within.reduce_scatter(*row, what=what) for row in rows]
-        return self.queue.add(
-            first, lambda: [self._add_nodes(full_P, recv_P, partial, sum_S, accumulate=accumulate, what=what)]
-        )
+        flats = full_P, recv_P, partial, sum_S
+        return self._queue.add(first, lambda: [self._add_nodes(*flats, accumulate=accumulate, what=what)], turn)
 
     def _add_nodes(
         self, full_P: Tensor, recv_P: Tensor, partial: Tensor, sum_S: Tensor, *, accumulate: bool, what: str
@@ -152,12 +195,20 @@ class _SumsByNode:
 class _SumsForCopies(_SumsByNode):
     """Each node gets all of its share, P / L: a rank's part of the sum goes back to the others of its number."""
 
-    def __init__(self, world: World, travels: torch.dtype) -> None:
-        super().__init__(world, travels)
-        self._back, self._backs = across_nodes(world, "sum for copies"), _Queue()
+    def __init__(self, world: World, travels: torch.dtype, queue: "_Queue") -> None:
+        super().__init__(world, travels, queue)
+        self._back = across_nodes(world, "sum for copies")
 
     def start(
-        self, full_P: Tensor, recv_P: Tensor, sum_S: Tensor, partial: Tensor, *, accumulate: bool, what: str
+        self,
+        full_P: Tensor,
+        recv_P: Tensor,
+        sum_S: Tensor,
+        partial: Tensor,
+        *,
+        accumulate: bool,
+        turn: int,
+        what: str,
     ) -> Handle:
         share = partial[: sum_S.numel()]
 
@@ -170,37 +221,61 @@ class _SumsForCopies(_SumsByNode):
                 start=partial.numel() * self._travels.itemsize,
             )
             added = self._add_nodes(full_P, recv_P, partial, own, accumulate=False, what=what)
-            back = self._backs.add([added], lambda: [self._back.gather(own, partial, what=what)])
+            back = self._queue.add_third(added, lambda: [self._back.gather(own, partial, what=what)], turn)
             return [_Then(back, lambda: sum_S.add_(share) if accumulate else sum_S.copy_(share))]
 
-        return self.queue.add([self._within.reduce_scatter(full_P, recv_P, share, what=what)], add_nodes)
+        return self._queue.add([self._within.reduce_scatter(full_P, recv_P, share, what=what)], add_nodes, turn)
 
 
 class _Queue:
-    """Operations of two halves that are under way: their second halves start in the order of their first ones.
+    """Operations of several parts that are under way: their next parts start in the order of their first ones.
 
-    Args:
-        at_once: enqueue a second half with the first one.
+    The third part of an operation comes before the second one of the next: who waits for the one has done all that
+    others need for it before it waits for anything else.
     """
 
-    def __init__(self, *, at_once: bool = False) -> None:
-        self._at_once = at_once
+    def __init__(self) -> None:
         self._waiting: deque[_TwoHalves] = deque()
 
-    def add(self, first: Sequence[Handle], then: Callable[[], Sequence[Handle]]) -> Handle:
-        operation = _TwoHalves(first, then, self.advance)
-        self._waiting.append(operation)
-        if self._at_once or (not first and len(self._waiting) == 1):
-            self.advance()
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def add(
+        self, first: Sequence[Handle], then: Callable[[], Sequence[Handle]], turn: int, *, at_once: bool = False
+    ) -> Handle:
+        operation = _TwoHalves(first, then, turn, self.advance_to)
+        if at_once:
+            operation.go_on()
+        else:
+            self._waiting.append(operation)
         return operation
 
-    def advance(self, until: "_TwoHalves | None" = None) -> None:
-        while self._waiting:
+    def add_third(self, second: Handle, then: Callable[[], Sequence[Handle]], turn: int) -> Handle:
+        """Called as the second part starts."""
+        operation = _TwoHalves([second], then, turn, self.advance_to, is_third=True)
+        self._waiting.insert(1, operation)  # the second part is still at the front
+        return operation
+
+    def advance(self, turns: int, *, through: bool) -> None:
+        """Start second parts of what began in the first `turns` turns, and third ones as far as they are before those.
+
+        Args:
+            through: all third parts too, which have to wait for the second ones.
+        """
+        while self._waiting and self._waiting[0].turn <= turns:
+            is_last = len(self._waiting) == 1 or self._waiting[1].turn > turns
+            if self._waiting[0].is_third and is_last and not through:
+                return
+            self.advance_to(self._waiting[0])
+
+    def advance_to(self, last: "_TwoHalves") -> None:
+        """Start the next part of `last`, and of all that began earlier."""
+        operation = None
+        while operation is not last:
             operation = self._waiting[0]
             operation.go_on()
             self._waiting.popleft()
-            if operation is until:
-                return
 
 
 class _TwoHalves:
@@ -208,13 +283,16 @@ class _TwoHalves:
         self,
         first: Sequence[Handle],
         then: Callable[[], Sequence[Handle]],
+        turn: int,
         advance: "Callable[[_TwoHalves], None]",
+        *,
+        is_third: bool = False,
     ) -> None:
-        self._handles, self._advance = first, advance
+        self.turn, self.is_third, self._handles, self._advance = turn, is_third, first, advance
         self._then: Callable[[], Sequence[Handle]] | None = then
 
     def go_on(self) -> None:
-        """Start the second half. An interrupt leaves it as it was, or has started it."""
+        """Start the second half."""
         for handle in self._handles:
             handle.wait()
         if self._then is not None:

@@ -133,7 +133,8 @@ class World(contextlib.AbstractContextManager["World"]):
     Attributes:
         rank: 0 to size - 1.
         size: W.
-        local_size: how many of them share this machine's memory: a node. Nodes have consecutive ranks.
+        local_size: how many of them share this machine's memory: a node.
+        nodes_alike: every node has so many ranks, and consecutive ones; else there are no ways by node.
         device: where this rank's full tensors live.
         compute: the same, for the engine: streams, memory, readings.
         timeout_s: the deadline of every wait, in seconds.
@@ -148,6 +149,7 @@ class World(contextlib.AbstractContextManager["World"]):
         self.rank = rank
         self.size = size
         self.local_size = size
+        self.nodes_alike = True
         self.compute = compute_device(torch.device(device))
         self.device = self.compute.device
         self.timeout_s = timeout_s
@@ -478,7 +480,7 @@ class ProcessWorld(_Transport):
             raise ConfigError(f"the environment lacks {', '.join(missing)}; start the ranks with torchrun")
         here = claim_device(device, _env_int("LOCAL_RANK", "0"))
         super().__init__(_env_int("RANK"), _env_int("WORLD_SIZE"), device=here, timeout_s=timeout_s)
-        self.local_size = _env_int("LOCAL_WORLD_SIZE", str(self.size))
+        self.local_size = min(_env_int("LOCAL_WORLD_SIZE", str(self.size)), self.size)
         self._store = _open_store(self.rank, self.size, timeout_s)
         gpu = self.compute.name()
         if gpu and self._store.add(f"gpu {gpu}", 1) > 1:
@@ -489,7 +491,7 @@ class ProcessWorld(_Transport):
         address = os.environ["MASTER_ADDR"], _env_int("MASTER_PORT")
         self._notes = Notes(self._store, self.rank, self.size, partial(_listens, address))
         self._places = Places(self.rank)
-        self._communicators: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of parts, by their ranks
+        self._communicators: dict[str, dist.ProcessGroup] = {}  # of parts, by their names
         self._hosts = [host.decode() for host in self._store.multi_get([f"here/{r}" for r in range(self.size)])]
         if self.local_size < self.size:
             _have_gloo_listen_towards(address)
@@ -508,6 +510,14 @@ class ProcessWorld(_Transport):
             counted=self._numbers.copy,
             sockets=connections,
         )
+        self.nodes_alike = self._are_nodes_alike()
+
+    def _are_nodes_alike(self) -> bool:
+        """The same on every rank."""
+        here = self.local_size, _env_int("LOCAL_RANK", str(self.rank % self.local_size))
+        places = self.exchange(torch.tensor(here, device="cpu"), what="places on nodes").tolist()
+        alike = all(place == [self.local_size, rank % self.local_size] for rank, place in enumerate(places))
+        return alike and not self.size % self.local_size
 
     def _open_group(self) -> dist.ProcessGroup | None:
         """Returns when all are connected: a rank that left earlier would tear connections that others still make."""
@@ -553,15 +563,19 @@ class ProcessWorld(_Transport):
     def part(self, ranks: Sequence[int], name: str) -> "World":
         return _ProcessPart(self, ranks, name)
 
-    def _communicator(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """NCCL's among these ranks; None on a CPU, where messages find their way by their tags."""
+    def _communicator(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup | None:
+        """NCCL's among these ranks; None on a CPU, where messages find their way by their tags.
+
+        Parts of the same ranks have one each: below stage 3 a gather may come before a sum on one rank and after it on
+        another, and a communicator pairs operations in the order in which they come.
+        """
         if self.compute.shares_memory:
             return None
-        if tuple(ranks) not in self._communicators:
+        if name not in self._communicators:
             timeout, backend = timedelta(seconds=self.timeout_s), self.compute.backend
             group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
-            self._communicators[tuple(ranks)] = group
-        return self._communicators[tuple(ranks)]
+            self._communicators[name] = group
+        return self._communicators[name]
 
     def close(self) -> None:
         if self._group is not None:
@@ -633,8 +647,8 @@ class ProcessWorld(_Transport):
             raise self._failure
         signature = signature_of(op, whole)
         self._numbers[order] += 1
-        if not order:
-            self._started.append((self._numbers[order], signature))
+        if not order.endswith(" aside"):  # the numbers of parts come after those of the whole world
+            self._started.append((self._numbers[order] + (_tag(order) << 32 if order else 0), signature))
         return _tag(f"{order} {self._numbers[order]} {signature}")
 
     def _try(self, op: str, peer: int | None, call: Callable[..., Any], *args: Any) -> Any:
@@ -657,7 +671,7 @@ class _ProcessPart(_Transport):
     def __init__(self, whole: ProcessWorld, ranks: Sequence[int], name: str) -> None:
         self._be_part(whole, ranks)
         self._whole, self._ranks, self._name = whole, tuple(ranks), name
-        self._group = whole._communicator(ranks)
+        self._group = whole._communicator(ranks, name)
 
     def _messages(
         self, op: str, whole: Tensor, out: Mapping[int, Tensor], into: Mapping[int, Tensor], *, aside: bool = False

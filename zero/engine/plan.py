@@ -70,8 +70,9 @@ class Plan(PageTable):
         in_place: `zero.init` takes the model over instead of copying it: the model itself trains, and its parameters
             are in shards. For models that cannot be copied, and scripts that go on using theirs.
         gather: "node" sends parameters over the wire between nodes once an update: at stage 3 each node keeps all of
-            them in secondary shards, 1 / ranks of a node on each rank, where they are not offloaded. "auto" does so
-            where they fit; "world" sends them from each rank to each. The same bits.
+            them in secondary shards, 1 / ranks of a node on each rank, unless they are offloaded or may be
+            (`offload.param` is not none). "auto" does so where they fit; "world" sends them from each rank to each. The
+            same bits.
         reduce: "node" adds up gradients within each node, and then those sums: fewer bytes between nodes, in another
             order of additions.
         shard: "node" keeps a copy of the state on each node, in shards on its ranks, as hybrid sharding does. Sums are
@@ -154,11 +155,11 @@ class Plan(PageTable):
         slots = (slot for unit in splitting.units for layout in unit.layouts for slot in layout.slots)
         optimizer.check_groups({slot.name: slot.shape for slot in slots})
         _, param_tier, grad_tier = lowest_tiers(offload)
-        uneven = bool(world.size % world.local_size)
+        uneven = not world.nodes_alike or world.size % world.local_size
         if uneven and "node" in (gather, reduce, shard):
             raise PlanError(
-                f"{world.size} ranks are not {world.local_size} on each node; start as many on every one of them, or "
-                "set zero.gather=world zero.reduce=world zero.shard=world"
+                f"{world.size} ranks are not {world.local_size} on each node, with numbers in a row; start as many on "
+                "every one of them, or set zero.gather=world zero.reduce=world zero.shard=world"
             )
         if shard == "node" and world.local_size == 1 < world.size:
             raise PlanError("zero.shard=node with one rank on each node shares nothing; that is zero.stage=0")
@@ -185,8 +186,9 @@ class Plan(PageTable):
                 raise
             facts.secondary = table.secondary = False
             self.arena_slots, self.placement = place(table)
-        placed = {"param_tier": self.placement.param, "grad_tier": self.placement.grad}
-        super().__init__(**{**vars(facts), **placed}, page_numel=table.page_numel)
+        placed = vars(facts) | {"param_tier": self.placement.param, "grad_tier": self.placement.grad}
+        placed |= {"secondary": table.keeps_secondary}  # what had no place reserved is not kept
+        super().__init__(**placed, page_numel=table.page_numel)
 
     def tier(self, page: Page) -> Tier:
         """Where a page is."""

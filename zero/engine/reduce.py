@@ -336,12 +336,20 @@ class Reducer:
         self._turns.go_on()
 
     def _exchange_reports(self, needed: int, *, at_end: bool) -> bool:
+        self._advance(through=True)
         return self._turns.receive(self._world.exchange(self._turns.report(needed, at_end=at_end), what="turns"))
 
     def _agree_on(self, turns: int) -> None:
         """Before a wait for the first `turns` turns: have ranks that are at the end of their step take part in them."""
         while self._turns.agreed < turns:
             self._exchange_reports(turns, at_end=False)
+        self._advance()
+
+    def _advance(self, *, through: bool = False) -> None:
+        """Before a wait that others may not come to: start the second halves of what every rank has begun, or will."""
+        if self._routes.are_waiting:
+            with self._device.aside("reduce", after=PASSED) as self._done:
+                self._routes.advance(self._turns.agreed, through=through)
 
     def _start(self, unit: UnitState, sent: GradientFlat, *, last: bool) -> None:
         """Reduce one flat into `grad`; `last` says that the unit is then complete."""
@@ -355,19 +363,19 @@ class Reducer:
         received = self._take(unit.spec.trainable.P)
         self._log.note(f"reduction of {unit.spec.name}")
         again = unit.filled and not self._adds_up(unit)
+        self._advance()
         with self._device.aside("reduce", after=PASSED) as self._done:  # where its sum will be
-            self._routes.advance()
             self._gradients.open(unit, fresh=not again, held=True)
         sum_S, what = unit.own_grad_S(self._rank), f"the gradient of {unit.spec.name}"
         partials = self._partials.get(partial_numel(self._world, unit.spec.trainable.P), [])
-        flats, partial = (sent.flat_P, received.flat_P), partials.pop() if partials else None
+        flats, partial, turn = (sent.flat_P, received.flat_P), partials.pop() if partials else None, self._turns.taken
         [handle] = self._tape.under_way(
             "reduce",
             unit.spec.name,
-            lambda: [self._routes.reduce_scatter(*flats, sum_S, partial, accumulate=again, what=what)],
+            lambda: [self._routes.reduce_scatter(*flats, sum_S, partial, accumulate=again, turn=turn, what=what)],
         )
         unit.filled = True
-        self._under_way.append(Reduction(unit, self._turns.taken, handle, (sent, received), partial, last))
+        self._under_way.append(Reduction(unit, turn, handle, (sent, received), partial, last))
         if self._full and last:
             self._unpublished.append(unit)
 
@@ -420,8 +428,9 @@ class Reducer:
         grad = self._gradients.open(unit, fresh=False)
         if self._full and self._world.size > 1:
             own_S, what = unit.own_grad_S(self._rank), f"the gradient of {unit.spec.name}"
+            turn = self._turns.taken
             [handle] = self._tape.under_way(
-                "reduce", unit.spec.name, lambda: [self._routes.gather(own_S, grad, what=what)]
+                "reduce", unit.spec.name, lambda: [self._routes.gather(own_S, grad, turn=turn, what=what)]
             )
             self._gathers[unit.index] = unit, handle
             if self._gradients.scarce:

@@ -11,7 +11,7 @@ call alike start the same ones. Where they are resident, ranks may call differen
 come before it in the plan, and the rest before anything else is sent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -32,6 +32,7 @@ class Residency:
         updater: makes a unit's deferred update first. Where parameters are offloaded it hands it off instead: what
             `fetch` starts comes after it by itself. Elsewhere a unit is gathered ahead only if its update is made.
         fetch: starts to fill a buffer with a unit, whose update may be under way still; returns what to wait for.
+        advance: makes what it started go on without this rank, see `Routes.advance`.
         log: where every collective is noted.
         tape: records gathers.
 
@@ -45,9 +46,11 @@ class Residency:
         units: Sequence[UnitState],
         updater: Updater,
         fetch: Fetch,
+        advance: Callable[[int], None],
         log: CollectiveLog,
         tape: Tape,
     ) -> None:
+        self._advance = advance
         self._units, self._device, self._log, self._tape = units, plan.world.compute, log, tape
         self._prefetch, self._apply, self._fetch = plan.prefetch, updater.apply, fetch
         self._hand_off = updater.hand_off if plan.params_offloaded else None
@@ -118,6 +121,7 @@ class Residency:
         if self._in_order:
             for unit in self._units:
                 self._request(unit)
+            self._advance(0)  # those that this rank does not use are waited for by others
 
     def _request(self, unit: UnitState) -> None:
         """Start the gather of `unit` unless a current copy is loaded or on its way."""

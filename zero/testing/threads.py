@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from zero.distributed.failure import GRACE_S, by_rank, first_line, some_ranks
 from zero.distributed.world import Handle, World, signature_of
-from zero.errors import DeadlineError, RankFailedError, WorldError
+from zero.errors import ConfigError, DeadlineError, RankFailedError, WorldError
 
 
 class _Buffers(NamedTuple):
@@ -141,7 +142,7 @@ class ThreadWorld(World):
     def __init__(self, rank: int, shared: _Shared, *, timeout_s: float = 60.0) -> None:
         super().__init__(rank, shared.size, device="cpu", timeout_s=timeout_s)
         self._shared, self._ranks, self._name = shared, tuple(range(shared.size)), ""
-        self._numbers = {False: 0, True: 0}  # how many collectives in the ranks' common order, and outside of it
+        self._numbers = Counter[tuple[str, bool]]()  # of collectives, by part and whether aside from the common order
 
     @classmethod
     def all_ranks(cls, size: int, *, nodes: int = 1, timeout_s: float = 60.0) -> "list[ThreadWorld]":
@@ -151,7 +152,12 @@ class ThreadWorld(World):
             size: number of ranks.
             nodes: how many machines they say that they are on, as many ranks on each.
             timeout_s: seconds that a rank waits for the others in a collective.
+
+        Raises:
+            ConfigError: `nodes` does not divide `size`.
         """
+        if size % nodes:
+            raise ConfigError(f"{size} ranks are not as many on each of {nodes} nodes")
         shared = _Shared(size)
         worlds = [cls(rank, shared, timeout_s=timeout_s) for rank in range(size)]
         for world in worlds:
@@ -161,7 +167,7 @@ class ThreadWorld(World):
     def part(self, ranks: Sequence[int], name: str) -> World:
         part = copy(self)
         part._be_part(self, ranks)
-        part._ranks, part._name, part._numbers = tuple(ranks), name, dict.fromkeys(self._numbers, 0)
+        part._ranks, part._name = tuple(ranks), name
         return part
 
     @contextlib.contextmanager
@@ -189,8 +195,8 @@ class ThreadWorld(World):
         return self._start(op, _Buffers(flat, flat), lambda buffers: _move_broadcast(buffers, source))
 
     def _start(self, op: str, own: _Buffers, move: _Move, *, aside: bool = False) -> Handle:
-        self._numbers[aside] += 1
-        rank, number = self._ranks[self.rank], (self._name, self._ranks, aside, self._numbers[aside])
+        self._numbers[self._name, aside] += 1
+        rank, number = self._ranks[self.rank], (self._name, self._ranks, aside, self._numbers[self._name, aside])
         collective = self._shared.start(rank, self._ranks, number, op, own, move)
         return _ThreadHandle(lambda: self._shared.wait(rank, self._ranks, collective, op, self.timeout_s))
 

@@ -32,8 +32,7 @@ class NextByte(pl.LightningModule):
         return self.head(hidden)
 
     def training_step(self, batch: list[Tensor], number: int) -> Tensor:
-        (rows,) = batch
-        loss = nn.functional.cross_entropy(self(rows[:, :-1]), rows[:, -1])
+        loss = nn.functional.cross_entropy(self(batch[0][:, :-1]), batch[0][:, -1])
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
@@ -49,12 +48,11 @@ def main() -> None:
     pl.seed_everything(0)
     text = torch.tensor(list(Path(torch.nn.functional.__file__).read_bytes()))
     batches = DataLoader(TensorDataset(text.unfold(0, 9, 9)), batch_size=128, shuffle=True)
-    strategy = ZeroStrategy(stage=3, offload="nvme")  # new
-    often = {"max_epochs": 3, "gradient_clip_val": 1.0, "precision": "bf16-mixed", "enable_progress_bar": False}
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    trainer = pl.Trainer(strategy=strategy, devices=ranks, default_root_dir="runs/lightning", logger=False, **often)
-    trainer.fit(NextByte(), batches)  # or trainer.fit(..., ckpt_path="last")
-    trainer.save_checkpoint("runs/lightning/weights.ckpt", weights_only=True)  # a plain file, for load_from_checkpoint
+    where = {"devices": int(os.environ.get("WORLD_SIZE", 1)), "default_root_dir": "runs/lightning"}
+    how = {"max_epochs": 2, "precision": "bf16-mixed", "gradient_clip_val": 1.0, "enable_progress_bar": False}
+    trainer = pl.Trainer(strategy=ZeroStrategy(stage=3, offload="nvme"), logger=False, **where, **how)  # new
+    trainer.fit(NextByte(), batches)  # or fit(..., ckpt_path="runs/lightning/checkpoints/NAME.ckpt")
+    trainer.save_checkpoint("runs/lightning/weights.ckpt", weights_only=True)  # a file, for load_from_checkpoint
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
+    StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
@@ -407,6 +408,11 @@ class LBFGS(Regression):
         return torch.optim.LBFGS(self.parameters())
 
 
+class ByEpoch(Regression):
+    def __init__(self):
+        super().__init__(interval="epoch")
+
+
 class Backward(Regression):
     def backward(self, loss):
         loss.backward()
@@ -428,8 +434,16 @@ class Clipping(Regression):
             {"precision": "64-true"},
             r"precision='64-true'\), DoublePrecision, .*; known are 32-true, bf16-mixed",
         ),
+        (Regression, {}, {"precision": "16-true"}, r"precision='16-true'\), HalfPrecision, .*16-mixed$"),
+        (Regression, {}, {"sync_batchnorm": True}, r"sync_batchnorm=True\): .*leave it out"),
+        (ByEpoch, {}, {"callbacks": [StochasticWeightAveraging(1e-3)]}, r"StochasticWeightAveraging.*leave it out"),
         (Regression, {"precision": "fp16"}, {"precision": "bf16-mixed"}, "'fp16'.*leave out one of them"),
-        (Regression, {}, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "by their norm; leave it out"),
+        (
+            Regression,
+            {},
+            {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+            "the norm is clipped here; leave it out",
+        ),
         (Manual, {}, {}, "automatic_optimization=False: return the loss from training_step"),
         (LBFGS, {}, {}, "optimizer=torch.optim.LBFGS has no counterpart here; known are torch.optim.Adagrad,"),
         (Backward, {}, {}, "LightningModule.backward is overridden: leave it out"),

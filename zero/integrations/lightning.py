@@ -16,7 +16,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -110,8 +112,9 @@ class ZeroStrategy(DDPStrategy):
         check_precision(precision, self._settings, ("Trainer(precision=...)", "ZeroStrategy(precision={!r})"))
         if self.engine is not None:
             self.engine.destroy()
-        timeout_s, device = self._timeout.total_seconds(), self.root_device
-        self._world = self._world or World.from_env(timeout_s, device.type)
+        device = self.root_device
+        where = {"device": "cpu" if device == torch.device("cpu") else None, "timeout_s": self._timeout.total_seconds()}
+        self._world = self._world or World.from_env(**where)
         if self._world.device != device:
             raise ConfigError(
                 f"Trainer chose {device} here, not {self._world.device}: set CUDA_VISIBLE_DEVICES instead"
@@ -283,24 +286,25 @@ class EnginePrecision(Precision):
 
 def _check(module: LightningModule, trainer: Trainer, fits: bool) -> None:
     """Refuse what cannot be kept."""
-    refused = {
-        "a model of torch.compile: pass it as it is, and write ZeroStrategy(compile=True)": module._compiler_ctx,
-        "this model has the engine of another Trainer: go on with that one, or load a checkpoint into a new model": any(
-            isinstance(one, ParameterPlaceholder) for one in module.parameters()
+    has_engine = any(isinstance(one, ParameterPlaceholder) for one in module.parameters())
+    averages = any(isinstance(one, StochasticWeightAveraging | WeightAveraging) for one in trainer.callbacks)
+    by_value = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
+    refused = [
+        (module._compiler_ctx, "a model of torch.compile: pass it as it is, and write ZeroStrategy(compile=True)"),
+        (has_engine, "this model has the engine of another Trainer: use that, or load a checkpoint into a new model"),
+        (trainer.strategy._layer_sync, "Trainer(sync_batchnorm=True): each rank keeps its statistics; leave it out"),
+        (fits and by_value, "Trainer(gradient_clip_algorithm='value'): the norm is clipped here; leave it out"),
+        (fits and averages, "StochasticWeightAveraging and WeightAveraging write whole parameters; leave it out"),
+        (
+            fits and is_overridden("backward", module),
+            "LightningModule.backward is overridden: leave it out; the engine goes backward",
         ),
-        "Trainer(sync_batchnorm=True): ranks keep statistics of their own; leave it out": trainer.strategy._layer_sync,
-    }
-    if fits:
-        refused |= {
-            "automatic_optimization=False: return the loss from training_step; a loop of several optimizers is written "
-            "with zero.initialize instead": not module.automatic_optimization,
-            "LightningModule.backward is overridden: leave it out; the engine goes backward": is_overridden(
-                "backward", module
-            ),
-            "Trainer(gradient_clip_algorithm='value'): gradients are clipped by their norm; leave it out": (
-                trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
-            ),
-        }
-    for line, applies in refused.items():
+        (
+            fits and not module.automatic_optimization,
+            "automatic_optimization=False: return the loss from training_step; several optimizers need a loop of "
+            "zero.initialize",
+        ),
+    ]
+    for applies, line in refused:
         if applies:
             raise ConfigError(line)

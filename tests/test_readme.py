@@ -26,11 +26,15 @@ EXAMPLES = ROOT / "scripts" / "examples"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKING = [*PAGES, *(ROOT / f"{name}.md" for name in ("ARCHITECTURE", "CHANGELOG", "CONTRIBUTING", "SECURITY"))]
 SHOWN = {"own_loop": "own-loop.md", "initialize": "coming-from-deepspeed.md", "hugging_face": "hugging-face.md"}
-SHOWN |= {"hf_trainer": "hugging-face-trainer.md"}
+SHOWN |= {"hf_trainer": "hugging-face-trainer.md", "lightning_trainer": "lightning.md"}
 """Example -> the page of docs/ that begins with it."""
 
-NEEDS = {"hugging_face": "transformers", "hf_trainer": "accelerate"}
+NEEDS = {"hugging_face": "transformers", "hf_trainer": "accelerate", "lightning_trainer": "lightning"}
 PINNED = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")  # of Trainer, without a GPU
+LIGHTNINGS = pytest.mark.filterwarnings(
+    "ignore:.*(does not have many workers|is not supported by the model summary)",
+    "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning",
+)
 
 
 def blocks(page: str) -> list[str]:
@@ -71,6 +75,7 @@ def losses(printed: str) -> list[float]:
 
 
 @PINNED
+@LIGHTNINGS
 @pytest.mark.parametrize("name", SHOWN)
 def test_an_example_learns(name: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     if name in NEEDS:
@@ -95,6 +100,7 @@ def printed_by(world: zero.World, name: str, *arguments: str) -> str:
 
 
 @PINNED
+@LIGHTNINGS
 @pytest.mark.parametrize("name", SHOWN)
 def test_an_example_runs_on_two_ranks(name: str, here: Path):
     if name in NEEDS:

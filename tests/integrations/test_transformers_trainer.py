@@ -413,7 +413,7 @@ def test_adapters_of_peft_train_and_are_saved_as_by_the_plain_trainer(tmp_path, 
 @pytest.mark.parametrize(
     ("settings", "changes", "line"),
     [
-        ({"stge": 3}, {}, r"zero=\{'stge': ...\} is no setting of Trainer's engine; did you mean stage\?"),
+        ({"stge": 3}, {}, r"zero=\{'stge': ...\} is no setting of the engine; did you mean stage\?"),
         ({"accumulate": 2}, {}, "TrainingArguments say the rest"),
         ({}, {"optim": "adafactor"}, r"TrainingArguments\(optim='adafactor'\).*set optim to one of adamw_torch,"),
         ({}, {"torch_compile": True}, r"TrainingArguments\(torch_compile=...\): write zero=\{'compile': True\}"),

@@ -22,21 +22,11 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from zero.core.optim import Transform
-from zero.core.precision import Precision
-from zero.core.suggest import meant
 from zero.deepspeed.engine import Engine
-from zero.deepspeed.initialize import shard
-from zero.deepspeed.optimizers import Optimizer, PassedOptimizer
 from zero.distributed.world import World
-from zero.engine.plan import Plan
 from zero.errors import CheckpointError, ConfigError
-from zero.settings import Settings
+from zero.integrations.engine import STATE_FOLDER, check_precision, check_settings, new_engine
 
-STATE_FOLDER = "zero"
-"""In each `checkpoint-N`: the training state, as `zero.save` writes it."""
-
-PLAN_SETTINGS = ("stage", "precision", "offload", "units", "prefetch", "activations", "compile", "update", "weights")
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad")
 
 REFUSED = {
@@ -88,7 +78,7 @@ class ZeroTrainerMixin(_Base):
 
     def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._plan_settings = dict(zero or {})
-        _check_settings(self._plan_settings)
+        check_settings(self._plan_settings, "zero={{{!r}: ...}}", "TrainingArguments say")
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -131,7 +121,16 @@ class ZeroTrainerMixin(_Base):
                 "TrainingArguments(use_cpu=True)"
             )
         self._dtypes = {name: one.dtype for name, one in self.model.named_parameters(remove_duplicate=False)}
-        self.engine = _new_engine(self.model, self.optimizer, self._world, self.args, self._plan_settings)
+        self.engine = new_engine(
+            self.model,
+            self.optimizer,
+            self._world,
+            self._plan_settings,
+            precision=_precision(self.args),
+            accumulate=self.args.gradient_accumulation_steps,
+            clip=self.args.max_grad_norm or None,
+            rows=self.args.per_device_train_batch_size,
+        )
         generate = getattr(self.model, "generate", None)
         if generate is not None and self._world.size > 1 and self.engine.plan.stage.parameters:
             self.model.generate = _in_step(generate)
@@ -278,15 +277,6 @@ class EngineOptimizer(AcceleratedOptimizer):
 # Inside
 
 
-def _check_settings(settings: Mapping[str, Any]) -> None:
-    for key in settings:
-        if key not in PLAN_SETTINGS:
-            raise ConfigError(
-                f"zero={{{key!r}: ...}} is no setting of Trainer's engine{meant(key, PLAN_SETTINGS)}; there are "
-                f"{', '.join(PLAN_SETTINGS)}, and TrainingArguments say the rest"
-            )
-
-
 def _check_arguments(args: transformers.TrainingArguments, settings: Mapping[str, Any]) -> None:
     for key, instead in REFUSED.items():
         if getattr(args, key, None) not in (None, False, [], "", {}):
@@ -304,44 +294,12 @@ def _check_arguments(args: transformers.TrainingArguments, settings: Mapping[str
             f"zero={{'update': 'eager'}} cannot wait for the norm that TrainingArguments(max_grad_norm="
             f"{args.max_grad_norm:g}) needs; set max_grad_norm=0, or leave out update"
         )
-    asked, given = _precision(args), settings.get("precision")
-    if given is not None and asked != "fp32" and Precision(asked).compute != _as_precision(given).compute:
-        raise ConfigError(f"TrainingArguments({asked}=True) and zero={{'precision': {given!r}}}: leave out one of them")
+    names = f"TrainingArguments({_precision(args)}=True)", "zero={{'precision': {!r}}}"
+    check_precision(_precision(args), settings, names)
 
 
 def _precision(args: transformers.TrainingArguments) -> str:
     return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
-
-
-def _as_precision(given: Precision | str) -> Precision:
-    return given if isinstance(given, Precision) else Precision(given)
-
-
-def _new_engine(
-    model: nn.Module,
-    given: torch.optim.Optimizer | None,
-    world: World,
-    args: transformers.TrainingArguments,
-    settings: Mapping[str, Any],
-) -> Engine:
-    optimizer = Optimizer.of_nothing() if given is None else Optimizer.of(given)
-    how = {"precision": _precision(args)} | {key: value for key, value in settings.items() if key != "weights"}
-    count, clip = args.gradient_accumulation_steps, args.max_grad_norm or None
-
-    def make_plan(transform: Transform) -> Plan:
-        return Plan(model, optimizer=transform, world=world, accumulate=count, in_place=True, **how)
-
-    state = shard(model, optimizer, make_plan, clip=clip, world=world, weights=settings.get("weights"))
-    batch = {"global": "auto", "micro": args.per_device_train_batch_size, "accumulate": count}
-    return Engine(
-        Settings.read({"batch": batch}).on(world.size),
-        state,
-        optimizer,
-        passed=None if given is None else PassedOptimizer(given),
-        lr_scheduler=None,
-        managed=False,  # Trainer says when a step ends: the last one of an epoch may have fewer microbatches
-        run_log=None,
-    )
 
 
 def _in_step(generate: Callable[..., Any]) -> Callable[..., Any]:

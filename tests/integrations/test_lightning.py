@@ -1,0 +1,504 @@
+"""Lightning's Trainer with ZeroStrategy: next to the same Trainer without it, with the same module, rows and arguments.
+
+With one microbatch a step, without clipping and with the fused AdamW no bit of a parameter differs, where the size of
+each is a multiple of 16: torch's kernel rounds the rest of a vector otherwise, and here parameters lie side by side.
+Clipping divides by a number where torch multiplies, microbatches are divided after they are added, and ranks are added
+in their order: 1e-6 of a loss.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+lightning = pytest.importorskip("lightning.pytorch")
+
+from lightning.pytorch.callbacks import (  # noqa: E402
+    Callback,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
+
+import zero  # noqa: E402
+from zero.errors import CheckpointError, ConfigError  # noqa: E402
+from zero.integrations.lightning import ZeroStrategy  # noqa: E402
+from zero.testing import run_processes  # noqa: E402
+
+CLOSE = 1e-6
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
+    pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
+]
+
+
+class Regression(lightning.LightningModule):
+    """An ordinary module; layers are called through it, and by themselves."""
+
+    def __init__(self, width=32, dropout=0.1, fused=True, interval="step"):
+        super().__init__()
+        self.save_hyperparameters()
+        parts = nn.Linear(8, width), nn.LayerNorm(width), nn.Dropout(dropout), nn.Linear(width, width), nn.GELU()
+        self.body = nn.Sequential(*parts)
+        self.head = nn.Linear(width, 1, bias=False)
+        self.register_buffer("calls", torch.zeros(()))
+        self.losses, self.rates = [], []
+
+    def forward(self, rows):
+        return self.head(self.body(rows))
+
+    def training_step(self, batch, number):
+        rows, wanted = batch
+        loss = nn.functional.mse_loss(self(rows) if number % 2 else self.head(self.body(rows)), wanted)
+        self.losses.append(loss.item())
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+        self.calls += 1
+        self.log("loss", loss)
+        return {"loss": loss}
+
+    def validation_step(self, batch, number):
+        rows, wanted = batch
+        self.log("val_loss", nn.functional.mse_loss(self(rows), wanted), sync_dist=True)
+
+    def test_step(self, batch, number):
+        self.validation_step(batch, number)
+
+    def predict_step(self, batch, number):
+        return self(batch[0])
+
+    def configure_optimizers(self):
+        decays = [one for one in self.parameters() if one.ndim > 1]
+        others = [one for one in self.parameters() if one.ndim < 2]
+        groups = [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=self.hparams.fused)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": self.hparams.interval}}
+
+
+def rows(count=40):
+    generator = torch.Generator().manual_seed(1)
+    given = torch.randn(count, 8, generator=generator)
+    return TensorDataset(given, given.sum(1, keepdim=True).sin())
+
+
+def batches(shuffle=False):
+    return DataLoader(rows(), 4, shuffle=shuffle)
+
+
+def trainer(folder, settings=None, **changes):
+    """With ZeroStrategy where there are `settings`; two epochs of ten batches."""
+    strategy = (
+        "ddp" if settings is None and "devices" in changes else "auto" if settings is None else ZeroStrategy(**settings)
+    )
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    how = {"max_epochs": 2, "enable_checkpointing": False, "accelerator": "cpu", "devices": 1}
+    return lightning.Trainer(strategy=strategy, default_root_dir=folder, **(quiet | how | changes))
+
+
+def fitted(folder, settings=None, make=Regression, ckpt_path=None, shuffle=True, **changes):
+    """A Trainer that has trained what `make` makes."""
+    lightning.seed_everything(0, verbose=False)
+    made = trainer(folder, settings, **changes)
+    made.fit(make(), batches(shuffle), batches(), ckpt_path=ckpt_path)
+    return made
+
+
+def without_dropout():
+    return Regression(dropout=0.0)
+
+
+def losses(made):
+    return made.lightning_module.losses
+
+
+def logged(made):
+    return {name: value.item() for name, value in made.callback_metrics.items()}
+
+
+def values(made):
+    if isinstance(made.strategy, ZeroStrategy):
+        return made.strategy.engine.state_dict()
+    return made.lightning_module.state_dict()
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# -- next to the plain Trainer -----------------------------------------------------------------------------------------
+
+
+def test_one_microbatch_without_clipping_has_every_bit_of_the_plain_trainer(tmp_path):
+    """Dropout, the order of the rows, the schedule and logged values included."""
+    plain, ours = fitted(tmp_path), fitted(tmp_path, {"stage": 3})
+    assert len(losses(ours)) == 20
+    assert losses(ours) == losses(plain)
+    assert ours.lightning_module.rates == plain.lightning_module.rates
+    assert logged(ours) == logged(plain)
+    assert same(values(ours), values(plain))
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_accumulation_clipping_schedule_and_decay_groups_are_those_of_the_plain_trainer(interval, tmp_path):
+    """Three microbatches a step, and one in the last of an epoch."""
+
+    def make():
+        return Regression(fused=False, interval=interval)
+
+    how = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
+    plain = fitted(tmp_path, make=make, **how)
+    ours = fitted(tmp_path, {"stage": 2}, make, **how)
+    assert ours.global_step == plain.global_step == 8
+    assert ours.lightning_module.rates == plain.lightning_module.rates
+    assert losses(ours) == pytest.approx(losses(plain), rel=CLOSE)
+    assert logged(ours) == pytest.approx(logged(plain), rel=CLOSE)
+    for name, value in values(plain).items():
+        torch.testing.assert_close(values(ours)[name], value, rtol=1e-5, atol=1e-5)
+
+
+def test_stages_and_tiers_change_no_bit(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    how = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
+    first = fitted(tmp_path, {"stage": 2}, **how)
+    for settings in (
+        {"stage": 3, "offload": "nvme"},
+        {"stage": 3, "offload": zero.Offload("infinity", page_bytes=4096)},
+    ):
+        ours = fitted(tmp_path, settings, **how)
+        assert losses(ours) == losses(first), settings
+        assert same(values(ours), values(first)), settings
+        ours.strategy.engine.destroy()
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_bf16_computes_in_bf16_beside_an_fp32_master(precision, tmp_path):
+    plain = fitted(tmp_path, make=without_dropout, precision="bf16-mixed")
+    ours = fitted(tmp_path, {"stage": 3}, without_dropout, precision=precision)
+    assert ours.strategy.engine.plan.precision.compute == torch.bfloat16
+    assert ours.lightning_module.head.weight.dtype == torch.bfloat16
+    assert {one.dtype for one in values(ours).values()} == {torch.float32}
+    assert losses(ours) == pytest.approx(losses(plain), abs=0.02)
+    assert losses(ours) != losses(plain)
+
+
+@pytest.mark.parametrize("power", [10, 24])
+def test_fp16_scales_its_losses_and_skips_what_overflows(power, tmp_path):
+    scaling = zero.LossScaling(initial=2.0**power, maximum=2.0**power, hysteresis=1)
+    settings = {"stage": 3, "precision": zero.Precision("fp16", scale=scaling)}
+    plugin = MixedPrecision("16-mixed", "cpu")  # precision="16-mixed" is bf16 on a CPU
+    ours = fitted(tmp_path, settings, without_dropout, plugins=[plugin])
+    skipped = 20 - ours.strategy.engine.state.step
+    assert ours.strategy.engine.loss_scale == 2.0 ** (power - skipped)
+    if power == 10:
+        assert losses(ours) == pytest.approx(losses(fitted(tmp_path, make=without_dropout)), abs=0.01)
+    assert 0 < skipped < 20 or power == 10
+
+
+def test_callbacks_and_hooks_are_called_as_by_the_plain_trainer(tmp_path):
+    class Watch(Callback):
+        def __init__(self):
+            self.seen = []
+
+        def on_before_backward(self, trainer, module, loss):
+            self.seen.append(loss.item())
+
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            self.seen.append(float(module.head.weight.grad.norm()))
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, number):
+            self.seen.append(outputs["loss"].item())
+
+    def run(settings):
+        watch, stop = Watch(), EarlyStopping("val_loss", patience=0, min_delta=10.0)
+        accumulate = GradientAccumulationScheduler({0: 1, 1: 4})
+        rates, logger = LearningRateMonitor(), CSVLogger(tmp_path)
+        how = {"callbacks": [watch, stop, accumulate, rates], "logger": logger, "max_epochs": 5, "log_every_n_steps": 1}
+        made = fitted(tmp_path, settings, val_check_interval=0.5, **how)
+        written = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+        return watch.seen, made.global_step, [line.split(",")[:2] for line in written]
+
+    ours, plain = run({"stage": 1}), run(None)
+    assert ours[0] == pytest.approx(plain[0], rel=1e-5)
+    assert ours[1:] == plain[1:]
+
+
+def test_a_warm_up_in_the_modules_own_optimizer_step_is_kept(tmp_path):
+    class Warm(Regression):
+        def optimizer_step(self, epoch, number, optimizer, optimizer_closure=None):
+            optimizer.step(closure=optimizer_closure)
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3 * (self.trainer.global_step + 1)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+
+    plain, ours = fitted(tmp_path, make=Warm), fitted(tmp_path, {"stage": 3}, Warm)
+    assert losses(ours) == losses(plain)
+    assert ours.lightning_module.rates == plain.lightning_module.rates
+
+
+def test_a_training_step_that_returns_none_updates_nothing(tmp_path):
+    class Skipping(Regression):
+        def training_step(self, batch, number):
+            result = super().training_step(batch, number)
+            return None if number % 3 == 1 else result
+
+    plain = fitted(tmp_path, make=Skipping)
+    ours = fitted(tmp_path, {"stage": 3}, Skipping)
+    assert losses(ours) == losses(plain)
+    assert same(values(ours), values(plain))
+
+
+def test_testing_and_predicting_without_fit_have_no_optimizer(tmp_path):
+    results = []
+    for settings in (None, {"stage": 3}):
+        lightning.seed_everything(0, verbose=False)
+        made, model = trainer(tmp_path, settings), Regression()
+        found = made.test(model, batches(), verbose=False)
+        results.append((found, torch.cat(made.predict(model, batches()))))
+        fitted_too = fitted(tmp_path, settings)
+        found = fitted_too.test(verbose=False, dataloaders=batches(), model=fitted_too.lightning_module)
+        results[-1] += (found, torch.cat(fitted_too.predict(fitted_too.lightning_module, batches())))
+    assert not made.strategy.engine.plan.trains
+    assert results[0][0] == results[1][0]
+    assert torch.equal(results[0][1], results[1][1])
+    assert results[0][2] == results[1][2]
+    assert torch.equal(results[0][3], results[1][3])
+
+
+def test_a_model_made_without_memory_gets_its_values_from_weights(tmp_path):
+    class Lazily(Regression):
+        def configure_model(self):
+            if "body" not in self._modules:
+                with zero.empty():
+                    made = Regression()
+                self.body, self.head = made.body, made.head
+
+        def __init__(self):
+            super().__init__()
+            del self.body, self.head
+
+    lightning.seed_everything(0, verbose=False)
+    weights = {name: one.detach() for name, one in Regression().named_parameters()}
+    ours = fitted(tmp_path, {"stage": 3, "weights": weights}, Lazily)
+    assert losses(ours) == losses(fitted(tmp_path))
+    with trainer(tmp_path, {"stage": 3}).init_module(empty_init=True):
+        assert all(one.is_meta for one in Regression().parameters())
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def saving(folder, **changes):
+    return {"callbacks": [ModelCheckpoint(folder, **({"save_top_k": -1} | changes))], "enable_checkpointing": True}
+
+
+def test_a_resumed_run_ends_as_one_that_never_stopped(tmp_path, monkeypatch):
+    """Bit by bit, though it goes on at another stage."""
+    monkeypatch.chdir(tmp_path)
+    how = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3, "max_epochs": 3}
+
+    def run(name, settings, ckpt_path=None, **changes):
+        more = saving(tmp_path / name, filename="{step}")  # Lightning keeps no state of a generator
+        return fitted(tmp_path, settings, without_dropout, ckpt_path, shuffle=False, **(how | more | changes))
+
+    whole = run("whole", {"stage": 3, "offload": "nvme"})
+    run("run", {"stage": 3, "offload": "nvme"}, max_epochs=2)
+    found = sorted((tmp_path / "run").iterdir(), key=lambda path: int(path.stem.split("=")[1]))
+    assert {one.name for one in found[0].iterdir()} == {"zero", "lightning.ckpt"}
+    resumed = run("run", {"stage": 1}, found[0])
+    assert resumed.global_step == whole.global_step == 15
+    count = len(losses(resumed))
+    assert 0 < count < 30
+    assert losses(resumed) == losses(whole)[-count:]
+    assert resumed.lightning_module.rates == whole.lightning_module.rates[-count:]
+    assert logged(resumed) == logged(whole)
+    assert same(values(resumed), values(whole))
+
+
+def test_a_run_resumed_in_the_middle_of_an_epoch_does_what_the_plain_one_does(tmp_path):
+    """Lightning gives it the epoch's first rows again, unless the loader has a state."""
+    how = {"accumulate_grad_batches": 2, "max_steps": 8, "max_epochs": -1, "shuffle": False}
+
+    def run(settings, ckpt_path=None):
+        more = saving(tmp_path / f"{settings}", filename="{step}", every_n_train_steps=3)
+        return fitted(tmp_path, settings, without_dropout, ckpt_path, **(how | more))
+
+    for settings in (None, {"stage": 3}):
+        run(settings)
+    ours, plain = (run(one, tmp_path / f"{one}/step=3.ckpt") for one in ({"stage": 3}, None))
+    assert ours.global_step == plain.global_step == 8
+    assert losses(ours) == pytest.approx(losses(plain), rel=CLOSE)
+    assert ours.lightning_module.rates == plain.lightning_module.rates
+
+
+def test_the_best_checkpoint_is_tested_and_the_worse_ones_are_removed(tmp_path):
+    how = saving(tmp_path / "kept", monitor="val_loss", save_top_k=1, save_last=True, filename="{epoch}")
+    ours = fitted(tmp_path, {"stage": 3}, max_epochs=3, **how)
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {"epoch=2.ckpt", "last.ckpt"}
+    (found,) = ours.test(ckpt_path="best", dataloaders=batches(), verbose=False)
+    assert found["val_loss"] == ours.checkpoint_callback.best_model_score
+    again = trainer(tmp_path, {"stage": 0}, **how)
+    (loaded,) = again.test(Regression(), batches(), ckpt_path=tmp_path / "kept/last.ckpt", verbose=False)
+    assert loaded["val_loss"] == pytest.approx(found["val_loss"], rel=CLOSE)
+
+
+def test_a_checkpoint_is_replaced_by_one_of_fewer_steps_once_that_is_whole(tmp_path, monkeypatch):
+    path = tmp_path / "last.ckpt"
+    fitted(tmp_path, {"stage": 3}).save_checkpoint(path)
+    ours = fitted(tmp_path, {"stage": 3}, max_epochs=1)
+    with monkeypatch.context() as broken:
+        broken.setattr("torch.save", lambda *_: (_ for _ in ()).throw(OSError("the disk is full")))
+        with pytest.raises(OSError, match="the disk is full"):
+            ours.save_checkpoint(path)
+    assert fitted(tmp_path, {"stage": 3}, ckpt_path=path, max_epochs=3).global_step == 30
+    ours.save_checkpoint(path)
+    assert fitted(tmp_path, {"stage": 3}, ckpt_path=path, max_epochs=3).strategy.engine.state.step == 30
+    assert [one.name for one in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_a_checkpoint_of_weights_is_a_file_that_lightning_loads(tmp_path):
+    ours = fitted(tmp_path, {"stage": 3})
+    ours.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    loaded = Regression.load_from_checkpoint(tmp_path / "weights.ckpt")
+    assert same(loaded.state_dict(), values(ours))
+    assert loaded.hparams == ours.lightning_module.hparams
+    wanted = trainer(tmp_path).test(loaded, batches(), verbose=False)
+    assert ours.test(ours.lightning_module, batches(), verbose=False) == wanted
+    again = trainer(tmp_path, {"stage": 3})
+    assert again.test(Regression(), batches(), ckpt_path=tmp_path / "weights.ckpt", verbose=False) == wanted
+
+
+def test_a_checkpoint_of_another_strategy_is_tested_and_not_trained_on(tmp_path):
+    plain = fitted(tmp_path)
+    plain.save_checkpoint(tmp_path / "plain.ckpt")
+    wanted = plain.test(plain.lightning_module, batches(), verbose=False)
+    again = trainer(tmp_path, {"stage": 3})
+    assert again.test(Regression(), batches(), ckpt_path=tmp_path / "plain.ckpt", verbose=False) == wanted
+    with pytest.raises(CheckpointError, match=r"of another strategy.*load_from_checkpoint"):
+        fitted(tmp_path, {"stage": 3}, ckpt_path=tmp_path / "plain.ckpt", max_epochs=3)
+    (tmp_path / "empty.ckpt").mkdir()
+    with pytest.raises(CheckpointError, match="is no checkpoint of ZeroStrategy"):
+        fitted(tmp_path, {"stage": 3}, ckpt_path=tmp_path / "empty.ckpt")
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+class Manual(Regression):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class LBFGS(Regression):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class ByEpoch(Regression):
+    def __init__(self):
+        super().__init__(interval="epoch")
+
+
+class Backward(Regression):
+    def backward(self, loss):
+        loss.backward()
+
+
+class Clipping(Regression):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.clip_gradients(optimizer, 0.25, "norm")
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "changes", "line"),
+    [
+        (Regression, {"stge": 3}, {}, r"ZeroStrategy\(stge=...\) is no setting of the engine; did you mean stage\?"),
+        (Regression, {"accumulate": 2}, {}, "Trainer says the rest"),
+        (
+            Regression,
+            {},
+            {"precision": "64-true"},
+            r"precision='64-true'\), DoublePrecision, .*; known are 32-true, bf16-mixed",
+        ),
+        (Regression, {}, {"precision": "16-true"}, r"precision='16-true'\), HalfPrecision, .*16-mixed$"),
+        (Regression, {}, {"sync_batchnorm": True}, r"sync_batchnorm=True\): .*leave it out"),
+        (ByEpoch, {}, {"callbacks": [StochasticWeightAveraging(1e-3)]}, r"StochasticWeightAveraging.*leave it out"),
+        (Regression, {"precision": "fp16"}, {"precision": "bf16-mixed"}, "'fp16'.*leave out one of them"),
+        (
+            Regression,
+            {},
+            {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+            "the norm is clipped here; leave it out",
+        ),
+        (Manual, {}, {}, "automatic_optimization=False: return the loss from training_step"),
+        (LBFGS, {}, {}, "optimizer=torch.optim.LBFGS has no counterpart here; known are torch.optim.Adagrad,"),
+        (Backward, {}, {}, "LightningModule.backward is overridden: leave it out"),
+        (Clipping, {}, {}, r"clip_gradients\(0.25, 'norm'\): .*write Trainer\(gradient_clip_val=0.25\)"),
+        (lambda: torch.compile(Regression()), {}, {}, r"torch.compile: .*ZeroStrategy\(compile=True\)"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_kept_is_refused_in_one_line(model, settings, changes, line, tmp_path):
+    with pytest.raises(ConfigError, match=line) as caught:
+        fitted(tmp_path, settings, model, **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_has_one_engine(tmp_path):
+    ours = fitted(tmp_path, {"stage": 3})
+    with pytest.raises(ConfigError, match=r"has this model already: fit once.*fit\(ckpt_path=...\)"):
+        ours.fit(ours.lightning_module, batches(), batches())
+    with pytest.raises(ConfigError, match="the engine of another Trainer"):
+        trainer(tmp_path, {"stage": 3}).test(ours.lightning_module, batches(), verbose=False)
+
+
+# -- two processes -----------------------------------------------------------------------------------------------------
+
+
+def on_two_ranks(world, folder):
+    """Losses and metrics of DDP and of ours; of ours resumed; predictions, and what was saved."""
+    os.chdir(folder)
+    how = {"devices": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.3, "max_epochs": 2}
+
+    def run(settings, name, ckpt_path=None):
+        more = saving(folder / name, filename="{epoch}")
+        return fitted(folder, settings, without_dropout, ckpt_path, **(how | more))
+
+    found = {"ddp": run(None, "ddp"), "infinity": run({"stage": 3, "offload": "infinity"}, "infinity")}
+    found["resumed"] = run({"stage": 2}, "infinity", folder / "infinity/epoch=0.ckpt")
+    found["infinity"].save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    metrics = {name: logged(made) for name, made in found.items()}
+    kept = values(found["infinity"])
+    predicted = found["infinity"].predict(found["infinity"].lightning_module, batches())
+    return {name: losses(made) for name, made in found.items()}, metrics, kept, torch.cat(predicted)
+
+
+@pytest.mark.process
+def test_two_processes_learn_what_ddp_learns_in_two(tmp_path):
+    (one, metrics, kept, first), (other, _, also, second) = run_processes(2, on_two_ranks, tmp_path)
+    for found in (one, other):
+        assert len(found["ddp"]) == 10
+        assert found["infinity"] == pytest.approx(found["ddp"], rel=CLOSE)
+        assert found["resumed"] == pytest.approx(found["infinity"][5:], rel=CLOSE)
+    assert one["infinity"] != other["infinity"], "each rank has rows of its own"
+    assert metrics["infinity"] == pytest.approx(metrics["ddp"], rel=CLOSE)
+    loaded = Regression.load_from_checkpoint(tmp_path / "weights.ckpt")
+    assert same(dict(loaded.named_parameters()), {name: kept[name] for name, _ in loaded.named_parameters()})
+    assert same(kept, also)
+    with torch.no_grad():
+        wanted = loaded.eval()(rows()[:][0])
+    torch.testing.assert_close(torch.stack([first, second], 1).flatten(0, 1), wanted, rtol=1e-5, atol=1e-6)

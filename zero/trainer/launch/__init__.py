@@ -1,7 +1,7 @@
 """Ranks as processes: started, stopped, started again, and their failures reported."""
 
 from zero.trainer.launch.ending import Interrupted, describe
-from zero.trainer.launch.process import MALLOC_VARIABLES, THRESHOLDS, Malloc, Processes, environment
+from zero.trainer.launch.process import MALLOC_VARIABLES, THRESHOLDS, Malloc, Processes, environment, set_up
 from zero.trainer.launch.ranks import (
     FINAL,
     count_ranks,
@@ -16,5 +16,6 @@ from zero.trainer.launch.request import preempted
 
 __all__ = [
     "FINAL", "MALLOC_VARIABLES", "THRESHOLDS", "Interrupted", "Malloc", "Processes", "count_ranks", "describe",
-    "environment", "inside", "joined", "launch", "preempted", "restart_count", "tell_torchrun", "under_torchrun",
+    "environment", "inside", "joined", "launch", "preempted", "restart_count", "set_up",
+    "tell_torchrun", "under_torchrun",
 ]  # fmt: skip

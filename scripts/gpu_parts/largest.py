@@ -9,12 +9,13 @@ import zero
 from gpu_parts.devices import Gpu
 from gpu_parts.run import Budget, Emit, Row, error_text
 from gpu_parts.sizes import Model, Sizes
-from gpu_parts.training import Running, Values, activation_bytes, optimizer, tokens
+from gpu_parts.training import Running, Values, optimizer, tokens, traced
 from zero.trainer.config import read
 from zero.trainer.models import GPT, GPTConfig
 from zero.trainer.planning.cost import step_seconds
 from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.rates import measured
+from zero.trainer.planning.tracing import Traced
 
 
 def train_largest(
@@ -25,14 +26,14 @@ def train_largest(
     config, rows = GPTConfig(**model.config), model.rows[0]
     known: Row = {"model": model.name, "parameters": config.parameters_numel, "tokens": rows * config.seq}
     remat = model.activations == "remat"
-    counted, *flops = activation_bytes(config, rows, torch.bfloat16, remat=remat)
+    counted = traced(config, rows, torch.bfloat16, remat=remat)
     try:
-        plan = _plan(model, config, host_bytes, gpu, sizes, disk, counted)
+        plan = _plan(model, config, host_bytes, gpu, sizes, disk, counted.peak_bytes)
     except zero.ZeroError as refused:  # it does not fit: the message says why
         emit({"kind": "forecast", **known, "error": error_text(refused)})
         return
     print(plan, flush=True)
-    emit({"kind": "forecast", **known, **_forecast(plan, gpu, disk, (flops[0], flops[1]))})
+    emit({"kind": "forecast", **known, **_forecast(plan, gpu, disk, counted)})
     begin_s = time.monotonic()
     run = Running(plan, Values())
     emit({"kind": "built", **known, "seconds": round(time.monotonic() - begin_s, 1)})
@@ -68,13 +69,13 @@ def _plan(
     )
 
 
-def _forecast(plan: zero.Plan, gpu: Gpu, disk: Path, flops: tuple[float, float]) -> Row:
+def _forecast(plan: zero.Plan, gpu: Gpu, disk: Path, counted: Traced) -> Row:
     """Bytes on each tier, and the forecast of a step's time, from rates that are measured here in a few seconds."""
     bytes_of = {tier: sum(kinds.values()) for tier, kinds in plan.bytes.items()}
     config = read({"precision": {"compute": "bf16"}, "offload": {"path": str(disk)}})
     room = gpu.room(None, disk)
     device = "cpu" if gpu.simulated else "cuda"
     machine = Machine(1, 1, device, room.device, room.host, room.disk)  # type: ignore[arg-type]
-    rates = measured(config, machine, plan.model, disk="nvme" in bytes_of)
-    seconds = step_seconds(plan, rates, forward_flops=flops[0], backward_flops=flops[1])
+    rates = measured(config, machine, counted, disk="nvme" in bytes_of)
+    seconds = step_seconds(plan, rates, counted.forward, counted.backward)
     return {"bytes": bytes_of, "step_s": seconds, "rates": rates.source}

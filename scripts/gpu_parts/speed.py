@@ -25,11 +25,11 @@ from gpu_parts.training import (
     Offloading,
     Running,
     Values,
-    activation_bytes,
     optimizer,
     recomputing,
     tokens,
     torch_optimizer,
+    traced,
     whole_model,
 )
 from zero.trainer.models import GPT, GPTConfig, loss
@@ -71,7 +71,7 @@ def measure_speed(
 ) -> None:
     """Measure every system in turn, as often as there is time for all of them."""
     config, remat = GPTConfig(**model.config), model.activations == "remat"
-    counted = {rows: activation_bytes(config, rows, torch.bfloat16, remat=remat)[0] for rows in model.rows}
+    counted = {rows: traced(config, rows, torch.bfloat16, remat=remat).peak_bytes for rows in model.rows}
     job = Job(gpu, sizes, model, config, Values(), disk, host_bytes, counted)
     about = {"model": model.name, "parameters": config.parameters_numel, "activations": model.activations}
     emit({"kind": "model", **about, "seq": config.seq, "rows": list(model.rows)})

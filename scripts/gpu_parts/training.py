@@ -14,7 +14,7 @@ from gpu_parts.devices import Gpu
 from gpu_parts.sizes import Sizes
 from zero.engine.unit import split
 from zero.trainer.models import GPT, GPTConfig, loss
-from zero.trainer.planning.tracing import trace
+from zero.trainer.planning.tracing import Traced, trace
 
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 
@@ -92,13 +92,12 @@ def recomputing(model: GPT) -> None:
         block.forward = recompute(block.forward)
 
 
-def activation_bytes(config: GPTConfig, rows: int, dtype: torch.dtype, *, remat: bool) -> tuple[int, float, float]:
-    """(peak bytes of activations, flops of forward, flops of backward) of a microbatch, as the library counts them."""
+def traced(config: GPTConfig, rows: int, dtype: torch.dtype, *, remat: bool) -> Traced:
+    """What a microbatch takes and computes, as the library counts it."""
     with zero.empty():
         model = GPT(config)
     meta = torch.empty(rows, config.seq + 1, dtype=torch.int64, device="meta")
-    traced = trace(model, split(model, world_size=1, class_names=None), loss, meta, compute=dtype, remat=remat)
-    return traced.peak_bytes, traced.forward_flops, traced.backward_flops
+    return trace(model, split(model, world_size=1, class_names=None), loss, meta, compute=dtype, remat=remat)
 
 
 class Running:

@@ -92,7 +92,7 @@ def test_each_further_unit_that_is_made_again_takes_bytes_away():
     assert (traces[0], traces[-1]) == (plain, again)
     for before, after in pairwise(traces):
         assert after.peak_bytes <= before.peak_bytes
-        assert after.backward_flops >= before.backward_flops
+        assert after.backward.flops >= before.backward.flops
     assert again.peak_bytes < 0.5 * plain.peak_bytes
 
 
@@ -166,7 +166,7 @@ def test_auto_sends_to_the_host_what_hides_beside_forward_and_makes_the_rest_aga
     traced = Activations(with_activations(settings, "offload"), model).of(64, "cuda")
     told = []
     for share in (0.01, 0.4, 2.0):  # of all units' bytes that a copy engine moves in the time of forward
-        rates = replace(ROUND, copy_bytes=share * traced.host_bytes * ROUND.flops / traced.forward_flops)
+        rates = replace(ROUND, copy_bytes=share * traced.host_bytes * ROUND.flops / traced.forward.flops)
         monkeypatch.setattr(sys.modules[_with_activations.__module__], "assumed", lambda *_, rates=rates: rates)
         chosen, reasons = _with_activations(settings, machine, model, lambda *_: None)
         words = Counter(chosen.zero.activations_by_pattern.values())

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from zero.errors import ConfigError
+from zero.trainer import launch
 from zero.trainer.config import Config
 from zero.trainer.explain import explain
 
@@ -22,7 +23,10 @@ def answer(config: Config, overrides: Sequence[str], conf: Path) -> int:
     if config.mode == "plan":
         from zero.trainer.planning import plan_text
 
-        text, fits = plan_text(config, overrides)
+        given = config.launch
+        how = launch.Processes(Path(), given.threads, given.malloc)
+        with launch.set_up(how, ranks=1 if given.ranks == "auto" else given.ranks):  # what is timed is as in a rank
+            text, fits = plan_text(config, overrides)
         exit_code = 0 if fits else ConfigError.exit_code
     elif config.mode == "doctor":
         from zero.trainer import doctor

@@ -2,7 +2,7 @@
 
 from zero.trainer.launch.begun import Begun, notes_on_torchrun, own_begun
 from zero.trainer.launch.ending import Interrupted, describe
-from zero.trainer.launch.process import MALLOC_VARIABLES, THRESHOLDS, Malloc, Processes, environment
+from zero.trainer.launch.process import MALLOC_VARIABLES, THRESHOLDS, Malloc, Processes, environment, set_up
 from zero.trainer.launch.ranks import (
     FINAL,
     count_ranks,
@@ -17,6 +17,6 @@ from zero.trainer.launch.request import preempted
 
 __all__ = [
     "FINAL", "MALLOC_VARIABLES", "THRESHOLDS", "Begun", "Interrupted", "Malloc", "Processes", "count_ranks", "describe",
-    "environment", "inside", "joined", "launch", "notes_on_torchrun", "own_begun", "preempted", "restart_count",
+    "environment", "inside", "joined", "launch", "notes_on_torchrun", "own_begun", "preempted", "restart_count", "set_up",
     "tell_torchrun", "under_torchrun",
 ]  # fmt: skip

@@ -57,13 +57,17 @@ def environment(ranks: int, how: Processes) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name in given or name not in os.environ}
 
 
-def set_up(how: Processes) -> AbstractContextManager[None]:
-    """What `environment` does for children, for a process that already runs; variables for the time of the body."""
+def set_up(how: Processes, ranks: int | None = None) -> AbstractContextManager[None]:
+    """What `environment` does for children, for a process that already runs; variables for the time of the body.
+
+    Args:
+        ranks: to share the cores with, if threads are auto; None: torch's threads stay as they are.
+    """
     _set_thresholds(THRESHOLDS.get(how.malloc, ()))
-    if how.threads != "auto":
+    if how.threads != "auto" or (ranks is not None and "OMP_NUM_THREADS" not in os.environ):
         import torch
 
-        torch.set_num_threads(how.threads)
+        torch.set_num_threads(max(1, _cores() // (ranks or 1)) if how.threads == "auto" else how.threads)
     fixed = how.deterministic and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     return environ({"CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE} if fixed else {})
 

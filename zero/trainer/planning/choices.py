@@ -20,6 +20,7 @@ from zero.trainer.config import Config
 from zero.trainer.planning.activations import Activations, Taken
 from zero.trainer.planning.cost import Rates, step_seconds
 from zero.trainer.planning.machine import Machine
+from zero.trainer.planning.tracing import Traced
 
 STAGES = tuple(Stage(level) for level in range(4))
 
@@ -159,9 +160,14 @@ def choice(
         refusal = str(plan)
         plan = _unlimited(solved, machine, model, taken(solved.batch))
         short = _short(plan, solved, machine)
-    seconds = step_seconds(plan, rates, forward_flops=traced.forward_flops, backward_flops=traced.backward_flops)
+    seconds = step_seconds(plan, rates, traced.forward, traced.backward)
     moved_bytes = sum(traffic(plan).of_step(plan.accumulate))
     return Choice(solved, preset, plan, refusal, short, seconds, moved_bytes)
+
+
+def largest(config: Config, machine: Machine, activations: Activations) -> Traced:
+    """The largest microbatch that may be chosen, whether or not it fits: what a probe takes its shapes from."""
+    return activations.of(next(batches(config, machine.ranks)).numbers()[1], machine.device)
 
 
 def with_activations(config: Config, activations: str | Sequence[str]) -> Config:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from zero.engine.plan import Plan
 from zero.engine.traffic import Load, traffic
 from zero.tracker.report.scale import duration_unit
+from zero.trainer.planning.tracing import Work
 
 
 def seconds_text(seconds: float) -> str:
@@ -29,7 +30,10 @@ class Rates:
     """What one rank moves and computes per second.
 
     Attributes:
-        flops: floating point operations, in forward and backward.
+        flops: floating point operations in products of matrices, forward and backward.
+        attention_flops: in fused attention.
+        memory_bytes: read and written by all other operators.
+        launch_s: seconds that an operator takes beside its work.
         copy_bytes: between host memory and the device, both ways together.
         disk_bytes: read and written in turns, both together; this rank's share of its node's disk.
         link_bytes: received from other ranks in a collective.
@@ -38,6 +42,9 @@ class Rates:
     """
 
     flops: float
+    attention_flops: float
+    memory_bytes: float
+    launch_s: float
     copy_bytes: float
     disk_bytes: float
     link_bytes: float
@@ -46,33 +53,51 @@ class Rates:
     source: str
 
 
-def step_seconds(plan: Plan, rates: Rates, *, forward_flops: float, backward_flops: float) -> float:
+def compute_seconds(work: Work, rates: Rates) -> float:
+    """Time to compute, each kind of work at its rate."""
+    return (
+        work.flops / rates.flops
+        + work.attention_flops / rates.attention_flops
+        + work.nbytes / rates.memory_bytes
+        + work.launches * rates.launch_s
+    )
+
+
+def step_seconds(plan: Plan, rates: Rates, forward: Work, backward: Work) -> float:
     """Predicted time of one step.
 
     Args:
-        forward_flops, backward_flops: of one microbatch; recomputation counts as backward.
+        forward, backward: of one microbatch; recomputation counts as backward.
     """
-    moved, count = traffic(plan), plan.accumulate
-    forward_s, backward_s = forward_flops / rates.flops, backward_flops / rates.flops
-    hidden_numel = moved.offloaded_numel
-    if plan.world.compute.shares_memory:
-        hidden_numel = 0  # the store's threads would take compute's cores
-    update_s = hidden_numel / (rates.host_update_numel if plan.offload.compute == "host" else rates.update_numel)
-    offload_s = max(_seconds(moved.update, rates), update_s)
+    moved, count, on_cpu = traffic(plan), plan.accumulate, plan.world.compute.shares_memory
     numel = sum(plan.update_numel(unit) for unit in plan.units)
+    written_bytes = 2 * plan.flat_dtype.itemsize * sum(unit.trainable.P for unit in plan.units)
+    forward_s = compute_seconds(forward, rates)
+    backward_s = compute_seconds(backward + Work(nbytes=written_bytes), rates)  # gradients go into their flats
+    hidden_numel = 0 if on_cpu else moved.offloaded_numel  # a CPU's cores compute: the store's threads take them away
+    update_s = hidden_numel / (rates.host_update_numel if plan.offload.compute == "host" else rates.update_numel)
+    offload_s = max(_moving(moved.update, rates, on_cpu)[0], update_s)
     in_place_s = max(0, numel - hidden_numel) / rates.update_numel
-    middle_s = (count - 1) * (
-        max(forward_s, _seconds(moved.forward, rates)) + max(backward_s, _seconds(moved.backward, rates))
-    )
-    first_s = max(forward_s, _seconds(moved.forward + moved.first, rates))
-    last_s = max(backward_s, _seconds(moved.backward + moved.last, rates))
+
+    def beside(compute_s: float, load: Load, others_s: float = 0.0) -> float:
+        hidden_s, exposed_s = _moving(load, rates, on_cpu)
+        return max(compute_s, hidden_s, others_s) + exposed_s
+
+    late_s = offload_s if plan.update == "lazy" else 0.0
+    first_s = beside(forward_s, moved.forward + moved.first, late_s)
+    middle_s = (count - 1) * (beside(forward_s, moved.forward) + beside(backward_s, moved.backward))
+    last_s = beside(backward_s, moved.backward + moved.last)
     if plan.update == "serial":
         return first_s + middle_s + last_s + offload_s + in_place_s
     if plan.update == "eager":
         return max(first_s + middle_s + last_s, offload_s) + in_place_s
-    return max(first_s, offload_s) + middle_s + last_s + in_place_s
+    return first_s + middle_s + last_s + in_place_s
 
 
-def _seconds(load: Load, rates: Rates) -> float:
-    """All at once: the slowest way decides."""
-    return max(load.disk / rates.disk_bytes, load.copy / rates.copy_bytes, load.link / rates.link_bytes)
+def _moving(load: Load, rates: Rates, on_cpu: bool) -> tuple[float, float]:
+    """Seconds that hide behind compute, all ways at once: the slowest decides; and those that do not.
+
+    What a CPU sends to other ranks its cores copy, which then do not compute.
+    """
+    link_s, disk_s, copy_s = load.link / rates.link_bytes, load.disk / rates.disk_bytes, load.copy / rates.copy_bytes
+    return (max(disk_s, copy_s), link_s) if on_cpu else (max(link_s, disk_s, copy_s), 0.0)

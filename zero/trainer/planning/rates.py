@@ -1,11 +1,14 @@
 """How fast a machine computes and moves bytes: measured here within seconds, or assumed for a described machine."""
 
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
-from torch import nn
+import torch.nn.functional as F
 
 from zero.core.kept import Kept
 from zero.core.layout import Layout
@@ -19,9 +22,13 @@ from zero.store import probe
 from zero.trainer.config import Config
 from zero.trainer.planning.cost import Rates
 from zero.trainer.planning.machine import Machine
+from zero.trainer.planning.tracing import Product, Traced
 
 GPU = Rates(
     flops=1.5e14,
+    attention_flops=1.5e14,
+    memory_bytes=2.5e12,
+    launch_s=0.0,
     copy_bytes=4e10,
     disk_bytes=6e9,
     link_bytes=1e11,
@@ -32,23 +39,31 @@ GPU = Rates(
 )
 CPU = Rates(
     flops=5e10,
+    attention_flops=2e10,
+    memory_bytes=1e10,
+    launch_s=1e-5,
     copy_bytes=1e10,
     disk_bytes=2e9,
-    link_bytes=1e9,
+    link_bytes=5e8,
     update_numel=1e9,
     host_update_numel=1e9,
-    source="assumed for each rank: 50 GFLOP/s, 1 GB/s to other ranks, and 2 GB/s of disk for each node",
+    source="assumed for each rank: 50 GFLOP/s, 0.5 GB/s to other ranks, and 2 GB/s of disk for each node",
 )
 GPU_FP32_FLOPS, BETWEEN_NODES_BYTES = 2e13, 1e10
 
-PROBE_FLOPS: Mapping[str, float] = {"cpu": 3e9, "cuda": 2e12}
-"""Most operations in a turn of the compute that is measured: some hundredths of a second, except for a CPU's fp16."""
+PROBE_FLOPS: Mapping[str, float] = {"cpu": 1e8, "cuda": 1e12}
+"""Most operations of a product that is timed, for each thread of a CPU: about a millisecond. A longer one is no faster,
+and is disturbed more often by what else the machine does."""
 
-PROBE_FEW_TOKENS, PROBE_TOKENS = 8, 4096
-PROBE_S = 0.2
+PROBE_PRODUCTS = 16
+"""How many products are timed: those that most operations belong to."""
+
+PROBE_S: Mapping[str, float] = {"products": 0.6, "attention": 0.2, "elementwise": 0.15, "launches": 0.05, "other": 0.2}
 """How long turns are repeated."""
 
-PROBE_MATRIX_NUMEL: Mapping[str, int] = {"cpu": 2**22, "cuda": 2**25}
+BUSY_S, BUSY_SHARE = 0.05, 0.8
+"""How long it is tried whether a thread has a core to itself, and the share of that time that it then has at least."""
+
 PROBE_DISK_BYTES, PROBE_DISK_S = 64 * 2**20, 1.0
 PROBE_COPY_BYTES, PROBE_NUMEL = 64 * 2**20, 4 * 2**20
 
@@ -58,18 +73,20 @@ def assumed(config: Config, machine: Machine) -> Rates:
     rates = GPU if machine.device == "cuda" else CPU
     rates = replace(rates, disk_bytes=rates.disk_bytes / machine.ranks_per_node)
     if machine.device == "cuda" and config.precision.compute == "fp32":
-        rates = replace(rates, flops=GPU_FP32_FLOPS)
+        rates = replace(rates, flops=GPU_FP32_FLOPS, attention_flops=GPU_FP32_FLOPS)
     if machine.device == "cuda" and machine.ranks > machine.ranks_per_node:
         rates = replace(rates, link_bytes=BETWEEN_NODES_BYTES)
     return rates
 
 
-def measured(config: Config, machine: Machine, model: nn.Module, *, disk: bool, progress: Progress = silent) -> Rates:
-    """Rates of this machine: a shortened row forward and backward, the optimizer, copies, and the disk if it is used.
+def measured(config: Config, machine: Machine, traced: Traced, *, disk: bool, progress: Progress = silent) -> Rates:
+    """Rates of this machine: what a microbatch computes, in pieces; the optimizer, copies, and the disk if it is used.
 
-    Links between ranks are assumed. Takes two or three seconds, one of them for the disk.
+    The best of several turns counts: what the machine does when it does nothing else. Links between ranks are assumed.
+    Takes two or three seconds, one of them for the disk, and some tens of megabytes.
 
     Args:
+        traced: a microbatch, whose own products and sizes are timed.
         disk: whether something may be offloaded to `offload.path`.
         progress: is given the number of rates known so far.
 
@@ -77,61 +94,95 @@ def measured(config: Config, machine: Machine, model: nn.Module, *, disk: bool, 
         StoreError: no file can be made there, or the disk reports an error; nothing else was measured yet.
     """
     device, rates = compute_device(torch.device(machine.device)), assumed(config, machine)
+    bench = _Bench(device)
     probes: dict[str, Callable[[], float]] = {}
     if disk:
         probes["disk_bytes"] = lambda: _disk_bytes(config) / machine.ranks_per_node
-    probes["flops"] = lambda: _flops(config, model, device)
-    probes["update_numel"] = lambda: _update_numel(config, device)
-    if not device.shares_memory:
-        probes["copy_bytes"] = lambda: _copy_bytes(device)
-        probes["host_update_numel"] = lambda: _update_numel(config, device.host)
+    probes["flops"] = lambda: _flops(config, traced, bench)
+    if traced.attention is not None:
+        probes["attention_flops"] = lambda: _attention_flops(config, traced, bench)
+    probes["memory_bytes"] = lambda: _memory_bytes(config, traced, bench)
+    probes["update_numel"] = lambda: _update_numel(config, bench)
+    if device.shares_memory:
+        probes["launch_s"] = lambda: _launch_s(bench)
+    else:
+        probes["copy_bytes"] = lambda: _copy_bytes(bench)
+        probes["host_update_numel"] = lambda: _update_numel(config, _Bench(device.host))
     found = {name: probed() for name, probed in reported([*probes.items()], "probe", progress)}
     found = {"host_update_numel": found["update_numel"]} | {name: rate for name, rate in found.items() if rate > 0}
-    source = f"measured here: {found['flops'] / 1e9:,.0f} GFLOP/s, {found['update_numel'] / 1e6:,.0f} million updates/s"
+    busy = ", timed on one thread because the cores have other work" if bench.busy and bench.threads > 1 else ""
+    return replace(rates, **found, source=_source(found, rates, machine) + busy)
+
+
+def _source(found: Mapping[str, float], rates: Rates, machine: Machine) -> str:
+    source = f"measured here: {found['flops'] / 1e9:,.0f} GFLOP/s in products"
+    source += f", {found['attention_flops'] / 1e9:,.0f} in attention" if "attention_flops" in found else ""
+    source += f", {found['memory_bytes'] / 1e9:,.1f} GB/s elementwise"
+    source += f", {found['update_numel'] / 1e6:,.0f} million updates/s"
     source += f", {found['copy_bytes'] / 1e9:.1f} GB/s to the host and back" if "copy_bytes" in found else ""
     source += f", {found['disk_bytes'] / 1e9:.1f} GB/s of disk for each rank" if "disk_bytes" in found else ""
-    source += f"; assumed: {rates.link_bytes / 1e9:g} GB/s between ranks" if machine.ranks > 1 else ""
-    return replace(rates, **found, source=source)
+    return source + (f"; assumed: {rates.link_bytes / 1e9:g} GB/s between ranks" if machine.ranks > 1 else "")
 
 
 def with_disk_or_without(
-    config: Config, machine: Machine, model: nn.Module, progress: Progress = silent
+    config: Config, machine: Machine, traced: Traced, progress: Progress = silent
 ) -> tuple[Machine, Rates, list[str]]:
     """The machine, its rates and notes, where the disk is optional: if no file can be made on it, the machine has none
     and a note says why."""
     try:
-        return machine, measured(config, machine, model, disk=True, progress=progress), []
+        return machine, measured(config, machine, traced, disk=True, progress=progress), []
     except StoreError as refused:
-        rates = measured(config, machine, model, disk=False, progress=progress)
+        rates = measured(config, machine, traced, disk=False, progress=progress)
         note = f"nothing can be offloaded to a disk here, so what needs one is left out: {refused}"
         return replace(machine, disk_bytes=0), rates, [note]
 
 
-def _rate(work: Callable[[int], object], device: Device, most: int = 1) -> float:
-    """`count` per second of `work(count)`: the best of several turns, because others may use the machine too.
+class _Bench:
+    """Where works are timed.
 
-    Args:
-        most: the largest count of a turn. It is smaller where a turn would last longer than turns are repeated for.
+    A CPU's cores may have other work. Then a thread waits for another one that does not get a core, for any length of
+    time. There, and where there is one thread, works are timed on the clock of this thread, as if all were as fast.
+
+    Attributes:
+        device: that computes.
+        threads: of a CPU that a work is done by.
+        busy: whether its cores have other work.
+        fold: how many threads a work is taken to be done by that one thread did.
     """
 
-    def shortest_s(count: int) -> float:
-        """Of two turns: the first may load things."""
-        times_s = []
-        for _ in range(2):
-            begin_s = time.perf_counter()
-            work(count)
-            device.join()
-            times_s.append(time.perf_counter() - begin_s)
-        return max(min(times_s), 1e-6)
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.threads = torch.get_num_threads() if device.shares_memory else 1
+        begin_s, own_s = time.perf_counter(), time.thread_time()
+        while time.perf_counter() < begin_s + BUSY_S:
+            pass
+        self.busy = time.thread_time() - own_s < BUSY_SHARE * BUSY_S
+        self._alone = device.shares_memory and (self.busy or self.threads == 1)
+        self.fold = self.threads if self._alone else 1
 
-    few = min(PROBE_FEW_TOKENS, most)
-    fixed_s, few_s = shortest_s(1), shortest_s(few)
-    count = max(few, min(most, int(few * PROBE_S / max(few_s - fixed_s, 1e-6))))
-    end_s = time.perf_counter() + PROBE_S
-    best_s = shortest_s(count)
-    while time.perf_counter() < end_s:
-        best_s = min(best_s, shortest_s(count))
-    return count / best_s
+    def seconds(self, works: Sequence[Callable[[], object]], limit_s: float) -> list[float]:
+        """Of each work by all threads, in turns for so long, at least one after the first, which may load things.
+
+        The shortest turn counts, because others may use the machine too; on a thread's clock the middle one.
+        """
+        for work in works:
+            work()
+        self.device.join()
+        clock, end_s = time.thread_time if self._alone else time.perf_counter, time.perf_counter() + limit_s
+        taken_s: list[list[float]] = [[] for _ in works]
+        if self.fold > 1:
+            torch.set_num_threads(1)
+        try:
+            while not taken_s[-1] or time.perf_counter() < end_s:
+                for work, times_s in zip(works, taken_s, strict=True):
+                    begin_s = clock()
+                    work()
+                    self.device.join()
+                    times_s.append(max(clock() - begin_s, 1e-9))
+        finally:
+            if self.fold > 1:
+                torch.set_num_threads(self.fold)
+        return [statistics.median(times_s) / self.fold if self._alone else min(times_s) for times_s in taken_s]
 
 
 def _disk_bytes(config: Config) -> float:
@@ -140,54 +191,126 @@ def _disk_bytes(config: Config) -> float:
     return 1e9 * sum(speed.read_gbps + speed.write_gbps for speed in speeds)
 
 
-def _flops(config: Config, model: nn.Module, device: Device) -> float:
-    """Operations per second of forward and backward of the largest matrices that the model multiplies with.
-
-    The model itself may be too large to run, so a stack of products of its shapes runs in its place.
-    """
-    matrices = {
-        tuple(p.shape) for p in model.parameters() if p.ndim == 2 and p.numel() <= PROBE_MATRIX_NUMEL[device.kind]
-    }
-    shapes = sorted(matrices, key=lambda shape: shape[0] * shape[1])[-3:] or [(1024, 1024)]
+def _flops(config: Config, traced: Traced, bench: _Bench) -> float:
+    """Operations per second of the products of a microbatch, each timed at its own shape, shortened if it is long."""
     compute = build_precision(config).compute
-    weights = [torch.randn(shape, device=device.device).to(compute) for shape in shapes]
-    flops = 6 * sum(weight.numel() for weight in weights)
-    most = max(16, min(int(PROBE_FLOPS[device.kind] / flops), PROBE_TOKENS))
-    inputs = [torch.randn(most, weight.shape[1], device=device.device).to(compute) for weight in weights]
-
-    def work(tokens: int) -> None:
-        for rows, weight in zip(inputs, weights, strict=True):
-            x = rows[:tokens]
-            out = x @ weight.T
-            (out @ weight, out.T @ x)
-
-    return flops * _rate(work, device, most)
+    heaviest = sorted(traced.products, key=lambda one: -one.flops * traced.products[one])[:PROBE_PRODUCTS]
+    if not heaviest:
+        return 0.0
+    weights: Counter[Product] = Counter()
+    for product in heaviest:
+        weights[product.shortened(_most_flops(bench))] += int(product.flops) * traced.products[product]
+    times_s = bench.seconds([_multiply(one, compute, bench.device) for one in weights], PROBE_S["products"])
+    each_s = [flops / one.flops * s for (one, flops), s in zip(weights.items(), times_s, strict=True)]
+    return sum(weights.values()) / sum(each_s)
 
 
-def _update_numel(config: Config, device: Device) -> float:
-    optimizer, precision = build_optimizer(config), build_precision(config)
+def _most_flops(bench: _Bench) -> float:
+    return PROBE_FLOPS[bench.device.kind] * bench.threads
+
+
+def _multiply(product: Product, compute: torch.dtype, device: Device) -> Callable[[], object]:
+    def factor(rows: int, columns: int, turned: bool) -> torch.Tensor:
+        shape = (columns, rows) if turned else (rows, columns)
+        made = torch.randn(product.batch, *shape, device=device.device).to(compute)
+        return (made.mT if turned else made) if product.batch > 1 else (made[0].mT if turned else made[0])
+
+    a, b = factor(product.m, product.k, product.turned[0]), factor(product.k, product.n, product.turned[1])
+    return lambda: a @ b
+
+
+def _attention_flops(config: Config, traced: Traced, bench: _Bench) -> float:
+    """Operations per second of fused attention, forward and backward, at its own shape, with fewer heads and tokens."""
+    assert traced.attention is not None
+    device, (rows, heads, tokens, channels) = bench.device, traced.attention
+    heads, compute = rows * heads, build_precision(config).compute
+    if device.shares_memory:
+        heads = min(heads, bench.threads)
+    while tokens > 64 and 4 * heads * tokens**2 * channels > 4 * _most_flops(bench):
+        tokens //= 2
+    shape = (1, heads, tokens, channels)
+    query, key, value = (
+        torch.randn(shape, device=device.device).to(compute).requires_grad_(backwards)
+        for backwards in [traced.backward.attention_flops > 0] * 3
+    )
+
+    def work() -> None:
+        made = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        if made.requires_grad:
+            torch.autograd.grad(made, (query, key, value), torch.ones_like(made))
+
+    flops = (14 if query.requires_grad else 4) * heads * tokens**2 * channels
+    return flops / bench.seconds([work], PROBE_S["attention"])[0]
+
+
+def _memory_bytes(config: Config, traced: Traced, bench: _Bench) -> float:
+    """Bytes read and written per second by what a block has beside products, on tensors as large as most of it makes.
+
+    There are as many of them as a cache does not hold.
+    """
+    compute = build_precision(config).compute
+    _, heads, _, channels = traced.attention or (1, 1, 1, 64)
+    tokens = max(1, min(traced.elementwise_numel, PROBE_NUMEL) // (heads * channels))
+    numel = tokens * heads * channels
+    table = torch.ones(tokens, channels // 2, device=bench.device.device)
+
+    def work(x: torch.Tensor) -> None:
+        wide = x.transpose(0, 1).to(torch.float32, copy=True)
+        torch.cat([half * table for half in wide.chunk(2, dim=-1)], dim=-1).to(compute, copy=True)
+        x + F.silu(x) * x
+
+    nbytes = numel * (10 * compute.itemsize + 6 * 4)
+    tensors = [
+        torch.ones(tokens, heads, channels, device=bench.device.device, dtype=compute)
+        for _ in range(max(1, PROBE_NUMEL // numel))
+    ]
+    times_s = bench.seconds([partial(work, x) for x in tensors], PROBE_S["elementwise"])
+    return nbytes * len(tensors) / sum(times_s)
+
+
+def _launch_s(bench: _Bench) -> float:
+    """What an operator takes beside its work, in forward and backward."""
+    x, count = torch.ones(1, device=bench.device.device, requires_grad=True), 32
+
+    def work() -> None:
+        y = x
+        for _ in range(count):
+            y = y * x
+        y.backward()
+
+    return bench.seconds([work], PROBE_S["launches"])[0] * bench.fold / (3 * count)
+
+
+def _update_numel(config: Config, bench: _Bench) -> float:
+    """Parameters per second that are updated, their gradient's norm taken before: in pieces, as the engine does."""
+    device, optimizer, precision = bench.device, build_optimizer(config), build_precision(config)
     now, kept = optimizer.groups[0](1)._replace(lr=0.0, weight_decay=0.0), Kept(precision.master, optimizer)
     grad = torch.zeros(PROBE_NUMEL, device=device.device)
     param = torch.zeros(PROBE_NUMEL, dtype=precision.compute, device=device.device)
     state = [torch.zeros(PROBE_NUMEL, dtype=dtype, device=device.device) for dtype in kept.dtypes.values()]
-    places = Layout.of({"probe": (PROBE_NUMEL,)}, world_size=1).pieces(0, PROBE_NUMEL)
+    layout = Layout.of({"probe": (PROBE_NUMEL,)}, world_size=1)
 
-    def work(_: int) -> None:
-        with kept.opened([param], [state], [places], 1) as (masters, *moments):
-            optimizer.update(list(masters), [grad], tuple(list(one) for one in moments), now, 1.0, {})
+    def work(start: int) -> None:
+        piece = slice(start, min(PROBE_NUMEL, start + device.piece_numel))
+        places, pages = layout.pieces(piece.start, piece.stop), [one[piece] for one in state]
+        device.sum_of_squares(grad[piece])
+        with kept.opened([param[piece]], [pages], [places], 1) as (masters, *moments):
+            optimizer.update(list(masters), [grad[piece]], tuple(list(one) for one in moments), now, 1.0, {})
 
-    return PROBE_NUMEL * _rate(work, device)
+    works = [partial(work, start) for start in range(0, PROBE_NUMEL, device.piece_numel)]
+    return PROBE_NUMEL / sum(bench.seconds(works, PROBE_S["other"]))
 
 
-def _copy_bytes(device: Device) -> float:
+def _copy_bytes(bench: _Bench) -> float:
+    device = bench.device
     arena = Arena(PROBE_COPY_BYTES, device)
     host, there = arena.take(PROBE_COPY_BYTES), device.zeros(PROBE_COPY_BYTES, torch.uint8)
 
-    def work(_: int) -> None:
+    def work() -> None:
         device.copy(there, host)
         device.copy(host, there)
 
     try:
-        return 2 * PROBE_COPY_BYTES * _rate(work, device)
+        return 2 * PROBE_COPY_BYTES / bench.seconds([work], PROBE_S["other"])[0]
     finally:
         arena.close()

@@ -17,7 +17,17 @@ from zero.errors import ConfigError
 from zero.progress import Progress, silent
 from zero.trainer.config import Config, read
 from zero.trainer.planning.activations import Activations
-from zero.trainer.planning.choices import STAGES, Choice, batch_is_open, best, choices, fits, nearest, with_activations
+from zero.trainer.planning.choices import (
+    STAGES,
+    Choice,
+    batch_is_open,
+    best,
+    choices,
+    fits,
+    largest,
+    nearest,
+    with_activations,
+)
 from zero.trainer.planning.cost import seconds_text
 from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.rates import assumed, measured, with_disk_or_without
@@ -109,15 +119,16 @@ def _hidden_units(config: Config, machine: Machine, model: nn.Module, names: Seq
     """
     if machine.device == "cpu":
         return 0
-    rates = (
-        assumed(config, machine) if machine.paper else measured(config, machine, model, disk=False, progress=progress)
-    )
     rows = config.batch.solved(machine.ranks).numbers()[1]
+    kept = Activations(with_activations(config, "keep"), model).of(rows, machine.device)
+    rates = (
+        assumed(config, machine) if machine.paper else measured(config, machine, kept, disk=False, progress=progress)
+    )
 
     def takes_time(count: int) -> bool:
         settings = with_activations(config, [f"{name}:offload" for name in names[:count]] or "keep")
         traced = Activations(settings, model).of(rows, machine.device)
-        return traced.host_bytes / rates.copy_bytes > traced.forward_flops / rates.flops
+        return traced.host_bytes / rates.copy_bytes > traced.forward.flops / rates.flops
 
     return bisect_left(range(1, len(names) + 1), True, key=takes_time)
 
@@ -136,10 +147,11 @@ def _choose(
     presets = ("none", "cpu", "nvme", "infinity", "auto") if anything else ("config",)
     rates, notes = assumed(config, machine), list[str]()
     if anything:
-        machine, rates, notes = with_disk_or_without(config, machine, model, progress)
+        traced = largest(config, machine, activations)
+        machine, rates, notes = with_disk_or_without(config, machine, traced, progress)
     elif staged:
         disk = "nvme" in config.offload.kinds
-        rates = measured(config, machine, model, disk=disk, progress=progress)
+        rates = measured(config, machine, largest(config, machine, activations), disk=disk, progress=progress)
     found = choices(
         config, machine, model, rates, stages=stages, presets=presets, activations=activations, progress=progress
     )

@@ -1,22 +1,18 @@
 """Plans as text: every stage and preset side by side, what fits, what is best; and a plan against what was measured."""
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from zero.core import suggest
 from zero.core.placement import TIERS, size_text
 from zero.engine.plan import KINDS, Plan
 from zero.trainer.config import Config
 from zero.trainer.planning.activations import Activations
-from zero.trainer.planning.choices import Choice, best, bytes_by_tier, choices, nearest, with_activations
+from zero.trainer.planning.choices import Choice, best, bytes_by_tier, choices, largest, nearest, with_activations
 from zero.trainer.planning.cost import seconds_text
 from zero.trainer.planning.machine import Machine
-from zero.trainer.planning.papers import OURS, PAPERS
 from zero.trainer.planning.rates import assumed, with_disk_or_without
 from zero.trainer.task import build_task
-
-UNITS = ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB"), (0, "B"))
-"""Of model states: powers of ten, as the papers count them."""
 
 COLUMNS = 80
 """Of sentences, and of tables but for what is lacking; what is to be copied stays on a line."""
@@ -47,27 +43,25 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
     if machine.paper:
         rates = assumed(config, machine)
     else:
-        machine, rates, without = with_disk_or_without(config, machine, model)
+        machine, rates, without = with_disk_or_without(config, machine, largest(config, machine, activations))
         notes += without
     found = choices(config, machine, model, rates, activations=activations)
-    numel = found[0].plan.numel
     lines = [
+        *_answer(found, machine, overrides),
+        "",
         *_sentence(
-            f"plan for {numel:,} parameters, {config.precision.compute}, rows of {config.model.seq} tokens, "
+            f"{found[0].plan.numel:,} parameters, {config.precision.compute}, rows of {config.model.seq} tokens, "
             f"activations {suggest.shown(config.zero.activations)}"
         ),
         *_sentence(f"machine: {machine}"),
         *(line for one in notes for line in _sentence(one)),
         "",
-        "bytes per rank",
-        *_details(found),
-        *_formulas(found, numel, machine.ranks),
-        "",
         *_summary(found, machine),
         *_sentence(f"rates {rates.source}"),
-        *_sentence("activations are counted from shapes, with the CPU's kernels; a few MiB of kernels are in no row"),
         "",
-        *_proposal(found, machine, overrides),
+        "bytes per rank",
+        *_details(found),
+        "what these numbers mean: docs/concepts.md, Plans",
     ]
     return "\n".join(lines), best(found) is not None
 
@@ -105,59 +99,23 @@ def _with_rows(config: Config, ranks: int) -> tuple[Config, list[str]]:
     return config.model_copy(update={"batch": config.batch.model_copy(update={"global_": ranks})}), [note]
 
 
-def _details(found: Sequence[Choice]) -> Iterator[str]:
-    """For each preset a block: tier and kind x stage."""
-    for preset in dict.fromkeys(one.preset for one in found):
-        block = [one for one in found if one.preset == preset]
-        bytes_of = [one.plan.bytes for one in block]
-        stages = "".join(f"{f'stage {one.plan.stage.level}':>12}" for one in block)
-        yield f"{f'offload={preset}':<28}{stages}"
-        for tier in TIERS:
-            for kind in KINDS:
-                row = [nbytes.get(tier, {}).get(kind, 0) for nbytes in bytes_of]
-                if any(row):
-                    cells = "".join(f"{size_text(n) if n else '':>12}" for n in row)
-                    yield f"  {tier:<8}{kind:<18}{cells}".rstrip()
-        yield ""
-
-
-def _summary(found: Sequence[Choice], machine: Machine) -> Iterator[str]:
-    """One line for each setting; a refusal that several share follows once, below."""
-    tiers = [tier for tier in TIERS if tier != "device" or machine.device == "cuda"]
-    winner = best(found)
-    heads = "".join(f"{tier:>11}" for tier in tiers)
-    yield f"  {'stage':<6}{'offload':<9}{heads}{'micro':>7}{'step':>11}  fits"
-    room = dict(zip(("device", "host", "nvme"), machine.room, strict=True))
-    yield f"  {'room of a rank':<15}" + "".join(f"{size_text(room[tier] or 0):>11}" for tier in tiers)
-    for one in found:
-        needs = bytes_by_tier(one.plan)
-        sizes = "".join(f"{size_text(needs[tier]) if needs.get(tier) else '':>11}" for tier in tiers)
-        micro = one.config.batch.numbers()[1]
-        lacks = ", ".join(f"{short.tier} {size_text(short.need_bytes - short.room_bytes)}" for short in one.short)
-        verdict = "yes" if one.fits else f"no, lacks {lacks}" if lacks else "no"
-        mark = "*" if one is winner else " "
-        step = seconds_text(one.seconds)
-        yield f"{mark} {one.plan.stage.level:<6}{one.preset:<9}{sizes}{micro:>7}{step:>11}  {verdict}"
-    shown_below = None if winner else nearest(found).refusal
-    for refusal in dict.fromkeys(one.refusal for one in found if one.refusal and not one.short):
-        if refusal != shown_below:
-            yield from _sentence(f"no: {refusal}")
-    if any(one.short for one in found):
-        text = "a rank has its share of a node's host memory and disk; another machine is described by"
-        yield from _sentence(f"{text} plan.device_memory, plan.host_memory, plan.disk and plan.ranks_per_node")
-
-
-def _proposal(found: Sequence[Choice], machine: Machine, overrides: Sequence[str]) -> Iterator[str]:
+def _answer(found: Sequence[Choice], machine: Machine, overrides: Sequence[str]) -> Iterator[str]:
+    """What fits best and what to type for it; or what is nearest to fitting."""
     winner = best(found)
     if winner is None:
         least = nearest(found)
         yield from _sentence(f"nothing fits; nearest is {' '.join(least.keys)}: {least.refusal}")
         return
-    text = "* the fastest that fits; of those alike what moves least, then what takes least"
-    yield from _sentence(f"{text}: {seconds_text(winner.seconds)} a step")
+    stage, preset, *_ = winner.keys
+    rows, config = winner.config.batch.numbers()[0], winner.config
+    tokens = f"{rows * config.model.seq / winner.seconds:,.0f} tokens/s"
+    names = {"device": "GPU memory", "host": "host memory", "nvme": "disk"}
+    needs = bytes_by_tier(winner.plan)
+    takes = " and ".join(f"{size_text(needs[tier])} of {names[tier]}" for tier in TIERS if needs.get(tier))
+    text = f"fits: {stage} {preset}, about {seconds_text(winner.seconds)} a step, {tokens}; a rank takes {takes}"
+    yield from _sentence(text)
     repeated = [one for one in overrides if one.split("=")[0].lstrip("+") not in NOT_REPEATED]
     repeated = [one for one in repeated if not one.startswith(("plan.", "hydra", "-"))]
-    rows = winner.config.batch.numbers()[0]
     keys = [*repeated, *winner.keys, f"batch.global={rows}"]
     if machine.ranks > machine.ranks_per_node:
         nodes = -(-machine.ranks // machine.ranks_per_node)
@@ -166,23 +124,65 @@ def _proposal(found: Sequence[Choice], machine: Machine, overrides: Sequence[str
         yield f"  python train.py launch.ranks={machine.ranks} {' '.join(keys)}"
 
 
-def _formulas(found: Sequence[Choice], numel: int, ranks: int) -> Iterator[str]:
-    """Model states by the papers' formula, by ours, and as planned."""
-    planned = [_states_bytes(one.plan) for one in found if one.preset == "none"]
-    power, name = next((power, name) for power, name in UNITS if OURS[0].of(numel, ranks) >= 10**power)
-    unit = 10**power
-    yield f"model states per rank in {name} (1e{power} bytes), P = {numel:,} parameters, W = {ranks:,}"
-    yield f"  {'':<8}{'papers':<25}{'ours (in bf16)':<28}as planned"
-    for stage, (paper, ours, plan_bytes) in enumerate(zip(PAPERS, OURS, planned, strict=True)):
-        left, right = (f"{f!s:<10} = {f.of(numel, ranks) / unit:>8.3g}" for f in (paper, ours))
-        yield f"  stage {stage:<2}{left:<25}{right:<28}{plan_bytes / unit:>8.3g}"
+def _summary(found: Sequence[Choice], machine: Machine) -> Iterator[str]:
+    """A line for all settings with the same numbers; a refusal that several share follows once, below."""
+    tiers = [tier for tier in TIERS if tier != "device" or machine.device == "cuda"]
+    winner = best(found)
+    heads = "".join(f"{tier:>11}" for tier in tiers)
+    yield f"  {'stage':<6}{'offload':<10}{heads}{'micro':>7}{'step':>11}  fits"
+    room = dict(zip(("device", "host", "nvme"), machine.room, strict=True))
+    yield f"  {'room of a rank':<16}" + "".join(f"{size_text(room[tier] or 0):>11}" for tier in tiers)
+    for same in _alike(found, lambda one: _cells(one, tiers)):
+        mark = "*" if any(one is winner for one in same) else " "
+        presets = ", ".join(dict.fromkeys(one.preset for one in same))
+        yield f"{mark} {_stages(same):<6}{presets:<10}{_cells(same[0], tiers)}"
+    shown_above = None if winner else nearest(found).refusal
+    for refusal in dict.fromkeys(one.refusal for one in found if one.refusal and not one.short):
+        if refusal != shown_above:
+            yield from _sentence(f"no: {refusal}")
+
+
+def _cells(one: Choice, tiers: Sequence[str]) -> str:
+    needs = bytes_by_tier(one.plan)
+    sizes = "".join(f"{size_text(needs[tier]) if needs.get(tier) else '':>11}" for tier in tiers)
+    lacks = ", ".join(f"{short.tier} {size_text(short.need_bytes - short.room_bytes)}" for short in one.short)
+    verdict = "yes" if one.fits else f"no, lacks {lacks}" if lacks else "no"
+    return f"{sizes}{one.config.batch.numbers()[1]:>7}{seconds_text(one.seconds):>11}  {verdict}"
+
+
+def _alike(found: Sequence[Choice], told: Callable[[Choice], str]) -> list[list[Choice]]:
+    """Settings for which the same is told: each group is some stages with the same presets each."""
+    by_stage: dict[tuple[int, str], list[Choice]] = {}
+    for one in found:
+        by_stage.setdefault((one.plan.stage.level, told(one)), []).append(one)
+    groups: dict[tuple[str, ...], list[Choice]] = {}
+    for (_, text), same in by_stage.items():
+        groups.setdefault((text, *(one.preset for one in same)), []).extend(same)
+    return list(groups.values())
+
+
+def _stages(same: Sequence[Choice]) -> str:
+    """0-3, or 0, 2."""
+    levels = sorted({one.plan.stage.level for one in same})
+    together = len(levels) > 1 and levels[-1] - levels[0] == len(levels) - 1
+    return f"{levels[0]}-{levels[-1]}" if together else ", ".join(map(str, levels))
+
+
+def _details(found: Sequence[Choice]) -> Iterator[str]:
+    """For each preset a block: tier and kind x stage, stages with the same bytes in one column."""
+    for preset in dict.fromkeys(one.preset for one in found):
+        block = _alike([one for one in found if one.preset == preset], lambda one: str(one.plan.bytes))
+        bytes_of = [same[0].plan.bytes for same in block]
+        stages = "".join(f"{f'stage {_stages(same)}':>13}" for same in block)
+        yield f"{f'offload={preset}':<28}{stages}"
+        for tier in TIERS:
+            for kind in KINDS:
+                row = [nbytes.get(tier, {}).get(kind, 0) for nbytes in bytes_of]
+                if any(row):
+                    cells = "".join(f"{size_text(n) if n else '':>13}" for n in row)
+                    yield f"  {tier:<8}{kind:<18}{cells}".rstrip()
+        yield ""
 
 
 def _sentence(text: str) -> list[str]:
     return textwrap.wrap(text, COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-
-
-def _states_bytes(plan: Plan) -> int:
-    """Parameters, gradients, master and moments, on any tier."""
-    states = ("parameters", "gradients", "master", "moments")
-    return sum(kinds.get(kind, 0) for kinds in plan.bytes.values() for kind in states)

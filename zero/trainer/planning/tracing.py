@@ -1,4 +1,4 @@
-"""Peak activation bytes of one microbatch's forward and backward, by running them on meta tensors.
+"""Peak activation bytes and work of one microbatch's forward and backward, by running them on meta tensors.
 
 The model runs once on meta, where a tensor has a shape and no memory, through the same unit calls as in the engine:
 sites of the plan's splitting, the engine's own recomputation, each parameter's gradient dropped as soon as it is made
@@ -10,6 +10,7 @@ those of GPUs keep: inputs, output, and one number per row. Nothing here knows a
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -38,6 +39,48 @@ AT_ONCE = 2**62
 """As in `gather`: autograd runs what it can in the order of these numbers, largest first."""
 
 
+class Work(NamedTuple):
+    """What operators compute: the kinds are counted apart because a machine does each at a rate of its own."""
+
+    flops: float = 0
+    """Floating point operations of matrix products."""
+    attention_flops: float = 0
+    """Of fused attention, as if nothing were masked."""
+    nbytes: float = 0
+    """Read and written by all other operators."""
+    launches: float = 0
+    """Operators, but for those that only make views."""
+
+    def __add__(self, other: object) -> "Work":
+        assert isinstance(other, Work)
+        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def __sub__(self, other: "Work") -> "Work":
+        return Work(*(a - b for a, b in zip(self, other, strict=True)))
+
+
+class Product(NamedTuple):
+    """Matrices (m, k) times matrices (k, n)."""
+
+    batch: int
+    m: int
+    k: int
+    n: int
+    turned: tuple[bool, bool]
+    """Whether each factor lies in memory column by column."""
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.batch * self.m * self.k * self.n
+
+    def shortened(self, flops: float) -> "Product":
+        """Its longest sides halved until it takes at most so many operations."""
+        if self.flops <= max(flops, 2.0):
+            return self
+        side = max(("batch", "m", "k", "n"), key=lambda name: getattr(self, name))
+        return self._replace(**{side: -(-getattr(self, side) // 2)}).shortened(flops)
+
+
 class Traced(NamedTuple):
     """What one microbatch takes."""
 
@@ -45,9 +88,15 @@ class Traced(NamedTuple):
     """Most bytes that forward and backward hold at once."""
     host_bytes: int
     """Of host memory, for what is sent there."""
-    forward_flops: float
-    backward_flops: float
-    """Floating point operations of matrix products and attention; recomputation counts as backward."""
+    forward: Work
+    backward: Work
+    """Recomputation counts as backward."""
+    products: Mapping[Product, int]
+    """How often each is computed."""
+    attention: tuple[int, ...] | None
+    """Shape of a query: rows, heads, tokens and channels; None without fused attention."""
+    elementwise_numel: int
+    """Of what the other operators make, at a time: half of all their bytes belong to results of this size or larger."""
 
 
 def trace(
@@ -91,10 +140,13 @@ def trace(
     live = _Live([*values.values(), *copied.buffers(), *tree_leaves(microbatch)])
     with torch.set_grad_enabled(backward), live:
         result = loss(copied, microbatch)
-        forward_flops = live.flops
+        forward = live.work
         if backward:
             (result[0] if isinstance(result, tuple) else result).backward()
-    return Traced(live.peak_bytes, host.allocated_bytes, forward_flops, live.flops - forward_flops)
+    in_all = live.work - forward
+    return Traced(
+        live.peak_bytes, host.allocated_bytes, forward, in_all, live.products, live.attention, _median(live.made)
+    )
 
 
 def _call(
@@ -168,7 +220,9 @@ class _Live(TorchDispatchMode):
 
     Attributes:
         peak_bytes: the most there was at once.
-        flops: of matrix products and attention so far.
+        work: so far.
+        products, attention: see `Traced`.
+        made: bytes of operators that compute no product, by the elements of their results.
     """
 
     def __init__(self, known: list[Tensor]) -> None:
@@ -177,7 +231,10 @@ class _Live(TorchDispatchMode):
         self._held = known  # an address means a storage only while that lives
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._live_bytes = self.peak_bytes = 0
-        self.flops = 0.0
+        self.work = Work()
+        self.products: Counter[Product] = Counter()
+        self.attention: tuple[int, ...] | None = None
+        self.made: Counter[int] = Counter()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -185,11 +242,29 @@ class _Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = result_of(func, args, kwargs or {})
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor):
-                self._add(tensor.untyped_storage())
-        self.flops += _flops(func, args)
+        results = [tensor for tensor in tree_leaves(made) if isinstance(tensor, Tensor)]
+        for tensor in results:
+            self._add(tensor.untyped_storage())
+        self._count(func, args, results)
         return made
+
+    def _count(self, func: Any, args: Any, results: list[Tensor]) -> None:
+        """What an operator computes. Of a table in which it looks up rows it reads what it returns."""
+        if func.is_view or func.overloadpacket in _FREE:
+            return
+        if product := _product(func, args):
+            self.products[product] += 1
+            self.work += Work(flops=product.flops, launches=1)
+        elif func in _ATTENTION:
+            times, query, key = _ATTENTION[func]
+            self.attention = tuple(args[query].shape)
+            self.work += Work(attention_flops=times * args[query].numel() * args[key].shape[-2], launches=1)
+        else:
+            read = tree_leaves(args)[func.overloadpacket in _LOOKUPS :]
+            moved = [*results, *(tensor for tensor in read if isinstance(tensor, Tensor))]
+            nbytes = sum(tensor.nbytes for tensor in moved)
+            self.made[max((tensor.numel() for tensor in results), default=0)] += nbytes
+            self.work += Work(nbytes=nbytes, launches=1)
 
     def _add(self, storage: Any) -> None:
         address, nbytes = storage._cdata, storage.nbytes()
@@ -237,14 +312,34 @@ def _attention(
     )[0]
 
 
-def _flops(func: Any, args: Any) -> float:
-    """Two for each product that is added up."""
+def _product(func: Any, args: Any) -> Product | None:
     if func in (aten.mm.default, aten.mm.out, aten.bmm.default):
-        return 2.0 * args[0].numel() * args[1].shape[-1]
-    if func in (aten.addmm.default, aten.baddbmm.default):
-        return 2.0 * args[1].numel() * args[2].shape[-1]
-    if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
-        return 4.0 * args[0].numel() * args[1].shape[-2]
-    if func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
-        return 10.0 * args[1].numel() * args[2].shape[-2]
-    return 0.0
+        a, b = args[:2]
+    elif func in (aten.addmm.default, aten.baddbmm.default):
+        a, b = args[1:3]
+    else:
+        return None
+    turned = a.stride(-1) > a.stride(-2), b.stride(-1) > b.stride(-2)
+    return Product(a.shape[0] if a.ndim == 3 else 1, a.shape[-2], a.shape[-1], b.shape[-1], turned)
+
+
+def _median(made: Mapping[int, int]) -> int:
+    """Of sizes, weighted by bytes."""
+    left = sum(made.values()) / 2
+    for numel, nbytes in sorted(made.items(), reverse=True):
+        left -= nbytes
+        if left <= 0:
+            return numel
+    return 0
+
+
+_FREE = {aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.new_empty_strided, aten._unsafe_view}
+_FREE |= {aten.detach, aten._local_scalar_dense}
+
+_LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}
+
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: (4.0, 0, 1),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (10.0, 1, 2),
+}
+"""Operations for each element of a query and each key; and which arguments these are."""

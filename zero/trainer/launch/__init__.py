@@ -17,6 +17,6 @@ from zero.trainer.launch.request import preempted
 
 __all__ = [
     "FINAL", "MALLOC_VARIABLES", "THRESHOLDS", "Begun", "Interrupted", "Malloc", "Processes", "count_ranks", "describe",
-    "environment", "inside", "joined", "launch", "notes_on_torchrun", "own_begun", "preempted", "restart_count", "set_up",
-    "tell_torchrun", "under_torchrun",
+    "environment", "inside", "joined", "launch", "notes_on_torchrun", "own_begun", "preempted", "restart_count",
+    "set_up", "tell_torchrun", "under_torchrun",
 ]  # fmt: skip

@@ -502,6 +502,12 @@ def test_leaf_modules_are_units_beside_those_of_the_default_policy():
     assert translate(of(zero_optimization={"stage": 3, "units": ["Block"]})).settings["zero"]["units"] == ["Block"]
 
 
+def test_ways_between_nodes_are_said_in_the_section_of_zero():
+    ways = {"gather": "world", "reduce": "node", "shard": "node"}
+    told = translate(of(zero_optimization={"stage": 3, **ways})).settings["zero"]
+    assert {key: told[key] for key in ways} == ways
+
+
 def test_comments_and_commas_are_read_as_deepspeed_reads_them(tmp_path):
     pytest.importorskip("hjson")
     path = tmp_path / "ds_config.json"

@@ -20,7 +20,10 @@ from zero.settings import Settings
 STATE_FOLDER = "zero"
 """In each checkpoint of the loop: the training state, as `zero.save` writes it."""
 
-PLAN_SETTINGS = ("stage", "precision", "offload", "units", "prefetch", "activations", "compile", "update", "weights")
+PLAN_SETTINGS = (
+    *("stage", "precision", "offload", "units", "prefetch", "activations", "compile", "update"),
+    *("gather", "reduce", "shard", "weights"),
+)
 
 
 def check_settings(settings: Mapping[str, Any], written: str, others: str) -> None:

@@ -48,8 +48,8 @@ class ZeroStrategy(DDPStrategy):
     Args:
         timeout: of every wait for other ranks; 30 minutes.
         settings: arguments of `zero.Plan`, by name: `stage` (3 where it is not given), `precision` (of the Trainer's
-            where it is not given), `offload`, `units`, `prefetch`, `activations`, `compile`, `update`; and `weights`,
-            the first values of a model without memory, see `zero.init`.
+            where it is not given), `offload`, `units`, `prefetch`, `activations`, `compile`, `update`, `gather`,
+            `reduce`, `shard`; and `weights`, the first values of a model without memory, see `zero.init`.
 
     Attributes:
         engine: has the module's calls from the first `fit`, `validate`, `test` or `predict` on; None before. It is a

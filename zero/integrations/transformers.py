@@ -59,8 +59,9 @@ class ZeroTrainerMixin(_Base):
     Args:
         args, kwargs: Trainer's own.
         zero: arguments of `zero.Plan`, by name: `stage` (3 where it is not given), `precision` (of bf16=True and
-            fp16=True, else "fp32"), `offload`, `units`, `prefetch`, `activations`, `compile`, `update`; and `weights`,
-            the first values of a model without memory, see `zero.init`. None: Plan's defaults.
+            fp16=True, else "fp32"), `offload`, `units`, `prefetch`, `activations`, `compile`, `update`, `gather`,
+            `reduce`, `shard`; and `weights`, the first values of a model without memory, see `zero.init`. None: Plan's
+            defaults.
 
     Attributes:
         engine: has `model`'s calls from the first `train`, `evaluate` or `predict` on; None before. It is a

@@ -22,7 +22,7 @@ from tests.common.small import Setting, Small, adamw_in_bf16, in_bf16, slice_of,
 from zero.checkpoint import Root, Tensors, begin, load, open_checkpoint, open_latest, save, snapshot_bytes
 from zero.checkpoint.disk import Disk
 from zero.checkpoint.manifest import from_text
-from zero.checkpoint.save import version
+from zero.checkpoint.save import check_shared, version
 from zero.checkpoint.shard import ShardReader, ShardWriter
 from zero.engine.full import digest, full_state_dict
 from zero.engine.module_copy import buffers_of
@@ -652,3 +652,27 @@ def damage(path: Path, place: int) -> None:
     octets[place] ^= 1 << random.randrange(8)
     path.chmod(0o600)
     path.write_bytes(octets)
+
+
+# -- several nodes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_folder_that_nodes_do_not_share_is_refused_before_training(shared, tmp_path: Path):
+    """A folder of the same name on each node: what rank 0 writes is only on its own."""
+
+    def look(world: zero.World) -> str:
+        root = tmp_path / ("both" if shared else f"node {world.rank // world.local_size}")
+        try:
+            check_shared(world, root)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    told = run_ranks(4, look, nodes=2)
+    assert not any(tmp_path.rglob(".seen*"))
+    if shared:
+        assert told == [""] * 4
+    else:  # each says the folder as it has it
+        assert all(one.startswith("ranks 2, 3 of 4 do not see ") for one in told)
+        assert all(one.endswith("all of them share; set checkpoint.dir, or checkpoint.every=0") for one in told)

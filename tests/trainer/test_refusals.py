@@ -22,6 +22,7 @@ from zero import errors
 from zero.core.schema import Key, walk
 from zero.core.settings import words
 from zero.errors import ConfigError, ZeroError
+from zero.platform.run_files import folders_of
 from zero.trainer import cli, job
 from zero.trainer.config import Config, keys, read
 
@@ -347,3 +348,11 @@ def test_every_exit_code_has_its_class():
     assert list(codes.values()) == [2, 3, 4, 5, 6, 75]
     assert issubclass(errors.NonFiniteGradientError, errors.NumericsError)
     assert issubclass(errors.StoreError, errors.MachineError)
+
+
+def test_an_offload_path_may_be_a_variable_of_each_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOCAL_DISK", str(tmp_path))
+    monkeypatch.delenv("NO_DISK", raising=False)
+    assert folders_of(["$LOCAL_DISK/a", "${LOCAL_DISK}", "/b"]) == [tmp_path / "a", tmp_path, Path("/b")]
+    with pytest.raises(ConfigError, match=r"^offload.path=/x/\$NO_DISK: there is no variable \$NO_DISK on "):
+        folders_of(["/x/$NO_DISK"])

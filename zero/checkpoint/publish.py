@@ -1,4 +1,4 @@
-"""Publish and remove checkpoint folders in one piece: write aside, sync, rename; keep the newest.
+"""Publish checkpoint folders with their manifest.json, and remove them, in one piece: write aside, sync, rename.
 
 A save is written into a folder that nobody believes, `.tmp-<step>-<nonce>`, and gets its name `step-<step>` by one
 rename when everything in it is on the disk. Nothing is ever written into a published folder. What is to go is renamed

@@ -18,6 +18,7 @@ import json
 import math
 import platform
 import random
+import tempfile
 import threading
 import time
 from collections import deque
@@ -32,13 +33,14 @@ import torch
 from torch import Tensor, nn
 
 from zero.checkpoint.contents import FROZEN, PARAMETER, Held, Stretch, entries, parts
+from zero.checkpoint.disk import naming
 from zero.checkpoint.hashes import FileHash
 from zero.checkpoint.manifest import FORMAT, Entry, Manifest, file_name, to_text
 from zero.checkpoint.publish import Root
 from zero.checkpoint.shard import ShardWriter
 from zero.core.layout import pages
 from zero.core.loss_scale import LossScale
-from zero.distributed.failure import first_line
+from zero.distributed.failure import first_line, some_ranks
 from zero.distributed.world import World
 from zero.engine.arguments import check_state
 from zero.engine.module_copy import buffers_of
@@ -311,6 +313,28 @@ def by_rank_0(world: World, work: Callable[[], Any]) -> Any:
         CheckpointError: it failed; on every rank.
     """
     return gather_reports(world, lambda: {"value": work()} if world.rank == 0 else {})[0]["value"]
+
+
+def check_shared(world: World, root: Path) -> None:
+    """Refuse a folder that is not the same one on every node: no save into it would be whole. Collective.
+
+    Raises:
+        CheckpointError: on every rank; it cannot be made, or some ranks do not see what rank 0 writes there.
+    """
+
+    def leave_mark() -> str:
+        with naming(root, "making it"):
+            root.mkdir(parents=True, exist_ok=True)
+            return Path(tempfile.mkdtemp(prefix=".seen-by-all-", dir=root)).name
+
+    mark = root / by_rank_0(world, leave_mark)
+    told = gather_reports(world, lambda: {"seen": mark.is_dir()})
+    by_rank_0(world, lambda: mark.rmdir())
+    if blind := [rank for rank, one in enumerate(told) if not one["seen"]]:
+        raise CheckpointError(
+            f"{some_ranks(blind)} of {world.size} do not see {root} as rank 0 does: checkpoints of several nodes need "
+            "a disk that all of them share; set checkpoint.dir, or checkpoint.every=0"
+        )
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------

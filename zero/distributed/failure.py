@@ -1,4 +1,4 @@
-"""Which rank failed first: notes that failing ranks leave for each other, and the line that each then raises.
+"""Which rank failed first, as each rank says it: notes that failing ranks leave for each other, and their lines.
 
 A torn connection says only that something happened somewhere. So a rank whose operation fails leaves a note in the
 rendezvous store (why it stopped, which operations it started last), listens a moment for the notes of the others, and

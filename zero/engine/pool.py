@@ -1,4 +1,4 @@
-"""A fixed set of buffers that units are gathered into, so that peak memory is known before the first step.
+"""A fixed set of buffers that units are gathered into, taken and let go: peak memory is known before the first step.
 
 Buffers come in sizes, one per distinct unit size. Which unit takes which buffer depends only on the order of calls, so
 every rank decides alike. No rank ever waits for a buffer, because the thread that would wait is the one that would free

@@ -1,4 +1,4 @@
-"""Add up gradients over calls, microbatches and ranks; says in which dtype they travel. `World` adds in rank order.
+"""Add up gradients over calls, microbatches and ranks. They travel in `Facts.flat_dtype`; `World` adds in rank order.
 
 Gradients arrive one parameter at a time, once for each call of a unit. They are copied into one flat. When all calls of
 the unit have delivered and its turn has come, as every rank counts `Turns`, the flat is reduce-scattered while the next

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import re
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -78,8 +79,16 @@ def publish(path: Path, text: str) -> None:
 
 
 def folders_of(paths: Sequence[str]) -> list[Path]:
-    """Paths as a person gives them; ~ is the home folder."""
-    return [Path(path).expanduser() for path in paths]
+    """Paths as a person gives them: ~ is the home folder, and $NAME what this process has in that variable.
+
+    Raises:
+        ConfigError: there is no such variable here.
+    """
+    found = [os.path.expandvars(path) for path in paths]
+    for path in found:
+        if missing := re.search(r"\$(\w+|\{[^}]*\})", path):
+            raise ConfigError(f"offload.path={path}: there is no variable {missing[0]} on {socket.gethostname()}")
+    return [Path(path).expanduser() for path in found]
 
 
 def mount_of(mountinfo: str, path: str) -> str:

@@ -22,7 +22,7 @@ from zero.checkpoint.contents import check
 from zero.checkpoint.disk import naming
 from zero.checkpoint.load import FOLDER, is_step
 from zero.checkpoint.manifest import step_name, step_of
-from zero.checkpoint.save import by_rank_0
+from zero.checkpoint.save import by_rank_0, check_shared
 from zero.core.placement import size_text
 from zero.distributed.world import World
 from zero.engine.module_copy import buffers_of
@@ -87,6 +87,8 @@ class Saver:
         self._valid = set() if began_from is None else {began_from.folder.absolute()}  # and what this run publishes
         if config.checkpoint.every > 0:
             check(plan, buffers_of(plan.model))
+        if config.checkpoint.every > 0 and self._world.nodes > 1:
+            check_shared(self._world, self.root.path)
         if began_from is not None:
             for line in differences(began_from.facts, self._facts(), began_from.step):
                 note(line)

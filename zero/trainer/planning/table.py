@@ -1,4 +1,4 @@
-"""Plans as text: every stage and preset side by side, what fits, what is best; and a plan against what was measured."""
+"""What mode=plan prints: every stage and preset side by side, what fits; and a plan against what was measured."""
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -722,19 +722,17 @@ def test_with_offload_auto_as_well_anything_may_be_chosen(tmp_path):
     assert "of 17 settings fit" in notes[0]
 
 
-def bench_on(monkeypatch, clock, *, threads: int = 1, busy: bool = False) -> probes._Bench:
+def bench_on(monkeypatch, clock: list[float], *, threads: int = 1, busy: bool = False) -> probes._Bench:
     """A bench whose clocks are `clock[0]`."""
     bench = probes._Bench(Device(torch.device("cpu")))
-    monkeypatch.setattr(bench, "threads", threads)
-    monkeypatch.setattr(bench, "fold", threads if busy else 1)
-    monkeypatch.setattr(bench, "_alone", busy)
+    bench.threads, bench.busy = threads, busy
     for name in ("perf_counter", "thread_time"):
         monkeypatch.setattr(f"time.{name}", lambda: clock[0])
     return bench
 
 
 def test_slow_compute_is_not_measured_for_long(monkeypatch):
-    """One turn to load things and one that counts; what is quick is tried as long as it may, and the best counts."""
+    """One turn to load things and one that counts; what is quick is tried as long as it may, and the middle counts."""
     now_s, turns = [0.0], []
 
     def work(seconds: float) -> None:
@@ -744,23 +742,27 @@ def test_slow_compute_is_not_measured_for_long(monkeypatch):
     bench = bench_on(monkeypatch, now_s)
     assert bench.seconds([lambda: work(3.0), lambda: work(5.0)], 0.2) == pytest.approx([3.0, 5.0])
     assert turns == [3.0, 5.0, 3.0, 5.0]
-    slower = iter([9.0, 0.05, 0.02, 0.04, 0.01, 0.5])
-    assert bench.seconds([lambda: work(next(slower))], 0.115) == pytest.approx([0.01])
+    slower = iter([9.0, 0.05, 0.01, 0.06, 0.5])
+    assert bench.seconds([lambda: work(next(slower))], 0.115) == pytest.approx([0.05])
 
 
-def test_where_cores_have_other_work_one_thread_is_timed_as_if_all_were_as_fast(monkeypatch):
-    now_s, threads, before = [0.0], [], torch.get_num_threads()
+@pytest.mark.parametrize(("shared_s", "told_s", "finds"), [(0.03, 0.03, False), (5.0, 0.025, True)])
+def test_threads_that_wait_for_cores_are_taken_to_be_as_fast_as_one_alone(shared_s, told_s, finds, monkeypatch):
+    """Four threads that take longer than one have been waiting; a bench that knows it does not try them again."""
+    now_s, threads = [0.0], [4]
 
     def work() -> None:
-        threads.append(torch.get_num_threads())
-        now_s[0] += 0.1
+        now_s[0] += 0.1 if threads[-1] == 1 else shared_s
 
-    bench = bench_on(monkeypatch, now_s, threads=before, busy=True)
-    monkeypatch.setattr(bench, "fold", 4)
+    bench = bench_on(monkeypatch, now_s, threads=4)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    assert bench.seconds([work], 0.35) == pytest.approx([0.1 / 4])
-    assert threads[1] == 1, "before what is timed"
-    assert threads[-1] == 4, "after it"
+    assert bench.seconds([work], 0.4) == pytest.approx([told_s])
+    assert bench.busy == finds
+    assert threads == [4, 1, 4]
+    if finds:
+        begin_s = now_s[0]
+        assert bench.seconds([work], 0.4) == pytest.approx([told_s])
+        assert now_s[0] - begin_s < shared_s
 
 
 @pytest.mark.parametrize("seq", [64, 128])

@@ -110,7 +110,7 @@ def measured(config: Config, machine: Machine, traced: Traced, *, disk: bool, pr
         probes["host_update_numel"] = lambda: _update_numel(config, _Bench(device.host))
     found = {name: probed() for name, probed in reported([*probes.items()], "probe", progress)}
     found = {"host_update_numel": found["update_numel"]} | {name: rate for name, rate in found.items() if rate > 0}
-    busy = ", timed on one thread because the cores have other work" if bench.busy and bench.threads > 1 else ""
+    busy = ", timed on one thread because the cores have other work" if bench.busy else ""
     return replace(rates, **found, source=_source(found, rates, machine) + busy)
 
 
@@ -141,13 +141,12 @@ class _Bench:
     """Where works are timed.
 
     A CPU's cores may have other work. Then a thread waits for another one that does not get a core, for any length of
-    time. There, and where there is one thread, works are timed on the clock of this thread, as if all were as fast.
+    time. A work is timed there on the clock of one thread, and taken to be done by all as fast.
 
     Attributes:
         device: that computes.
         threads: of a CPU that a work is done by.
-        busy: whether its cores have other work.
-        fold: how many threads a work is taken to be done by that one thread did.
+        busy: whether its cores have been found to have other work.
     """
 
     def __init__(self, device: Device) -> None:
@@ -156,33 +155,49 @@ class _Bench:
         begin_s, own_s = time.perf_counter(), time.thread_time()
         while time.perf_counter() < begin_s + BUSY_S:
             pass
-        self.busy = time.thread_time() - own_s < BUSY_SHARE * BUSY_S
-        self._alone = device.shares_memory and (self.busy or self.threads == 1)
-        self.fold = self.threads if self._alone else 1
+        self.busy = self.threads > 1 and time.thread_time() - own_s < BUSY_SHARE * BUSY_S
 
     def seconds(self, works: Sequence[Callable[[], object]], limit_s: float) -> list[float]:
-        """Of each work by all threads, in turns for so long, at least one after the first, which may load things.
+        """Of each work, in turns for so long. All threads are as slow as one only where they wait for cores."""
+        if not self.device.shares_memory:
+            return self._turns(works, limit_s, time.perf_counter, min)
+        alone_s = self.alone_s(works, limit_s / self.threads)
+        if self.threads == 1:
+            return alone_s
+        shared_s = alone_s if self.busy else self._turns(works, limit_s / 2, time.perf_counter, min)
+        self.busy |= sum(shared_s) >= sum(alone_s)
+        return [one_s / self.threads for one_s in alone_s] if self.busy else shared_s
 
-        The shortest turn counts, because others may use the machine too; on a thread's clock the middle one.
-        """
+    def alone_s(self, works: Sequence[Callable[[], object]], limit_s: float) -> list[float]:
+        """By this thread, on its own clock."""
+        if self.threads > 1:
+            torch.set_num_threads(1)
+        try:
+            return self._turns(works, limit_s, time.thread_time, statistics.median)
+        finally:
+            if self.threads > 1:
+                torch.set_num_threads(self.threads)
+
+    def _turns(
+        self,
+        works: Sequence[Callable[[], object]],
+        limit_s: float,
+        clock: Callable[[], float],
+        of: Callable[[list[float]], float],
+    ) -> list[float]:
+        """At least one after the first, which may load things."""
         for work in works:
             work()
         self.device.join()
-        clock, end_s = time.thread_time if self._alone else time.perf_counter, time.perf_counter() + limit_s
         taken_s: list[list[float]] = [[] for _ in works]
-        if self.fold > 1:
-            torch.set_num_threads(1)
-        try:
-            while not taken_s[-1] or time.perf_counter() < end_s:
-                for work, times_s in zip(works, taken_s, strict=True):
-                    begin_s = clock()
-                    work()
-                    self.device.join()
-                    times_s.append(max(clock() - begin_s, 1e-9))
-        finally:
-            if self.fold > 1:
-                torch.set_num_threads(self.fold)
-        return [statistics.median(times_s) / self.fold if self._alone else min(times_s) for times_s in taken_s]
+        end_s = time.perf_counter() + limit_s
+        while not taken_s[-1] or time.perf_counter() < end_s:
+            for work, times_s in zip(works, taken_s, strict=True):
+                begin_s = clock()
+                work()
+                self.device.join()
+                times_s.append(max(clock() - begin_s, 1e-9))
+        return [of(times_s) for times_s in taken_s]
 
 
 def _disk_bytes(config: Config) -> float:
@@ -278,7 +293,7 @@ def _launch_s(bench: _Bench) -> float:
             y = y * x
         y.backward()
 
-    return bench.seconds([work], PROBE_S["launches"])[0] * bench.fold / (3 * count)
+    return bench.alone_s([work], PROBE_S["launches"])[0] / (3 * count)
 
 
 def _update_numel(config: Config, bench: _Bench) -> float:

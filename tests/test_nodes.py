@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(bool(refusal), reason=f"nodes: {refusal}")
 TINY = ("debug=tiny", "steps=6", "tracker.every=1", "val.every=0", "sample.tokens=0", "launch.timeout=60")
 
 
+@pytest.mark.alone
 def test_two_nodes_train_and_their_wires_carry_what_the_rows_say(tmp_path):
     command = [sys.executable, SCRIPTS / "nodes", "--rate", "500mbit", "--", ROOT / "train.py", *TINY]
     done = subprocess.run(

@@ -89,6 +89,9 @@ def as_rank_1(monkeypatch):
 def test_two_ranks_on_one_gpu_are_answered_with_the_words_to_type(as_rank_1, monkeypatch):
     """Each is shown the same GPU, so NCCL would refuse them with a page of its own."""
     store = dist.HashStore()
+    for rank in range(2):
+        store.set(f"here/{rank}", "a host")
+    monkeypatch.setattr(ProcessWorld, "_are_nodes_alike", lambda self: True)  # nobody is there to be asked
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)

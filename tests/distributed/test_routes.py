@@ -84,17 +84,27 @@ def test_processes_gather_as_threads_do():
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def summed(world: World, dtype: torch.dtype, travels: torch.dtype, accumulate: bool) -> list[Tensor]:
-    """Two sums, started one after the other; the first one's second half begins before it is waited for."""
-    routes, sums, handles = by_node(world, travels), [], []
+def before(share: int, place: int) -> Tensor:
+    """What is in a rank's share already."""
+    return rough(share, torch.float32, place, 7)
+
+
+def summed(world: World, dtype: torch.dtype, travels: torch.dtype, accumulate: bool, copies: bool) -> list[Tensor]:
+    """Two sums, started one after the other; the first one's second half begins before it is waited for.
+
+    Where each node has a copy a rank's share is P / L.
+    """
+    routes, sums, handles = Routes(world, sum_by_node=True, copies=copies, travels=travels), [], []
+    sharers = world.local_size if copies else world.size
+    share = world.size * NUMEL // sharers
     for number in range(2):
         full = rough(world.size * NUMEL, dtype, world.rank, number)
-        sums.append(rough(NUMEL, torch.float32, world.rank, 7) if accumulate else torch.full((NUMEL,), torch.nan))
-        partial = torch.full((world.nodes * NUMEL,), torch.nan)
+        sums.append(before(share, world.rank % sharers) if accumulate else torch.full((share,), torch.nan))
+        partial = torch.full((partial_numel(world, full.numel()),), torch.nan)
         routes.advance(0)
         handles.append(routes.reduce_scatter(full, torch.empty_like(full), sums[-1], partial, accumulate=accumulate))
-    order = handles if world.rank % 2 else handles[::-1]
-    for handle in order:
+    for handle in handles if world.rank % 2 else handles[::-1]:
+        handle.wait()
         handle.wait()
     return sums
 
@@ -114,51 +124,23 @@ def added_by_hand(nodes: int, ranks: int, number: int, dtype: torch.dtype, trave
     return total
 
 
+@pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "travels"),
     [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
 )
 @pytest.mark.parametrize(("nodes", "ranks"), SHAPES)
-def test_a_sum_by_node_adds_within_nodes_and_then_nodes(nodes, ranks, dtype, travels, accumulate):
-    told = run_ranks(nodes * ranks, summed, dtype, travels, accumulate, nodes=nodes)
+def test_a_sum_by_node_adds_within_nodes_and_then_nodes(nodes, ranks, dtype, travels, accumulate, copies):
+    """Every copy gets the same."""
+    told = run_ranks(nodes * ranks, summed, dtype, travels, accumulate, copies, nodes=nodes)
+    sharers = ranks if copies else nodes * ranks
     for number in range(2):
-        expected = added_by_hand(nodes, ranks, number, dtype, travels).view(nodes * ranks, NUMEL)
+        expected = added_by_hand(nodes, ranks, number, dtype, travels).view(sharers, -1)
         for rank, sums in enumerate(told):
-            before = rough(NUMEL, torch.float32, rank, 7) if accumulate else None
-            wanted = expected[rank] if before is None else before + expected[rank]
-            assert torch.equal(sums[number], wanted)
-
-
-def shared(world: World, dtype: torch.dtype, travels: torch.dtype, accumulate: bool) -> list[Tensor]:
-    """As `summed`, where each node has a copy: a rank's share is P / L."""
-    routes, sums, handles = Routes(world, copies=True, travels=travels), [], []
-    share = world.nodes * NUMEL
-    for number in range(2):
-        full = rough(world.size * NUMEL, dtype, world.rank, number)
-        sums.append(rough(share, torch.float32, 7) if accumulate else torch.full((share,), torch.nan))
-        partial = torch.full((partial_numel(world, full.numel()),), torch.nan)
-        routes.advance(0)
-        handles.append(routes.reduce_scatter(full, torch.empty_like(full), sums[-1], partial, accumulate=accumulate))
-    for handle in handles if world.rank % 2 else handles[::-1]:
-        handle.wait()
-        handle.wait()
-    return sums
-
-
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "travels"),
-    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
-)
-@pytest.mark.parametrize(("nodes", "ranks"), SHAPES)
-def test_copies_get_the_same_sums(nodes, ranks, dtype, travels, accumulate):
-    told = run_ranks(nodes * ranks, shared, dtype, travels, accumulate, nodes=nodes)
-    for number in range(2):
-        expected = added_by_hand(nodes, ranks, number, dtype, travels).view(ranks, nodes * NUMEL)
-        for rank, sums in enumerate(told):
-            before = rough(nodes * NUMEL, torch.float32, 7) if accumulate else None
-            wanted = expected[rank % ranks] if before is None else before + expected[rank % ranks]
+            place = rank % sharers
+            wanted = expected[place]
+            wanted = before(wanted.numel(), place) + wanted if accumulate else wanted
             assert torch.equal(sums[number], wanted)
 
 

@@ -508,8 +508,10 @@ def test_a_real_run_holds_and_moves_what_was_planned(finished):
     for (_, what), one in rows.items():
         if what == "activations":
             assert one.measured is None
-        else:  # a page that is still in memory is not read again
-            assert one.measured == pytest.approx(one.planned, rel=0.25 if what == "to and from the disk" else 0.01), one
+        elif what == "to and from the disk":  # all pages are written; one that is still in memory is not read again
+            assert 0.49 * one.planned < one.measured < 1.01 * one.planned, one
+        else:
+            assert one.measured == pytest.approx(one.planned, rel=0.01), one
 
 
 PROBE = """

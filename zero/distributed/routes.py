@@ -28,6 +28,7 @@ System with Mixed-Precision", hierarchical all-reduce, for sums of sums.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,8 +103,7 @@ class Routes:
         """
         if self._sums is None or partial is None or not partial.numel():
             return self._world.reduce_scatter(full_P, recv_P, sum_S, accumulate=accumulate, what=what)
-        flats = full_P, recv_P, sum_S, partial
-        return self._sums.start(*flats, accumulate=accumulate, turn=turn, what=what)
+        return self._sums.start(_Sum(full_P, recv_P, sum_S, partial, accumulate, what), turn)
 
     @property
     def are_waiting(self) -> bool:
@@ -157,6 +157,17 @@ class _GathersByNode:
         return self._queue.add(first, gather_within, turn, at_once=at_once)
 
 
+class _Sum(NamedTuple):
+    """What one `Routes.reduce_scatter` was called with."""
+
+    full_P: Tensor
+    recv_P: Tensor
+    sum_S: Tensor
+    partial: Tensor
+    accumulate: bool
+    what: str
+
+
 class _SumsByNode:
     """Within a node, then across nodes."""
 
@@ -164,32 +175,18 @@ class _SumsByNode:
         self._within, self._across = within_node(world, "sum"), across_nodes(world, "sum")
         self._travels, self._queue = travels, queue
 
-    def start(
-        self,
-        full_P: Tensor,
-        recv_P: Tensor,
-        sum_S: Tensor,
-        partial: Tensor,
-        *,
-        accumulate: bool,
-        turn: int,
-        what: str,
-    ) -> Handle:
-        nodes = self._across.size
-        rows = zip(full_P.view(nodes, -1), recv_P.view(nodes, -1), partial.view(nodes, -1), strict=True)
-        first = [self._within.reduce_scatter(*row, what=what) for row in rows]
-        flats = full_P, recv_P, partial, sum_S
-        return self._queue.add(first, lambda: [self._add_nodes(*flats, accumulate=accumulate, what=what)], turn)
+    def start(self, one: _Sum, turn: int) -> Handle:
+        rows = (flat.view(self._across.size, -1) for flat in (one.full_P, one.recv_P, one.partial))
+        first = [self._within.reduce_scatter(*row, what=one.what) for row in zip(*rows, strict=True)]
+        return self._queue.add(first, lambda: [self._add_nodes(one)], turn)
 
-    def _add_nodes(
-        self, full_P: Tensor, recv_P: Tensor, partial: Tensor, sum_S: Tensor, *, accumulate: bool, what: str
-    ) -> Handle:
+    def _add_nodes(self, one: _Sum) -> Handle:
         """The second half. The memory of the first one's flats is free by now."""
-        sent = partial
-        if self._travels != partial.dtype:
-            sent = _reused(full_P, self._travels, partial.numel()).copy_(partial)
-        received = _reused(recv_P, sent.dtype, sent.numel())
-        return self._across.reduce_scatter(sent, received, sum_S, accumulate=accumulate, what=what)
+        sent = one.partial
+        if self._travels != sent.dtype:
+            sent = _reused(one.full_P, self._travels, sent.numel()).copy_(sent)
+        received = _reused(one.recv_P, sent.dtype, sent.numel())
+        return self._across.reduce_scatter(sent, received, one.sum_S, accumulate=one.accumulate, what=one.what)
 
 
 class _SumsForCopies(_SumsByNode):
@@ -199,32 +196,20 @@ class _SumsForCopies(_SumsByNode):
         super().__init__(world, travels, queue)
         self._back = across_nodes(world, "sum for copies")
 
-    def start(
-        self,
-        full_P: Tensor,
-        recv_P: Tensor,
-        sum_S: Tensor,
-        partial: Tensor,
-        *,
-        accumulate: bool,
-        turn: int,
-        what: str,
-    ) -> Handle:
-        share = partial[: sum_S.numel()]
+    def start(self, one: _Sum, turn: int) -> Handle:
+        total, partial = one.sum_S, one.partial
+        share, padding = partial[: total.numel()], partial[total.numel() :]
 
         def add_nodes() -> list[Handle]:
-            partial[sum_S.numel() :].zero_()
-            own = _reused(
-                full_P,
-                partial.dtype,
-                partial.numel() // self._back.size,
-                start=partial.numel() * self._travels.itemsize,
-            )
-            added = self._add_nodes(full_P, recv_P, partial, own, accumulate=False, what=what)
-            back = self._queue.add_third(added, lambda: [self._back.gather(own, partial, what=what)], turn)
-            return [_Then(back, lambda: sum_S.add_(share) if accumulate else sum_S.copy_(share))]
+            padding.zero_()
+            after_bytes = partial.numel() * self._travels.itemsize
+            own = _reused(one.full_P, partial.dtype, partial.numel() // self._back.size, start=after_bytes)
+            added = self._add_nodes(one._replace(sum_S=own, accumulate=False))
+            back = self._queue.add_third(added, lambda: [self._back.gather(own, partial, what=one.what)], turn)
+            return [_Then(back, lambda: total.add_(share) if one.accumulate else total.copy_(share))]
 
-        return self._queue.add([self._within.reduce_scatter(full_P, recv_P, share, what=what)], add_nodes, turn)
+        first = self._within.reduce_scatter(one.full_P, one.recv_P, share, what=one.what)
+        return self._queue.add([first], add_nodes, turn)
 
 
 class _Queue:

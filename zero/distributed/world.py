@@ -29,7 +29,6 @@ import zlib
 from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -79,16 +78,6 @@ class Collectives(NamedTuple):
     """Seconds that the host was in `wait`, which adds up what arrived; on a CUDA world it never waits there."""
     wire_bytes: int = 0
     """Of the first two, what came from other nodes."""
-
-
-@dataclass
-class _Moved:
-    """`Collectives` as they are counted, by a world and its parts together."""
-
-    gather_bytes: int = 0
-    reduce_bytes: int = 0
-    wait_s: float = 0.0
-    wire_bytes: int = 0
 
 
 class _Then:
@@ -153,11 +142,11 @@ class World(contextlib.AbstractContextManager["World"]):
         self.compute = compute_device(torch.device(device))
         self.device = self.compute.device
         self.timeout_s = timeout_s
-        self._moved = _Moved()
+        self._moved: dict[str, Any] = dict.fromkeys(Collectives._fields, 0)  # by this world and its parts together
 
     @property
     def traffic(self) -> Collectives:
-        return Collectives(*astuple(self._moved))
+        return Collectives(*(self._moved[name] for name in Collectives._fields))
 
     @property
     def nodes(self) -> int:
@@ -177,25 +166,18 @@ class World(contextlib.AbstractContextManager["World"]):
 
     def _count(self, nbytes: int, *, gather: bool) -> None:
         """From each other rank `nbytes` come."""
-        if gather:
-            self._moved.gather_bytes += nbytes * (self.size - 1)
-        else:
-            self._moved.reduce_bytes += nbytes * (self.size - 1)
-        self._moved.wire_bytes += nbytes * (self.size - self.local_size)
+        self._moved["gather_bytes" if gather else "reduce_bytes"] += nbytes * (self.size - 1)
+        self._moved["wire_bytes"] += nbytes * (self.size - self.local_size)
 
     def _waited(self, seconds: float) -> None:
-        self._moved.wait_s += seconds
+        self._moved["wait_s"] += seconds
 
     def _be_part(self, whole: "World", ranks: Sequence[int]) -> None:
         """Be these ranks of `whole`, and count for it."""
         self.rank, self.size = ranks.index(whole.rank), len(ranks)
         self.local_size = sum(rank // whole.local_size == whole.rank // whole.local_size for rank in ranks)
-        self.compute, self.device, self.timeout_s, self._moved = (
-            whole.compute,
-            whole.device,
-            whole.timeout_s,
-            whole._moved,
-        )
+        self.compute, self.device, self.timeout_s = whole.compute, whole.device, whole.timeout_s
+        self._moved = whole._moved
 
     @staticmethod
     def from_env(timeout_s: float = 300.0, device: str | None = None) -> "World":

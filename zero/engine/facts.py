@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from zero.core.layout import Layout
 from zero.core.optim import Transform
 from zero.core.placement import Tier
 from zero.core.precision import Precision
@@ -18,6 +19,11 @@ from zero.distributed.world import World
 from zero.engine.unit import Splitting, UnitSpec
 
 Scope = Literal["world", "node"]
+
+
+def sharers(world: World, shard: Scope) -> int:
+    """See `Facts.sharers`."""
+    return world.local_size if shard == "node" else world.size
 
 
 @dataclass(eq=False)
@@ -89,7 +95,7 @@ class Facts:
     @property
     def sharers(self) -> int:
         """Ranks that one copy of the state is in shards on: all, or those of a node."""
-        return self.world.local_size if self.shard == "node" else self.world.size
+        return sharers(self.world, self.shard)
 
     @property
     def rank(self) -> int:
@@ -149,9 +155,9 @@ class Facts:
         """Elements of master and of each moment on a rank."""
         return unit.trainable.P if self.full_update else unit.trainable.S
 
-    def secondary_numel(self, unit: UnitSpec) -> int:
-        """Elements of a rank's secondary shard, trainable and frozen."""
-        return self.world.nodes * sum(layout.S for layout in unit.layouts) if self.keeps_secondary else 0
+    def secondary_numel(self, layout: Layout) -> int:
+        """Elements of a rank's secondary shard of a flat."""
+        return self.world.nodes * layout.S if self.keeps_secondary else 0
 
     def buffer_counts(self) -> dict[int, int]:
         """Gathered buffers: elements of one to how many. The unit in use, those ahead, and one per level of nesting."""

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from zero.core.layout import pages
 from zero.distributed.routes import Routes
-from zero.distributed.world import Handle, World
+from zero.distributed.world import Handle
+from zero.engine.plan import Plan
 from zero.engine.transfer import load
 from zero.engine.unit_state import UnitState
 from zero.platform.device import PASSED, Device
@@ -42,18 +42,19 @@ def gathering(routes: Routes) -> Fetch:
     return fetch
 
 
-def reading(world: World, routes: Routes, device: Device, store: PrefetchStore, page_numel: int) -> Fetch:
+def reading(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
     """Fill a buffer with the shards that all ranks hold on disk; this rank's range is read at once, page by page."""
+    device = plan.world.compute
 
     def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
-        return [handle for shard in _paged_shards(world, unit, full, page_numel) for handle in read(unit, shard)]
+        return [handle for shard in _paged_shards(plan, unit, full) for handle in read(unit, shard)]
 
     def read(unit: UnitState, shard: _PagedShard) -> list[Handle]:
         reads = [
             load(store, device, page, shard.own_S[a:b])
-            for page, (a, b) in zip(shard.pages, pages(shard.own_S.numel(), page_numel), strict=True)
+            for page, (a, b) in zip(shard.pages, plan.cut(shard.own_S.numel()), strict=True)
         ]
-        if world.size == 1:
+        if plan.world.size == 1:
             return list(reads)
 
         def gather() -> list[Handle]:
@@ -66,11 +67,12 @@ def reading(world: World, routes: Routes, device: Device, store: PrefetchStore, 
     return fetch
 
 
-def lending(world: World, routes: Routes, device: Device, store: PrefetchStore, page_numel: int) -> Fetch:
+def lending(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
     """Fill a buffer with the shards that all ranks hold in host memory, which the device itself copies from.
 
     A rank's own range is one copy where its pages lie back to back.
     """
+    device = plan.world.compute
 
     def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
         def copy_and_gather(shard: _PagedShard) -> list[Handle]:
@@ -80,12 +82,12 @@ def lending(world: World, routes: Routes, device: Device, store: PrefetchStore, 
             for view in store.in_place_views(shard.pages):
                 device.copy(place[: view.numel()], view)
                 place = place[view.numel() :]
-            if world.size == 1:
+            if plan.world.size == 1:
                 return []
             return [routes.gather(shard.own_S, shard.full_P, what=unit.spec.name)]
 
         found: list[Handle] = []
-        for shard in _paged_shards(world, unit, full, page_numel):
+        for shard in _paged_shards(plan, unit, full):
             found += [_Later(device, partial(copy_and_gather, shard))] if changing else copy_and_gather(shard)
         return found
 
@@ -100,13 +102,13 @@ class _PagedShard(NamedTuple):
     full_P: Tensor
 
 
-def _paged_shards(world: World, unit: UnitState, full: Tensor, page_numel: int) -> list[_PagedShard]:
+def _paged_shards(plan: Plan, unit: UnitState, full: Tensor) -> list[_PagedShard]:
     split = unit.spec.trainable.P
     parts = (("param", unit.spec.trainable, full[:split]), ("frozen", unit.spec.frozen, full[split:]))
     found = []
     for kind, layout, full_P in parts:
-        numbers = range(len(pages(layout.S, page_numel)))
-        start, stop = layout.shard(world.rank % layout.world_size)
+        numbers = range(len(plan.cut(layout.S)))
+        start, stop = layout.shard(plan.rank)
         if layout.S:
             found.append(_PagedShard([Page(unit.index, kind, n) for n in numbers], full_P[start:stop], full_P))
     return found

@@ -153,7 +153,7 @@ def empty_unit(plan: Plan, spec: UnitSpec) -> UnitState:
     grad = device.zeros(plan.grad_numel(spec), plan.grad_dtype) if keeps_grad else None
     unit = UnitState(spec, resident, shards[0], shards[1], grad)
     if plan.keeps_secondary:
-        trainable, frozen = (device.zeros(plan.world.nodes * layout.S, compute) for layout in spec.layouts)
+        trainable, frozen = (device.zeros(plan.secondary_numel(layout), compute) for layout in spec.layouts)
         unit.secondary = trainable, frozen
     return unit
 

@@ -213,8 +213,7 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
 def _fetch(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
     if not plan.params_offloaded:
         return gathering(routes)
-    fetch = lending if plan.params_on_host else reading
-    return fetch(plan.world, routes, plan.world.compute, store, plan.page_numel)
+    return (lending if plan.params_on_host else reading)(plan, routes, store)
 
 
 def _goes_to_host(plan: Plan) -> bool:

@@ -165,7 +165,7 @@ class PageTable(Facts):
         """Memory of the device that units and gradients pass through, by kind."""
         counts = {
             "gathered units": (self.buffer_counts(), self.precision.compute),
-            "secondary shards": (Counter(map(self.secondary_numel, self.units)), self.precision.compute),
+            "secondary shards": (self._secondary_counts(), self.precision.compute),
             "gradient flats": (self.flat_counts(), self.flat_dtype),
             "node sums": (self.partial_counts(), torch.float32),
             "gradient buffers": (self.grad_buffer_counts(), self.grad_dtype),
@@ -174,6 +174,9 @@ class PageTable(Facts):
             kind: dtype.itemsize * sum(numel * n for numel, n in sizes.items())
             for kind, (sizes, dtype) in counts.items()
         }
+
+    def _secondary_counts(self) -> dict[int, int]:
+        return Counter(self.secondary_numel(layout) for unit in self.units for layout in unit.layouts)
 
     def _paged_bytes(self, *kinds: str) -> int:
         return sum(spec.block_bytes for page, spec in self.store_pages().items() if page.kind in kinds)

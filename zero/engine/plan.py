@@ -25,7 +25,7 @@ from zero.core.stage import Stage
 from zero.core.suggest import some
 from zero.distributed.world import World
 from zero.engine.compile import Backend
-from zero.engine.facts import Facts, Scope
+from zero.engine.facts import Facts, Scope, sharers
 from zero.engine.module_copy import detached_copy
 from zero.engine.page_table import PageTable
 from zero.engine.placeholder import ParameterPlaceholder
@@ -147,8 +147,7 @@ class Plan(PageTable):
                 f"zero.update=eager updates before the global norm is known, so it cannot go with {what}; "
                 "use zero.update=lazy, or optim.clip=null in fp32 or bf16"
             )
-        sharers = world.local_size if shard == "node" else world.size
-        splitting = split(model, world_size=sharers, class_names=_names(units), group=optimizer.group)
+        splitting = split(model, world_size=sharers(world, shard), class_names=_names(units), group=optimizer.group)
         if not in_place:
             detached_copy(model, splitting, precision.compute, torch.device("meta"))  # refuses what cannot be copied
         self.activations = activations_of(splitting, by_pattern)

@@ -367,8 +367,9 @@ class Reducer:
         with self._device.aside("reduce", after=PASSED) as self._done:  # where its sum will be
             self._gradients.open(unit, fresh=not again, held=True)
         sum_S, what = unit.own_grad_S(self._rank), f"the gradient of {unit.spec.name}"
-        partials = self._partials.get(partial_numel(self._world, unit.spec.trainable.P), [])
-        flats, partial, turn = (sent.flat_P, received.flat_P), partials.pop() if partials else None, self._turns.taken
+        flats, turn = (sent.flat_P, received.flat_P), self._turns.taken
+        of_node = partial_numel(self._world, unit.spec.trainable.P)
+        partial = self._partials[of_node].pop() if self._partials else None
         [handle] = self._tape.under_way(
             "reduce",
             unit.spec.name,

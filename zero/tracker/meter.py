@@ -21,7 +21,7 @@ from zero.core.precision import DTYPES
 from zero.distributed.world import Collectives, World
 from zero.engine.plan import Plan
 from zero.engine.step import Metrics
-from zero.engine.traffic import traffic
+from zero.engine.traffic import traffic as planned_traffic
 from zero.platform.device import host_peak_bytes
 from zero.platform.peak_flops import peak_flops
 from zero.store import Traffic
@@ -117,6 +117,8 @@ class Meter:
         peak = (peak_flops or _peak_flops(world, plan) or 0.0) * world.size
         self._mfu_of_token = flops_per_token / peak if flops_per_token and peak else None
         self._nvme_bytes = sum(plan.bytes.get("nvme", {}).values())
+        self._planned_bytes = planned_traffic(plan).of_step(plan.accumulate)._asdict() if plan.trains else {}
+        self._versions = versions()
         self._start_s = self._since_s = time.perf_counter()
         self._start = self._since = self._totals()
         self.steps = self._since_step = self._steps_before = steps
@@ -225,12 +227,12 @@ class Meter:
             device_peak_bytes=device_bytes,
             host_peak_bytes=host_bytes,
             plan_bytes=self._plan.bytes,
-            plan_step_bytes=traffic(self._plan).of_step(self._plan.accumulate)._asdict() if self._plan.trains else {},
+            plan_step_bytes=self._planned_bytes,
             offload_written_bytes=max(self._written_bytes, written_bytes),
             endurance=endurance(step_bytes) if self._nvme_bytes else None,
             data_digest=data_digest,
             checkpoint=None if checkpoint is None else str(checkpoint),
-            versions=versions(),
+            versions=self._versions,
         )
 
     def _mfu(self, tokens_per_s: float | None) -> float | None:

@@ -85,15 +85,15 @@ class Saver:
         self._under_way: Saving | None = None
         self.last_published: Path | None = None
         self._valid = set() if began_from is None else {began_from.folder.absolute()}  # and what this run publishes
+        several = self._world.nodes > 1
         if config.checkpoint.every > 0:
             check(plan, buffers_of(plan.model))
-        if config.checkpoint.every > 0 and self._world.nodes > 1:
-            check_shared(self._world, self.root.path)
+            if several:
+                check_shared(self._world, self.root.path)
         if began_from is not None:
             for line in differences(began_from.facts, self._facts(), began_from.step):
                 note(line)
         if config.mode == "train":
-            several = self._world.local_size < self._world.size
             by_rank_0(self._world, lambda: record_start(folder, began_from, several=several))
 
     def flag(self) -> float:

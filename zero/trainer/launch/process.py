@@ -48,8 +48,7 @@ def environment(ranks: int, how: Processes) -> dict[str, str]:
     may lie idle. Lean is the opposite: every large tensor goes back at once. Deterministic runs need cuBLAS's workspace
     fixed before its first product, or torch refuses it.
     """
-    share = max(1, _cores() // ranks) if how.threads == "auto" else how.threads
-    variables = {"OMP_NUM_THREADS": str(share), "MKL_NUM_THREADS": str(share)}
+    variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(_threads(how, ranks)))
     variables |= dict(zip(MALLOC_VARIABLES, map(str, THRESHOLDS.get(how.malloc, ())), strict=False))
     if how.deterministic:
         variables["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
@@ -67,9 +66,13 @@ def set_up(how: Processes, ranks: int | None = None) -> AbstractContextManager[N
     if how.threads != "auto" or (ranks is not None and "OMP_NUM_THREADS" not in os.environ):
         import torch
 
-        torch.set_num_threads(max(1, _cores() // (ranks or 1)) if how.threads == "auto" else how.threads)
+        torch.set_num_threads(_threads(how, ranks or 1))
     fixed = how.deterministic and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     return environ({"CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE} if fixed else {})
+
+
+def _threads(how: Processes, ranks: int) -> int:
+    return max(1, _cores() // ranks) if how.threads == "auto" else how.threads
 
 
 def redirect(path: Path, *, stdout: bool, further: bool = False) -> None:

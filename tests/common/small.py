@@ -97,6 +97,11 @@ def slice_of(batch: Tensor, world: zero.World, accumulate: int) -> list[Tensor]:
     return [parts[m * world.size + world.rank] for m in range(accumulate)]
 
 
+def adamw_in_8bit(lr: Any, **how: Any) -> zero.core.optim.Transform:
+    """AdamW whose moments are kept in 8 bits."""
+    return zero.with_moments(zero.adamw(lr, **how), "8bit", seed=3)
+
+
 def adamw_in_bf16(lr: Any, **how: Any) -> zero.core.optim.Transform:
     """AdamW whose moments are kept in bf16."""
     return zero.with_moments(zero.adamw(lr, **how), seed=3)

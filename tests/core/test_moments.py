@@ -1,14 +1,16 @@
-"""Moments in bf16: what stochastic rounding promises, against counting, and that no cut changes a bit of it."""
+"""Moments in bf16 and 8 bits: what stochastic rounding promises, against counting; no cut changes a bit of it."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
 import zero
-from zero.core.layout import Layout
-from zero.core.moments import BLOCK, Bf16Moments, fill, stochastic_upper
+from zero.core.layout import Layout, Piece
+from zero.core.moments import BLOCK, Bf16Moments, EightBitMoments, Moments, fill, stochastic_upper
 from zero.errors import ConfigError
 
 
@@ -75,18 +77,146 @@ def test_infinity_and_nan_stay():
         assert torch.equal(rounded(infinity, noise("k", 0, BLOCK)).float(), infinity)
 
 
-def test_a_mean_that_moves_by_less_than_half_a_bit_moves_all_the_same():
+@pytest.mark.parametrize("form", [Bf16Moments(5), EightBitMoments(5), EightBitMoments(5).of_squares()])
+def test_a_mean_that_moves_by_less_than_half_a_bit_moves_all_the_same(form):
     """beta2 = 0.999 towards 2, from 1: rounded to the nearest it would stay at 1 for ever."""
-    kept, form = torch.ones(4096, dtype=torch.bfloat16), Bf16Moments(seed=5)
-    [slot] = Layout.of({"p": (4096,)}, world_size=1).slots
+    kept = form.page_of(torch.ones(4096))
     for step in range(1, 501):
-        with form.opened([kept], [[(slot, 0, 4096, 0)]], f"{step}/nu") as [moment]:
+        with opened(form, kept, f"{step}/nu") as moment:
             moment.mul_(0.999).add_(2 * 0.001)
-    assert kept.float().mean().item() == pytest.approx(2 - 0.999**500, abs=0.005)
+    assert form.values_of(kept).float().mean().item() == pytest.approx(2 - 0.999**500, abs=0.01)
+
+
+# Eight bits
+
+MEANS, SQUARES = EightBitMoments(3), EightBitMoments(3).of_squares()
+
+
+@contextmanager
+def opened(form: Moments, page: torch.Tensor, key: str) -> Iterator[torch.Tensor]:
+    """One page of a parameter, from its first element on."""
+    numel = form.values_of(page).numel()
+    [slot] = Layout.of({"p": (numel,)}, world_size=1).slots
+    with form.opened([page], [[Piece(slot, 0, numel, 0)]], key) as [moment]:
+        yield moment
+
+
+def read(page: torch.Tensor, signed: bool) -> list[float]:
+    """What a page holds, in Python's numbers: 65 bytes a block, its exponent and 64 codes."""
+    found = []
+    for place in range(0, page.numel(), 65):
+        lowest, *codes = page[place : place + 65].tolist()
+        for code in codes:
+            sign, size = (-1.0 if code >= 128 else 1.0, code % 128) if signed else (1.0, code)
+            exponent, digits = lowest + size // 8, size % 8
+            value = math.ldexp(1 + digits / 8, exponent - 127) if exponent else math.ldexp(digits / 8, -126)
+            found.append(sign * value if size or not signed else 0.0)
+    return found
+
+
+@pytest.mark.parametrize("form", [MEANS, SQUARES])
+@pytest.mark.parametrize("lowest", [0, 1, 100, 223])
+def test_every_code_is_the_number_that_its_bits_say(form, lowest):
+    codes = torch.arange(256, dtype=torch.uint8).view(4, 64)
+    page = torch.cat([torch.full((4, 1), lowest, dtype=torch.uint8), codes], dim=1).view(-1)
+    assert form.values_of(page).tolist() == read(page, form.signed)
+
+
+def blocks(seed: int, spread: float) -> torch.Tensor:
+    """(64 x 64,) numbers of both signs, with zeros, of blocks of very different sizes."""
+    made = torch.Generator().manual_seed(seed)
+    values = torch.randn(64, 64, generator=made) * torch.exp(spread * torch.randn(64, 64, generator=made))
+    values *= torch.exp2(torch.randint(-60, 40, (64, 1), generator=made).float())
+    return torch.where(torch.rand(64, 64, generator=made) < 0.05, 0.0, values).view(-1)
+
+
+@pytest.mark.parametrize("form", [MEANS, SQUARES])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_kept_is_near_and_small_numbers_end_where_it_says(form, seed):
+    values = blocks(seed, 2.0) if form.signed else blocks(seed, 2.0).abs()
+    page = form.page_of(values.clone())
+    assert page.dtype == torch.uint8
+    assert page.numel() == form.numel(values.numel()) == 65 * 64
+    found = torch.tensor(read(page, form.signed), dtype=torch.float64)
+    largest = values.double().abs().view(64, 64).amax(1, keepdim=True).expand(64, 64).reshape(-1)
+    smallest = largest * 2.0 ** (-14 if form.signed else -30)
+    held = values.abs().double() > smallest
+    assert held.sum() > 3000
+    error = (found - values).abs() / values.abs()
+    assert error[held].max() <= 1 / 16
+    assert (found[~held].abs() <= 17 / 16 * smallest[~held]).all()
+    assert (found[values == 0] == 0).all() if form.signed else (found[largest > 0] > 0).all()
+
+
+@pytest.mark.parametrize("form", [MEANS, SQUARES])
+def test_what_8_bits_can_hold_is_never_changed(form):
+    """So what does not train keeps its moments, and a checkpoint in fp32 gives back the page that it was saved from."""
+    page = form.page_of(blocks(7, 3.0) if form.signed else blocks(7, 3.0).abs())
+    before = page.clone()
+    for key in ("a", "b", "c"):
+        with opened(form, page, key):
+            pass
+        assert torch.equal(page, before)
+    assert torch.equal(form.page_of(form.values_of(page)), before)
+
+
+@pytest.mark.parametrize("form", [MEANS, SQUARES])
+def test_zeros_are_zeros(form):
+    page = torch.zeros(form.numel(256), dtype=torch.uint8)
+    assert not form.values_of(page).any()
+    with opened(form, page, "k"):
+        pass
+    assert not page.any()
+
+
+@pytest.mark.parametrize("value", [0.7, 3.14159265e-9, 0.26])
+@pytest.mark.parametrize("form", [MEANS, SQUARES])
+def test_the_mean_of_many_is_the_value_beside_a_large_one(form, value):
+    """Each of 2^16 equally likely bits once, in blocks whose first element is 1 or 2^-27."""
+    values = torch.full((BLOCK,), value)
+    values[::64] = 1.0 if value > 1e-3 else 2.0**-27
+    page = form.page_of(torch.zeros(BLOCK))
+    with opened(form, page, "k") as moment:
+        moment.copy_(values)
+    found = form.values_of(page).double().view(-1, 64)
+    assert found[:, 1:].mean().item() == pytest.approx(value, rel=1e-3)
+    assert (found[:, 0] == values[0].item()).all()
+
+
+@pytest.mark.parametrize("form", [MEANS, SQUARES])
+def test_infinity_and_nan_stay_in_8_bits(form):
+    for value in (math.inf, math.nan, -math.inf if form.signed else math.inf):
+        values = torch.full((128,), value)
+        page = form.page_of(torch.zeros(128))
+        with opened(form, page, "k") as moment:
+            moment.copy_(values)
+        assert torch.equal(form.values_of(page), values) or form.values_of(page).isnan().all() == math.isnan(value)
+    largest = torch.full((64,), torch.finfo(torch.float32).max)
+    assert form.values_of(form.page_of(largest)).isfinite().all()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.sampled_from([MEANS, SQUARES]), st.integers(0, 99))
+def test_no_cut_between_vectors_changes_a_bit_of_8_bits(sizes, form, seed):
+    numel = 64 * sum(sizes)
+    [slot] = Layout.of({"p": (numel,)}, world_size=1).slots
+    values = blocks(seed, 1.0).repeat(-(-numel // 4096))[:numel]
+    values = values if form.signed else values.abs()
+    whole = form.page_of(torch.zeros(numel))
+    with opened(form, whole, "k") as moment:
+        moment.copy_(values)
+    pages, places, at = [], [], 0
+    for size in sizes:
+        pages.append(form.page_of(torch.zeros(64 * size)))
+        places.append([Piece(slot, at, at + 64 * size, 0)])
+        at += 64 * size
+    with form.opened(pages, places, "k") as moments:
+        torch._foreach_copy_(list(moments), list(values.split([64 * size for size in sizes])))
+    assert torch.equal(torch.cat(pages), whole)
 
 
 def test_other_dtypes_are_refused_and_a_mean_of_parameters_stays_in_fp32():
-    with pytest.raises(ConfigError, match=r"optim\.moments=fp16: it is fp32 or bf16"):
+    with pytest.raises(ConfigError, match=r"optim\.moments=fp16: it is fp32, bf16 or 8bit"):
         zero.with_moments(zero.adamw(1e-3), "fp16")
     for made in (
         zero.with_ema(zero.with_moments(zero.adamw(1e-3))),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from tests.common.small import Setting, Small, adamw_in_bf16, slice_of, small_batch, small_loss, train_small, wide
+from tests.common.small import Setting, Small, adamw_in_8bit, adamw_in_bf16, slice_of, small_batch, small_loss, train_small, wide
 from tests.faults.disks import FaultyFiles, ThrottledStore, fail, flip, short
 from zero.engine.full import digest, full_state_dict
 from zero.errors import ConfigError, StoreError
@@ -140,10 +140,11 @@ def test_units_of_many_pages(size, stage, precision, accumulate, clip):
         assert run_ranks(size, train_offloaded, setting, 6, None, wide) == expected, setting
 
 
+@pytest.mark.parametrize("optimizer", [adamw_in_bf16, adamw_in_8bit])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_no_tier_changes_a_bit_of_moments_in_bf16(precision):
+def test_no_tier_changes_a_bit_of_moments_in_fewer_bits(precision, optimizer):
     """On every tier, with pages that cut parameters elsewhere."""
-    plain = Setting(precision=precision, clip=0.5, optimizer=adamw_in_bf16)
+    plain = Setting(precision=precision, clip=0.5, optimizer=optimizer)
     expected = run_ranks(2, train_small, plain, 6, wide)
     for number, offload in enumerate(offloads(3)):
         setting = plain.but(offload=tuple(offload.items()), page_bytes=(4, 8, 16)[number % 3] * KiB)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from tests.common.small import Setting, adamw_in_bf16, slice_of
+from tests.common.small import Setting, adamw_in_8bit, adamw_in_bf16, slice_of
 from zero.engine.full import digest, full_state_dict
 from zero.testing import run_ranks
 
@@ -124,7 +124,7 @@ def test_momentum_sgd_does_what_integers_do(size, clip, precision):
 
 @pytest.mark.parametrize(
     ("precision", "clip", "optimizer"),
-    [("fp32", None, zero.adamw), ("bf16", 0.5, zero.adamw), ("bf16", None, adamw_in_bf16)],
+    [("fp32", None, zero.adamw), ("bf16", 0.5, zero.adamw), ("bf16", None, adamw_in_bf16), ("fp32", None, adamw_in_8bit)],
 )
 def test_adamw_has_one_digest_for_every_world_stage_and_accumulation(precision, clip, optimizer):
     """Adam rounds, but every element alike, wherever it lies: parameters and moments agree to the bit."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zero
-from tests.common.small import Setting, adamw_in_bf16, slice_of, small_batch, train_small
+from tests.common.small import Setting, adamw_in_8bit, adamw_in_bf16, slice_of, small_batch, train_small
 from zero.engine.full import digest, full_state_dict
 from zero.testing import run_processes, run_ranks
 from zero.trainer.models import GPT, GPTConfig, loss as gpt_loss
@@ -62,11 +62,12 @@ def test_no_placement_changes_a_bit(size, precision, clip):
         assert run_ranks(size, train_small, other) == expected, other
 
 
+@pytest.mark.parametrize("optimizer", [adamw_in_bf16, adamw_in_8bit])
 @pytest.mark.parametrize("size", [1, 3])
-def test_no_placement_changes_a_bit_of_moments_in_bf16(size):
+def test_no_placement_changes_a_bit_of_moments_in_fewer_bits(size, optimizer):
     """Random bits belong to a parameter's element and to the step, whatever holds it and however it is cut."""
     first, *others = (
-        setting.but(precision="bf16", clip=None, optimizer=adamw_in_bf16) for setting in placements(eager=True)
+        setting.but(precision="bf16", clip=None, optimizer=optimizer) for setting in placements(eager=True)
     )
     expected = run_ranks(size, train_small, first)
     assert run_ranks(size, train_small, first.but(optimizer=zero.adamw)) != expected, "they do round"

@@ -76,8 +76,8 @@ def _range(plan: Plan, layout: Layout, rank: int) -> tuple[int, int]:
 
 
 def _kinds(plan: Plan) -> dict[str, torch.dtype]:
-    """What is written of a trainable parameter: the fp32 master, and moments as they are kept."""
-    return {PARAMETER: torch.float32} | {kind: plan.optimizer.form(kind).dtype for kind in plan.optimizer.moments}
+    """What is written of a trainable parameter: the fp32 master, and moments, to the bit."""
+    return {PARAMETER: torch.float32} | {kind: plan.optimizer.form(kind).saved for kind in plan.optimizer.moments}
 
 
 def parts(plan: Plan, buffers: Mapping[str, Tensor], rank: int) -> list[tuple[Held, Stretch | None]]:

@@ -366,7 +366,9 @@ def _pages(state: State, stretch: Stretch) -> Iterator[tuple[int, Tensor]]:
     if stretch.kind == FROZEN:
         yield from _kept(state, stretch, "frozen", stretch.dtype, unit.frozen_S)
     elif stretch.kind != PARAMETER:
-        yield from _kept(state, stretch, stretch.kind, stretch.dtype)
+        form = state.plan.optimizer.form(stretch.kind)
+        for start, page in _kept(state, stretch, stretch.kind, form.dtype):
+            yield start, form.values_of(page)
     elif master.kind is None:
         yield from _parameters(state, stretch)
     else:
@@ -405,10 +407,11 @@ def _read(
 ) -> Iterator[tuple[int, Tensor]]:
     """Pages of the store in order, `AHEAD` of them on their way; each valid until the next."""
     store, host = state.runtime.store, state.plan.world.compute.host
-    most = max((numel for _, _, numel in wanted), default=0)
-    free = [host.zeros(most, dtype) for _ in wanted[: AHEAD + 1]]
+    sizes = [(number, start, state.plan.kept.numel(kind, count)) for number, start, count in wanted]
+    most = max((numel for _, _, numel in sizes), default=0)
+    free = [host.zeros(most, dtype) for _ in sizes[: AHEAD + 1]]
     under_way: deque[tuple[int, Tensor, Tensor, Ticket]] = deque()
-    coming = iter(wanted)
+    coming = iter(sizes)
     while True:
         for number, start, numel in itertools.islice(coming, len(free)):
             buffer = free.pop()

@@ -31,6 +31,10 @@ class Kept:
         master = {} if self._master.kind is None else {self._master.kind: self._master.dtype}
         return master | {kind: form.dtype for kind, form in self._moments.items()}
 
+    def numel(self, kind: str, count: int) -> int:
+        """Elements of its dtype that a page of one kind has for `count` parameters."""
+        return self._moments[kind].numel(count) if kind in self._moments else count
+
     @cached_property
     def draws(self) -> bool:
         """To write it back takes random bits, so `opened` has to know each element's place."""
@@ -49,7 +53,7 @@ class Kept:
 
         Args:
             params: some (K,) tensors in the dtype of compute, which follow their master.
-            kept: for each of them the same elements of its pages, in the order of `dtypes`.
+            kept: for each of them what its pages hold of the same elements, in the order of `dtypes`.
             places: for each of them, which elements of which parameters it has; empty where nothing is drawn.
             step: of the update, from 1.
         """

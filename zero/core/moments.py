@@ -1,29 +1,39 @@
-"""How moments are kept between updates: in fp32, or in bf16 with stochastic rounding. Updates work in fp32 always.
+"""How moments are kept between updates: in fp32, in bf16 or in 8 bits. Updates work in fp32 always.
 
 fp32   `Moments`: as they are, 4 bytes a parameter each
 bf16   `Bf16Moments`: rounded stochastically, 2 bytes a parameter each
+8bit   `EightBitMoments`: likewise, with an exponent for each 64 elements, 1 1/64 bytes a parameter each
 
-A running mean in bf16 would stand still if it were rounded to the nearest number: beta2 = 0.999 moves it by less than
-half of bf16's last bit. Stochastic rounding goes up or down with the probability that keeps the mean exact. The random
-bits are a function of (seed, step, parameter, element) alone, so they are the same however state is cut and whatever
-holds it.
+A running mean in so few bits would stand still if it were rounded to the nearest number: beta2 = 0.999 moves it by less
+than half of bf16's last bit. Stochastic rounding goes up or down with the probability that keeps the mean exact. The
+random bits are a function of (seed, step, parameter, element) alone, so they are the same however state is cut and
+whatever holds it.
+
+Eight bits are an exponent, counted from one that a block of 64 elements shares, and three bits after the leading one:
+
+a mean               sign, 4 bits of exponent: down to 2^-15 of the block's largest, and zero
+a mean of squares    5 bits of exponent: down to 2^-31 of the block's largest, and not zero beside what is not
+
+A mean of squares that became zero would divide its mean by nothing. Blocks are those vectors of a flat that no cut
+falls into, and every parameter begins with one of its own.
 
 Source: Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", section 3.1; Zamirai et al. 2020,
-"Revisiting BFloat16 Training", section 4.
+"Revisiting BFloat16 Training", section 4; Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"; Rouhani
+et al. 2023, "Microscaling Data Formats for Deep Learning", for exponents that blocks share.
 """
 
 import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from zero.core.layout import Piece
+from zero.core.layout import VECTOR, Piece
 from zero.core.master import cut_as, one_after_another, rounded
 
 BLOCK = 2**16
@@ -35,6 +45,9 @@ _KEYS = 32
 _NAN = 0x7FC00000
 """The bits of a NaN, as an integer."""
 
+_SHIFT = 20
+"""Of the 23 bits of an fp32 mantissa these are dropped by 8 bits."""
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -42,11 +55,21 @@ class Moments:
 
     Attributes:
         dtype: of the pages.
+        saved: of a checkpoint's values, which hold what pages hold to the bit.
         draws: random bits are needed, so elements have to be known by their places.
     """
 
     dtype: ClassVar[torch.dtype] = torch.float32
+    saved: ClassVar[torch.dtype] = torch.float32
     draws: ClassVar[bool] = False
+
+    def of_squares(self) -> "Moments":
+        """The form of what is never negative."""
+        return self
+
+    def numel(self, count: int) -> int:
+        """Elements of `dtype` that keep `count` values, a multiple of 64."""
+        return count
 
     @contextmanager
     def opened(self, kept: Sequence[Tensor], places: Sequence[Sequence[Piece]], key: str) -> Iterator[Sequence[Tensor]]:
@@ -63,6 +86,10 @@ class Moments:
         """What a page holds for fp32 values, (K,): the nearest."""
         return values_K
 
+    def values_of(self, page: Tensor) -> Tensor:
+        """(K,) in `saved`: what a page holds."""
+        return page
+
 
 @dataclass(frozen=True)
 class Bf16Moments(Moments):
@@ -72,7 +99,7 @@ class Bf16Moments(Moments):
         seed: of the random bits.
     """
 
-    dtype = torch.bfloat16
+    dtype = saved = torch.bfloat16
     draws = True
     seed: int = 0
 
@@ -80,14 +107,68 @@ class Bf16Moments(Moments):
     def opened(self, kept: Sequence[Tensor], places: Sequence[Sequence[Piece]], key: str) -> Iterator[Sequence[Tensor]]:
         flat = one_after_another(kept).float()
         yield cut_as(kept, flat)
-        noise = torch.zeros_like(flat, dtype=torch.int16)
-        for one, pieces in zip(cut_as(kept, noise), places, strict=True):
-            for slot, start, stop, place in pieces:
-                fill(one[place : place + stop - start], f"{self.seed}/{key}/{slot.name}", start)
-        torch._foreach_copy_([one.view(torch.int16) for one in kept], cut_as(kept, stochastic_upper(flat, noise)))
+        bits = stochastic_upper(flat, _noise(cut_as(kept, flat), places, f"{self.seed}/{key}"))
+        torch._foreach_copy_([one.view(torch.int16) for one in kept], cut_as(kept, bits))
 
     def page_of(self, values_K: Tensor) -> Tensor:
         return rounded(values_K, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class EightBitMoments(Moments):
+    """Kept in 8 bits, rounded stochastically: of each block its exponent, then its codes.
+
+    Attributes:
+        seed: of the random bits.
+        signed: they are means; otherwise means of squares.
+    """
+
+    dtype = torch.uint8
+    draws = True
+    seed: int = 0
+    signed: bool = True
+
+    def of_squares(self) -> Moments:
+        return replace(self, signed=False)
+
+    def numel(self, count: int) -> int:
+        return count // VECTOR * (VECTOR + 1)
+
+    @contextmanager
+    def opened(self, kept: Sequence[Tensor], places: Sequence[Sequence[Piece]], key: str) -> Iterator[Sequence[Tensor]]:
+        flat = self.values_of(one_after_another(kept))
+        values = list(flat.split([one.numel() // (VECTOR + 1) * VECTOR for one in kept]))
+        yield values
+        noise = _noise(values, places, f"{self.seed}/{key}").to(torch.int32)
+        noise.add_(0x8000).bitwise_left_shift_(_SHIFT - 16)
+        torch._foreach_copy_(list(kept), cut_as(kept, self._codes(flat, noise.view(-1, VECTOR))))
+
+    def page_of(self, values_K: Tensor) -> Tensor:
+        return self._codes(values_K.clone(), 1 << (_SHIFT - 1))
+
+    def values_of(self, page: Tensor) -> Tensor:
+        blocks = page.view(-1, VECTOR + 1)
+        lowest, codes = blocks[:, :1].to(torch.int32).bitwise_left_shift_(23), blocks[:, 1:].to(torch.int32)
+        if not self.signed:
+            return codes.bitwise_left_shift_(_SHIFT).add_(lowest).view(torch.float32).view(-1)
+        sizes = codes.bitwise_and(0x7F)
+        lowest = lowest * (sizes > 0)  # what is zero has no exponent
+        bits = sizes.bitwise_left_shift_(_SHIFT).add_(lowest)
+        return bits.bitwise_or_(codes.bitwise_and_(0x80).bitwise_left_shift_(24)).view(torch.float32).view(-1)
+
+    def _codes(self, values: Tensor, noise: Tensor | int) -> Tensor:
+        """The page of fp32 values, which are destroyed. `noise` is added to what is dropped, and what carries is kept."""
+        bits = values.view(torch.int32).view(-1, VECTOR)
+        signs = bits.bitwise_right_shift(24).bitwise_and_(0x80) if self.signed else None
+        bits.bitwise_and_(0x7FFFFFFF).clamp_(max=_NAN)
+        largest = 0x7F if self.signed else 0xFF
+        exponents = (largest >> 3) + 1
+        lowest = bits.amax(1, keepdim=True).bitwise_right_shift_(23).sub_(exponents - 1).clamp_(min=0)
+        bits.sub_(lowest << 23).add_(noise).bitwise_right_shift_(_SHIFT).clamp_(0, largest)
+        page = bits.new_empty(bits.shape[0], VECTOR + 1, dtype=torch.uint8)
+        page[:, :1].copy_(lowest)
+        page[:, 1:].copy_(bits if signs is None else bits.bitwise_or_(signs))
+        return page.view(-1)
 
 
 def stochastic_upper(values: Tensor, noise: Tensor) -> Tensor:
@@ -102,6 +183,15 @@ def stochastic_upper(values: Tensor, noise: Tensor) -> Tensor:
     bits = values.view(torch.int32)
     bits.clamp_(max=_NAN)  # a GPU's NaN is the largest number of all: to add to it would make it -0
     return bits.add_(noise).add_(0x8000).bitwise_right_shift_(16)
+
+
+def _noise(values: Sequence[Tensor], places: Sequence[Sequence[Piece]], key: str) -> Tensor:
+    """(n,) int16 random bits of all values, one after another; 0 in gaps."""
+    noise = torch.zeros(sum(one.numel() for one in values), dtype=torch.int16, device=values[0].device)
+    for one, pieces in zip(cut_as(values, noise), places, strict=True):
+        for slot, start, stop, place in pieces:
+            fill(one[place : place + stop - start], f"{key}/{slot.name}", start)
+    return noise
 
 
 def fill(noise: Tensor, key: str, start: int) -> None:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from zero.core.lr_schedule import Schedule
-from zero.core.moments import Bf16Moments, Moments
+from zero.core.moments import Bf16Moments, EightBitMoments, Moments
 from zero.core.suggest import meant
 from zero.errors import ConfigError
 
@@ -72,6 +72,8 @@ Numbers = Mapping[float, Tensor]
 Update = Callable[[Tensors, Tensors, tuple[Tensors, ...], Settings, float, Numbers], None]
 NO_NUMBERS: Numbers = MappingProxyType({})
 FP32_MOMENTS = Moments()
+SQUARES = "nu"
+"""What every optimizer calls a mean or sum of squares."""
 Mask = Callable[[str, tuple[int, ...]], bool]
 Number = float | Schedule
 
@@ -176,7 +178,9 @@ class Transform:
 
     def form(self, kind: str) -> Moments:
         """How a moment is kept."""
-        return FP32_MOMENTS if kind in self.copies else self.kept
+        if kind in self.copies:
+            return FP32_MOMENTS
+        return self.kept.of_squares() if kind == SQUARES else self.kept
 
     def check_groups(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse a group whose function takes no parameter, or with a name or pattern that fits none.
@@ -382,21 +386,23 @@ def with_ema(transform: Transform, decay: float = 0.999) -> Transform:
 def with_moments(transform: Transform, dtype: str = "bf16", *, seed: int = 0) -> Transform:
     """The same optimizer with its moments kept in another dtype; it still computes in fp32.
 
-    In bf16 they take 2 bytes per parameter each instead of 4, on their tier and on every way. They are rounded
-    stochastically, with bits that depend on seed, step, parameter and element alone: see `zero.core.moments`. A running
-    mean of the parameters, from `with_ema`, stays in fp32.
+    In bf16 they take 2 bytes per parameter each instead of 4, on their tier and on every way; in 8 bits 1 1/64, the
+    64th for an exponent that 64 elements share. They are rounded stochastically, with bits that depend on seed, step,
+    parameter and element alone: see `zero.core.moments`. A running mean of the parameters, from `with_ema`, stays in
+    fp32.
 
     Args:
         transform: an optimizer, from `adamw` and its family.
-        dtype: "fp32" or "bf16".
+        dtype: "fp32", "bf16" or "8bit".
         seed: of the random bits; the same on every rank.
 
     Raises:
         ConfigError: another dtype.
     """
-    if dtype not in ("fp32", "bf16"):
-        raise ConfigError(f"optim.moments={dtype}: it is fp32 or bf16")
-    return replace(transform, kept=Bf16Moments(seed) if dtype == "bf16" else FP32_MOMENTS)
+    forms = {"fp32": FP32_MOMENTS, "bf16": Bf16Moments(seed), "8bit": EightBitMoments(seed)}
+    if dtype not in forms:
+        raise ConfigError(f"optim.moments={dtype}: it is fp32, bf16 or 8bit")
+    return replace(transform, kept=forms[dtype])
 
 
 def _transform(

@@ -16,12 +16,13 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from zero.core.layout import Layout, Slot, pages
+from zero.core.layout import Layout, Slot
 from zero.core.master import rounded
 from zero.core.suggest import meant, some
 from zero.engine.arguments import check_state
@@ -376,8 +377,9 @@ def _flat(state: State, unit: UnitState, layout: Layout, kind: str) -> Tensor:
         return full.to("cpu", torch.float32, copy=True).div_(_divisor(state))
     state.runtime.updater.apply(unit)
     if kind in plan.optimizer.moments:
-        kept = _pages(state, unit, kind, plan.optimizer.form(kind).dtype)
-        return _gathered_flat(state, unit, kept, kind).to("cpu", torch.float32)
+        form = plan.optimizer.form(kind)
+        kept = _pages(state, unit, kind, form.dtype)
+        return _gathered_flat(state, unit, form.values_of(kept), kind).to("cpu", torch.float32)
     if kind == "param" and plan.precision.master.kind is not None and layout is unit.spec.trainable:
         return _gathered_flat(state, unit, _master(state, unit), "master").cpu()
     full = state.runtime.gatherer.residency.materialise(unit)
@@ -395,12 +397,12 @@ def _master(state: State, unit: UnitState) -> Tensor:
 
 
 def _pages(state: State, unit: UnitState, kind: str, dtype: torch.dtype) -> Tensor:
-    """What this rank updates of one kind, out of its pages."""
-    plan = state.plan
-    own = torch.zeros(plan.update_numel(unit.spec), dtype=dtype, device=plan.world.device)
-    for number, (start, stop) in enumerate(pages(own.numel(), plan.page_numel)):
+    """What this rank updates of one kind, out of its pages, as they hold it."""
+    plan, numel = state.plan, partial(state.plan.kept.numel, kind)
+    own = torch.zeros(numel(plan.update_numel(unit.spec)), dtype=dtype, device=plan.world.device)
+    for number, (start, stop) in enumerate(plan.cut(plan.update_numel(unit.spec))):
         page = Page(unit.index, kind, number)
-        load(state.runtime.store, plan.world.compute, page, own[start:stop]).wait()
+        load(state.runtime.store, plan.world.compute, page, own[numel(start) : numel(stop)]).wait()
     return own
 
 

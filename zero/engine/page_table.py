@@ -1,6 +1,7 @@
 """Which pages of the store one rank has, and how large each is.
 
-A page is K elements of one kind of one unit: master, moments, and what is offloaded of parameters and gradients.
+A page is what is kept of K elements of one kind of one unit: master, moments, and what is offloaded of parameters and
+gradients.
 """
 
 from collections import Counter
@@ -109,7 +110,8 @@ class PageTable(Facts):
             dtypes |= {"param": self.precision.compute, "frozen": self.precision.compute}
         for kind, cuts in ranges.items():
             for number, (start, stop) in enumerate(cuts):
-                yield Page(unit.index, kind, number), PageSpec(stop - start, dtypes[kind])
+                numel = self.kept.numel(kind, stop - start)
+                yield Page(unit.index, kind, number), PageSpec(numel, dtypes[kind])
 
     def copied_pages(self) -> int:
         """Pages of frozen parameters that pass through slots of the arena, on their way from a file to a GPU."""
@@ -125,7 +127,7 @@ class PageTable(Facts):
         numel = min(self.page_numel, max(self.update_numel(unit) for unit in self.units))
         dtypes = self.kept.dtypes | {"grad": self.grad_dtype, "param": self.precision.compute}
         kinds = (*self.state_kinds, *("grad",) * self.grads_offloaded, *self.written_kinds)
-        group = sum(round_up(dtypes[kind].itemsize * numel) for kind in kinds)
+        group = sum(round_up(dtypes[kind].itemsize * self.kept.numel(kind, numel)) for kind in kinds)
         return max([group, *(spec.block_bytes for spec in self.store_pages().values())])
 
     def bytes_on(self, spec: PageSpec, tier: Tier) -> int:

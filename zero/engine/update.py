@@ -62,7 +62,7 @@ class Launched(Ticket):
 
 
 class Piece(NamedTuple):
-    """What is updated at a time, where it is worked on; all of the same K elements."""
+    """What is updated at a time, where it is worked on; all of it of the same K elements."""
 
     first: int
     """Element of the unit's flat."""
@@ -74,7 +74,8 @@ class Piece(NamedTuple):
 
     def cut(self, start: int, stop: int) -> "Piece":
         """Elements [start, stop) of it."""
-        kept = [one[start:stop] for one in self.kept]
+        numel = self.grad_K.numel()  # a page may take more than one element of its dtype for each, in proportion
+        kept = [one[one.numel() * start // numel : one.numel() * stop // numel] for one in self.kept]
         return Piece(self.first + start, self.param_K[start:stop], kept, self.grad_K[start:stop])
 
 

@@ -21,11 +21,11 @@ class _Optim(Section):
         trades="needs the norm of all gradients before the first update; zero.update=lazy hides the wait",
         example="null",
     )
-    moments: Literal["fp32", "bf16"] = key(
+    moments: Literal["fp32", "bf16", "8bit"] = key(
         "fp32",
-        "what moments are kept in between updates; bf16 is rounded stochastically, and computed with in fp32",
-        trades="bf16: 2 bytes per parameter and moment less, held and moved twice per step, against 16 bits of digits "
-        "and some arithmetic",
+        "what moments are kept in between updates; bf16 and 8bit are rounded stochastically, and computed with in fp32",
+        trades="per parameter and moment, held and moved twice per step, 4 bytes in fp32, 2 in bf16, 1 in 8bit (and a "
+        "64th), against digits and some arithmetic",
         example="bf16",
     )
     ema: Fraction | None = key(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from zero.core.kept import Kept
 from zero.core.layout import Layout
+from zero.engine.update import Piece
 from zero.errors import StoreError
 from zero.platform.cuda import compute_device
 from zero.platform.device import Arena, Device
@@ -302,15 +303,15 @@ def _update_numel(config: Config, bench: _Bench) -> float:
     now, kept = optimizer.groups[0](1)._replace(lr=0.0, weight_decay=0.0), Kept(precision.master, optimizer)
     grad = torch.zeros(PROBE_NUMEL, device=device.device)
     param = torch.zeros(PROBE_NUMEL, dtype=precision.compute, device=device.device)
-    state = [torch.zeros(PROBE_NUMEL, dtype=dtype, device=device.device) for dtype in kept.dtypes.values()]
+    state = [device.zeros(kept.numel(kind, PROBE_NUMEL), dtype) for kind, dtype in kept.dtypes.items()]
     layout = Layout.of({"probe": (PROBE_NUMEL,)}, world_size=1)
 
     def work(start: int) -> None:
-        piece = slice(start, min(PROBE_NUMEL, start + device.piece_numel))
-        places, pages = layout.pieces(piece.start, piece.stop), [one[piece] for one in state]
-        device.sum_of_squares(grad[piece])
-        with kept.opened([param[piece]], [pages], [places], 1) as (masters, *moments):
-            optimizer.update(list(masters), [grad[piece]], tuple(list(one) for one in moments), now, 1.0, {})
+        stop = min(PROBE_NUMEL, start + device.piece_numel)
+        piece, places = Piece(0, param, state, grad).cut(start, stop), layout.pieces(start, stop)
+        device.sum_of_squares(piece.grad_K)
+        with kept.opened([piece.param_K], [piece.kept], [places], 1) as (masters, *moments):
+            optimizer.update(list(masters), [piece.grad_K], tuple(list(one) for one in moments), now, 1.0, {})
 
     works = [partial(work, start) for start in range(0, PROBE_NUMEL, device.piece_numel)]
     return PROBE_NUMEL / sum(bench.seconds(works, PROBE_S["other"]))

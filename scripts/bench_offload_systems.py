@@ -454,6 +454,7 @@ SYSTEMS: dict[str, System] = {
     "zero-nvme": System(partial(ours, preset="nvme"), "offload=nvme, update=lazy"),
     "zero-nvme-whole": System(partial(ours, preset="nvme", master="whole"), "offload=nvme, precision.master=whole"),
     "zero-nvme-bf16": System(partial(ours, preset="nvme", moments="bf16"), "offload=nvme, optim.moments=bf16"),
+    "zero-nvme-8bit": System(partial(ours, preset="nvme", moments="8bit"), "offload=nvme, optim.moments=8bit"),
     "zero-nvme-serial": System(partial(ours, preset="nvme", update="serial"), "offload=nvme, update=serial"),
     "zero-nvme-eager": System(
         partial(ours, preset="nvme", update="eager", clip=None), "offload=nvme, update=eager, no clipping"

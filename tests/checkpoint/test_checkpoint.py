@@ -193,7 +193,9 @@ def test_moments_of_all_forms_load_each_other(tmp_path: Path):
                 elif reads == "bf16":
                     assert torch.equal(found[name], in_bf16(value)), name
                 else:
-                    assert ((found[name] - value).abs() <= value.abs().amax() / 16 if value.numel() else value).all(), name
+                    assert ((found[name] - value).abs() <= value.abs().amax() / 16 if value.numel() else value).all(), (
+                        name
+                    )
 
 
 @pytest.mark.parametrize(

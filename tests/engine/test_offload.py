@@ -14,8 +14,19 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from tests.common.small import Setting, Small, adamw_in_8bit, adamw_in_bf16, slice_of, small_batch, small_loss, train_small, wide
+from tests.common.small import (
+    Setting,
+    Small,
+    adamw_in_8bit,
+    adamw_in_bf16,
+    slice_of,
+    small_batch,
+    small_loss,
+    train_small,
+    wide,
+)
 from tests.faults.disks import FaultyFiles, ThrottledStore, fail, flip, short
+from zero.distributed.world import SoloWorld
 from zero.engine.full import digest, full_state_dict
 from zero.errors import ConfigError, StoreError
 from zero.store import MemoryStore, NvmeStore, Store
@@ -365,6 +376,18 @@ def test_evaluation_between_steps_changes_nothing():
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("moments", "nbytes"), [("fp32", 8), ("bf16", 4), ("8bit", 2 * 65 / 64)])
+@pytest.mark.parametrize("tier", ["none", "cpu"])
+def test_moments_take_what_their_form_says(tier, moments, nbytes):
+    """Two for each parameter; of 64 elements and one parameter each, so that no page ends on a block of its own."""
+    with zero.empty():
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    optimizer = zero.with_moments(zero.adamw(1e-3), moments)
+    plan = zero.Plan(model, optimizer=optimizer, units=("Linear",), world=SoloWorld(), offload=tier)
+    held = {kind: bytes_ for kinds in plan.bytes.values() for kind, bytes_ in kinds.items()}
+    assert held["moments"] == nbytes * 4 * 64 * 64
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -124,7 +124,12 @@ def test_momentum_sgd_does_what_integers_do(size, clip, precision):
 
 @pytest.mark.parametrize(
     ("precision", "clip", "optimizer"),
-    [("fp32", None, zero.adamw), ("bf16", 0.5, zero.adamw), ("bf16", None, adamw_in_bf16), ("fp32", None, adamw_in_8bit)],
+    [
+        ("fp32", None, zero.adamw),
+        ("bf16", 0.5, zero.adamw),
+        ("bf16", None, adamw_in_bf16),
+        ("fp32", None, adamw_in_8bit),
+    ],
 )
 def test_adamw_has_one_digest_for_every_world_stage_and_accumulation(precision, clip, optimizer):
     """Adam rounds, but every element alike, wherever it lies: parameters and moments agree to the bit."""

@@ -344,6 +344,7 @@ SCENARIOS: dict[str, Run] = {
         preset="cpu", compute="host", precision=zero.Precision("bf16", master="whole")
     ),
     "moments in bf16": scenario(preset="nvme", optimizer=zero.with_moments(zero.adamw(1e-2, clip=0.5))),
+    "moments in 8 bits": scenario(preset="nvme", optimizer=zero.with_moments(zero.adamw(1e-2, clip=0.5), "8bit")),
     "moments in bf16, on the host": scenario(preset="cpu", optimizer=zero.with_moments(zero.adamw(1e-2, clip=0.5))),
     "whole master": scenario(preset="nvme", precision=zero.Precision("bf16", master="whole")),
     "activations on the host": scenario(activations="offload", count=64),

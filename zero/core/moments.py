@@ -157,7 +157,7 @@ class EightBitMoments(Moments):
         return bits.bitwise_or_(codes.bitwise_and_(0x80).bitwise_left_shift_(24)).view(torch.float32).view(-1)
 
     def _codes(self, values: Tensor, noise: Tensor | int) -> Tensor:
-        """The page of fp32 values, which are destroyed. `noise` is added to what is dropped, and what carries is kept."""
+        """The page of fp32 values, which are destroyed. `noise` is added to what is dropped, and may carry."""
         bits = values.view(torch.int32).view(-1, VECTOR)
         signs = bits.bitwise_right_shift(24).bitwise_and_(0x80) if self.signed else None
         bits.bitwise_and_(0x7FFFFFFF).clamp_(max=_NAN)

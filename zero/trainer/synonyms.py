@@ -57,7 +57,7 @@ _NO_QUANT = To("precision=bf16", "parameters are not quantised here; bf16 is the
 _ATTENTION = To(OUT, "attention is torch's scaled_dot_product_attention, which chooses the kernel")
 _FUSED = To(OUT, "updates use torch's fused kernels wherever there is one")
 _KV = To(OUT, "model=gpt has as many keys as queries; model=hf model.path=llama groups them")
-_8BIT = To("optim=adamw optim.moments=bf16", "no moments of 8 bits here; bf16 takes half of the usual bytes")
+_8BIT = To("optim=adamw optim.moments=8bit")
 _NOT_HERE = To("optim=adamw", "there is no such optimizer here; there are adagrad, adam, adamw, lion, sgd")
 _FILES = To("data.folder=FOLDER", "texts are read from files, and nothing is downloaded")
 _TOKENIZER = To("data=hf data.path=TEXTS data.tokenizer={value}")
@@ -189,8 +189,8 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "optim=adam8bit": _8BIT,
     "optim=adamw8bit": _8BIT,
     "optim=*8bit": _8BIT,
-    "optim=paged_*": _8BIT,
-    "optim=onebitadam": _8BIT,
+    "optim=paged_*": To("optim=adamw offload=cpu", "pages of an optimizer live in host memory with offload=cpu"),
+    "optim=onebitadam": _NOT_HERE,
     "optim=adamw_*": To("optim=adamw"),
     "optim=fusedadam": To("optim=adamw"),
     "optim=cpuadam": To("optim=adamw"),

@@ -47,12 +47,13 @@ def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def start(world: zero.World, width: int = 64, stage: int = 3, preset: str = "none", **settings):
-    precision = settings.pop("precision", "bf16")
+    precision, moments = settings.pop("precision", "bf16"), settings.pop("moments", "fp32")
     offload = zero.Offload(preset, path=str(settings.pop("path", ".")), page_bytes=settings.pop("page_bytes", None))
     with world.exclusive():
         model = stack(width)
+    optimizer = zero.with_moments(zero.adamw(1e-2, clip=0.5), moments)
     plan = zero.Plan(
-        model, optimizer=zero.adamw(1e-2, clip=0.5), world=world, stage=zero.Stage(stage), precision=precision,
+        model, optimizer=optimizer, world=world, stage=zero.Stage(stage), precision=precision,
         offload=offload, units=["Block"], **settings,
     )  # fmt: skip
     return zero.init(plan, zero.open_store(plan)), zero.make_step(plan, loss)
@@ -129,12 +130,17 @@ def test_launches_count_units_and_not_bytes():
 
 
 @pytest.mark.parametrize("preset", ["cpu", "nvme", "infinity"])
-@pytest.mark.parametrize(("master", "most"), [("whole", 16), ("split", 19)])
-def test_a_page_group_that_moves_costs_few_launches(preset, master, most, tmp_path):
-    """Twelve to move and update it, and in bf16 four to round its master, or seven to put it together and part it."""
+@pytest.mark.parametrize(
+    ("master", "moments", "most"),
+    [("whole", "fp32", 16), ("split", "fp32", 19), ("split", "bf16", 33), ("split", "8bit", 61)],
+)
+def test_a_page_group_that_moves_costs_few_launches(preset, master, moments, most, tmp_path):
+    """Twelve to move and update it, and in bf16 four to round its master, or seven to put it together and part it; to
+    open a moment and to write it back, six in bf16 and twenty in 8 bits."""
     precision = zero.Precision("bf16", master=master)
-    few, _ = launches(256, precision=precision)
-    found, groups = launches(256, preset, path=tmp_path, page_bytes=64 * 1024, precision=precision)
+    few, _ = launches(256, precision=precision, moments=moments)
+    given = {"path": tmp_path, "page_bytes": 64 * 1024, "precision": precision, "moments": moments}
+    found, groups = launches(256, preset, **given)
     assert groups > 20
     assert found - few <= most * groups
 

@@ -45,8 +45,8 @@ _KEYS = 32
 _NAN = 0x7FC00000
 """The bits of a NaN, as an integer."""
 
-_SHIFT = 20
-"""Of the 23 bits of an fp32 mantissa these are dropped by 8 bits."""
+_DROPPED = 20
+"""Of the 23 bits of a mantissa, where 3 are kept."""
 
 
 @dataclass(frozen=True)
@@ -136,39 +136,44 @@ class EightBitMoments(Moments):
 
     @contextmanager
     def opened(self, kept: Sequence[Tensor], places: Sequence[Sequence[Piece]], key: str) -> Iterator[Sequence[Tensor]]:
-        flat = self.values_of(one_after_another(kept))
+        page = one_after_another(kept)
+        flat = self.values_of(page)
         values = list(flat.split([one.numel() // (VECTOR + 1) * VECTOR for one in kept]))
         yield values
-        noise = _noise(values, places, f"{self.seed}/{key}").to(torch.int32)
-        noise.add_(0x8000).bitwise_left_shift_(_SHIFT - 16)
-        torch._foreach_copy_(list(kept), cut_as(kept, self._codes(flat, noise.view(-1, VECTOR))))
+        self._write(page, flat, _noise(values, places, f"{self.seed}/{key}"))
+        if len(kept) > 1:
+            torch._foreach_copy_(list(kept), cut_as(kept, page))
 
     def page_of(self, values_K: Tensor) -> Tensor:
-        return self._codes(values_K.clone(), 1 << (_SHIFT - 1))
+        page = values_K.new_empty(self.numel(values_K.numel()), dtype=torch.uint8)
+        self._write(page, values_K, None)
+        return page
 
     def values_of(self, page: Tensor) -> Tensor:
         blocks = page.view(-1, VECTOR + 1)
         lowest, codes = blocks[:, :1].to(torch.int32).bitwise_left_shift_(23), blocks[:, 1:].to(torch.int32)
         if not self.signed:
-            return codes.bitwise_left_shift_(_SHIFT).add_(lowest).view(torch.float32).view(-1)
+            return codes.bitwise_left_shift_(_DROPPED).add_(lowest).view(torch.float32).view(-1)
         sizes = codes.bitwise_and(0x7F)
         lowest = lowest * (sizes > 0)  # what is zero has no exponent
-        bits = sizes.bitwise_left_shift_(_SHIFT).add_(lowest)
+        bits = sizes.bitwise_left_shift_(_DROPPED).add_(lowest)
         return bits.bitwise_or_(codes.bitwise_and_(0x80).bitwise_left_shift_(24)).view(torch.float32).view(-1)
 
-    def _codes(self, values: Tensor, noise: Tensor | int) -> Tensor:
-        """The page of fp32 values, which are destroyed. `noise` is added to what is dropped, and may carry."""
-        bits = values.view(torch.int32).view(-1, VECTOR)
-        signs = bits.bitwise_right_shift(24).bitwise_and_(0x80) if self.signed else None
-        bits.bitwise_and_(0x7FFFFFFF).clamp_(max=_NAN)
-        largest = 0x7F if self.signed else 0xFF
-        exponents = (largest >> 3) + 1
-        lowest = bits.amax(1, keepdim=True).bitwise_right_shift_(23).sub_(exponents - 1).clamp_(min=0)
-        bits.sub_(lowest << 23).add_(noise).bitwise_right_shift_(_SHIFT).clamp_(0, largest)
-        page = bits.new_empty(bits.shape[0], VECTOR + 1, dtype=torch.uint8)
-        page[:, :1].copy_(lowest)
-        page[:, 1:].copy_(bits if signs is None else bits.bitwise_or_(signs))
-        return page.view(-1)
+    def _write(self, page: Tensor, values: Tensor, noise: Tensor | None) -> None:
+        """Fill a page. Random bits are added to the bits that are dropped; without them half of what those can be."""
+        sizes, values = values.abs().view(-1, VECTOR), values.view(-1, VECTOR)
+        codes = 128 if self.signed else 256
+        lowest = sizes.amax(1, keepdim=True).view(torch.int32).bitwise_right_shift_(23).sub_(codes // 8 - 1)
+        lowest.clamp_(min=0)
+        bits = sizes.view(torch.int32).sub_(lowest.bitwise_left_shift(23).sub_(1 << (_DROPPED - 1)))
+        if noise is not None:
+            bits.add_(noise.view(-1, VECTOR), alpha=1 << (_DROPPED - 16))
+        bits.bitwise_right_shift_(_DROPPED).clamp_(0, codes - 1)
+        if self.signed:
+            bits.add_(values.signbit(), alpha=128)
+        blocks = page.view(-1, VECTOR + 1)
+        blocks[:, :1].copy_(lowest)
+        blocks[:, 1:].copy_(bits)
 
 
 def stochastic_upper(values: Tensor, noise: Tensor) -> Tensor:

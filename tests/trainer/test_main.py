@@ -34,6 +34,7 @@ def test_a_run_is_trained_and_reported_by_the_module(here):
         )
 
     zero("debug=tiny", "data=synthetic", "hydra.run.dir=run")
+    assert "    name: train\n" in (here / "run" / ".hydra" / "hydra.yaml").read_text(), "not of a file of ours"
     (here / "run" / "report.html").unlink()
     assert zero("report", "run").stdout == "run/report.html\n"
     assert (here / "run" / "report.html").exists()

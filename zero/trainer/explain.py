@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero.core import schema
+from zero.core import schema, suggest
 from zero.core.settings import words
 from zero.errors import ConfigError
 from zero.trainer import replies
@@ -46,6 +46,10 @@ class Entry(NamedTuple):
     @property
     def section(self) -> str:
         return _section(self.key)
+
+    @property
+    def group(self) -> str:
+        return self.key.split(".")[0]
 
     @property
     def choices(self) -> list[str]:
@@ -110,13 +114,25 @@ def explain(name: str | None, conf: Path) -> str:
     by_key = {entry.key: entry for entry in entries()}
     by_name = {section.name: section for section in sections(conf) if section.name}
     if name in by_key:
-        return _of_key(by_key[name])
+        return _of_key(by_key[name], conf)
     if name in by_name:
         return _of_section(by_name[name])
     inside = [entry for entry in by_key.values() if entry.key.startswith(f"{name}.")]
     if inside:
         return _rows_of(inside)
     raise ConfigError(f"explain.key={name} is not a key or a section; {_nearest(name, [*by_name, *by_key])}")
+
+
+def options_with(key: str, conf: Path) -> list[str]:
+    """The options of its group that have a key, the default one first.
+
+    Args:
+        key: one of `entries()`.
+        conf: as `sections` takes it.
+    """
+    entry = next(entry for entry in entries() if entry.key == key)
+    names = next(_names(section) for section in sections(conf) if section.name == entry.group)
+    return [name for name in names if not entry.options or _kind(conf / entry.group / f"{name}.yaml") in entry.options]
 
 
 def overview(conf: Path) -> str:
@@ -222,6 +238,11 @@ def _options(folder: Path) -> dict[str, str]:
     return {path.stem: _idea(path) for path in sorted(folder.glob("*.yaml"))}
 
 
+def _kind(path: Path) -> str:
+    found = re.search(r"^name: (\w+)$", path.read_text(), re.MULTILINE)
+    return found[1] if found else ""
+
+
 def _idea(path: Path) -> str:
     lines = (line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#"))
     return next(line for line in lines if not line.startswith("@package"))
@@ -230,14 +251,14 @@ def _idea(path: Path) -> str:
 # On the screen
 
 
-def _of_key(entry: Entry) -> str:
-    only = f"with {entry.section.split('.')[0]}={' or '.join(entry.options)}" if entry.options else ""
+def _of_key(entry: Entry, conf: Path) -> str:
+    having = options_with(entry.key, conf) if entry.options else []
     facts = {
         "takes": entry.takes,
         "default": entry.default,
         "counts": entry.unit,
         "trades": entry.trades,
-        "only": only,
+        "only": f"with {entry.group}={suggest.alternatives(having)}" if having else "",
         "example": entry.example and f"python train.py {entry.example}",
     }
     table = _table((f"  {name}", text) for name, text in facts.items() if text)
@@ -269,8 +290,12 @@ and keys of no section: {rows[0][0]}
 
 
 def _choices(section: Section) -> str:
-    rest = [name for name in section.options if name != section.chosen]
-    return ", ".join([section.chosen, *rest] if section.chosen in section.options else rest)
+    return ", ".join(_names(section))
+
+
+def _names(section: Section) -> list[str]:
+    """Of its options, the default one first."""
+    return sorted(section.options, key=lambda name: name != section.chosen)
 
 
 def _first_paragraph(text: str) -> str:

@@ -7,6 +7,7 @@ so it cannot go stale. The same entries make docs/config.md. No torch: an answer
 import difflib
 import json
 import re
+import shutil
 import textwrap
 import typing
 from collections.abc import Iterable, Iterator
@@ -21,7 +22,7 @@ from zero.trainer import replies
 from zero.trainer.config import Config
 
 WIDTH, CELL = 100, 28
-"""Characters of a line, and of a cell that still decides about the width of its column."""
+"""Characters of a line at most, and of a cell that still decides about the width of its column."""
 
 FIRST = (
     *("mode", "steps", "resume", "zero.stage", "zero.activations", "batch.global", "batch.micro", "data.folder"),
@@ -142,11 +143,11 @@ def overview(conf: Path) -> str:
     return f"""\
 ZeRO for plain PyTorch, as a function.
 
-  python train.py                                        the default run: minutes on a laptop
-  python train.py zero.stage=3 launch.ranks=2            one run on two processes
-  python train.py -m zero.stage=0,1,2,3                  one run after another, and a table of them
-  python train.py mode=plan model=gpt_7b plan.ranks=4    what it would take, and what fits
-  python train.py mode=doctor                            whether this machine is ready
+  python train.py                                      the default run: minutes
+  python train.py zero.stage=3 launch.ranks=2          a run on two processes
+  python train.py -m zero.stage=0,1,2,3                runs, and their table
+  python train.py mode=plan model=gpt_7b plan.ranks=4  what fits, and how fast
+  python train.py mode=doctor                          is this machine ready?
 
 Options, written {groups[0].name}={next(iter(groups[0].options))}; the default comes first
 {_table((group.name, _choices(group)) for group in groups)}
@@ -155,10 +156,11 @@ Keys to know first
 {_rows_of(by_key[key] for key in FIRST)}
 
 More
-  python train.py mode=explain                           every section
-  python train.py mode=explain explain.key=offload       a section, or one key, such as zero.stage
-  python train.py offload=nvme --cfg job                 a run's settings as composed
-  docs/config.md                                         every key; --hydra-help: Hydra's options"""
+  python train.py mode=explain                         every section
+  python train.py mode=explain explain.key=offload     a section, or one key
+  python train.py offload=nvme --cfg job               a run's settings
+  docs/config.md                                       every key
+  python train.py --hydra-help                         Hydra's options"""
 
 
 # From the schema
@@ -262,11 +264,12 @@ def _of_key(entry: Entry, conf: Path) -> str:
         "example": entry.example and f"python train.py {entry.example}",
     }
     table = _table((f"  {name}", text) for name, text in facts.items() if text)
-    return f"{entry.key}\n\n{textwrap.fill(entry.text, WIDTH, initial_indent='  ', subsequent_indent='  ')}\n\n{table}"
+    text = textwrap.fill(entry.text, _width(), initial_indent="  ", subsequent_indent="  ")
+    return f"{entry.key}\n\n{text}\n\n{table}"
 
 
 def _of_section(section: Section) -> str:
-    text = [textwrap.fill(f"{section.name}: {_first_paragraph(section.text)}", WIDTH)]
+    text = [textwrap.fill(f"{section.name}: {_first_paragraph(section.text)}", _width())]
     if section.options:
         text += ["", f"options, written {section.name}={next(iter(section.options))}"]
         text += [_table(section.options.items())]
@@ -323,6 +326,11 @@ def _last_word(key: str) -> str:
     return key.rpartition(".")[2]
 
 
+def _width() -> int:
+    """Of a line: as the terminal has it."""
+    return max(60, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
+
+
 def _rows_of(entries: Iterable[Entry]) -> str:
     return _table((entry.key, entry.default, entry.text) for entry in entries)
 
@@ -337,13 +345,13 @@ def _table(rows: Iterable[tuple[str, ...]]) -> str:
 def _lines(rows: list[tuple[str, ...]]) -> Iterator[str]:
     columns = list(zip(*rows, strict=True))[:-1]
     widths = [max((len(cell) for cell in column if len(cell) <= CELL), default=0) for column in columns]
-    indent = 2 + sum(width + 2 for width in widths)
+    indent, width = 2 + sum(width + 2 for width in widths), _width()
     for row in rows:
         head = "  " + "".join(cell.ljust(width) + "  " for cell, width in zip(row, widths, strict=False))
         if len(head) > indent:
-            yield head.rstrip()
+            yield textwrap.fill(head.rstrip(), width, subsequent_indent=" " * indent)
             head = " " * indent
         yield (
-            textwrap.fill(row[-1], WIDTH, initial_indent=head, subsequent_indent=" " * indent, break_on_hyphens=False)
+            textwrap.fill(row[-1], width, initial_indent=head, subsequent_indent=" " * indent, break_on_hyphens=False)
             or head.rstrip()
         )

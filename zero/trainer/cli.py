@@ -28,6 +28,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import zero
 from zero.core import suggest
 from zero.core.secret import refuse_secret_words, refuse_secrets
 from zero.deepspeed import config as ds_config
@@ -291,6 +292,9 @@ def _say(text: str, exit_code: int) -> int:
 
 def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
     """Check every run that the command line asks for, then let Hydra make the folders and call us once per run."""
+    if "--version" in arguments:
+        show(f"zero {zero.__version__}, Hydra {hydra.__version__}")
+        return 0
     given = _options(arguments)
     if given.help:
         show(overview(CONF))

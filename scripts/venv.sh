@@ -34,7 +34,7 @@ PYTHON
 ) || exit 1
 stamp_file="$venv/installed${extra:+-$extra}"
 if [ "$(cat "$stamp_file" 2>/dev/null)" != "$stamp" ]; then
-    echo "installing into $venv" >&2
+    echo "installing into $venv; torch as PyPI has it is some gigabytes, so the first time takes minutes" >&2
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".${extra:+[$extra]}" >&2 || exit 1
     echo "$stamp" >"$stamp_file"
 fi

@@ -2,10 +2,12 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +19,11 @@ import pytest
 import torch
 from torch import nn
 
+import train
 import zero
-from zero.testing import run_processes
+from zero.__main__ import main as zero_train
+from zero.testing import forked_ranks, run_processes
+from zero.trainer import cli
 from zero.trainer.models import GPT, GPTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,7 +31,7 @@ EXAMPLES = ROOT / "scripts" / "examples"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKING = [*PAGES, *(ROOT / f"{name}.md" for name in ("ARCHITECTURE", "CHANGELOG", "CONTRIBUTING", "SECURITY"))]
 SHOWN = {"own_loop": "own-loop.md", "initialize": "coming-from-deepspeed.md", "hugging_face": "hugging-face.md"}
-SHOWN |= {"hf_trainer": "hugging-face-trainer.md", "lightning_trainer": "lightning.md"}
+SHOWN |= {"hf_trainer": "hugging-face-trainer.md", "lightning_trainer": "lightning.md", "fsdp2": "coming-from-fsdp.md"}
 """Example -> the page of docs/ that begins with it."""
 
 NEEDS = {"hugging_face": "transformers", "hf_trainer": "accelerate", "lightning_trainer": "lightning"}
@@ -113,12 +118,46 @@ def test_an_example_runs_on_two_ranks(name: str, here: Path):
 # -- the README and the other blocks of the docs -----------------------------------------------------------------------
 
 
-def test_the_loop_of_the_readme_runs(here: Path, capsys: pytest.CaptureFixture[str]):
-    names = own_loop() | {"batches": [torch.randint(256, (2, 9)) for _ in range(3)]}
+def test_the_loop_of_the_readme_runs_as_pasted(here: Path, capsys: pytest.CaptureFixture[str]):
+    names: dict[str, Any] = {}
     run(blocks("README.md")[0], names)
     assert "moments" in capsys.readouterr().out
-    assert names["state"].step == 3
+    assert names["state"].step == 40
+    assert len((here / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()) == 4
     assert (here / "runs" / "mine" / "report.html").exists()
+
+
+def test_the_commands_of_the_readme_run_one_after_another(here: Path):
+    """Those about checkpoints, as they are pasted, with a small model and a hundredth of the steps."""
+    readme = (ROOT / "README.md").read_text()
+    (block,) = (one for one in re.findall(r"```bash\n(.*?)```", readme, flags=re.S) if "resume=latest" in one)
+    lines = [shlex.split(line, comments=True) for line in block.splitlines()]
+    for _, program, *words in filter(None, lines):
+        if program == "train.py":
+            fewer = [re.sub(r"((?:steps|checkpoint.every)=\d+)00$", r"\1", word) for word in words]
+            with forked_ranks():
+                assert train.main(["debug=tiny", *fewer]) == 0
+        else:
+            folder = str(next(here.glob("runs/*/*/checkpoints")).parent)
+            assert zero_train([program.removeprefix("scripts/"), folder, *words[1:]]) == 0
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words that a page types behind train.py; not those that it shows as mistakes, after a `$`."""
+    lines = [line for line in page.read_text().splitlines() if not line.startswith("    $")]
+    typed = [re.split(r"`|\\|  ", text)[0].split() for line in lines for text in line.split("python train.py ")[1:]]
+    return [[*itertools.takewhile(lambda word: "=" in word or word.startswith("-"), words)] for words in typed]
+
+
+OWN = r"(resume|model\.path|data\.path|ds_config)=\S+ (does not exist|is not a file)|hydra/\w+=\S+: this plugin is not"
+"""What is said of what only a reader has: a checkpoint, a model, texts, a plugin."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
+def test_every_command_of_a_page_is_accepted(page: Path, here: Path):
+    for words in commands(page):
+        refused = cli._refusal_of([word.replace("/mnt/nvme", ".") for word in words])
+        assert not refused or re.match(OWN, refused), f"{words}: {refused}"
 
 
 def test_the_blocks_of_own_loop_run(here: Path):
@@ -172,24 +211,23 @@ def test_whole_values_of_the_concepts_are_read_and_written():
     assert not zero.get_full(names["state"], "embed.weight")[0].any()
 
 
-def test_fsdp2s_loop_and_ours_have_the_same_loss(here: Path):
-    """In a process of its own, for torch's process group."""
-    theirs, ours = blocks("docs/coming-from-fsdp.md")
-    before = """
-import os, torch, zero
-from zero.trainer.models import GPT, GPTConfig, loss as loss_fn
-config = GPTConfig(vocab=256, width=64, layers=2, heads=2, seq=32)
-torch.manual_seed(0)
-loader = [torch.randint(256, (4, 33)) for _ in range(3)]
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", f"{before}{theirs}\n{ours}\nprint(loss.item(), metrics.loss)"],
-        cwd=here, capture_output=True, text=True, timeout=110, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
-             "MASTER_PORT": "29732"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert all(4 < float(loss) < 7 for loss in done.stdout.split())
+def test_fsdp2_and_its_example_print_the_same_losses(here: Path):
+    """Each in a process of its own, for torch's process group."""
+    example = str(EXAMPLES / "fsdp2.py")
+    (theirs,) = blocks("docs/coming-from-fsdp.md")
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29732"}
+    before = f"import os, runpy, torch\nglobals().update(runpy.run_path({example!r}))\n"
+    found = [
+        subprocess.run(
+            [sys.executable, *arguments], cwd=here, capture_output=True, text=True, timeout=110, check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        )
+        for arguments in (["-c", before + theirs], [example])
+    ]  # fmt: skip
+    assert [done.returncode for done in found] == [0, 0], found[0].stderr + found[1].stderr
+    fsdp2s, ours = (losses(done.stdout) for done in found)
+    assert len(ours) == 10
+    assert ours == pytest.approx(fsdp2s, abs=0.005)
 
 
 def test_the_recipe_for_ray_runs_its_rank(here: Path, monkeypatch: pytest.MonkeyPatch):
@@ -214,7 +252,7 @@ def test_the_recipe_for_ray_runs_its_rank(here: Path, monkeypatch: pytest.Monkey
 def test_every_block_of_the_docs_has_a_test():
     counted = {str(page.relative_to(ROOT)): len(blocks(str(page.relative_to(ROOT)))) for page in PAGES}
     tested = {"README.md": 1, "docs/own-loop.md": 5, "docs/hugging-face.md": 1, "docs/concepts.md": 1}
-    tested |= {"docs/coming-from-fsdp.md": 2, "docs/scale.md": 1, "docs/hugging-face-trainer.md": 1}
+    tested |= {"docs/coming-from-fsdp.md": 1, "docs/scale.md": 1, "docs/hugging-face-trainer.md": 1}
     assert {page: count for page, count in counted.items() if count} == tested
 
 

@@ -32,7 +32,7 @@ from zero.checkpoint.manifest import from_text, to_text
 from zero.engine.full import full_state_dict
 from zero.engine.module_copy import buffers_of
 from zero.errors import CheckpointError, ConfigError, ZeroError
-from zero.formats import Choice, export_checkpoint, import_checkpoint, open_newest, progress_bar, read_source
+from zero.formats import Choice, export_checkpoint, hf, import_checkpoint, open_newest, progress_bar, read_source
 from zero.formats.hf import _shared_out
 from zero.formats.stream import Source, Stream
 from zero.testing import run_ranks
@@ -158,6 +158,18 @@ def into_the_model(found):
     model.load_state_dict(found)
     assert model.head.weight is model.embed.weight
     same(dict(model.state_dict()), found)
+
+
+def test_names_of_any_script_are_those_that_safetensors_reads(tmp_path: Path):
+    """A header is UTF-8, as safetensors writes it; the index is ASCII, so that it is read in any locale."""
+    values = {name: torch.full((2,), float(n)) for n, name in enumerate(["größe.weight", "层.0.weight", "😀.bias"])}
+    streams = {name: Stream.of(one.dtype, (2,), lambda one=one: one) for name, one in values.items()}
+    hf.write(tmp_path, streams, {"层.1.weight": "层.0.weight"}, 2**30)
+    found = safetensors.torch.load_file(next(tmp_path.glob("*.safetensors")))
+    assert {name: one.tolist() for name, one in found.items()} == {name: one.tolist() for name, one in values.items()}
+    index = (tmp_path / "model.safetensors.index.json").read_bytes()
+    assert index.isascii()
+    assert set(json.loads(index)["weight_map"]) == set(values)
 
 
 def test_torch_loads_the_file_restricted_and_mapped_and_ties_share_their_memory(one, tmp_path: Path):

@@ -224,6 +224,7 @@ def test_a_terminal_shows_a_longer_work_above_and_takes_it_away(monkeypatch):
     bar._live.refresh()
     assert len(shown(stream)) == 1
     bar.close({}, 0)
+    assert not shown(stream), "there was no step"
 
 
 def test_what_is_said_after_the_last_step_stands_below_its_line(monkeypatch):

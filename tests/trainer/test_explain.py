@@ -22,6 +22,11 @@ PARSER = OverridesParser.create()
 ENTRIES = {entry.key: entry for entry in entries()}
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+
+
 @functools.cache
 def composed(*options: str) -> dict:
     return settings_in(compose(options))
@@ -114,6 +119,17 @@ def test_an_unknown_key_is_one_line_with_the_nearest(asked, said):
     with pytest.raises(ConfigError) as caught:
         explain(asked, CONF)
     assert str(caught.value) == f"explain.key={asked} is not a key or a section; {said}"
+
+
+@pytest.mark.parametrize("columns", [80, 300])
+def test_every_answer_fits_the_terminal(columns, monkeypatch):
+    whole = overview(CONF).split()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    names = [None, *ENTRIES, *(section.name for section in sections(CONF) if section.name)]
+    answers = [overview(CONF), *(explain(name, CONF) for name in names)]
+    lines = [line for told in answers for line in told.splitlines()]
+    assert max(map(len, lines)) <= min(columns, WIDTH)
+    assert overview(CONF).split() == whole
 
 
 def test_the_overview_fits_two_screens_and_names_every_option():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import zero
 from zero.__main__ import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -19,12 +20,22 @@ def test_a_mode_may_be_the_first_word(here, capsys):
     assert main(["explain", "explain.key=offload"]) == 0
 
 
+def test_the_version_is_ours(here, capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith(f"zero {zero.__version__}, Hydra 1.")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_says_how_it_is_used(command, capsys):
+@pytest.mark.parametrize("name", ["zero-train", "train.py"])
+def test_each_command_says_how_it_is_used(command, name, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [f"/bin/{name}"])
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: {command} ")
+    told, typed = capsys.readouterr().out, "zero-train " if name == "zero-train" else "scripts/"
+    assert told.startswith(f"usage: {typed}{command} ")
+    assert f"\n{typed}{command} " in told.replace("\n    ", "\n"), "with an example"
+    assert ("scripts/" in told) == (name == "train.py")
 
 
 def test_a_run_is_trained_and_reported_by_the_module(here):
@@ -34,6 +45,7 @@ def test_a_run_is_trained_and_reported_by_the_module(here):
         )
 
     zero("debug=tiny", "data=synthetic", "hydra.run.dir=run")
+    assert "    name: train\n" in (here / "run" / ".hydra" / "hydra.yaml").read_text(), "not of a file of ours"
     (here / "run" / "report.html").unlink()
     assert zero("report", "run").stdout == "run/report.html\n"
     assert (here / "run" / "report.html").exists()

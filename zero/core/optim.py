@@ -33,7 +33,7 @@ from torch import Tensor
 
 from zero.core.lr_schedule import Schedule
 from zero.core.moments import Bf16Moments, EightBitMoments, Moments
-from zero.core.suggest import meant
+from zero.core.suggest import meant, own_arguments
 from zero.errors import ConfigError
 
 
@@ -214,6 +214,7 @@ class Transform:
         }
 
 
+@own_arguments
 def adamw(
     lr: Number,
     *,
@@ -244,6 +245,7 @@ def adamw(
     return _transform("adamw", ("mu", "nu"), update, lr, betas, weight_decay, clip, decay, groups)
 
 
+@own_arguments
 def adam(
     lr: Number,
     *,
@@ -274,6 +276,7 @@ def adam(
     return _transform("adam", ("mu", "nu"), update, lr, betas, weight_decay, clip, decay, groups)
 
 
+@own_arguments
 def sgd(
     lr: Number,
     *,
@@ -306,6 +309,7 @@ def sgd(
     return made if remembers else replace(made, groups=tuple(partial(_without_momentum, one) for one in made.groups))
 
 
+@own_arguments
 def lion(
     lr: Number,
     *,
@@ -333,6 +337,7 @@ def lion(
     return _transform("lion", ("mu",), _lion, lr, {"beta1": beta1, "beta2": beta2}, weight_decay, clip, decay, groups)
 
 
+@own_arguments
 def adagrad(
     lr: Number,
     *,

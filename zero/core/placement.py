@@ -93,7 +93,7 @@ ReadAhead = Annotated[int | None, whole_or_auto(0, auto=None)]
 
 
 class Offload(Section):
-    """Which tier each kind of state sleeps on, and how it travels.
+    """Which tier each kind of state is on, and how it travels.
 
     Options set `param` to cpu_if_sharded, which is cpu at the stage that shards parameters and none below. So whoever
     writes `offload.param=cpu` means it, and is refused below that stage; whoever writes `offload=cpu` is not.
@@ -178,7 +178,7 @@ class Offload(Section):
     )
     compute: Literal["device", "host"] = key(
         "device",
-        "where pages that sleep off the device are updated: device, or host (the CPU's kernel)",
+        "where offloaded pages are updated: device, or host (the CPU's kernel)",
         trades="host moves gradients and parameters only, and computes on the slower processor",
         example="host",
     )
@@ -278,11 +278,11 @@ def place(
     parameters_sharded: bool = True,
     disk_bytes: int | None = None,
 ) -> Placement:
-    """Decide where everything sleeps.
+    """Decide where everything is kept.
 
     Kinds with a tier of their own are counted first; then what is `auto` takes the fastest tier that has room:
     parameters, gradients, page groups in order. A group that finds a tier full closes it for the groups after it, so
-    no group sleeps on a faster tier than an earlier one.
+    no group is on a faster tier than an earlier one.
 
     Args:
         offload: as `Offload.at` resolved it.

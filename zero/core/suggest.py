@@ -1,15 +1,22 @@
 """Did you mean: the nearest known word for a wrong one; and values and names on one line, as a person types them."""
 
 import difflib
+import inspect
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+from zero.errors import ConfigError
 
 SHOWN = 5
 """Names that a sentence lists before it only counts."""
 
 _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*")
 _NO_TEXT = ("true", "false", "null", "inf", "nan")
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
 
 
 def nearest(word: str, options: Iterable[str]) -> str:
@@ -28,10 +35,41 @@ def meant(word: str, options: Iterable[str], cutoff: float = 0.6) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def own_arguments(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """`function`; arguments that it does not take are answered with the name that was meant, or with all that it has.
+
+    For what users call with names that they know from torch or DeepSpeed: Python's own TypeError names neither.
+
+    Raises:
+        ConfigError: by the function; one line.
+    """
+    signature = inspect.signature(function)
+    known = [name for name in signature.parameters if name != "self"]
+
+    @wraps(function)
+    def checked(*given: _Given.args, **named: _Given.kwargs) -> _Made:
+        try:
+            signature.bind(*given, **named)
+        except TypeError as error:
+            unknown = next((name for name in named if name not in known), "")
+            wrong = f"{unknown} is not an argument" if unknown else error
+            ends = meant(unknown, known, cutoff=0.82) or f"; there are {', '.join(known)}"
+            called = function.__qualname__.removesuffix(".__init__")
+            raise ConfigError(f"zero.{called}: {wrong}{ends}") from None
+        return function(*given, **named)
+
+    return checked
+
+
 def some(names: Sequence[str]) -> str:
     """At most `SHOWN` of them, and how many more there are; on one line, whatever they hold."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(name if name.isprintable() else repr(name) for name in names[:SHOWN]) + more
+
+
+def alternatives(names: Sequence[str]) -> str:
+    """All of them: "a, b or c"."""
+    return " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def unknown(key: str, known: Sequence[str]) -> str:

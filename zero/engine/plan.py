@@ -22,7 +22,7 @@ from zero.core.precision import Precision
 from zero.core.settings import Activations
 from zero.core.sizes import size_text
 from zero.core.stage import Stage
-from zero.core.suggest import some
+from zero.core.suggest import own_arguments, some
 from zero.distributed.world import World
 from zero.engine.compile import Backend
 from zero.engine.facts import Facts, Scope, sharers
@@ -95,6 +95,7 @@ class Plan(PageTable):
         ConfigError: what has to be in a memory does not fit there.
     """
 
+    @own_arguments
     def __init__(
         self,
         model: nn.Module,

@@ -30,7 +30,7 @@ class UnitState:
         grad: (P,) or (S,), see `Plan.grad_numel`; None when nothing is trainable, or while it is offloaded.
         secondary: (N x S,) of trainable and of frozen ones, compute dtype: this node's secondary shards; see
             `zero.distributed.routes`.
-        secondary_version: what they are of, as `version`; less where they hold nothing.
+        secondary_version: what they are of, as `version`; -1 where they hold nothing.
         deferred: the update that has to be made before the next gather, or None.
         tickets: the parts of that update that the store's threads work on.
         interrupted: that update began and did not end.

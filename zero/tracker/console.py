@@ -111,6 +111,7 @@ class Bar(View):
 
     def close(self, summary: Mapping[str, Any], exit_code: int) -> None:
         self._work.end()
+        self._over = self._over or not self._words  # a bar at 0 says nothing of mode=eval
         self._live.stop()
 
     def _lines(self, columns: int) -> list[RenderableType]:

@@ -28,6 +28,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import zero
 from zero.core import suggest
 from zero.core.secret import refuse_secret_words, refuse_secrets
 from zero.deepspeed import config as ds_config
@@ -39,7 +40,7 @@ from zero.trainer.answers import answer, as_called, for_a_reader, show
 from zero.trainer.checks import RUNS_NOTHING, notes_on, parse_config
 from zero.trainer.commands import COMMANDS
 from zero.trainer.config import Config, keys, keys_of, kinds, read, unknown_key
-from zero.trainer.explain import entries, explain, overview
+from zero.trainer.explain import entries, explain, options_with, overview
 
 if TYPE_CHECKING:
     from zero.trainer.job import Train
@@ -136,6 +137,10 @@ def _hydra_of(composed: Any) -> Any:
 def _of_their_kinds(settings: dict[str, Any], hydras: Any) -> dict[str, Any]:
     """Without what an experiment or debug=tiny says of kinds that were not chosen: model=hf has no width."""
     typed = _typed_keys(hydras)
+    for key in sorted(typed & set(keys())):  # a preset's words for one kind, or a `+`, may have made room for them
+        section, _, name = key.partition(".")
+        if kinds(section) and name not in keys_of(section, settings[section]):
+            raise SettingError(_of_another_option(key, hydras.overrides.task))
     for group in PRESETS:
         for section, names in _option(group, hydras.runtime.choices.get(group)).items():
             if not isinstance(names, Mapping) or section not in settings:
@@ -209,7 +214,25 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
                 return f"unknown key {key}{group.removesuffix('?')}={value}?"
             return unknown_key(key)
     found = re.match(r"Could not override '([^']+)'", str(error))
+    if found and found[1] in keys():
+        return _of_another_option(found[1], overrides)
     return unknown_key(found[1]) if found else one_line(error)
+
+
+def _of_another_option(key: str, overrides: Sequence[str]) -> str:
+    """What to say of a key that the chosen option does not have: which do, and what to type. The answer is tried."""
+    group = key.split(".")[0]
+    having = options_with(key, CONF)
+    said = f"{key} is a key of {group}={suggest.alternatives(having)} only"
+    others = [one for one in overrides if _key_of(one).split(".")[0] != group]
+    words = [one.lstrip("+") for one in overrides if one not in others and _key_of(one) not in (group, f"{group}.name")]
+    fitting = [name for name in having if all(name in options_with(_key_of(one), CONF) for one in words)]
+    if not fitting:
+        return f"{said}; leave it out"
+    write = [f"{group}={fitting[0]}", *words]
+    refused = _refusal_of([*others, *write])
+    typed = " ".join(write)
+    return f"{said}; with {typed} in its place: {refused}" if refused else f"{said}; type {typed}"
 
 
 def main(arguments: Sequence[str], train: "Train") -> int:
@@ -269,6 +292,9 @@ def _say(text: str, exit_code: int) -> int:
 
 def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
     """Check every run that the command line asks for, then let Hydra make the folders and call us once per run."""
+    if "--version" in arguments:
+        show(f"zero {zero.__version__}, Hydra {hydra.__version__}")
+        return 0
     given = _options(arguments)
     if given.help:
         show(overview(CONF))

@@ -7,6 +7,7 @@ so it cannot go stale. The same entries make docs/config.md. No torch: an answer
 import difflib
 import json
 import re
+import shutil
 import textwrap
 import typing
 from collections.abc import Iterable, Iterator
@@ -14,14 +15,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero.core import schema
+from zero.core import schema, suggest
 from zero.core.settings import words
 from zero.errors import ConfigError
 from zero.trainer import replies
 from zero.trainer.config import Config
 
 WIDTH, CELL = 100, 28
-"""Characters of a line, and of a cell that still decides about the width of its column."""
+"""Characters of a line at most, and of a cell that still decides about the width of its column."""
 
 FIRST = (
     *("mode", "steps", "resume", "zero.stage", "zero.activations", "batch.global", "batch.micro", "data.folder"),
@@ -46,6 +47,10 @@ class Entry(NamedTuple):
     @property
     def section(self) -> str:
         return _section(self.key)
+
+    @property
+    def group(self) -> str:
+        return self.key.split(".")[0]
 
     @property
     def choices(self) -> list[str]:
@@ -110,13 +115,25 @@ def explain(name: str | None, conf: Path) -> str:
     by_key = {entry.key: entry for entry in entries()}
     by_name = {section.name: section for section in sections(conf) if section.name}
     if name in by_key:
-        return _of_key(by_key[name])
+        return _of_key(by_key[name], conf)
     if name in by_name:
         return _of_section(by_name[name])
     inside = [entry for entry in by_key.values() if entry.key.startswith(f"{name}.")]
     if inside:
         return _rows_of(inside)
     raise ConfigError(f"explain.key={name} is not a key or a section; {_nearest(name, [*by_name, *by_key])}")
+
+
+def options_with(key: str, conf: Path) -> list[str]:
+    """The options of its group that have a key, the default one first.
+
+    Args:
+        key: one of `entries()`.
+        conf: as `sections` takes it.
+    """
+    entry = next(entry for entry in entries() if entry.key == key)
+    names = next(_names(section) for section in sections(conf) if section.name == entry.group)
+    return [name for name in names if not entry.options or _kind(conf / entry.group / f"{name}.yaml") in entry.options]
 
 
 def overview(conf: Path) -> str:
@@ -126,11 +143,11 @@ def overview(conf: Path) -> str:
     return f"""\
 ZeRO for plain PyTorch, as a function.
 
-  python train.py                                        the default run: minutes on a laptop
-  python train.py zero.stage=3 launch.ranks=2            one run on two processes
-  python train.py -m zero.stage=0,1,2,3                  one run after another, and a table of them
-  python train.py mode=plan model=gpt_7b plan.ranks=4    what it would take, and what fits
-  python train.py mode=doctor                            whether this machine is ready
+  python train.py                                      the default run: minutes
+  python train.py zero.stage=3 launch.ranks=2          a run on two processes
+  python train.py -m zero.stage=0,1,2,3                runs, and their table
+  python train.py mode=plan model=gpt_7b plan.ranks=4  what fits, and how fast
+  python train.py mode=doctor                          is this machine ready?
 
 Options, written {groups[0].name}={next(iter(groups[0].options))}; the default comes first
 {_table((group.name, _choices(group)) for group in groups)}
@@ -139,10 +156,11 @@ Keys to know first
 {_rows_of(by_key[key] for key in FIRST)}
 
 More
-  python train.py mode=explain                           every section
-  python train.py mode=explain explain.key=offload       a section, or one key, such as zero.stage
-  python train.py offload=nvme --cfg job                 a run's settings as composed
-  docs/config.md                                         every key; --hydra-help: Hydra's options"""
+  python train.py mode=explain                         every section
+  python train.py mode=explain explain.key=offload     a section, or one key
+  python train.py offload=nvme --cfg job               a run's settings
+  docs/config.md                                       every key
+  python train.py --hydra-help                         Hydra's options"""
 
 
 # From the schema
@@ -222,6 +240,11 @@ def _options(folder: Path) -> dict[str, str]:
     return {path.stem: _idea(path) for path in sorted(folder.glob("*.yaml"))}
 
 
+def _kind(path: Path) -> str:
+    found = re.search(r"^name: (\w+)$", path.read_text(), re.MULTILINE)
+    return found[1] if found else ""
+
+
 def _idea(path: Path) -> str:
     lines = (line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#"))
     return next(line for line in lines if not line.startswith("@package"))
@@ -230,22 +253,23 @@ def _idea(path: Path) -> str:
 # On the screen
 
 
-def _of_key(entry: Entry) -> str:
-    only = f"with {entry.section.split('.')[0]}={' or '.join(entry.options)}" if entry.options else ""
+def _of_key(entry: Entry, conf: Path) -> str:
+    having = options_with(entry.key, conf) if entry.options else []
     facts = {
         "takes": entry.takes,
         "default": entry.default,
         "counts": entry.unit,
         "trades": entry.trades,
-        "only": only,
+        "only": f"with {entry.group}={suggest.alternatives(having)}" if having else "",
         "example": entry.example and f"python train.py {entry.example}",
     }
     table = _table((f"  {name}", text) for name, text in facts.items() if text)
-    return f"{entry.key}\n\n{textwrap.fill(entry.text, WIDTH, initial_indent='  ', subsequent_indent='  ')}\n\n{table}"
+    text = textwrap.fill(entry.text, _width(), initial_indent="  ", subsequent_indent="  ")
+    return f"{entry.key}\n\n{text}\n\n{table}"
 
 
 def _of_section(section: Section) -> str:
-    text = [textwrap.fill(f"{section.name}: {_first_paragraph(section.text)}", WIDTH)]
+    text = [textwrap.fill(f"{section.name}: {_first_paragraph(section.text)}", _width())]
     if section.options:
         text += ["", f"options, written {section.name}={next(iter(section.options))}"]
         text += [_table(section.options.items())]
@@ -269,8 +293,12 @@ and keys of no section: {rows[0][0]}
 
 
 def _choices(section: Section) -> str:
-    rest = [name for name in section.options if name != section.chosen]
-    return ", ".join([section.chosen, *rest] if section.chosen in section.options else rest)
+    return ", ".join(_names(section))
+
+
+def _names(section: Section) -> list[str]:
+    """Of its options, the default one first."""
+    return sorted(section.options, key=lambda name: name != section.chosen)
 
 
 def _first_paragraph(text: str) -> str:
@@ -298,6 +326,11 @@ def _last_word(key: str) -> str:
     return key.rpartition(".")[2]
 
 
+def _width() -> int:
+    """Of a line: as the terminal has it."""
+    return max(60, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
+
+
 def _rows_of(entries: Iterable[Entry]) -> str:
     return _table((entry.key, entry.default, entry.text) for entry in entries)
 
@@ -312,13 +345,13 @@ def _table(rows: Iterable[tuple[str, ...]]) -> str:
 def _lines(rows: list[tuple[str, ...]]) -> Iterator[str]:
     columns = list(zip(*rows, strict=True))[:-1]
     widths = [max((len(cell) for cell in column if len(cell) <= CELL), default=0) for column in columns]
-    indent = 2 + sum(width + 2 for width in widths)
+    indent, width = 2 + sum(width + 2 for width in widths), _width()
     for row in rows:
         head = "  " + "".join(cell.ljust(width) + "  " for cell, width in zip(row, widths, strict=False))
         if len(head) > indent:
-            yield head.rstrip()
+            yield textwrap.fill(head.rstrip(), width, subsequent_indent=" " * indent)
             head = " " * indent
         yield (
-            textwrap.fill(row[-1], WIDTH, initial_indent=head, subsequent_indent=" " * indent, break_on_hyphens=False)
+            textwrap.fill(row[-1], width, initial_indent=head, subsequent_indent=" " * indent, break_on_hyphens=False)
             or head.rstrip()
         )

@@ -22,6 +22,7 @@ from pathlib import Path
 from zero.errors import ZeroError
 from zero.formats import Choice, import_checkpoint, progress_bar, read_source
 from zero.formats.import_checkpoint import FORMATS
+from zero.trainer.answers import as_called
 
 
 def tie(text: str) -> tuple[str, str]:
@@ -43,7 +44,9 @@ def step(text: str) -> int:
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="import", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=as_called("scripts/import"),
+        description=as_called(__doc__),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", type=Path, help="file or folder to import")
     parser.add_argument("--from", dest="from_", required=True, choices=FORMATS, help="its format")

@@ -9,10 +9,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from zero.trainer.answers import as_called
+
 
 def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=as_called("scripts/report"),
+        description=as_called(__doc__),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", type=Path, help="folder of a run or of a sweep")
     given = parser.parse_args(words)

@@ -13,10 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from zero.trainer.answers import as_called
+
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=as_called("scripts/sample"),
+        description=as_called(__doc__),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", help="a checkpoint, a run, or a folder of checkpoints; the newest valid one is used")
     parser.add_argument("prompt", help="the text to continue")

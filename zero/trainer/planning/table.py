@@ -61,7 +61,7 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
         "",
         "bytes per rank",
         *_details(found),
-        "what these numbers mean: docs/concepts.md, Plans",
+        "the first line is the answer; what the numbers mean: docs/concepts.md, Plans",
     ]
     return "\n".join(lines), best(found) is not None
 

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from zero.core.placement import Tier
+from zero.engine.page_table import SECONDARY
 from zero.engine.plan import Plan
 
 
@@ -44,7 +45,7 @@ class Traffic(NamedTuple):
 
 def traffic(plan: Plan) -> Traffic:
     """What a step of `plan` moves on one rank, by tier."""
-    states, params, grads, first_grads, offloaded_numel = Load(), Load(), Load(), Load(), 0
+    states, params, kept, grads, first_grads, offloaded_numel = Load(), Load(), Load(), Load(), Load(), 0
     device_is_host = plan.world.compute.shares_memory
     counted = next((kind for kind in plan.state_kinds if kind != "param"), "param")  # there is one per update
     for page, spec in plan.store_pages().items():
@@ -55,6 +56,8 @@ def traffic(plan: Plan) -> Traffic:
             grads += moved
         elif page.kind == "first_grad":
             first_grads += moved
+        elif page.kind == SECONDARY:  # written after the first gather, read before each other one
+            kept += moved
         else:
             states += moved
         offloaded_numel += spec.numel if page.kind == counted and moved != Load() else 0
@@ -77,8 +80,8 @@ def traffic(plan: Plan) -> Traffic:
     return Traffic(
         # what was read goes back; new parameters out, gradients in
         update=states.times(2) + params.times(1 + ("param" in plan.state_kinds)) + grads,
-        forward=params + gathered,
-        backward=params + gathered + arriving + (Load() if plan.local_sum else reduction),
+        forward=params + kept + gathered,
+        backward=params + kept + gathered + arriving + (Load() if plan.local_sum else reduction),
         first=first,
         last=last,
         offloaded_numel=offloaded_numel,

@@ -22,6 +22,7 @@ from zero.core.placement import Room
 from zero.core.sizes import round_up
 from zero.engine.full import digest, full_state_dict
 from zero.engine.measured import measured
+from zero.engine.traffic import traffic
 from zero.errors import ConfigError, PlanError, WorldError
 from zero.testing import run_processes, run_ranks, simulated_gpu
 
@@ -347,9 +348,9 @@ def test_on_one_node_nothing_is_held_and_no_way_is_another():
 
 
 class Wide(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 4, width: int = 256) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -395,6 +396,53 @@ def wire_bytes_of_a_step(world: zero.World, how: dict[str, object]) -> float:
 def test_what_crosses_the_wires(how, expected):
     for told in run_ranks(4, wire_bytes_of_a_step, how, nodes=2):
         assert told == pytest.approx(expected, rel=0.02)
+
+
+def planned_and_counted(world: zero.World, how: dict[str, object]) -> list[tuple[float, float]]:
+    """Of the third step, what this rank gets from others, and of that from other nodes; of a model of many layers."""
+    with world.exclusive(), zero.empty():
+        model = Wide(layers=24, width=64)
+    offload = zero.Offload(str(how.get("offload", "none")), path=tempfile.gettempdir())
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, prefetch=0, **{**how, "offload": offload})  # type: ignore[arg-type]
+    state = zero.init(plan, zero.open_store(plan))
+    step = zero.make_step(plan, lambda model, x: model(x).square().mean())
+    before = world.traffic
+    for _ in range(3):
+        before = world.traffic
+        state, _ = step(state, [torch.ones(2, 64, dtype=plan.precision.compute)] * plan.accumulate)
+    told, after = traffic(plan).of_step(plan.accumulate), world.traffic
+    moved = after.gather_bytes + after.reduce_bytes - before.gather_bytes - before.reduce_bytes
+    return [(told.link, moved), (told.wire, after.wire_bytes - before.wire_bytes)]
+
+
+BETWEEN = [
+    {"gather": "world"},
+    {"gather": "node"},
+    {"gather": "node", "reduce": "node"},
+    {"shard": "node"},
+    {"gather": "node", "reduce": "node", "precision": "bf16"},
+    {"shard": "node", "precision": zero.Precision("bf16", reduce="bf16")},
+]
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulate", "between"),
+    [
+        *(
+            (stage, accumulate, one)
+            for stage, accumulate in ((0, 1), (1, 2), (2, 2), (3, 1), (3, 2))
+            for one in BETWEEN
+        ),
+        (3, 2, {"gather": "node", "offload": "infinity"}),
+        (3, 2, {"gather": "auto", "offload": "infinity"}),
+    ],
+)
+def test_a_plan_knows_what_crosses_the_wires(stage, accumulate, between):
+    """Six ranks on three nodes. It counts units that are still gathered when backward begins as gathered again."""
+    how = {"stage": stage, "accumulate": accumulate, **between}
+    for of_rank in run_ranks(6, planned_and_counted, how, nodes=3):
+        for planned, counted in of_rank:
+            assert counted == pytest.approx(planned, rel=0.06, abs=4 * KiB)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def by_node(world: World, travels: torch.dtype = torch.float32) -> Routes:
 def gathered(world: World, keeps: bool) -> list[Tensor]:
     """What each of three gathers brought, and what one more brought from the secondary shard."""
     routes, fulls, handles = by_node(world), [], []
-    secondary = torch.full((world.nodes * NUMEL,), torch.nan) if keeps else None
+    secondary = torch.full(((world.nodes - 1) * NUMEL,), torch.nan) if keeps else None
     for number in range(3):
         fulls.append(torch.full((world.size * NUMEL,), torch.nan))
         own = rough(NUMEL, torch.float32, world.rank, number)
@@ -38,9 +38,8 @@ def gathered(world: World, keeps: bool) -> list[Tensor]:
         handles[number].wait()
     if keeps:
         fulls.append(torch.full_like(fulls[-1], torch.nan))
-        gone = torch.full((NUMEL,), torch.nan)
         before = world.traffic.wire_bytes
-        routes.gather(gone, fulls[-1], secondary=secondary, current=True).wait()
+        routes.gather(own, fulls[-1], secondary=secondary, current=True).wait()
         assert world.traffic.wire_bytes == before
     return fulls
 

@@ -1,6 +1,8 @@
 """Several nodes: ways by node change where bytes travel, and the declared order of a sum; never anything else."""
 
+import itertools
 import os
+import tempfile
 import time
 from collections import Counter
 from contextlib import nullcontext
@@ -15,10 +17,13 @@ from tests.common.small import Setting, small_batch, small_loss, train_small
 from tests.engine.test_oracle import LR, momentum_sgd, norm, run
 from tests.engine.test_reduce_order import SEEDS, model, paths_of, plain, row, same, trained
 from tests.engine.test_stages import placements
+from zero.core.layout import Layout
 from zero.core.placement import Room
+from zero.core.sizes import round_up
 from zero.engine.full import digest, full_state_dict
 from zero.engine.measured import measured
-from zero.errors import PlanError, WorldError
+from zero.engine.traffic import traffic
+from zero.errors import ConfigError, PlanError, WorldError
 from zero.testing import run_processes, run_ranks, simulated_gpu
 
 KiB = 1024
@@ -26,6 +31,11 @@ OFFLOADS = {
     "none": (),
     "nvme": (("optimizer", "nvme"),),
     "infinity": (("optimizer", "nvme"), ("param", "nvme"), ("grad", "nvme")),
+}
+OFFLOADED_PARAMS = {  # of a GPU
+    "cpu": (("optimizer", "cpu"), ("param", "cpu"), ("grad", "cpu")),
+    "parameters alone": (("param", "cpu"),),
+    "infinity": OFFLOADS["infinity"],
 }
 
 
@@ -43,6 +53,21 @@ def test_parameters_by_node_change_no_bit(size, nodes, precision):
     for number, other in enumerate(others[::2] if size == 4 else others[2::5]):
         other = offloaded(other, number).but(between=("node", "world"))
         assert run_ranks(size, train_small, other, nodes=nodes) == expected, other
+
+
+@pytest.mark.parametrize("activations", ["keep", "remat", "offload"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("offload", OFFLOADED_PARAMS)
+def test_secondary_shards_of_offloaded_parameters_change_no_bit(offload, accumulate, activations):
+    """Of a GPU, whose parameters leave it; the model has frozen ones, in units of their own and beside others."""
+    size, nodes = ((4, 2), (6, 3), (6, 2))[("keep", "remat", "offload").index(activations)]
+    setting = Setting(precision="bf16", clip=0.5, accumulate=accumulate, activations=activations, prefetch=accumulate)
+    setting = setting.but(offload=OFFLOADED_PARAMS[offload])
+    with simulated_gpu():
+        told = [
+            run_ranks(size, train_small, setting.but(between=(way, "world")), nodes=nodes) for way in ("world", "node")
+        ]
+    assert told[0] == told[1]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -142,8 +167,8 @@ def trained_on_nodes(world: zero.World, setting: Setting) -> tuple[str, list[zer
 
 
 def test_processes_do_what_threads_do():
-    for stage in (1, 3):
-        setting = Setting(stage=stage, clip=0.5, between=("node", "node"))
+    for stage, offload in ((1, "none"), (3, "none"), (3, "infinity")):
+        setting = Setting(stage=stage, clip=0.5, between=("node", "node"), accumulate=2, offload=OFFLOADS[offload])
         assert run_processes(4, trained_on_nodes, setting) == run_ranks(4, train_small, setting, nodes=2)
 
 
@@ -232,7 +257,26 @@ def test_the_plan_counts_secondary_shards_and_sums_of_nodes(stage, offload, betw
         kinds = Counter(told["device"])
         assert +kinds == found["device"]
         assert bool(kinds["node sums"]) is (between[1] == "node")
-        assert bool(kinds["secondary shards"]) is (between[0] == "node" and stage == 3 and offload != "infinity")
+        kept = {tier: kinds["secondary shards"] for tier, kinds in told.items() if kinds.get("secondary shards")}
+        assert kept == {tier: kinds["secondary shards"] for tier, kinds in found.items() if "secondary shards" in kinds}
+        tiers = ["host" if offload == "infinity" else "device"] if between[0] == "node" and stage == 3 else []
+        assert [*kept] == tiers
+
+
+@pytest.mark.parametrize("gather", ["auto", "node", "world"])
+@pytest.mark.parametrize("offload", OFFLOADED_PARAMS)
+def test_the_plan_counts_what_a_gpu_keeps_in_host_memory(offload, gather):
+    """Of whole blocks, as all that is there; on a disk parameters have none unless it is asked for."""
+    setting = Setting(precision="bf16", between=(gather, "world"), offload=OFFLOADED_PARAMS[offload])
+    with simulated_gpu():
+        for told, found in run_ranks(6, held, setting, nodes=3):
+            assert +Counter(told["device"]) == found["device"]
+            kept = [kinds.get("secondary shards", 0) for kinds in (told["host"], found.get("host", {}))]
+            if gather == "world" or (gather == "auto" and offload == "infinity"):
+                assert kept == [0, 0]
+            else:  # two of three shards, 2 bytes each, of 2 flats of 4 units at most
+                assert 0 <= kept[0] - kept[1] < 8 * 4 * KiB
+                assert kept[1] == 2 * 2 * sum(layout.S for layout in layouts_of(setting))
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
@@ -247,6 +291,34 @@ def test_the_plan_counts_a_copy_on_each_node(stage, offload):
         assert +kinds == found["device"]
         assert kinds.pop("node sums")
         assert kinds == Counter(one_node[rank % 2]["device"])
+
+
+def layouts_of(setting: Setting) -> list[Layout]:
+    def layouts(world: zero.World) -> list[Layout]:
+        return [layout for unit in setting.plan(world).units for layout in unit.layouts]
+
+    return run_ranks(6, layouts)[0]
+
+
+def planned_with(world: zero.World, gather: str, host: int) -> tuple[int, int]:
+    """What a plan takes of host memory, with parameters there, and how much of it for secondary shards."""
+    with world.exclusive(), zero.empty():
+        model = Wide()
+    offload = zero.Offload("cpu", read_ahead=2)  # as many slots in any room
+    how = {"precision": "bf16", "offload": offload, "gather": gather, "room": Room(2**40, host)}
+    told = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, **how).bytes["host"]  # type: ignore[arg-type]
+    return sum(told.values()), told.get("secondary shards", 0)
+
+
+def test_host_memory_that_secondary_shards_do_not_fit_in_goes_without():
+    """By itself; where they were asked for, the refusal says what to type."""
+    with simulated_gpu():
+        [(most, kept), *_] = run_ranks(4, planned_with, "node", 2**40, nodes=2)
+        assert kept == 4 * round_up(2 * 256 * 257 // 4)
+        assert {*run_ranks(4, planned_with, "auto", most, nodes=2)} == {(most, kept)}
+        assert {*run_ranks(4, planned_with, "auto", most - 1, nodes=2)} == {(most - kept, 0)}
+        with pytest.raises(ConfigError, match=r"^host memory has .* free: .* set zero.gather=auto"):
+            run_ranks(4, planned_with, "node", most - 1, nodes=2)
 
 
 @pytest.mark.parametrize("gather", ["auto", "node"])
@@ -276,9 +348,9 @@ def test_on_one_node_nothing_is_held_and_no_way_is_another():
 
 
 class Wide(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 4, width: int = 256) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -290,7 +362,9 @@ def wire_bytes_of_a_step(world: zero.World, how: dict[str, object]) -> float:
     """For each parameter, over all ranks, of the third step."""
     with world.exclusive(), zero.empty():
         model = Wide()
-    plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, **{"gather": "world", **how})  # type: ignore[arg-type]
+    how = {"gather": "world", "offload": "none", **how}
+    how["offload"] = zero.Offload(str(how["offload"]), path=tempfile.gettempdir())
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, **how)  # type: ignore[arg-type]
     state = zero.init(plan, zero.open_store(plan))
     step = zero.make_step(plan, lambda model, x: model(x).square().mean())
     before = 0
@@ -310,6 +384,9 @@ def wire_bytes_of_a_step(world: zero.World, how: dict[str, object]) -> float:
         ({"stage": 3, "accumulate": 2}, 8 + 4 + 8 + 4 + 4 + 8),
         ({"stage": 3, "accumulate": 2, "gather": "node"}, 4 + 8 + 8),
         ({"stage": 3, "accumulate": 2, "gather": "node", "reduce": "node"}, 4 + 4 + 4),
+        ({"stage": 3, "gather": "node", "offload": "infinity"}, 4 + 8),
+        ({"stage": 3, "accumulate": 2, "gather": "node", "offload": "infinity"}, 4 + 8 + 8),
+        ({"stage": 3, "gather": "auto", "offload": "infinity"}, 4 + 2 + 8),
         ({"stage": 3, "shard": "node"}, 4 + 4),
         ({"stage": 3, "accumulate": 2, "shard": "node"}, 4 + 4 + 4 + 4),
         ({"stage": 1}, 8 + 8),
@@ -321,14 +398,78 @@ def test_what_crosses_the_wires(how, expected):
         assert told == pytest.approx(expected, rel=0.02)
 
 
-def test_after_a_restored_checkpoint_and_an_edit_secondary_shards_are_made_again(tmp_path):
+def planned_and_counted(world: zero.World, how: dict[str, object]) -> list[tuple[float, float]]:
+    """Of the third step, what this rank gets from others, and of that from other nodes; of a model of many layers."""
+    with world.exclusive(), zero.empty():
+        model = Wide(layers=24, width=64)
+    offload = zero.Offload(str(how.get("offload", "none")), path=tempfile.gettempdir())
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, prefetch=0, **{**how, "offload": offload})  # type: ignore[arg-type]
+    state = zero.init(plan, zero.open_store(plan))
+    step = zero.make_step(plan, lambda model, x: model(x).square().mean())
+    before = world.traffic
+    for _ in range(3):
+        before = world.traffic
+        state, _ = step(state, [torch.ones(2, 64, dtype=plan.precision.compute)] * plan.accumulate)
+    told, after = traffic(plan).of_step(plan.accumulate), world.traffic
+    moved = after.gather_bytes + after.reduce_bytes - before.gather_bytes - before.reduce_bytes
+    return [(told.link, moved), (told.wire, after.wire_bytes - before.wire_bytes)]
+
+
+BETWEEN = [
+    {"gather": "world"},
+    {"gather": "node"},
+    {"gather": "node", "reduce": "node"},
+    {"shard": "node"},
+    {"gather": "node", "reduce": "node", "precision": "bf16"},
+    {"shard": "node", "precision": zero.Precision("bf16", reduce="bf16")},
+]
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulate", "between"),
+    [
+        *(
+            (stage, accumulate, one)
+            for stage, accumulate in ((0, 1), (1, 2), (2, 2), (3, 1), (3, 2))
+            for one in BETWEEN
+        ),
+        (3, 2, {"gather": "node", "offload": "infinity"}),
+        (3, 2, {"gather": "auto", "offload": "infinity"}),
+    ],
+)
+def test_a_plan_knows_what_crosses_the_wires(stage, accumulate, between):
+    """Six ranks on three nodes. It counts units that are still gathered when backward begins as gathered again."""
+    how = {"stage": stage, "accumulate": accumulate, **between}
+    for of_rank in run_ranks(6, planned_and_counted, how, nodes=3):
+        for planned, counted in of_rank:
+            assert counted == pytest.approx(planned, rel=0.06, abs=4 * KiB)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ({"gather": "node"}, 4 + 8),
+        ({"accumulate": 2, "gather": "node", "reduce": "node"}, 4 + 4 + 4),
+        ({"accumulate": 2, "gather": "auto"}, 4 + 8 + 8),
+        ({"gather": "world"}, 8 + 4 + 8),
+    ],
+)
+def test_what_crosses_the_wires_where_a_gpu_has_its_parameters_in_host_memory(how, expected):
+    """As much as where they stay."""
+    with simulated_gpu():
+        for told in run_ranks(4, wire_bytes_of_a_step, {"offload": "cpu", **how}, nodes=2):
+            assert told == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("offload", ["none", *OFFLOADED_PARAMS])
+def test_after_a_restored_checkpoint_and_an_edit_secondary_shards_are_made_again(offload, tmp_path):
     def edited(world: zero.World, between: tuple[str, str]) -> tuple[str, str]:
-        setting = Setting(between=between)
+        setting = Setting(between=between, offload=OFFLOADED_PARAMS.get(offload, ()))
         state, step = setting.start(world)
         state, _ = step(state, [small_batch(0, 6)])
         path = zero.save(state, tmp_path / between[0])
-        name = "blocks.0.linear.weight"
-        zero.set_full(state, name, torch.full((13, 13), 0.25))
+        for name in ("blocks.0.linear.weight", "blocks.2.linear.weight"):  # the second one is frozen
+            zero.set_full(state, name, torch.full((13, 13), 0.25))
         state, _ = step(state, [small_batch(1, 6)])
         after = digest(state)
         plan = setting.plan(world)
@@ -336,8 +477,66 @@ def test_after_a_restored_checkpoint_and_an_edit_secondary_shards_are_made_again
         again, _ = zero.make_step(plan, small_loss)(again, [small_batch(1, 6)])
         return after, digest(again)
 
-    told = [run_ranks(4, edited, between, nodes=2) for between in (("world", "world"), ("node", "world"))]
+    with simulated_gpu():
+        told = [run_ranks(4, edited, between, nodes=2) for between in (("world", "world"), ("node", "world"))]
     assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("call", [0, 1, 2, 4])
+@pytest.mark.parametrize(
+    ("gpu", "offload"), [(False, "none"), (False, "infinity"), (True, "none"), (True, "cpu"), (True, "infinity")]
+)
+def test_a_step_that_breaks_off_leaves_no_secondary_shard_that_holds_something_else(gpu, offload, call):
+    """Right after a gather was asked for, so that nobody waits for it; then the step is made again."""
+
+    def broken_off(world: zero.World, between: tuple[str, str]) -> tuple[str, int]:
+        setting = Setting(between=between, offload=OFFLOADED_PARAMS.get(offload, ()), prefetch=2, accumulate=2)
+        state, step = setting.start(world)
+        residency = state.runtime.gatherer.residency
+        fetch, broken = residency._fetch, 0
+        for number in range(3):
+            batches = [small_batch(2 * number, 6), small_batch(2 * number + 1, 6)]
+            calls = itertools.count()
+
+            def breaks_off(*args, calls=calls):
+                found = fetch(*args)
+                if next(calls) == call:
+                    raise InterruptedError
+                return found
+
+            residency._fetch = breaks_off
+            try:
+                state, _ = step(state, batches)
+            except InterruptedError:
+                residency._fetch, broken = fetch, broken + 1
+                state, _ = step(state, batches)
+            residency._fetch = fetch
+        return digest(state), broken
+
+    with simulated_gpu() if gpu else nullcontext():
+        told = [run_ranks(4, broken_off, (way, "world"), nodes=2) for way in ("world", "node")]
+    assert told[0] == told[1]
+    assert all(broken for _, broken in told[0])
+
+
+def test_a_gather_that_never_began_leaves_no_secondary_shard():
+    """It was asked for into a buffer beyond the pool, which an exception lets go before anybody has waited."""
+
+    def left_out(world: zero.World, gather: str) -> list[torch.Tensor]:
+        state, _ = Setting(between=(gather, "world"), offload=OFFLOADS["infinity"]).start(world)
+        residency, units = state.runtime.gatherer.residency, state.runtime.units
+        assert residency.pool is not None
+        for buffer in residency.pool.buffers:
+            buffer.pins += 1
+        for unit in units:
+            residency._request(unit)
+            residency.buffer(unit).pins += 1
+        assert residency.pool.overflowed == len(units)
+        residency.reset()
+        return [residency.materialise(unit).clone() for unit in units for _ in range(2)]
+
+    for told, wanted in zip(*(run_ranks(4, left_out, way, nodes=2) for way in ("node", "world")), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(told, wanted, strict=True))
 
 
 WAYS = {

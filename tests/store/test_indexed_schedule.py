@@ -18,6 +18,7 @@ def groups_of(draw: random.Random) -> list[Group]:
     """Some with pages of their own, some that share them."""
     made = [Group(0, number, (page,)) for number, page in enumerate("abc")]
     made += [Group(IN_PLACE, number, tuple(draw.sample(PAGES, 2))) for number in range(2)]
+    made.append(Group(3, 0, (), ("a",)))
     for number in range(4):
         pages = draw.sample(PAGES, draw.randrange(1, 6))
         cuts = sorted(draw.choices(range(1, len(pages) + 1), k=2))

@@ -22,6 +22,7 @@ A = Group(0, 0, ("a",))
 B = Group(0, 1, ("b",))
 C = Group(1, 0, ("c",))
 WITH_GRADIENT = Group(2, 0, ("d", "e"), ("g",), ("p",))
+ONLY_READ = Group(4, 0, (), ("a",))
 OVERLAPPING = Group(3, 0, ("f",), ("p", "a"), ("h",))
 
 
@@ -88,6 +89,11 @@ SCENARIOS = [
             "reads of what is being written",
             (due(A), get("a"), get("a"), due(A), put("a")),
             [(1, 1, 1), (1, 2, 1), (1, 3, 1), (2, 2, 1)],
+        ),
+        (
+            "a group that is only read, wanted twice",
+            (due(ONLY_READ), due(ONLY_READ, 1), due(A), get("a"), due(ONLY_READ)),
+            [(1, 2, 1), (2, 2, 1), (2, 3, 1)],
         ),
         (
             "reads of what goes out",
@@ -350,7 +356,8 @@ def startable(node: Node) -> list[tuple[Any, ...]]:
     ahead = [group for group, held in state.loaded.items() if held.number is None]
     idle = [group for group in ahead if state.loaded[group].phase is Phase.READY]
     for number, event in node.open.items():
-        if node.has_started(number) or not (node.is_clear(number) or node.writer_before(number)):
+        copies = isinstance(event, Transfer) and node.writer_before(number)
+        if node.has_started(number) or not (node.is_clear(number) or copies):
             continue
         if isinstance(event, Transfer):
             found.append((MOVE, number))

@@ -530,6 +530,7 @@ ROUND = Rates(
     copy_bytes=1e9,
     disk_bytes=1e6,
     link_bytes=1e6,
+    wire_bytes=1e6,
     update_numel=1e12,
     host_update_numel=1e12,
     source="a test",
@@ -703,6 +704,25 @@ def test_a_stage_of_auto_becomes_the_best_one_and_says_why(tmp_path):
     assert "measured here" in "".join(notes)
 
 
+@pytest.mark.parametrize(
+    ("size", "nodes", "said"),
+    [
+        (2, 1, r"; assumed: 0\.5 GB/s between ranks(, timed|$)"),
+        (4, 2, r"\d, [\d.e+-]+ GB/s between ranks, [\d.e+-]+ GB/s between nodes(, timed|$)"),
+        (2, 2, r"\d, [\d.e+-]+ GB/s between nodes(, timed|$)"),
+    ],
+)
+def test_a_run_on_several_nodes_measures_what_is_between_its_ranks(size, nodes, said, tmp_path):
+    settings = config(zero_={"stage": "auto"}, offload={"path": str(tmp_path)})
+    notes = []
+    run_ranks(
+        size, lambda world: resolve_auto(settings, model_of_rank(world, settings), world, notes.append), nodes=nodes
+    )
+    [told] = {note for note in notes if "rates" in note}
+    assert re.search(said, told.replace(" elementwise", "").replace(" million updates/s", "")), told
+    assert ("assumed" in told) is (nodes == 1)
+
+
 def test_with_offload_auto_as_well_anything_may_be_chosen(tmp_path):
     kinds = dict.fromkeys(("optimizer", "param", "grad"), "auto")
     settings = config(zero_={"stage": "auto"}, offload={"path": str(tmp_path), **kinds})
@@ -837,6 +857,21 @@ def test_recomputing_takes_longer_and_what_ranks_send_does_not_hide_on_a_cpu():
             step_seconds(plan, replace(slow, link_bytes=link), kept.forward, kept.backward) for link in (1e6, 1e18)
         )
         assert with_s - without_s == pytest.approx(0 if hides else sent / 1e6, abs=1e-3)
+
+
+def test_what_comes_from_other_nodes_takes_its_own_time():
+    """Where all else takes none: a gather by node is quicker than a straight one by the bytes that it saves."""
+    rates = replace(ROUND, copy_bytes=1e18, update_numel=1e18, memory_bytes=1e18, link_bytes=1e9, wire_bytes=1e6)
+    machine, took = Machine(16, 8, "cuda", TiB, TiB, TiB, paper=True), {}
+    for way in ("world", "node"):
+        settings = config(zero_={"stage": 3, "gather": way}, batch={"global": 16})
+        plan = build_plan(settings.on(16), model_of(settings), machine.world, room=machine.room)
+        moved, whole = traffic(plan).of_step(1), 4 * sum(unit.trainable.P for unit in plan.units)
+        assert moved.link == pytest.approx(whole * {"world": 3 * 15, "node": 15 + 14 + 15}[way] / 16)
+        assert moved.wire == pytest.approx(whole * {"world": 3 * 8, "node": 1 + 8}[way] / 16)
+        took[way] = step_seconds(plan, rates, Work(), Work())
+        assert took[way] == pytest.approx((moved.link - moved.wire) / 1e9 + moved.wire / 1e6)
+    assert took["node"] < 0.4 * took["world"]
 
 
 @pytest.mark.parametrize("size", [1, 2])

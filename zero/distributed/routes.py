@@ -8,8 +8,8 @@ rank of every other node, L times to each, and so does a rank's part of a sum. B
               in the order of nodes
 
 So a byte crosses each wire once. A gather copies, and gives the same bits either way; a sum by node has an order of its
-own, which is the same for every stage, tier and schedule. What the ranks of one number have given each other is the
-node's *secondary shard*: who keeps it gathers again without the wire.
+own, which is the same for every stage, tier and schedule. What a rank has got from those of its number is its
+*secondary shard*: who keeps it, on the device or in host memory, gathers again without the wire.
 
 Where each node has a copy of the state, in shards on its ranks, gathers stay within the node. What the ranks of one
 number have added up, a part of their shard each, they then give each other, so that each copy has all of it.
@@ -75,7 +75,8 @@ class Routes:
         """As `World.gather`.
 
         Args:
-            secondary: (N x S,), keeps the secondary shard; None: nobody does.
+            secondary: ((N - 1) x S,), keeps the secondary shard, in memory that the device copies to and from; None:
+                nobody does.
             current: `secondary` has been filled already, or is being filled by an earlier gather.
             turn: see `advance`.
         """
@@ -140,21 +141,34 @@ def partial_numel(world: World, numel: int) -> int:
 class _GathersByNode:
     def __init__(self, world: World, queue: "_Queue") -> None:
         self._within, self._across = within_node(world, "gather"), across_nodes(world, "gather")
-        self._queue, self._at_once = queue, not world.compute.shares_memory  # on a GPU the host does not wait
+        self._device, self._queue = world.compute, queue
+        self._at_once = not world.compute.shares_memory  # on a GPU the host does not wait
 
     def start(
         self, shard_S: Tensor, full_P: Tensor, secondary: Tensor | None, *, current: bool, turn: int, what: str
     ) -> Handle:
-        nodes = self._across.size
+        nodes, here = self._across.size, self._across.rank
         places = full_P.view(nodes, -1, shard_S.numel())
-        own = places[:, self._within.rank] if secondary is None else secondary.view(nodes, -1)
-        first = [] if current else [self._across.gather(shard_S, own, what=what)]
+        rows = places[:, self._within.rank]
+        others = [rows[n] for n in range(nodes) if n != here]
+        kept = [] if secondary is None else [*secondary.view(nodes - 1, -1)]
+        first = [] if current else [self._across.gather(shard_S, rows, what=what)]
 
         def gather_within() -> list[Handle]:
-            return [self._within.gather(own[n], places[n].view(-1), what=what) for n in range(nodes)]
+            if current:
+                self._copy(kept, others)
+            own = [shard_S if n == here else rows[n] for n in range(nodes)]
+            handles = [self._within.gather(own[n], places[n].view(-1), what=what) for n in range(nodes)]
+            if kept and not current:  # beside those gathers, which leave the rows as they are
+                self._copy(others, kept)
+            return handles
 
         at_once = self._at_once or (current and not self._queue.is_waiting)
         return self._queue.add(first, gather_within, turn, at_once=at_once)
+
+    def _copy(self, rows: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        for row, place in zip(rows, into, strict=True):
+            self._device.copy(place, row)
 
 
 class _Sum(NamedTuple):

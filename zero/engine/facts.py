@@ -36,7 +36,7 @@ class Facts:
         param_tier: where parameters are between two uses.
         grad_tier: where gradients wait for the update.
         gather, reduce: "node" where gathers, and sums of gradients, go by node, see `zero.distributed.routes`.
-        secondary: what a node has gathered once may be kept there.
+        secondary: the tier where a node may keep what it has gathered from others; None: nowhere.
         shard: "node" where each node has a copy of the state, in shards on its ranks.
     """
 
@@ -51,7 +51,7 @@ class Facts:
     grad_tier: Tier
     gather: Scope
     reduce: Scope
-    secondary: bool
+    secondary: Tier | None
     shard: Scope
 
     @property
@@ -117,8 +117,8 @@ class Facts:
 
     @property
     def keeps_secondary(self) -> bool:
-        """Each node keeps all parameters in secondary shards, from the first gather after an update."""
-        return self.secondary and self.gathers_by_node and not self.resident and not self.params_offloaded
+        """Each node keeps all parameters, in secondary shards beside its own, from the first gather after an update."""
+        return self.secondary is not None and self.gathers_by_node and not self.resident
 
     @property
     def full_update(self) -> bool:
@@ -156,8 +156,8 @@ class Facts:
         return unit.trainable.P if self.full_update else unit.trainable.S
 
     def secondary_numel(self, layout: Layout) -> int:
-        """Elements of a rank's secondary shard of a flat."""
-        return self.world.nodes * layout.S if self.keeps_secondary else 0
+        """Elements of a rank's secondary shard of a flat: those of its number on other nodes."""
+        return (self.world.nodes - 1) * layout.S if self.keeps_secondary else 0
 
     def buffer_counts(self) -> dict[int, int]:
         """Gathered buffers: elements of one to how many. The unit in use, those ahead, and one per level of nesting."""

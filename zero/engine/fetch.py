@@ -29,15 +29,11 @@ def gathering(routes: Routes) -> Fetch:
     def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
         split = unit.spec.trainable.P
         shards, fulls = (unit.shard_S, unit.frozen_S), (full[:split], full[split:])
-        current, unit.secondary_version = unit.secondary_version == unit.version, -1  # an interrupt may come in between
-        handles = [
-            routes.gather(shard_S, full_P, secondary=secondary, current=current, what=unit.spec.name)
-            for shard_S, full_P, secondary in zip(shards, fulls, unit.secondary, strict=True)
+        return [
+            _gather(routes, unit, number, shard_S, full_P)()
+            for number, (shard_S, full_P) in enumerate(zip(shards, fulls, strict=True))
             if shard_S is not None and shard_S.numel()
         ]
-        if unit.secondary[0] is not None:
-            unit.secondary_version = unit.version
-        return handles
 
     return fetch
 
@@ -47,9 +43,9 @@ def reading(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
     device = plan.world.compute
 
     def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
-        return [handle for shard in _paged_shards(plan, unit, full) for handle in read(unit, shard)]
+        return [handle for shard in _paged_shards(plan, routes, unit, full) for handle in read(shard)]
 
-    def read(unit: UnitState, shard: _PagedShard) -> list[Handle]:
+    def read(shard: _PagedShard) -> list[Handle]:
         reads = [
             load(store, device, page, shard.own_S[a:b])
             for page, (a, b) in zip(shard.pages, plan.cut(shard.own_S.numel()), strict=True)
@@ -60,7 +56,7 @@ def reading(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
         def gather() -> list[Handle]:
             for ticket in reads:
                 ticket.wait()
-            return [routes.gather(shard.own_S, shard.full_P, what=unit.spec.name)]
+            return [shard.gather()]
 
         return [_Later(device, gather)]
 
@@ -84,10 +80,10 @@ def lending(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
                 place = place[view.numel() :]
             if plan.world.size == 1:
                 return []
-            return [routes.gather(shard.own_S, shard.full_P, what=unit.spec.name)]
+            return [shard.gather()]
 
         found: list[Handle] = []
-        for shard in _paged_shards(plan, unit, full):
+        for shard in _paged_shards(plan, routes, unit, full):
             found += [_Later(device, partial(copy_and_gather, shard))] if changing else copy_and_gather(shard)
         return found
 
@@ -95,23 +91,30 @@ def lending(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
 
 
 class _PagedShard(NamedTuple):
-    """The pages of this rank's range of a flat, and the memory that they are read into."""
+    """The pages of this rank's range of a flat, the memory that they are read into, and what starts to gather it."""
 
     pages: list[Page]
     own_S: Tensor
-    full_P: Tensor
+    gather: Callable[[], Handle]
 
 
-def _paged_shards(plan: Plan, unit: UnitState, full: Tensor) -> list[_PagedShard]:
+def _paged_shards(plan: Plan, routes: Routes, unit: UnitState, full: Tensor) -> list[_PagedShard]:
     split = unit.spec.trainable.P
     parts = (("param", unit.spec.trainable, full[:split]), ("frozen", unit.spec.frozen, full[split:]))
     found = []
-    for kind, layout, full_P in parts:
-        numbers = range(len(plan.cut(layout.S)))
+    for number, (kind, layout, full_P) in enumerate(parts):
+        pages = [Page(unit.index, kind, n) for n in range(len(plan.cut(layout.S)))]
         start, stop = layout.shard(plan.rank)
+        own_S = full_P[start:stop]
         if layout.S:
-            found.append(_PagedShard([Page(unit.index, kind, n) for n in numbers], full_P[start:stop], full_P))
+            found.append(_PagedShard(pages, own_S, _gather(routes, unit, number, own_S, full_P)))
     return found
+
+
+def _gather(routes: Routes, unit: UnitState, number: int, own_S: Tensor, full_P: Tensor) -> Callable[[], Handle]:
+    """What starts to gather the unit as it is now: flat 0 is the trainable one, 1 the frozen one."""
+    secondary, current = unit.secondary[number], unit.secondary_version == unit.version
+    return partial(routes.gather, own_S, full_P, secondary=secondary, current=current, what=unit.spec.name)
 
 
 class _Later:

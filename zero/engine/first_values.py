@@ -28,6 +28,7 @@ from zero.core.suggest import meant, some
 from zero.distributed.world import World
 from zero.engine.empty import BEGIN, write_again
 from zero.engine.module_copy import buffers_of
+from zero.engine.page_table import SECONDARY
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.plan import Plan
 from zero.engine.pool import Buffer
@@ -137,7 +138,7 @@ class Sink:
         self._at += values.numel()
 
 
-def empty_unit(plan: Plan, spec: UnitSpec) -> UnitState:
+def empty_unit(plan: Plan, store: Store, spec: UnitSpec) -> UnitState:
     """A unit with this rank's memory for it, all zeros."""
     compute, device, rank = plan.precision.compute, plan.world.compute, plan.rank
     resident = Buffer(spec.trainable.P + spec.frozen.P, compute, device) if plan.resident else None
@@ -151,11 +152,11 @@ def empty_unit(plan: Plan, spec: UnitSpec) -> UnitState:
         shards = [device.zeros(layout.S, compute) for layout in spec.layouts]
     keeps_grad = spec.trainable.slots and not plan.grads_offloaded
     grad = device.zeros(plan.grad_numel(spec), plan.grad_dtype) if keeps_grad else None
-    unit = UnitState(spec, resident, shards[0], shards[1], grad)
-    if plan.keeps_secondary:
-        trainable, frozen = (device.zeros(plan.secondary_numel(layout), compute) for layout in spec.layouts)
-        unit.secondary = trainable, frozen
-    return unit
+    trainable, frozen = (
+        store.in_place(Page(spec.index, SECONDARY, number)) if plan.secondary_numel(layout) else None
+        for number, layout in enumerate(spec.layouts)
+    )
+    return UnitState(spec, resident, shards[0], shards[1], grad, (trainable, frozen))
 
 
 def fill(plan: Plan, store: Store, unit: UnitState, values: Values) -> str:

@@ -181,7 +181,7 @@ def _filled(plan: Plan, store: PrefetchStore, values: Values, progress: Progress
     units: list[UnitState] = []
     checks = {}
     for spec in reported(plan.units, "first values", progress):
-        units.append(empty_unit(plan, spec))
+        units.append(empty_unit(plan, store, spec))
         checks[spec.name] = fill(plan, store, units[-1], values)
     plan.world.agree(checks, "first values")
     return tuple(units)

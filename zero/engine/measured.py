@@ -19,7 +19,6 @@ def measured(state: State) -> dict[str, dict[str, int]]:
         resident = [] if unit.resident is None else [unit.resident.flat]
         held[plan.placement.param]["parameters"] += _distinct_bytes([*resident, unit.shard_S, unit.frozen_S])
         held[plan.placement.grad]["gradients"] += _distinct_bytes([unit.grad])
-        held["device"]["secondary shards"] += _distinct_bytes([*unit.secondary])
     pool = parts.gatherer.pool
     held["device"]["gathered units"] += 0 if pool is None else pool.allocated_bytes
     held["device"]["gradient flats"] += parts.reducer.allocated_bytes

@@ -1,10 +1,9 @@
 """Which pages of the store one rank has, and how large each is.
 
 A page is what is kept of K elements of one kind of one unit: master, moments, and what is offloaded of parameters and
-gradients.
+gradients. A secondary shard is one page, which stays in memory.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +18,9 @@ from zero.core.sizes import round_up
 from zero.engine.facts import Facts
 from zero.engine.unit import UnitSpec
 from zero.store import Page
+
+SECONDARY = "secondary"
+"""The kind of secondary shards' pages: number 0 is of the trainable flat, 1 of the frozen one."""
 
 
 class PageSpec(NamedTuple):
@@ -112,6 +114,10 @@ class PageTable(Facts):
             for number, (start, stop) in enumerate(cuts):
                 numel = self.kept.numel(kind, stop - start)
                 yield Page(unit.index, kind, number), PageSpec(numel, dtypes[kind])
+        for number, layout in enumerate(unit.layouts):
+            if self.secondary_numel(layout):
+                spec = PageSpec(self.secondary_numel(layout), self.precision.compute)
+                yield Page(unit.index, SECONDARY, number), spec
 
     def copied_pages(self) -> int:
         """Pages of frozen parameters that pass through slots of the arena, on their way from a file to a GPU."""
@@ -128,7 +134,8 @@ class PageTable(Facts):
         dtypes = self.kept.dtypes | {"grad": self.grad_dtype, "param": self.precision.compute}
         kinds = (*self.state_kinds, *("grad",) * self.grads_offloaded, *self.written_kinds)
         group = sum(round_up(dtypes[kind].itemsize * self.kept.numel(kind, numel)) for kind in kinds)
-        return max([group, *(spec.block_bytes for spec in self.store_pages().values())])
+        moving = (spec.block_bytes for page, spec in self.store_pages().items() if page.kind != SECONDARY)
+        return max([group, *moving])
 
     def bytes_on(self, spec: PageSpec, tier: Tier) -> int:
         """What a page takes on a tier."""
@@ -167,7 +174,6 @@ class PageTable(Facts):
         """Memory of the device that units and gradients pass through, by kind."""
         counts = {
             "gathered units": (self.buffer_counts(), self.precision.compute),
-            "secondary shards": (self._secondary_counts(), self.precision.compute),
             "gradient flats": (self.flat_counts(), self.flat_dtype),
             "node sums": (self.partial_counts(), torch.float32),
             "gradient buffers": (self.grad_buffer_counts(), self.grad_dtype),
@@ -177,8 +183,10 @@ class PageTable(Facts):
             for kind, (sizes, dtype) in counts.items()
         }
 
-    def _secondary_counts(self) -> dict[int, int]:
-        return Counter(self.secondary_numel(layout) for unit in self.units for layout in unit.layouts)
+    def secondary_bytes(self, tier: Tier) -> int:
+        """Secondary shards of this rank on a tier."""
+        pages = self.store_pages().items() if tier == self.secondary else ()
+        return sum(self.bytes_on(spec, tier) for page, spec in pages if page.kind == SECONDARY)
 
     def _paged_bytes(self, *kinds: str) -> int:
         return sum(spec.block_bytes for page, spec in self.store_pages().items() if page.kind in kinds)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 
 from zero.core.placement import Offload, Placement, Room, Tier, budget_bytes, place
 from zero.core.sizes import MiB
-from zero.core.stage import Stage
 from zero.engine.facts import Facts
 from zero.engine.page_table import PageTable
 from zero.errors import ConfigError
@@ -88,10 +87,12 @@ def place_pages(
                 grad_bytes=table.most_grad_bytes(),
                 activation_bytes=activation_bytes,
                 lighter=lighter,
-                resorts=_resorts(table.stage, table.world.size),
+                resorts=_resorts(table),
                 parameters_sharded=table.stage.parameters,
-                device_fixed_bytes=sum(table.buffer_bytes().values()) + buffer_bytes,
-                host_fixed_bytes=(slots and slots * table.slot_bytes) + host_activation_bytes,
+                device_fixed_bytes=sum(table.buffer_bytes().values()) + table.secondary_bytes("device") + buffer_bytes,
+                host_fixed_bytes=(slots and slots * table.slot_bytes)
+                + table.secondary_bytes("host")
+                + host_activation_bytes,
                 device_bytes=budget_bytes(offload.device_budget, room.device),
                 host_bytes=budget_bytes(offload.host_budget, room.host),
                 disk_bytes=room.disk,
@@ -107,10 +108,10 @@ def _slots(offload: Offload) -> int:
     return (offload.threads or THREADS) + (READ_AHEAD if offload.read_ahead is None else offload.read_ahead)
 
 
-def _resorts(stage: Stage, world_size: int) -> tuple[str, ...]:
+def _resorts(table: PageTable) -> tuple[str, ...]:
     """What leaves less on a rank, whatever it is that takes most."""
-    if stage.parameters:
-        return ("use more ranks",)
-    if world_size == 1:
+    if table.stage.parameters:
+        return (*("set zero.gather=auto",) * table.keeps_secondary, "use more ranks")
+    if table.world.size == 1:
         return ("use more ranks with zero.stage=3",)
-    return ("set zero.stage=3", "use more ranks") if stage.moments else ("set zero.stage=3",)
+    return ("set zero.stage=3", "use more ranks") if table.stage.moments else ("set zero.stage=3",)

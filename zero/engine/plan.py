@@ -27,7 +27,7 @@ from zero.distributed.world import World
 from zero.engine.compile import Backend
 from zero.engine.facts import Facts, Scope, sharers
 from zero.engine.module_copy import detached_copy
-from zero.engine.page_table import PageTable
+from zero.engine.page_table import SECONDARY, PageTable
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.placing import auto_page_bytes, has_many_pages, lowest_tiers, place_pages
 from zero.engine.unit import Splitting, split
@@ -70,9 +70,9 @@ class Plan(PageTable):
         in_place: `zero.init` takes the model over instead of copying it: the model itself trains, and its parameters
             are in shards. For models that cannot be copied, and scripts that go on using theirs.
         gather: "node" sends parameters over the wire between nodes once an update: at stage 3 each node keeps all of
-            them in secondary shards, 1 / ranks of a node on each rank, unless they are offloaded or may be
-            (`offload.param` is not none). "auto" does so where they fit; "world" sends them from each rank to each. The
-            same bits.
+            them in secondary shards, 1 / ranks of a node on each rank: on the device, or in host memory where they are
+            offloaded or may be (`offload.param` is not none). "auto" does so where these fit, and keeps none where
+            parameters may be on a disk; "world" sends them from each rank to each. The same bits.
         reduce: "node" adds up gradients within each node, and then those sums: fewer bytes between nodes, in another
             order of additions.
         shard: "node" keeps a copy of the state on each node, in shards on its ranks, as hybrid sharding does. Sums are
@@ -164,8 +164,10 @@ class Plan(PageTable):
         if shard == "node" and world.local_size == 1 < world.size:
             raise PlanError("zero.shard=node with one rank on each node shares nothing; that is zero.stage=0")
         way: Scope = "world" if gather == "world" or uneven else "node"
-        moves = prefetch, param_tier, grad_tier, way, reduce, gather != "world", shard
+        moves = prefetch, param_tier, grad_tier, way, reduce, None, shard
         facts = Facts(splitting, world, stage, precision, optimizer, accumulate, *moves)
+        if gather == "node" or param_tier != "nvme":  # else host memory is too small for them, unless said
+            facts.secondary = "host" if facts.params_offloaded else "device"
         room = _free_room(facts, offload, shared=gather == "auto" and facts.keeps_secondary) if room is None else room
         page_bytes = offload.page_bytes or auto_page_bytes(facts, offload, room)
         self.offload = offload.model_copy(update={"page_bytes": page_bytes})
@@ -184,16 +186,19 @@ class Plan(PageTable):
         except ConfigError:
             if gather != "auto" or not table.keeps_secondary:
                 raise
-            facts.secondary = table.secondary = False
+            facts.secondary = None
+            table = PageTable(**vars(facts), page_numel=table.page_numel)
             self.arena_slots, self.placement = place(table)
         placed = vars(facts) | {"param_tier": self.placement.param, "grad_tier": self.placement.grad}
-        placed |= {"secondary": table.keeps_secondary}  # what had no place reserved is not kept
         super().__init__(**placed, page_numel=table.page_numel)
 
     def tier(self, page: Page) -> Tier:
         """Where a page is."""
         if page.kind in ("param", "frozen"):
             return self.placement.param
+        if page.kind == SECONDARY:
+            assert self.secondary is not None
+            return self.secondary
         return (
             self.placement.grad if page.kind in self.grad_dtypes else self.placement.optimizer[page.unit, page.number]
         )
@@ -202,6 +207,8 @@ class Plan(PageTable):
         """What `bytes` counts a page as."""
         if self.is_updated(page):
             return "master" if page.kind == self.precision.master.kind else "moments"
+        if page.kind == SECONDARY:
+            return "secondary shards"
         return "gradients" if page.kind in self.grad_dtypes else "parameters"
 
     @property
@@ -227,7 +234,7 @@ class Plan(PageTable):
         held[self.placement.param]["parameters"] = self.param_bytes()
         held[self.placement.grad]["gradients"] = self.grad_bytes()
         for page, spec in self.store_pages().items():
-            if self.is_updated(page):
+            if self.is_updated(page) or page.kind == SECONDARY:
                 tier = self.tier(page)
                 held[tier][self.kind(page)] += self.bytes_on(spec, tier)
         held["host"].update(arena=self.arena_bytes, activations=self.host_activation_bytes)
@@ -246,7 +253,7 @@ class Plan(PageTable):
             "zero.activations": " ".join(self.activations),
             "zero.compile": str(bool(self.compile)),
             "zero.update": self.update,
-            "zero.gather": f"{self.gather}, secondary shards: {self.keeps_secondary}",
+            "zero.gather": f"{self.gather}, secondary shards: {self.keeps_secondary and self.secondary}",
             "zero.reduce": self.reduce,
             "zero.shard": self.shard,
             "batch.accumulate": str(self.accumulate),

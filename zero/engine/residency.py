@@ -56,6 +56,7 @@ class Residency:
         self._hand_off = updater.hand_off if plan.params_offloaded else None
         self.pool = None if plan.resident else Pool(plan.buffer_counts(), plan.precision.compute, self._device)
         self._alone = plan.world.size == 1  # what is gathered ahead may depend on what happens to be ready
+        self._keeps = plan.keeps_secondary
         self._in_order = plan.resident and not self._alone  # units are gathered in the plan's order
         self._next = 0  # where units are gathered in order: the one after the last
         self._orders = {True: VisitOrder(), False: VisitOrder()}
@@ -82,6 +83,8 @@ class Residency:
         for order in self._orders.values():
             order.forget()
         self._ahead.clear()
+        for unit in self._units:
+            unit.secondary_version = -1  # what should have filled it may have gone with its buffer
         if self.pool is not None:
             self.pool.unpin_all()
 
@@ -159,6 +162,8 @@ class Residency:
                 buffer.version = -1  # until it is known what to wait for: an interrupt may come in between
                 self._fill(unit, buffer, tickets)
                 buffer.version = unit.version
+                if self._keeps:  # of what is under way: whoever takes the buffer lets it arrive first
+                    unit.secondary_version = unit.version
 
     def _fill(self, unit: UnitState, buffer: Buffer, tickets: Sequence[Ticket]) -> None:
         if not self._in_order:  # else there is nothing to compare: one rank may gather before a step begins

@@ -1,8 +1,12 @@
 """What a step moves by its plan, in bytes of one rank: arithmetic only. What it moved really, the meter counts."""
 
+import operator
 from typing import NamedTuple
 
+import torch
+
 from zero.core.placement import Tier
+from zero.engine.page_table import SECONDARY
 from zero.engine.plan import Plan
 
 
@@ -12,13 +16,16 @@ class Load(NamedTuple):
     disk: float = 0
     copy: float = 0
     link: float = 0
+    """From other ranks."""
+    wire: float = 0
+    """Of those, from ranks of other nodes."""
 
     def __add__(self, other: object) -> "Load":
         assert isinstance(other, Load)
-        return Load(self.disk + other.disk, self.copy + other.copy, self.link + other.link)
+        return Load(*map(operator.add, self, other))
 
     def times(self, count: float) -> "Load":
-        return Load(self.disk * count, self.copy * count, self.link * count)
+        return Load(*(nbytes * count for nbytes in self))
 
 
 class Traffic(NamedTuple):
@@ -44,7 +51,7 @@ class Traffic(NamedTuple):
 
 def traffic(plan: Plan) -> Traffic:
     """What a step of `plan` moves on one rank, by tier."""
-    states, params, grads, first_grads, offloaded_numel = Load(), Load(), Load(), Load(), 0
+    states, params, kept, grads, first_grads, offloaded_numel = Load(), Load(), Load(), Load(), Load(), 0
     device_is_host = plan.world.compute.shares_memory
     counted = next((kind for kind in plan.state_kinds if kind != "param"), "param")  # there is one per update
     for page, spec in plan.store_pages().items():
@@ -55,21 +62,23 @@ def traffic(plan: Plan) -> Traffic:
             grads += moved
         elif page.kind == "first_grad":
             first_grads += moved
+        elif page.kind == SECONDARY:  # written after the first gather, read before each other one
+            kept += moved
         else:
             states += moved
         offloaded_numel += spec.numel if page.kind == counted and moved != Load() else 0
-    others = (plan.world.size - 1) / plan.world.size
-    compute = plan.precision.compute.itemsize
     whole_numel = sum(unit.trainable.P + unit.frozen.P for unit in plan.units)
     trainable_numel = sum(unit.trainable.P for unit in plan.units)
-    gather = Load(link=others * compute * whole_numel)
-    reduction = Load(link=others * plan.flat_dtype.itemsize * trainable_numel)
+    gather = _gather(plan, plan.precision.compute.itemsize * whole_numel)
+    reduction = _sum(plan, trainable_numel)
     first, last = Load(), reduction if plan.local_sum else Load()
-    if plan.world.size > 1 and plan.resident and plan.full_update:
-        last += Load(link=others * plan.grad_dtype.itemsize * trainable_numel)
-    elif plan.world.size > 1 and plan.resident:
+    if plan.resident and plan.full_update:
+        last += _gather(plan, plan.grad_dtype.itemsize * trainable_numel)
+    elif plan.resident:
         first = gather
     gathered = Load() if plan.resident else gather
+    if plan.keeps_secondary:
+        first, gathered = Load(link=gather.wire, wire=gather.wire), Load(link=gather.link - gather.wire)
     count = plan.accumulate
     single = first_grads if "first_grad" in plan.grad_dtypes else grads
     # the first microbatch writes its gradients, each other one reads what there is and writes the sum
@@ -77,12 +86,31 @@ def traffic(plan: Plan) -> Traffic:
     return Traffic(
         # what was read goes back; new parameters out, gradients in
         update=states.times(2) + params.times(1 + ("param" in plan.state_kinds)) + grads,
-        forward=params + gathered,
-        backward=params + gathered + arriving + (Load() if plan.local_sum else reduction),
+        forward=params + kept + gathered,
+        backward=params + kept + gathered + arriving + (Load() if plan.local_sum else reduction),
         first=first,
         last=last,
         offloaded_numel=offloaded_numel,
     )
+
+
+def _gather(plan: Plan, full_bytes: int) -> Load:
+    """What a gather of flats of so many bytes brings a rank."""
+    size, local, nodes = plan.world.size, plan.world.local_size, plan.world.nodes
+    if plan.sharers < size:
+        return Load(link=full_bytes * (local - 1) / local)
+    between = nodes - 1 if plan.gathers_by_node else size - local
+    return Load(link=full_bytes * (size - 1) / size, wire=full_bytes * between / size)
+
+
+def _sum(plan: Plan, numel: int) -> Load:
+    """What adding up flats of so many elements brings a rank."""
+    size, local, nodes, sent_bytes = plan.world.size, plan.world.local_size, plan.world.nodes, plan.flat_dtype.itemsize
+    if not plan.sums_by_node:
+        return Load(*(numel * sent_bytes * others / size for others in (0, 0, size - 1, size - local)))
+    back_bytes = torch.float32.itemsize if plan.sharers < size else 0  # each copy of the state gets the sum
+    wire = numel * (plan.precision.reduce.itemsize + back_bytes) * (nodes - 1) / size
+    return Load(link=numel * sent_bytes * (local - 1) / local + wire, wire=wire)
 
 
 def _moved(tier: Tier, nbytes: int, device_is_host: bool) -> Load:

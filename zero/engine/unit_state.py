@@ -5,7 +5,7 @@ shard_S    this rank's range of the trainable flat in the compute dtype; a view 
 frozen_S   the same for the frozen flat
 grad       the gradient that the update will read: this rank's range, or the whole flat
 pages      what is kept of the master (half precision only) and moments, in the store; there also shards and gradients
-           that are offloaded
+           that are offloaded, and secondary shards
 """
 
 from dataclasses import dataclass, field
@@ -28,9 +28,10 @@ class UnitState:
         shard_S: (S,) trainable, compute dtype; None where parameters are offloaded.
         frozen_S: (S of the frozen flat,), compute dtype; likewise.
         grad: (P,) or (S,), see `Plan.grad_numel`; None when nothing is trainable, or while it is offloaded.
-        secondary: (N x S,) of trainable and of frozen ones, compute dtype: this node's secondary shards; see
-            `zero.distributed.routes`.
-        secondary_version: what they are of, as `version`; -1 where they hold nothing.
+        secondary: ((N - 1) x S,) of trainable and of frozen ones, compute dtype: what this rank keeps of other nodes',
+            in the store; see `zero.distributed.routes`.
+        secondary_version: what they are of, as `version`, or will be after the gather that was started last; -1 where
+            they hold nothing.
         deferred: the update that has to be made before the next gather, or None.
         tickets: the parts of that update that the store's threads work on.
         interrupted: that update began and did not end.

@@ -56,8 +56,8 @@ class Zero(Section):
         "auto",
         "how parameters travel between nodes: world, from each rank to each; node, over the wire once an update, with "
         "as many ranks on each node; auto: node, where what it keeps fits; the bits of a run are the same",
-        trades="at stage 3, where parameters are not offloaded, node keeps all of them on each node: 2 bytes per "
-        "parameter (bf16), shared by the ranks of a node",
+        trades="at stage 3 node keeps all parameters on each node, 2 bytes each (bf16), shared by its ranks: on the "
+        "device, or in host memory where they are offloaded; auto keeps none where they may be on a disk",
         example="world",
     )
     reduce: Literal["world", "node"] = key(

@@ -284,11 +284,12 @@ class Schedule:
         return self._unloaded.take(self._load) if self._unloaded.members and self._has_slot() else None
 
     def _load(self, number: int) -> Action | None:
-        if not self._can_start(number):
+        group = self._modify_of(number).group
+        if group in self._loaded or not self._can_start(number):
             return None
         if not self._free:
             self._give_up_one()
-        return self._read(self._modify_of(number).group, number)
+        return self._read(group, number)
 
     def _next_ahead(self) -> Action | None:
         if not self._free or len(self._ahead) >= self._most_ahead:

@@ -345,7 +345,8 @@ def _next_work(state: State) -> tuple[State, Action] | None:
 
 
 def _next_read(state: State) -> tuple[State, Action] | None:
-    number = _first(state, (number for _, number in state.unloaded))
+    elsewhere = (one for _, one in state.unloaded if _modify_event(state, one).group not in state.loaded)
+    number = _first(state, elsewhere)  # a group that is only read may be wanted twice: one after the other
     if number is None:
         return None
     state = state if state.free else _give_up_one(state)

@@ -63,6 +63,7 @@ BETWEEN = "between steps"
 MOVES = (
     ("disk", "to and from the disk", ("offload/read_bytes", "offload/write_bytes")),
     ("link", "from other ranks", ("comm/gather_bytes", "comm/reduce_bytes")),
+    ("wire", "from other nodes", ("comm/wire_bytes",)),
 )
 """What a plan calls it, what a page does, and its keys in a row."""
 

@@ -161,7 +161,8 @@ def choice(
         plan = _unlimited(solved, machine, model, taken(solved.batch))
         short = _short(plan, solved, machine)
     seconds = step_seconds(plan, rates, traced.forward, traced.backward)
-    moved_bytes = sum(traffic(plan).of_step(plan.accumulate))
+    moved = traffic(plan).of_step(plan.accumulate)
+    moved_bytes = moved.disk + moved.copy + moved.link
     return Choice(solved, preset, plan, refusal, short, seconds, moved_bytes)
 
 

@@ -36,7 +36,7 @@ class Rates:
         launch_s: seconds that an operator takes beside its work.
         copy_bytes: between host memory and the device, both ways together.
         disk_bytes: read and written in turns, both together; this rank's share of its node's disk.
-        link_bytes: received from other ranks in a collective.
+        link_bytes, wire_bytes: received in a collective from ranks of the same node, and of other nodes.
         update_numel, host_update_numel: parameters that the optimizer updates, on the device and by the host's threads.
         source: where these numbers come from.
     """
@@ -48,6 +48,7 @@ class Rates:
     copy_bytes: float
     disk_bytes: float
     link_bytes: float
+    wire_bytes: float
     update_numel: float
     host_update_numel: float
     source: str
@@ -99,5 +100,6 @@ def _moving(load: Load, rates: Rates, on_cpu: bool) -> tuple[float, float]:
 
     What a CPU sends to other ranks its cores copy, which then do not compute.
     """
-    link_s, disk_s, copy_s = load.link / rates.link_bytes, load.disk / rates.disk_bytes, load.copy / rates.copy_bytes
+    disk_s, copy_s = load.disk / rates.disk_bytes, load.copy / rates.copy_bytes
+    link_s = (load.link - load.wire) / rates.link_bytes + load.wire / rates.wire_bytes
     return (max(disk_s, copy_s), link_s) if on_cpu else (max(link_s, disk_s, copy_s), 0.0)

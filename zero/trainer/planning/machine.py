@@ -4,7 +4,7 @@ A machine on paper is numbers alone: nothing of it is read here, least of all fr
 """
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -45,6 +45,7 @@ class Machine:
         device_bytes: free on the GPU of each rank; 0 where the CPU computes.
         host_bytes, disk_bytes: free on each node, for all its ranks together.
         paper: some of it was described and not read here, so nothing can be measured.
+        links: rates between ranks that were measured, by their names in `Rates`.
     """
 
     ranks: int
@@ -54,6 +55,7 @@ class Machine:
     host_bytes: int
     disk_bytes: int
     paper: bool = False
+    links: dict[str, float] = field(default_factory=dict, compare=False)
 
     @staticmethod
     def of(config: Config, world: World) -> "Machine":

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 
 from zero.core.kept import Kept
 from zero.core.layout import Layout
+from zero.distributed.routes import across_nodes, within_node
+from zero.distributed.world import World
 from zero.engine.update import Piece
 from zero.errors import StoreError
 from zero.platform.cuda import compute_device
@@ -33,6 +35,7 @@ GPU = Rates(
     copy_bytes=4e10,
     disk_bytes=6e9,
     link_bytes=1e11,
+    wire_bytes=1e10,
     update_numel=4e10,
     host_update_numel=1e9,
     source="assumed for each GPU: 150 TFLOP/s (fp32 20), 40 GB/s to the host and back, 100 GB/s to other GPUs "
@@ -46,11 +49,13 @@ CPU = Rates(
     copy_bytes=1e10,
     disk_bytes=2e9,
     link_bytes=5e8,
+    wire_bytes=1e8,
     update_numel=1e9,
     host_update_numel=1e9,
-    source="assumed for each rank: 50 GFLOP/s, 0.5 GB/s to other ranks, and 2 GB/s of disk for each node",
+    source="assumed for each rank: 50 GFLOP/s, 0.5 GB/s to other ranks (0.1 between nodes), and 2 GB/s of disk for "
+    "each node",
 )
-GPU_FP32_FLOPS, BETWEEN_NODES_BYTES = 2e13, 1e10
+GPU_FP32_FLOPS = 2e13
 
 PROBE_FLOPS: Mapping[str, float] = {"cpu": 1e8, "cuda": 1e12}
 """Most operations of a product that is timed, for each thread of a CPU: about a millisecond. A longer one is no faster,
@@ -67,6 +72,9 @@ BUSY_S, BUSY_SHARE = 0.05, 0.8
 
 PROBE_DISK_BYTES, PROBE_DISK_S = 64 * 2**20, 1.0
 PROBE_COPY_BYTES, PROBE_NUMEL = 64 * 2**20, 4 * 2**20
+PROBE_GATHER_BYTES: Mapping[str, int] = {"cpu": 2**20, "cuda": 2**25}
+"""Of each rank. On a slow wire, of 100 Mbit/s, it takes a CPU's ranks a tenth of a second."""
+PROBE_GATHERS = 4
 
 
 def assumed(config: Config, machine: Machine) -> Rates:
@@ -75,15 +83,38 @@ def assumed(config: Config, machine: Machine) -> Rates:
     rates = replace(rates, disk_bytes=rates.disk_bytes / machine.ranks_per_node)
     if machine.device == "cuda" and config.precision.compute == "fp32":
         rates = replace(rates, flops=GPU_FP32_FLOPS, attention_flops=GPU_FP32_FLOPS)
-    if machine.device == "cuda" and machine.ranks > machine.ranks_per_node:
-        rates = replace(rates, link_bytes=BETWEEN_NODES_BYTES)
-    return rates
+    found = {"link_bytes": rates.link_bytes, "wire_bytes": rates.wire_bytes} | machine.links
+    return replace(rates, link_bytes=found["link_bytes"], wire_bytes=found["wire_bytes"])
+
+
+def between_ranks(world: World) -> dict[str, float]:
+    """Rates of gathers within each node and across nodes, in which all ranks take part at once. Collective.
+
+    The best of several counts, and the slowest rank. Where ranks are not on nodes alike, nothing is measured.
+    """
+    if world.local_size == world.size or not world.nodes_alike or world.size % world.local_size:
+        return {}
+    found = {}
+    for name, part in (("link_bytes", within_node(world, "gather")), ("wire_bytes", across_nodes(world, "gather"))):
+        shard = world.compute.zeros(PROBE_GATHER_BYTES[world.compute.kind], torch.uint8)
+        full, times_s = world.compute.zeros(part.size * shard.numel(), torch.uint8), []
+        for _ in range(PROBE_GATHERS if part.size > 1 else 0):
+            world.barrier("a probe")
+            begin_s = time.perf_counter()
+            part.gather(shard, full, what="a probe").wait()
+            world.compute.join()
+            times_s.append(time.perf_counter() - begin_s)
+        if times_s:
+            mine = torch.tensor([min(times_s)], dtype=torch.float64, device="cpu")
+            found[name] = (full.nbytes - shard.nbytes) / world.exchange(mine, what="times of a probe").max().item()
+    return found
 
 
 def measured(config: Config, machine: Machine, traced: Traced, *, disk: bool, progress: Progress = silent) -> Rates:
     """Rates of this machine: what a microbatch computes, in pieces; the optimizer, copies, and the disk if it is used.
 
-    The best of several turns counts: what the machine does when it does nothing else. Links between ranks are assumed.
+    The best of several turns counts: what the machine does when it does nothing else. Links between ranks are assumed,
+    unless the machine has measured ones.
     Takes two or three seconds, one of them for the disk, and some tens of megabytes.
 
     Args:
@@ -122,7 +153,9 @@ def _source(found: Mapping[str, float], rates: Rates, machine: Machine) -> str:
     source += f", {found['update_numel'] / 1e6:,.0f} million updates/s"
     source += f", {found['copy_bytes'] / 1e9:.1f} GB/s to the host and back" if "copy_bytes" in found else ""
     source += f", {found['disk_bytes'] / 1e9:.1f} GB/s of disk for each rank" if "disk_bytes" in found else ""
-    return source + (f"; assumed: {rates.link_bytes / 1e9:g} GB/s between ranks" if machine.ranks > 1 else "")
+    links = [f"{rates.link_bytes / 1e9:.2g} GB/s between ranks"] * (machine.ranks_per_node > 1)
+    links += [f"{rates.wire_bytes / 1e9:.2g} GB/s between nodes"] * (machine.ranks > machine.ranks_per_node)
+    return source + (", " if machine.links else "; assumed: ") * bool(links) + ", ".join(links)
 
 
 def with_disk_or_without(

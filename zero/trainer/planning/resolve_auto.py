@@ -6,6 +6,7 @@ Rank 0 decides by the least that any rank has free, and sends its decision to th
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -30,7 +31,7 @@ from zero.trainer.planning.choices import (
 )
 from zero.trainer.planning.cost import seconds_text
 from zero.trainer.planning.machine import Machine
-from zero.trainer.planning.rates import assumed, measured, with_disk_or_without
+from zero.trainer.planning.rates import assumed, between_ranks, measured, with_disk_or_without
 
 
 def resolve_auto(
@@ -60,7 +61,8 @@ def resolve_auto(
     several = batch_is_open(config.batch) and config.batch.solved(world.size).numbers()[1] > 1
     if settled and not several:  # only one microbatch could be chosen
         return config.on(world.size)
-    machine = Machine.of(config, world)
+    links = between_ranks(world) if config.zero.stage == "auto" else {}
+    machine = replace(Machine.of(config, world), links=links)
     message: dict[str, Any] = {}
     if world.rank == 0:
         try:

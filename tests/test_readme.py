@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import zero
+from tests.conftest import LONG_S
 from zero.testing import run_processes
 from zero.trainer.models import GPT, GPTConfig
 
@@ -184,7 +185,7 @@ loader = [torch.randint(256, (4, 33)) for _ in range(3)]
 """
     done = subprocess.run(
         [sys.executable, "-c", f"{before}{theirs}\n{ours}\nprint(loss.item(), metrics.loss)"],
-        cwd=here, capture_output=True, text=True, timeout=110, check=False,
+        cwd=here, capture_output=True, text=True, timeout=LONG_S, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
              "MASTER_PORT": "29732"},
     )  # fmt: skip

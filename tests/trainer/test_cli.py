@@ -21,6 +21,7 @@ import pytest
 import yaml
 
 import train
+from tests.conftest import LONG_S
 from zero.errors import MachineError, NumericsError, Preempted, RankFailedError
 from zero.tracker import ROW
 from zero.trainer import cli, job
@@ -34,14 +35,14 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 def program(*arguments: str, cwd: Path, **how) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, ROOT / "train.py", *arguments],
-        cwd=cwd, capture_output=True, text=True, timeout=100, check=False, **how,
+        cwd=cwd, capture_output=True, text=True, timeout=LONG_S, check=False, **how,
     )  # fmt: skip
 
 
 def torchrun(*arguments: str, cwd: Path, **how) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *TORCHRUN, ROOT / "train.py", *arguments],
-        cwd=cwd, capture_output=True, text=True, timeout=100, check=False,
+        cwd=cwd, capture_output=True, text=True, timeout=LONG_S, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"}, **how,
     )  # fmt: skip
 
@@ -175,7 +176,7 @@ def test_a_mistake_is_answered_within_two_seconds_and_without_torch(here, argume
     # what the process itself used, so that a busy machine does not fail the test
     before = os.times()
     done = subprocess.run(
-        [sys.executable, "-c", watch], cwd=here, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", watch], cwd=here, capture_output=True, text=True, check=False, timeout=LONG_S
     )
     after = os.times()
     assert done.returncode == 0, done.stderr
@@ -210,7 +211,7 @@ def test_whoever_stops_reading_ends_what_is_printed_without_a_word(here, command
     os.close(reads)
     done = subprocess.run(
         [sys.executable, ROOT / command[0], *command[1:]],
-        cwd=here, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        cwd=here, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=LONG_S, check=False,
     )  # fmt: skip
     os.close(writes)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
@@ -544,7 +545,7 @@ def test_a_rank_killed_under_torchrun_is_named_in_the_summary(here):
     ) as running:  # fmt: skip
         folder = _after_a_step(running, here)
         os.kill(_process_of_rank(1, folder), signal.SIGKILL)
-        _, said = running.communicate(timeout=60)
+        _, said = running.communicate(timeout=LONG_S)
     assert running.returncode == 1
     summary = summary_of(folder)
     assert said_by_us(said) == [summary["exit_reason"]]
@@ -598,7 +599,7 @@ def test_a_rank_that_was_killed_is_named_with_what_the_ranks_held(here):
     ) as running:  # fmt: skip
         folder = _after_a_step(running, here)
         os.kill(_process_of_rank(1, folder), signal.SIGKILL)
-        _, said = running.communicate(timeout=60)
+        _, said = running.communicate(timeout=LONG_S)
     assert running.returncode == RankFailedError.exit_code
     assert said.count("\n") == 1
     assert "rank 1 was killed by the system (signal 9)" in said
@@ -619,7 +620,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(here):
     ) as running:  # fmt: skip
         folder = _after_a_step(running, here)
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does: parent and ranks alike
-        _, said = running.communicate(timeout=60)
+        _, said = running.communicate(timeout=LONG_S)
     assert running.returncode == 130
     assert said.startswith("stopped by SIGINT; nothing was saved: checkpoint.every=100 saves every 100 steps")
     assert said.count("\n") == 1

@@ -20,7 +20,7 @@ from zero.trainer.config import read
 pytestmark = pytest.mark.process
 
 STEPS, EVERY = 8, 2
-PATIENCE_S, GRACE_S = 1.0, 10.0
+PATIENCE_S, GRACE_S = 1.0, 60.0
 """The deadline from the moment that a rank hangs (ranks may take longer to start); and what may pass after it."""
 
 
@@ -124,7 +124,6 @@ def attempts(log: str) -> list[str]:
     return re.split(r"^rank \d of 2, process ", log, flags=re.MULTILINE)[1:]
 
 
-@pytest.mark.timeout(280)
 def test_a_run_that_hangs_in_each_phase_goes_on_each_time(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 import train
 import zero
 from zero.errors import RankFailedError
+from zero.testing import forked_ranks
 from zero.trainer import cli, launch
 from zero.trainer.config import read
 
@@ -141,7 +142,8 @@ def test_a_run_that_hangs_in_each_phase_goes_on_each_time(
     monkeypatch.setattr(launch.ranks, "_attempt", timed)
     ranks, config = tmp_path / "ranks", config_of(tmp_path / "offload")
     how = launch.Processes(ranks, threads=1, grace_s=GRACE_S)
-    launch.launch(train_and_hang, config, tmp_path, ranks=2, how=how, max_restarts=len(HANGS))
+    with forked_ranks():
+        launch.launch(train_and_hang, config, tmp_path, ranks=2, how=how, max_restarts=len(HANGS))
     said, complaints = capfd.readouterr()
     logs = [attempts((ranks / f"{rank}.log").read_text()) for rank in range(2)]
 

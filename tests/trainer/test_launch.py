@@ -256,6 +256,7 @@ def test_a_deterministic_run_fixes_the_workspace_of_cublas(folder: Path, monkeyp
     assert launch.inside(workspace_of_cublas, how=fixed) == ":16:8"
 
 
+@pytest.mark.usefixtures("_forked")
 @pytest.mark.parametrize(
     ("rank", "error", "cause", "exit_code"),
     [
@@ -274,6 +275,7 @@ def test_a_rank_that_raises_ends_all(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_rank_that_was_killed_is_named_though_another_complains_first(folder: Path) -> None:
     with pytest.raises(
         RankFailedError, match=r"^rank 1 was killed by the system \(signal 9\), or by another process; "
@@ -492,6 +494,7 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.usefixtures("_forked")
 @pytest.mark.parametrize(
     ("end", "said"),
     [
@@ -517,6 +520,7 @@ def test_a_rank_that_somebody_has_stopped_does_not_hold_up_the_end(
     assert time.monotonic() - ends_s[0] < 25
 
 
+@pytest.mark.usefixtures("_forked")
 def test_killed_ranks_start_again_and_the_cause_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Their logs hold all attempts."""
     assert launch.launch(die_in_turn, 2, ranks=2, how=launch.Processes(folder), max_restarts=2) == (2, "2 2")

@@ -19,6 +19,10 @@ SEED = int(os.environ.get("ZERO_TEST_SEED", "0"))
 SAMPLE = os.environ.setdefault("ZERO_TEST_SAMPLE", str(date.today().toordinal()))  # set, so that workers have the same
 """Which architectures test_architectures.py takes; the day's where nobody says."""
 
+LONG_S = 240.0
+"""Seconds that nothing which a test starts may take, even where a shared machine stands still for a while. The test
+itself has a little more (pyproject.toml), so that what was waited for is what fails."""
+
 COUNTED = ("passed", "failed", "error", "skipped")
 
 hypothesis.settings.register_profile("zero", derandomize=SEED == 0)
@@ -35,6 +39,13 @@ QUICK = ("core", "store", "distributed", "engine", "checkpoint", "test_losses.py
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--alone", choices=("only", "not"), help="tests that measure time: only those, or all others")
     parser.addoption("--quick", action="store_true", help="each test of the library once, with its first parameters")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of the few tests that measure time, import no file that has none."""
+    if config.getoption("--alone") == "only" and collection_path.suffix == ".py":
+        return "mark.alone" not in collection_path.read_text() or None
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -14,13 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
+from tests.conftest import LONG_S
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "gpu"
-LIMIT_S = 240
-"""Of any process here, on a very busy machine; on two quiet cores it takes a tenth of that."""
-
 sys.path.append(str(SCRIPT.parent))
 
 from gpu_parts.page import HEADING, NONE_YET, page, row_text  # noqa: E402 - found through the line above
@@ -31,7 +28,7 @@ Results = dict[str, Any]
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *map(str, arguments)]
     found = subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, timeout=LONG_S, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     assert found.returncode == 0, found.stdout + found.stderr
     return found
@@ -117,7 +114,6 @@ def there_is_a_page_of_whatever_was_told(results: Results, folder: Path) -> None
         assert all(row_text(row) for row in task["rows"])
 
 
-@pytest.mark.timeout(300)
 def test_a_dry_run_from_its_beginning_to_its_page(tmp_path):
     """One run, looked at from all sides."""
     run(SCRIPT, "--dry", "--out", tmp_path)
@@ -295,7 +291,7 @@ def test_works_forked_says_whether_a_forked_process_succeeds():
 def test_a_machine_without_a_gpu_is_refused(tmp_path):
     found = subprocess.run(
         [sys.executable, SCRIPT, "--out", tmp_path], env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        capture_output=True, text=True, timeout=LONG_S, check=False,
     )  # fmt: skip
     assert found.returncode == 1
     assert "finds no GPU here; --dry needs none" in found.stderr
@@ -304,7 +300,7 @@ def test_a_machine_without_a_gpu_is_refused(tmp_path):
 def test_a_part_that_does_not_exist_is_refused(tmp_path):
     found = subprocess.run(
         [sys.executable, SCRIPT, "--parts", "7", "--out", tmp_path],
-        capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        capture_output=True, text=True, timeout=LONG_S, check=False,
     )  # fmt: skip
     assert found.returncode == 1
     assert "choose from 1 to 5" in found.stderr

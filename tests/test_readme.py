@@ -21,6 +21,7 @@ from torch import nn
 
 import train
 import zero
+from tests.conftest import LONG_S
 from zero.__main__ import main as zero_train
 from zero.testing import forked_ranks, run_processes
 from zero.trainer import cli
@@ -219,7 +220,7 @@ def test_fsdp2_and_its_example_print_the_same_losses(here: Path):
     before = f"import os, runpy, torch\nglobals().update(runpy.run_path({example!r}))\n"
     found = [
         subprocess.run(
-            [sys.executable, *arguments], cwd=here, capture_output=True, text=True, timeout=110, check=False,
+            [sys.executable, *arguments], cwd=here, capture_output=True, text=True, timeout=LONG_S, check=False,
             env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         )
         for arguments in (["-c", before + theirs], [example])

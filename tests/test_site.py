@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 import zero
+from tests.conftest import LONG_S
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -59,7 +60,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", target],
-        cwd=ROOT, capture_output=True, text=True, timeout=110, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=LONG_S, check=False,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -121,14 +122,13 @@ def printed(path: Path) -> list[str]:
     return [re.sub(r"\d+(\.\d+)?", "#", "".join("".join(text) for text in some)) for some in texts]
 
 
-@pytest.mark.timeout(300)
 @needs("nbclient", "nbformat", "ipykernel")
 def test_the_tutorial_runs_and_prints_what_it_shows(tmp_path: Path):
     """It learns: its own cells compare the losses of a state that was saved with those that it had."""
     target = tmp_path / "run.ipynb"
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "tutorial", target],
-        cwd=tmp_path, capture_output=True, text=True, timeout=290, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=LONG_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert printed(target) == printed(DOCS / "tutorial.ipynb"), "scripts/tutorial writes what it prints now"

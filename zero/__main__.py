@@ -5,7 +5,6 @@ zero-train plan model=gpt_7b         a mode as a first word: mode=plan model=gpt
 zero-train report runs/DATE/TIME     one of `COMMANDS`
 """
 
-import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -22,8 +21,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     first = words[0] if words else ""
     if first in COMMANDS:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when the reader closes the pipe, as other tools do
-        exit_code: int = import_module(f"zero.trainer.commands.{COMMANDS[first]}").main(words[1:])
+        from zero.trainer.answers import for_a_reader
+
+        with for_a_reader():
+            exit_code: int = import_module(f"zero.trainer.commands.{COMMANDS[first]}").main(words[1:])
         return exit_code
     from zero.trainer import cli
     from zero.trainer.config import Config

@@ -451,7 +451,7 @@ def test_a_dtype_that_no_file_holds_is_refused_by_every_rank_and_leaves_no_folde
             trained(world, state, step, range(1))  # together
             return True
 
-    assert run_ranks(2, go, timeout_s=30) == [True, True]
+    assert run_ranks(2, go) == [True, True]
     assert not root.exists()
 
 
@@ -473,7 +473,7 @@ def test_whatever_goes_wrong_while_one_rank_writes_all_ranks_hear_of(behind: boo
             return str(caught.value)
 
     said = "rank 1: its file was not written: MemoryError: no memory for a block"
-    assert run_ranks(2, go, timeout_s=30) == [said, said]
+    assert run_ranks(2, go) == [said, said]
     assert not list(tmp_path.iterdir())
 
 

@@ -25,7 +25,7 @@ import torch
 
 import zero
 from tests.common.small import Setting, Small, slice_of, small_batch
-from tests.conftest import SEED
+from tests.conftest import LONG_S, SEED
 from tests.faults.damage import DAMAGED, GOOD, KINDS, Verdict, cases, fuzz, write_manifest
 from zero.checkpoint import Root, begin, load, open_checkpoint, open_latest, save
 from zero.checkpoint.disk import Disk
@@ -339,7 +339,7 @@ print("guarded", calls[:-4])
 def test_nothing_is_unpickled_or_evaluated_from_save_to_resume(tmp_path: Path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     line = [sys.executable, "-c", GUARDED, str(tmp_path / "root")]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=100, env=environment)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=LONG_S, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip().splitlines()[-1] == "guarded []"
 
@@ -467,7 +467,7 @@ ONCE, FOR_EVER = False, True
 )
 def test_a_save_that_any_call_fails_costs_nothing_but_itself(size: int, behind: bool, variants, tmp_path: Path):
     descriptors = len(os.listdir("/proc/self/fd"))
-    tried, failed = run_ranks(size, on_bad_disks, tmp_path / "root", behind, variants, timeout_s=110)[0]
+    tried, failed = run_ranks(size, on_bad_disks, tmp_path / "root", behind, variants, timeout_s=LONG_S)[0]
     print(f"{failed} of {tried} saves failed")
     assert failed > 0.8 * tried > 20
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 4

@@ -848,7 +848,6 @@ DAMAGE = {
 }
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", DAMAGE)
 def test_what_is_not_whole_is_refused_in_one_line(root, name):
     damage, expected = DAMAGE[name]

@@ -29,6 +29,7 @@ from torch.func import grad, jacrev, vmap
 from torch.utils.checkpoint import checkpoint
 
 import zero
+from tests.conftest import LONG_S
 from tests.engine.test_gather import live_tensors
 from tests.faults.disks import FaultyFiles, ThrottledStore, fail, flip, short
 from zero.errors import ConfigError, HandshakeError, StoreError, WorldError
@@ -1057,9 +1058,9 @@ def test_files_are_read_and_written_in_parallel_while_python_runs_and_faults_are
 
     def together(call):
         if call.name in ("pwrite", "pread") and threading.current_thread() is not threading.main_thread():
-            meet.wait(timeout=30)
+            meet.wait(timeout=LONG_S)
 
-    assert moved(2, FaultyFiles(before=together), lambda: [meet.wait(timeout=30) for _ in pages[::2]])
+    assert moved(2, FaultyFiles(before=together), lambda: [meet.wait(timeout=LONG_S) for _ in pages[::2]])
     assert moved(1, FaultyFiles(short(512), on=True))
     for fault, call, told in ((fail(errno.EIO), "pwrite", "EIO"), (flip(77), "pread", "checksum differs")):
         with pytest.raises(StoreError, match=rf"page .*offset .*{told}"):

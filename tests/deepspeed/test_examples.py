@@ -17,6 +17,7 @@ import pytest
 from packaging.version import Version
 
 import zero
+from tests.conftest import LONG_S
 from zero.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +43,7 @@ def arguments(script: Path, stage: int, folder: Path) -> list[str]:
 def told(script: Path, given: list[str], **variables: str) -> dict[str, list[float] | float]:
     ended = subprocess.run(
         [sys.executable, script, *given],
-        capture_output=True, text=True, timeout=110, check=False, env={**os.environ, **variables},
+        capture_output=True, text=True, timeout=LONG_S, check=False, env={**os.environ, **variables},
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     found: dict[str, list[float] | float] = json.loads(

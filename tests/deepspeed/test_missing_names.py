@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zero
+from tests.conftest import LONG_S
 from tests.deepspeed.test_engine import WIDTH, Net, config, net, rows
 from zero.checkpoint.json_values import from_json
 from zero.deepspeed import missing_names
@@ -48,7 +49,7 @@ assert dist.get_world_size is __import__("torch").distributed.get_world_size
 assert deepspeed.zero.Init is deepspeed.Init
 assert deepspeed.__version__[0].isdigit()
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=LONG_S)
 
 
 @pytest.mark.parametrize("name", missing_names.OF_THE_MODULE)
@@ -222,7 +223,7 @@ def test_what_is_checkpointed_by_their_name_learns_the_same(stage):
 
     zero.checkpointing.configure(None, partition_activations=True, checkpoint_in_cpu=True)
     assert zero.checkpointing.is_configured()
-    for one, other in run_ranks(2, rank_main, timeout_s=30):
+    for one, other in run_ranks(2, rank_main):
         assert all(torch.equal(one[name], value) for name, value in other.items())
 
 
@@ -242,7 +243,7 @@ def test_weights_of_a_checkpoint_of_several_ranks_are_read_and_written_whole(tmp
         engine.destroy()
         return wanted
 
-    wanted = run_ranks(2, rank_main, timeout_s=30)[0]
+    wanted = run_ranks(2, rank_main)[0]
     found = convert.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], value) and value.dtype == torch.float32 for name, value in wanted.items())
@@ -307,7 +308,7 @@ def test_gathered_parameters_are_whole_inside_and_edits_of_one_rank_count(stage,
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero, "initialize", kept)
-        for values, first in run_ranks(2, rank_main, timeout_s=30):
+        for values, first in run_ranks(2, rank_main):
             assert bool((values == 1).all())
             assert first == 10.0
     for engine, *_ in engines:
@@ -336,7 +337,7 @@ def test_parameters_are_saved_one_by_one_by_a_script_that_asks_for_their_status(
         engine.destroy()
         return file.getvalue(), wanted
 
-    for written, wanted in run_ranks(2, rank_main, timeout_s=30):
+    for written, wanted in run_ranks(2, rank_main):
         found = torch.load(io.BytesIO(written))
         assert all(torch.equal(found[name], value) for name, value in wanted.items())
         assert found.keys() == wanted.keys()

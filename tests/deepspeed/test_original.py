@@ -86,7 +86,7 @@ def test_the_given_model_is_the_one_that_trains(ranks, stage):
         assert not engine.module.training
         return {name: one.detach().clone() for name, one in model.named_parameters()}, model.state_dict()
 
-    for values, state_dict in run_ranks(ranks, rank_main, timeout_s=30):
+    for values, state_dict in run_ranks(ranks, rank_main):
         close(values, {name: one.detach() for name, one in expected.named_parameters()})
         close(state_dict, expected.state_dict())
         assert all(type(one) is Tensor and one.untyped_storage().nbytes() == one.nbytes for one in state_dict.values())
@@ -110,7 +110,7 @@ def test_one_rank_alone_reads_saves_and_evaluates_where_parameters_are_whole(sta
         world.barrier()  # nobody helps from here on
         return model.state_dict() if world.rank == 0 else None
 
-    close(run_ranks(2, rank_main, timeout_s=30)[0], expected.state_dict())
+    close(run_ranks(2, rank_main)[0], expected.state_dict())
 
 
 @STAGES
@@ -180,7 +180,7 @@ def test_grad_is_the_gradient_below_stage_2_and_a_named_answer_from_there(ranks,
         assert model.first.weight.grad is None
         return True
 
-    run_ranks(ranks, rank_main, timeout_s=30)
+    run_ranks(ranks, rank_main)
 
 
 @STAGES
@@ -323,7 +323,7 @@ def test_an_engine_that_does_not_train_runs(stage, frozen, placed, tmp_path: Pat
         close(enumerate([*found, mine.grad]), enumerate([expected.detach(), expected.detach(), slope]))
         engine.destroy()
 
-    run_ranks(2, rank_main, timeout_s=30)
+    run_ranks(2, rank_main)
 
 
 def row(model: nn.Module) -> None:
@@ -378,7 +378,7 @@ def test_what_would_write_past_an_absent_parameter_is_refused_by_name(write, sta
             write(model)
         return True
 
-    assert run_ranks(2, rank_main, timeout_s=30) == [True, True]
+    assert run_ranks(2, rank_main) == [True, True]
 
 
 def test_what_was_read_is_read_as_any_tensor_and_a_clone_is_written_to():
@@ -461,7 +461,7 @@ def test_what_is_put_into_a_unit_later_counts(change, ranks, stage):
         train(engine, model)
         return {name: one.detach().clone() for name, one in model.named_parameters()}
 
-    for values in run_ranks(ranks, rank_main, timeout_s=30):
+    for values in run_ranks(ranks, rank_main):
         close(values, {name: one.detach() for name, one in expected.named_parameters()})
 
 
@@ -508,7 +508,7 @@ def test_grad_that_was_read_is_read_again_after_another_backward(ranks, stage):
             losses[1].backward()
         return True
 
-    run_ranks(ranks, rank_main, timeout_s=30)
+    run_ranks(ranks, rank_main)
 
 
 @STAGES

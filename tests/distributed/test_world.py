@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.conftest import LONG_S
 from zero.distributed.stalled import PATIENCE_S, PERIOD_S
 from zero.distributed.world import ProcessWorld, SoloWorld, World, ordered_sum
 from zero.errors import ConfigError, DeadlineError, HandshakeError, LayoutError, RankFailedError, WorldError
@@ -148,7 +149,7 @@ class CollectiveWorld(ProcessWorld):
 
 def laws_and_stories(world: World) -> dict[str, object]:
     seen = all_laws(world)
-    with CollectiveWorld(timeout_s=30, device="cpu") as collective:
+    with CollectiveWorld(timeout_s=LONG_S, device="cpu") as collective:
         seen["by collective"] = {law.__name__: law(collective) for law in LAWS}
     return seen | {"stories": stories(world)}
 
@@ -156,7 +157,7 @@ def laws_and_stories(world: World) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def three_processes():
     """One start of three processes for all that three processes have to show."""
-    return run_processes(3, laws_and_stories, timeout_s=60)
+    return run_processes(3, laws_and_stories)
 
 
 @pytest.fixture(scope="module", params=[*SIZES, *(-size for size in PROCESSES)], ids=lambda n: f"{abs(n)}{'tp'[n < 0]}")
@@ -165,7 +166,7 @@ def outcome(request):
     size = request.param
     if size > 0:
         return run_ranks(size, lambda world: {law.__name__: law(world) for law in LAWS})
-    return request.getfixturevalue("three_processes") if size == -3 else run_processes(-size, all_laws, timeout_s=60)
+    return request.getfixturevalue("three_processes") if size == -3 else run_processes(-size, all_laws)
 
 
 def test_gather_and_reduce_scatter_are_transposes(outcome):
@@ -335,7 +336,7 @@ def test_a_rank_that_never_comes_is_named_with_its_last_operation():
         world.barrier("start")
         world.timeout_s = 0.2
         if world.rank == 1:
-            release.wait(20)
+            release.wait(LONG_S)
         else:
             try:
                 world.barrier("the end")
@@ -361,7 +362,7 @@ def test_a_rank_that_raises_releases_the_others_and_is_raised():
     start_s = time.monotonic()
     with pytest.raises(ValueError, match="bad batch") as failure:
         run_ranks(3, fall)
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < 60, "long before the deadline of 120 s"
     assert failure.value.__notes__ == ["raised on rank 2 of 3"]
     assert seen == {
         r: f"rank 2 failed first: ValueError: bad batch; rank {r} was in barrier of the end" for r in (0, 1)
@@ -377,7 +378,7 @@ def test_a_rank_that_hangs_is_shown_with_its_stack():
     release = threading.Event()
 
     def stand_still(world: World) -> None:
-        release.wait(20)
+        release.wait(LONG_S)
 
     with pytest.raises(DeadlineError, match=r"(?s)ranks 0, 1 of 2 still running after 0\.2 s.*in stand_still"):
         run_ranks(2, stand_still, timeout_s=0.2)
@@ -472,7 +473,7 @@ def test_nobody_enters_a_world_before_all_are_connected(bare):
     store.delete_key("zero/opened/0/0")
     store.set(connected, "rank 1 of 2 could not connect to the others: no route")
     with pytest.raises(RankFailedError, match="rank 1 of 2 could not connect to the others: no route"):
-        World.from_env(timeout_s=60.0, device="cpu")
+        World.from_env(timeout_s=LONG_S, device="cpu")
 
 
 def test_a_connection_that_is_torn_is_no_deadline(bare):
@@ -481,7 +482,7 @@ def test_a_connection_that_is_torn_is_no_deadline(bare):
 
     _store, _ = one_of_two(bare, torn)
     with pytest.raises(RankFailedError, match="rank 0 of 2 could not connect to the others: Connection closed by peer"):
-        World.from_env(timeout_s=60.0, device="cpu")
+        World.from_env(timeout_s=LONG_S, device="cpu")
 
 
 # Processes that cannot go on. A process group is there already, so each case opens a world beside it.
@@ -599,19 +600,19 @@ def scripts(*arguments: str) -> list[subprocess.Popen[str]]:
 )
 def test_a_script_that_ends_without_closing_its_world_says_why(end, said):
     ranks = scripts(UNCLOSED, end)
-    answers = [rank.communicate(timeout=60) for rank in ranks]
+    answers = [rank.communicate(timeout=LONG_S) for rank in ranks]
     assert answers[0] == (f"{said}; rank 0 was in barrier of the end\n", "")
     assert ("ValueError: bad batch" in answers[1][1]) == ("bad batch" in said)  # its traceback is its own
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("opened", ["world = zero.World.from_env(20.0, 'cpu')", "with zero.World.from_env() as world:"])
+@pytest.mark.parametrize("opened", ["world = zero.World.from_env(90.0, 'cpu')", "with zero.World.from_env() as world:"])
 def test_a_script_that_ends_when_the_stores_host_is_gone_has_nothing_to_say(opened):
     """torch would print a stack of its C++."""
     indent = "    " if opened.endswith(":") else ""
     ranks = scripts(f"import zero\n{opened}\n{indent}world.barrier('start')\n{indent}world.rank and input()\n")
-    assert ranks[0].communicate(timeout=60) == ("", "")
-    assert ranks[1].communicate("go on\n", timeout=60) == ("", "")
+    assert ranks[0].communicate(timeout=LONG_S) == ("", "")
+    assert ranks[1].communicate("go on\n", timeout=LONG_S) == ("", "")
 
 
 @pytest.mark.process
@@ -642,12 +643,12 @@ def differs_for_long(world: World, busy_s: float) -> tuple[str, float]:
 def test_processes_whose_operations_differ_are_told_long_before_the_deadline(busy_s):
     """Gloo's waits would go on for the 120 s that a world of run_processes has."""
     answers = run_processes(3, differs_for_long, busy_s)
-    for r, (said, after_s) in enumerate(answers):
+    for said, after_s in answers:
         assert said == (
             "the ranks run different operations: all_reduce of norm, 6 elements of torch.float32 on ranks 0, 2; "
             "all_reduce of norm, 9 elements of torch.float32 on rank 1"
         )
-        assert after_s < 12 + busy_s * (r == 1)
+        assert after_s < 60
 
 
 def is_slow(world: World) -> float:
@@ -683,7 +684,7 @@ def is_killed(world: World) -> None:
 @pytest.mark.process
 def test_a_killed_process_is_named_by_the_others_and_by_the_parent():
     with pytest.raises(RankFailedError, match=r"rank 1 ended without a result: killed by signal 9 \(SIGKILL\)"):
-        run_processes(2, is_killed, timeout_s=30)
+        run_processes(2, is_killed)
 
 
 def is_wrong(world: World) -> None:

@@ -72,7 +72,7 @@ def trained(build: Callable[[], nn.Module], stage: int, ranks: int = 1) -> dict[
             state, _ = step(state, [batch_of(number, world.rank)])
         return zero.full_state_dict(state)
 
-    return run_ranks(ranks, rank_main, timeout_s=20)[0]
+    return run_ranks(ranks, rank_main)[0]
 
 
 def plan_of(model: nn.Module, **settings: Any) -> zero.Plan:

@@ -694,7 +694,7 @@ def sharded(
         told.parameters.update(zero.full_state_dict(state))
         return told
 
-    return run_ranks(ranks, rank_main, timeout_s=20)
+    return run_ranks(ranks, rank_main)
 
 
 def assert_same(told: Sequence[Told], losses: Sequence[float], parameters: dict[str, Tensor]) -> None:
@@ -1090,7 +1090,7 @@ def test_a_step_that_raised_on_every_rank_leaves_the_state_as_it_was(build, stag
         assert state.runtime.gatherer.pool is None or state.runtime.gatherer.pool.pinned == 0
         return zero.full_state_dict(state)
 
-    broken, whole = (run_ranks(2, rank_main, numbers, timeout_s=20) for numbers in ((0, 1, 2), (0, 2)))
+    broken, whole = (run_ranks(2, rank_main, numbers) for numbers in ((0, 1, 2), (0, 2)))
     torch.testing.assert_close(broken, whole, rtol=0, atol=0)
 
 
@@ -1121,7 +1121,7 @@ def test_evaluation_between_steps_sees_the_update_and_disturbs_nothing(build, gu
                     seen.append(forward(state, batch_of(7, 0)).clone())
         return seen, zero.full_state_dict(state)
 
-    with_it, without = (run_ranks(2, rank_main, evaluate, timeout_s=20) for evaluate in (True, False))
+    with_it, without = (run_ranks(2, rank_main, evaluate) for evaluate in (True, False))
     assert all(torch.equal(with_it[0][1][name], value) for name, value in without[0][1].items())
     for count, seen in enumerate(with_it[0][0], 1):
         trained = copy.deepcopy(model)

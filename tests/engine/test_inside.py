@@ -237,7 +237,7 @@ def test_an_exception_in_a_recomputation_leaves_the_state_as_it_was(stage, reent
         return zero.full_state_dict(state)
 
     for units in (["Layer"], ["FailsInRecomputation"]):
-        broken, whole = (run_ranks(2, rank_main, units, breaks, timeout_s=20) for breaks in (True, False))
+        broken, whole = (run_ranks(2, rank_main, units, breaks) for breaks in (True, False))
         torch.testing.assert_close(broken, whole, rtol=0, atol=0)
 
 
@@ -414,7 +414,7 @@ def test_a_model_trains_through_another_one_that_is_frozen_and_sharded(stage, in
             return teacher(batch)
 
     losses, parameters = plain(student, loss_with(teacher, quiet), 2, 3)
-    for told_losses, told_parameters, told_teacher in run_ranks(2, rank_main, timeout_s=20):
+    for told_losses, told_parameters, told_teacher in run_ranks(2, rank_main):
         torch.testing.assert_close(told_losses, losses, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(told_parameters, parameters, rtol=1e-5, atol=2e-6)
         torch.testing.assert_close(told_teacher, values_of(teacher), rtol=0, atol=0)

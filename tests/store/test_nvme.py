@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.conftest import LONG_S
 from tests.faults.disks import Call, Fault, FaultyFiles, drop, fail, flip, misplace, short
 from zero.errors import StoreError
 from zero.platform.files import NAMELESS
@@ -428,7 +429,7 @@ def test_threads_move_different_pages_at_once(tmp_path, crew, direct):
                 return False
         return True
 
-    assert all(crew.map(round_trip, pages, timeout=30))
+    assert all(crew.map(round_trip, pages, timeout=LONG_S))
     store.close()
 
 
@@ -446,7 +447,7 @@ def test_two_stores_work_in_one_folder_at_once(tmp_path, crew):
             into = torch.empty(NUMEL)
             return all(store.read(page, into) and same(into, source) for page, source in sources.items())
 
-    assert all(crew.map(run, range(4), timeout=30))
+    assert all(crew.map(run, range(4), timeout=LONG_S))
     assert os.listdir(tmp_path) == ["junk"]
     assert (tmp_path / "junk").read_bytes() == b"somebody else's"
 
@@ -516,7 +517,7 @@ def child(script: str, *args: object, before: list[str] | None = None) -> subpro
         PRELUDE + textwrap.dedent(script),
         *map(str, args),
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=False)
 
 
 PRELUDE = """
@@ -637,7 +638,7 @@ def small_disk(tmp_path_factory) -> list[str]:
     mount = 'mount -t tmpfs -o size=1m small "$0" && exec "$@"'
     before = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(folder)]
     try:
-        tried = subprocess.run([*before, "true"], capture_output=True, text=True, timeout=20, check=False)
+        tried = subprocess.run([*before, "true"], capture_output=True, text=True, timeout=LONG_S, check=False)
     except OSError as error:
         pytest.skip(f"no user namespaces here: {error}")
     if tried.returncode:

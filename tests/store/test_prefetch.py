@@ -12,6 +12,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from torch import Tensor
 
+from tests.conftest import LONG_S
 from zero.errors import StoreError
 from zero.store import MemoryStore, NvmeStore, Page, Store
 from zero.store.base import Ticket
@@ -20,8 +21,6 @@ from zero.store.schedule import Group
 from zero.testing import StoreContract
 
 BLOCK_BYTES = 4096
-LONG_S = 20.0
-"""What nothing here should take."""
 
 
 class UnlentStore(MemoryStore):

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from tests.conftest import LONG_S
 from tests.faults.disks import ThrottledStore
 from zero.store import MemoryStore, Page, Store
 from zero.testing import StoreContract
@@ -64,7 +65,7 @@ def test_idle_time_is_not_saved_up(clock, store):
 
 def test_threads_take_turns(clock):
     """Two that begin together: the second one ends after the time of both."""
-    ends_s, together = [], threading.Barrier(3, timeout=10)
+    ends_s, together = [], threading.Barrier(3, timeout=LONG_S)
 
     def sleep(time_s: float) -> None:
         ends_s.append(clock() + time_s)

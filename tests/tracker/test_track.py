@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zero
+from tests.conftest import LONG_S
 from zero.errors import ConfigError
 from zero.testing import run_ranks
 from zero.tracker import ROW
@@ -99,7 +100,7 @@ def test_the_script_makes_the_page_again(tmp_path):
     before = (tmp_path / "report.html").read_text()
     (tmp_path / "report.html").unlink()
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts/report", tmp_path], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, ROOT / "scripts/report", tmp_path], capture_output=True, text=True, timeout=LONG_S, check=True
     )
     assert done.stdout == f"{tmp_path / 'report.html'}\n"
     assert (tmp_path / "report.html").read_text() == before

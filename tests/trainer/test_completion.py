@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONG_S
 from zero.__main__ import COMMANDS
 from zero.trainer.cli import complete
 
@@ -52,7 +53,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 """
     path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
     done = subprocess.run(
-        ["bash", "--norc", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True,
+        ["bash", "--norc", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=LONG_S, check=True,
         env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.stdout == "complete -o default -o nospace -F hydra_bash_completion zero-train\nzero.stage=\n"

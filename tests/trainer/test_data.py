@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from tests.conftest import LONG_S
 from zero.errors import ConfigError, MachineError
 from zero.trainer.data import SyntheticConfig, TextConfig, TokensConfig, check_data, open_data
 from zero.trainer.data.order import draw
@@ -289,7 +290,7 @@ def test_the_check_does_not_import_torch(tmp_path):
         [sys.executable, "-c", f"{code}; print('torch' in sys.modules)"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LONG_S,
         check=True,
     )
     assert done.stdout.strip() == "False"

@@ -18,6 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 tokenizers = pytest.importorskip("tokenizers")
 
 import train  # noqa: E402
+from tests.conftest import LONG_S  # noqa: E402
 from zero.errors import ConfigError  # noqa: E402
 from zero.progress import silent  # noqa: E402
 from zero.testing import run_ranks  # noqa: E402
@@ -206,7 +207,7 @@ def test_of_runs_that_tokenise_at_once_the_slower_takes_what_the_faster_made(con
 
 
 def opened(world, config):
-    world.timeout_s = 0.4
+    world.timeout_s = 1.5
     data = open_data(config, SEQ, 0, world)
     return data.digest, data.batch(2, world.rank, world.rank + 1, world.size).tolist()
 
@@ -217,7 +218,7 @@ def test_rank_0_makes_them_and_the_others_wait_however_long(config, monkeypatch)
 
     def slow(config, tokenizer, folder, tell):
         for _ in range(6):
-            time.sleep(0.15)
+            time.sleep(0.4)
             tell("tokenising", 0, 1)
         makers.append(folder)
         make(config, tokenizer, folder, tell)
@@ -344,7 +345,8 @@ def test_the_check_imports_neither_torch_nor_datasets_nor_transformers(config):
         "bool({'torch', 'datasets', 'transformers'} & set(sys.modules)))"
     )
     words = ["data=hf", f"data.path={config.path}", f"data.tokenizer={config.tokenizer}", "model.seq=8"]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, check=False)
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "model.vocab=256 is smaller than the 320 tokens of data=hf; set model.vocab=320\n"
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONG_S
+
 ROOT = Path(__file__).resolve().parents[2]
 
 NATIVE = """
@@ -103,7 +105,7 @@ def ended(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     path = folder / "script.py"
     path.write_text(textwrap.dedent(script))
     command = [sys.executable, path]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LONG_S, check=False)
 
 
 @pytest.mark.parametrize(
@@ -151,5 +153,5 @@ def test_so_do_ranks_and_a_script_with_wandb(kind):
     if "W&B" in kind:
         pytest.importorskip("wandb")
     script = [sys.executable, ROOT / "scripts" / "exit_test", "--count", "1", "--busy", "0", "--only", kind]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(script, capture_output=True, text=True, timeout=LONG_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from tests.conftest import LONG_S
 from zero.core.schema import walk
 from zero.core.settings import Reads, words
 from zero.errors import ConfigError
@@ -152,7 +153,7 @@ def test_the_commands_of_the_overview_are_settings():
 def test_the_reference_is_what_its_script_writes():
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "config_reference"],
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=LONG_S, check=True,
     )  # fmt: skip
     assert (ROOT / "docs" / "config.md").read_text() == done.stdout, (
         "docs/config.md is old: scripts/config_reference > docs/config.md"
@@ -165,4 +166,4 @@ def test_an_answer_needs_no_torch():
         f"explain('zero.stage', Path({str(CONF)!r})), overview(Path({str(CONF)!r}))\n"
         "assert 'torch' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", watch], cwd=ROOT, timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", watch], cwd=ROOT, timeout=LONG_S, check=True)

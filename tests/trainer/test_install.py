@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONG_S
+
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("zero", "conf", "train.py", "pyproject.toml", "README.md", "LICENSE")
 
@@ -17,7 +19,7 @@ PARTS = ("zero", "conf", "train.py", "pyproject.toml", "README.md", "LICENSE")
 def python(code: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code],
-        cwd=cwd, capture_output=True, text=True, timeout=100, check=False, env={**os.environ, **environment},
+        cwd=cwd, capture_output=True, text=True, timeout=LONG_S, check=False, env={**os.environ, **environment},
     )  # fmt: skip
 
 

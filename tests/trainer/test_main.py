@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import zero
+from tests.conftest import LONG_S
 from zero.__main__ import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -41,7 +42,7 @@ def test_each_command_says_how_it_is_used(command, name, capsys, monkeypatch):
 def test_a_run_is_trained_and_reported_by_the_module(here):
     def zero(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "zero", *words], cwd=here, capture_output=True, text=True, timeout=100, check=True
+            [sys.executable, "-m", "zero", *words], cwd=here, capture_output=True, text=True, timeout=LONG_S, check=True
         )
 
     zero("debug=tiny", "data=synthetic", "hydra.run.dir=run")
@@ -55,6 +56,6 @@ def test_a_run_is_trained_and_reported_by_the_module(here):
 def test_without_torch_the_line_to_type_is_said(script):
     """-S: without the packages that are installed."""
     command = [sys.executable, "-S", ROOT / script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=False)
     assert done.returncode == 1
     assert "has no torch: in a checkout type `source .venv/bin/activate`" in done.stderr.splitlines()[-1]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONG_S
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -39,7 +41,7 @@ def test_an_answer_that_is_wrong_is_seen(here, mistakes):
 def test_the_command_says_it_too(here, mistakes, words):
     done = subprocess.run(
         [sys.executable, ROOT / "train.py", *words.split()],
-        cwd=here, capture_output=True, text=True, timeout=60, check=False,
+        cwd=here, capture_output=True, text=True, timeout=LONG_S, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert dict(mistakes.COMMANDS).get(words, "written without dashes") in done.stderr

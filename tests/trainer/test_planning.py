@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 import zero
 from tests.common.papers import OURS, PAPERS
 from tests.common.small import KiB
+from tests.conftest import LONG_S
 from zero.core.placement import NO_LIMIT, size_text, usable_host_bytes
 from zero.core.stage import Stage
 from zero.engine.traffic import traffic
@@ -475,7 +476,7 @@ def test_tracing_is_quick_and_does_not_import_the_compiler():
         "assert Activations(config, model).bytes(8, 'cpu') > 0\n"
         "print(time.process_time() - begin, *[name for name in ('torch._dynamo', 'sympy') if name in sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG_S, check=True)
     seconds, *imported = done.stdout.split()
     assert float(seconds) < 1.0
     assert not imported

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import train
+from tests.conftest import LONG_S
 from zero import errors
 from zero.core.schema import Key, walk
 from zero.core.settings import words
@@ -298,7 +299,7 @@ def test_refusing_touches_neither_torch_nor_the_disk(here):
         "assert set(codes) == {2}, codes\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", watch], cwd=here, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", watch], cwd=here, capture_output=True, text=True, timeout=LONG_S, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stderr.count("\n") == len(FEW), done.stderr
@@ -309,7 +310,7 @@ def test_refusing_touches_neither_torch_nor_the_disk(here):
 def test_the_program_answers_within_two_seconds(here, arguments):
     before, begin_s = os.times(), time.perf_counter()
     done = subprocess.run(
-        [sys.executable, ROOT / "train.py", *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, ROOT / "train.py", *arguments], capture_output=True, text=True, timeout=LONG_S, check=False
     )
     after, wall_s = os.times(), time.perf_counter() - begin_s
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr

@@ -17,6 +17,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import train
+from tests.conftest import LONG_S
 from zero.errors import MachineError
 from zero.platform.timeline import Span as Traced, Timeline
 from zero.tracker.report import chart, page, run, scale
@@ -549,7 +550,8 @@ def test_nothing_is_cut_in_a_window_of_500_pixels(finished, tmp_path, scheme, pa
     probed.write_text(re.sub("<meta http-equiv=[^>]*>", "", html).replace("</head>", PROBE))
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=500,900"]
     command += [f"--user-data-dir={tmp_path}", f"--blink-settings=preferredColorScheme={scheme}", "--dump-dom"]
-    shown = subprocess.run([*command, probed.as_uri()], capture_output=True, text=True, timeout=120, check=True).stdout
+    command += [probed.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=True).stdout
     found = json.loads(shown.rpartition("probe ")[2].partition("</body>")[0])
     assert (found["width"], found["paper"], found["cut"]) == (500, paper, [])
     assert 7.5 < found["font"] < 99
@@ -562,7 +564,7 @@ def test_the_script_says_where_the_page_is(finished, monkeypatch, capsys):
         runpy.run_path(script, run_name="__main__")
     assert capsys.readouterr().out == f"{finished / 'report.html'}\n"
     command = [sys.executable, script, finished / "nowhere"]
-    refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONG_S)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "is not a folder; name the folder of a run" in refused.stderr
 
@@ -575,7 +577,7 @@ def test_a_page_is_made_without_torch(finished):
         f"folder = Path({str(finished)!r})\nrun.write(folder), sweep.write(folder)\n"
         "assert 'torch' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", watch], cwd=ROOT, timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", watch], cwd=ROOT, timeout=LONG_S, check=True)
 
 
 def test_a_page_forbids_itself_to_load_or_run_anything():

@@ -123,7 +123,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.timeout(170)
 def test_a_run_that_is_stopped_twenty_times_ends_as_the_one_that_never_was(here: Path) -> None:
     choose = random.Random(SEED)
     undisturbed, stopped = Starts(here / "undisturbed"), Starts(here / "stopped")
@@ -149,7 +148,6 @@ def train_disturbed(config: Any, folder: Path) -> Any:
 
 
 @pytest.mark.process
-@pytest.mark.timeout(170)
 def test_it_does_not_matter_whom_of_two_ranks_the_signal_reaches(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, or the parent of both: all save after the same step."""
     choose = random.Random(SEED)

@@ -18,6 +18,7 @@ import yaml
 from hypothesis import given, settings, strategies as st
 
 import train
+from tests.conftest import LONG_S
 from zero.errors import MachineError
 from zero.tracker.report import sweep
 from zero.trainer import cli, job as processes
@@ -243,7 +244,8 @@ def test_the_recipes_name_settings_that_exist():
 def program(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, ROOT / "train.py", *arguments],
-        cwd=cwd, capture_output=True, text=True, timeout=110, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=cwd, capture_output=True, text=True, timeout=LONG_S, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 

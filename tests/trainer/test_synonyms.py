@@ -101,9 +101,9 @@ def test_every_line_is_followed_and_accepted(here, part):
         assert "\n" not in reply.sentence()
         if any(word.startswith("-") for word in reply.write):
             continue
-        whys = [refusal_of(reply.write), refusal_of((*reply.write, *reply.more))]
-        if all(whys):
-            refused[typed(line)] = reply.write, whys[0]
+        why = refusal_of(reply.write)
+        if why and refusal_of((*reply.write, *reply.more)):
+            refused[typed(line)] = reply.write, why
     assert not refused
 
 

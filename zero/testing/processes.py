@@ -86,8 +86,8 @@ def run_processes(size: int, fn: Callable[..., Any], *args: Any, timeout_s: floa
 def forked_ranks() -> Iterator[None]:
     """In the block, `zero.trainer.launch` forks ranks from the server of `run_processes`, so that they start at once.
 
-    Not for tests of malloc's settings, which a process reads when it begins; of ranks that are stopped (SIGSTOP); or of
-    a launcher that dies: forked ranks are only certain to end while their launcher lives.
+    Not for tests of malloc's settings, which a process reads when it begins; or of a launcher that dies: forked ranks
+    are only certain to end while their launcher lives, and one that is stopped (SIGSTOP) would stay.
     """
     original = torch.multiprocessing.start_processes
 

@@ -6,6 +6,7 @@ An error names ranks that run different operations, or the same one with differe
 """
 
 import contextlib
+import ctypes
 import gc
 import os
 import sys
@@ -139,13 +140,13 @@ class ThreadWorld(World):
         DeadlineError: a rank did not start the collective within the timeout.
     """
 
-    def __init__(self, rank: int, shared: _Shared, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, rank: int, shared: _Shared, *, timeout_s: float = 120.0) -> None:
         super().__init__(rank, shared.size, device="cpu", timeout_s=timeout_s)
         self._shared, self._ranks, self._name = shared, tuple(range(shared.size)), ""
         self._numbers = Counter[tuple[str, bool]]()  # of collectives, by part and whether aside from the common order
 
     @classmethod
-    def all_ranks(cls, size: int, *, nodes: int = 1, timeout_s: float = 60.0) -> "list[ThreadWorld]":
+    def all_ranks(cls, size: int, *, nodes: int = 1, timeout_s: float = 120.0) -> "list[ThreadWorld]":
         """The ranks of a new world, to be used in one thread each.
 
         Args:
@@ -222,7 +223,7 @@ def _move_broadcast(buffers: list[_Buffers], source: int) -> None:
             flat.copy_(buffers[source].source)
 
 
-def run_ranks(size: int, fn: Callable[..., Any], *args: Any, nodes: int = 1, timeout_s: float = 60.0) -> list[Any]:
+def run_ranks(size: int, fn: Callable[..., Any], *args: Any, nodes: int = 1, timeout_s: float = 120.0) -> list[Any]:
     """Run `fn(world, *args)` in `size` threads of this process, one for each rank.
 
     Args:
@@ -243,9 +244,11 @@ def run_ranks(size: int, fn: Callable[..., Any], *args: Any, nodes: int = 1, tim
     shared = worlds[0]._shared
     results: list[Any] = [None] * size
 
+    core = _current_core() if size > 2 else None
+
     def run(world: ThreadWorld) -> None:
-        if size > 2:
-            _stay_on_one_core()
+        if core is not None:
+            os.sched_setaffinity(0, {core})
         with contextlib.suppress(BaseException), world:
             results[world.rank] = fn(world, *args)
 
@@ -261,13 +264,13 @@ def run_ranks(size: int, fn: Callable[..., Any], *args: Any, nodes: int = 1, tim
     return results
 
 
-def _stay_on_one_core() -> None:
-    """Keep this thread, and those that it starts, on one core. Python's global lock lets only one rank run at a time
-    anyway, and passing it from core to core costs 8 ranks a quarter of their time.
+def _current_core() -> int | None:
+    """The core to which all ranks are kept, with the threads that they start: the caller's, so that others have theirs.
+
+    Python's global lock lets only one rank run at a time anyway, and passing it from core to core costs 8 ranks a
+    quarter of their time.
     """
-    if sys.platform == "linux":
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
+    return ctypes.CDLL(None).sched_getcpu() if sys.platform == "linux" else None
 
 
 @contextlib.contextmanager

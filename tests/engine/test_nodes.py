@@ -445,6 +445,33 @@ def test_a_plan_knows_what_crosses_the_wires(stage, accumulate, between):
             assert counted == pytest.approx(planned, rel=0.06, abs=4 * KiB)
 
 
+def copied(world: zero.World, accumulate: int, gather: str) -> tuple[float, int]:
+    """Planned and counted, between host and device in the third step, with parameters alone on the host."""
+    with world.exclusive(), zero.empty():
+        model = Wide(layers=24, width=64)
+    how = {"precision": "bf16", "offload": zero.Offload(param="cpu"), "gather": gather, "accumulate": accumulate}
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, prefetch=0, **how)  # type: ignore[arg-type]
+    state = zero.init(plan, zero.open_store(plan))
+    step = zero.make_step(plan, lambda model, x: model(x).float().square().mean())
+    before, copies = 0, world.compute.copies  # type: ignore[attr-defined]
+    for _ in range(3):
+        before = len(copies)
+        state, _ = step(state, [torch.ones(2, 64, dtype=torch.bfloat16)] * accumulate)
+        state.runtime.store.drain()
+    return traffic(plan).of_step(accumulate).copy, sum(copy.nbytes for copy in copies[before:])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_plan_knows_what_a_gpu_copies_for_its_secondary_shards(accumulate):
+    """Out once, and in before each further gather within the node."""
+    with simulated_gpu(races=True):
+        plain, by_node = (run_ranks(4, copied, accumulate, way, nodes=2) for way in ("world", "node"))
+    for (planned, counted), (more_planned, more_counted) in zip(plain, by_node, strict=True):
+        assert counted == pytest.approx(planned, rel=0.06)
+        assert more_counted == pytest.approx(more_planned, rel=0.06)
+        assert more_planned - planned == pytest.approx(2 * accumulate * 24 * 2 * 64 * 65 / 4, rel=0.06)
+
+
 @pytest.mark.parametrize(
     ("how", "expected"),
     [

@@ -24,7 +24,7 @@ SAMPLE = os.environ.setdefault("ZERO_TEST_SAMPLE", str(date.today().toordinal())
 """Which architectures test_architectures.py takes; the day's where nobody says."""
 
 DAY = int(SAMPLE) if SAMPLE.isdigit() else 0
-"""By which tests of many like cases take some of them: other ones on the next day."""
+"""By which tests of many like cases take some of them, and others on the next day; ZERO_TEST_SAMPLE=all takes all."""
 
 LONG_S = 240.0
 """Seconds that nothing which a test starts may take, even where a shared machine stands still for a while. The test
@@ -78,7 +78,12 @@ def pytest_collection_finish() -> None:
 
 def every_other(cases: Sequence[T], number: int) -> Sequence[T]:
     """Half of `cases` for the case `number` of a test; the other half for the next one, and on the next day."""
-    return cases[(DAY + number) % 2 :: 2]
+    return cases if SAMPLE == "all" else cases[(DAY + number) % 2 :: 2]
+
+
+def one_of(choices: Sequence[T], number: int) -> Sequence[T]:
+    """One of `choices` for the case `number` of a test; the next one for the next case, and on the next day."""
+    return choices if SAMPLE == "all" else [choices[(DAY + number) % len(choices)]]
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

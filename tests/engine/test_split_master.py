@@ -10,7 +10,7 @@ import torch
 
 import zero
 from tests.common.small import KiB, Setting, in_bf16, slice_of, small_batch, small_loss
-from tests.conftest import DAY
+from tests.conftest import one_of
 from zero.checkpoint import load, open_checkpoint, save
 from zero.engine.full import digest, full_state_dict
 from zero.testing import run_ranks
@@ -70,7 +70,8 @@ def run(world, setting, folder):
 
 
 @pytest.mark.parametrize(
-    ("size", "stage", "preset"), [(1 + (DAY + number) % 2, *one) for number, one in enumerate(EVERYWHERE)]
+    ("size", "stage", "preset"),
+    [(size, *one) for number, one in enumerate(EVERYWHERE) for size in one_of((1, 2), number)],
 )
 def test_split_and_whole_are_the_same_run(size, stage, preset, tmp_path: Path):
     """For every preset of a stage on one number of ranks; on the other one the next day."""

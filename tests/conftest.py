@@ -1,11 +1,13 @@
 """One seed and one thread for every test, both printed, so that a failure can be run again as it was."""
 
+import gc
 import json
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import hypothesis
 import pytest
@@ -13,11 +15,16 @@ import torch
 
 pytest.register_assert_rewrite("zero.testing")
 
+T = TypeVar("T")
+
 SEED = int(os.environ.get("ZERO_TEST_SEED", "0"))
 """0, the usual one, fixes hypothesis' examples too; with any other it looks for new ones."""
 
 SAMPLE = os.environ.setdefault("ZERO_TEST_SAMPLE", str(date.today().toordinal()))  # set, so that workers have the same
 """Which architectures test_architectures.py takes; the day's where nobody says."""
+
+DAY = int(SAMPLE) if SAMPLE.isdigit() else 0
+"""By which tests of many like cases take some of them, and others on the next day; ZERO_TEST_SAMPLE=all takes all."""
 
 LONG_S = 240.0
 """Seconds that nothing which a test starts may take, even where a shared machine stands still for a while. The test
@@ -63,6 +70,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in others]
 
 
+def pytest_collection_finish() -> None:
+    """What is there now stays until the end: whoever collects garbage need not look through all of it again."""
+    gc.collect()
+    gc.freeze()
+
+
+def every_other(cases: Sequence[T], number: int) -> Sequence[T]:
+    """Half of `cases` for the case `number` of a test; the other half for the next one, and on the next day."""
+    return cases if SAMPLE == "all" else cases[(DAY + number) % 2 :: 2]
+
+
+def one_of(choices: Sequence[T], number: int) -> Sequence[T]:
+    """One of `choices` for the case `number` of a test; the next one for the next case, and on the next day."""
+    return choices if SAMPLE == "all" else [choices[(DAY + number) % len(choices)]]
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Where `scripts/test` runs pytest twice, leave it the numbers for one summary."""
     if "ZERO_TEST_COUNTS" in os.environ and not os.environ.get("PYTEST_XDIST_WORKER"):
@@ -78,6 +101,13 @@ def pytest_report_header() -> str:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(SEED)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_garbage() -> Iterator[None]:
+    """Nor in the tests of the next file, where thread ranks, which may not collect, have left it."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ from torch import nn
 
 import zero
 from tests.common.small import Setting, Small, adamw_in_8bit, adamw_in_bf16, in_bf16, slice_of, small_batch, small_loss
+from tests.conftest import every_other
 from zero.checkpoint import Root, Tensors, begin, load, open_checkpoint, open_latest, save, snapshot_bytes
 from zero.checkpoint.disk import Disk
 from zero.checkpoint.manifest import from_text
@@ -78,8 +79,9 @@ def loaded(world, setting, path, **options):
 
 @pytest.mark.parametrize("setting", CELLS, ids=lambda s: f"{s.stage}-{s.offload[0][1]}")
 def test_every_stage_and_tier_loads_every_other(setting: Setting, tmp_path: Path):
+    """Half of the pairs, in which each saves and each loads; the other half the next day."""
     (was, path), *_ = run_ranks(2, saved, setting, tmp_path)
-    for other in CELLS:
+    for other in every_other(CELLS, CELLS.index(setting)):
         assert run_ranks(2, loaded, other, path)[0] == was, f"stage {other.stage}, {other.offload}"
 
 

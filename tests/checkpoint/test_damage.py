@@ -75,15 +75,16 @@ def complaints(verdicts: list[Verdict]) -> list[Verdict]:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_five_hundred_damaged_checkpoints_are_refused_in_one_line_or_load_bit_for_bit(size: int, kept: Path):
-    seed = 1000 * SEED + 500 * size
-    print(f"seeds {seed} to {seed + 499}")
+    """Half of them by one rank and half by two."""
+    seed = 1000 * SEED + 250 * size
+    print(f"seeds {seed} to {seed + 249}")
     descriptors = len(os.listdir("/proc/self/fd"))
-    verdicts = fuzz(size, start_of(), kept, cases(500, seed))
+    verdicts = fuzz(size, start_of(), kept, cases(250, seed))
     assert not complaints(verdicts)
     found = Counter((one.kind, one.outcome) for one in verdicts)
     for kind in KINDS:
         assert found[kind, "refused"] or kind == "nothing that matters", f"{kind} was never refused: it damages nothing"
-    assert found["nothing that matters", "harmless"] >= 10
+    assert found["nothing that matters", "harmless"] >= 5
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 2  # the memory of torch's threads
 
 

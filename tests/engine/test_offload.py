@@ -25,7 +25,7 @@ from tests.common.small import (
     train_small,
     wide,
 )
-from tests.conftest import LONG_S
+from tests.conftest import LONG_S, every_other
 from tests.faults.disks import FaultyFiles, ThrottledStore, fail, flip, short
 from zero.distributed.world import SoloWorld
 from zero.engine.full import digest, full_state_dict
@@ -106,13 +106,19 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("size", "stage", "precision", "accumulate", "clip"), CASES)
-def test_no_tier_changes_a_bit(size, stage, precision, accumulate, clip):
-    """20 steps on every tier, with another page size, read-ahead, number of threads, update and form of master each."""
+@pytest.mark.parametrize(
+    ("case", "size", "stage", "precision", "accumulate", "clip"),
+    [(case, *rest) for case, rest in enumerate(CASES)],
+)
+def test_no_tier_changes_a_bit(case, size, stage, precision, accumulate, clip):
+    """20 steps on every tier, with another page size, read-ahead, number of threads, update and form of master each.
+
+    The two cases of a size and stage share the tiers; which one has which changes every day.
+    """
     plain = Setting(stage=stage, precision=precision, accumulate=accumulate, clip=clip)
     expected = run_ranks(size, train_small, plain, 20)
     updates = ("lazy", "serial", "eager") if clip is None else ("lazy", "serial", "lazy")
-    for number, offload in enumerate(offloads(stage)):
+    for number, offload in every_other(list(enumerate(offloads(stage))), case):
         setting = plain.but(
             offload=tuple(offload.items()),
             update=updates[number % 3],
@@ -550,7 +556,7 @@ C_FORWARD_S, C_BACKWARD_S = BLOCKS * BLOCK_S, 2 * BLOCKS * BLOCK_S
 MOST_STEPS, READ_AHEAD = 20, 4
 
 
-def step_s(update: str, traffic_s: float, ideal_s: float) -> float:
+def step_s(update: str, traffic_s: float, ideal_s: float, most_steps: int = MOST_STEPS) -> float:
     """The shortest of several steps on a disk on which a step's traffic takes `traffic_s`. Whatever else the machine
     does can only lengthen a step, so a busy one is given more of them, until one comes close to `ideal_s`."""
 
@@ -570,7 +576,7 @@ def step_s(update: str, traffic_s: float, ideal_s: float) -> float:
         state, step = zero.init(plan, store), zero.make_step(plan, lambda model, x: model(x).square().mean())
         x, shortest_s = torch.ones(4, BLOCK_WIDTH), math.inf
         state, _ = step(state, [x])  # the first has no update before it
-        for _ in range(MOST_STEPS):
+        for _ in range(most_steps):
             begin = time.perf_counter()
             state, _ = step(state, [x])
             shortest_s = min(shortest_s, time.perf_counter() - begin)
@@ -593,7 +599,8 @@ def test_a_lazy_update_hides_behind_the_next_forward(traffic_s):
     """
     read_ahead_s = traffic_s / 2 * READ_AHEAD / BLOCKS  # of the half of the traffic that is reads
     bound, total = max(C_FORWARD_S, traffic_s) + C_BACKWARD_S, C_FORWARD_S + C_BACKWARD_S + traffic_s
-    lazy, serial = step_s("lazy", traffic_s, bound), step_s("serial", traffic_s, total)
+    lazy = step_s("lazy", traffic_s, bound)
+    serial = step_s("serial", traffic_s, total, most_steps=4)  # nothing below asks that it be short
     print(f"lazy {lazy:.3f} s, serial {serial:.3f} s, bound {bound:.3f} s")
     assert lazy <= 1.15 * bound
     assert serial >= 0.95 * (total - read_ahead_s)

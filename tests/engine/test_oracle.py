@@ -6,6 +6,7 @@ bits for every world, stage, accumulation, page size and precision: whatever dif
 """
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import zero
 from tests.common.small import Setting, adamw_in_8bit, adamw_in_bf16, slice_of
+from tests.conftest import every_other
 from zero.engine.full import digest, full_state_dict
 from zero.testing import run_ranks
 
@@ -89,9 +91,10 @@ def run(world: zero.World, setting: Setting) -> tuple[str, list[float], dict[str
     return digest(state), norms, before, full_state_dict(state)
 
 
-def settings(size: int, **same) -> list[Setting]:
-    """Every stage and accumulation, with what else may vary taken in turn."""
-    return [
+def settings(size: int, **same) -> Sequence[Setting]:
+    """Every stage with one accumulation or two of those of `WORLDS`, and the next number of ranks with others; those
+    change every day. What else may vary is taken in turn."""
+    every = [
         Setting(
             stage=stage,
             accumulate=accumulate,
@@ -104,6 +107,7 @@ def settings(size: int, **same) -> list[Setting]:
         for stage in range(4)
         for accumulate in WORLDS[size]
     ]
+    return every_other(every, list(WORLDS).index(size))
 
 
 @pytest.mark.parametrize(("precision", "clip"), [("fp32", 0.5), ("bf16", None)])

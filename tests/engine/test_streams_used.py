@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import zero
 from tests.common.small import KiB, Setting, slice_of, small_batch, small_loss, wide
+from tests.conftest import one_of
 from zero.engine.full import digest, full_state_dict
 from zero.platform.timeline import Span, Timeline
 from zero.store.workers import WorkerPool
@@ -69,10 +70,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("compute", ["device", "host"])
-@pytest.mark.parametrize(("size", "stage", "accumulate", "update", "optimizer", "page_kib"), CASES)
+@pytest.mark.parametrize(
+    ("size", "stage", "accumulate", "update", "optimizer", "page_kib", "compute"),
+    [(*case, where) for number, case in enumerate(CASES) for where in one_of(("device", "host"), number)],
+)
 def test_what_travels_late_gives_the_same_bits(size, stage, accumulate, update, optimizer, page_kib, compute):
-    """With tied weights, a block that is used twice, parts that are frozen, and gradients that are looked at."""
+    """With tied weights, a block that is used twice, parts that are frozen, and gradients that are looked at.
+
+    What the device updates today the host updates on the next day.
+    """
     setting = HOST.but(stage=stage, accumulate=accumulate, update=update, page_bytes=page_kib * KiB)
     with simulated_gpu():
         expected = run_ranks(size, trained, setting.but(offload=()))

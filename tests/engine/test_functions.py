@@ -5,9 +5,10 @@ import itertools
 import threading
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -144,6 +145,63 @@ def test_functions_of_the_model_reach_the_copy(build, stage):
     plan = plan_of(model, stage=stage)
     zero.init(plan, zero.open_store(plan))
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+class Pair(NamedTuple):
+    number: int
+    function: Callable[[Tensor], Tensor]
+
+
+HOLDERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "list": (lambda f: [f], lambda held: held[0]),
+    "deque": (lambda f: deque([f]), lambda held: held[0]),
+    "dict": (lambda f: {"f": f}, lambda held: held["f"]),
+    "tuple": (lambda f: (1, f), lambda held: held[1]),
+    "named tuple": (partial(Pair, 1), lambda held: held.function),
+    "set": (lambda f: {f}, lambda held: next(iter(held))),
+    "frozen set": (lambda f: frozenset([f]), lambda held: next(iter(held))),
+    "partial": (lambda f: partial(f), lambda held: held.func),
+    "argument": (lambda f: partial(map, f), lambda held: held.args[0]),
+    "object": (lambda f: types.SimpleNamespace(f=[f]), lambda held: held.f[0]),
+    "attribute": (lambda f: setattr(f, "own", (f,)) or f, lambda held: held.own[0]),
+}
+"""Makes a value that holds a function, and gets the function from it."""
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_a_function_reaches_the_copy_whatever_holds_it(kind):
+    put, take = HOLDERS[kind]
+
+    def holding() -> nn.Module:
+        model = chain()
+        other = model.layers[2]
+        model.layers[1].held = put(lambda x: other(x))
+        model.layers[1].again = model.layers[1].held
+        model.layers[1].register_forward_hook(lambda module, args, output: output + take(module.again)(args[0]))
+        return model
+
+    torch.testing.assert_close(trained(holding, 0), plain(holding))
+    model = holding()
+    function = take(model.layers[1].held)
+    plan = plan_of(model)
+    zero.init(plan, zero.open_store(plan))
+    assert take(model.layers[1].held) is take(model.layers[1].again) is function
+
+
+class StaysItself(types.SimpleNamespace):
+    def __deepcopy__(self, memo: Any) -> "StaysItself":
+        return self
+
+
+def test_what_the_model_shares_with_its_copy_is_not_changed():
+    model = chain()
+    other = model.layers[2]
+    model.layers[1].shared = StaysItself(functions=[lambda: other])
+    (function,) = model.layers[1].shared.functions
+    plan = plan_of(model)
+    state = zero.init(plan, zero.open_store(plan))
+    assert state.model.layers[1].shared is model.layers[1].shared
+    assert model.layers[1].shared.functions == [function]
 
 
 class Recorder:
@@ -318,7 +376,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:Lazy modules:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:Lazy modules:UserWarning")
 @pytest.mark.parametrize(("build", "words"), REFUSED, ids=lambda one: getattr(one, "__name__", ""))
 def test_what_a_copy_could_not_have_is_refused_when_the_plan_is_made(build, words):
     with pytest.raises(PlanError, match=words):

@@ -2,7 +2,8 @@
 
 `copy.deepcopy` copies modules and shares functions, so a closure over a module would go on computing with the original.
 `Closures` makes those functions anew for a copy: a cell that reaches the model is copied with it, every other cell and
-function stays the same object, so that a hook that records goes on recording where its owner looks.
+function stays the same object, so that a hook that records goes on recording where its owner looks. The new functions
+take the old ones' places when the copy is made: from Python 3.14 on deepcopy does not look for functions in its memo.
 
 A function that reaches the model by a global name cannot be made to reach a copy. It is found by reading the names in
 its code, and so is a forward that may write to a tensor without torch counting it in its version.
@@ -10,6 +11,7 @@ its code, and so is a forward that may write to a tensor without torch counting 
 
 import copy
 import dis
+import operator
 import types
 import weakref
 from collections import deque
@@ -60,7 +62,8 @@ class Closures:
         self._model, self._parts = model, _parts_of(model)
         self._new: dict[int, tuple[types.FunctionType, types.FunctionType]] = {}
         self._cells: dict[int, tuple[types.CellType, types.CellType]] = {}
-        self._held = [*_held_by(model), *further]
+        self._seen: set[int] = set()  # where `_replaced` does not look: in what the model holds, and nowhere twice
+        self._held = [*_held_by(model, self._seen), *further]
         self._functions = {id(held.value) for held in self._held}
         for held in self._held:
             self._refuse_held(held)
@@ -71,40 +74,77 @@ class Closures:
                 self._refuse_code(function, path or type(module).__name__)
 
     def begin(self, memo: dict[int, Any]) -> None:
-        """Before deepcopy: put into its `memo` the new functions, and the hooks that stay as they are."""
+        """Before deepcopy: make the new functions, and put into its `memo` the hooks that stay as they are."""
         for _, _, value in self._held:
             if isinstance(value, types.FunctionType) and self.reach(value):
                 closure = tuple(self._renewed(cell) for cell in value.__closure__ or ())
                 new = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, closure)
                 self._new[id(value)] = value, new
-                memo[id(value)] = new
         for module in self._model.modules():
             for hook in _hooks_of(module):
                 if not self.reach(hook):
                     memo.setdefault(id(hook), hook)
 
     def end(self, copied: nn.Module, memo: dict[int, Any]) -> None:
-        """After deepcopy: fill the new functions' cells and defaults, and give their methods to the modules."""
+        """After deepcopy: fill the new functions' cells and defaults, and give them to the modules."""
+        if not self._new:
+            return
         for old_cell, new_cell in self._cells.values():
-            new_cell.cell_contents = copy.deepcopy(old_cell.cell_contents, memo)
+            new_cell.cell_contents = self._copied(old_cell.cell_contents, memo)
         for old, new in self._new.values():
-            new.__defaults__ = copy.deepcopy(old.__defaults__, memo)
-            new.__kwdefaults__ = copy.deepcopy(old.__kwdefaults__, memo)
-            new.__dict__.update(copy.deepcopy(old.__dict__, memo))
+            new.__defaults__ = self._copied(old.__defaults__, memo)
+            new.__kwdefaults__ = self._copied(old.__kwdefaults__, memo)
+            new.__dict__.update(self._copied(old.__dict__, memo))
             new.__qualname__, new.__module__, new.__doc__ = old.__qualname__, old.__module__, old.__doc__
-        for module in copied.modules():  # deepcopy gives a method another self, never another function
-            for place in (vars(module), *(vars(module).get(name, {}) for name in HOOKS)):
-                for name, value in place.items():
-                    if isinstance(value, types.MethodType) and id(value.__func__) in self._new:
-                        place[name] = types.MethodType(self._new[id(value.__func__)][1], value.__self__)
+        for module in copied.modules():
+            if id(module) not in self._parts:
+                self._replaced(vars(module))
 
     def carried(self, hooks: Mapping[int, Any], memo: dict[int, Any]) -> dict[int, Any]:
         """Hooks for the copy: a hook that does not reach the model stays the same object."""
-        return {n: copy.deepcopy(hook, memo) if self.reach(hook) else hook for n, hook in hooks.items()}
+        return {n: self._copied(hook, memo) if self.reach(hook) else hook for n, hook in hooks.items()}
 
     def reach(self, value: Any) -> bool:
         """Whether `value` is or holds a part of the model, however deep."""
         return any(id(one) in self._parts for one in _below(value, set(), lambda one: id(one) in self._parts))
+
+    def _copied(self, value: Any, memo: dict[int, Any]) -> Any:
+        return self._replaced(copy.deepcopy(value, memo))
+
+    def _replaced(self, value: Any) -> Any:
+        """A part of the copy, with the new functions in place of the old; what the model holds too is not changed."""
+        match value:
+            case types.FunctionType():
+                return self._new.get(id(value), (value, value))[1]
+            case types.MethodType():
+                function, _ = self._replaced(value.__func__), self._replaced(value.__self__)
+                return value if function is value.__func__ else types.MethodType(function, value.__self__)
+            case tuple() | frozenset():
+                members = [self._replaced(one) for one in value]
+                same = all(map(operator.is_, value, members))
+                return value if same else getattr(value, "_make", type(value))(members)
+        if id(value) not in self._seen:
+            self._seen.add(id(value))
+            self._replace_in(value)
+        return value
+
+    def _replace_in(self, value: Any) -> None:
+        match value:
+            case nn.Module() | Tensor() | type() | types.ModuleType():
+                return
+            case partial():
+                value.__setstate__(self._replaced(value.__reduce__()[2]))  # type: ignore[attr-defined]
+            case list() | deque() | dict():
+                for key, one in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                    if (new := self._replaced(one)) is not one:
+                        value[key] = new
+            case set():
+                members = [self._replaced(one) for one in value]
+                value.clear()
+                value.update(members)
+            case _:
+                if isinstance(own := getattr(value, "__dict__", None), dict):
+                    self._replaced(own)
 
     def _renewed(self, cell: types.CellType) -> types.CellType:
         """The cell for the copy: another one if the model is reached through it."""
@@ -150,9 +190,8 @@ class Closures:
         )
 
 
-def _held_by(model: nn.Module) -> Iterator[Held]:
+def _held_by(model: nn.Module, seen: set[int]) -> Iterator[Held]:
     """Functions, methods and weak references among the attributes and hooks of its modules, and inside those."""
-    seen: set[int] = set()
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
             if attribute not in ("_parameters", "_buffers", "_modules"):

@@ -4,6 +4,7 @@
 the jobs. The only file that knows Hydra and OmegaConf.
 """
 
+import argparse
 import contextlib
 import importlib
 import itertools
@@ -290,6 +291,17 @@ def _say(text: str, exit_code: int) -> int:
     return exit_code
 
 
+@contextlib.contextmanager
+def _any_help() -> Iterator[None]:
+    """Hydra 1.3 has an option whose help is no text, which Python 3.14 refuses when the option is added."""
+    argparse.ArgumentParser._check_help = lambda *_: None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del argparse.ArgumentParser._check_help  # type: ignore[attr-defined]
+
+
+@_any_help()
 def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
     """Check every run that the command line asks for, then let Hydra make the folders and call us once per run."""
     if "--version" in arguments:

@@ -508,13 +508,17 @@ def test_a_real_run_is_told_as_it_was(finished):
 
 
 def test_a_real_run_holds_and_moves_what_was_planned(finished):
-    rows = {(one.where, one.what): one for one in run.compared(read_run(finished))}
+    told = read_run(finished)
+    rows = {(one.where, one.what): one for one in run.compared(told)}
     assert {where for where, _ in rows} == {"device", "host", "nvme", "a step"}
     for (_, what), one in rows.items():
         if what == "activations":
             assert one.measured is None
-        elif what == "to and from the disk":  # all pages are written; one that is still in memory is not read again
-            assert 0.49 * one.planned < one.measured < 1.01 * one.planned, one
+        elif what == "to and from the disk":  # of a row before or after; by the fourth row three updates are done
+            moved = [row["offload/read_bytes"] + row["offload/write_bytes"] for row in told.rows]
+            assert min(moved) <= one.measured <= max(moved)
+            # all pages are written; one that is still in memory is not read again
+            assert 3 * 0.49 * one.planned < sum(moved) < 4 * 1.01 * one.planned, (one, moved)
         else:
             assert one.measured == pytest.approx(one.planned, rel=0.01), one
 

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any, TypeVar
 import hypothesis
 import pytest
 import torch
+
+from zero.store.workers import WorkerPool
 
 pytest.register_assert_rewrite("zero.testing")
 
@@ -108,6 +111,24 @@ def _no_garbage() -> Iterator[None]:
     """Nor in the tests of the next file, where thread ranks, which may not collect, have left it."""
     yield
     gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _no_store_is_left_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Threads of a store that nobody closed look up once a second: two thousand of them left tests no time."""
+    opened: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+    start = WorkerPool._start_threads
+
+    def noted(pool: WorkerPool) -> None:
+        opened.add(pool)
+        start(pool)
+
+    monkeypatch.setattr(WorkerPool, "_start_threads", noted)
+    yield
+    for pool in [*opened]:
+        with pool._lock:  # without waiting for a thread that a test has stuck
+            pool._closed = True
+            pool._called.notify_all()
 
 
 @pytest.fixture(autouse=True)

@@ -138,6 +138,8 @@ def _hydra_of(composed: Any) -> Any:
 def _of_their_kinds(settings: dict[str, Any], hydras: Any) -> dict[str, Any]:
     """Without what an experiment or debug=tiny says of kinds that were not chosen: model=hf has no width."""
     typed = _typed_keys(hydras)
+    for group in sorted(_groups() - set(PRESETS)):
+        _refuse_another_name(group, settings[group].get("name"), hydras.runtime.choices.get(group))
     for key in sorted(typed & set(keys())):  # a preset's words for one kind, or a `+`, may have made room for them
         section, _, name = key.partition(".")
         if kinds(section) and name not in keys_of(section, settings[section]):
@@ -152,6 +154,16 @@ def _of_their_kinds(settings: dict[str, Any], hydras: Any) -> dict[str, Any]:
                 if name not in known and key in keys() and key not in typed:
                     settings[section].pop(name, None)
     return settings
+
+
+def _refuse_another_name(group: str, name: str | None, chosen: str | None) -> None:
+    """A name belongs to its option: with another one the keys of the option that was chosen mean nothing."""
+    if name in (None, _option(group, chosen).get("name", name)):
+        return
+    having = [path.stem for path in sorted((CONF / group).glob("*.yaml")) if _option(group, path.stem)["name"] == name]
+    options = suggest.alternatives([f"{group}={one}" for one in having])
+    others = suggest.nearest(str(name), sorted(path.stem for path in (CONF / group).glob("*.yaml")))
+    raise SettingError(f"{group}.name={name} is not of {group}={chosen}; " + (f"type {options}" if options else others))
 
 
 def _on_ds_config(composed: Any) -> Any:

@@ -1,7 +1,11 @@
 """Whatever the others left in the store, a rank that fails says one line that names the cause."""
 
+import threading
+import time
+
 import pytest
 
+from zero.distributed import failure
 from zero.distributed.failure import Note, Notes, explain, field_difference, first_line
 from zero.errors import DeadlineError, RankFailedError, WorldError
 
@@ -54,7 +58,7 @@ class Shelf(dict):
 @pytest.mark.parametrize("case", TABLE)
 def test_the_cause_is_named(case):
     mine, others, kind, words = TABLE[case]
-    story = explain(0, 3, mine, {0: mine, **others}, timeout_s=1.0)
+    story = explain(0, 3, mine, {0: mine, **others}, wait_s=1.0)
     assert type(story) is kind
     assert words in str(story)
     assert "\n" not in str(story)
@@ -72,7 +76,7 @@ def test_the_cause_is_named(case):
 )
 def test_of_several_machines_the_one_that_failed_is_named(case, words):
     mine, others, _, _ = TABLE[case]
-    assert words in str(explain(0, 3, mine, {0: mine, **others}, timeout_s=1.0, hosts=("a", "a", "b")))
+    assert words in str(explain(0, 3, mine, {0: mine, **others}, wait_s=1.0, hosts=("a", "a", "b")))
 
 
 def test_notes_come_back_as_written_oldest_first():
@@ -98,6 +102,30 @@ def test_a_store_that_is_gone_costs_the_story_not_the_error():
     notes = Notes(Ruin(), 0, 2)
     notes.post(WAITED)
     assert notes.read() == {}
+
+
+class Beyond:
+    """A store behind a wire that was cut: nothing comes back."""
+
+    def __init__(self) -> None:
+        self.mended = threading.Event()
+
+    def add(self, *_: object) -> int:
+        self.mended.wait()
+        raise RuntimeError("Connection reset by peer")
+
+    set = get = check = add
+
+
+def test_who_is_missing_is_said_before_the_deadline_wherever_the_store_is(monkeypatch: pytest.MonkeyPatch):
+    assert failure.NAMING_S == 5 * failure.GRACE_S
+    monkeypatch.setattr(failure, "GRACE_S", 0.2)
+    store = Beyond()
+    notes, began_s = Notes(store, 0, 2), time.monotonic()
+    notes.post(WAITED)
+    assert notes.read() == {}
+    assert time.monotonic() - began_s < 5 * 0.2
+    store.mended.set()
 
 
 def test_equal_fields_have_no_difference():

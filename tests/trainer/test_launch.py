@@ -564,7 +564,7 @@ def test_a_missed_deadline_shows_where_every_rank_was(folder: Path) -> None:
     with pytest.raises(RankFailedError) as caught:
         launch.launch(turn_in_a_circle, ranks=2, how=launch.Processes(folder))
     assert str(caught.value) == (
-        "rank 0 failed: rank 0 waited 0.5 s in barrier of the end (step 3, backward); no word from rank 1: busy "
+        "rank 0 failed: rank 0 waited 0.25 s in barrier of the end (step 3, backward); no word from rank 1: busy "
         f"elsewhere, stopped or dead; last known of rank 1: step 3, forward (log: {folder}/0.log, stacks in the log of "
         "each)"
     )

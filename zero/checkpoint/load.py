@@ -172,8 +172,16 @@ def open_at(world: World, path: Path, progress: Progress = silent) -> tuple[Chec
         return open_checkpoint(world, path, progress=progress), []
     found, rejected = open_latest(world, path / FOLDER if (path / FOLDER).is_dir() else path, progress=progress)
     if found is None:
-        raise CheckpointError(f"{path}: there is no checkpoint; give a step, a run or a folder of checkpoints")
+        example = by_rank_0(world, lambda: _newest_run(path))
+        raise CheckpointError(f"{path}: there is no checkpoint; give a step, a run or a folder of checkpoints{example}")
     return found, rejected
+
+
+def _newest_run(path: Path) -> str:
+    """For those who gave the folder of all runs: of those that saved, the one that did so last."""
+    roots = (root for depth in ("*", "*/*") for root in path.glob(f"{depth}/{FOLDER}"))
+    newest = max(roots, key=lambda root: root.stat().st_mtime, default=None)
+    return f", such as {newest.parent}" if newest else ""
 
 
 def newest(world: World, folder: Path, *, below: bool) -> tuple[Checkpoint | None, list[str]]:

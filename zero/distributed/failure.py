@@ -25,6 +25,10 @@ from zero.errors import DeadlineError, RankFailedError, WorldError
 GRACE_S = 1.0
 """How long a failing rank listens for the others."""
 
+NAMING_S = 5 * GRACE_S
+"""How long it takes at most until a rank whose operation failed says who caused it: one to leave a note, three to read
+the others', each cut off where the store is out of reach."""
+
 _PAUSE_S = 0.01
 _NETWORK_PREFIX = re.compile(r"^\[[^]]*\] *")
 
@@ -200,13 +204,14 @@ def explain(
     size: int,
     mine: Note,
     notes: Mapping[int, Note],
-    timeout_s: float,
+    wait_s: float,
     place_of: Callable[[int], str] = lambda _: "",
     hosts: Sequence[str] = (),
 ) -> WorldError:
     """What ended an operation on `rank`, from its own note and the others' (by rank, oldest first).
 
     Args:
+        wait_s: the deadline of an operation.
         place_of: what a rank was at; "" where nothing is known.
         hosts: of each rank; said where there are several.
     """
@@ -236,7 +241,7 @@ def explain(
             f"rank {rank} lost {at_home(silent)} in {mine.op}; a rank that goes without a word was usually killed "
             f"by signal 9, most often for memory{machine} ({mine.text})"
         )
-    wait = f"waited {timeout_s:g} s" if mine.kind == "waited" else f"was cut off, others had waited {timeout_s:g} s,"
+    wait = f"waited {wait_s:g} s" if mine.kind == "waited" else f"was cut off, others had waited {wait_s:g} s,"
     seen = [f"rank {rank} {wait} in {mine.op}"]
     seen += [f"rank {r} in {note.op}" for r, note in others.items()]
     if silent:

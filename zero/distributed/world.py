@@ -41,6 +41,7 @@ from torch import Tensor
 
 from zero.distributed.failure import (
     GRACE_S,
+    NAMING_S,
     LastWord,
     Note,
     Notes,
@@ -126,7 +127,7 @@ class World(contextlib.AbstractContextManager["World"]):
         nodes_alike: every node has so many ranks, and consecutive ones; else there are no ways by node.
         device: where this rank's full tensors live.
         compute: the same, for the engine: streams, memory, readings.
-        timeout_s: the deadline of every wait, in seconds.
+        timeout_s: the longest wait for another rank, until it is said which one does not come; in seconds.
         traffic: what gathers and reductions have moved.
     """
 
@@ -184,7 +185,7 @@ class World(contextlib.AbstractContextManager["World"]):
         """The world that torchrun's environment describes; a `SoloWorld` where there is none or it has one rank.
 
         Args:
-            timeout_s: the deadline of every wait, in seconds.
+            timeout_s: the longest wait for another rank, until it is said which one does not come; in seconds.
             device: "cpu" or "cuda"; by default CUDA where torch finds it. LOCAL_RANK picks the GPU.
 
         Raises:
@@ -453,7 +454,8 @@ class ProcessWorld(_Transport):
     Reads torchrun's environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and LOCAL_RANK for the GPU. Where a
     default process group exists already it is left alone, and so is its order of collectives.
 
-    On a GPU the host never waits, so a deadline is kept by NCCL's watchdog, which ends the process after `timeout_s`.
+    An operation waits for somewhat less than `timeout_s`, so that who is missing is said within it. On a GPU the host
+    never waits: the deadline is kept by NCCL's watchdog, which ends the process.
     """
 
     def __init__(self, *, timeout_s: float = 300.0, device: str | None = None) -> None:
@@ -494,6 +496,11 @@ class ProcessWorld(_Transport):
         )
         self.nodes_alike = self._are_nodes_alike()
 
+    @property
+    def _wait_s(self) -> float:
+        """The deadline of an operation."""
+        return self.timeout_s - min(NAMING_S, self.timeout_s / 2)
+
     def _are_nodes_alike(self) -> bool:
         """The same on every rank."""
         here = self.local_size, _env_int("LOCAL_RANK", str(self.rank % self.local_size))
@@ -507,8 +514,8 @@ class ProcessWorld(_Transport):
         try:
             group = self._connect()
         except RuntimeError as error:
-            ran_out = time.monotonic() - begin_s >= self.timeout_s
-            refusal, within = (DeadlineError, f" within {self.timeout_s:g} s") if ran_out else (RankFailedError, "")
+            ran_out = time.monotonic() - begin_s >= self._wait_s
+            refusal, within = (DeadlineError, f" within {self._wait_s:g} s") if ran_out else (RankFailedError, "")
             message = f"rank {self.rank} of {self.size} could not connect to the others{within}: {first_line(error)}"
             if self.local_size < self.size and self.compute.shares_memory:
                 message += "; GLOO_SOCKET_IFNAME must name the interface through which the nodes reach each other"
@@ -526,7 +533,7 @@ class ProcessWorld(_Transport):
         return group
 
     def _connect(self) -> dist.ProcessGroup | None:
-        timeout = timedelta(seconds=self.timeout_s)
+        timeout = timedelta(seconds=self._wait_s)
         backend, device_id = self.compute.backend, self.compute.bound
         if not self._owns_default:
             return dist.new_group(backend=backend, timeout=timeout)
@@ -554,7 +561,7 @@ class ProcessWorld(_Transport):
         if self.compute.shares_memory:
             return None
         if name not in self._communicators:
-            timeout, backend = timedelta(seconds=self.timeout_s), self.compute.backend
+            timeout, backend = timedelta(seconds=self._wait_s), self.compute.backend
             group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
             self._communicators[name] = group
         return self._communicators[name]
@@ -593,7 +600,7 @@ class ProcessWorld(_Transport):
         def wait() -> None:
             if self._failure is not None:
                 raise self._failure
-            end_s = time.monotonic() + self.timeout_s
+            end_s = time.monotonic() + self._wait_s
             self._stalls.begin(waited)
             try:
                 for peer, work in works:
@@ -643,7 +650,7 @@ class ProcessWorld(_Transport):
                 self._notes.post(mine)
                 notes = self._notes.read()
                 places, hosts = self._places.of, self._hosts
-                self._failure = explain(self.rank, self.size, mine, notes, self.timeout_s, places, hosts)
+                self._failure = explain(self.rank, self.size, mine, notes, self._wait_s, places, hosts)
             raise self._failure from error
 
 

@@ -68,7 +68,7 @@ class Launch(Section):
     threads: Threads = key("auto", "CPU threads per rank; auto: the cores shared evenly", unit="threads", example="1")
     timeout: Annotated[float, Field(ge=1, le=604_800)] = key(
         300.0,
-        "longest wait for another rank, in seconds; at most a week",
+        "longest wait for another rank, in seconds, until it is said which one does not come; at most a week",
         unit="seconds",
         trades="how soon a hung rank is noticed, against patience with a slow one",
         example="60",

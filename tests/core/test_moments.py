@@ -87,6 +87,27 @@ def test_a_mean_that_moves_by_less_than_half_a_bit_moves_all_the_same(form):
     assert form.values_of(kept).float().mean().item() == pytest.approx(2 - 0.999**500, abs=0.01)
 
 
+@pytest.mark.parametrize("beta2", [0.95, 0.999, 1.0])
+@pytest.mark.parametrize("alike", [True, False], ids=["the same", "normal"])
+@pytest.mark.parametrize("form", [Bf16Moments(5), EightBitMoments(5), EightBitMoments(5).of_squares()])
+def test_a_mean_follows_across_powers_of_two(form, beta2, alike):
+    """From nothing, where all of a block are of one size: whatever is largest there has to be able to grow.
+
+    1.0: the sum of squares that Adagrad keeps.
+    """
+    made = torch.Generator().manual_seed(11)
+    kept, exact = form.page_of(torch.zeros(4096)), torch.zeros(4096, dtype=torch.float64)
+    for step in range(1, 1201):
+        squares = torch.ones(4096) if alike else torch.randn(4096, generator=made).square()
+        share = 1 - beta2 or 1.0
+        with opened(form, kept, f"{step}/nu") as moment:
+            moment.mul_(beta2).add_(squares, alpha=share)
+        exact.mul_(beta2).add_(squares.double(), alpha=share)
+    ratio = form.values_of(kept).double() / exact
+    assert ratio.mean().item() == pytest.approx(1, abs=0.02)
+    assert ratio.std().item() < 0.3
+
+
 # Eight bits
 
 MEANS, SQUARES = EightBitMoments(3), EightBitMoments(3).of_squares()
@@ -191,8 +212,10 @@ def test_infinity_and_nan_stay_in_8_bits(form):
         with opened(form, page, "k") as moment:
             moment.copy_(values)
         assert torch.equal(form.values_of(page), values) or form.values_of(page).isnan().all() == math.isnan(value)
-    largest = torch.full((64,), torch.finfo(torch.float32).max)
-    assert form.values_of(form.page_of(largest)).isfinite().all()
+    held = torch.full((64,), math.ldexp(1.875, 127))
+    assert torch.equal(form.values_of(form.page_of(held.clone())), held)
+    beyond = torch.full((64,), torch.finfo(torch.float32).max)  # nearer to 2^128, as in every rounding to the nearest
+    assert form.values_of(form.page_of(beyond)).isinf().all()
 
 
 @settings(deadline=None, max_examples=40)

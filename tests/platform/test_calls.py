@@ -116,7 +116,7 @@ def test_nccl_is_opened_for_a_gpu_alone(device, backend, monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: asked.append((backend, how["device_id"])))
     where = torch.device(device)
     ProcessWorld._connect(
-        SimpleNamespace(timeout_s=20.0, compute=compute_device(where), _owns_default=True, _store=None, rank=0, size=2)  # type: ignore[arg-type]
+        SimpleNamespace(_wait_s=20.0, compute=compute_device(where), _owns_default=True, _store=None, rank=0, size=2)  # type: ignore[arg-type]
     )
     assert asked == [(backend, where if device == "cuda" else None)]
 

@@ -132,7 +132,7 @@ def test_launches_count_units_and_not_bytes():
 @pytest.mark.parametrize("preset", ["cpu", "nvme", "infinity"])
 @pytest.mark.parametrize(
     ("master", "moments", "most"),
-    [("whole", "fp32", 16), ("split", "fp32", 19), ("split", "bf16", 33), ("split", "8bit", 61)],
+    [("whole", "fp32", 16), ("split", "fp32", 19), ("split", "bf16", 33), ("split", "8bit", 63)],
 )
 def test_a_page_group_that_moves_costs_few_launches(preset, master, moments, most, tmp_path):
     """Twelve to move and update it, and in bf16 four to round its master, or seven to put it together and part it; to

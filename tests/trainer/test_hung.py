@@ -21,8 +21,8 @@ from zero.trainer.config import read
 pytestmark = pytest.mark.process
 
 STEPS, EVERY = 8, 2
-PATIENCE_S, GRACE_S = 1.0, 60.0
-"""The deadline from the moment that a rank hangs (ranks may take longer to start); and what may pass after it."""
+PATIENCE_S, GRACE_S = 3.0, 60.0
+"""The deadline from the step on in which a rank hangs (ranks may take longer to start); and what may pass after it."""
 
 
 def stop() -> None:
@@ -83,7 +83,7 @@ def train_and_hang(plain: dict[str, Any], folder: Path) -> None:
 
 
 def arm(hang: Hang, folder: Path) -> None:
-    """When both ranks are there one of them stops, and the other loses its patience."""
+    """When both ranks are there one of them stops, and the other has lost its patience."""
     from zero.trainer.loop import Run
 
     owner, name = hang.method()
@@ -96,17 +96,16 @@ def arm(hang: Hang, folder: Path) -> None:
         return worlds[0]
 
     def counted(run: Run, number: int) -> Any:
-        if number == hang.step:
+        if number == hang.step and worlds[0].rank == hang.rank:
             due.release()
+        elif number == hang.step:
+            worlds[0].timeout_s = PATIENCE_S
         return microbatches(run, number)
 
     def stopping(*args: Any, **keys: Any) -> Any:
         if due.acquire(blocking=False):
-            if worlds[0].rank == hang.rank:
-                (folder / "hung").write_text(str(time.monotonic()))
-                stop()
-            else:
-                worlds[0].timeout_s = PATIENCE_S
+            (folder / "hung").write_text(str(time.monotonic()))
+            stop()
         return real(*args, **keys)
 
     zero.World.from_env = from_env  # type: ignore[method-assign]

@@ -161,16 +161,19 @@ class EightBitMoments(Moments):
 
     def _write(self, page: Tensor, values: Tensor, noise: Tensor | None) -> None:
         """Fill a page. Random bits are added to the bits that are dropped; without them half of what those can be."""
-        sizes, values = values.abs().view(-1, VECTOR), values.view(-1, VECTOR)
         codes = 128 if self.signed else 256
-        lowest = sizes.amax(1, keepdim=True).view(torch.int32).bitwise_right_shift_(23).sub_(codes // 8 - 1)
-        lowest.clamp_(min=0)
-        bits = sizes.view(torch.int32).sub_(lowest.bitwise_left_shift(23).sub_(1 << (_DROPPED - 1)))
+        bits = values.abs().view(-1, VECTOR).view(torch.int32)
+        bits.clamp_(max=_NAN).add_(1 << (_DROPPED - 1))  # a GPU's NaN would become negative, as for bf16
         if noise is not None:
             bits.add_(noise.view(-1, VECTOR), alpha=1 << (_DROPPED - 16))
-        bits.bitwise_right_shift_(_DROPPED).clamp_(0, codes - 1)
+        bits.bitwise_right_shift_(_DROPPED)
+        # the exponent of the largest as it was rounded: of the largest itself, what is just below a power of two could
+        # never become it
+        lowest = bits.amax(1, keepdim=True).bitwise_right_shift_(23 - _DROPPED).sub_(codes // 8 - 1)
+        lowest.clamp_(min=0)
+        bits.sub_(lowest.bitwise_left_shift(23 - _DROPPED)).clamp_(min=0)
         if self.signed:
-            bits.add_(values.signbit(), alpha=128)
+            bits.add_(values.view(-1, VECTOR).signbit(), alpha=128)
         blocks = page.view(-1, VECTOR + 1)
         blocks[:, :1].copy_(lowest)
         blocks[:, 1:].copy_(bits)

@@ -144,8 +144,9 @@ def joined(entry: Callable[..., Any], *args: Any, how: Processes) -> Any:
             of = f"of {os.environ['WORLD_SIZE']} on {socket.gethostname()}"
             _write_to_log(f"rank {rank} {of}, process {os.getpid()}{f', restart {again}' if again else ''}\n")
         stack.enter_context(stacks_on_request(2))
-        faulthandler.enable()
-        stack.callback(faulthandler.disable)
+        if not faulthandler.is_enabled():  # whoever enabled it wants its crashes told as well
+            faulthandler.enable()
+            stack.callback(faulthandler.disable)
         with if_it_fails(_log_traceback):
             return entry(*args)
 

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -398,10 +399,13 @@ def test_what_crosses_the_wires(how, expected):
         assert told == pytest.approx(expected, rel=0.02)
 
 
-def planned_and_counted(world: zero.World, how: dict[str, object]) -> list[tuple[float, float]]:
+def planned_and_counted(world: zero.World, how: dict[str, Any]) -> list[tuple[float, float]]:
     """Of the third step, what this rank gets from others, and of that from other nodes; of a model of many layers."""
     with world.exclusive(), zero.empty():
         model = Wide(layers=24, width=64)
+    for number in range(24 * how.pop("frozen", 0)):  # in two of three layers something, in one everything
+        model.layers[number].weight.requires_grad_(number % 3 == 0)
+        model.layers[number].bias.requires_grad_(number % 3 < 2)
     offload = zero.Offload(str(how.get("offload", "none")), path=tempfile.gettempdir())
     plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, prefetch=0, **{**how, "offload": offload})  # type: ignore[arg-type]
     state = zero.init(plan, zero.open_store(plan))
@@ -435,12 +439,14 @@ BETWEEN = [
         ),
         (3, 2, {"gather": "node", "offload": "infinity"}),
         (3, 2, {"gather": "auto", "offload": "infinity"}),
+        (3, 1, {"gather": "node", "frozen": True}),
+        (3, 2, {"gather": "node", "frozen": True, "offload": "infinity"}),
     ],
 )
 def test_a_plan_knows_what_crosses_the_wires(stage, accumulate, between):
     """Six ranks on three nodes. It counts units that are still gathered when backward begins as gathered again."""
     how = {"stage": stage, "accumulate": accumulate, **between}
-    for of_rank in run_ranks(6, planned_and_counted, how, nodes=3):
+    for of_rank in run_ranks(6, lambda world: planned_and_counted(world, {**how}), nodes=3):
         for planned, counted in of_rank:
             assert counted == pytest.approx(planned, rel=0.06, abs=4 * KiB)
 

@@ -273,7 +273,7 @@ def load(
     gather_reports(plan.world, lambda: _fill(following, checkpoint, there, stays, buffers, kept, progress))
     runtime.updater.resume(rested)
     for unit in runtime.units:
-        unit.mark_changed(resident=True)
+        unit.mark_changed(resident=True, frozen=True)
     if len(randoms) == plan.world.size:
         set_random(randoms[plan.world.rank])
     return following

@@ -113,7 +113,7 @@ def _paged_shards(plan: Plan, routes: Routes, unit: UnitState, full: Tensor) -> 
 
 def _gather(routes: Routes, unit: UnitState, number: int, own_S: Tensor, full_P: Tensor) -> Callable[[], Handle]:
     """What starts to gather the unit as it is now: flat 0 is the trainable one, 1 the frozen one."""
-    secondary, current = unit.secondary[number], unit.secondary_version == unit.version
+    secondary, current = unit.secondary[number], unit.secondary_versions[number] == unit.versions[number]
     return partial(routes.gather, own_S, full_P, secondary=secondary, current=current, what=unit.spec.name)
 
 

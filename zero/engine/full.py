@@ -475,7 +475,7 @@ def _write_flat(
     for sink in sinks_of(state.plan, state.runtime.store, unit, part):
         sink.take(flat)
     if kind == "param":
-        unit.mark_changed(resident=True)
+        unit.mark_changed(resident=True, frozen=True)
 
 
 def _write_gradient(state: State, unit: UnitState, edits: Mapping[str, Tensor]) -> None:

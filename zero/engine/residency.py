@@ -84,7 +84,7 @@ class Residency:
             order.forget()
         self._ahead.clear()
         for unit in self._units:
-            unit.secondary_version = -1  # what should have filled it may have gone with its buffer
+            unit.secondary_versions = -1, -1  # what should have filled it may have gone with its buffer
         if self.pool is not None:
             self.pool.unpin_all()
 
@@ -163,7 +163,7 @@ class Residency:
                 self._fill(unit, buffer, tickets)
                 buffer.version = unit.version
                 if self._keeps:  # of what is under way: whoever takes the buffer lets it arrive first
-                    unit.secondary_version = unit.version
+                    unit.secondary_versions = unit.versions
 
     def _fill(self, unit: UnitState, buffer: Buffer, tickets: Sequence[Ticket]) -> None:
         if not self._in_order:  # else there is nothing to compare: one rank may gather before a step begins

@@ -69,7 +69,7 @@ def traffic(plan: Plan) -> Traffic:
         offloaded_numel += spec.numel if page.kind == counted and moved != Load() else 0
     whole_numel = sum(unit.trainable.P + unit.frozen.P for unit in plan.units)
     trainable_numel = sum(unit.trainable.P for unit in plan.units)
-    gather = _gather(plan, plan.precision.compute.itemsize * whole_numel)
+    gather, renewed = (_gather(plan, plan.precision.compute.itemsize * n) for n in (whole_numel, trainable_numel))
     reduction = _sum(plan, trainable_numel)
     first, last = Load(), reduction if plan.local_sum else Load()
     if plan.resident and plan.full_update:
@@ -77,8 +77,8 @@ def traffic(plan: Plan) -> Traffic:
     elif plan.resident:
         first = gather
     gathered = Load() if plan.resident else gather
-    if plan.keeps_secondary:
-        first, gathered = Load(link=gather.wire, wire=gather.wire), Load(link=gather.link - gather.wire)
+    if plan.keeps_secondary:  # what is frozen crosses the wire once a run
+        first, gathered = Load(link=renewed.wire, wire=renewed.wire), Load(link=gather.link - gather.wire)
     count = plan.accumulate
     single = first_grads if "first_grad" in plan.grad_dtypes else grads
     # the first microbatch writes its gradients, each other one reads what there is and writes the sum

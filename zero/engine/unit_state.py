@@ -30,12 +30,13 @@ class UnitState:
         grad: (P,) or (S,), see `Plan.grad_numel`; None when nothing is trainable, or while it is offloaded.
         secondary: ((N - 1) x S,) of trainable and of frozen ones, compute dtype: what this rank keeps of other nodes',
             in the store; see `zero.distributed.routes`.
-        secondary_version: what they are of, as `version`, or will be after the gather that was started last; -1 where
+        secondary_versions: what they are of, as `versions`, or will be after the gather that was started last; -1 where
             they hold nothing.
         deferred: the update that has to be made before the next gather, or None.
         tickets: the parts of that update that the store's threads work on.
         interrupted: that update began and did not end.
         version: how many times the parameters changed.
+        frozen_version: how many times the frozen ones did: what a step does leaves them.
         calls: the autograd nodes of this microbatch's forward calls, until all their gradients have arrived.
         returned: how many of them have.
         filled: `grad` holds a part of this step's gradient.
@@ -47,11 +48,12 @@ class UnitState:
     frozen_S: Tensor | None
     grad: Tensor | None
     secondary: tuple[Tensor | None, Tensor | None] = None, None
-    secondary_version: int = -1
+    secondary_versions: tuple[int, int] = -1, -1
     deferred: Hyper | None = None
     tickets: list[Ticket] = field(default_factory=list)
     interrupted: bool = False
     version: int = 0
+    frozen_version: int = 0
     calls: list[Any] = field(default_factory=list)
     returned: int = 0
     filled: bool = False
@@ -64,9 +66,16 @@ class UnitState:
     def full_numel(self) -> int:
         return self.spec.trainable.P + self.spec.frozen.P
 
-    def mark_changed(self, *, resident: bool) -> None:
-        """The parameters changed: gathered copies are stale, except a resident one that was changed too."""
+    @property
+    def versions(self) -> tuple[int, int]:
+        """Of the trainable flat and of the frozen one."""
+        return self.version, self.frozen_version
+
+    def mark_changed(self, *, resident: bool, frozen: bool = False) -> None:
+        """The parameters changed, or also `frozen` ones: gathered copies are stale, except a resident one that was
+        changed too."""
         self.version += 1
+        self.frozen_version += frozen
         if resident and self.resident is not None:
             self.resident.version = self.version
 

@@ -136,7 +136,10 @@ def test_the_folder_of_all_runs_is_answered_with_the_newest_that_saved(one, tmp_
         run.mkdir(parents=True)
         if run.name != "13-00-00":
             shutil.copytree(one[1].folder.parent, run / "checkpoints")
-            os.utime(run / "checkpoints", (seconds, seconds))
+            for step in (run / "checkpoints").iterdir():
+                os.utime(step, (seconds + 1, seconds + 1))
+        else:
+            (run / "checkpoints").mkdir()  # of a run that died before its first save
     with pytest.raises(CheckpointError, match=f"a run or a folder of checkpoints, such as {made[1]}$"):
         open_newest(runs)
     assert open_newest(made[1])[0].folder.parent.parent == made[1]

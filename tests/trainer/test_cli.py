@@ -80,6 +80,12 @@ REFUSALS = [
     (["debug=tiny", "model=hf", "model.path=x", "model.width=8"], "or gpt_7b only; leave it out"),
     (["model.name=hf"], "model.name=hf is not of model=gpt_nano; type model=hf"),
     (["optim=sgd", "optim.name=lion"], "optim.name=lion is not of optim=sgd; type optim=lion"),
+    (["optim.name=null"], "optim.name=null is not of optim=adamw; there are adagrad, adam, adamw, lion, sgd"),
+    (["~optim.name"], "optim.name=null is not of optim=adamw; there are adagrad"),
+    (
+        ["model=hf", "+model.width=256", "+model.nonsense=1"],
+        "model.width is a key of model=gpt_nano, gpt_124m, gpt_1b, gpt_340m or gpt_7b only; leave it out",
+    ),
     (["optim.name=lyon"], "optim.name=lyon is not of optim=adamw; did you mean lion?"),
     (["+tracker.project=x"], "tracker.project is a key of tracker=wandb only; type tracker=wandb tracker.project=x"),
     (["tracker.name=wandb", "tracker.project=x"], "; type tracker=wandb tracker.project=x"),

@@ -11,7 +11,7 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import escape
@@ -179,9 +179,18 @@ def open_at(world: World, path: Path, progress: Progress = silent) -> tuple[Chec
 
 def _newest_run(path: Path) -> str:
     """For those who gave the folder of all runs: of those that saved, the one that did so last."""
-    roots = (root for depth in ("*", "*/*") for root in path.glob(f"{depth}/{FOLDER}"))
-    newest = max(roots, key=lambda root: root.stat().st_mtime, default=None)
-    return f", such as {newest.parent}" if newest else ""
+    saves_s = {root: last_save_s(root) for depth in ("*", "*/*") for root in path.glob(f"{depth}/{FOLDER}")}
+    newest = max(saves_s, key=lambda root: saves_s[root], default=None)
+    return f", such as {newest.parent}" if newest is not None and saves_s[newest] else ""
+
+
+def last_save_s(root: Path) -> float:
+    """When something was published there; 0: never."""
+    last_s = 0.0
+    for path in root.glob("step-*"):
+        with suppress(FileNotFoundError):  # its run has removed it meanwhile
+            last_s = max(last_s, path.lstat().st_mtime if step_of(path.name) is not None else 0.0)
+    return last_s
 
 
 def newest(world: World, folder: Path, *, below: bool) -> tuple[Checkpoint | None, list[str]]:
@@ -223,7 +232,7 @@ def load(
         checkpoint: what `open_checkpoint` or `open_latest` returned.
         partial: names, or patterns such as `head.*`, of tensors that keep the values that they have: they may be
             missing on either side, or differ in shape. With its kind in front, such as `nu/*`, of that kind only.
-        convert: names or patterns of tensors whose dtype may change; moments may go from fp32 to bf16 and back.
+        convert: names or patterns of tensors whose dtype may change; moments may go from any form to any.
         moments: False leaves the optimizer's as they are, whatever the checkpoint has: for a state that is not trained.
         weights: "parameter" (default), or "ema": the parameters get the running mean of what they were.
         note: called with which tensors keep their values because of `partial`.
@@ -406,8 +415,8 @@ def _match(
 
 
 def _may_become(kind: str, saved: str, dtype: torch.dtype) -> bool:
-    """Frozen parameters and statistics are held in the dtype of compute, and moments in one of two, which may be
-    another one than before; the rest is not."""
+    """Frozen parameters and statistics are held in the dtype of compute, and moments in fp32 or bf16 (those in 8 bits
+    as fp32), which may be another one than before; the rest is not."""
     if kind == FROZEN or (kind == BUFFER and dtype.is_floating_point):
         return "float" in saved
     if kind not in (PARAMETER, BUFFER):

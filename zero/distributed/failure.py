@@ -27,7 +27,7 @@ GRACE_S = 1.0
 
 NAMING_S = 5 * GRACE_S
 """How long it takes at most until a rank whose operation failed says who caused it: one to leave a note, three to read
-the others', each cut off where the store is out of reach."""
+the others', each cut off where the store is out of reach; and one for a busy machine."""
 
 _PAUSE_S = 0.01
 _NETWORK_PREFIX = re.compile(r"^\[[^]]*\] *")

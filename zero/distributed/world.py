@@ -454,8 +454,9 @@ class ProcessWorld(_Transport):
     Reads torchrun's environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and LOCAL_RANK for the GPU. Where a
     default process group exists already it is left alone, and so is its order of collectives.
 
-    An operation waits for somewhat less than `timeout_s`, so that who is missing is said within it. On a GPU the host
-    never waits: the deadline is kept by NCCL's watchdog, which ends the process.
+    An operation waits for five seconds less than `timeout_s`, so that who is missing is said within it; where that is
+    less than ten, for half of it. On a GPU the host never waits: the deadline is kept by NCCL's watchdog, which ends
+    the process.
     """
 
     def __init__(self, *, timeout_s: float = 300.0, device: str | None = None) -> None:

@@ -175,8 +175,10 @@ class Facts:
 
     def partial_counts(self) -> dict[int, int]:
         """Where sums are by node, those of this node: elements of one to how many; one for each reduction under way."""
-        flats = self.flat_counts() if self.sums_by_node else {}
-        return {partial_numel(self.world, numel): n // 2 for numel, n in flats.items()}
+        counts = Counter[int]()
+        for numel, n in self.flat_counts().items() if self.sums_by_node else ():
+            counts[partial_numel(self.world, numel)] += n // 2  # of several sizes of flats
+        return dict(counts)
 
     def grad_buffer_counts(self) -> dict[int, int]:
         """Where gradients are offloaded, buffers that they arrive in: elements of one to how many."""

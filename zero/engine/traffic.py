@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from zero.core.layout import VECTOR
 from zero.core.placement import Tier
 from zero.engine.page_table import SECONDARY
 from zero.engine.plan import Plan
@@ -66,7 +67,8 @@ def traffic(plan: Plan) -> Traffic:
             kept += moved
         else:
             states += moved
-        offloaded_numel += spec.numel if page.kind == counted and moved != Load() else 0
+        if page.kind == counted and moved != Load():  # a page may take more than one element for each parameter
+            offloaded_numel += spec.numel * VECTOR // plan.kept.numel(counted, VECTOR)
     whole_numel = sum(unit.trainable.P + unit.frozen.P for unit in plan.units)
     trainable_numel = sum(unit.trainable.P for unit in plan.units)
     gather, renewed = (_gather(plan, plan.precision.compute.itemsize * n) for n in (whole_numel, trainable_numel))

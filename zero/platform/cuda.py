@@ -65,8 +65,9 @@ class Cuda(Device):
     kind = "cuda"
     backend = "cpu:gloo,cuda:nccl"
     shares_memory = False
-    piece_numel = 1 << 26
-    """Nothing would stay in a cache, so only what it takes to have gradients in fp32 is bounded: 256 MiB."""
+    piece_numel = 1 << 24
+    """Nothing would stay in a cache, so only what an update holds in fp32 is bounded: 64 MiB for gradients, and with
+    moments in 8 bits six times that. A kernel over so many takes several times as long as its launch."""
     sum_numel = 1 << 22
     batch_bytes = 16 << 20
 

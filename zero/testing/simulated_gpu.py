@@ -132,7 +132,7 @@ class SimulatedGpu(Device):
 
     kind = "cuda"
     shares_memory = False
-    piece_numel, sum_numel, batch_bytes = 1 << 26, 1 << 22, 16 << 20
+    piece_numel, sum_numel, batch_bytes = 1 << 24, 1 << 22, 16 << 20
 
     def __init__(self, memory_bytes: int, order: str = "program", seed: int = 0) -> None:
         super().__init__(torch.device("cpu"))

@@ -158,12 +158,12 @@ def _of_their_kinds(settings: dict[str, Any], hydras: Any) -> dict[str, Any]:
 
 def _refuse_another_name(group: str, name: str | None, chosen: str | None) -> None:
     """A name belongs to its option: with another one the keys of the option that was chosen mean nothing."""
-    if name in (None, _option(group, chosen).get("name", name)):
+    if name == _option(group, chosen).get("name", name):
         return
-    having = [path.stem for path in sorted((CONF / group).glob("*.yaml")) if _option(group, path.stem)["name"] == name]
-    options = suggest.alternatives([f"{group}={one}" for one in having])
-    others = suggest.nearest(str(name), sorted(path.stem for path in (CONF / group).glob("*.yaml")))
-    raise SettingError(f"{group}.name={name} is not of {group}={chosen}; " + (f"type {options}" if options else others))
+    names = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    having = [f"{group}={one}" for one in names if _option(group, one)["name"] == name]
+    likely = f"type {suggest.alternatives(having)}" if having else suggest.nearest(name or "", names)
+    raise SettingError(f"{group}.name={suggest.shown(name)} is not of {group}={chosen}; {likely}")
 
 
 def _on_ds_config(composed: Any) -> Any:

@@ -128,10 +128,12 @@ def options_with(key: str, conf: Path) -> list[str]:
     """The options of its group that have a key, the default one first.
 
     Args:
-        key: one of `entries()`.
+        key: one of `entries()`; any other one has none of them.
         conf: as `sections` takes it.
     """
-    entry = next(entry for entry in entries() if entry.key == key)
+    entry = next((entry for entry in entries() if entry.key == key), None)
+    if entry is None:
+        return []
     names = next(_names(section) for section in sections(conf) if section.name == entry.group)
     return [name for name in names if not entry.options or _kind(conf / entry.group / f"{name}.yaml") in entry.options]
 

@@ -20,7 +20,7 @@ from typing import Any
 from zero.checkpoint import Checkpoint, Root, Saving, begin, open_at, open_first, open_latest, snapshot_bytes
 from zero.checkpoint.contents import check
 from zero.checkpoint.disk import naming
-from zero.checkpoint.load import FOLDER, is_step
+from zero.checkpoint.load import FOLDER, is_step, last_save_s
 from zero.checkpoint.manifest import step_name, step_of
 from zero.checkpoint.save import by_rank_0, check_shared
 from zero.core.placement import size_text
@@ -88,7 +88,7 @@ class Saver:
         several = self._world.nodes > 1
         if config.checkpoint.every > 0:
             check(plan, buffers_of(plan.model))
-            if several:
+            if several and config.mode == "train":
                 check_shared(self._world, self.root.path)
         if began_from is not None:
             for line in differences(began_from.facts, self._facts(), began_from.step):
@@ -245,9 +245,9 @@ def _newest(config: Config, world: World, folder: Path, progress: Progress) -> t
 def _newest_roots(config: Config, folder: Path) -> list[Path]:
     """Where `latest` looks: in `checkpoint.dir`, or in the runs beside this one, the one that saved last first."""
     own = root_of(config, folder)
-    if config.checkpoint.dir is not None or _last_save_s(own) > 0:
+    if config.checkpoint.dir is not None or last_save_s(own) > 0:
         return [own]
-    saves = {root: _last_save_s(root) for root in _roots_beside(folder.absolute())}
+    saves = {root: last_save_s(root) for root in _roots_beside(folder.absolute())}
     return sorted((root for root in saves if saves[root] > 0), key=lambda root: saves[root], reverse=True)
 
 
@@ -261,15 +261,6 @@ def _roots_beside(folder: Path) -> list[Path]:
 
 def _is_date(path: Path) -> bool:
     return re.fullmatch(r"\d{4}-\d{2}-\d{2}", path.name) is not None
-
-
-def _last_save_s(root: Path) -> float:
-    """When something was published there; 0: never."""
-    last_s = 0.0
-    for path in root.glob("step-*"):
-        with contextlib.suppress(FileNotFoundError):  # its run has removed it meanwhile
-            last_s = max(last_s, path.lstat().st_mtime if step_of(path.name) is not None else 0.0)
-    return last_s
 
 
 def _refuse_newer(own: Path, found: Checkpoint | None, rejected: Sequence[str]) -> None:

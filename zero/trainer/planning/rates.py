@@ -74,6 +74,8 @@ PROBE_DISK_BYTES, PROBE_DISK_S = 64 * 2**20, 1.0
 PROBE_COPY_BYTES, PROBE_NUMEL = 64 * 2**20, 4 * 2**20
 PROBE_GATHER_BYTES: Mapping[str, int] = {"cpu": 2**20, "cuda": 2**25}
 """Of each rank. On a slow wire, of 100 Mbit/s, it takes a CPU's ranks a tenth of a second."""
+MOST_GATHERED_BYTES = 2**29
+"""Of all ranks together: of thousands each sends less."""
 PROBE_GATHERS = 4
 
 
@@ -96,7 +98,8 @@ def between_ranks(world: World) -> dict[str, float]:
         return {}
     found = {}
     for name, part in (("link_bytes", within_node(world, "gather")), ("wire_bytes", across_nodes(world, "gather"))):
-        shard = world.compute.zeros(PROBE_GATHER_BYTES[world.compute.kind], torch.uint8)
+        shard_bytes = min(PROBE_GATHER_BYTES[world.compute.kind], MOST_GATHERED_BYTES // part.size)
+        shard = world.compute.zeros(shard_bytes, torch.uint8)
         full, times_s = world.compute.zeros(part.size * shard.numel(), torch.uint8), []
         for _ in range(PROBE_GATHERS if part.size > 1 else 0):
             world.barrier("a probe")
@@ -153,8 +156,8 @@ def _source(found: Mapping[str, float], rates: Rates, machine: Machine) -> str:
     source += f", {found['update_numel'] / 1e6:,.0f} million updates/s"
     source += f", {found['copy_bytes'] / 1e9:.1f} GB/s to the host and back" if "copy_bytes" in found else ""
     source += f", {found['disk_bytes'] / 1e9:.1f} GB/s of disk for each rank" if "disk_bytes" in found else ""
-    links = [f"{rates.link_bytes / 1e9:.2g} GB/s between ranks"] * (machine.ranks_per_node > 1)
-    links += [f"{rates.wire_bytes / 1e9:.2g} GB/s between nodes"] * (machine.ranks > machine.ranks_per_node)
+    links = [f"{rates.link_bytes / 1e9:.3g} GB/s between ranks"] * (machine.ranks_per_node > 1)
+    links += [f"{rates.wire_bytes / 1e9:.3g} GB/s between nodes"] * (machine.ranks > machine.ranks_per_node)
     return source + (", " if machine.links else "; assumed: ") * bool(links) + ", ".join(links)
 
 

@@ -14,8 +14,9 @@ Eight bits are an exponent, counted from one that a block of 64 elements shares,
 a mean               sign, 4 bits of exponent: down to 2^-15 of the block's largest, and zero
 a mean of squares    5 bits of exponent: down to 2^-31 of the block's largest, and not zero beside what is not
 
-A mean of squares that became zero would divide its mean by nothing. Blocks are those vectors of a flat that no cut
-falls into, and every parameter begins with one of its own.
+What is smaller is kept as the smallest of them, so its mean is not exact. A mean of squares that became zero would
+divide its mean by nothing. Blocks are those vectors of a flat that no cut falls into, and every parameter begins with
+one of its own.
 
 Source: Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", section 3.1; Zamirai et al. 2020,
 "Revisiting BFloat16 Training", section 4; Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"; Rouhani

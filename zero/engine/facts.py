@@ -175,9 +175,11 @@ class Facts:
 
     def partial_counts(self) -> dict[int, int]:
         """Where sums are by node, those of this node: elements of one to how many; one for each reduction under way."""
+        if not self.sums_by_node:
+            return {}
         counts = Counter[int]()
-        for numel, n in self.flat_counts().items() if self.sums_by_node else ():
-            counts[partial_numel(self.world, numel)] += n // 2  # of several sizes of flats
+        for numel, n in self.flat_counts().items():  # flats of two sizes may have sums of one
+            counts[partial_numel(self.world, numel)] += n // 2
         return dict(counts)
 
     def grad_buffer_counts(self) -> dict[int, int]:

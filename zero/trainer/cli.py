@@ -118,6 +118,10 @@ def _groups() -> set[str]:
     return {path.name for path in CONF.iterdir() if path.is_dir()}
 
 
+def _options_of(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
 def settings_in(composed: Any) -> dict[str, Any]:
     """Our part of what Hydra composed, as plain values."""
     ours = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
@@ -160,7 +164,7 @@ def _refuse_another_name(group: str, name: str | None, chosen: str | None) -> No
     """A name belongs to its option: with another one the keys of the option that was chosen mean nothing."""
     if name == _option(group, chosen).get("name", name):
         return
-    names = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    names = _options_of(group)
     having = [f"{group}={one}" for one in names if _option(group, one)["name"] == name]
     likely = f"type {suggest.alternatives(having)}" if having else suggest.nearest(name or "", names)
     raise SettingError(f"{group}.name={suggest.shown(name)} is not of {group}={chosen}; {likely}")
@@ -217,7 +221,7 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
         if override.is_sweep_override():
             return f"{text} is a list of runs; add -m to run them one after another"
         if (CONF / key).is_dir():
-            options = sorted(path.stem for path in (CONF / key).glob("*.yaml"))
+            options = _options_of(key)
             if value is not None and value not in options:
                 return f"{key}={value} does not exist; {suggest.nearest(str(value), options)}"
         elif key not in keys() and not any(known.startswith(f"{key}.") for known in keys()):

@@ -155,7 +155,7 @@ def test_a_stage_is_three_booleans(path):
 
 def test_threads_that_may_be_inside_torch_are_waited_for():
     without_torch = {"platform.threads", "distributed.failure", "platform.memory_watch", "platform.device"}
-    without_torch |= {"store.nvme", "checkpoint.load", "trainer.launch.request", "trainer.launch.ranks"}
+    without_torch |= {"store.nvme", "checkpoint.open", "trainer.launch.request", "trainer.launch.ranks"}
     users = {name_of(path) for path in FILES if re.search(r"\bThread[()]", path.read_text())}
     own = {name for name in users - without_torch if not name.startswith("testing.")}
     assert not own, (

@@ -22,7 +22,8 @@ if find_spec("torch") is None:
 
 if TYPE_CHECKING:
     from zero import losses as losses
-    from zero.checkpoint.load import load as load, open_checkpoint as open_checkpoint, open_latest as open_latest
+    from zero.checkpoint.load import load as load
+    from zero.checkpoint.open import open_checkpoint as open_checkpoint, open_latest as open_latest
     from zero.checkpoint.save import save as save
     from zero.core.loss_scale import LossScaling as LossScaling
     from zero.core.optim import (

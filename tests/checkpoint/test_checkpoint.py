@@ -512,7 +512,7 @@ def test_the_deadline_is_for_waits_and_not_for_work(tmp_path: Path):
 
 
 def test_blocks_are_shared_by_ranks_and_threads_and_damage_is_found_wherever_it_is(tmp_path: Path, monkeypatch):
-    for module in ("hashes", "shard", "load"):
+    for module in ("hashes", "shard", "open"):
         monkeypatch.setattr(sys.modules[f"zero.checkpoint.{module}"], "BLOCK_BYTES", 2**20)
     _, path = saved(zero.World.from_env(), Setting(), tmp_path, steps=0, build=lambda: Small(width=500))
     (file,) = path.glob("*.safetensors")

@@ -1,13 +1,13 @@
 """Checkpoints that load anywhere: one folder per step, published whole or not at all.
 
-`hashes` and `manifest` say what a checkpoint is, `disk`, `shard` and `publish` write and read it, and `contents`,
-`save` and `load` know what of a state it holds.
+`hashes` and `manifest` say what a checkpoint is, `disk`, `shard` and `publish` write and read it, `open`
+finds one and compares every byte, and `contents`, `save` and `load` know what of a state it holds.
 """
 
-from zero.checkpoint.load import (
+from zero.checkpoint.load import load as load
+from zero.checkpoint.open import (
     Checkpoint as Checkpoint,
     Tensors as Tensors,
-    load as load,
     newest as newest,
     open_at as open_at,
     open_checkpoint as open_checkpoint,

@@ -20,8 +20,8 @@ from typing import Any
 from zero.checkpoint import Checkpoint, Root, Saving, begin, open_at, open_first, open_latest, snapshot_bytes
 from zero.checkpoint.contents import check
 from zero.checkpoint.disk import naming
-from zero.checkpoint.load import FOLDER, is_step, last_save_s
 from zero.checkpoint.manifest import step_name, step_of
+from zero.checkpoint.open import FOLDER, is_step, last_save_s
 from zero.checkpoint.save import by_rank_0, check_shared
 from zero.core.placement import size_text
 from zero.distributed.world import World

@@ -24,7 +24,7 @@ import zero
 from tests.conftest import LONG_S
 from zero.__main__ import main as zero_train
 from zero.testing import forked_ranks, run_processes
-from zero.trainer import cli
+from zero.trainer import compose
 from zero.trainer.models import GPT, GPTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -157,7 +157,7 @@ OWN = r"(resume|model\.path|data\.path|ds_config)=\S+ (does not exist|is not a f
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
 def test_every_command_of_a_page_is_accepted(page: Path, here: Path):
     for words in commands(page):
-        refused = cli._refusal_of([word.replace("/mnt/nvme", ".") for word in words])
+        refused = compose.refusal_of([word.replace("/mnt/nvme", ".") for word in words])
         assert not refused or re.match(OWN, refused), f"{words}: {refused}"
 
 

@@ -22,7 +22,7 @@ from zero.deepspeed.config import differing, overrides, translate
 from zero.deepspeed.config_keys import ALIASES, FEATURES, KEYS, OPTIMIZERS, SCHEDULERS
 from zero.errors import ConfigError
 from zero.settings.build import build_optimizer, build_schedule
-from zero.trainer import cli
+from zero.trainer import compose
 from zero.trainer.config import keys as keys_here, read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -449,7 +449,7 @@ def test_the_command_line_that_is_printed_gives_the_same_settings(path, script):
     words = shlex.split(line)
     expected = read(translate(path).settings)
     assert words[:2] == ["python", "train.py"]
-    assert read(cli.settings_in(cli.compose(words[2:]))) == expected
+    assert read(compose.settings_in(compose.compose(words[2:]))) == expected
     shown = yaml.safe_load(rest)
     assert shown == differing(translate(path).settings)
     assert rest.count("\n# ") == len(translate(path).notes)
@@ -457,7 +457,7 @@ def test_the_command_line_that_is_printed_gives_the_same_settings(path, script):
 
 def test_train_takes_it_before_its_own_words():
     def settled(*words: str):
-        return read(cli.settings_in(cli.compose([f"ds_config={GOLDEN[-1]}", *words])))
+        return read(compose.settings_in(compose.compose([f"ds_config={GOLDEN[-1]}", *words])))
 
     translated = read(translate(GOLDEN[-1]).settings)
     assert settled() == translated
@@ -465,7 +465,7 @@ def test_train_takes_it_before_its_own_words():
     assert (changed.optim.lr, changed.offload.threads) == (0.5, 2)
     assert changed.schedule == translated.schedule
     other = settled("optim=lion")
-    assert other.optim == read(cli.settings_in(cli.compose(["optim=lion"]))).optim, "an option is whole"
+    assert other.optim == read(compose.settings_in(compose.compose(["optim=lion"]))).optim, "an option is whole"
     assert other.zero == translated.zero
 
 
@@ -490,7 +490,7 @@ def test_words_are_read_back_as_they_were():
     }
     words = overrides(settings)
     assert words[0] == "tracker=wandb"
-    composed = cli.settings_in(cli.compose(words))
+    composed = compose.settings_in(compose.compose(words))
     assert composed["tracker"]["project"] == settings["tracker"]["project"]
     assert composed["tracker"]["group"] == "true"
     assert composed["offload"]["path"] == "/a b=c"

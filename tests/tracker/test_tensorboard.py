@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from zero.tracker import ROW, open_tracker
-from zero.trainer.cli import compose, settings_in
+from zero.trainer.compose import compose, settings_in
 from zero.trainer.config import read
 
 NEVER = "offload/read_bytes"

@@ -29,7 +29,7 @@ from zero.tracker import ROW, Lines, Tracker, open_tracker
 from zero.tracker.behind import Behind
 from zero.tracker.wandb import has_key, mode_of, name_and_group, run_id_of
 from zero.trainer import launch
-from zero.trainer.cli import compose, settings_in
+from zero.trainer.compose import compose, settings_in
 from zero.trainer.config import read
 
 NEVER, ONCE = "offload/read_bytes", "comm/gather_bytes"

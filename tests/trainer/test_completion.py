@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import LONG_S
 from zero.__main__ import COMMANDS
-from zero.trainer.cli import complete
+from zero.trainer.compose import complete
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OFFLOADS = ["auto", "cpu", "infinity", "none", "nvme"]

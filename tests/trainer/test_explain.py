@@ -14,7 +14,7 @@ from tests.conftest import LONG_S
 from zero.core.schema import walk
 from zero.core.settings import Reads, words
 from zero.errors import ConfigError
-from zero.trainer.cli import CONF, compose, settings_in
+from zero.trainer.compose import CONF, compose, settings_in
 from zero.trainer.config import Config, keys, read
 from zero.trainer.explain import FIRST, WIDTH, entries, explain, overview, sections
 

@@ -10,7 +10,7 @@ import pytest
 
 from zero.errors import CheckpointError
 from zero.settings.build import build_optimizer, build_schedule
-from zero.trainer.cli import compose, settings_in
+from zero.trainer.compose import compose, settings_in
 from zero.trainer.config import Config, read
 from zero.trainer.resume import differences, refuse_other_model, refuse_other_moments
 

@@ -8,7 +8,7 @@ import pytest
 
 import train
 from zero.core import suggest
-from zero.trainer import cli, job, replies
+from zero.trainer import compose, job, replies
 from zero.trainer.config import keys, kinds
 from zero.trainer.explain import entries, options_with
 from zero.trainer.synonyms import OUT, SYNONYMS
@@ -88,7 +88,7 @@ def here(here):
 
 @cache
 def refusal_of(words: tuple[str, ...]) -> str:
-    return cli._refusal_of([filled(word) for word in words])
+    return compose.refusal_of([filled(word) for word in words])
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -121,13 +121,13 @@ def test_what_is_left_out_says_why():
 
 # Keys of an option that was not chosen
 
-GROUPS = [name for name in sorted(cli._groups()) if len(kinds(name)) > 1]
+GROUPS = [name for name in sorted(compose.groups()) if len(kinds(name)) > 1]
 MISPLACED = [
-    (group, next(path.stem for path in sorted((cli.CONF / group).glob("*.yaml")) if path.stem not in having), entry)
+    (group, next(path.stem for path in sorted((compose.CONF / group).glob("*.yaml")) if path.stem not in having), entry)
     for group in GROUPS
     for entry in entries()
     if entry.group == group and entry.options
-    for having in [options_with(entry.key, cli.CONF)]
+    for having in [options_with(entry.key, compose.CONF)]
 ]
 """Each with the first option that does not have it."""
 
@@ -142,15 +142,15 @@ def test_a_key_of_another_option_is_answered_with_what_to_type(here, group, caps
         word = next(one for one in entry.example.split() if one.startswith(f"{entry.key}="))
         assert train.main([f"{group}={option}", word]) == 2
         said = capsys.readouterr().err
-        having = options_with(entry.key, cli.CONF)
+        having = options_with(entry.key, compose.CONF)
         assert said.startswith(f"{entry.key} is a key of {group}={suggest.alternatives(having)} only; ")
         assert said.count("\n") == 1
         write, typed, needs = re.search(r"; (?:type (.*)|with (.*) in its place: (.*))$", said).groups()
         assert (write or typed).split() == [f"{group}={having[0]}", word]
         if write:
-            assert cli._refusal_of(write.split()) == ""
+            assert compose.refusal_of(write.split()) == ""
         else:
-            assert needs == cli._refusal_of(typed.split())
+            assert needs == compose.refusal_of(typed.split())
             assert re.search(r" needs \w+\.\w+=| does not exist; | set \w+\.\w+=", needs)
 
 
@@ -161,8 +161,8 @@ def test_there_are_keys_of_other_options_in_every_group_that_has_kinds():
 
 def test_a_key_that_no_option_has_with_the_others_is_to_be_left_out(here):
     needs = [f"model.path={here / 'weights'}", "model.width=8"]
-    assert cli._refusal_of(["model=hf", *needs]).endswith("gpt_7b only; leave it out")
-    assert cli._refusal_of(["tracker.project=x", "optim=sgd", "optim.beta1=0.8", "optim.beta2=0.9"]).endswith(
+    assert compose.refusal_of(["model=hf", *needs]).endswith("gpt_7b only; leave it out")
+    assert compose.refusal_of(["tracker.project=x", "optim=sgd", "optim.beta1=0.8", "optim.beta2=0.9"]).endswith(
         "with tracker=wandb tracker.project=x in its place: optim.beta1 is a key of optim=adamw, adam or lion only; "
         "type optim=adamw optim.beta1=0.8 optim.beta2=0.9"
     )

@@ -1,0 +1,375 @@
+"""Settings of a command line, composed by Hydra from conf/, and what to say when a word of it is wrong.
+
+The only file that knows Hydra and OmegaConf.
+"""
+
+import argparse
+import contextlib
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hydra
+from hydra._internal.core_plugins.bash_completion import BashCompletion
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from zero.core import suggest
+from zero.core.secret import refuse_secrets
+from zero.deepspeed import config as ds_config
+from zero.errors import ConfigError, SettingError, one_line
+from zero.platform.run_files import making
+from zero.trainer.checks import parse_config
+from zero.trainer.commands import COMMANDS
+from zero.trainer.config import Config, keys, keys_of, kinds, unknown_key
+from zero.trainer.explain import entries, explain, options_with
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_INSTALLED = _PACKAGE / "application" / "conf"
+CONF = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "conf"
+"""The folder of options."""
+
+_VERSION_BASE: Mapping[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
+"""Hydra 1.3 warns without it, 1.4 with it."""
+
+PRESETS = ("experiment", "debug")
+"""Groups whose options set keys of other sections."""
+
+
+@cache
+def _store_options() -> None:
+    """Give Hydra every file of conf/, each over the declared defaults of what it sets."""
+    for path in sorted(CONF.rglob("*.yaml")):
+        group = None if path.parent == CONF else path.parent.name
+        given: Any = OmegaConf.load(path)
+        node = OmegaConf.merge(_declared(group, given.get("name")), given)
+        package = "_global_" if group in (None, *PRESETS) else group
+        ConfigStore.instance().store(path.stem, node, group, package, provider=str(path.parent))
+
+
+def _declared(group: str | None, name: str | None) -> dict[str, Any]:
+    """The defaults of an option's section, of the kind that has this name; without a group those of all others."""
+    plain = Config().plain()
+    if group is None:
+        return {key: plain[key] for key in plain if key in PRESETS or not (CONF / key).is_dir()}
+    if group in PRESETS:
+        return {}
+    kind = kinds(group).get(str(name))
+    if kind is None:
+        return plain[group]
+    return {"name": name, **kind.model_construct().model_dump(by_alias=True, mode="json")}
+
+
+def _option(group: str, name: str | None) -> Mapping[str, Any]:
+    """What an option of conf/ sets; nothing where it is none of them."""
+    if not (CONF / group / f"{name}.yaml").exists():
+        return {}
+    return ConfigStore.instance().load(f"{group}/{name}.yaml").node
+
+
+def compose(overrides: Sequence[str], config_name: str = "config") -> Any:
+    """Hydra's composed configuration, with its own part under `hydra`.
+
+    Raises:
+        SettingError: one line about the first override that names something that does not exist.
+    """
+    _store_options()
+    _refuse_several_options(overrides)
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize(config_path=None, job_name="train", **_VERSION_BASE):
+            return hydra.compose(config_name, list(overrides), return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise SettingError(_explain(overrides, error)) from None
+
+
+def _refuse_several_options(overrides: Sequence[str]) -> None:
+    """Hydra would put one over the other, without a word."""
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if value.startswith("[") and key in groups():
+            both = "; for both, tracker=wandb tracker.tensorboard=true" if key == "tracker" else ""
+            raise SettingError(f"{text}: choose one option of {key}{both}")
+
+
+def groups() -> set[str]:
+    return {path.name for path in CONF.iterdir() if path.is_dir()}
+
+
+def _options_of(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def settings_in(composed: Any) -> dict[str, Any]:
+    """Our part of what Hydra composed, as plain values."""
+    ours = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+    try:
+        settings: Any = OmegaConf.to_container(ours, resolve=True)
+    except OmegaConfBaseException as error:
+        raise SettingError(one_line(error)) from None
+    if settings.pop("ds_config"):
+        return settings_in(_on_ds_config(composed))
+    return _of_their_kinds(settings, _hydra_of(composed))
+
+
+def _hydra_of(composed: Any) -> Any:
+    """Hydra's own part, which a job gets without it."""
+    return composed.hydra if "hydra" in composed else HydraConfig.get()
+
+
+def _of_their_kinds(settings: dict[str, Any], hydras: Any) -> dict[str, Any]:
+    """Without what an experiment or debug=tiny says of kinds that were not chosen: model=hf has no width."""
+    typed = _typed_keys(hydras)
+    for group in sorted(groups() - set(PRESETS)):
+        _refuse_another_name(group, settings[group].get("name"), hydras.runtime.choices.get(group))
+    for key in sorted(typed & set(keys())):  # a preset's words for one kind, or a `+`, may have made room for them
+        section, _, name = key.partition(".")
+        if kinds(section) and name not in keys_of(section, settings[section]):
+            raise SettingError(_of_another_option(key, hydras.overrides.task))
+    for group in PRESETS:
+        for section, names in _option(group, hydras.runtime.choices.get(group)).items():
+            if not isinstance(names, Mapping) or section not in settings:
+                continue
+            known = keys_of(section, settings[section])
+            for name in names if known else ():
+                key = f"{section}.{name}"
+                if name not in known and key in keys() and key not in typed:
+                    settings[section].pop(name, None)
+    return settings
+
+
+def _refuse_another_name(group: str, name: str | None, chosen: str | None) -> None:
+    """A name belongs to its option: with another one the keys of the option that was chosen mean nothing."""
+    if name == _option(group, chosen).get("name", name):
+        return
+    names = _options_of(group)
+    having = [f"{group}={one}" for one in names if _option(group, one)["name"] == name]
+    likely = f"type {suggest.alternatives(having)}" if having else suggest.nearest(name or "", names)
+    raise SettingError(f"{group}.name={suggest.shown(name)} is not of {group}={chosen}; {likely}")
+
+
+def _on_ds_config(composed: Any) -> Any:
+    """The same command line with the settings of its ds_config before its own words; a section's option replaces it."""
+    typed = [one for one in _hydra_of(composed).overrides.task if _key_of(one) != "ds_config"]
+    replaced = {_key_of(one) for one in typed if (CONF / _key_of(one)).is_dir()}
+    base = ds_config.overrides(ds_config.translate(composed.ds_config).settings)
+    kept = [one for one in base if _key_of(one).split(".")[0] not in replaced]
+    return compose([*kept, *typed, "ds_config=null"])
+
+
+def _key_of(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
+
+
+def _typed_keys(hydras: Any) -> set[str]:
+    return {_key_of(one) for one in hydras.overrides.task}
+
+
+def notes_of(composed: Any) -> Iterator[str]:
+    """What is not as it was typed: words of a ds_config without meaning here, a model that debug=tiny makes small."""
+    if composed.ds_config:
+        yield from ds_config.translate(composed.ds_config).notes
+    hydras = _hydra_of(composed)
+    typed, choices = _typed_keys(hydras), hydras.runtime.choices
+    if "model" in typed:
+        own = _option("model", choices.model)
+        others = {f"model.{name}": value for name in own if (value := composed.model.get(name)) != own[name]}
+        if changed := [f"{key}={suggest.shown(value)}" for key, value in others.items() if key not in typed]:
+            by = " ".join(f"{one}={choices[one]}" for one in PRESETS if choices.get(one) not in (None, "none"))
+            yield f"{by} sets {' '.join(changed)} in place of what model={choices.model} says"
+
+
+_NAME = re.compile(r"\w+")
+"""What may be the name of an option."""
+
+
+def _explain(overrides: Sequence[str], error: Exception) -> str:
+    """Hydra's message takes several lines and advises `+key`; say instead which word is wrong."""
+    parser = OverridesParser.create()
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+        except HydraException:
+            return f"{text} cannot be read; write key=value, and quote what the shell or Hydra would interpret"
+        key, value = override.key_or_group, override.value()
+        if key in ("hydra/sweeper", "hydra/launcher") and "Could not find" in str(error):
+            return f"{text}: this plugin is not installed; pip install 'functional-zero[sweep]' has optuna and submitit"
+        if key.startswith("hydra") or key == "ds_config":
+            continue
+        if override.is_sweep_override():
+            return f"{text} is a list of runs; add -m to run them one after another"
+        if (CONF / key).is_dir():
+            options = _options_of(key)
+            if value is not None and value not in options:
+                return f"{key}={value} does not exist; {suggest.nearest(str(value), options)}"
+        elif key not in keys() and not any(known.startswith(f"{key}.") for known in keys()):
+            named = CONF.glob(f"*/{value}.yaml") if _NAME.fullmatch(str(value)) else ()
+            groups = [path.parent.name for path in named]
+            if group := suggest.meant(key, groups):  # the value tells more than the letters
+                return f"unknown key {key}{group.removesuffix('?')}={value}?"
+            return unknown_key(key)
+    found = re.match(r"Could not override '([^']+)'", str(error))
+    if found and found[1] in keys():
+        return _of_another_option(found[1], overrides)
+    return unknown_key(found[1]) if found else one_line(error)
+
+
+def _of_another_option(key: str, overrides: Sequence[str]) -> str:
+    """What to say of a key that the chosen option does not have: which do, and what to type. The answer is tried."""
+    group = key.split(".")[0]
+    having = options_with(key, CONF)
+    said = f"{key} is a key of {group}={suggest.alternatives(having)} only"
+    others = [one for one in overrides if _key_of(one).split(".")[0] != group]
+    words = [one.lstrip("+") for one in overrides if one not in others and _key_of(one) not in (group, f"{group}.name")]
+    fitting = [name for name in having if all(name in options_with(_key_of(one), CONF) for one in words)]
+    if not fitting:
+        return f"{said}; leave it out"
+    write = [f"{group}={fitting[0]}", *words]
+    refused = refusal_of([*others, *write])
+    typed = " ".join(write)
+    return f"{said}; with {typed} in its place: {refused}" if refused else f"{said}; type {typed}"
+
+
+def refusal_of(words: Sequence[str]) -> str:
+    """Why these settings, or the first run of such a sweep, are refused; "" where they are not."""
+    try:
+        run = next(runs_in([word for word in words if not word.startswith("-")]))
+        config = parse_config(settings_in(compose(run)))
+        if config.mode == "explain":
+            explain(config.explain.key, CONF)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def runs_in(overrides: Sequence[str], limit: int = 64) -> Iterator[list[str]]:
+    """The overrides of the first runs of a sweep. Choices that only a sweeper can make are left out."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise ConfigError(_explain(overrides, error)) from None
+    choices = [
+        [f"{one.get_key_element()}={value}" for value in one.sweep_string_iterator()]
+        if one.is_discrete_sweep()
+        else [one.input_line]
+        for one in parsed
+        if one.is_discrete_sweep() or not one.is_sweep_override()
+    ]
+    return ([str(text) for text in run] for run in itertools.islice(itertools.product(*choices), limit))
+
+
+def folder_of(composed: Any, kind: str) -> Path:
+    try:
+        folder = Path(composed.hydra[kind].dir)
+    except OmegaConfBaseException as error:
+        raise SettingError(f"hydra.{kind}.dir: {one_line(error)}") from None
+    refuse_secrets({f"hydra.{kind}.dir": str(folder)}, os.environ)
+    return folder
+
+
+def refuse_secrets_of(composed: Any) -> None:
+    """What Hydra writes into the folder of a run: every setting before it is resolved, and those of its own."""
+    plain: Any = OmegaConf.to_container(composed, resolve=False)
+    hydras = plain.pop("hydra")
+    own = {part: hydras[part] for part in ("job", "run", "sweep", "launcher", "sweeper")}
+    refuse_secrets(plain | {"hydra": own}, os.environ)
+
+
+def make_folder(composed: Any, overrides: Sequence[str]) -> Path:
+    """What Hydra does for a run that it starts itself."""
+    HydraConfig.instance().set_config(composed)
+    folder = folder_of(composed, "run")
+    record = folder / (composed.hydra.output_subdir or ".hydra")
+    with making("hydra.run.dir", folder):
+        record.mkdir(parents=True, exist_ok=True)  # a run that is started again in its folder
+        OmegaConf.save(OmegaConf.create(settings_in(composed)), record / "config.yaml")
+        OmegaConf.save(OmegaConf.create(list(overrides)), record / "overrides.yaml")
+    return folder
+
+
+def complete(line: str) -> list[str]:
+    """The words that the last one of a command line may become, as Hydra's completion asks for them.
+
+    Args:
+        line: as it was typed so far, with the name of the program.
+    """
+    typed = BashCompletion.strip_python_or_app_name(line)
+    by_key = {entry.key: entry for entry in entries()}
+    modes, starts = by_key["mode"].choices, list[str]()
+    first, blank, rest = typed.partition(" ")
+    last = typed.rpartition(" ")[2]
+    if not blank:
+        starts = [word for word in (*modes, *COMMANDS) if word.startswith(first)]
+    elif first in COMMANDS:
+        return []  # the shell offers files
+    elif first == "explain":
+        return [key for key in by_key if key.startswith(last)]
+    elif first in modes:
+        typed = rest
+    key, equals, value = last.partition("=")
+    if equals and key in by_key and by_key[key].choices:
+        return [f"{key}={word}" for word in by_key[key].choices if word.startswith(value)]
+    _store_options()
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize(config_path=None, job_name="train", **_VERSION_BASE):
+            return starts + BashCompletion(GlobalHydra.instance().config_loader())._query("config", typed)
+    except (HydraException, OmegaConfBaseException):
+        return starts  # of a line that says nothing yet, such as one with an open bracket, nobody wants an error
+
+
+class Job(NamedTuple):
+    """A run that Hydra calls us for.
+
+    Attributes:
+        folder: where it writes.
+        sweep: the folder of its sweep; None: it is in none.
+        name: in its sweep, the number and what only this run says.
+    """
+
+    folder: Path
+    sweep: Path | None = None
+    name: str = ""
+
+
+def this_job() -> Job:
+    hydras = HydraConfig.get()
+    folder = Path(hydras.runtime.output_dir)
+    if hydras.mode != RunMode.MULTIRUN:
+        return Job(folder)
+    name = f"run {hydras.job.num}: {' '.join(hydras.overrides.task)}"
+    return Job(folder, Path(hydras.runtime.cwd) / hydras.sweep.dir, name)
+
+
+@contextlib.contextmanager
+def _any_help() -> Iterator[None]:
+    """Hydra 1.3 has an option whose help is no text, which Python 3.14 refuses when the option is added."""
+    argparse.ArgumentParser._check_help = lambda *_: None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del argparse.ArgumentParser._check_help  # type: ignore[attr-defined]
+
+
+@_any_help()
+def parser_of_options() -> argparse.ArgumentParser:
+    """Hydra's, for what begins with dashes."""
+    return get_args_parser()
+
+
+@_any_help()
+def run_jobs(run: Callable[[Any], float | None]) -> None:
+    """Let Hydra read the program's arguments, make the folders and call `run` with the settings of each run."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # what it does not catch comes to us, and is one line
+    hydra.main(config_path=None, config_name="config", **_VERSION_BASE)(run)()

@@ -41,6 +41,27 @@ def test_two_nodes_train_and_their_wires_carry_what_the_rows_say(tmp_path):
     assert said < sent < 1.25 * said, f"{done.stdout}: the rest is headers, and what every row costs"
 
 
+def test_state_is_offloaded_to_each_nodes_own_disk_and_checkpoints_there_are_refused_before_training(tmp_path):
+    own = tmp_path / "disk"
+    command = [sys.executable, SCRIPTS / "nodes", "--unshared", own, "--", ROOT / "train.py", *TINY]
+
+    def run(name: str, *words: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [*map(str, command), f"hydra.run.dir={tmp_path / name}", *words],
+            cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=LONG_S,
+        )  # fmt: skip
+
+    offloaded, plain = run("nvme", "offload=nvme", f"offload.path={own}"), run("none")
+    assert offloaded.returncode == plain.returncode == 0, offloaded.stdout + offloaded.stderr
+    losses = [[row["train/loss"] for row in rows_in(tmp_path / name / "metrics.jsonl")] for name in ("nvme", "none")]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 6
+    refused = run("refused", "checkpoint.every=2", f"checkpoint.dir={own}")
+    assert refused.returncode != 0
+    assert "rank 1 of 2 does not see" in refused.stdout + refused.stderr, refused.stdout + refused.stderr
+    assert not rows_in(tmp_path / "refused" / "metrics.jsonl"), "it was refused before the first step"
+
+
 def test_a_run_that_loses_a_rank_goes_on_from_its_last_save_in_its_folder(tmp_path):
     job = Job([str(ROOT / "train.py"), *TINY, "steps=60", "checkpoint.every=10"], max_restarts=3)
     how: dict[str, Any] = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -11,6 +11,7 @@ the process that made them, and the next `Nodes` removes those whose maker is go
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -58,7 +59,7 @@ def why_not() -> str:
     """Why this process cannot make nodes; "" if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    missing = [name for name in ("ip", "tc", "unshare", "setpriv") if shutil.which(name) is None]
+    missing = [name for name in ("ip", "tc", "mount", "unshare", "setpriv") if shutil.which(name) is None]
     if missing:
         return f"{', '.join(missing)} not installed: apt-get install iproute2 util-linux"
     refused = subprocess.run(["unshare", "--net", "--uts", "--pid", "--fork", "true"], capture_output=True, text=True)
@@ -70,14 +71,15 @@ class Nodes(AbstractContextManager["Nodes"]):
 
     Args:
         wires: one for each node.
+        unshared: folders of which each node has its own, as a node's own disk: `FOLDER-node0` and so on, beside it.
 
     Raises:
         subprocess.CalledProcessError: the system refuses a command; what it said is on stderr.
     """
 
-    def __init__(self, wires: Sequence[Wire]) -> None:
+    def __init__(self, wires: Sequence[Wire], unshared: Sequence[Path] = ()) -> None:
         remove_left_behind()
-        self.wires = tuple(wires)
+        self.wires, self._unshared = tuple(wires), [folder.absolute() for folder in unshared]
         maker = psutil.Process()
         self._name = f"{_PREFIX}-{maker.pid}-{int(maker.create_time())}-{id(self):x}"
         self._first: dict[str, list[subprocess.Popen[Any]]] = {}
@@ -104,7 +106,8 @@ class Nodes(AbstractContextManager["Nodes"]):
         """
         host = node if node == SWITCH else f"node{node}"
         inside = ["unshare", "--uts", "--pid", "--mount-proc", "--fork", "--kill-child"]
-        named = ["sh", "-c", f'hostname {host}; exec "$@"', "sh", *command]
+        first = [f"hostname {host}", *(self._mount(folder, host) for folder in self._unshared), 'exec "$@"']
+        named = ["sh", "-c", " && ".join(first), "sh", *command]
         dying = ["setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", self._netns(node)]
         started = subprocess.Popen(
             [*dying, *inside, *named],
@@ -114,6 +117,13 @@ class Nodes(AbstractContextManager["Nodes"]):
         )
         self._first.setdefault(str(node), []).append(started)
         return started
+
+    def _mount(self, folder: Path, host: str) -> str:
+        """The shell's words for it: `ip netns exec` gives what it starts a mount table of its own."""
+        own = folder.with_name(f"{folder.name}-{host}")
+        for one in (folder, own):
+            one.mkdir(parents=True, exist_ok=True)
+        return shlex.join(["mount", "--bind", str(own), str(folder)])
 
     def kill(self, node: int | str) -> None:
         """SIGKILL to everything that `start` has started on a node, at one moment, as if its power failed."""

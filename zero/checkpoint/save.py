@@ -332,8 +332,8 @@ def check_shared(world: World, root: Path) -> None:
     by_rank_0(world, lambda: mark.rmdir())
     if blind := [rank for rank, one in enumerate(told) if not one["seen"]]:
         raise CheckpointError(
-            f"{some_ranks(blind)} of {world.size} do not see {root} as rank 0 does: checkpoints of several nodes need "
-            "a disk that all of them share; set checkpoint.dir, or checkpoint.every=0"
+            f"{some_ranks(blind)} of {world.size} {'does' if len(blind) == 1 else 'do'} not see {root} as rank 0 does: "
+            "checkpoints of several nodes need a disk that all of them share; set checkpoint.dir, or checkpoint.every=0"
         )
 
 

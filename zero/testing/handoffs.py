@@ -9,6 +9,7 @@ network: it begins where the current stream is, and a stream that waits for it c
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partialmethod
 from typing import Any
 from unittest.mock import patch
 
@@ -78,8 +79,11 @@ def _detach_thread() -> None:
 
 @contextmanager
 def instrumentation() -> Iterator[None]:
-    """Instrument torch's operators, the store and the worlds in the block, for instrumented devices."""
-    wrapped: list[tuple[type, str, Callable[[Any], Any]]] = [
+    """Instrument torch's operators, the store and the worlds in the block, for instrumented devices.
+
+    What stands for a method takes the object, the method itself, and what that takes.
+    """
+    wrapped: list[tuple[type, str, Callable[..., Any]]] = [
         (WorkerPool, "_run", _run),
         (WorkerPool, "submit", _submit),
         (WorkerPool, "do_here", _do_here),
@@ -96,7 +100,7 @@ def instrumentation() -> Iterator[None]:
     wrapped += [(kind, name, wrap) for kind in (ThreadWorld, ProcessWorld) for name, wrap in COLLECTIVES.items()]
     with ExitStack() as undo:
         for kind, name, wrap in wrapped:
-            undo.enter_context(patch.object(kind, name, wrap(getattr(kind, name))))
+            undo.enter_context(patch.object(kind, name, partialmethod(wrap, getattr(kind, name))))
         thread.mode = undo.enter_context(_TracingMode())
         undo.callback(_detach_thread)
         yield
@@ -115,97 +119,73 @@ class _Job:
         self.job(*args)
 
 
-def _run(original: Any) -> Any:
-    def run(workers: WorkerPool) -> None:
-        """Removes the dispatch mode before a thread of the store ends. Torch would otherwise drop it after the thread's
-        last line of Python. Python's exit waits only for that line, so the process could end by a signal."""
-        try:
-            original(workers)
-        finally:
-            mode = thread.mode
-            _detach_thread()
-            if mode is not None:
-                mode.__exit__(None, None, None)
-
-    return run
-
-
-def _submit(original: Any) -> Any:
-    def submit(workers: WorkerPool, event: Modify | Transfer, job: Callable[..., None]) -> Ticket:
-        host = None if thread.gpu is None else thread.gpu.streams.host
-        return original(workers, event, job if host is None else _Job(job, dict(host.clock), host.time_s))
-
-    return submit
-
-
-def _do_here(original: Any) -> Any:
-    def do_here(workers: WorkerPool, event: Transfer, job: Callable[..., None]) -> None:
-        if thread.gpu is None:
-            return original(workers, event, job)
-        handoffs = thread.gpu.handoffs
-        return original(workers, event, lambda: handoffs.ordered([(id(workers), event.page)], job))
-
-    return do_here
-
-
-def _await_end(original: Any) -> Any:
-    def await_end(workers: WorkerPool, ticket: Any) -> None:
-        gpu = thread.gpu
-        is_kept = gpu is None or gpu.keeps_wait("ticket")
-        if is_kept or not gpu.gate.is_held:  # in program order the job must end first even if the wait is left out
-            original(workers, ticket)
-        if gpu is not None and is_kept:
-            gpu.handoffs.acquire((id(workers), ticket.event.number))
-
-    return await_end
-
-
-def _wait(original: Any) -> Any:
-    def wait(workers: WorkerPool, *what: Any) -> None:
-        with nullcontext() if thread.gpu is None else thread.gpu.gate.opened():
-            original(workers, *what)
-
-    return wait
-
-
-def _drain(original: Any) -> Any:
-    def drain(workers: WorkerPool) -> None:
+def _run(workers: WorkerPool, original: Any) -> None:
+    """Removes the dispatch mode before a thread of the store ends. Torch would otherwise drop it after the thread's
+    last line of Python. Python's exit waits only for that line, so the process could end by a signal."""
+    try:
         original(workers)
-        gpu = thread.gpu
-        if gpu is not None and gpu.keeps_wait("drain"):
-            gpu.handoffs.acquire_all(id(workers))
-
-    return drain
-
-
-def _leave(original: Any) -> Any:
-    def leave_(workers: WorkerPool) -> None:
-        with nullcontext() if thread.gpu is None else thread.gpu.gate.opened():
-            original(workers)
-        if thread.gpu is not None:
-            thread.gpu.handoffs.acquire_all(id(workers))  # its threads have ended
-
-    return leave_
+    finally:
+        mode = thread.mode
+        _detach_thread()
+        if mode is not None:
+            mode.__exit__(None, None, None)
 
 
-def _carry_out(original: Any) -> Any:
-    def carry_out(store: PrefetchStore, action: Action, job: Any) -> None:
-        gpu = thread.gpu
-        if gpu is None:
-            return original(store, action, job)
-        gpu.gate.pass_through()
-        if isinstance(job, _Job):
-            gpu.streams.host.join(job.clock, job.time_s)
-        workers = id(store._workers)
-        keys: list[Key] = [(workers, page) for page in _pages(action)]
-        if not isinstance(action, Move) and action.slot is not None:
-            keys.append((workers, "slot", action.slot))
-        gpu.handoffs.ordered(keys, lambda: original(store, action, job))
-        if isinstance(action, Work | Move | Copy):
-            gpu.handoffs.release((workers, action.number))
-        return None
+def _submit(workers: WorkerPool, original: Any, event: Modify | Transfer, job: Callable[..., None]) -> Ticket:
+    host = None if thread.gpu is None else thread.gpu.streams.host
+    return original(workers, event, job if host is None else _Job(job, dict(host.clock), host.time_s))
 
-    return carry_out
+
+def _do_here(workers: WorkerPool, original: Any, event: Transfer, job: Callable[..., None]) -> None:
+    if thread.gpu is None:
+        return original(workers, event, job)
+    handoffs = thread.gpu.handoffs
+    return original(workers, event, lambda: handoffs.ordered([(id(workers), event.page)], job))
+
+
+def _await_end(workers: WorkerPool, original: Any, ticket: Any) -> None:
+    gpu = thread.gpu
+    is_kept = gpu is None or gpu.keeps_wait("ticket")
+    if is_kept or not gpu.gate.is_held:  # in program order the job must end first even if the wait is left out
+        original(workers, ticket)
+    if gpu is not None and is_kept:
+        gpu.handoffs.acquire((id(workers), ticket.event.number))
+
+
+def _wait(workers: WorkerPool, original: Any, *what: Any) -> None:
+    with nullcontext() if thread.gpu is None else thread.gpu.gate.opened():
+        original(workers, *what)
+
+
+def _drain(workers: WorkerPool, original: Any) -> None:
+    original(workers)
+    gpu = thread.gpu
+    if gpu is not None and gpu.keeps_wait("drain"):
+        gpu.handoffs.acquire_all(id(workers))
+
+
+def _leave(workers: WorkerPool, original: Any) -> None:
+    with nullcontext() if thread.gpu is None else thread.gpu.gate.opened():
+        original(workers)
+    if thread.gpu is not None:
+        thread.gpu.handoffs.acquire_all(id(workers))  # its threads have ended
+
+
+def _carry_out(store: PrefetchStore, original: Any, action: Action, job: Any) -> None:
+    gpu = thread.gpu
+    if gpu is None:
+        return original(store, action, job)
+    gpu.gate.pass_through()
+    if isinstance(job, _Job):
+        gpu.streams.host.join(job.clock, job.time_s)
+    workers = id(store._workers)
+    keys: list[Key] = [(workers, page) for page in _pages(action)]
+    if not isinstance(action, Move) and action.slot is not None:
+        keys.append((workers, "slot", action.slot))
+    gpu.handoffs.ordered(keys, lambda: original(store, action, job))
+    if isinstance(action, Work | Move | Copy):
+        gpu.handoffs.release((workers, action.number))
+    return None
 
 
 def _pages(action: Action) -> Sequence[Page]:
@@ -214,78 +194,56 @@ def _pages(action: Action) -> Sequence[Page]:
     return action.group.all
 
 
-def _copy(original: Any) -> Any:
-    def copy(store: PrefetchStore, page: Page, tensor: Tensor, writes: bool) -> None:
-        if thread.gpu is not None and store.in_place(page) is None:
-            thread.gpu.access_on_host(tensor, writes=not writes)
-            with untraced():
-                return original(store, page, tensor, writes)
-        return original(store, page, tensor, writes)
-
-    return copy
+def _copy(store: PrefetchStore, original: Any, page: Page, tensor: Tensor, writes: bool) -> None:
+    if thread.gpu is not None and store.in_place(page) is None:
+        thread.gpu.access_on_host(tensor, writes=not writes)
+        with untraced():
+            return original(store, page, tensor, writes)
+    return original(store, page, tensor, writes)
 
 
 # -- the other ranks ---------------------------------------------------------------------------------------------------
 
 
-def _enter(original: Any) -> Any:
-    def enter(world: World) -> Any:
-        if isinstance(world.compute, InstrumentedDevice):
-            world.compute.attach_thread()
-        return original(world)
-
-    return enter
+def _enter(world: World, original: Any) -> Any:
+    if isinstance(world.compute, InstrumentedDevice):
+        world.compute.attach_thread()
+    return original(world)
 
 
-def _exit(original: Any) -> Any:
-    def exit_(world: World, *error: Any) -> Any:
-        try:
-            return original(world, *error)
-        finally:
-            thread.gpu = None
-
-    return exit_
+def _exit(world: World, original: Any, *error: Any) -> Any:
+    try:
+        return original(world, *error)
+    finally:
+        thread.gpu = None
 
 
-def _between_hosts(original: Any) -> Any:
+def _between_hosts(world: World, original: Any, *args: Any, **kwargs: Any) -> Any:
     """For collectives of small host tensors. On a GPU they travel over gloo, and no stream is involved."""
+    with untraced():
+        return original(world, *args, **kwargs)
 
-    def between_hosts(*args: Any, **kwargs: Any) -> Any:
+
+def _gather(world: World, original: Any, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
+    if aside or not _is_traced(world, full_P):
         with untraced():
-            return original(*args, **kwargs)
-
-    return between_hosts
-
-
-def _gather(original: Any) -> Any:
-    def gather(world: World, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
-        if aside or not _is_traced(world, full_P):
-            with untraced():
-                return original(world, shard_S, full_P, op, aside=aside)
-        return _collective(world, op, shard_S, full_P, lambda into: original(world, shard_S, into, op))
-
-    return gather
+            return original(world, shard_S, full_P, op, aside=aside)
+    return _collective(world, op, shard_S, full_P, lambda into: original(world, shard_S, into, op))
 
 
-def _exchange(original: Any) -> Any:
-    def exchange(world: World, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
-        if not _is_traced(world, recv_P):
-            return original(world, full_P, recv_P, op)
-        return _collective(world, op, full_P, recv_P, lambda into: original(world, full_P, into, op))
-
-    return exchange
+def _exchange(world: World, original: Any, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
+    if not _is_traced(world, recv_P):
+        return original(world, full_P, recv_P, op)
+    return _collective(world, op, full_P, recv_P, lambda into: original(world, full_P, into, op))
 
 
-def _broadcast(original: Any) -> Any:
-    def broadcast(world: World, flat: Tensor, source: int, op: str) -> Handle:
-        if not _is_traced(world, flat) or world.rank == source:
-            return original(world, flat, source, op)
-        return _collective(world, op, flat[:0], flat, lambda into: original(world, into, source, op))
-
-    return broadcast
+def _broadcast(world: World, original: Any, flat: Tensor, source: int, op: str) -> Handle:
+    if not _is_traced(world, flat) or world.rank == source:
+        return original(world, flat, source, op)
+    return _collective(world, op, flat[:0], flat, lambda into: original(world, into, source, op))
 
 
-COLLECTIVES = {"_gather": _gather, "_exchange": _exchange, "_broadcast": _broadcast}
+COLLECTIVES: dict[str, Callable[..., Any]] = {"_gather": _gather, "_exchange": _exchange, "_broadcast": _broadcast}
 
 
 def _is_traced(world: World, tensor: Tensor) -> bool:

@@ -493,9 +493,9 @@ OTHERS = {
     "zero/trainer/evaluate.py": "numbers of a step: `World.all_reduce`, whose wait is in the list",
     "zero/tracker/meter.py": "the same",
     "zero/tracker/track.py": "the same",
-    "zero/distributed/world.py:_Timed.wait": "passes waits on",
+    "zero/distributed/world.py:World._timed": "passes waits on",
     "zero/engine/update.py:Launched.wait": "passes waits on",
-    "zero/distributed/routes.py:_Then.wait": "passes waits on",
+    "zero/distributed/routes.py:_SumsForCopies.start.add_nodes": "passes waits on",
     "zero/engine/reduce.py:Reducer._complete_oldest": "passes on to `World.reduce_scatter`, whose wait is in the list",
     **dict.fromkeys(
         (

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from zero.core.sizes import round_up
 from zero.distributed.world import World
-from zero.platform.handle import Handle
+from zero.platform.handle import Handle, Then
 
 
 class Routes:
@@ -220,7 +220,12 @@ class _SumsForCopies(_SumsByNode):
             own = _reused(one.full_P, partial.dtype, partial.numel() // self._back.size, start=after_bytes)
             added = self._add_nodes(one._replace(sum_S=own, accumulate=False))
             back = self._queue.add_third(added, lambda: [self._back.gather(own, partial, what=one.what)], turn)
-            return [_Then(back, lambda: total.add_(share) if one.accumulate else total.copy_(share))]
+
+            def add_share() -> None:  # on the stream that waits
+                back.wait()
+                total.add_(share) if one.accumulate else total.copy_(share)
+
+            return [Then(add_share)]
 
         first = self._within.reduce_scatter(one.full_P, one.recv_P, share, what=one.what)
         return self._queue.add([first], add_nodes, turn)
@@ -302,20 +307,6 @@ class _TwoHalves:
             self._advance(self)
         for handle in self._handles:
             handle.wait()
-
-
-class _Then:
-    """What is done once an operation has ended, on the stream that waits."""
-
-    def __init__(self, operation: Handle, work: Callable[[], object]) -> None:
-        self._operation, self._work = operation, work
-        self._done = False
-
-    def wait(self) -> None:
-        self._operation.wait()
-        if not self._done:
-            self._done = True
-            self._work()
 
 
 def _reused(flat: Tensor, dtype: torch.dtype, numel: int, *, start: int = 0) -> Tensor:

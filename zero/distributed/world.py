@@ -63,7 +63,7 @@ from zero.errors import (
 )
 from zero.platform.cuda import claim_device, compute_device
 from zero.platform.device import Device
-from zero.platform.handle import Done, Handle as Handle
+from zero.platform.handle import Done, Handle as Handle, Then
 
 RECENT_OPS = 64
 """Operations that a rank remembers, to find the first one that ranks started differently."""
@@ -79,33 +79,6 @@ class Collectives(NamedTuple):
     """Seconds that the host was in `wait`, which adds up what arrived; on a CUDA world it never waits there."""
     wire_bytes: int = 0
     """Of the first two, what came from other nodes."""
-
-
-class _Then:
-    """An operation that `finish` completes, once; `tensors` are kept alive until then."""
-
-    def __init__(self, finish: Callable[[], None], tensors: object) -> None:
-        self._finish: Callable[[], None] | None = finish
-        self._tensors = tensors
-
-    def wait(self) -> None:
-        if self._finish is not None:
-            self._finish()
-        self._finish = self._tensors = None
-
-
-class _Timed:
-    """An operation that reports the seconds of its waits to `count`."""
-
-    def __init__(self, handle: Handle, count: Callable[[float], None]) -> None:
-        self._handle, self._count = handle, count
-
-    def wait(self) -> None:
-        begin_s = time.perf_counter()
-        try:
-            self._handle.wait()
-        finally:
-            self._count(time.perf_counter() - begin_s)
 
 
 class World(contextlib.AbstractContextManager["World"]):
@@ -170,8 +143,17 @@ class World(contextlib.AbstractContextManager["World"]):
         self._moved["gather_bytes" if gather else "reduce_bytes"] += nbytes * (self.size - 1)
         self._moved["wire_bytes"] += nbytes * (self.size - self.local_size)
 
-    def _waited(self, seconds: float) -> None:
-        self._moved["wait_s"] += seconds
+    def _timed(self, handle: Handle) -> Handle:
+        """The operation, whose wait counts."""
+
+        def wait() -> None:
+            begin_s = time.perf_counter()
+            try:
+                handle.wait()
+            finally:
+                self._moved["wait_s"] += time.perf_counter() - begin_s
+
+        return Then(wait)
 
     def _be_part(self, whole: "World", ranks: Sequence[int]) -> None:
         """Be these ranks of `whole`, and count for it."""
@@ -216,7 +198,7 @@ class World(contextlib.AbstractContextManager["World"]):
                 _check(op, row, shard_S.numel(), shard_S.dtype)
         _check(op, shard_S, shard_S.numel(), shard_S.dtype)
         self._count(shard_S.nbytes, gather=True)
-        return _Timed(self._gather(shard_S.detach(), full_P, op), self._waited)
+        return self._timed(self._gather(shard_S.detach(), full_P, op))
 
     def reduce_scatter(
         self, full_P: Tensor, recv_P: Tensor, sum_S: Tensor, *, accumulate: bool = False, what: str = ""
@@ -251,7 +233,7 @@ class World(contextlib.AbstractContextManager["World"]):
             ordered_sum(chunks, sum_S, accumulate=accumulate, device=self.compute)
 
         self._count(full_P.nbytes // self.size, gather=False)
-        return _Timed(_Then(add, (full_P, recv_P, sum_S)), self._waited)
+        return self._timed(Then(add, (full_P, recv_P, sum_S)))
 
     def all_reduce(self, values: Tensor, *, what: str = "") -> Handle:
         """Replace `values` (contiguous, any shape, small) by their sum over ranks, added in rank order. Waits.
@@ -270,7 +252,7 @@ class World(contextlib.AbstractContextManager["World"]):
             ordered_sum(full_P.view(self.size, -1).unbind(), flat_S, device=self.compute)
 
         self._count(flat_S.nbytes, gather=False)
-        return _Timed(_Then(add, (flat_S, full_P)), self._waited)
+        return self._timed(Then(add, (flat_S, full_P)))
 
     def exchange(self, numbers_N: Tensor, *, what: str = "") -> Tensor:
         """Every rank's `numbers_N`, on every rank: (W, N) in host memory.
@@ -283,7 +265,7 @@ class World(contextlib.AbstractContextManager["World"]):
         everyone = numbers_N.new_empty(self.size, numbers_N.numel())
         op = _label("exchange", what)
         _check(op, numbers_N, numbers_N.numel(), numbers_N.dtype)
-        _Timed(self._gather(numbers_N, everyone.view(-1), op, aside=True), self._waited).wait()
+        self._timed(self._gather(numbers_N, everyone.view(-1), op, aside=True)).wait()
         return everyone
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, what: str = "") -> Handle:
@@ -609,7 +591,7 @@ class ProcessWorld(_Transport):
             finally:
                 self._stalls.end()
 
-        return _Then(wait, (out, into))
+        return Then(wait, (out, into))
 
     def _collective(
         self,
@@ -627,7 +609,7 @@ class ProcessWorld(_Transport):
         out_bytes, into_bytes = out.view(torch.uint8), into.view(torch.uint8)
         where = group or self._group
         work = self._try(op, None, lambda: collective(out_bytes, into_bytes, group=where, async_op=True))
-        return _Then(lambda: self._try(op, None, work.wait), (out, into))
+        return Then(lambda: self._try(op, None, work.wait), (out, into))
 
     def _begin(self, op: str, whole: Tensor, order: str) -> int:
         """Note the operation as started; returns the tag that only the same operation of another rank has."""

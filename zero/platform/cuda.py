@@ -99,11 +99,6 @@ class Cuda(Device):
     def event(self) -> Event:
         return CudaEvent()
 
-    def mark(self) -> Event:
-        event = CudaEvent()
-        event.record()
-        return event
-
     def join(self) -> None:
         torch.cuda.synchronize(self.device)
 
@@ -143,9 +138,6 @@ class Cuda(Device):
 
     def copy(self, into: Tensor, source: Tensor) -> None:
         into.copy_(source, non_blocking=_is_ordered(into) and _is_ordered(source))
-
-    def bring(self, tensor: Tensor) -> Tensor:
-        return tensor if self.is_home_of(tensor) else tensor.to(self.device, non_blocking=_is_ordered(tensor))
 
     def pin(self, memory: Tensor) -> bool:
         code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)

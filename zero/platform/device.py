@@ -133,7 +133,9 @@ class Device:
 
     def mark(self) -> Event:
         """The point that the current stream has reached."""
-        return Event()
+        event = self.event()
+        event.record()
+        return event
 
     def join(self) -> None:
         """Return when everything that was enqueued on any stream is done."""
@@ -196,7 +198,11 @@ class Device:
 
     def bring(self, tensor: Tensor) -> Tensor:
         """`tensor` itself where kernels of this device can work on it, else a copy that they can."""
-        return tensor if self.is_home_of(tensor) else tensor.to(self.device)
+        if self.is_home_of(tensor):
+            return tensor
+        here = self.room_for(tensor)
+        self.copy(here, tensor)
+        return here
 
     def room_for(self, tensor: Tensor) -> Tensor:
         """`tensor` itself where kernels of this device can work on it, else memory for what it will hold."""

@@ -1,5 +1,6 @@
 """Something under way that can be waited for: a transfer of a store, an operation between ranks."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -17,3 +18,16 @@ class Done:
 
     def wait(self) -> None:
         return None
+
+
+class Then:
+    """An operation that `finish` completes, once; `tensors` are kept alive until then."""
+
+    def __init__(self, finish: Callable[[], object], tensors: object = None) -> None:
+        self._finish: Callable[[], object] | None = finish
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        if self._finish is not None:
+            self._finish()
+        self._finish = self._tensors = None

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zero.errors import StaleStateError
-from zero.platform.handle import Handle
+from zero.platform.handle import Handle, Then
 from zero.platform.run_files import publish
 
 if TYPE_CHECKING:  # it imports torch, which whoever only reads a timeline does not need
@@ -355,9 +355,18 @@ class _Recording:
         return self._during(row, f"{row} {unit}", unit, self.clock.here)
 
     def under_way(self, row: str, unit: str, start: Callable[[], Sequence[Handle]]) -> Handle:
+        """Several operations that are one span; waited for together, the last one first."""
         entry = self._add(row, f"{row} {unit}", unit, self.clock.here())
         with self.standing(row, unit):
-            return _UnderWay(self, entry, start())
+            handles = start()
+
+        def wait() -> None:
+            with self.standing(row, unit):
+                for handle in reversed(handles):
+                    handle.wait()
+            entry.end = self.clock.here()
+
+        return Then(wait)
 
     @contextmanager
     def forward(self, path: str, unit: str) -> Iterator[None]:
@@ -410,17 +419,3 @@ class _Recording:
         from torch.profiler import record_function  # whoever only reads a timeline needs no torch
 
         return record_function(name)
-
-
-class _UnderWay:
-    """Several operations that are one span; waited for together, the last one first."""
-
-    def __init__(self, recording: _Recording, entry: _Entry, handles: Sequence[Handle]) -> None:
-        self._recording, self._entry, self._handles = recording, entry, tuple(reversed(handles))
-
-    def wait(self) -> None:
-        with self._recording.standing(self._entry.row, self._entry.unit):
-            for handle in self._handles:
-                handle.wait()
-        if self._entry.end is None:
-            self._entry.end = self._recording.clock.here()

@@ -134,9 +134,7 @@ class _Inherited(NamedTuple):
 @contextlib.contextmanager
 def _inherited(environ: Mapping[str, str]) -> Iterator[_Inherited]:
     with contextlib.ExitStack() as stack:
-        streams = [Connection(os.dup(descriptor), readable=False) for descriptor in _STREAMS]
-        for stream in streams:
-            stack.enter_context(stream)
+        streams = [stack.enter_context(Connection(os.dup(descriptor), readable=False)) for descriptor in _STREAMS]
         yield _Inherited(dict(environ), streams)
 
 

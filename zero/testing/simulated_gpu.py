@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -45,6 +45,7 @@ LIBRARY, HERE = f"{ROOT}/zero/", str(Path(__file__).parent)
 DEVICE_FILES = ("zero/platform/device.py", "zero/platform/cuda.py", "zero/platform/timeline.py")
 """Files that define waits. The line of a wait is looked up in their callers."""
 FORWARDING = {
+    ("zero/platform/handle.py", "wait"),
     ("zero/distributed/world.py", "wait"),
     ("zero/store/workers.py", "wait"),
     ("zero/store/prefetch.py", "drain"),
@@ -152,13 +153,6 @@ class SimulatedGpu(Device):
     def is_home_of(self, tensor: Tensor) -> bool:
         return self._piece_of_host(tensor) is None
 
-    def bring(self, tensor: Tensor) -> Tensor:
-        if self.is_home_of(tensor):
-            return tensor
-        on_device = torch.empty_like(tensor, device=self.device)
-        self.copy(on_device, tensor)
-        return on_device
-
     def adopt(self, memory: Tensor) -> None:
         """Count `memory` as the host's as long as any tensor uses its storage."""
         first = memory.data_ptr()
@@ -205,13 +199,6 @@ class _SimulatedHost(Device):
 
     def is_home_of(self, tensor: Tensor) -> bool:
         return not self._gpu.is_home_of(tensor)
-
-    def bring(self, tensor: Tensor) -> Tensor:
-        if self.is_home_of(tensor):
-            return tensor
-        on_host = self.zeros(tensor.numel(), tensor.dtype).view(tensor.shape)
-        on_host.copy_(tensor)
-        return on_host
 
     def room_for(self, tensor: Tensor) -> Tensor:
         return tensor if self.is_home_of(tensor) else self.zeros(tensor.numel(), tensor.dtype).view(tensor.shape)
@@ -291,11 +278,6 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
 
     def event(self) -> Event:
         return SimulatedEvent(self)
-
-    def mark(self) -> Event:
-        event = SimulatedEvent(self)
-        event.record()
-        return event
 
     def join(self) -> None:
         if self.keeps_wait("join"):
@@ -492,17 +474,11 @@ def current_settings() -> Settings | None:
     return _SETTINGS[-1] if _SETTINGS else None
 
 
-@contextmanager
-def with_settings(settings: Settings | None) -> Iterator[None]:
+def with_settings(settings: Settings | None) -> AbstractContextManager[Simulation | None]:
     """Simulate as the process does that these are the `current_settings` of."""
-    if settings is None:
-        yield
-        return
-    with _simulated(settings):
-        yield
+    return nullcontext() if settings is None else _simulated(settings)
 
 
-@contextmanager
 def simulated_gpu(
     memory_bytes: int = 64 * GiB,
     *,
@@ -510,7 +486,7 @@ def simulated_gpu(
     order: str = "program",
     seed: int = 0,
     without: WaitSite | None = None,
-) -> Iterator[Simulation]:
+) -> AbstractContextManager[Simulation]:
     """Worlds that are made in the block have a simulated GPU, also in `run_ranks` and `run_processes`.
 
     Args:
@@ -521,15 +497,14 @@ def simulated_gpu(
         seed: for the random moments of order "random".
         without: a wait to leave out, for tests of the simulation itself.
 
-    Yields:
-        The simulation: its devices, and counts of launches, waits and copies.
+    Returns:
+        The block, which yields the simulation: its devices, and counts of launches, waits and copies.
 
     Raises:
         RaceError: there is a race. Usually raised by the operator that makes the second access; at the end of the block
             if memory was freed while it was in use.
     """
-    with _simulated(Settings(memory_bytes, races, order, seed, without)) as simulated:
-        yield simulated
+    return _simulated(Settings(memory_bytes, races, order, seed, without))
 
 
 @contextmanager

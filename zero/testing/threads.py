@@ -25,6 +25,7 @@ from torch import Tensor
 from zero.distributed.failure import GRACE_S, by_rank, first_line, some_ranks
 from zero.distributed.world import Handle, World, signature_of
 from zero.errors import ConfigError, DeadlineError, RankFailedError, WorldError
+from zero.platform.handle import Then
 
 
 class _Buffers(NamedTuple):
@@ -124,11 +125,6 @@ class _Shared:
         raise RankFailedError(f"rank {first} failed first: {cause}; rank {rank} was in {op}") from error
 
 
-class _ThreadHandle:
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self.wait = wait
-
-
 class ThreadWorld(World):
     """One rank of a world whose ranks are threads of this process. Each rank needs its own copy of a module.
 
@@ -199,7 +195,7 @@ class ThreadWorld(World):
         self._numbers[self._name, aside] += 1
         rank, number = self._ranks[self.rank], (self._name, self._ranks, aside, self._numbers[self._name, aside])
         collective = self._shared.start(rank, self._ranks, number, op, own, move)
-        return _ThreadHandle(lambda: self._shared.wait(rank, self._ranks, collective, op, self.timeout_s))
+        return Then(lambda: self._shared.wait(rank, self._ranks, collective, op, self.timeout_s))
 
 
 def _move_gather(buffers: list[_Buffers]) -> None:

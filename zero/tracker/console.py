@@ -272,12 +272,8 @@ def _line(what: str, share: float, words: Sequence[Word], columns: int, bar_colu
 
 
 def _memory(row: Row) -> str:
-    tiers = {
-        "gpu": row.get("memory/device_peak_bytes"),
-        "host": row.get("memory/host_peak_bytes"),
-        "disk": row.get("memory/nvme_bytes"),
-    }
-    held = {name: nbytes for name, nbytes in tiers.items() if nbytes}
+    tiers = ("gpu", "device_peak_bytes"), ("host", "host_peak_bytes"), ("disk", "nvme_bytes")
+    held = {name: nbytes for name, key in tiers if (nbytes := row.get(f"memory/{key}"))}
     if not held:
         return ""
     unit, name = (2**30, "GiB") if max(held.values()) >= 2**30 else (2**20, "MiB")

@@ -203,8 +203,7 @@ class Meter:
 
     def summary(self, data_digest: str, exit_reason: str, checkpoint: Path | None = None) -> Summary:
         """How far the run has come; peaks and bytes of all ranks up to the last row, of this rank up to now."""
-        peaks_bytes = zip(self._peaks_bytes, self._own_peaks_bytes(), strict=True)
-        device_bytes, host_bytes = (max(pair) for pair in peaks_bytes)
+        device_bytes, host_bytes = map(max, self._peaks_bytes, self._own_peaks_bytes())
         written_bytes, before_bytes = (int(one[WRITTEN]) for one in (self._totals(), self._start))
         trained_bytes = max(self._trained_bytes, written_bytes - before_bytes)
         step_bytes = trained_bytes / max(1, self.steps - self._steps_before)

@@ -297,7 +297,8 @@ class Track:
         """What is left of one that failed. Not collective: the other ranks may be gone."""
         if self._world.rank == 0:
             with suppress(MachineError):  # the disk may be what failed
-                write_failure(self.folder, self._summary(_reason(error)))
+                reason = "stopped by SIGINT" if isinstance(error, KeyboardInterrupt) else with_class(error)
+                write_failure(self.folder, self._summary(reason))
             with suppress(Exception):
                 report.write(self.folder)
 
@@ -337,9 +338,3 @@ def _plain(given: Mapping[str, Any]) -> Jsonl:
     if given.get("name") == "tensorboard":
         return Jsonl(**{**given, "name": "jsonl", "tensorboard": True})
     return Jsonl(**given)
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, KeyboardInterrupt):
-        return "stopped by SIGINT"
-    return with_class(error)

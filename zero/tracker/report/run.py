@@ -5,8 +5,7 @@ It is made from the run's files alone, so it can be made again at any time, also
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import groupby, pairwise
-from operator import itemgetter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -237,17 +236,14 @@ def _plan(run: Run) -> Html:
         bars.append(Bar(f"{tier}, plan" if measured.get(tier) else tier, _parts(kinds)))
         bars += [Bar("measured", _parts(measured[tier]))] if measured.get(tier) else []
     rows = compared(run)
+    places = ["", *(row.where for row in rows)]  # of the row before
     return section(
         "Plan and measurement",
         side_by_side(
             figure(chart.bars(bars, title="bytes of one rank", order=list(KINDS)), "Bytes of one rank"),
             table(
                 ["", "", "plan", "measured", "ratio"],
-                [
-                    _cells(row, first=not number)
-                    for _, of in groupby(rows, itemgetter(0))
-                    for number, row in enumerate(of)
-                ],
+                [_cells(row, first=row.where != before) for before, row in zip(places, rows, strict=False)],
                 numbers=(2, 3, 4),
                 marked={place: "total" for place, row in enumerate(rows) if row.what == BETWEEN},
             ),
@@ -308,11 +304,8 @@ def _learning(run: Run) -> Html:
 
 def _sample(run: Run) -> Html:
     text = str(run.summary.get("sample") or "")
-    return (
-        section("Sample", verbatim(text), note="Text from the model, as the run printed it at its end.")
-        if text
-        else Html()
-    )
+    blocks = [verbatim(text)] if text else []
+    return section("Sample", *blocks, note="Text from the model, as the run printed it at its end.")
 
 
 def _others(run: Run) -> list[Html]:

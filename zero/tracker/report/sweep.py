@@ -161,12 +161,8 @@ def differing(jobs: Sequence[Job]) -> list[str]:
 
 def best_of(jobs: Sequence[Job]) -> Job | None:
     """The finished job with the lowest validation loss; of equals the fastest, then the first."""
-    known = [
-        (job.val_loss, -(job.tokens_per_s or 0.0), place)
-        for place, job in enumerate(jobs)
-        if job.status == "finished" and job.val_loss is not None
-    ]
-    return jobs[min(known)[-1]] if known else None
+    known = [job for job in jobs if job.status == "finished" and job.val_loss is not None]
+    return min(known, key=lambda job: (job.val_loss, -(job.tokens_per_s or 0.0)), default=None)
 
 
 def counts(jobs: Sequence[Job]) -> str:

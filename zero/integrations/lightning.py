@@ -10,8 +10,8 @@ gradients of microbatches are added. Only ranks are averaged.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -161,14 +161,9 @@ class ZeroStrategy(DDPStrategy):
     def precision_plugin(self, given: Precision | None) -> None:
         self._precision_plugin = None if given is None else EnginePrecision(given, self)
 
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
         """In `configure_model` and `trainer.init_module()`: fp32, in host memory; without memory if `empty_init`."""
-        if empty_init:
-            with empty():
-                yield
-        else:
-            yield
+        return empty() if empty_init else nullcontext()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -288,6 +283,7 @@ def _check(module: LightningModule, trainer: Trainer, fits: bool) -> None:
     """Refuse what cannot be kept."""
     has_engine = any(isinstance(one, ParameterPlaceholder) for one in module.parameters())
     averages = any(isinstance(one, StochasticWeightAveraging | WeightAveraging) for one in trainer.callbacks)
+    goes_backward = is_overridden("backward", module)
     by_value = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
     refused = [
         (module._compiler_ctx, "a model of torch.compile: pass it as it is, and write ZeroStrategy(compile=True)"),
@@ -295,10 +291,7 @@ def _check(module: LightningModule, trainer: Trainer, fits: bool) -> None:
         (trainer.strategy._layer_sync, "Trainer(sync_batchnorm=True): each rank keeps its statistics; leave it out"),
         (fits and by_value, "Trainer(gradient_clip_algorithm='value'): the norm is clipped here; leave it out"),
         (fits and averages, "StochasticWeightAveraging and WeightAveraging write whole parameters; leave it out"),
-        (
-            fits and is_overridden("backward", module),
-            "LightningModule.backward is overridden: leave it out; the engine goes backward",
-        ),
+        (fits and goes_backward, "LightningModule.backward is overridden: leave it out; the engine goes backward"),
         (
             fits and not module.automatic_optimization,
             "automatic_optimization=False: return the loss from training_step; several optimizers need a loop of "

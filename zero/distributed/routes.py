@@ -28,6 +28,7 @@ System with Mixed-Precision", hierarchical all-reduce, for sums of sums.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -248,7 +249,7 @@ class _Queue:
     def add(
         self, first: Sequence[Handle], then: Callable[[], Sequence[Handle]], turn: int, *, at_once: bool = False
     ) -> Handle:
-        operation = _TwoHalves(first, then, turn, self.advance_to)
+        operation = _TwoHalves(first, then, turn, self)
         if at_once:
             operation.go_on()
         else:
@@ -257,7 +258,7 @@ class _Queue:
 
     def add_third(self, second: Handle, then: Callable[[], Sequence[Handle]], turn: int) -> Handle:
         """Called as the second part starts."""
-        operation = _TwoHalves([second], then, turn, self.advance_to, is_third=True)
+        operation = _TwoHalves([second], then, turn, self, is_third=True)
         self._waiting.insert(1, operation)  # the second part is still at the front
         return operation
 
@@ -282,30 +283,25 @@ class _Queue:
             self._waiting.popleft()
 
 
+@dataclass(eq=False)
 class _TwoHalves:
-    def __init__(
-        self,
-        first: Sequence[Handle],
-        then: Callable[[], Sequence[Handle]],
-        turn: int,
-        advance: "Callable[[_TwoHalves], None]",
-        *,
-        is_third: bool = False,
-    ) -> None:
-        self.turn, self.is_third, self._handles, self._advance = turn, is_third, first, advance
-        self._then: Callable[[], Sequence[Handle]] | None = then
+    handles: Sequence[Handle]
+    then: Callable[[], Sequence[Handle]] | None
+    turn: int
+    queue: _Queue
+    is_third: bool = False
 
     def go_on(self) -> None:
         """Start the second half."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.wait()
-        if self._then is not None:
-            self._handles, self._then = self._then(), None
+        if self.then is not None:
+            self.handles, self.then = self.then(), None
 
     def wait(self) -> None:
-        if self._then is not None:
-            self._advance(self)
-        for handle in self._handles:
+        if self.then is not None:
+            self.queue.advance_to(self)
+        for handle in self.handles:
             handle.wait()
 
 

@@ -389,6 +389,11 @@ class SoloWorld(World):
 class _Transport(World):
     """The primitives, from messages between ranks in host memory and from collectives of GPUs."""
 
+    _whole: "ProcessWorld"  # whose connections take the messages: this one, or what it is a part of
+    _ranks: Sequence[int]  # what its ranks are there
+    _name: str  # of the order that its operations are in
+    _group: dist.ProcessGroup | None  # for collectives of GPUs
+
     def _gather(self, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
         if self._by_collective(full_P):
             return self._collective(_all_gather if full_P.dim() == 1 else _all_gather_rows, full_P, shard_S, op)
@@ -419,15 +424,22 @@ class _Transport(World):
         """The other ranks, nearest first, so that no rank is everyone's first."""
         return [(self.rank + k) % self.size for k in range(1, self.size)]
 
-    @abstractmethod
     def _messages(
         self, op: str, whole: Tensor, out: Mapping[int, Tensor], into: Mapping[int, Tensor], *, aside: bool = False
     ) -> Handle:
         """Start sending `out[r]` to rank r and receiving `into[r]` from it."""
+        sent, received = ({self._ranks[r]: tensor for r, tensor in tensors.items()} for tensors in (out, into))
+        return self._whole._send(op, whole, sent, received, f"{self._name} aside" if aside else self._name)
 
-    @abstractmethod
     def _collective(self, collective: Callable[..., Any], out: Tensor, into: Tensor, op: str) -> Handle:
         """Start an NCCL collective. Only bytes move, so every dtype may travel."""
+        self._whole._begin(op, out, self._name)
+        if not out.numel():
+            return Done()
+        out_bytes, into_bytes = out.view(torch.uint8), into.view(torch.uint8)
+        start = partial(collective, out_bytes, into_bytes, group=self._group, async_op=True)
+        work = self._whole._try(op, None, start)
+        return Then(lambda: self._whole._try(op, None, work.wait), (out, into))
 
 
 class ProcessWorld(_Transport):
@@ -447,6 +459,7 @@ class ProcessWorld(_Transport):
             raise ConfigError(f"the environment lacks {', '.join(missing)}; start the ranks with torchrun")
         here = claim_device(device, _env_int("LOCAL_RANK", "0"))
         super().__init__(_env_int("RANK"), _env_int("WORLD_SIZE"), device=here, timeout_s=timeout_s)
+        self._whole, self._ranks, self._name = self, range(self.size), ""
         self.local_size = min(_env_int("LOCAL_WORLD_SIZE", str(self.size)), self.size)
         self._store = _open_store(self.rank, self.size, timeout_s)
         gpu = self.compute.name()
@@ -562,17 +575,10 @@ class ProcessWorld(_Transport):
                 else:
                     dist.destroy_process_group(None if self._owns_default and one is group else one)
 
-    def _messages(
-        self,
-        op: str,
-        whole: Tensor,
-        out: Mapping[int, Tensor],
-        into: Mapping[int, Tensor],
-        *,
-        aside: bool = False,
-        order: str = "",
+    def _send(
+        self, op: str, whole: Tensor, out: Mapping[int, Tensor], into: Mapping[int, Tensor], order: str
     ) -> Handle:
-        order = f"{order} aside" if aside else order
+        """Start sending and receiving, as `_messages` does, among the ranks of this world."""
         tag = self._begin(op, whole, order)
         if not whole.numel():
             return Done()
@@ -592,24 +598,6 @@ class ProcessWorld(_Transport):
                 self._stalls.end()
 
         return Then(wait, (out, into))
-
-    def _collective(
-        self,
-        collective: Callable[..., Any],
-        out: Tensor,
-        into: Tensor,
-        op: str,
-        *,
-        group: dist.ProcessGroup | None = None,
-        order: str = "",
-    ) -> Handle:
-        self._begin(op, out, order)
-        if not out.numel():
-            return Done()
-        out_bytes, into_bytes = out.view(torch.uint8), into.view(torch.uint8)
-        where = group or self._group
-        work = self._try(op, None, lambda: collective(out_bytes, into_bytes, group=where, async_op=True))
-        return Then(lambda: self._try(op, None, work.wait), (out, into))
 
     def _begin(self, op: str, whole: Tensor, order: str) -> int:
         """Note the operation as started; returns the tag that only the same operation of another rank has."""
@@ -644,15 +632,6 @@ class _ProcessPart(_Transport):
         self._be_part(whole, ranks)
         self._whole, self._ranks, self._name = whole, tuple(ranks), name
         self._group = whole._communicator(ranks, name)
-
-    def _messages(
-        self, op: str, whole: Tensor, out: Mapping[int, Tensor], into: Mapping[int, Tensor], *, aside: bool = False
-    ) -> Handle:
-        there = [{self._ranks[r]: tensor for r, tensor in tensors.items()} for tensors in (out, into)]
-        return self._whole._messages(op, whole, *there, aside=aside, order=self._name)
-
-    def _collective(self, collective: Callable[..., Any], out: Tensor, into: Tensor, op: str) -> Handle:
-        return self._whole._collective(collective, out, into, op, group=self._group, order=self._name)
 
 
 def _abort(group: dist.ProcessGroup) -> None:

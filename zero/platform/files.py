@@ -190,23 +190,19 @@ class ScratchFile:
     def read(self, memory: memoryview, offset: int) -> None:
         """Fill `memory`, all of it. Raises OSError."""
         with self._using() as fd:
-            for start, end, straight in self._cuts(memory):
-                piece = memory[start:end]
-                with self._block(piece, straight) as block:
-                    move(self._falling_back(self._files.pread), fd, block, offset + start)
-                    if not straight:
-                        piece[:] = block[: len(piece)]
+            for start, piece, block in self._requests(memory):
+                move(self._falling_back(self._files.pread), fd, block, offset + start)
+                if block is not piece:
+                    piece[:] = block[: len(piece)]
 
     def write(self, memory: memoryview, offset: int) -> None:
         """Write `memory`, all of it. Raises OSError."""
         with self._using() as fd:
-            for start, end, straight in self._cuts(memory):
-                piece = memory[start:end]
-                with self._block(piece, straight) as block:
-                    if not straight:
-                        block[: len(piece)] = piece
-                        block[len(piece) :] = bytes(len(block) - len(piece))
-                    move(self._falling_back(self._files.pwrite), fd, block, offset + start)
+            for start, piece, block in self._requests(memory):
+                if block is not piece:
+                    block[: len(piece)] = piece
+                    block[len(piece) :] = bytes(len(block) - len(piece))
+                move(self._falling_back(self._files.pwrite), fd, block, offset + start)
 
     def close(self) -> None:
         """Refuse what comes; the last transfer that is still under way closes the descriptor.
@@ -239,8 +235,8 @@ class ScratchFile:
         with contextlib.suppress(OSError):  # the descriptor is gone in any case, and the bytes are scratch
             self._files.close(self._fd)
 
-    def _cuts(self, memory: memoryview) -> Iterator[tuple[int, int, bool]]:
-        """(start, end, straight) of each request: straight from or to `memory`, or by way of an aligned buffer."""
+    def _requests(self, memory: memoryview) -> Iterator[tuple[int, memoryview, memoryview]]:
+        """(start, piece, block) of each: a piece of `memory`, and what is moved: that itself, or an aligned block."""
         nbytes = len(memory)
         if not self._direct:
             straight_bytes = nbytes
@@ -250,19 +246,15 @@ class ScratchFile:
             straight_bytes = 0
         for begin, stop, straight in ((0, straight_bytes, True), (straight_bytes, nbytes, False)):
             for start in range(begin, stop, self._request_bytes):
-                yield start, min(start + self._request_bytes, stop), straight
+                piece = memory[start : min(start + self._request_bytes, stop)]
+                yield start, piece, piece if straight else self._aligned(len(piece))
 
-    @contextlib.contextmanager
-    def _block(self, piece: memoryview, straight: bool) -> Iterator[memoryview]:
-        """The piece itself, or as many whole blocks of this thread's aligned buffer."""
-        if straight:
-            yield piece
-            return
+    def _aligned(self, nbytes: int) -> memoryview:
+        """Whole blocks for so many bytes, of a buffer that this thread alone has."""
         buffer = getattr(self._bounce, "buffer", None)
         if buffer is None:
             buffer = self._bounce.buffer = mmap.mmap(-1, self._request_bytes)  # becomes resident as far as it is used
-        with memoryview(buffer) as whole, whole[: round_up(len(piece))] as block:
-            yield block
+        return memoryview(buffer)[: round_up(nbytes)]
 
     def _falling_back(self, call: Transfer) -> Transfer:
         """The call, and once more through the page cache where direct I/O turns out to be refused."""

@@ -129,9 +129,6 @@ class Cuda(Device):
         """One kernel that adds in fp64, whatever the size. Squaring its root costs the last bit of an fp64 number."""
         return torch.linalg.vector_norm(flat, dtype=torch.float64).square_()
 
-    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device=self.device)
-
     @property
     def host(self) -> Device:
         return Device(torch.device("cpu"))

@@ -4,6 +4,7 @@ The system kills with signal 9 whoever asks for memory when there is none, and t
 its parent reads it now and then: what each child holds, and what was left.
 """
 
+from contextlib import suppress
 from typing import NamedTuple
 
 import psutil
@@ -34,17 +35,6 @@ class Reading(NamedTuple):
         )
 
 
-def read_children() -> Reading | None:
-    """Now; None without children."""
-    sizes = []
-    for child in psutil.Process().children(recursive=True):
-        try:
-            sizes.append(child.memory_info().rss)
-        except psutil.Error:  # it has just ended
-            continue
-    return Reading(max(sizes), sum(sizes), free_host_bytes()) if sizes else None
-
-
 class MemoryWatch:
     """The readings that were made while a run lasted, but for the oldest."""
 
@@ -57,7 +47,10 @@ class MemoryWatch:
         return max(self._readings, key=lambda reading: reading.all_bytes, default=None)
 
     def read(self) -> None:
-        """Make one."""
-        reading = read_children()
-        if reading is not None:
-            self._readings = [*self._readings[-3:], reading]
+        """Make one; none without children."""
+        sizes = []
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):  # it has just ended
+                sizes.append(child.memory_info().rss)
+        if sizes:
+            self._readings = [*self._readings[-3:], Reading(max(sizes), sum(sizes), free_host_bytes())]

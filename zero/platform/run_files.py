@@ -115,11 +115,10 @@ def file_system(folder: Path) -> str:
 
 def in_memory(folders: Sequence[Path]) -> str:
     """A warning about those that are no disk; "" where all are."""
-    found = [(folder, kind) for folder in folders if (kind := file_system(folder)) in MEMORY]
-    if not found:
-        return ""
-    folder, kind = found[0]
-    return (
-        f"offload.path={folder} is memory, not a disk ({kind}): what goes there still takes host memory; use a folder "
-        "on a disk, or offload=cpu, which needs no file"
-    )
+    for folder in folders:
+        if (kind := file_system(folder)) in MEMORY:
+            return (
+                f"offload.path={folder} is memory, not a disk ({kind}): what goes there still takes host memory; use "
+                "a folder on a disk, or offload=cpu, which needs no file"
+            )
+    return ""

@@ -267,13 +267,11 @@ class Tape:
 
     def doing(self, row: str, unit: str) -> AbstractContextManager[None]:
         """The training thread does the work of `row` itself."""
-        recording = self._recording
-        return _NOTHING if recording is None else recording.doing(row, unit)
+        return _NOTHING if (recording := self._recording) is None else recording.doing(row, unit)
 
     def standing(self, rows: str, unit: str = "") -> AbstractContextManager[None]:
         """The training thread stands still for `rows`."""
-        recording = self._recording
-        return _NOTHING if recording is None else recording.standing(rows, unit)
+        return _NOTHING if (recording := self._recording) is None else recording.standing(rows, unit)
 
     def stream_standing(self, rows: str, unit: str = "") -> AbstractContextManager[None]:
         """The stream that computes is made to wait for another; where there is one."""
@@ -281,31 +279,26 @@ class Tape:
 
     def streaming(self, row: str, unit: str) -> AbstractContextManager[None]:
         """The current stream, beside the one that computes, does the work of `row`; where there is one."""
-        recording = self._recording
-        return recording.streaming(row, unit) if recording is not None and self._streams else _NOTHING
+        return recording.streaming(row, unit) if self._streams and (recording := self._recording) else _NOTHING
 
     def under_way(self, row: str, unit: str, start: Callable[[], Sequence[Handle]]) -> Sequence[Handle]:
         """Start something that goes on by itself; returns what to wait for."""
-        recording = self._recording
-        return start() if recording is None else [recording.under_way(row, unit, start)]
+        return start() if (recording := self._recording) is None else [recording.under_way(row, unit, start)]
 
     def forward(self, path: str, unit: str) -> AbstractContextManager[None]:
         """A site computes; around the sites that lie in it, too."""
-        recording = self._recording
-        return _NOTHING if recording is None else recording.forward(path, unit)
+        return _NOTHING if (recording := self._recording) is None else recording.forward(path, unit)
 
     def passed(self, name: str, unit: str = "") -> None:
         """What was computed since this was last called is called `name`, and belongs to `unit`."""
-        recording = self._recording
-        if recording is not None:
+        if (recording := self._recording) is not None:
             recording.passed(f"{name} {unit}" if unit else name, unit)
 
     def of_store(self, units: Sequence[str]) -> Callable[..., AbstractContextManager[None]]:
         """A `Watch` for a store whose units have these names."""
 
         def watch(what: str, unit: int = -1, *part: object) -> AbstractContextManager[None]:
-            recording = self._recording
-            if recording is None:
+            if (recording := self._recording) is None:
                 return _NOTHING
             if what == "wait":
                 return recording.standing(ALL_STORE_ROWS, "")

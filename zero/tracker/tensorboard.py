@@ -56,11 +56,7 @@ class TensorBoardRun(View):
     def _write_settings(self) -> None:
         text = yaml.safe_dump(dict(self._config), sort_keys=False)
         self._writer.add_text("settings", "\n".join(f"    {line}" for line in text.splitlines()))
-        settings = {key: _known(value) for key, value in flat(self._config).items()}
+        values = flat(self._config).items()  # TensorBoard takes numbers and text
+        settings = {key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in values}
         for part in self._hparams(settings, dict.fromkeys(OF_A_RUN, 0.0)):
             self._writer.file_writer.add_summary(part)
-
-
-def _known(value: Any) -> bool | int | float | str:
-    """A value as TensorBoard takes it."""
-    return value if isinstance(value, bool | int | float | str) else str(value)

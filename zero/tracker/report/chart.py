@@ -255,7 +255,7 @@ def _dots(
     single = {run[0] for run in _runs(one.points, x, y) if len(run) == 1}
     found = []
     for at, value in shown:
-        place = x.at(_known(at)), y.at(_known(value))
+        place = x.at(at), y.at(value)
         visible = len(shown) <= few or place in single
         if not visible and len(shown) > SOME:
             continue
@@ -269,7 +269,7 @@ def _runs(points: Sequence[Point], x: Scale, y: Scale) -> Iterator[list[tuple[fl
     """Coordinates of neighbours without a gap between them."""
     for has_place, run in groupby(points, key=lambda point: x.shows(point[0]) and y.shows(point[1])):
         if has_place:
-            yield [(x.at(_known(at)), y.at(_known(value))) for at, value in run]
+            yield [(x.at(at), y.at(value)) for at, value in run]
 
 
 def _thin(run: list[tuple[float, float]], limit: int) -> list[tuple[float, float]]:
@@ -288,12 +288,6 @@ def _thin(run: list[tuple[float, float]], limit: int) -> list[tuple[float, float
 def _is_whole(values: Iterable[object]) -> bool:
     """Whether all that can be drawn are integers, so that ticks between them would mean nothing."""
     return all(value is None or value.is_integer() for value in map(finite, values))
-
-
-def _known(value: object) -> float:
-    known = finite(value)
-    assert known is not None, "a gap has no place"
-    return known
 
 
 def _label(one: Series, x: Scale, y: Scale, write: Callable[[object], str], x_name: str) -> str:

@@ -34,12 +34,14 @@ class Scale(NamedTuple):
     log: bool
     ticks: tuple[tuple[float, str], ...]
 
-    def at(self, value: float) -> float:
+    def at(self, value: object) -> float:
         """The coordinate; a number outside lies on the edge."""
-        low, high, value = self.low, self.high, max(self.low, min(self.high, value))
+        known = finite(value)
+        assert known is not None, "a gap has no place"
+        low, high, known = self.low, self.high, max(self.low, min(self.high, known))
         if self.log:
-            low, high, value = math.log10(low), math.log10(high), math.log10(value)
-        return self.begin + (self.end - self.begin) * ((value - low) / (high - low))
+            low, high, known = math.log10(low), math.log10(high), math.log10(known)
+        return self.begin + (self.end - self.begin) * ((known - low) / (high - low))
 
     def shows(self, value: object) -> bool:
         """Whether `value` is a number with a place here."""

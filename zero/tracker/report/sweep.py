@@ -266,10 +266,8 @@ def spreadsheet(jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> s
     return text.getvalue()
 
 
-def _exact(field: str, value: float | None) -> float | str:
-    if value is None:
-        return ""
-    return int(value) if field.endswith(("_bytes", "_done")) else value
+def _exact(field: str, value: float | None) -> float | None:
+    return int(value) if value is not None and field.endswith(("_bytes", "_done")) else value
 
 
 def html(folder: Path, runs: Sequence[Run], jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> str:

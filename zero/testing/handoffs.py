@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero.distributed.world import Handle, ProcessWorld, World
+from zero.platform.device import Device
+from zero.platform.handle import Then
 from zero.store.base import Page, Ticket
 from zero.store.prefetch import PrefetchStore
 from zero.store.schedule import Action, Copy, Modify, Move, Transfer, Work
@@ -27,7 +29,7 @@ from zero.testing.streams import NETWORK_BYTES_PER_S, Gate, Handoffs, Key, Marke
 from zero.testing.threads import ThreadWorld
 
 
-class InstrumentedDevice(ABC):
+class InstrumentedDevice(Device, ABC):
     """A device that sees every operator, every handoff between threads and every collective.
 
     Attributes:
@@ -58,10 +60,6 @@ class InstrumentedDevice(ABC):
     @abstractmethod
     def keeps_wait(self, kind: str) -> bool:
         """Record a wait of this kind at the calling line; False if it is the one that a test leaves out."""
-
-    @abstractmethod
-    def is_home_of(self, tensor: Tensor) -> bool:
-        """The tensor lies in memory of the device, not of the host."""
 
 
 class _TracingMode(TorchDispatchMode):
@@ -247,27 +245,13 @@ COLLECTIVES: dict[str, Callable[..., Any]] = {"_gather": _gather, "_exchange": _
 
 
 def _is_traced(world: World, tensor: Tensor) -> bool:
-    gpu = world.compute
-    return (
-        thread.gpu is gpu and isinstance(gpu, InstrumentedDevice) and not thread.is_untraced and gpu.is_home_of(tensor)
-    )
-
-
-class _CollectiveHandle:
-    """A collective under way. The stream that waits for it continues after it. Keeps its tensors until then."""
-
-    def __init__(self, gpu: InstrumentedDevice, marker: Marker, started: Handle, memory: Sequence[Tensor]) -> None:
-        self._gpu, self._marker, self._started, self._memory = gpu, marker, started, memory
-
-    def wait(self) -> None:
-        if self._gpu.keeps_wait("collective"):
-            self._gpu.streams.wait_on_stream(self._marker)
-        with untraced():
-            self._started.wait()
+    return thread.gpu is world.compute and not thread.is_untraced and world.compute.is_home_of(tensor)
 
 
 def _collective(world: World, op: str, source: Tensor, into: Tensor, start: Callable[[Tensor], Handle]) -> Handle:
     """Start a collective on the network. On deferred streams its result arrives late, too.
+
+    The stream that waits for it continues after it.
 
     Args:
         source: what this rank sends.
@@ -295,7 +279,14 @@ def _collective(world: World, op: str, source: Tensor, into: Tensor, start: Call
         if streams.is_deferred():
             streams.launch(lambda: _deliver(started, arrived, into), arriving)
         streams.record(marker)
-    return _CollectiveHandle(gpu, marker, started, (source, into))
+
+    def arrive() -> None:
+        if gpu.keeps_wait("collective"):
+            streams.wait_on_stream(marker)
+        with untraced():
+            started.wait()
+
+    return Then(arrive, (source, into))
 
 
 def _deliver(started: Handle, arrived: Tensor, into: Tensor) -> None:

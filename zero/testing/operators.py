@@ -1,6 +1,6 @@
 """What a torch operator does with memory, taken from its schema: which bytes it reads and which it writes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
+
+from zero.core import tree
 
 WITHOUT_KERNEL = frozenset(
     f"aten::{name}"
@@ -124,16 +126,7 @@ def matmul_flops(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str,
 
 def tensors_in(value: Any) -> list[Tensor]:
     """All strided CPU tensors in an operator's argument or result, with those inside lists and tuples."""
-    return list(_tensors_in(value))
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.device.type == "cpu" and value.layout is torch.strided:
-            yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors_in(one)
+    return [one for one in tree.tensors_in(value) if one.device.type == "cpu" and one.layout is torch.strided]
 
 
 def byte_range(tensor: Tensor) -> ByteRange | None:

@@ -135,15 +135,11 @@ class History:
 
     def _cut(self, at: int) -> int:
         """The number of the span that begins at byte `at`; splits the span that contains it if none does."""
-        number = bisect_right(self._spans, at, key=_start) - 1
+        number = bisect_right(self._spans, at, key=lambda span: span.start) - 1
         if self._spans[number].start == at:
             return number
         self._spans.insert(number + 1, self._spans[number]._replace(start=at))
         return number + 1
-
-
-def _start(span: _Span) -> int:
-    return span.start
 
 
 def _accesses(span: _Span) -> Iterator[Access]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -178,8 +179,8 @@ class SimulatedGpu(Device):
 
     @property
     def is_idle(self) -> bool:
-        """No work is under way that the calling thread has not waited for. Without streams, always."""
-        return True
+        """No work is under way that the calling thread has not waited for. Without instruments, always."""
+        return self.streams.is_idle
 
     def _piece_of_host(self, tensor: Tensor) -> int | None:
         address = tensor.untyped_storage().data_ptr()
@@ -233,7 +234,7 @@ class SimulatedClock(Clock):
 
     def __init__(self, gpu: "InstrumentedGpu") -> None:
         self._streams = gpu.streams
-        gpu.streams.synchronize_all()
+        gpu.streams.synchronize()
         self._zero_s = self._streams.host.time_s
 
     def host(self) -> float:
@@ -281,7 +282,7 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
 
     def join(self) -> None:
         if self.keeps_wait("join"):
-            self.streams.synchronize_all()
+            self.streams.synchronize()
 
     def clock(self) -> Clock:
         return SimulatedClock(self)
@@ -299,7 +300,7 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
                 if end is not None:
                     end.record()
                 elif self.keeps_wait("paging"):
-                    self.streams.synchronize_stream(stream)
+                    self.streams.synchronize(stream)
 
     def unpin(self, memory: Tensor) -> None:
         self.streams.counts["unpinned in use"] += not self.is_idle
@@ -311,11 +312,8 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
         self.attach_thread()
 
     def copy(self, into: Tensor, source: Tensor) -> None:
-        before, thread.asynchronous = thread.asynchronous, True
-        try:
+        with patch.object(thread, "asynchronous", True):
             into.copy_(source)
-        finally:
-            thread.asynchronous = before
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         found = super().zeros(numel, dtype)
@@ -323,13 +321,9 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
         return found
 
     def numbers(self, tensor: Tensor) -> list[Any]:
-        self.streams.synchronize_stream(self.streams.current)
+        self.streams.synchronize(self.streams.current)
         with untraced():
             return tensor.tolist()
-
-    @property
-    def is_idle(self) -> bool:
-        return self.streams.is_idle
 
     # -- what is recorded ----------------------------------------------------------------------------------------------
 
@@ -347,7 +341,7 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
         """
         info = operator_info(operator)
         if info.name in SYNCHRONIZING:
-            self.streams.synchronize_stream(self.streams.current)
+            self.streams.synchronize(self.streams.current)
         if info.without_kernel:
             result = operator(*args, **kwargs)
             if info.allocates and self._is_like_one_of_the_host(args, kwargs):
@@ -358,11 +352,15 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
         reads, writes = (tensor_arguments(info, args, kwargs, written=written) for written in (False, True))
         homes = {self.is_home_of(tensor) for tensor in (*reads, *writes) if tensor.dim()}  # 0-dim ones may lie anywhere
         if homes == {False}:
-            return self._on_host(info, operator, args, kwargs, reads, writes)
+            self._record_on_host(info, reads, writes)
+            result = operator(*args, **kwargs)
+            if not info.in_place:
+                self._adopt_all(result)
+            return result
         self._record(info, reads, writes, matmul_flops(operator, args, kwargs), mixed=len(homes) == 2)
         result = self._execute(info, operator, args, kwargs, writes)
         if len(homes) == 2 and not self._is_asynchronous(reads, writes):
-            self.streams.synchronize_stream(self.streams.current)
+            self.streams.synchronize(self.streams.current)
         return result
 
     def access_on_host(self, tensor: Tensor, *, writes: bool) -> None:
@@ -374,23 +372,11 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
         what = f"{'a read from' if writes else 'a write to'} a file{_location()}"
         streams.access(streams.host, *(([], [tensor]) if writes else ([tensor], [])), what)
 
-    def _on_host(
-        self,
-        info: OperatorInfo,
-        operator: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        reads: list[Tensor],
-        writes: list[Tensor],
-    ) -> Any:
-        """Run an operator of the host; its result is host memory, too."""
+    def _record_on_host(self, info: OperatorInfo, reads: list[Tensor], writes: list[Tensor]) -> None:
+        """Count what the host does itself; the result is host memory, too."""
         streams, moved = self.streams, sum(tensor.nbytes for tensor in (*reads, *writes))
         streams.add_time(streams.host, moved / simulation.HOST_BYTES_PER_S, is_launch=False)
         streams.access(streams.host, reads, writes, f"{info.name}{_location()}")
-        result = operator(*args, **kwargs)
-        if not info.in_place:
-            self._adopt_all(result)
-        return result
 
     def _is_like_one_of_the_host(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """What is allocated as `empty_like` does, after a tensor of the host."""
@@ -510,15 +496,14 @@ def simulated_gpu(
 @contextmanager
 def _simulated(settings: Settings) -> Iterator[Simulation]:
     simulated = Simulation(settings)
-    before, Device.stand_in = Device.stand_in, simulated.make_gpu
     _SETTINGS.append(settings)
     try:
-        with instrumentation() if simulated.settings.is_instrumented else nullcontext():
-            yield simulated
-        simulated.finish()
+        with patch.object(Device, "stand_in", simulated.make_gpu):
+            with instrumentation() if settings.is_instrumented else nullcontext():
+                yield simulated
+            simulated.finish()
     finally:
         _SETTINGS.pop()
-        Device.stand_in = before
 
 
 def count_launches(run: Callable[[], object]) -> Counter[str]:

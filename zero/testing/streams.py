@@ -18,8 +18,9 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -239,15 +240,9 @@ class Streams:
         """The stream that the calling thread launches on."""
         return thread.streams.get(self._number, self.main)
 
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """Make `stream` the current one of this thread in the block."""
-        before = self.current
-        thread.streams[self._number] = stream
-        try:
-            yield
-        finally:
-            thread.streams[self._number] = before
+        return patch.dict(thread.streams, {self._number: stream})
 
     # -- order ---------------------------------------------------------------------------------------------------------
 
@@ -268,7 +263,7 @@ class Streams:
             other, count = marker.stream, marker.count
             if other is None or other is stream:
                 return
-            if self._is_deferred(stream):
+            if self.is_deferred(stream):
                 stream.queue.append(_Launch(lambda: self._execute(other, count), ()))
             else:
                 self.run(other, count)
@@ -281,22 +276,13 @@ class Streams:
             if marker.stream is not None:
                 self.run(marker.stream, marker.count)
 
-    def synchronize_stream(self, stream: Stream) -> None:
-        """The host waits for everything that was launched on `stream`."""
+    def synchronize(self, *streams: Stream) -> None:
+        """The host waits for everything that was launched on `streams`, or on any stream if there are none."""
         with self.lock:
             self._count_wait()
-            self._synchronize(stream)
-
-    def synchronize_all(self) -> None:
-        """The host waits for everything that was launched on any stream."""
-        with self.lock:
-            self._count_wait()
-            for stream in [*self._streams.values()]:
-                self._synchronize(stream)
-
-    def _synchronize(self, stream: Stream) -> None:
-        self.host.join(stream.agent.clock, stream.agent.time_s)
-        self.run(stream, stream.launched)
+            for stream in streams or [*self._streams.values()]:
+                self.host.join(stream.agent.clock, stream.agent.time_s)
+                self.run(stream, stream.launched)
 
     def _count_wait(self) -> None:
         self.counts["waits of the store's threads" if thread.is_worker else "waits of the host"] += 1
@@ -340,7 +326,7 @@ class Streams:
         """Launch `run`, which writes `writes`, on the current stream: it runs now or, on a deferred stream, later."""
         with self.lock:
             stream = self.current
-            if self._is_deferred(stream):
+            if self.is_deferred(stream):
                 one = _Launch(run, [tensor.data for tensor in writes])
                 stream.queue.append(one)
                 self._poison(one)
@@ -352,9 +338,9 @@ class Streams:
         with untraced():
             run()
 
-    def is_deferred(self) -> bool:
-        """What is launched on the current stream runs later, not at once."""
-        return self._is_deferred(self.current)
+    def is_deferred(self, stream: Stream | None = None) -> bool:
+        """What is launched on the stream, by default the current one, runs later, not at once."""
+        return self._order != "program" and (stream or self.current) is not self.main
 
     def run(self, stream: Stream, until: int) -> None:
         """Execute the first `until` launches of `stream`, and what they wait for, as far as they have not run."""
@@ -378,9 +364,6 @@ class Streams:
             agent.time_s += seconds
 
     # -- the simulation's own ------------------------------------------------------------------------------------------
-
-    def _is_deferred(self, stream: Stream) -> bool:
-        return self._order != "program" and stream is not self.main
 
     def _run_at_random(self) -> None:
         """In order "random", sometimes execute the next launch of a random stream."""

@@ -8,12 +8,15 @@ Every tier passes the same tests, `zero.testing.StoreContract`.
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from zero.errors import StoreError
 from zero.platform.handle import Handle
+
+Held = TypeVar("Held")
 
 
 class Page(NamedTuple):
@@ -22,6 +25,41 @@ class Page(NamedTuple):
     unit: int
     kind: str
     number: int
+
+
+class Pages(Generic[Held]):
+    """What a store keeps of each of its pages, until it is closed."""
+
+    def __init__(self) -> None:
+        self._held: dict[Page, Held] | None = {}
+
+    @property
+    def all(self) -> dict[Page, Held]:
+        if self._held is None:
+            raise StoreError("this store is closed")
+        return self._held
+
+    def __getitem__(self, page: Page) -> Held:
+        try:
+            return self.all[page]
+        except KeyError:
+            raise StoreError(f"{page} was never allocated") from None
+
+    def add(self, page: Page, held: Held) -> None:
+        self.all[page] = held
+
+    def refuse_known(self, page: Page) -> None:
+        if page in self.all:
+            raise StoreError(f"{page} is allocated already")
+
+    def close(self) -> None:
+        self._held = None
+
+
+def check_matching(page: Page, numel: int, dtype: torch.dtype, other: Tensor) -> None:
+    """Refuse what a page cannot be copied from or to."""
+    if other.shape != (numel,) or other.dtype != dtype:
+        raise StoreError(f"{page} holds ({numel},) {dtype}, the other side is {tuple(other.shape)} {other.dtype}")
 
 
 class Ticket(Handle, Protocol):

@@ -10,9 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from zero.errors import StoreError
 from zero.platform.handle import Done
-from zero.store.base import Page, Store, Ticket
+from zero.store.base import Page, Pages, Store, Ticket, check_matching
 
 
 class MemoryStore(Store):
@@ -32,16 +31,14 @@ class MemoryStore(Store):
         copy: Callable[[Tensor, Tensor], object] = Tensor.copy_,
     ) -> None:
         self._device, self._take, self._copy = device, take, copy
-        self._pages: dict[Page, Tensor] | None = {}
+        self._pages = Pages[Tensor]()
 
     def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
-        pages = self._open()
-        if page in pages:
-            raise StoreError(f"{page} is allocated already")
+        self._pages.refuse_known(page)
         if self._take is None:
-            pages[page] = torch.zeros(numel, dtype=dtype, device=self._device)
+            self._pages.add(page, torch.zeros(numel, dtype=dtype, device=self._device))
         else:
-            pages[page] = self._take(numel * dtype.itemsize).view(dtype)
+            self._pages.add(page, self._take(numel * dtype.itemsize).view(dtype))
 
     def read(self, page: Page, into: Tensor) -> Ticket:
         self._copy(into, self._matching(page, into))
@@ -52,30 +49,16 @@ class MemoryStore(Store):
         return Done()
 
     def in_place(self, page: Page) -> Tensor | None:
-        return self._find(page)
+        return self._pages[page]
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(page.nbytes for page in self._open().values())
+        return sum(page.nbytes for page in self._pages.all.values())
 
     def close(self) -> None:
-        self._pages = None
-
-    def _open(self) -> dict[Page, Tensor]:
-        if self._pages is None:
-            raise StoreError("this store is closed")
-        return self._pages
-
-    def _find(self, page: Page) -> Tensor:
-        try:
-            return self._open()[page]
-        except KeyError:
-            raise StoreError(f"{page} was never allocated") from None
+        self._pages.close()
 
     def _matching(self, page: Page, other: Tensor) -> Tensor:
-        mine = self._find(page)
-        if mine.shape != other.shape or mine.dtype != other.dtype:
-            raise StoreError(
-                f"{page} holds {tuple(mine.shape)} {mine.dtype}, the other side is {tuple(other.shape)} {other.dtype}"
-            )
+        mine = self._pages[page]
+        check_matching(page, mine.numel(), mine.dtype, other)
         return mine

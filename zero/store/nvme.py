@@ -28,7 +28,7 @@ from zero.core.sizes import round_up
 from zero.errors import StoreError, if_it_fails
 from zero.platform.files import REQUEST_BYTES, Files, ScratchFile, memory_of, named
 from zero.platform.handle import Done
-from zero.store.base import Page, Store, Ticket
+from zero.store.base import Page, Pages, Store, Ticket, check_matching
 
 _PROBE_BYTES = 256 * 2**20
 
@@ -73,7 +73,7 @@ class NvmeStore(Store):
         files: Files | None = None,
     ) -> None:
         self._folder, self._verify = Path(folder), verify
-        self._entries: dict[Page, _Entry] | None = {}
+        self._entries = Pages[_Entry]()
         self._lock = threading.Lock()
         self._allocated_bytes = 0
         self._file = ScratchFile(Path(folder), files or Files(), request_bytes=request_bytes)
@@ -82,13 +82,11 @@ class NvmeStore(Store):
 
     def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
         with self._lock:
-            entries = self._open()
-            if page in entries:
-                raise StoreError(f"{page} is allocated already")
+            self._entries.refuse_known(page)
             entry = _Entry(self._folder, self._allocated_bytes, numel, dtype)
             end_bytes = entry.offset + round_up(entry.nbytes)
             self._file.reserve(end_bytes)
-            entries[page] = entry
+            self._entries.add(page, entry)
             self._allocated_bytes = end_bytes
 
     def read(self, page: Page, into: Tensor) -> Ticket:
@@ -132,35 +130,20 @@ class NvmeStore(Store):
         return Done()
 
     def in_place(self, page: Page) -> Tensor | None:
-        self._find(page)
+        self._entries[page]  # which refuses what is unknown
         return None
 
     @property
     def allocated_bytes(self) -> int:
-        self._open()
-        return self._allocated_bytes
+        return self._allocated_bytes if self._entries.all else 0
 
     def close(self) -> None:
-        self._entries = None
+        self._entries.close()
         self._file.close()
 
-    def _open(self) -> dict[Page, _Entry]:
-        if self._entries is None:
-            raise StoreError("this store is closed")
-        return self._entries
-
-    def _find(self, page: Page) -> _Entry:
-        try:
-            return self._open()[page]
-        except KeyError:
-            raise StoreError(f"{page} was never allocated") from None
-
     def _matching(self, page: Page, other: Tensor) -> _Entry:
-        entry = self._find(page)
-        if other.shape != (entry.numel,) or other.dtype != entry.dtype:
-            raise StoreError(
-                f"{page} holds {(entry.numel,)} {entry.dtype}, the other side is {tuple(other.shape)} {other.dtype}"
-            )
+        entry = self._entries[page]
+        check_matching(page, entry.numel, entry.dtype, other)
         if not other.is_cpu or not other.is_contiguous():
             raise StoreError(f"{page} moves only from and to contiguous host memory, the other side is {other.device}")
         return entry

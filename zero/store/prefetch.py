@@ -19,7 +19,7 @@ from torch import Tensor
 from zero.core.sizes import BLOCK_BYTES, round_up
 from zero.errors import StoreError
 from zero.platform.handle import Done
-from zero.store.base import Page, Store, Ticket, Watch
+from zero.store.base import Page, Pages, Store, Ticket, Watch, check_matching
 from zero.store.schedule import Action, Copy, Expect, Group, Modify, Move, Read, Transfer, Work, Write
 from zero.store.traffic import Counter, Traffic
 from zero.store.workers import WorkerPool
@@ -55,7 +55,7 @@ class PrefetchStore(Store):
     ) -> None:
         _check_slots(slots)
         self._inner, self._slots = inner, tuple(slots)
-        self._sizes: dict[Page, tuple[int, torch.dtype]] = {}
+        self._sizes = Pages[tuple[int, torch.dtype]]()
         self._shapes: dict[Group, _Shape] = {}
         self._opened: list[tuple[Tensor, ...]] = [()] * len(slots)  # what lies in each slot
         self._meter = Counter()
@@ -74,7 +74,7 @@ class PrefetchStore(Store):
 
     def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
         self._inner.allocate(page, numel, dtype)
-        self._sizes[page] = (numel, dtype)
+        self._sizes.add(page, (numel, dtype))
 
     def read(self, page: Page, into: Tensor) -> Ticket:
         return self._transfer(page, into, writes=False)
@@ -181,20 +181,12 @@ class PrefetchStore(Store):
     # -- what callers do --
 
     def _transfer(self, page: Page, tensor: Tensor, *, writes: bool) -> Ticket:
-        numel, dtype = self._size(page)
-        if tensor.shape != (numel,) or tensor.dtype != dtype:
-            raise StoreError(f"{page} holds ({numel},) {dtype}, the other side is {tuple(tensor.shape)} {tensor.dtype}")
+        check_matching(page, *self._sizes[page], tensor)
         event = Transfer(0, page, writes)
         if self._inner.in_place(page) is None:
             return self._workers.submit(event, partial(self._move, page, tensor, writes))
         self._workers.do_here(event, partial(self._copy_here, page, tensor, writes))
         return Done()
-
-    def _size(self, page: Page) -> tuple[int, torch.dtype]:
-        try:
-            return self._sizes[page]
-        except KeyError:
-            raise StoreError(f"{page} was never allocated") from None
 
     def _shape(self, group: Group) -> "_Shape":
         shape = self._shapes.get(group)
@@ -206,7 +198,7 @@ class PrefetchStore(Store):
         """Where each page of a group lies: one after the other from the slot's start, without those in place."""
         places, end = [], 0
         for page in group.all:
-            (numel, dtype), view = self._size(page), self._inner.in_place(page)
+            (numel, dtype), view = self._sizes[page], self._inner.in_place(page)
             nbytes = numel * dtype.itemsize if view is None else 0
             places.append(_Place(page, slice(end, end + nbytes), dtype, view))
             end += round_up(nbytes)

@@ -6,8 +6,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from zero.errors import StoreError
-from zero.store.base import Page, Store, Ticket
+from zero.store.base import Page, Pages, Store, Ticket
 
 
 def spread(sizes: Mapping[Page, int], rates: Sequence[float]) -> dict[Page, str]:
@@ -42,39 +41,30 @@ class Tiers(Store):
         self, stores: Mapping[str, Store], where: Callable[[Page], str], release: Callable[[], None] = lambda: None
     ) -> None:
         self._stores, self._where, self._release = dict(stores), where, release
-        self._pages: dict[Page, Store] | None = {}
+        self._pages = Pages[Store]()
 
     def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
-        if self._pages is None:
-            raise StoreError("this store is closed")
+        self._pages.refuse_known(page)
         store = self._stores[self._where(page)]
         store.allocate(page, numel, dtype)
-        self._pages[page] = store
+        self._pages.add(page, store)
 
     def read(self, page: Page, into: Tensor) -> Ticket:
-        return self._of(page).read(page, into)
+        return self._pages[page].read(page, into)
 
     def write(self, page: Page, source: Tensor) -> Ticket:
-        return self._of(page).write(page, source)
+        return self._pages[page].write(page, source)
 
     def in_place(self, page: Page) -> Tensor | None:
-        return self._of(page).in_place(page)
+        return self._pages[page].in_place(page)
 
     @property
     def allocated_bytes(self) -> int:
         return sum(store.allocated_bytes for store in self._stores.values())
 
     def close(self) -> None:
-        self._pages = None
+        self._pages.close()
         with ExitStack() as closing:  # one that fails does not keep the others open
             closing.callback(self._release)
             for store in self._stores.values():
                 closing.callback(store.close)
-
-    def _of(self, page: Page) -> Store:
-        if self._pages is None:
-            raise StoreError("this store is closed")
-        try:
-            return self._pages[page]
-        except KeyError:
-            raise StoreError(f"{page} was never allocated") from None

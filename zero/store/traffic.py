@@ -29,9 +29,8 @@ class Counter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._since_s = time.monotonic()
-        self._reads = self._writes = 0  # under way
-        self._read_bytes = self._write_bytes = 0
-        self._read_s = self._write_s = self._busy_s = self._wait_s = 0.0
+        self._under_way, self._bytes, self._s = [0, 0], [0, 0], [0.0, 0.0]  # of reads, and of writes
+        self._busy_s = self._wait_s = 0.0
 
     @contextmanager
     def moving(self, nbytes: int, writes: bool) -> Iterator[None]:
@@ -51,25 +50,18 @@ class Counter:
     def read_off(self) -> Traffic:
         with self._lock:
             self._tick()
-            return Traffic(self._read_bytes, self._write_bytes, self._read_s, self._write_s, self._busy_s, self._wait_s)
+            return Traffic(self._bytes[0], self._bytes[1], self._s[0], self._s[1], self._busy_s, self._wait_s)
 
     def _change(self, writes: bool, by: int, nbytes: int) -> None:
         with self._lock:
             self._tick()
-            if writes:
-                self._writes += by
-                self._write_bytes += nbytes
-            else:
-                self._reads += by
-                self._read_bytes += nbytes
+            self._under_way[writes] += by
+            self._bytes[writes] += nbytes
 
     def _tick(self) -> None:
         """Add the time since the last change to what was under way since then."""
         now_s = time.monotonic()
         passed_s, self._since_s = now_s - self._since_s, now_s
-        if self._reads:
-            self._read_s += passed_s
-        if self._writes:
-            self._write_s += passed_s
-        if self._reads or self._writes:
-            self._busy_s += passed_s
+        for writes, count in enumerate(self._under_way):
+            self._s[writes] += passed_s * (count > 0)
+        self._busy_s += passed_s * any(self._under_way)

@@ -129,7 +129,8 @@ class Schedule:
             case Finished(action):
                 self._finished(action, actions)
         for _ in range(self._workers - len(self.running)):
-            following = self._next_move() or self._next_work() or self._next_read() or self._next_ahead()
+            moving = self._queued.take(self._move) or self._ready.take(self._work)
+            following = moving or self._next_read() or self._next_ahead()
             if following is None:
                 break
             self.running.add(following)
@@ -256,9 +257,6 @@ class Schedule:
 
     # -- what to start when a worker is free, the most urgent first ----------------------------------------------------
 
-    def _next_move(self) -> Action | None:
-        return self._queued.take(self._move)
-
     def _move(self, number: int) -> Action | None:
         event = self._operations[number].event
         assert isinstance(event, Transfer)
@@ -266,9 +264,6 @@ class Schedule:
             return Move(number, event.page, event.writes)
         written = self._written_by(number)
         return None if written is None else Copy(number, event.page, written, self._loaded[written].slot)
-
-    def _next_work(self) -> Action | None:
-        return self._ready.take(self._work)
 
     def _work(self, number: int) -> Action | None:
         if not self._can_start(number):

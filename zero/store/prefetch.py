@@ -200,7 +200,7 @@ class PrefetchStore(Store):
         for page in group.all:
             (numel, dtype), view = self._sizes[page], self._inner.in_place(page)
             nbytes = numel * dtype.itemsize if view is None else 0
-            places.append(_Place(page, slice(end, end + nbytes), dtype, view))
+            places.append(_Place(slice(end, end + nbytes), dtype, view))
             end += round_up(nbytes)
         room = self._slots[0].nbytes if self._slots else 0
         if end > room:
@@ -218,29 +218,25 @@ class PrefetchStore(Store):
 
     def _carry_out(self, action: Action, job: Callable[..., None]) -> None:
         """One action. The schedule sees to it that nobody else touches its slot and its pages."""
-        if isinstance(action, Move):
-            job()
-            return
-        shape, slot = self._shape(action.group), action.slot
-        if isinstance(action, Copy):
-            job(self._opened[action.slot][shape.number_of(action.page)])
-            return
-        if isinstance(action, Read):
-            self._opened[action.slot] = shape.open(self._slots[action.slot])
-        opened = shape.open(None) if slot is None else self._opened[slot]
         match action:
-            case Read():
-                self._move_all(shape, shape.reads, opened, writes=False)
-            case Work():
-                self._move_all(shape, shape.beside, opened, writes=False)
-                with self._workers.watch(_kind_of(action.group), action.group.unit, action.group.number):
+            case Move():
+                job()
+            case Copy(_, page, group, slot):
+                job(self._opened[slot][group.all.index(page)])
+            case Read(group, slot):
+                self._opened[slot] = self._shape(group).open(self._slots[slot])
+                self._move_all(group, self._shape(group).reads, self._opened[slot], writes=False)
+            case Work(_, group, slot):
+                opened = self._shape(group).open(None) if slot is None else self._opened[slot]
+                self._move_all(group, self._shape(group).beside, opened, writes=False)
+                with self._workers.watch(_kind_of(group), group.unit, group.number):
                     job(opened)
-            case Write():
-                self._move_all(shape, shape.writes, opened, writes=True)
+            case Write(_, group, slot):
+                self._move_all(group, self._shape(group).writes, self._opened[slot], writes=True)
 
-    def _move_all(self, shape: "_Shape", numbers: tuple[int, ...], opened: tuple[Tensor, ...], *, writes: bool) -> None:
+    def _move_all(self, group: Group, numbers: tuple[int, ...], opened: tuple[Tensor, ...], *, writes: bool) -> None:
         for number in numbers:
-            self._move(shape.places[number].page, opened[number], writes)
+            self._move(group.all[number], opened[number], writes)
 
     def _move(self, page: Page, tensor: Tensor, writes: bool, slot_K: Tensor | None = None) -> None:
         with self._workers.watch("write" if writes else "read", *page):
@@ -286,7 +282,6 @@ def _check_slots(slots: Sequence[Tensor]) -> None:
 class _Place(NamedTuple):
     """Where one page of a group is while the group is loaded."""
 
-    page: Page
     part: slice
     """Bytes of the slot."""
     dtype: torch.dtype
@@ -302,9 +297,6 @@ class _Shape(NamedTuple):
     beside: tuple[int, ...]
     writes: tuple[int, ...]
 
-    def number_of(self, page: Page) -> int:
-        return next(number for number, place in enumerate(self.places) if place.page == page)
-
     @property
     def is_in_place(self) -> bool:
         return not (self.reads or self.beside or self.writes)
@@ -312,7 +304,7 @@ class _Shape(NamedTuple):
     def open(self, slot: Tensor | None) -> tuple[Tensor, ...]:
         """The pages as tensors: views of the slot, or the page where it lies."""
         opened = []
-        for _, part, dtype, view in self.places:
+        for part, dtype, view in self.places:
             if view is None:
                 assert slot is not None
                 view = slot[part].view(dtype)

@@ -112,7 +112,7 @@ class WorkerPool:
         """A transfer in the calling thread, once every earlier operation on its page has ended."""
         with self._lock:
             self._refuse()
-            self._wait(lambda: self._starts_here(event), event)
+            self._wait(lambda: self._schedule.would_start(event), event)
             self._count += 1
             move = self._advance(event._replace(number=self._count, here=True), keep_first=True)
         assert move is not None
@@ -249,9 +249,6 @@ class WorkerPool:
                     return
                 raise StoreError(f"the store could not start a thread: {error}") from error
             self._threads.append(thread)
-
-    def _starts_here(self, event: Transfer) -> bool:
-        return self._schedule.would_start(event)
 
     def _wait(self, holds: Callable[[], bool], event: Modify | Transfer | None) -> None:
         """Return when `holds()`, with the lock held again.

@@ -183,8 +183,8 @@ class Gatherer:
         self._places_of: dict[str, list[Place]] = {}
         self.doubted: set[str] = set()
         self._looked_at: set[tuple[str, bool]] = set()  # paths of sites that were watched once, with gradients or not
-        self.entering: Callable[[], None] = _nothing
-        self.arriving: Callable[[], None] = _nothing
+        self.entering: Callable[[], None] = lambda: None
+        self.arriving: Callable[[], None] = lambda: None
         self._placeholders: dict[tuple[int, int], ParameterPlaceholder] = {}  # by unit and slot, of those that train
         self._hooked: dict[int, dict[int, Tensor]] = {}  # by unit and slot: gradients that their hooks have not seen
         self._held: dict[int, Buffer] = {}  # pinned by the backward pass under way
@@ -270,19 +270,18 @@ class Gatherer:
                         pinned[-1].pins += 1
                     else:
                         pinned.append(self.residency.pin(self._units[index], training=torch.is_grad_enabled()))
-                names, values = self._parameters(site, body.module, recomputing)
+                parameters = self._parameters(site, body.module, recomputing)
             if transformed:
-                held = dict(zip(names, values, strict=True))
-                return self._own(call_with(held, body, args, kwargs, path=site.path))
+                return self._own(call_with(parameters, body, args, kwargs, path=site.path))
             watched = site.path, torch.is_grad_enabled()  # code that is not found by reading is seen the first time
             doubted, is_first = site.path in self.doubted, watched not in self._looked_at
             call = partial(call_with, path=site.path, doubted=doubted, watched=is_first)
             before = _nodes((args, kwargs))  # taken now: the call may change its inputs in place
             policy = self._policies[site.units[0]]
             with self._packing(), self._sending(policy):
-                outputs = self._call(policy, call, body, names, values, args, kwargs)
+                outputs = self._call(policy, call, body, parameters, args, kwargs)
             self._looked_at.add(watched)
-            outputs = _reaching(outputs, values, set(before))
+            outputs = _reaching(outputs, parameters.values(), set(before))
             if torch.is_grad_enabled() and not recomputing:
                 made_with = [(unit, unit.version) for unit in (self._units[index] for index in site.units)]
                 for node in _nodes(outputs) - before:
@@ -294,7 +293,7 @@ class Gatherer:
             for buffer in pinned:
                 self.residency.unpin(buffer)
 
-    def _parameters(self, site: Site, module: nn.Module, recomputing: bool) -> tuple[list[str], list[Tensor]]:
+    def _parameters(self, site: Site, module: nn.Module, recomputing: bool) -> dict[str, Tensor]:
         """The site's parameters by their names in its body, as far as they are still there: views of gathered buffers.
 
         What has moved elsewhere by now is read as any parameter outside of its unit.
@@ -306,19 +305,17 @@ class Gatherer:
             flat = self.residency.buffer(unit).flat
             frozen[index] = views(unit.spec.frozen, flat, unit.spec.trainable.P)
             if torch.is_grad_enabled() and unit.spec.trainable.slots:
-                made = Gather.apply(self._anchor, self, unit, flat, not recomputing)
-                trainable[index] = self._arriving(unit, made)
-                if not recomputing:  # a recomputed call is the same call again
-                    unit.calls.append(made[0].grad_fn)
+                trainable[index] = self._made(unit, flat, recomputing)
             else:
                 trainable[index] = views(unit.spec.trainable, flat)
         places = zip(site.bindings, self._places_of[site.path], strict=True)
-        there = [(bound, place) for bound, place in places if place.is_in(module)]
-        values = [
-            self._given(bound, place, (trainable if bound.trainable else frozen)[bound.unit][bound.slot])
-            for bound, place in there
-        ]
-        return [f"module.{bound.local}" for bound, _ in there], values
+        return {
+            f"module.{bound.local}": self._given(
+                bound, place, (trainable if bound.trainable else frozen)[bound.unit][bound.slot]
+            )
+            for bound, place in places
+            if place.is_in(module)
+        }
 
     def _given(self, bound: Binding, place: Place, ours: Tensor) -> Tensor:
         """What the user put in a parameter's place, else `ours`."""
@@ -337,7 +334,11 @@ class Gatherer:
             )
         return given
 
-    def _arriving(self, unit: UnitState, made: Sequence[Tensor]) -> list[Tensor]:
+    def _made(self, unit: UnitState, flat: Tensor, recomputing: bool) -> list[Tensor]:
+        """The unit's trainable parameters, with a history; what is recomputed is the same call again."""
+        made = Gather.apply(self._anchor, self, unit, flat, not recomputing)
+        if not recomputing:
+            unit.calls.append(made[0].grad_fn)
         return [self._arrives(unit, slot, parameter) for slot, parameter in enumerate(made)]
 
     def _arrives(self, unit: UnitState, slot: int, parameter: Tensor) -> Tensor:
@@ -355,17 +356,17 @@ class Gatherer:
         policy: Activations,
         call: Callable[..., Any],
         body: Body,
-        names: list[str],
-        values: list[Tensor],
+        parameters: dict[str, Tensor],
         args: Any,
         kwargs: dict[str, Any],
     ) -> Any:
         module: nn.Module = body
         if self._compiler is not None and torch.is_grad_enabled():
-            names, module = [f"module.{name}" for name in names], self._compiler.compiled(body, body.kind)
+            parameters = {f"module.{name}": value for name, value in parameters.items()}
+            module = self._compiler.compiled(body, body.kind)
         if policy == "remat" and torch.is_grad_enabled():
-            return recomputed_call(module, names, values, args, kwargs, call)
-        return call(dict(zip(names, values, strict=True)), module, args, kwargs)
+            return recomputed_call(module, parameters, args, kwargs, call)
+        return call(parameters, module, args, kwargs)
 
     @contextmanager
     def _sending(self, policy: Activations) -> Iterator[None]:
@@ -436,11 +437,7 @@ class Gatherer:
                     return views(unit.spec.frozen, flat, unit.spec.trainable.P)[bound.slot]
                 if not with_history:
                     return views(unit.spec.trainable, flat)[bound.slot]
-                # what is recomputed is the same call again, and a reentrant checkpoint goes backward from here
-                made = Gather.apply(self._anchor, self, unit, flat, not recomputing)
-                if not recomputing:
-                    unit.calls.append(made[0].grad_fn)
-                return self._arriving(unit, made)[bound.slot]
+                return self._made(unit, flat, recomputing)[bound.slot]  # a reentrant checkpoint goes backward from here
 
         return view
 
@@ -540,10 +537,6 @@ class Gatherer:
             self._let_go(index)
 
 
-def _nothing() -> None:
-    return None
-
-
 def _nodes(values: Any) -> set[Any]:
     return {t.grad_fn for t in tensors_in(values) if t.grad_fn is not None}
 
@@ -558,7 +551,7 @@ def _same_parameters(made_with: Iterable[tuple[UnitState, int]], *_: Any) -> Non
             )
 
 
-def _reaching(outputs: Any, parameters: Sequence[Tensor], known: set[Any]) -> Any:
+def _reaching(outputs: Any, parameters: Iterable[Tensor], known: set[Any]) -> Any:
     """`outputs`, made to depend on every `Gather` that made `parameters`.
 
     A rank may take a branch without parameters (`if drop: return x`) while the others do not. Its backward must pass

@@ -21,29 +21,27 @@ channel, so a buffer of at most this many elements is taken as changed."""
 
 def recomputed_call(
     module: nn.Module,
-    names: Sequence[str],
-    values: Sequence[Tensor],
+    parameters: Mapping[str, Tensor],
     args: Any,
     kwargs: Mapping[str, Any],
     call: Callable[..., Any] = call_with,
 ) -> Any:
-    """Run `module` with parameters `values` called `names`, its activations not kept.
+    """Run `module` with `parameters` in place of its own, its activations not kept.
 
     Args:
         call: `call_with`, bound to where the module is.
     """
-    tensors, rebuild = _apart(args, kwargs)
+    names, (tensors, rebuild) = tuple(parameters), _apart(args, kwargs)
     # What forward changes (running statistics) is put back for the recomputation, which must neither see the change
     # nor repeat it: it works on copies of what forward saw.
     before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in module.named_buffers()}
     replaced: dict[str, Tensor] | None = None
 
     def compute(*given: Tensor) -> Any:
-        parameters = dict(zip(names, given, strict=False))
-        return call(parameters, module, *rebuild(given[len(names) :]), buffers=replaced)
+        return call(dict(zip(names, given, strict=False)), module, *rebuild(given[len(names) :]), buffers=replaced)
 
     # The parameters go in as arguments: a checkpoint keeps its arguments through our hooks, and so not at all.
-    outputs = checkpoint(compute, *values, *tensors, use_reentrant=False)
+    outputs = checkpoint(compute, *parameters.values(), *tensors, use_reentrant=False)
     now = dict(module.named_buffers())
     replaced = {
         name: copy

@@ -159,12 +159,14 @@ def _call(
     kwargs: Any,
 ) -> Any:
     """What a site does when it is called: see `Gatherer.run`."""
-    names = [f"module.module.{bound.local}" for bound in site.bindings]
-    held = [_arriving(values[bound.unit, bound.trainable, bound.slot]) for bound in site.bindings]
+    held = {
+        f"module.module.{bound.local}": _arriving(values[bound.unit, bound.trainable, bound.slot])
+        for bound in site.bindings
+    }
     if policy == "remat":
-        return recomputed_call(_Fusing(body), names, held, args, kwargs)
+        return recomputed_call(_Fusing(body), held, args, kwargs)
     with host.taking() if policy == "offload" else nullcontext():
-        return functional_call(_Fusing(body), dict(zip(names, held, strict=True)), args, kwargs, tie_weights=False)
+        return functional_call(_Fusing(body), held, args, kwargs, tie_weights=False)
 
 
 def _arriving(parameter: Tensor) -> Tensor:

@@ -148,14 +148,9 @@ class Layout:
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The (start, stop) ranges that no slot covers, in order; always zeros in a flat."""
-        found, end = [], 0
-        for slot in self._filled:
-            if slot.offset > end:
-                found.append((end, slot.offset))
-            end = slot.stop
-        if end < self.P:
-            found.append((end, self.P))
-        return tuple(found)
+        ends = [0, *(slot.stop for slot in self._filled)]
+        begins = [*(slot.offset for slot in self._filled), self.P]
+        return tuple((end, begin) for end, begin in zip(ends, begins, strict=True) if begin > end)
 
     def shard(self, rank: int) -> tuple[int, int]:
         """The (start, stop) range of the flat that `rank` owns."""

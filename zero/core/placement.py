@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 from zero.core.schema import Section
 from zero.core.settings import Places, bytes_of, key, memory_of, or_auto, whole_or_auto
@@ -306,23 +306,51 @@ def place(
     used: Counter[Tier] = Counter({"device": device_fixed_bytes + activation_bytes, "host": host_fixed_bytes})
     for kind, tier in fixed.items():
         used[tier] += kinds[kind]
-    _refuse_what_cannot_fit(
-        offload,
-        {key: (tier, kinds[key]) for key, tier in fixed.items()},
-        used,
-        buffers={"device": device_fixed_bytes, "host": host_fixed_bytes},
-        budgets={"device": device_bytes, "host": host_bytes},
-        activation_bytes=activation_bytes,
-        lighter=lighter,
-        resorts=resorts,
-        parameters_sharded=parameters_sharded,
-        device_is_host=device_is_host,
-    )
+    buffers: dict[Tier, int] = {"device": device_fixed_bytes, "host": host_fixed_bytes}
+    budgets: dict[Tier, int] = {"device": device_bytes, "host": host_bytes}
+
+    def refuse(tiers: tuple[Tier, ...], needs_bytes: int) -> NoReturn:
+        """A memory, of one tier or of both, is too small for what has to be there."""
+        limit_bytes = budgets[tiers[0]]
+        given = offload.device_budget if tiers[0] == "device" else offload.host_budget
+        inside = {key: kinds[key] for key, tier in fixed.items() if tier in tiers and kinds[key]}
+        words = {"optimizer": "master and moments", "param": "parameters", "grad": "gradients"}
+        parts = [f"{size_text(sum(buffers[tier] for tier in tiers))} of buffers (their smallest number)"]
+        parts += [f"{size_text(inside[key])} of {word}" for key, word in words.items() if key in inside]
+        active_bytes = activation_bytes if "device" in tiers else 0
+        parts += [f"{size_text(active_bytes)} of activations"] * bool(active_bytes)
+        out = "cpu" if tiers == ("device",) else "nvme"
+        leaving = ("optimizer", "grad", "param") if parameters_sharded else ("optimizer", "grad")
+        moves = [f"set offload.{key}={out}" for key in leaving if key in inside]
+        if active_bytes > limit_bytes:  # whatever else left, it would not be enough
+            moves = []
+        elif tiers == ("host",) and not inside:  # what pages pass through is all there is
+            moves = ["set offload.page smaller"] * (offload.page_bytes != BLOCK_BYTES)
+        found = lighter() if 2 * active_bytes > needs_bytes else {}
+        smaller = [way for way, nbytes in found.items() if nbytes < active_bytes]
+        raises = [f"raise offload.{tiers[0]}_budget"] * _is_the_limit(given, limit_bytes)
+        ways = [*raises, *smaller, *moves[:1], *(resorts if active_bytes <= limit_bytes else ())]
+        ways = ways or ["use a machine with more memory"]
+        raise ConfigError(
+            f"{_limit(tiers[0], given, limit_bytes)}: a rank needs at least {size_text(needs_bytes)} there: "
+            f"{' + '.join(parts)}; {', or '.join(ways)}"
+        )
+
+    if device_is_host and offload.device_budget is not None:
+        raise ConfigError(
+            f"offload.device_budget={budget_text(offload.device_budget)}: the CPU computes here and there is one "
+            "memory; set offload.host_budget"
+        )
+    memories: tuple[tuple[Tier, ...], ...] = (("host", "device"),) if device_is_host else (("device",), ("host",))
+    for tiers in memories:
+        needs_bytes = sum(used[tier] for tier in tiers)
+        if needs_bytes > budgets[tiers[0]]:
+            refuse(tiers, needs_bytes)
 
     def has_room(tier: Tier, size: int) -> bool:
         if device_is_host:
             return tier == "nvme" or (tier == "host" and used["device"] + used["host"] + size <= host_bytes)
-        return tier == "nvme" or used[tier] + size <= {"device": device_bytes, "host": host_bytes}[tier]
+        return tier == "nvme" or used[tier] + size <= budgets[tier]
 
     def take(size: int, tiers: Sequence[Tier]) -> Tier:
         tier = next(tier for tier in tiers if has_room(tier, size))
@@ -360,54 +388,6 @@ def budget_bytes(budget: int | float | None, free_bytes: int) -> int:
     if budget is None:
         return free_bytes
     return min(budget if isinstance(budget, int) else int(budget * free_bytes), free_bytes)
-
-
-def _refuse_what_cannot_fit(
-    offload: Offload,
-    fixed: Mapping[str, tuple[Tier, int]],
-    used: Mapping[Tier, int],
-    *,
-    buffers: Mapping[Tier, int],
-    budgets: Mapping[Tier, int],
-    activation_bytes: int,
-    lighter: Callable[[], Mapping[str, int]],
-    resorts: Sequence[str],
-    parameters_sharded: bool,
-    device_is_host: bool,
-) -> None:
-    if device_is_host and offload.device_budget is not None:
-        raise ConfigError(
-            f"offload.device_budget={budget_text(offload.device_budget)}: the CPU computes here and there is one "
-            "memory; set offload.host_budget"
-        )
-    memories: tuple[tuple[Tier, ...], ...] = (("host", "device"),) if device_is_host else (("device",), ("host",))
-    for tiers in memories:
-        needs_bytes = sum(used[tier] for tier in tiers)
-        if needs_bytes <= budgets[tiers[0]]:
-            continue
-        given = offload.device_budget if tiers[0] == "device" else offload.host_budget
-        inside = {key: size for key, (tier, size) in fixed.items() if tier in tiers and size}
-        words = {"optimizer": "master and moments", "param": "parameters", "grad": "gradients"}
-        parts = [f"{size_text(sum(buffers[tier] for tier in tiers))} of buffers (their smallest number)"]
-        parts += [f"{size_text(inside[key])} of {word}" for key, word in words.items() if key in inside]
-        active_bytes = activation_bytes if "device" in tiers else 0
-        parts += [f"{size_text(active_bytes)} of activations"] * bool(active_bytes)
-        out = "cpu" if tiers == ("device",) else "nvme"
-        leaving = ("optimizer", "grad", "param") if parameters_sharded else ("optimizer", "grad")
-        moves = [f"set offload.{key}={out}" for key in leaving if key in inside]
-        if active_bytes > budgets[tiers[0]]:  # whatever else left, it would not be enough
-            moves = []
-        elif tiers == ("host",) and not inside:  # what pages pass through is all there is
-            moves = ["set offload.page smaller"] * (offload.page_bytes != BLOCK_BYTES)
-        found = lighter() if 2 * active_bytes > needs_bytes else {}
-        smaller = [way for way, nbytes in found.items() if nbytes < active_bytes]
-        raises = [f"raise offload.{tiers[0]}_budget"] * _is_the_limit(given, budgets[tiers[0]])
-        ways = [*raises, *smaller, *moves[:1], *(resorts if active_bytes <= budgets[tiers[0]] else ())]
-        ways = ways or ["use a machine with more memory"]
-        raise ConfigError(
-            f"{_limit(tiers[0], given, budgets[tiers[0]])}: a rank needs at least {size_text(needs_bytes)} there: "
-            f"{' + '.join(parts)}; {', or '.join(ways)}"
-        )
 
 
 def _is_the_limit(given: int | float | None, limit_bytes: int) -> bool:

@@ -1,6 +1,7 @@
 """What a step moves by its plan, in bytes of one rank: arithmetic only. What it moved really, the meter counts."""
 
 import operator
+from collections import defaultdict
 from typing import NamedTuple
 
 import torch
@@ -52,23 +53,17 @@ class Traffic(NamedTuple):
 
 def traffic(plan: Plan) -> Traffic:
     """What a step of `plan` moves on one rank, by tier."""
-    states, params, kept, grads, first_grads, offloaded_numel = Load(), Load(), Load(), Load(), Load(), 0
+    by_kind: dict[str, Load] = defaultdict(Load)
+    offloaded_numel = 0
     device_is_host = plan.world.compute.shares_memory
     counted = next((kind for kind in plan.state_kinds if kind != "param"), "param")  # there is one per update
     for page, spec in plan.store_pages().items():
         moved = _moved(plan.tier(page), spec.nbytes, device_is_host)
-        if page.kind in ("param", "frozen"):
-            params += moved
-        elif page.kind == "grad":
-            grads += moved
-        elif page.kind == "first_grad":
-            first_grads += moved
-        elif page.kind == SECONDARY:  # written after the first gather, read before each other one
-            kept += moved
-        else:
-            states += moved
+        by_kind["state" if plan.is_updated(page) else page.kind] += moved
         if page.kind == counted and moved != Load():  # a page may take more than one element for each parameter
             offloaded_numel += spec.numel * VECTOR // plan.kept.numel(counted, VECTOR)
+    states, grads, params = by_kind["state"], by_kind["grad"], by_kind["param"] + by_kind["frozen"]
+    kept = by_kind[SECONDARY]  # written after the first gather, read before each other one
     whole_numel = sum(unit.trainable.P + unit.frozen.P for unit in plan.units)
     trainable_numel = sum(unit.trainable.P for unit in plan.units)
     gather, renewed = (_gather(plan, plan.precision.compute.itemsize * n) for n in (whole_numel, trainable_numel))
@@ -82,7 +77,7 @@ def traffic(plan: Plan) -> Traffic:
     if plan.keeps_secondary:  # what is frozen crosses the wire once a run
         first, gathered = Load(link=renewed.wire, wire=renewed.wire), Load(link=gather.link - gather.wire)
     count = plan.accumulate
-    single = first_grads if "first_grad" in plan.grad_dtypes else grads
+    single = by_kind["first_grad" if "first_grad" in plan.grad_dtypes else "grad"]
     # the first microbatch writes its gradients, each other one reads what there is and writes the sum
     arriving = grads if count == 1 else (single.times(2) + grads.times(2 * count - 3)).times(1 / count)
     return Traffic(

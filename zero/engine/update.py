@@ -17,6 +17,7 @@ import functools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -240,7 +241,7 @@ class Updater:
     def _in_place(self, unit: UnitState, part: Part) -> Piece:
         """All of a part that lies where it is worked on."""
         in_place = [self._store.in_place(page) for page in part.group.pages]
-        param_K, grad_K = (_range(tensor, part) for tensor in (self._parameters(unit), self._gradient(unit)))
+        param_K, grad_K = self._in_memory(unit, part)
         assert param_K is not None
         assert grad_K is not None
         return Piece(self._first(unit, part), param_K, [one_K for one_K in in_place if one_K is not None], grad_K)
@@ -248,8 +249,8 @@ class Updater:
     def _apply(self, unit: UnitState, hyper: Hyper, part: Part, tensors: Sequence[Tensor], where: Device) -> None:
         """Update one part on `where`; what lies elsewhere is copied there and back."""
         named = {page.kind: one_K for page, one_K in zip(part.group.all, tensors, strict=True)}
-        param_K = named.pop("param", _range(self._parameters(unit), part))
-        grad_K = named.pop("grad", _range(self._gradient(unit), part))
+        param_K, grad_K = self._in_memory(unit, part)
+        param_K, grad_K = named.pop("param", param_K), named.pop("grad", grad_K)
         assert param_K is not None
         assert grad_K is not None
         kept = list(named.values())
@@ -310,14 +311,11 @@ class Updater:
             found.append(Part(start, stop, group, on_device, all(one is not None for one in (*in_place, *beside))))
         return found
 
-    def _parameters(self, unit: UnitState) -> Tensor | None:
-        return unit.own_params(full_update=self._full_update)
-
-    def _gradient(self, unit: UnitState) -> Tensor | None:
-        """The same of the gradient."""
-        if unit.grad is None:
-            return None
-        return unit.grad if self._full_update else unit.own_grad_S(self._rank)
+    def _in_memory(self, unit: UnitState, part: Part) -> list[Tensor | None]:
+        """Parameters and gradient of a part; None for what is in pages."""
+        grad = unit.grad if unit.grad is None or self._full_update else unit.own_grad_S(self._rank)
+        own = unit.own_params(full_update=self._full_update), grad
+        return [None if one is None else one[part.start : part.stop] for one in own]
 
     def _expect(self) -> None:
         """Tell the store what will be updated, so that it reads ahead: eager updates come in backward's order."""
@@ -340,14 +338,9 @@ class Updater:
         if all(self._trains):
             return [(0, layout.S)]
         first, last = layout.shard(self._rank)
-        found: list[tuple[int, int]] = []
-        for start, stop, _ in (one for one in layout.segments(first, last) if self._trains[one.group]):
-            a, b = start - first, stop - first
-            if found and found[-1][1] == a:
-                found[-1] = (found[-1][0], b)
-            else:
-                found.append((a, b))
-        return found
+        runs = groupby(layout.segments(first, last), key=lambda one: self._trains[one.group])
+        adjoining = [list(run) for trains, run in runs if trains]
+        return [(run[0].start - first, run[-1].stop - first) for run in adjoining]
 
 
 def _batches(pieces: Sequence[Piece], most_numel: int) -> Iterator[list[Piece]]:
@@ -365,7 +358,3 @@ def _batches(pieces: Sequence[Piece], most_numel: int) -> Iterator[list[Piece]]:
                 some, numel = [], 0
     if some:
         yield some
-
-
-def _range(tensor: Tensor | None, part: Part) -> Tensor | None:
-    return None if tensor is None else tensor[part.start : part.stop]

@@ -155,17 +155,14 @@ def gathered(
     """
     state = _state_of(source, "zero.gathered", "with zero.gathered(state, names) as full:")
     state.runtime.come_to_rest()
-    patterns = (
-        None
-        if names is None
-        else [_text(one) for one in ([names] if isinstance(names, str | ParameterPlaceholder) else names)]
-    )
+    given = [names] if isinstance(names, str | ParameterPlaceholder) else names
+    patterns = None if given is None else [_text(one) for one in given]
     fields = {"names": repr(patterns), "modify": repr(modify), "kind": kind}
     state.plan.world.agree(fields, "arguments of zero.gathered")
     wanted = set(_names(state, patterns, kind))
     _check_modify(state, wanted, kind, modify)
     full = _read(state, wanted, kind)
-    before = {name: _Seen.of(tensor) for name, tensor in full.items()}
+    before = {name: _Seen(tensor.shape, _print(tensor), _is_finite(tensor)) for name, tensor in full.items()}
     try:
         yield full
         _write(state, _agreed(state, full, before, kind, modify), kind)
@@ -196,10 +193,6 @@ class _Seen(NamedTuple):
     shape: torch.Size
     print: str
     finite: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_Seen":
-        return cls(tensor.shape, _print(tensor), _is_finite(tensor))
 
 
 def _print(tensor: Tensor) -> str:
@@ -282,12 +275,6 @@ def _edits(
 # -- names and kinds ---------------------------------------------------------------------------------------------------
 
 
-def _check_kind(state: State, kind: str) -> None:
-    moments = state.plan.optimizer.moments
-    if kind not in ("param", "compute", "grad", *moments):
-        raise ConfigError(f"{kind!r} is not held: param, compute, grad, {', '.join(moments)}")
-
-
 def _check_modify(state: State, names: set[str], kind: str, modify: bool | int) -> None:
     """Refuse, before anything is gathered, what cannot be written."""
     world = state.plan.world
@@ -304,9 +291,11 @@ def _names(state: State, patterns: Iterable[str] | None, kind: str) -> list[str]
     """The full names that are meant, in the plan's order.
 
     Raises:
-        ConfigError: a name or pattern that fits none.
+        ConfigError: nothing of this kind is held; a name or pattern that fits none.
     """
-    _check_kind(state, kind)
+    moments = state.plan.optimizer.moments
+    if kind not in ("param", "compute", "grad", *moments):
+        raise ConfigError(f"{kind!r} is not held: param, compute, grad, {', '.join(moments)}")
     names = (name for unit in state.plan.units for layout in _layouts(unit, kind) for name in _in(layout))
     held = dict.fromkeys(names)  # as a set, and in order
     if patterns is None:

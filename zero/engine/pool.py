@@ -137,24 +137,19 @@ class Pool:
 
     def unpin(self, buffer: Buffer) -> None:
         buffer.pins -= 1
-        if buffer.extra and buffer.is_free:
-            self._drop(buffer)
+        self._drop_extra(buffer)
 
     def drop_ahead(self) -> None:
         """Let go what was gathered ahead and not used since."""
-        for buffers in self._buffers.values():
-            for buffer in list(buffers):
-                buffer.ahead = False
-                if buffer.extra and buffer.is_free:
-                    self._drop(buffer)
+        for buffer in self.buffers:
+            buffer.ahead = False
+            self._drop_extra(buffer)
 
     def unpin_all(self) -> None:
         """After an error: no buffer is pinned or gathered ahead."""
-        for buffers in self._buffers.values():
-            for buffer in list(buffers):
-                buffer.pins, buffer.ahead = 0, False
-                if buffer.extra:
-                    self._drop(buffer)
+        for buffer in self.buffers:
+            buffer.pins, buffer.ahead = 0, False
+            self._drop_extra(buffer)
 
     def _least_recent(self, numel: int) -> Buffer | None:
         return min((b for b in self._buffers[numel] if b.is_free), key=lambda b: b.used, default=None)
@@ -166,7 +161,10 @@ class Pool:
         self._by_address[buffer.address] = buffer
         return buffer
 
-    def _drop(self, buffer: Buffer) -> None:
+    def _drop_extra(self, buffer: Buffer) -> None:
+        """Nobody uses it any more: where it is one too many, it goes."""
+        if not (buffer.extra and buffer.is_free):
+            return
         self._buffers[buffer.flat.numel()].remove(buffer)
         self._by_address.pop(buffer.address, None)
         if buffer.unit is not None:

@@ -277,7 +277,7 @@ def _made_by(owner: Owner, copied: nn.Module) -> dict[str, Tensor]:
             for initialise in after:
                 initialise()
         _write_again(module._parameters, placeholders, begin=False)
-        made = {name: _value(module._parameters[own]) for own, name in owner.slots}
+        made = {name: one.detach() for own, name in owner.slots if (one := module._parameters[own]) is not None}
     finally:
         module._parameters.update(placeholders)
     left_out = [name for name, value in made.items() if value.isnan().any()]
@@ -334,11 +334,6 @@ class _OthersUntouched(TorchFunctionMode):
             return first
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-
-
-def _value(parameter: Tensor | None) -> Tensor:
-    assert parameter is not None
-    return parameter.detach()
 
 
 def _named(weights: Mapping[str, Tensor], names: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:

@@ -194,10 +194,9 @@ class ParameterPlaceholder(nn.Parameter):
         if request in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if any(
-            isinstance(one, ParameterPlaceholder) and one.full_value is not None for one in tensors_in((args, kwargs))
-        ):
-            return _on_full_values(func, args, kwargs)
+        if full := _full_values_of((args, kwargs)):
+            args, kwargs = replaced((args, kwargs), full)
+            return func(*args, **kwargs)
         _refuse_writing(cls, func, request, args, kwargs)
         if request in ("detach", "data"):
             return args[0].constant()
@@ -217,15 +216,13 @@ def _pass_on(placeholder: ParameterPlaceholder) -> None:
     torch.autograd.backward(view, grad)
 
 
-def _on_full_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call `func` on the full values that are in place of parameters meanwhile, which it may write into."""
-    full = {
+def _full_values_of(given: Any) -> dict[int, Tensor]:
+    """The full values that are in place of parameters meanwhile, which may be written into, by the parameters' ids."""
+    return {
         id(one): one.full_value
-        for one in tensors_in((args, kwargs))
+        for one in tensors_in(given)
         if isinstance(one, ParameterPlaceholder) and one.full_value is not None
     }
-    args, kwargs = replaced((args, kwargs), full)
-    return func(*args, **kwargs)
 
 
 class Part(Tensor):

@@ -53,14 +53,11 @@ class InPlace:
 
     Attributes:
         offloads: what is kept goes somewhere else, so every unit's forward has to be watched.
+        allocated_bytes: of host memory.
     """
 
     offloads = False
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Of host memory."""
-        return 0
+    allocated_bytes = 0
 
     def keep(self, tensor: Tensor) -> Any:
         """What autograd keeps in place of `tensor`."""
@@ -130,11 +127,6 @@ class OnHost(InPlace):
         self._free: dict[int, list[Tensor]] = {}  # blocks of host memory that are not used
         self._leaving: deque[tuple[Event, Tensor]] = deque()
         self._coming: deque[tuple[Event, Tensor]] = deque()
-        self._allocated_bytes = 0
-
-    @property
-    def allocated_bytes(self) -> int:
-        return self._allocated_bytes
 
     def keep(self, tensor: Tensor) -> Any:
         if not self._is_worth_it(tensor):
@@ -166,7 +158,8 @@ class OnHost(InPlace):
         home.found += 1
         if home.found == home.kept:  # the last of this pass; another pass fetches it once more
             home.found, home.back = 0, None
-        return _view(back, kept.dtype, kept.offset, kept.size, kept.stride)
+        view = torch.empty(0, dtype=kept.dtype, device=back.device)
+        return view.set_(back.untyped_storage(), kept.offset, kept.size, kept.stride)
 
     def release_all(self) -> None:
         self._let_go(self._leaving, 0)
@@ -213,7 +206,7 @@ class OnHost(InPlace):
         size = round_up(nbytes, max(BLOCK_BYTES, 1 << max(nbytes.bit_length() - 4, 0)))
         free = self._free.setdefault(size, [])
         if not free:
-            self._allocated_bytes += size
+            self.allocated_bytes += size
             free.append(self._new_block(size))
         return free.pop()
 
@@ -221,7 +214,3 @@ class OnHost(InPlace):
         arena = Arena(nbytes, self._device, pin=self._pin)
         weakref.finalize(self, arena.close).atexit = False
         return arena.take(nbytes)
-
-
-def _view(back: Tensor, dtype: torch.dtype, offset: int, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
-    return torch.empty(0, dtype=dtype, device=back.device).set_(back.untyped_storage(), offset, size, stride)

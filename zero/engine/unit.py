@@ -148,7 +148,7 @@ def split(
     where = {
         slot.name: (unit.index, number, layout is unit.trainable)
         for unit in units
-        for layout in (unit.trainable, unit.frozen)
+        for layout in unit.layouts
         for number, slot in enumerate(layout.slots)
     }
     sites = tuple(
@@ -264,7 +264,7 @@ def _by_default(model: nn.Module, named: set[int]) -> set[int]:
     def place(module: nn.Module) -> None:
         if not _owns_parameters(module):
             return
-        if _can_be_called(module) or id(module) in named:
+        if type(module).forward is not nn.Module.forward or id(module) in named:
             roots.add(id(module))
         elif isinstance(module, nn.ModuleList):
             for element in module:
@@ -294,10 +294,6 @@ def _by_default(model: nn.Module, named: set[int]) -> set[int]:
 
 def _owns_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
-
-
-def _can_be_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
 
 
 def _holds_blocks(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ arena.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,15 +31,12 @@ class MemoryStore(Store):
         *,
         copy: Callable[[Tensor, Tensor], object] = Tensor.copy_,
     ) -> None:
-        self._device, self._take, self._copy = device, take, copy
+        self._take, self._copy = take or partial(torch.zeros, dtype=torch.uint8, device=device), copy
         self._pages = Pages[Tensor]()
 
     def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
         self._pages.refuse_known(page)
-        if self._take is None:
-            self._pages.add(page, torch.zeros(numel, dtype=dtype, device=self._device))
-        else:
-            self._pages.add(page, self._take(numel * dtype.itemsize).view(dtype))
+        self._pages.add(page, self._take(numel * dtype.itemsize).view(dtype))
 
     def read(self, page: Page, into: Tensor) -> Ticket:
         self._copy(into, self._matching(page, into))

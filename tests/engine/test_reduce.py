@@ -160,6 +160,27 @@ def test_an_interrupted_update_is_never_taken_for_a_state(monkeypatch):
         full_state_dict(state)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_step_that_fails_where_a_reduction_starts_can_be_made_again(stage):
+    """What that reduction would have sent from and received in is not lost: later steps would wait for it for ever."""
+
+    def out_of_memory(*_args, **_kwargs):
+        raise torch.OutOfMemoryError
+
+    def rank_main(world: zero.World, failures: int) -> str:
+        state, step = start(world, stage=stage)
+        state, _ = step(state, [batch_of(0, world.rank, 0)])
+        for _ in range(failures):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(state.runtime.routes, "reduce_scatter", out_of_memory)
+                with pytest.raises(torch.OutOfMemoryError):
+                    step(state, [batch_of(1, world.rank, 0)])
+        state, _ = step(state, [batch_of(1, world.rank, 0)])
+        return digest(state)
+
+    assert len({one for failures in (0, 3) for one in run_ranks(2, rank_main, failures)}) == 1
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_gradient_that_arrives_and_is_never_settled_is_not_left_out(monkeypatch, stage):
     state, step = start(zero.World.from_env(), stage=stage)

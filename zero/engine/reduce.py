@@ -100,14 +100,15 @@ class Reducer:
         self._apply, self._final, self._first = updater.apply, updater.final, first
         self._rounds = 1 if self._local else plan.accumulate  # of reductions in a step, as far as is known beforehand
         self._turns = Turns([unit.index for unit in units if unit.spec.trainable.slots], self._rounds)
-        self._free = {
+        self._flats = {
             numel: [GradientFlat(self._device.zeros(numel, plan.flat_dtype), PASSED) for _ in range(count)]
             for numel, count in plan.flat_counts().items()
         }
-        self._partials = {
+        self._sums = {
             numel: [self._device.zeros(numel, torch.float32) for _ in range(count)]
             for numel, count in plan.partial_counts().items()
         }  # of this node, written and read on `reduce` alone
+        self._free_all(PASSED)
         self._count = Counter(unit.spec.trainable.P for unit in units if unit.spec.trainable.slots)
         self._filling: dict[int, GradientFlat] = {}  # by unit: delivered to, not yet reduced
         self._unwritten: dict[int, set[int]] = {}  # by unit: slots of its flat in which nothing has arrived
@@ -224,17 +225,13 @@ class Reducer:
             for handle in handles:
                 handle.wait()
         free = self._device.mark()
-        for reduction in self._under_way:
-            self._give_back_of(reduction, free)
-        self._give_back(tuple(self._filling.values()), free)
+        self._free_all(free)
         self._gradients.reset()
-        for forgotten in (self._filling, self._unwritten, self._under_way, self._gathers, self._parted):
-            forgotten.clear()
-        self._unpublished.clear()
-        self._written.clear()
+        for by_unit in (self._filling, self._unwritten, self._gathers, self._parted, self._closed, self._sent):
+            by_unit.clear()
+        for queue in (self._under_way, self._unpublished, self._written):
+            queue.clear()
         self._written_bytes = 0
-        self._closed.clear()
-        self._sent.clear()
 
     def _open(self, unit: UnitState, *, sums: bool = False) -> Tensor:
         """The flat that gradients of `unit` are copied to, (P,), or with `sums` added to."""
@@ -462,6 +459,13 @@ class Reducer:
         with self._tape.stream_standing("reduce"):
             flat.free.wait()
         return flat
+
+    def _free_all(self, free: Event) -> None:
+        """Nobody uses any of them: neither a unit, nor a reduction, nor one that failed before it was under way."""
+        self._free: dict[int, list[GradientFlat]] = {numel: [] for numel in self._flats}
+        for flats in self._flats.values():
+            self._give_back(flats, free)
+        self._partials = {numel: list(sums) for numel, sums in self._sums.items()}
 
     def _give_back_of(self, reduction: Reduction, free: Event) -> None:
         self._give_back(reduction.flats, free)

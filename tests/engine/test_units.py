@@ -450,6 +450,15 @@ class Half(nn.Module):
         nn.init.constant_(self.weight, 4.0)
 
 
+class Scratch(nn.Module):
+    """Its parameter lies where something lay that was never written, and is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.empty(3)
+        self.gain = nn.Parameter(torch.ones(3))
+
+
 def first_values(build) -> dict[str, Tensor]:
     def values(world: zero.World) -> dict[str, Tensor]:
         with world.exclusive(), zero.empty():
@@ -482,6 +491,10 @@ def test_who_writes_last_counts():
     half = first_values(Half)
     assert bool((half["0.weight"] == 4).all())
     assert bool((half["0.scale"] == 1).all())
+
+
+def test_a_value_where_an_empty_tensor_lay_is_kept():
+    assert bool((first_values(Scratch)["0.gain"] == 1).all())
 
 
 def test_an_owner_whose_reset_leaves_something_out_is_refused_by_name():

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from zero.platform.device import aligned_zeros
@@ -71,20 +72,19 @@ class _Untouched(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._unwritten: set[int] = set()
+        self._unwritten: dict[int, StorageWeakRef] = {}  # which keep the address from being given to another one
 
     def has_value(self, parameter: nn.Parameter) -> bool:
         """Whether it is more than what `torch.empty` makes."""
         storage = parameter.untyped_storage()._cdata
-        empty_yet = storage in self._unwritten and not parameter._version
-        self._unwritten.discard(storage)  # another one may come to lie there
-        return not empty_yet
+        return self._unwritten.pop(storage, None) is None or parameter._version > 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.empty:
             made = _mapped_empty(*args, **kwargs)
-            self._unwritten.add(made.untyped_storage()._cdata)
+            storage = made.untyped_storage()
+            self._unwritten[storage._cdata] = StorageWeakRef(storage)
             return made
         first = next(iter((*args, *kwargs.values())), None)
         if not isinstance(first, Tensor) or not first.is_meta:

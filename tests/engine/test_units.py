@@ -400,6 +400,30 @@ def test_a_parameter_under_two_names_of_one_owner_keeps_its_value():
     assert torch.equal(made["0.a"], torch.ones(3))
 
 
+class Stuck(Tensor):
+    def to(self, *_args, **_kwargs):
+        raise RuntimeError("no memory there")
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_a_model_that_could_not_be_taken_over_is_what_it_was(stuck):
+    """The second buffer cannot move; or everything is taken over already, and then there are no weights."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    last = nn.BatchNorm1d(WIDTH)
+    if stuck:
+        last.running_var = last.running_var.as_subclass(Stuck)
+    model.append(last)
+    before, values = dict(model.named_buffers()), copy.deepcopy(nn.Sequential(*model[:2]).state_dict())
+    plan = zero.Plan(
+        model, optimizer=zero.sgd(0.1), world=zero.World.from_env(), precision="bf16", units=["Linear"], in_place=True
+    )
+    with pytest.raises(RuntimeError if stuck else PlanError, match="no memory there" if stuck else "hold nothing"):
+        zero.init(plan, zero.open_store(plan), weights={})
+    assert all(one is before[name] for name, one in model.named_buffers())
+    assert all(type(one) is nn.Parameter and one.dtype == torch.float32 for one in model.parameters())
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in values.items())
+
+
 # -- what a constructor writes -----------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from zero.engine.copyable import made_by_hooks, naming_what_cannot, refuse_own_c
 from zero.engine.functions import Closures, Held
 from zero.engine.placeholder import ParameterPlaceholder, hooks_of, version_of
 from zero.engine.unit import Site, Splitting
-from zero.errors import ConfigError, StaleStateError
+from zero.errors import ConfigError, StaleStateError, if_it_fails
 from zero.platform.files import memory_of
 
 BATCH_NORM = nn.BatchNorm1d.forward
@@ -146,25 +146,29 @@ def detached_copy(model: nn.Module, splitting: Splitting, dtype: torch.dtype, de
 def take_over(model: nn.Module, splitting: Splitting, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
     """Do to `model` itself what `detached_copy` does to a copy; returns a function that undoes it.
 
-    Its parameters and buffers stay the objects that they are, where a buffer need not move. What the parameters held is
-    kept as long as that function.
+    Its parameters and buffers stay the objects that they are, where a buffer need not move. What the parameters held,
+    and buffers that moved, are kept as long as that function. Where this fails it is undone.
     """
     refuse_shared_memory(model)
-    held = []
-    for name in splitting.names:
-        parameter = model.get_parameter(name)
-        kind, values = type(parameter), parameter.data
-        held.append((ParameterPlaceholder.taken(parameter, name, dtype, device), kind, values))
-    for module in model.modules():
-        cast = dtype if type(module).forward is BATCH_NORM else None
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device, cast if buffer.is_floating_point() else None)
+    held: list[tuple[ParameterPlaceholder, type[nn.Parameter], Tensor]] = []
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
 
     def undo() -> None:
         for placeholder, kind, values in held:
             placeholder.given_back(kind, values)
+        for module, before in buffers:
+            module._buffers.update(before)
 
+    with if_it_fails(undo):
+        for name in splitting.names:
+            parameter = model.get_parameter(name)
+            kind, values = type(parameter), parameter.data
+            held.append((ParameterPlaceholder.taken(parameter, name, dtype, device), kind, values))
+        for module, before in buffers:
+            cast = dtype if type(module).forward is BATCH_NORM else None
+            for name, buffer in before.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device, cast if buffer.is_floating_point() else None)
     return undo
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.store import specification
 from tests.store.test_schedule import SCENARIOS, due, get, put
-from zero.store import schedule as specification
 from zero.store.indexed_schedule import Schedule
 from zero.store.schedule import Expect, Finished, Group
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from zero.store import schedule
+from tests.store import specification as schedule
 from zero.store.schedule import Copy, Expect, Finished, Group, Modify, Move, Phase, Read, Transfer, Work, Write
 
 # Pages are opaque to the schedule: letters are quick to hash.

@@ -1,8 +1,8 @@
-"""The same decisions as `schedule`, which defines them, found by index: many groups cost no more than few.
+"""What the rules of `schedule` decide, found by index: many groups cost no more than few.
 
-`schedule.advance` defines what is right: it is a pure function, and tests search every order of events. Each of its
-events looks at everything. Here operations are found by page, those that can start by their turn, and those that have
-to wait know what they wait for, so an event costs O(log operations).
+`tests/store/specification.py` defines what is right: it is a pure function, and tests search every order of events.
+Each of its events looks at everything. Here operations are found by page, those that can start by their turn, and those
+that have to wait know what they wait for, so an event costs O(log operations).
 `tests/store/test_indexed_schedule.py` compares the two.
 """
 
@@ -90,10 +90,12 @@ class _Queue:
 
 
 class Schedule:
-    """What `schedule.State` is, changed in place.
+    """What the specification's `State` is, changed in place.
 
     Args:
-        slots, workers, read_ahead: see `schedule.start`.
+        slots: how many groups fit in memory.
+        workers: most actions under way at once.
+        read_ahead: most groups in slots that no operation needs yet.
 
     Attributes:
         running: what workers do now.
@@ -295,13 +297,17 @@ class Schedule:
         return self._read(group, None)
 
     def _has_slot(self) -> bool:
-        """One is free, or can be made so: see `schedule`."""
+        """One is free, or can be made so: see `_give_up_one`."""
         if self._free or any(held.phase is Phase.READY for held in self._ahead.values()):
             return True
         return not self.running and any(held.number in self._ready.members for held in self._loaded.values())
 
     def _give_up_one(self) -> None:
-        """Free a slot whose group is clean."""
+        """Free a slot whose group is clean: the one read ahead that is needed last.
+
+        If there is none, nothing runs and yet a modification cannot start, then all slots are held by groups that were
+        read ahead and whose own modifications must come after it: one of them is unloaded again.
+        """
         ahead = [group for group, held in self._ahead.items() if held.phase is Phase.READY]
         if ahead:
             self._release(max(ahead, key=self._expected.__getitem__))

@@ -1,4 +1,4 @@
-"""Read-ahead and write-behind around any store: what `schedule` decides, a few threads carry out.
+"""Read-ahead and write-behind around any store: what `indexed_schedule` decides, a few threads carry out.
 
 `modify` has a group of pages read into a slot, worked on and written back, by whichever worker is free;
 `expect` says which groups will be modified next, so that they are read before. Beside that every page can be read and

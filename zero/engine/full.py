@@ -78,8 +78,7 @@ def full_values(state: State, kind: str, without: Collection[str] = ()) -> Itera
     """The same, one after the other: no more than a unit is gathered at a time, and none for names in `without`."""
     state.runtime.come_to_rest()
     names = set(_names(state, None, kind)) - set(without)
-    for unit in state.runtime.units:
-        yield from _values(state, unit, kind, names)
+    yield from _values(state, kind, names)
 
 
 def get_full(source: Source, name: str | Tensor, kind: str = "param") -> Tensor:
@@ -100,7 +99,7 @@ def get_full(source: Source, name: str | Tensor, kind: str = "param") -> Tensor:
     state = _state_of(source, "zero.get_full", "zero.get_full(state, name)")
     state.runtime.come_to_rest()
     name = _name(state, name, kind)
-    return _read(state, {name}, kind)[name]
+    return dict(_values(state, kind, {name}))[name]
 
 
 def digest(state: State) -> str:
@@ -161,7 +160,7 @@ def gathered(
     state.plan.world.agree(fields, "arguments of zero.gathered")
     wanted = set(_names(state, patterns, kind))
     _check_modify(state, wanted, kind, modify)
-    full = _read(state, wanted, kind)
+    full = dict(_values(state, kind, wanted))
     before = {name: _Seen(tensor.shape, _print(tensor), _is_finite(tensor)) for name, tensor in full.items()}
     try:
         yield full
@@ -343,18 +342,14 @@ def _in(layout: Layout) -> list[str]:
 # -- one unit ----------------------------------------------------------------------------------------------------------
 
 
-def _read(state: State, names: Collection[str], kind: str) -> dict[str, Tensor]:
-    units = state.runtime.units
-    return {name: value for unit in units for name, value in _values(state, unit, kind, names)}
-
-
-def _values(state: State, unit: UnitState, kind: str, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    for layout in _layouts(unit.spec, kind):
-        slots = [slot for slot in layout.slots if slot.name in names]
-        if slots:
-            flat = _flat(state, unit, layout, kind)
-            for slot in slots:
-                yield slot.name, slot.of(flat).clone()
+def _values(state: State, kind: str, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    for unit in state.runtime.units:
+        for layout in _layouts(unit.spec, kind):
+            slots = [slot for slot in layout.slots if slot.name in names]
+            if slots:
+                flat = _flat(state, unit, layout, kind)
+                for slot in slots:
+                    yield slot.name, slot.of(flat).clone()
 
 
 @torch.no_grad()

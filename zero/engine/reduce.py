@@ -383,7 +383,9 @@ class Reducer:
         with self._device.aside("reduce", after=PASSED) as self._done:
             reduction.handle.wait()
             self._under_way.popleft()
-            self._give_back_of(reduction, self._device.mark())
+            self._give_back(reduction.flats, self._device.mark())
+            if reduction.partial is not None:
+                self._partials[reduction.partial.numel()].append(reduction.partial)
             if not reduction.last:
                 self._park(reduction.unit)
             elif not self._full and not self._awaited(reduction.unit):
@@ -466,11 +468,6 @@ class Reducer:
         for flats in self._flats.values():
             self._give_back(flats, free)
         self._partials = {numel: list(sums) for numel, sums in self._sums.items()}
-
-    def _give_back_of(self, reduction: Reduction, free: Event) -> None:
-        self._give_back(reduction.flats, free)
-        if reduction.partial is not None:
-            self._partials[reduction.partial.numel()].append(reduction.partial)
 
     def _give_back(self, flats: Sequence[GradientFlat], free: Event) -> None:
         """Free these flats: the next user waits for `free`."""

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +49,7 @@ def empty() -> Iterator[None]:
             meta = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
             vars(meta)[KEPT] = kept = _Known(weakref.ref(meta), [])
             if untouched.has_value(parameter):
-                kept.writes.append(Written(BEGIN, (), partial(_copy, parameter.detach())))
+                kept.writes.append(Written(BEGIN, (), methodcaller("copy_", parameter.detach())))
             known[id(parameter)] = weakref.ref(parameter), meta
         return meta
 
@@ -162,10 +162,6 @@ def write_again(target: Tensor, writes: Sequence[Written]) -> None:
             for step in one.way:
                 place = step(place)
             one.write(place)
-
-
-def _copy(value: Tensor, target: Tensor) -> None:
-    target.copy_(value)
 
 
 def _known(tensor: Tensor) -> _Known | None:

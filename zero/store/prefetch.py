@@ -99,7 +99,7 @@ class PrefetchStore(Store):
             if memory is None:
                 raise StoreError(f"{page} is on no tier that gives it in place")
             if found and _adjoin(found[-1], memory):
-                found[-1] = _join(found[-1], memory)
+                found[-1] = found[-1].as_strided((found[-1].numel() + memory.numel(),), (1,))
             else:
                 found.append(memory)
         return found
@@ -265,10 +265,6 @@ def _adjoin(one: Tensor, following: Tensor) -> bool:
     """Two 1-D tensors lie back to back in one piece of memory."""
     one_piece = one.untyped_storage().data_ptr() == following.untyped_storage().data_ptr()
     return one_piece and one.data_ptr() + one.nbytes == following.data_ptr()
-
-
-def _join(one: Tensor, following: Tensor) -> Tensor:
-    return one.as_strided((one.numel() + following.numel(),), (1,))
 
 
 def _check_slots(slots: Sequence[Tensor]) -> None:

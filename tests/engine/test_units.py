@@ -154,6 +154,11 @@ def test_an_unknown_class_gets_the_nearest_name(name, near):
     assert str(caught.value) == f"zero.units: no module of class {name} in the model{near}"
 
 
+def test_a_model_without_parameters_is_refused():
+    with pytest.raises(PlanError, match=r"^ReLU has no parameters: there is nothing to train or to shard$"):
+        zero.Plan(nn.ReLU(), optimizer=zero.sgd(0.1), world=zero.World.from_env())
+
+
 def test_what_cannot_be_a_parameter_is_refused_by_name():
     model = Block()
     model.inner[0].codes = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)

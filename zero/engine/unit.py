@@ -133,12 +133,15 @@ def split(
         group: parameter name and shape to the number of its optimizer group.
 
     Raises:
-        PlanError: a class name that no module has, a parameter that is not floating point, or a buffer without values.
+        PlanError: no parameters, a class name that no module has, a parameter that is not floating point, or a buffer
+            without values.
     """
     for path, module in model.named_modules():
         _refuse_kind(module, path)
     roots = _roots(model, class_names or (AUTO,))
     found, needs, owners = _walk(model, roots)
+    if not found:
+        raise PlanError(f"{type(model).__name__} has no parameters: there is nothing to train or to shard")
     names = dict.fromkeys(one.unit for one in found.values())
     lookups = _lookups(model, found)
     units = tuple(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from copy import copy
+from functools import partial
 from typing import Any, TypedDict
 
 import torch
@@ -113,28 +114,14 @@ class Activations:
     def _count(self, rows: int, seq: int, remat: _Units, offload: _Units) -> Traced:
         chunk = max(1, CHUNK_TOKENS // seq)  # rows that a rank evaluates at a time
         if not self._splitting.trains:
-            return self._trace(chunk, seq, backward=False)
-        traced = self._trace(rows, seq, remat=remat, offload=offload)
+            return self._trace(chunk, seq, remat, offload, backward=False)
+        traced = self._trace(rows, seq, remat, offload, backward=True)
         if rows >= chunk:
             return traced
-        return traced._replace(peak_bytes=max(traced.peak_bytes, self._trace(chunk, seq, backward=False).peak_bytes))
+        evaluated = self._trace(chunk, seq, remat, offload, backward=False)
+        return traced._replace(peak_bytes=max(traced.peak_bytes, evaluated.peak_bytes))
 
-    def _trace(
-        self,
-        rows: int,
-        seq: int,
-        *,
-        remat: _Units = frozenset(),
-        offload: _Units = frozenset(),
-        backward: bool = True,
-    ) -> Traced:
-        return trace(
-            self._model,
-            self._splitting,
-            loss_of(self._config, self._model),
-            torch.empty(rows, seq + 1, dtype=torch.int64, device=META),
-            compute=self._compute,
-            remat=remat,
-            offload=offload,
-            backward=backward,
-        )
+    def _trace(self, rows: int, seq: int, remat: _Units, offload: _Units, *, backward: bool) -> Traced:
+        tokens = torch.empty(rows, seq + 1, dtype=torch.int64, device=META)
+        count = partial(trace, self._model, self._splitting, loss_of(self._config, self._model), tokens)
+        return count(compute=self._compute, remat=remat, offload=offload, backward=backward)

@@ -132,11 +132,19 @@ def trace(
     again = {unit.index for unit in splitting.units} if remat is True else set(remat or ())
     host = _Host([*values.values()])
 
-    def policy(site: Site) -> str:
+    def call(site: Site, body: Body, args: Any, kwargs: Any) -> Any:
+        """What a site does when it is called: see `Gatherer.run`."""
         unit = site.units[0]
-        return "keep" if not backward else "remat" if unit in again else "offload" if unit in offload else "keep"
+        held = {
+            f"module.module.{bound.local}": _arriving(values[bound.unit, bound.trainable, bound.slot])
+            for bound in site.bindings
+        }
+        if backward and unit in again:
+            return recomputed_call(_Fusing(body), held, args, kwargs)
+        with host.taking() if backward and unit in offload else nullcontext():
+            return functional_call(_Fusing(body), held, args, kwargs, tie_weights=False)
 
-    attach(copied, splitting, lambda site: partial(_call, site, values, policy(site), host))
+    attach(copied, splitting, lambda site: partial(call, site))
     live = _Live([*values.values(), *copied.buffers(), *tree_leaves(microbatch)])
     with torch.set_grad_enabled(backward), live:
         result = loss(copied, microbatch)
@@ -147,26 +155,6 @@ def trace(
     return Traced(
         live.peak_bytes, host.allocated_bytes, forward, in_all, live.products, live.attention, _median(live.made)
     )
-
-
-def _call(
-    site: Site,
-    values: Mapping[tuple[int, bool, int], Tensor],
-    policy: str,
-    host: "_Host",
-    body: Body,
-    args: Any,
-    kwargs: Any,
-) -> Any:
-    """What a site does when it is called: see `Gatherer.run`."""
-    held = {
-        f"module.module.{bound.local}": _arriving(values[bound.unit, bound.trainable, bound.slot])
-        for bound in site.bindings
-    }
-    if policy == "remat":
-        return recomputed_call(_Fusing(body), held, args, kwargs)
-    with host.taking() if policy == "offload" else nullcontext():
-        return functional_call(_Fusing(body), held, args, kwargs, tie_weights=False)
 
 
 def _arriving(parameter: Tensor) -> Tensor:

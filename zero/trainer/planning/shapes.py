@@ -154,12 +154,6 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) ->
     return _alike(query), query.new_empty((b, t, h), dtype=torch.float32).transpose(1, 2)
 
 
-def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
-    """These lie in memory as (b, t, h, d)."""
-    sizes = [(b, t, h, d) for b, h, t, d in (query.shape, key.shape, value.shape)]
-    return tuple(query.new_empty(size).transpose(1, 2) for size in sizes)
-
-
 def _value(x: Tensor) -> bool | int | float:
     """Code that reads a value takes the branch that it takes most often: true, one."""
     return True if x.dtype == torch.bool else 1.0 if x.is_floating_point() else 1
@@ -176,7 +170,6 @@ _RULES: Mapping[Any, Rule] = {
     aten._grouped_mm.default: _grouped,
     aten.embedding.default: _embedding,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
     aten.sum.dim_IntList: _reduced,
     aten.mean.dim: _reduced,
     aten.mean.default: _reduced,

@@ -277,7 +277,7 @@ def test_what_is_needed_fits_and_one_byte_less_does_not(preset, tier, tmp_path):
     less = replace(exact, **{field: needs[tier] - 1})
     (short,) = choices(settings, less, model, rates, stages=[Stage(3)], presets=[preset])
     assert not short.fits
-    assert short.short == ((tier, needs[tier], needs[tier] - 1),)
+    assert short.lacks == {tier: 1}
     key = {"device": "zero.activations=remat", "host": "offload", "nvme": "offload.path"}[tier]
     assert key in short.refusal
     assert "iB" in short.refusal

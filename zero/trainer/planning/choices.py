@@ -1,13 +1,12 @@
 """Every stage and preset that a machine could train a model with: memory, whether it fits, time per step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from torch import nn
 
-from zero.core.placement import NO_LIMIT, PRESETS, Room, Tier, budget_bytes
+from zero.core.placement import NO_LIMIT, PRESETS, Room, budget_bytes
 from zero.core.stage import Stage
 from zero.distributed.world import World
 from zero.engine.plan import Plan
@@ -28,14 +27,6 @@ ALIKE = 0.02
 """Predictions that differ by less than this share are the same: then what moves and takes less is better."""
 
 
-class Short(NamedTuple):
-    """A memory that is too small for one rank."""
-
-    tier: Tier
-    need_bytes: int
-    room_bytes: int
-
-
 @dataclass(frozen=True)
 class Choice:
     """One setting.
@@ -45,7 +36,7 @@ class Choice:
         preset: of offload; "config" for the offload of the config.
         plan: what it takes on the machine; where it does not fit, on a machine without limits and with fewest buffers.
         refusal: why it does not fit, in one line; None if it does.
-        short: the memories that are too small.
+        lacks: the memories that are too small for one rank, and how many bytes more it would need.
         seconds: predicted for one step.
         moved_bytes: between ranks and between tiers, by one rank in one step.
     """
@@ -54,7 +45,7 @@ class Choice:
     preset: str
     plan: Plan
     refusal: str | None
-    short: tuple[Short, ...]
+    lacks: Mapping[str, int]
     seconds: float
     moved_bytes: float
 
@@ -124,7 +115,7 @@ def best(found: Sequence[Choice]) -> Choice | None:
 
 def nearest(found: Sequence[Choice]) -> Choice:
     """The one that lacks least memory, where nothing fits."""
-    return min(found, key=lambda one: sum(short.need_bytes - short.room_bytes for short in one.short))
+    return min(found, key=lambda one: sum(one.lacks.values()))
 
 
 def choice(
@@ -155,15 +146,15 @@ def choice(
             tried = ((solved, plan) for solved, plan in map(attempt, others[:-1]) if isinstance(plan, Plan))
             solved, plan = next(tried, (solved, plan))
     traced = activations.of(solved.batch.numbers()[1], machine.device)
-    refusal, short = None, tuple[Short, ...]()
+    refusal, lacks = None, dict[str, int]()
     if isinstance(plan, ConfigError):
         refusal = str(plan)
         plan = _unlimited(solved, machine, model, taken(solved.batch))
-        short = _short(plan, solved, machine)
+        lacks = _lacks(plan, solved, machine)
     seconds = step_seconds(plan, rates, traced.forward, traced.backward)
     moved = traffic(plan).of_step(plan.accumulate)
     moved_bytes = moved.disk + moved.copy + moved.link
-    return Choice(solved, preset, plan, refusal, short, seconds, moved_bytes)
+    return Choice(solved, preset, plan, refusal, lacks, seconds, moved_bytes)
 
 
 def largest(config: Config, machine: Machine, activations: Activations) -> Traced:
@@ -234,12 +225,12 @@ def _unlimited(config: Config, machine: Machine, model: nn.Module, taken: Taken)
     return build_plan(config, model, machine.world, room=NO_LIMIT, **taken)
 
 
-def _short(plan: Plan, config: Config, machine: Machine) -> tuple[Short, ...]:
+def _lacks(plan: Plan, config: Config, machine: Machine) -> dict[str, int]:
     """Which memories a plan without limits does not fit in."""
     room, offload, needs = machine.room, config.offload, bytes_by_tier(plan)
-    rooms: dict[Tier, int] = {
+    rooms = {
         "device": budget_bytes(offload.device_budget, room.device),
         "host": budget_bytes(offload.host_budget, room.host),
         "nvme": room.disk or 0,
     }
-    return tuple(Short(tier, needs[tier], has) for tier, has in rooms.items() if needs.get(tier, 0) > has)
+    return {tier: needs[tier] - has for tier, has in rooms.items() if needs.get(tier, 0) > has}

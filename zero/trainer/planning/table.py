@@ -137,7 +137,7 @@ def _summary(found: Sequence[Choice], machine: Machine) -> Iterator[str]:
         presets = ", ".join(dict.fromkeys(one.preset for one in same))
         yield f"{mark} {_stages(same):<6}{presets:<10}{_cells(same[0], tiers)}"
     shown_above = None if winner else nearest(found).refusal
-    for refusal in dict.fromkeys(one.refusal for one in found if one.refusal and not one.short):
+    for refusal in dict.fromkeys(one.refusal for one in found if one.refusal and not one.lacks):
         if refusal != shown_above:
             yield from _sentence(f"no: {refusal}")
 
@@ -145,7 +145,7 @@ def _summary(found: Sequence[Choice], machine: Machine) -> Iterator[str]:
 def _cells(one: Choice, tiers: Sequence[str]) -> str:
     needs = bytes_by_tier(one.plan)
     sizes = "".join(f"{size_text(needs[tier]) if needs.get(tier) else '':>11}" for tier in tiers)
-    lacks = ", ".join(f"{short.tier} {size_text(short.need_bytes - short.room_bytes)}" for short in one.short)
+    lacks = ", ".join(f"{tier} {size_text(nbytes)}" for tier, nbytes in one.lacks.items())
     verdict = "yes" if one.fits else f"no, lacks {lacks}" if lacks else "no"
     return f"{sizes}{one.config.batch.numbers()[1]:>7}{seconds_text(one.seconds):>11}  {verdict}"
 

@@ -70,7 +70,7 @@ def train(config: Config, folder: Path) -> "Summary":
         tracker.note(f"{plan}\ndata {config.data.name}, digest {data.digest[:12]}\nfolder {folder}")
 
         restarts = launch.restart_count()
-        checkpoint = find(config, world, folder, tracker.note, tracker.progress, restarts=restarts)
+        checkpoint = find(config, world, folder, tracker, restarts=restarts)
         with (
             out_of_memory_explained(config, plan),
             closing(zero.open_store(plan, progress=tracker.progress)) as store,

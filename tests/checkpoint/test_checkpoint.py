@@ -30,6 +30,7 @@ from zero.engine.module_copy import buffers_of
 from zero.errors import CheckpointError, StaleStateError
 from zero.testing import run_processes, run_ranks
 from zero.testing.threads import ThreadWorld
+from zero.tracker import Tracker
 from zero.trainer.config import Config
 from zero.trainer.saver import Saver, open_named
 
@@ -435,7 +436,7 @@ class Spectral(Small):
 
 def saver_of(world, plan, folder, **keys):
     config = Config.model_validate({"checkpoint": {"dir": str(folder), **keys}})
-    return Saver(config, plan, folder.parent, facts=dict, note=lambda text: None, stop_requested=lambda: False)
+    return Saver(config, plan, folder.parent, Tracker(), facts=dict, stop_requested=lambda: False)
 
 
 def test_a_dtype_that_no_file_holds_is_refused_by_every_rank_and_leaves_no_folder(tmp_path: Path):
@@ -573,14 +574,15 @@ def test_a_copy_that_leaves_no_room_is_not_made(tmp_path: Path, monkeypatch):
 
 
 def test_what_is_not_finite_or_not_of_this_run_is_said_in_a_line(tmp_path: Path):
-    world, said = zero.World.from_env(), []
+    world, said, tracker = zero.World.from_env(), [], Tracker()
+    tracker.note = said.append
     with opened(world, Setting()) as (state, _):
         config = Config.model_validate({"checkpoint": {"dir": str(tmp_path / "root")}})
 
         def saver_with(config, data, began=None):
             facts = {"config": config.plain(), "data": data}
             return Saver(
-                config, state.plan, tmp_path, facts=lambda: facts, note=said.append, stop_requested=lambda: False,
+                config, state.plan, tmp_path, tracker, facts=lambda: facts, stop_requested=lambda: False,
                 began_from=began,
             )  # fmt: skip
 

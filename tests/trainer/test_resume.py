@@ -17,6 +17,7 @@ import zero
 from tests.conftest import LONG_S
 from zero.errors import CheckpointError
 from zero.testing import forked_ranks
+from zero.tracker import Tracker
 from zero.trainer.config import Config
 from zero.trainer.saver import find, record_start
 
@@ -151,8 +152,9 @@ def found(
     """The step that this start of the run in `folder` goes on from; it is recorded as a start."""
     resume = str(keys.pop("resume", "none"))
     config = Config.model_validate({"mode": mode, "resume": resume, "checkpoint": keys})
-    note = [].append if said is None else said.append
-    checkpoint = find(config, zero.World.from_env(), folder, note, restarts=restarts)
+    tracker = Tracker()
+    tracker.note = [].append if said is None else said.append
+    checkpoint = find(config, zero.World.from_env(), folder, tracker, restarts=restarts)
     if mode == "train":
         record_start(folder, checkpoint, several=several)
     return checkpoint and checkpoint.step

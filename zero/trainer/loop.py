@@ -90,10 +90,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
             config,
             plan,
             folder,
+            tracker,
             facts=self._facts,
-            note=tracker.note,
-            saved=tracker.saved,
-            progress=tracker.progress,
             stop_requested=preempted,
             began_from=checkpoint,
         )

@@ -31,7 +31,8 @@ from zero.engine.state import State
 from zero.errors import CheckpointError
 from zero.platform.device import free_host_bytes
 from zero.platform.run_files import writing
-from zero.progress import Progress, silent
+from zero.progress import Progress
+from zero.tracker import Tracker
 from zero.trainer.config import Config
 from zero.trainer.resume import differences
 
@@ -54,10 +55,8 @@ class Saver:
 
     Args:
         folder: of the run.
+        tracker: shows lines for the user, each checkpoint, and how far a save is.
         facts: what a checkpoint holds beside the state.
-        note: receives lines for the user.
-        saved: is called with the path and step of each checkpoint.
-        progress: shows how far a save is.
         stop_requested: whether a stop of this rank was requested.
         began_from: the checkpoint that the run goes on from, with all its bytes verified.
 
@@ -70,18 +69,15 @@ class Saver:
         config: Config,
         plan: Plan,
         folder: Path,
+        tracker: Tracker,
         *,
         facts: Callable[[], Mapping[str, Any]],
-        note: Callable[[str], None],
-        saved: Callable[[Path, int], None] = lambda path, step: None,
-        progress: Progress = silent,
         stop_requested: Callable[[], bool],
         began_from: Checkpoint | None = None,
     ) -> None:
-        self._keys, self._world, self._note, self._saved = config.checkpoint, plan.world, note, saved
+        self._keys, self._world, self._tracker = config.checkpoint, plan.world, tracker
         self._facts = lambda: {**facts(), "digest of the config": _digest(config)}
-        self._progress, self._stop_requested = progress, stop_requested
-        self._folder, self.root = folder, Root(root_of(config, folder))
+        self._stop_requested, self._folder, self.root = stop_requested, folder, Root(root_of(config, folder))
         self._under_way: Saving | None = None
         self.last_published: Path | None = None
         self._valid = set() if began_from is None else {began_from.folder.absolute()}  # and what this run publishes
@@ -92,7 +88,7 @@ class Saver:
                 check_shared(self._world, self.root.path)
         if began_from is not None:
             for line in differences(began_from.facts, self._facts(), began_from.step):
-                note(line)
+                tracker.note(line)
         if config.mode == "train":
             by_rank_0(self._world, lambda: record_start(folder, began_from, several=several))
 
@@ -120,7 +116,7 @@ class Saver:
         self.finish()
         with self._tolerating_failures():
             self._under_way = begin(
-                state, self.root, self._facts(), behind=self._fits_beside(state), progress=self._progress
+                state, self.root, self._facts(), behind=self._fits_beside(state), progress=self._tracker.progress
             )
             if not self._keys.async_:
                 self.finish()
@@ -137,8 +133,8 @@ class Saver:
         with self._tolerating_failures():
             self.last_published = path = saving.finish()
             self._valid.add(path.absolute())
-            self._note(f"saved {path}")
-            self._saved(path, step_of(path.name) or 0)
+            self._tracker.note(f"saved {path}")
+            self._tracker.saved(path, step_of(path.name) or 0)
             by_rank_0(self._world, lambda: self._keep(path))
 
     def abandon(self) -> None:
@@ -154,7 +150,7 @@ class Saver:
         except CheckpointError as error:
             if self._keys.on_failure != "continue":
                 raise
-            self._note(f"warning: not saved, training goes on: {error}")
+            self._tracker.note(f"warning: not saved, training goes on: {error}")
 
     def _keep(self, published: Path) -> None:
         self.root.retain(self._keys.keep, self._keys.keep_every, lambda one: one.absolute() in self._valid)
@@ -168,7 +164,7 @@ class Saver:
         needs, free = snapshot_bytes(state.plan), free_host_bytes() // self._world.local_size
         fits = "False" not in self._world.gather_texts(str(needs + MARGIN_BYTES < free), "room for a copy")
         if not fits:
-            self._note(
+            self._tracker.note(
                 f"checkpoint.async: a copy of {size_text(needs)} has no room on every rank ({size_text(free)} free "
                 "here), so training waits for this save"
             )
@@ -180,18 +176,11 @@ def root_of(config: Config, folder: Path) -> Path:
     return Path(config.checkpoint.dir) if config.checkpoint.dir is not None else folder / FOLDER
 
 
-def find(
-    config: Config,
-    world: World,
-    folder: Path,
-    note: Callable[[str], None],
-    progress: Progress = silent,
-    *,
-    restarts: int = 0,
-) -> Checkpoint | None:
+def find(config: Config, world: World, folder: Path, tracker: Tracker, *, restarts: int = 0) -> Checkpoint | None:
     """The checkpoint that the run in `folder` goes on from, opened; None for a fresh start. Collective.
 
     Args:
+        tracker: shows what was rejected and what was chosen, and how far the check of a checkpoint is.
         restarts: how often this run was started again after a failure.
 
     Raises:
@@ -202,27 +191,27 @@ def find(
     trains = config.mode == "train"
     lines = by_rank_0(world, lambda: _clean(own, folder, restarts)) if trains else []
     if lines:
-        found, rejected = _again(config, world, own, lines, progress)
+        found, rejected = _again(config, world, own, lines, tracker.progress)
     elif config.resume == "none":
         found, rejected = None, []
     elif config.resume == "latest":
-        found, rejected = _newest(config, world, folder, progress)
+        found, rejected = _newest(config, world, folder, tracker.progress)
     else:
-        found, rejected = open_at(world, Path(config.resume), progress)
+        found, rejected = open_at(world, Path(config.resume), tracker.progress)
     if trains and not lines:
         by_rank_0(world, lambda: _refuse_newer(own, found, rejected))
     if found is not None:
-        return _chosen(found, rejected, note, "resuming from" if trains else "evaluating")
+        return _chosen(found, rejected, tracker.note, "resuming from" if trains else "evaluating")
     if config.mode == "eval":
         raise CheckpointError("mode=eval resume=latest: there is no checkpoint; give resume=PATH of a step or a run")
     if config.resume == "latest":
-        note("resume=latest: there is no checkpoint, so this run starts afresh")
+        tracker.note("resume=latest: there is no checkpoint, so this run starts afresh")
     return None
 
 
-def open_named(path: Path, world: World, note: Callable[[str], None], progress: Progress = silent) -> Checkpoint:
+def open_named(path: Path, world: World, note: Callable[[str], None]) -> Checkpoint:
     """As `open_at`; `note` receives what was rejected and what was chosen."""
-    return _chosen(*open_at(world, path, progress), note, "reading")
+    return _chosen(*open_at(world, path), note, "reading")
 
 
 def _chosen(found: Checkpoint, rejected: Sequence[str], note: Callable[[str], None], verb: str) -> Checkpoint:

@@ -1,5 +1,6 @@
 """The modes that print an answer and run nothing."""
 
+import argparse
 import contextlib
 import re
 import signal
@@ -51,6 +52,12 @@ def as_called(text: str) -> str:
         return text
     text = re.sub(r"scripts/(report|sample|export|import)\b", r"zero-train \1", text)
     return text.replace("python train.py", "zero-train").replace(" train.py ", " -m zero.application.train ")
+
+
+def command_line(name: str, text: str) -> argparse.ArgumentParser:
+    """The parser of the command that is scripts/`name` in a checkout, with `text` for its help."""
+    how = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(as_called(f"scripts/{name}"), description=as_called(text), formatter_class=how)
 
 
 @contextlib.contextmanager

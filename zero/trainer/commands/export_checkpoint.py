@@ -26,7 +26,7 @@ from zero.core.precision import DTYPES
 from zero.errors import ZeroError
 from zero.formats import export_checkpoint, open_newest, progress_bar
 from zero.formats.export_checkpoint import FORMATS
-from zero.trainer.answers import as_called
+from zero.trainer.answers import command_line
 
 MEAN = "ema: the moving average of the parameters, of a run with optim.ema"
 
@@ -42,11 +42,7 @@ def size(text: str) -> int:
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=as_called("scripts/export"),
-        description=as_called(__doc__),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("export", __doc__)
     parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, a run, or checkpoints")
     parser.add_argument("--to", required=True, choices=FORMATS, help="the format")
     parser.add_argument("--out", type=Path, help="new file or folder; default: exported-TO in the run")

@@ -22,7 +22,7 @@ from pathlib import Path
 from zero.errors import ZeroError
 from zero.formats import Choice, import_checkpoint, progress_bar, read_source
 from zero.formats.import_checkpoint import FORMATS
-from zero.trainer.answers import as_called
+from zero.trainer.answers import command_line
 
 
 def tie(text: str) -> tuple[str, str]:
@@ -43,11 +43,7 @@ def step(text: str) -> int:
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=as_called("scripts/import"),
-        description=as_called(__doc__),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("import", __doc__)
     parser.add_argument("source", type=Path, help="file or folder to import")
     parser.add_argument("--from", dest="from_", required=True, choices=FORMATS, help="its format")
     parser.add_argument("--out", required=True, type=Path, metavar="ROOT", help="folder of checkpoints; need not exist")

@@ -4,20 +4,15 @@ scripts/report runs/2026-01-31/12-00-00-000000        a run: report.html
 scripts/report runs/2026-01-31/12-30-00-000000        a sweep: report.html for each job, sweep.md, .csv and .html
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zero.trainer.answers import as_called
+from zero.trainer.answers import command_line
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog=as_called("scripts/report"),
-        description=as_called(__doc__),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("report", __doc__)
     parser.add_argument("folder", type=Path, help="folder of a run or of a sweep")
     given = parser.parse_args(words)
     if not given.folder.is_dir():

@@ -13,15 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zero.trainer.answers import as_called
+from zero.trainer.answers import command_line
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=as_called("scripts/sample"),
-        description=as_called(__doc__),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("sample", __doc__)
     parser.add_argument("run", help="a checkpoint, a run, or a folder of checkpoints; the newest valid one is used")
     parser.add_argument("prompt", help="the text to continue")
     parser.add_argument("--tokens", type=whole, default=200, help="how many tokens to generate")

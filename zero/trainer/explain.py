@@ -45,10 +45,6 @@ class Entry(NamedTuple):
     """The options of its group that have it; empty where all have."""
 
     @property
-    def section(self) -> str:
-        return _section(self.key)
-
-    @property
     def group(self) -> str:
         return self.key.split(".")[0]
 
@@ -92,10 +88,10 @@ def sections(conf: Path) -> tuple[Section, ...]:
     Args:
         conf: the folder with the options' files, a group in each of its folders.
     """
-    found = {name: tuple(group) for name, group in groupby(entries(), lambda entry: entry.key.split(".")[0])}
-    alone = tuple(entry for entry in entries() if not entry.section)
-    names = [*(name for name in found if Config.model_fields[name].annotation not in (int, str, bool)), *_groups(conf)]
-    names = [name for name in dict.fromkeys(names) if name not in {entry.key for entry in alone}]
+    found = {name: tuple(group) for name, group in groupby(entries(), lambda entry: entry.group)}
+    alone = tuple(entry for entry in entries() if entry.key == entry.group)
+    groups = sorted(path.name for path in conf.iterdir() if path.is_dir() and path.name != "hydra")
+    names = [name for name in dict.fromkeys([*found, *groups]) if name not in {entry.key for entry in alone}]
     chosen = dict(re.findall(r"^  - (\w+): (\w+)$", (conf / "config.yaml").read_text(), re.MULTILINE))
     top = Section("", "The run as a whole.", {}, "", alone)
     return top, *(
@@ -152,7 +148,7 @@ ZeRO for plain PyTorch, as a function.
   python train.py mode=doctor                          is this machine ready?
 
 Options, written {groups[0].name}={next(iter(groups[0].options))}; the default comes first
-{_table((group.name, _choices(group)) for group in groups)}
+{_table((group.name, ", ".join(_names(group))) for group in groups)}
 
 Keys to know first
 {_rows_of(by_key[key] for key in FIRST)}
@@ -233,10 +229,6 @@ def _about(name: str) -> str:
 # From the folder of options
 
 
-def _groups(conf: Path) -> list[str]:
-    return sorted(path.name for path in conf.iterdir() if path.is_dir() and path.name != "hydra")
-
-
 def _options(folder: Path) -> dict[str, str]:
     """Name to the first line of its file."""
     return {path.stem: _idea(path) for path in sorted(folder.glob("*.yaml"))}
@@ -273,29 +265,23 @@ def _of_key(entry: Entry, conf: Path) -> str:
 def _of_section(section: Section) -> str:
     text = [textwrap.fill(f"{section.name}: {_first_paragraph(section.text)}", _width())]
     if section.options:
-        text += ["", f"options, written {section.name}={next(iter(section.options))}"]
-        text += [_table(section.options.items())]
+        text += ["", f"options, written {section.name}={next(iter(section.options))}", _table(section.options.items())]
     if section.entries:
-        text += ["", f"keys; one of them in full: mode=explain explain.key={section.entries[0].key}"]
-        text += [_rows_of(section.entries)]
+        first = section.entries[0].key
+        text += ["", f"keys; one of them in full: mode=explain explain.key={first}", _rows_of(section.entries)]
     return "\n".join(text)
 
 
 def _contents(found: tuple[Section, ...]) -> str:
-    rows = [(section.name or ", ".join(entry.key for entry in section.entries), section) for section in found]
-    text = _table((name, _first_paragraph(section.text)) for name, section in rows if section.name)
+    top, *others = found
     return f"""\
 Sections
-{text}
-and keys of no section: {rows[0][0]}
+{_table((section.name, _first_paragraph(section.text)) for section in others)}
+and keys of no section: {", ".join(entry.key for entry in top.entries)}
 
   python train.py mode=explain explain.key=offload       one section
   python train.py mode=explain explain.key=zero.stage    one key
   docs/config.md                                         everything"""
-
-
-def _choices(section: Section) -> str:
-    return ", ".join(_names(section))
 
 
 def _names(section: Section) -> list[str]:

@@ -14,7 +14,7 @@ from zero.settings.build import build_optimizer, build_plan, build_precision
 from zero.tracker import settings as tracker
 from zero.trainer.compose import CONF, compose, settings_in
 from zero.trainer.config import Config, keys, kinds, read
-from zero.trainer.data import SyntheticConfig, TextConfig
+from zero.trainer.data.source import SyntheticConfig, TextConfig
 from zero.trainer.models import GPT, GPTConfig
 from zero.trainer.models.hf_config import HFConfig
 

@@ -13,9 +13,9 @@ from hypothesis import given, strategies as st
 
 from tests.conftest import LONG_S
 from zero.errors import ConfigError, MachineError
-from zero.trainer.data import SyntheticConfig, TextConfig, TokensConfig, check_data, open_data
+from zero.trainer.data import check_data, open_data
 from zero.trainer.data.order import draw
-from zero.trainer.data.source import split_files, text_files
+from zero.trainer.data.source import SyntheticConfig, TextConfig, TokensConfig, split_files, text_files
 from zero.trainer.data.windows import spread
 
 SEQ = 16
@@ -93,7 +93,7 @@ def test_rows_outside_the_global_batch_are_refused(config, start, stop):
 def test_training_rows_are_text_of_training_files_only(folder):
     config = TextConfig(folder=str(folder), holdout=0.3)
     data = open_data(config, SEQ, seed=0)
-    split = split_files(list(text_files(config)), config.holdout)
+    split = split_files(list(text_files(config.root, config.skip)), config.holdout)
     names = {file.key for file in split.held}
     assert names
     assert len(split.train) + len(names) == 40
@@ -111,9 +111,9 @@ def test_training_rows_are_text_of_training_files_only(folder):
 
 def test_adding_files_moves_no_other_file_to_the_other_side(folder):
     config = TextConfig(folder=str(folder), holdout=0.3)
-    before = {file.key for file in split_files(list(text_files(config)), 0.3).held}
+    before = {file.key for file in split_files(list(text_files(config.root, config.skip)), 0.3).held}
     write(folder, {f"more/file{n}.txt": b"more" * 50 for n in range(40)})
-    after = {file.key for file in split_files(list(text_files(config)), 0.3).held}
+    after = {file.key for file in split_files(list(text_files(config.root, config.skip)), 0.3).held}
     assert {key for key in after if not key.startswith("more/")} == before
 
 
@@ -121,7 +121,7 @@ def test_adding_files_moves_no_other_file_to_the_other_side(folder):
 @pytest.mark.parametrize("holdout", [1e-9, 0.05, 0.5])
 def test_a_few_files_give_both_shares_whole_files(tmp_path, count, holdout):
     folder = write(tmp_path, {f"{n}.txt": b"abc " * 20 for n in range(count)})
-    split = split_files(list(text_files(TextConfig(folder=str(folder)))), holdout)
+    split = split_files(list(text_files(folder, TextConfig().skip)), holdout)
     assert split.train
     assert split.held
     assert not split.tail
@@ -154,12 +154,12 @@ def test_what_is_not_text_or_is_to_be_skipped_is_left_out(tmp_path):
         "q/tests/t.py": b"x",
     }
     folder = write(tmp_path, keep | drop)
-    assert sorted(file.key for file in text_files(TextConfig(folder=str(folder)))) == sorted(keep)
+    assert sorted(file.key for file in text_files(folder, TextConfig().skip)) == sorted(keep)
 
 
 def test_a_character_cut_by_the_first_look_is_still_text(tmp_path):
     folder = write(tmp_path, {"a.txt": b"a" * 7999 + "é".encode() * 10})
-    assert [file.key for file in text_files(TextConfig(folder=str(folder)))] == ["a.txt"]
+    assert [file.key for file in text_files(folder, TextConfig().skip)] == ["a.txt"]
 
 
 def test_token_rows_are_the_numbers_of_the_file(tmp_path):
@@ -225,7 +225,7 @@ def test_the_default_corpus_is_the_standard_library():
     config = TextConfig()
     check_data(config, 256)
     data = open_data(config, 256, seed=0)
-    split = split_files(list(text_files(config)), config.holdout)
+    split = split_files(list(text_files(config.root, config.skip)), config.holdout)
     paths = [Path(file.key) for file in [*split.train, *split.held]]
     assert Path("asyncio/events.py") in paths
     assert not any({"site-packages", "test", "tests"} & set(path.parts) for path in paths)

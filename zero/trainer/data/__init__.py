@@ -8,21 +8,11 @@ from typing import TYPE_CHECKING
 
 from zero.errors import ConfigError
 from zero.progress import Progress, silent
-from zero.trainer.data.source import (
-    DataConfig,
-    HFTextConfig,
-    SyntheticConfig,
-    TextConfig,
-    TokensConfig,
-    check_text,
-    check_tokens,
-)
+from zero.trainer.data.source import DataConfig, HFTextConfig, TextConfig, TokensConfig, check_text, check_tokens
 
 if TYPE_CHECKING:
     from zero.distributed.world import World
     from zero.trainer.data.windows import Data
-
-__all__ = ["DataConfig", "HFTextConfig", "SyntheticConfig", "TextConfig", "TokensConfig", "check_data", "open_data"]
 
 
 def check_data(config: DataConfig, seq: int) -> None:

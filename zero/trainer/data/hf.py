@@ -28,15 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zero.errors import ConfigError, MachineError, in_short
 from zero.progress import Progress
-from zero.trainer.data.source import (
-    HFTextConfig,
-    TextConfig,
-    TextFile,
-    TokensConfig,
-    check_length,
-    drawn,
-    text_files,
-)
+from zero.trainer.data.source import HFTextConfig, TextFile, TokensConfig, check_length, drawn, text_files
 from zero.trainer.data.tokenizer import Tokenizer, missing
 
 if TYPE_CHECKING:
@@ -237,7 +229,7 @@ def _files(config: HFTextConfig) -> Iterator[TextFile]:
     """The files whose bytes are the texts, in one order on every machine."""
     root = config.root
     if root.is_dir() and not _is_saved(root):
-        yield from text_files(TextConfig(folder=str(root), skip=()))
+        yield from text_files(root)
         return
     for path in [root] if root.is_file() else sorted(path for path in root.iterdir() if path.is_file()):
         yield TextFile(path, path.name, path.stat().st_size)

@@ -7,7 +7,7 @@ import codecs
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
@@ -222,11 +222,14 @@ def _is_text(path: Path) -> bool:
     return True
 
 
-def text_files(config: TextConfig) -> Iterator[TextFile]:
-    """The text files below the root, in one order on every machine. Files that cannot be read are an OSError."""
-    root = config.root
+def text_files(root: Path, skip: Sequence[str] = ()) -> Iterator[TextFile]:
+    """The text files below the root, in one order on every machine. Files that cannot be read are an OSError.
+
+    Args:
+        skip: names of folders that are left out.
+    """
     for folder, names, files in os.walk(root):
-        names[:] = sorted(name for name in names if name not in config.skip and not name.startswith("."))
+        names[:] = sorted(name for name in names if name not in skip and not name.startswith("."))
         for name in sorted(files):
             path = Path(folder, name)
             if path.is_file() and _is_text(path):
@@ -250,7 +253,7 @@ def check_text(config: TextConfig, row: int) -> None:
     if not root.is_dir():
         raise ConfigError(f"data.folder={root} is not a folder; give the folder that it is in")
     files, train, held = [], 0, 0
-    for file in text_files(config):
+    for file in text_files(root, config.skip):
         files.append(file)
         if file.draw < config.holdout:
             held += file.size

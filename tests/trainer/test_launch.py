@@ -30,6 +30,7 @@ from zero.errors import ConfigError, DeadlineError, NonFiniteGradientError, Nume
 from zero.platform.memory_watch import Reading
 from zero.testing import forked_ranks
 from zero.trainer import launch
+from zero.trainer.launch.ranks import FINAL
 
 pytestmark = pytest.mark.process
 
@@ -545,8 +546,8 @@ def test_what_another_start_would_meet_again_is_not_restarted(folder: Path, erro
 
 def test_only_what_may_pass_is_restarted() -> None:
     final = (errors.LayoutError, errors.HandshakeError, errors.StoreError, errors.CheckpointError, errors.Preempted)
-    assert {error.exit_code for error in (*final, NonFiniteGradientError)} == set(launch.FINAL)
-    assert not {errors.ZeroError.exit_code, DeadlineError.exit_code, RankFailedError.exit_code} & set(launch.FINAL)
+    assert {error.exit_code for error in (*final, NonFiniteGradientError)} == set(FINAL)
+    assert not {errors.ZeroError.exit_code, DeadlineError.exit_code, RankFailedError.exit_code} & set(FINAL)
 
 
 @pytest.mark.usefixtures("_forked")

@@ -42,11 +42,13 @@ def run(train: "Train", config: Config, folder: Path, *, apart: bool = False) ->
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     write_config(config, folder)
-    with _failing(folder, final=True), _said_before():
+    how = _processes(config, folder)
+    with _failing(folder, final=True), warnings.catch_warnings():
+        # the command line has warned of a folder that is memory: a rank on the same terminal does not say it again
+        warnings.filterwarnings("ignore", message="offload.path=.* is memory")
         if ranks == 1 and not apart and not restarts:
-            summary = launch.inside(train, config, folder, how=_processes(config, folder))
+            summary = launch.inside(train, config, folder, how=how)
         else:
-            how = _processes(config, folder)
             summary = launch.launch(train, config, folder, ranks=ranks, how=how, max_restarts=restarts)
     if summary.exit_reason == STOPPED:
         done = f"stopped by a signal after step {summary.steps}"
@@ -115,14 +117,6 @@ def _failing(folder: Path, *, final: bool) -> Iterator[None]:
         if isinstance(stopped, launch.Interrupted):
             stopped.folder = folder
         raise stopped from None
-
-
-@contextlib.contextmanager
-def _said_before() -> Iterator[None]:
-    """The command line has warned of a folder that is memory: a rank on the same terminal does not say it again."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="offload.path=.* is memory")
-        yield
 
 
 def _processes(config: Config, folder: Path) -> launch.Processes:

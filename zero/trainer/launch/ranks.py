@@ -24,9 +24,8 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
 
 from zero.distributed.failure import Places
 from zero.errors import ConfigError, DeadlineError, MachineError, RankFailedError, if_it_fails
@@ -178,8 +177,7 @@ def _log_traceback() -> None:
         _write_to_log(traceback.format_exc())
 
 
-@dataclass(frozen=True)
-class _Job:
+class _Job(NamedTuple):
     """What every attempt at a run has in common."""
 
     entry: Callable[..., Any]

@@ -60,6 +60,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
     ) -> None:
         self._config, self._state, self._data, self._tracker, self._folder = config, state, data, tracker, folder
         plan, store = state.plan, state.runtime.store
+        before = {} if checkpoint is None else checkpoint.facts
         self._world = plan.world
         self._rows, self._micro, self._accumulate = config.batch.numbers()
         self._last = min(config.steps, config.debug.stop_at or config.steps)
@@ -69,31 +70,22 @@ class Run(contextlib.AbstractContextManager["Run"]):
             tokens_per_step=self._rows * config.model.seq,
             traffic=lambda: store.traffic,
             steps=0 if checkpoint is None else checkpoint.step,
-            tokens=0 if checkpoint is None else checkpoint.facts.get("tokens", 0),
+            tokens=before.get("tokens", 0),
             skipped=self._state.skipped,
             flops_per_token=task.flops_per_token,
         )
-        tracker.begin(
-            config.plain(),
-            {
-                "plan_bytes": plan.bytes,
-                "ranks": plan.world.size,
-                "parameters_numel": plan.numel,
-                "data_digest": data.digest,
-                "torch": str(torch.__version__),
-            },
-            None if checkpoint is None else checkpoint.facts.get("wandb"),
-        )
+        known = {
+            "plan_bytes": plan.bytes,
+            "ranks": plan.world.size,
+            "parameters_numel": plan.numel,
+            "data_digest": data.digest,
+            "torch": str(torch.__version__),
+        }
+        tracker.begin(config.plain(), known, before.get("wandb"))
         self._beside: dict[str, Any] = {"measured_bytes": measured(self._state)}  # in summary.json
         self._skipped_in_a_row = 0
         self._saver = Saver(
-            config,
-            plan,
-            folder,
-            tracker,
-            facts=self._facts,
-            stop_requested=preempted,
-            began_from=checkpoint,
+            config, plan, folder, tracker, facts=self._facts, stop_requested=preempted, began_from=checkpoint
         )
         self._recorded, self._stopping = 0, False
         self._loss = make_forward(plan, task.loss)
@@ -159,7 +151,11 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._skipped_in_a_row = (self._skipped_in_a_row + 1) * metrics.skipped
         if self._skipped_in_a_row >= MOST_SKIPPED:
             self._log(validated=False)  # what it ends with
-            raise _hopeless(number, metrics)
+            raise NumericsError(
+                f"step {number}: the last {MOST_SKIPPED} steps were skipped, because the gradient of "
+                f"{metrics.nonfinite_unit} is not finite (loss scale {metrics.loss_scale:g}); lower optim.lr, or use "
+                "precision=bf16, or resume from an older checkpoint"
+            )
         self._stopping = number < self._last and any(int(flag) & STOP_REQUESTED for flag in metrics.rank_flags)
         with self._meter.paused():
             self._saver.publish_if_written(metrics.rank_flags)
@@ -295,14 +291,6 @@ def step_to_record(first: int, last: int, is_followed: Callable[[int], bool]) ->
             of four in a row.
     """
     return next((number for number in range(first, min(first + 3, last) + 1) if not is_followed(number - 1)), first)
-
-
-def _hopeless(step: int, metrics: Metrics) -> NumericsError:
-    return NumericsError(
-        f"step {step}: the last {MOST_SKIPPED} steps were skipped, because the gradient of {metrics.nonfinite_unit} is "
-        f"not finite (loss scale {metrics.loss_scale:g}); lower optim.lr, or use precision=bf16, or resume from an "
-        "older checkpoint"
-    )
 
 
 def _profiler(wanted: bool) -> contextlib.AbstractContextManager[Any]:

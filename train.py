@@ -60,7 +60,7 @@ def train(config: Config, folder: Path) -> "Summary":
         world.agree({**flat(config), "digest of the data": data.digest})
 
         activations = Activations(config, task.model)  # traced once, for what is auto and for the plan
-        config = resolve_auto(config, task.model, world, tracker.note, activations, tracker.progress)
+        config = resolve_auto(config, task.model, world, tracker, activations)
         if world.rank == 0:
             write_config(config, folder)
         _, micro, _ = config.batch.numbers()

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,8 +28,10 @@ from zero.engine.traffic import traffic
 from zero.engine.unit import split
 from zero.errors import ConfigError, WorldError
 from zero.platform.device import Device, free_host_bytes
+from zero.progress import Progress, silent
 from zero.settings.build import build_plan
 from zero.testing import run_ranks
+from zero.tracker import Tracker
 from zero.trainer import planning
 from zero.trainer.config import Config, read
 from zero.trainer.models import GPT, loss
@@ -64,6 +67,13 @@ def config(**groups) -> Config:
 def model_of(settings: Config) -> torch.nn.Module:
     with zero.empty():
         return GPT(settings.model)
+
+
+def telling(note: Callable[[str], object], progress: Progress = silent) -> Tracker:
+    """A tracker that does this with what it is told."""
+    tracker = Tracker()
+    tracker.note, tracker.progress = note, progress
+    return tracker
 
 
 def gpu(ranks: int, device: int = 80 * GiB, host: int = TiB, disk: int = TiB) -> Machine:
@@ -642,7 +652,9 @@ def test_settle_finds_the_largest_microbatch_as_brute_force_does(share, size):
 
     expected = next(accumulate for accumulate in (1, 2, 3, 4, 6, 8, 12, 16, 24, 48) if fits(accumulate))
     notes = []
-    settled = run_ranks(size, lambda world: resolve_auto(settings, model_of_rank(world, settings), world, notes.append))
+    settled = run_ranks(
+        size, lambda world: resolve_auto(settings, model_of_rank(world, settings), world, telling(notes.append))
+    )
     for one in settled:
         assert one.batch.numbers() == (48 * size, 48 // expected, expected)
         assert one == settings.model_copy(update={"batch": one.batch}).on(size)
@@ -675,12 +687,12 @@ def test_settle_changes_nothing_where_nothing_is_auto():
         {"global": 1},
     ):
         settings = config(batch=batch)
-        assert resolve_auto(settings, None, zero.World.from_env(device="cpu"), pytest.fail) == settings.on(1)
+        assert resolve_auto(settings, None, zero.World.from_env(device="cpu"), telling(pytest.fail)) == settings.on(1)
 
 
 def test_a_default_run_that_fits_keeps_its_batch_whole():
     settings = config()
-    settled = resolve_auto(settings, model_of(settings), zero.World.from_env(device="cpu"), pytest.fail)
+    settled = resolve_auto(settings, model_of(settings), zero.World.from_env(device="cpu"), telling(pytest.fail))
     assert settled == settings.on(1)
     assert settled.batch.numbers() == (8, 8, 1)
 
@@ -690,13 +702,15 @@ def test_where_nothing_fits_every_rank_says_what_is_needed_and_which_key_to_chan
     for stage in (3, "auto"):
         settings = config(zero_={"stage": stage}, offload={"host_budget": "1MiB"})
         with pytest.raises(ConfigError, match=r"offload\.host_budget=1\.0 MiB: a rank needs at least \d.*raise"):
-            run_ranks(size, lambda world, s=settings: resolve_auto(s, model_of_rank(world, s), world, lambda _: None))
+            run_ranks(size, lambda world, s=settings: resolve_auto(s, model_of_rank(world, s), world, Tracker()))
 
 
 def test_a_stage_of_auto_becomes_the_best_one_and_says_why(tmp_path):
     settings = config(zero_={"stage": "auto"}, offload={"path": str(tmp_path)})
     notes = []
-    settled = run_ranks(2, lambda world: resolve_auto(settings, model_of_rank(world, settings), world, notes.append))
+    settled = run_ranks(
+        2, lambda world: resolve_auto(settings, model_of_rank(world, settings), world, telling(notes.append))
+    )
     assert settled[0] == settled[1]
     assert type(settled[0].zero.stage) is int
     assert settled[0].offload == settings.offload, "the offload that was asked for"
@@ -717,7 +731,9 @@ def test_a_run_on_several_nodes_measures_what_is_between_its_ranks(size, nodes, 
     settings = config(zero_={"stage": "auto"}, offload={"path": str(tmp_path)})
     notes = []
     run_ranks(
-        size, lambda world: resolve_auto(settings, model_of_rank(world, settings), world, notes.append), nodes=nodes
+        size,
+        lambda world: resolve_auto(settings, model_of_rank(world, settings), world, telling(notes.append)),
+        nodes=nodes,
     )
     [told] = {note for note in notes if "rates" in note}
     assert re.search(said, told.replace(" elementwise", "").replace(" million updates/s", "")), told
@@ -733,8 +749,7 @@ def test_with_offload_auto_as_well_anything_may_be_chosen(tmp_path):
         settings,
         model_of(settings),
         zero.World.from_env(device="cpu"),
-        notes.append,
-        progress=lambda *told: shown.append(told),
+        telling(notes.append, lambda *told: shown.append(told)),
     )
     works = list(dict.fromkeys(what for what, _, _ in shown))
     assert works == ["probe", "settings to choose from"]
@@ -880,7 +895,9 @@ def test_where_no_file_can_be_made_nothing_is_planned_on_disk(size, tmp_path):
     kinds = dict.fromkeys(("optimizer", "param", "grad"), "auto")
     settings = config(zero_={"stage": "auto"}, offload={"path": str(tmp_path / "missing"), **kinds})
     notes = []
-    settled = run_ranks(size, lambda world: resolve_auto(settings, model_of_rank(world, settings), world, notes.append))
+    settled = run_ranks(
+        size, lambda world: resolve_auto(settings, model_of_rank(world, settings), world, telling(notes.append))
+    )
     assert all("nvme" not in one.offload.kinds for one in settled)
     assert "nothing can be offloaded to a disk here" in notes[0]
     assert "missing does not exist" in notes[0]

@@ -128,6 +128,11 @@ class Batch(Section):
         example="4 batch.micro=4",
     )
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the microbatch may be chosen."""
+        return self.global_ != "auto" and self.micro == "auto" and self.accumulate == "auto"
+
     def solved(self, ranks: int) -> "Batch":
         """All three as numbers.
 

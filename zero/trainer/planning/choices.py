@@ -190,18 +190,13 @@ def fits(config: Config, machine: Machine, model: nn.Module) -> bool:
 def batches(config: Config, ranks: int) -> Iterator[Batch]:
     """The batch as numbers, the largest microbatch first; several where `batch.micro` and `.accumulate` are free."""
     batch = config.batch
-    if not batch_is_open(batch):
+    if not batch.is_open:
         yield batch.solved(ranks)
         return
     most = batch.solved(ranks).numbers()[1]
     for accumulate in range(1, most + 1):
         if most % accumulate == 0:
             yield batch.model_copy(update={"accumulate": accumulate}).solved(ranks)
-
-
-def batch_is_open(batch: Batch) -> bool:
-    """Whether the microbatch may be chosen."""
-    return batch.global_ != "auto" and batch.micro == "auto" and batch.accumulate == "auto"
 
 
 def with_setting(config: Config, stage: Stage, preset: str) -> Config | None:

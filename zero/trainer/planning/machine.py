@@ -60,7 +60,7 @@ class Machine:
     @staticmethod
     def of(config: Config, world: World) -> "Machine":
         """What the ranks of a running world may take; all go by the one that has least. Collective."""
-        on_host = _usable_host_bytes(config, on_gpu=not world.compute.shares_memory)
+        on_host = usable_host_bytes(config.offload, free_host_bytes(), device_is_host=world.compute.shares_memory)
         mine = (_usable_bytes(config, world.compute), on_host, _disk_bytes(config))
         least = world.exchange(torch.tensor(mine, device="cpu"), what="free memory").amin(dim=0).tolist()
         return Machine(world.size, world.local_size, world.compute.kind, *least)
@@ -89,7 +89,7 @@ class Machine:
         if device_bytes == "auto":
             device_bytes = _usable_bytes(config, compute_device(torch.device(device)))
         if host_bytes == "auto":
-            host_bytes = _usable_host_bytes(config, on_gpu=device == "cuda")
+            host_bytes = usable_host_bytes(config.offload, free_host_bytes(), device_is_host=device == "cpu")
         if disk_bytes == "auto":
             disk_bytes = _disk_bytes(config)
         return Machine(ranks, per_node, device, device_bytes, host_bytes, disk_bytes, paper=paper)
@@ -115,10 +115,6 @@ class Machine:
 
 def _usable_bytes(config: Config, device: Device) -> int:
     return usable_bytes(config.offload, device.free_bytes(), device.total_bytes())
-
-
-def _usable_host_bytes(config: Config, *, on_gpu: bool) -> int:
-    return usable_host_bytes(config.offload, free_host_bytes(), device_is_host=not on_gpu)
 
 
 def _disk_bytes(config: Config) -> int:

@@ -5,7 +5,7 @@ Rank 0 decides by the least that any rank has free, and sends its decision to th
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,32 +15,18 @@ from zero.core.placement import PRESETS, budget_bytes, size_text
 from zero.core.stage import Stage
 from zero.distributed.world import World
 from zero.errors import ConfigError
-from zero.progress import Progress, silent
+from zero.progress import Progress
+from zero.tracker import Tracker
 from zero.trainer.config import Config, read
 from zero.trainer.planning.activations import Activations
-from zero.trainer.planning.choices import (
-    STAGES,
-    Choice,
-    batch_is_open,
-    best,
-    choices,
-    fits,
-    largest,
-    nearest,
-    with_activations,
-)
+from zero.trainer.planning.choices import STAGES, Choice, best, choices, fits, largest, nearest, with_activations
 from zero.trainer.planning.cost import seconds_text
 from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.rates import assumed, between_ranks, measured, with_disk_or_without
 
 
 def resolve_auto(
-    config: Config,
-    model: nn.Module,
-    world: World,
-    note: Callable[[str], None],
-    activations: Activations | None = None,
-    progress: Progress = silent,
+    config: Config, model: nn.Module, world: World, tracker: Tracker, activations: Activations | None = None
 ) -> Config:
     """The same run with stage, offload and batch as numbers. Collective, unless nothing is auto.
 
@@ -50,20 +36,20 @@ def resolve_auto(
     Args:
         config: not yet solved for this world: `config.on(world.size)` would fix the microbatch.
         model: built under `zero.empty()`.
-        note: receives on rank 0 what was chosen and why.
+        tracker: is told what was chosen and why, and on rank 0 the number of rates measured, then of settings compared.
         activations: of this model, if others use them too: then they are counted once.
-        progress: is given on rank 0 the number of rates measured, then of settings compared.
 
     Raises:
         ConfigError: on every rank: nothing fits; with the numbers and the key to change.
     """
     settled = config.zero.stage != "auto" and config.zero.activations != "auto"
-    several = batch_is_open(config.batch) and config.batch.solved(world.size).numbers()[1] > 1
+    several = config.batch.is_open and config.batch.solved(world.size).numbers()[1] > 1
     if settled and not several:  # only one microbatch could be chosen
         return config.on(world.size)
     links = between_ranks(world) if config.zero.stage == "auto" else {}
     machine = replace(Machine.of(config, world), links=links)
     message: dict[str, Any] = {}
+    progress = tracker.progress
     if world.rank == 0:
         try:
             if config.zero.activations == "auto":
@@ -77,7 +63,7 @@ def resolve_auto(
     if "refusal" in message:
         raise ConfigError(message["refusal"])
     for line in message["reasons"]:
-        note(line)
+        tracker.note(line)
     return read(message["config"]).on(world.size)
 
 

@@ -4,6 +4,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
@@ -197,11 +198,11 @@ class _Bench:
     def seconds(self, works: Sequence[Callable[[], object]], limit_s: float) -> list[float]:
         """Of each work, in turns for so long. All threads are as slow as one only where they wait for cores."""
         if not self.device.shares_memory:
-            return self._turns(works, limit_s, time.perf_counter, min)
+            return self._turns(works, limit_s)
         alone_s = self.alone_s(works, limit_s / self.threads)
         if self.threads == 1:
             return alone_s
-        shared_s = alone_s if self.busy else self._turns(works, limit_s / 2, time.perf_counter, min)
+        shared_s = alone_s if self.busy else self._turns(works, limit_s / 2)
         self.busy |= sum(shared_s) >= sum(alone_s)
         return [one_s / self.threads for one_s in alone_s] if self.busy else shared_s
 
@@ -210,19 +211,14 @@ class _Bench:
         if self.threads > 1:
             torch.set_num_threads(1)
         try:
-            return self._turns(works, limit_s, time.thread_time, statistics.median)
+            return self._turns(works, limit_s, alone=True)
         finally:
             if self.threads > 1:
                 torch.set_num_threads(self.threads)
 
-    def _turns(
-        self,
-        works: Sequence[Callable[[], object]],
-        limit_s: float,
-        clock: Callable[[], float],
-        of: Callable[[list[float]], float],
-    ) -> list[float]:
-        """At least one after the first, which may load things."""
+    def _turns(self, works: Sequence[Callable[[], object]], limit_s: float, *, alone: bool = False) -> list[float]:
+        """At least one after the first, which may load things; what one thread does alone is timed on its own clock."""
+        clock = time.thread_time if alone else time.perf_counter
         for work in works:
             work()
         self.device.join()
@@ -234,7 +230,7 @@ class _Bench:
                 work()
                 self.device.join()
                 times_s.append(max(clock() - begin_s, 1e-9))
-        return [of(times_s) for times_s in taken_s]
+        return [statistics.median(times_s) if alone else min(times_s) for times_s in taken_s]
 
 
 def _disk_bytes(config: Config) -> float:
@@ -281,10 +277,8 @@ def _attention_flops(config: Config, traced: Traced, bench: _Bench) -> float:
     while tokens > 64 and 4 * heads * tokens**2 * channels > 4 * _most_flops(bench):
         tokens //= 2
     shape = (1, heads, tokens, channels)
-    query, key, value = (
-        torch.randn(shape, device=device.device).to(compute).requires_grad_(backwards)
-        for backwards in [traced.backward.attention_flops > 0] * 3
-    )
+    trains = traced.backward.attention_flops > 0
+    query, key, value = (torch.randn(shape, device=device.device).to(compute).requires_grad_(trains) for _ in range(3))
 
     def work() -> None:
         made = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -312,10 +306,8 @@ def _memory_bytes(config: Config, traced: Traced, bench: _Bench) -> float:
         x + F.silu(x) * x
 
     nbytes = numel * (10 * compute.itemsize + 6 * 4)
-    tensors = [
-        torch.ones(tokens, heads, channels, device=bench.device.device, dtype=compute)
-        for _ in range(max(1, PROBE_NUMEL // numel))
-    ]
+    count, device = max(1, PROBE_NUMEL // numel), bench.device.device
+    tensors = [torch.ones(tokens, heads, channels, device=device, dtype=compute) for _ in range(count)]
     times_s = bench.seconds([partial(work, x) for x in tensors], PROBE_S["elementwise"])
     return nbytes * len(tensors) / sum(times_s)
 
@@ -355,14 +347,11 @@ def _update_numel(config: Config, bench: _Bench) -> float:
 
 def _copy_bytes(bench: _Bench) -> float:
     device = bench.device
-    arena = Arena(PROBE_COPY_BYTES, device)
-    host, there = arena.take(PROBE_COPY_BYTES), device.zeros(PROBE_COPY_BYTES, torch.uint8)
+    with closing(Arena(PROBE_COPY_BYTES, device)) as arena:
+        host, there = arena.take(PROBE_COPY_BYTES), device.zeros(PROBE_COPY_BYTES, torch.uint8)
 
-    def work() -> None:
-        device.copy(there, host)
-        device.copy(host, there)
+        def work() -> None:
+            device.copy(there, host)
+            device.copy(host, there)
 
-    try:
         return 2 * PROBE_COPY_BYTES / bench.seconds([work], PROBE_S["other"])[0]
-    finally:
-        arena.close()

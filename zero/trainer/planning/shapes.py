@@ -136,8 +136,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def _grouped(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
     """Experts: rows of a or b belong to groups, or what is added up does."""
     groups = (offsets.shape[0],) if offsets is not None and a.ndim == b.ndim == 2 else b.shape[:-2] * (a.ndim == 3)
-    rows = a.shape[-2]
-    return a.new_empty((*groups, rows, b.shape[-1]))
+    return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
 
 
 def _alike(x: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:

@@ -55,9 +55,6 @@ class Work(NamedTuple):
         assert isinstance(other, Work)
         return Work(*(a + b for a, b in zip(self, other, strict=True)))
 
-    def __sub__(self, other: "Work") -> "Work":
-        return Work(*(a - b for a, b in zip(self, other, strict=True)))
-
 
 class Product(NamedTuple):
     """Matrices (m, k) times matrices (k, n)."""
@@ -148,13 +145,11 @@ def trace(
     live = _Live([*values.values(), *copied.buffers(), *tree_leaves(microbatch)])
     with torch.set_grad_enabled(backward), live:
         result = loss(copied, microbatch)
-        forward = live.work
+        forward, live.work = live.work, Work()
         if backward:
             (result[0] if isinstance(result, tuple) else result).backward()
-    in_all = live.work - forward
-    return Traced(
-        live.peak_bytes, host.allocated_bytes, forward, in_all, live.products, live.attention, _median(live.made)
-    )
+    made = _median(live.made)
+    return Traced(live.peak_bytes, host.allocated_bytes, forward, live.work, live.products, live.attention, made)
 
 
 def _arriving(parameter: Tensor) -> Tensor:
@@ -210,7 +205,7 @@ class _Live(TorchDispatchMode):
 
     Attributes:
         peak_bytes: the most there was at once.
-        work: so far.
+        work: so far; whoever counts in parts sets it to none.
         products, attention: see `Traced`.
         made: bytes of operators that compute no product, by the elements of their results.
     """

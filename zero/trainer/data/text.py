@@ -35,5 +35,5 @@ def open_text(config: TextConfig, seq: int, seed: int) -> Windows:
     """Load the corpus as uint8 tensors. The digest covers every byte and which of them are held out."""
     train, held = _read(split_files(list(text_files(config.root, config.skip)), config.holdout))
     digest = hashlib.sha256(len(train).to_bytes(8, "little") + train + held).hexdigest()
-    tokens = (torch.frombuffer(octets, dtype=torch.uint8) for octets in (train, held))
-    return Windows(*tokens, seq=seq, seed=seed, vocab_size=256, digest=digest, decode=decode_bytes)
+    tokens, held_tokens = (torch.frombuffer(octets, dtype=torch.uint8) for octets in (train, held))
+    return Windows(tokens, held_tokens, seq=seq, seed=seed, vocab_size=256, digest=digest, decode=decode_bytes)

@@ -88,12 +88,5 @@ def open_tokens(config: TokensConfig, seq: int, seed: int, decode: Callable[[Ten
         other = _File(config.validation_path, config)
         held = _Stretch(other, 0, other.numel)
         digests.append(file_digest(Path(config.validation_path).expanduser()))
-    return Windows(
-        train,
-        held,
-        seq=seq,
-        seed=seed,
-        vocab_size=config.vocab,
-        digest=hashlib.sha256(" ".join(digests).encode()).hexdigest(),
-        decode=decode,
-    )
+    digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()
+    return Windows(train, held, seq=seq, seed=seed, vocab_size=config.vocab, digest=digest, decode=decode)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -62,6 +63,7 @@ def spread(index: int, count: int) -> int:
     return index * stride % count
 
 
+@dataclass(eq=False)
 class Windows:
     """`Data` over two lengths of tokens. Training rows start anywhere, with replacement.
 
@@ -69,37 +71,33 @@ class Windows:
         ConfigError: a row holds a token that is not below `vocab_size`.
     """
 
-    def __init__(
-        self,
-        train: Tokens,
-        held: Tokens,
-        *,
-        seq: int,
-        seed: int,
-        vocab_size: int,
-        digest: str,
-        decode: Callable[[Tensor], str],
-    ) -> None:
-        self._train, self._held, self._row, self._seed = train, held, seq + 1, seed
-        self.vocab_size, self.digest, self.decode = vocab_size, digest, decode
-        self.has_text = decode is not decode_numbers
+    train: Tokens
+    held: Tokens
+    seq: int
+    seed: int
+    vocab_size: int
+    digest: str
+    decode: Callable[[Tensor], str]
+
+    def __post_init__(self) -> None:
+        self.has_text = self.decode is not decode_numbers
         # targets of one row may be inputs of the next, so rows overlap by one token
-        self.validation_rows = (held.numel() - 1) // seq
+        self.validation_rows = (self.held.numel() - 1) // self.seq
 
     def batch(self, step: int, start: int, stop: int, global_rows: int) -> Tensor:
         check_rows(start, stop, global_rows)
-        below = self._train.numel() - self._row + 1
-        return self._rows(self._train, [draw(self._seed, step, row, below) for row in range(start, stop)])
+        below = self.train.numel() - self.seq
+        return self._rows(self.train, [draw(self.seed, step, row, below) for row in range(start, stop)])
 
     def validation(self, index: int, rows: int) -> Tensor:
         numbers = range(index * rows, (index + 1) * rows)
-        starts = [spread(number % self.validation_rows, self.validation_rows) * (self._row - 1) for number in numbers]
-        return self._rows(self._held, starts)
+        starts = [spread(number % self.validation_rows, self.validation_rows) * self.seq for number in numbers]
+        return self._rows(self.held, starts)
 
     def _rows(self, tokens: Tokens, starts: list[int]) -> Tensor:
         if not starts:
-            return torch.empty(0, self._row, dtype=torch.int64)
-        rows = torch.stack([tokens[start : start + self._row] for start in starts]).to(torch.int64)
+            return torch.empty(0, self.seq + 1, dtype=torch.int64)
+        rows = torch.stack([tokens[start : start + self.seq + 1] for start in starts]).to(torch.int64)
         if int(rows.max()) >= self.vocab_size:
             raise ConfigError(f"the data holds token {int(rows.max())}, but data.vocab={self.vocab_size}; raise it")
         return rows

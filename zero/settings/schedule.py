@@ -8,8 +8,6 @@ from zero.core.schema import Section
 from zero.core.settings import MOST, Count, Fraction, Natural, NonNegative, Share, Steps, Whole, key
 from zero.errors import ConfigError
 
-Held = Annotated[int, Field(ge=-1, le=MOST)]
-
 
 class Constant(Section):
     """The peak learning rate throughout."""
@@ -34,7 +32,7 @@ class Warmup(Section):
 class Decay(Warmup):
     """What every schedule with a decay has."""
 
-    hold: Held = key(
+    hold: Annotated[int, Field(ge=-1, le=MOST)] = key(
         0, "steps that the peak lasts before the decay; -1: the decay is a step ahead", unit="steps", example="100"
     )
     total: Whole | None = key(

@@ -53,9 +53,7 @@ class Embedding(nn.Embedding):
 
 
 def _norm(config: GPTConfig) -> nn.Module:
-    if config.norm == "layer":
-        return nn.LayerNorm(config.width)
-    return nn.RMSNorm(config.width, eps=1e-5)
+    return nn.LayerNorm(config.width) if config.norm == "layer" else nn.RMSNorm(config.width, eps=1e-5)
 
 
 class Rotary(nn.Module):

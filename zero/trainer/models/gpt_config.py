@@ -15,7 +15,6 @@ UNIT_CLASSES = ("Block", "Attention", "MLP", "Embedding", "Linear", "RMSNorm", "
 """Classes of the models here that own parameters; `zero.units` chooses among them."""
 
 Channels = Annotated[int, Field(ge=1, le=2**24)]
-Layers = Annotated[int, Field(ge=1, le=10_000)]
 
 
 class GPTConfig(Section):
@@ -29,7 +28,7 @@ class GPTConfig(Section):
     name: Literal["gpt"] = key("gpt", "kind of model")
     vocab: Rows = key(256, "number of tokens that the model knows", unit="tokens", example="50304")
     width: Channels = key(128, "channels of the residual stream", unit="channels", example="256 model.heads=8")
-    layers: Layers = key(3, "number of blocks", unit="blocks", example="8")
+    layers: Annotated[int, Field(ge=1, le=10_000)] = key(3, "number of blocks", unit="blocks", example="8")
     heads: Channels = key(4, "attention heads; width / heads must be even", unit="heads", example="8")
     seq: Rows = key(
         128,

@@ -107,15 +107,13 @@ def loss(model: Any, rows: Tensor, *, router: float = 0.0, chunked: bool = False
         chunked: never hold all logits, see `linear_cross_entropy`; for models of which `gives_logits` is true.
     """
     if chunked:
-        head = _head(model)
+        head = model.get_output_embeddings()
         # until the next call, because activations may be computed again in backward
         head.forward = lambda hidden: linear_cross_entropy(hidden, head.weight, rows[:, 1:], bias=head.bias)
-        outputs = model(input_ids=rows[:, :-1])
-        mean = outputs.logits
     else:
         _give_logits(model)
-        outputs = model(input_ids=rows[:, :-1])
-        mean = F.cross_entropy(outputs.logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+    outputs = model(input_ids=rows[:, :-1])
+    mean = outputs.logits if chunked else F.cross_entropy(outputs.logits.flatten(0, 1).float(), rows[:, 1:].flatten())
     unbalanced = outputs.get("aux_loss")
     return mean if unbalanced is None else mean + router * unbalanced
 
@@ -125,7 +123,7 @@ def gives_logits(model: Any) -> bool:
 
     Tried with something in their place that operators refuse, and without what comes before the layer.
     """
-    head, body = _head(model), model.base_model
+    head, body = model.get_output_embeddings(), model.base_model
     if type(head) is not nn.Linear or body is model:
         return False
     outputs = _Outputs(torch.zeros(1, 1, head.in_features, device="meta"))
@@ -164,10 +162,6 @@ class _Untouchable(Tensor):
         raise TypeError(f"{func} of logits")
 
 
-def _head(model: Any) -> Any:
-    return model.get_output_embeddings()
-
-
 def _give_logits(model: Any) -> None:
     """Take back what a chunked loss put in the head's place; a model around another one has no head of its own."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -199,18 +193,13 @@ class HFWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, model: nn.Module, stored: StoredWeights) -> None:
+        from transformers import core_model_loading as loading
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            dot_natural_key,
-            rename_source_key,
-        )
 
         known, prefix = dict.fromkeys(model.state_dict(), True), getattr(model, "base_model_prefix", None)
         table = get_model_conversion_mapping(model)
-        renamings = [one for one in table if isinstance(one, WeightRenaming)]
-        converters = [one for one in table if isinstance(one, WeightConverter)]
+        renamings = [one for one in table if isinstance(one, loading.WeightRenaming)]
+        converters = [one for one in table if isinstance(one, loading.WeightConverter)]
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
         self._model, self._stored = model, stored
         self._sources: dict[str, list[tuple[str, str]]] = {}
@@ -219,8 +208,8 @@ class HFWeights(Mapping[str, Tensor]):
         self._last: tuple[str, dict[str, Tensor]] | None = None
         ignored = [re.compile(one) for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
         unused = []
-        for key in sorted(stored, key=dot_natural_key):  # the experts in their order
-            name, pattern = rename_source_key(key, renamings, converters, prefix, known)
+        for key in sorted(stored, key=loading.dot_natural_key):  # the experts in their order
+            name, pattern = loading.rename_source_key(key, renamings, converters, prefix, known)
             if name not in known and key in known:
                 name, pattern = key, None
             if name not in known:

@@ -90,10 +90,11 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], step: int) ->
         return
     trains = ours.get("mode") != "eval"
     mattering = MATTERS if trains else MATTERS_TO_A_LOSS
+    before, after = flat(theirs), flat(ours)
     changed = [
-        f"{key.removesuffix('.name')}={suggest.shown(value)} (was {suggest.shown(before)})"
-        for key, before, value in _changed(theirs, ours)
-        if key.startswith(mattering) and key != "data.cache"
+        f"{key.removesuffix('.name')}={suggest.shown(value)} (was {suggest.shown(before[key])})"
+        for key, value in after.items()
+        if key.startswith(mattering) and key != "data.cache" and key in before and before[key] != value
     ]
     if changed:
         moved = _moved(theirs, ours, step) if trains else ""
@@ -120,30 +121,20 @@ def _saved(facts: Mapping[str, Any]) -> Mapping[str, Any]:
     return config if isinstance(config, Mapping) else {}
 
 
-def _changed(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(dotted key, value there, value here) of what both have and differs."""
-    before, now = flat(theirs), flat(ours)
-    return [(key, before[key], now[key]) for key in now if key in before and before[key] != now[key]]
-
-
 def _as_saved(section: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Words to add to the command line for a section to be as it was saved: only of its kind is a key known."""
     kind = str(theirs.get("name"))
     if kind == ours["name"]:
         chosen, expected = [], ours
     else:
-        fields = kinds(section)[kind].model_fields if kind in kinds(section) else {}
+        known = kinds(section).get(kind)
         chosen = [f"{section}={AS_DECLARED.get(kind, kind)}"]
-        expected = {name: _plain(field.default) for name, field in fields.items()}
+        expected = {} if known is None else known.model_construct().model_dump(mode="json")
     return chosen + [
         _typed(f"{section}.{name}={suggest.word(theirs[name])}")
         for name in expected
         if name != "name" and name in theirs and theirs[name] != expected[name]
     ]
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _typed(word: str) -> str:

@@ -76,7 +76,8 @@ class Saver:
         began_from: Checkpoint | None = None,
     ) -> None:
         self._keys, self._world, self._tracker = config.checkpoint, plan.world, tracker
-        self._facts = lambda: {**facts(), "digest of the config": _digest(config)}
+        digest = hashlib.sha256(json.dumps(config.plain(), sort_keys=True).encode()).hexdigest()
+        self._facts = lambda: {**facts(), "digest of the config": digest}
         self._stop_requested, self._folder, self.root = stop_requested, folder, Root(root_of(config, folder))
         self._under_way: Saving | None = None
         self.last_published: Path | None = None
@@ -344,7 +345,3 @@ def _suspects(lines: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
         elif line["from"] is not None and line.get("machines") != "several":
             failed[line["from"]] += 1
     return {Path(one): "two starts from it have failed" for one, count in failed.items() if count > 1}
-
-
-def _digest(config: Config) -> str:
-    return hashlib.sha256(json.dumps(config.plain(), sort_keys=True).encode()).hexdigest()

@@ -204,9 +204,8 @@ def _malloc(config: Config, host: Host) -> Iterator[Check]:
     preloaded = re.findall(r"jemalloc|tcmalloc|mimalloc", host.environ.get("LD_PRELOAD", ""))
     own = [name for name in host.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]
     if preloaded:
-        yield Check(
-            "malloc", "warn", f"{preloaded[0]} is preloaded", "launch.malloc has no effect on it; unset LD_PRELOAD"
-        )
+        advice = "launch.malloc has no effect on it; unset LD_PRELOAD"
+        yield Check("malloc", "warn", f"{preloaded[0]} is preloaded", advice)
     elif platform.libc_ver()[0] != "glibc":
         yield Check("malloc", "warn", "not glibc's", "launch.malloc has no effect; steps may be slower")
     elif own:
@@ -291,12 +290,9 @@ def _cpu(config: Config, host: Host) -> Iterator[Check]:
 
 def _quota(host: Host) -> float:
     """Cores that the container may use."""
-    found = re.match(r"(\d+) (\d+)", host.text("/sys/fs/cgroup/cpu.max"))
-    quota = host.text("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").strip()
-    period = host.text("/sys/fs/cgroup/cpu/cpu.cfs_period_us").strip()
-    if found:
-        return int(found[1]) / int(found[2])
-    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else float("inf")
+    in_version_1 = (host.text(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us") for name in ("quota", "period"))
+    found = re.match(r"(\d+)\s+(\d+)", host.text("/sys/fs/cgroup/cpu.max") or " ".join(in_version_1))
+    return int(found[1]) / int(found[2]) if found else float("inf")
 
 
 def _numa(config: Config, host: Host) -> Iterator[Check]:
@@ -397,13 +393,10 @@ def _file_system(host: Host, folder: Path) -> tuple[str, int]:
 
 def _calls(folder: Path, host: Host) -> Iterator[Check]:
     """What the file system supports of what a store uses, tried on a file of one block."""
+    direct = partial(open_and_unlink, direct=DIRECT)
     for name, attempt, without in (
         ("nameless files", open_nameless, "a file with a name is used, and unlinked at once"),
-        (
-            "direct I/O",
-            partial(open_and_unlink, direct=DIRECT),
-            "pages go through the page cache: state comes back as memory, and reads are slower",
-        ),
+        ("direct I/O", direct, "pages go through the page cache: state comes back as memory, and reads are slower"),
         ("reserving", _reserved, "a disk that fills up is noticed in the middle of a run"),
     ):
         try:
@@ -422,9 +415,8 @@ def _reserved(folder: Path, files: Files) -> int:
 
 def _rate(folder: Path, free_bytes: int, host: Host, state: State) -> Check:
     if free_bytes < GiB:
-        return Check(
-            "disk rate", "warn", "not measured", f"{size_text(free_bytes)} free is too little to offload anything"
-        )
+        advice = f"{size_text(free_bytes)} free is too little to offload anything"
+        return Check("disk rate", "warn", "not measured", advice)
     try:
         speed = probe(folder, limit_s=3.0, files=host.files)
     except StoreError as error:

@@ -235,8 +235,7 @@ def _options(folder: Path) -> dict[str, str]:
 
 
 def _kind(path: Path) -> str:
-    found = re.search(r"^name: (\w+)$", path.read_text(), re.MULTILINE)
-    return found[1] if found else ""
+    return next(iter(re.findall(r"^name: (\w+)$", path.read_text(), re.MULTILINE)), "")
 
 
 def _idea(path: Path) -> str:
@@ -325,21 +324,18 @@ def _rows_of(entries: Iterable[Entry]) -> str:
 
 def _table(rows: Iterable[tuple[str, ...]]) -> str:
     """Columns as wide as they need, the last one wrapped; a wide cell moves what follows to the next line."""
-    return "\n".join(
-        _lines([tuple(" ".join(cell.split()) if cell[:1] != " " else cell for cell in row) for row in rows])
-    )
+    tidy = [tuple(" ".join(cell.split()) if cell[:1] != " " else cell for cell in row) for row in rows]
+    return "\n".join(_lines(tidy))
 
 
 def _lines(rows: list[tuple[str, ...]]) -> Iterator[str]:
     columns = list(zip(*rows, strict=True))[:-1]
     widths = [max((len(cell) for cell in column if len(cell) <= CELL), default=0) for column in columns]
-    indent, width = 2 + sum(width + 2 for width in widths), _width()
+    below, width = " " * (2 + sum(width + 2 for width in widths)), _width()
     for row in rows:
         head = "  " + "".join(cell.ljust(width) + "  " for cell, width in zip(row, widths, strict=False))
-        if len(head) > indent:
-            yield textwrap.fill(head.rstrip(), width, subsequent_indent=" " * indent)
-            head = " " * indent
-        yield (
-            textwrap.fill(row[-1], width, initial_indent=head, subsequent_indent=" " * indent, break_on_hyphens=False)
-            or head.rstrip()
-        )
+        if len(head) > len(below):
+            yield textwrap.fill(head.rstrip(), width, subsequent_indent=below)
+            head = below
+        text = textwrap.fill(row[-1], width, initial_indent=head, subsequent_indent=below, break_on_hyphens=False)
+        yield text or head.rstrip()

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -101,9 +102,7 @@ def read_source(raw: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[str, M
 
 def _parsed(name: str, text: str) -> tuple[str, Mapping[str, Any]]:
     try:
-        found = _loaded(text)
-    except _TwinKeyError as twin:
-        raise ConfigError(f"{name}: the key {suggest.shown(twin)} appears twice in one section; remove one") from None
+        found = _loaded(name, text)
     except RecursionError:
         raise ConfigError(f"{name}: nested deeper than any configuration") from None
     except ValueError as error:
@@ -116,25 +115,22 @@ def _parsed(name: str, text: str) -> tuple[str, Mapping[str, Any]]:
     return name, found
 
 
-def _loaded(text: str) -> Any:
+def _loaded(name: str, text: str) -> Any:
     """JSON; with comments and the like where hjson is installed, as DeepSpeed reads it."""
+    section = partial(_without_twins, name)
     try:
-        return json.loads(text, object_pairs_hook=_without_twins)
+        return json.loads(text, object_pairs_hook=section)
     except json.JSONDecodeError:
         if find_spec("hjson") is None:
             raise
-        return import_module("hjson").loads(text, object_pairs_hook=_without_twins)
+        return import_module("hjson").loads(text, object_pairs_hook=section)
 
 
-class _TwinKeyError(Exception):
-    pass
-
-
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_twins(name: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise _TwinKeyError(key)
+            raise ConfigError(f"{name}: the key {suggest.shown(key)} appears twice in one section; remove one")
         found[key] = value
     return found
 

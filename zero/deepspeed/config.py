@@ -10,13 +10,13 @@ decay is applied to all parameters, a warm-up is logarithmic.
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from zero.core import schema, suggest
 from zero.core.stage import Stage
-from zero.deepspeed.config_keys import KEYS
+from zero.deepspeed.config_keys import KEYS, Key
 from zero.deepspeed.config_source import CheckedConfig, check, read_source
 from zero.errors import ConfigError
 from zero.settings import Settings
@@ -61,7 +61,7 @@ def translate(raw: Mapping[str, Any] | str | os.PathLike[str], *, world_size: in
     name, given = read_source(raw)
     try:
         config = check(given)
-        flat = _direct(config) | _batch(config, world_size) | _stage(config) | _precision(config)
+        flat = _direct(KEYS, config.values) | _batch(config, world_size) | _stage(config) | _precision(config)
         flat |= _offload(config) | _optim(config) | _schedule(config) | _tracker(config)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
@@ -76,17 +76,9 @@ def translate(raw: Mapping[str, Any] | str | os.PathLike[str], *, world_size: in
     )
 
 
-def _direct(config: CheckedConfig) -> dict[str, Any]:
+def _direct(keys: Iterable[Key], values: Mapping[str, Any]) -> dict[str, Any]:
     """Every value that a setting takes as it is."""
-    optimizer = config.optimizer.keys if config.optimizer else ()
-    scheduler = config.scheduler.keys if config.scheduler else ()
-    kinds = (("", KEYS), ("optimizer.params.", optimizer), ("scheduler.params.", scheduler))
-    return {
-        key.to: config.values[f"{prefix}{key.name}"]
-        for prefix, kind in kinds
-        for key in kind
-        if key.to and f"{prefix}{key.name}" in config.values
-    }
+    return {key.to: values[key.name] for key in keys if key.to and key.name in values}
 
 
 def _batch(config: CheckedConfig, world_size: int | None) -> dict[str, Any]:
@@ -169,12 +161,9 @@ def _offload(config: CheckedConfig) -> dict[str, Any]:
         found["offload.path"] = folders if len(folders) > 1 else folders[0]
         if len(folders) > 1:
             config.note(f"pages of all kinds are spread over {' and '.join(folders)}, by their rates")
-    pins = [
-        config.get(f"{section}.pin_memory")
-        for section, device in ((PARAM, param), (OPTIMIZER, optimizer))
-        if device != "none"
-    ]
-    pins = [pin for pin in [*pins, config.get(f"{ZERO}.cpu_offload_use_pin_memory")] if pin is not None]
+    used = [section for section, device in ((PARAM, param), (OPTIMIZER, optimizer)) if device != "none"]
+    pinned = [*(f"{section}.pin_memory" for section in used), f"{ZERO}.cpu_offload_use_pin_memory"]
+    pins = [config.values[name] for name in pinned if name in config.values]
     return found | ({"offload.pin": any(pins)} if pins else {})
 
 
@@ -207,8 +196,7 @@ def _optim(config: CheckedConfig) -> dict[str, Any]:
         params["weight_decay"] = config.get("optimizer.params.weight_decay", 0.01)  # torch.optim.AdamW's
     if "betas" in params:
         found["optim.beta1"], found["optim.beta2"] = params["betas"]
-    own = {key.name for key in config.optimizer.keys if key.to}
-    return found | {f"optim.{name}": value for name, value in params.items() if name in own}
+    return found | _direct(config.optimizer.keys, params)
 
 
 _PEAKS = {"one_cycle": "cycle_max_lr", "lr_range": "lr_range_test_min_lr"}
@@ -231,7 +219,7 @@ def _schedule(config: CheckedConfig) -> dict[str, Any]:
     section = "scheduler.params"
     params = {**config.scheduler.defaults, **config.below(section)}
     lr = _lr(config)
-    name, found = config.scheduler.name, dict[str, Any]()
+    name, found = config.scheduler.name, _direct(config.scheduler.keys, params)
     peak_key, own = _PEAKS.get(name, "warmup_max_lr"), _peak(config)
     peak = lr if own is None else own
     if own is not None:
@@ -242,9 +230,7 @@ def _schedule(config: CheckedConfig) -> dict[str, Any]:
         raise ConfigError(f"{section}.{peak_key}={peak:g}: must be above 0")
     if name == "one_cycle":
         found |= _cycle(config, params, peak)
-    elif name == "lr_range":
-        found |= {"schedule.every": params["lr_range_test_step_size"]}
-    else:
+    elif name != "lr_range":
         found |= _rise(config, name, params, peak)
     return {"schedule.name": name} | found
 
@@ -272,12 +258,12 @@ def _rise(config: CheckedConfig, name: str, params: Mapping[str, Any], peak: flo
         raise ConfigError(f"scheduler.params: the warm-up begins at {start * peak:g}, above its peak of {peak:g}")
     is_auto = "scheduler.params.warmup_num_steps" in config.autos
     warmup = None if is_auto else max(2, params["warmup_num_steps"]) + (not log)
-    found = {"schedule.start": start, "schedule.curve": params["warmup_type"], "schedule.warmup": warmup or "auto"}
+    found = {"schedule.start": start, "schedule.warmup": warmup or "auto"}
     if name == "linear_warmup":
         return found
     total = params.get("total_num_steps")
     if cosine:
-        found |= {"schedule.final": params["cos_min_ratio"], "schedule.hold": int(log) - 1}
+        found["schedule.hold"] = int(log) - 1
     else:
         found |= {"schedule.final": start, "schedule.hold": int(log)}
         total = None if total is None else total + 1
@@ -297,7 +283,7 @@ def _cycle(config: CheckedConfig, params: Mapping[str, Any], peak: float) -> dic
     start = params.get("cycle_min_lr", 0.0) / peak
     if start > 1:
         raise ConfigError(f"scheduler.params.cycle_min_lr={start * peak:g} is above cycle_max_lr={peak:g}")
-    found = {"schedule.start": start, "schedule.rise": params["cycle_first_step_size"]}
+    found = {"schedule.start": start}
     if config.optimizer is not None and not any(key.name == "betas" for key in config.optimizer.keys):
         return found | {"schedule.momentum": False}
     if not params.get("cycle_momentum", True):

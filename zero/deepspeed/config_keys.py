@@ -416,7 +416,7 @@ SCHEDULERS: Mapping[str, Kind] = {
         "one_cycle",
         (
             Key("cycle_min_lr", NUMBER, "schedule.start, as a share of the peak"),
-            Key("cycle_max_lr", NUMBER, to="optim.lr"),
+            Key("cycle_max_lr", NUMBER, "optim.lr"),
             Key("decay_lr_rate", NUMBER, to="schedule.decay_rate"),
             Key("cycle_first_step_size", COUNT, to="schedule.rise"),
             Key("cycle_second_step_size", COUNT, to="schedule.fall"),
@@ -435,7 +435,7 @@ SCHEDULERS: Mapping[str, Kind] = {
     "LRRangeTest": Kind(
         "lr_range",
         (
-            Key("lr_range_test_min_lr", NUMBER, to="optim.lr"),
+            Key("lr_range_test_min_lr", NUMBER, "optim.lr"),
             Key("lr_range_test_step_size", COUNT, to="schedule.every"),
             Key("lr_range_test_step_rate", NUMBER, to="schedule.rate"),
             Key("lr_range_test_staircase", BOOL, to="schedule.stairs"),

@@ -4,10 +4,12 @@ A model that was compiled comes first, then the names of `deepspeed.zero` and `d
 `parameter.grad`, and DeepSpeed's activation checkpointing, which is torch's.
 """
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +50,7 @@ def bypass_compiled(model: nn.Module) -> tuple[Backend, Callable[[], None]]:
         if _is_compiled(module):
             backend = backend or _backend(module.dynamo_ctx.callback)  # type: ignore[union-attr]
             before.append((module, "forward", module.forward))
-            module.forward = _passing(module._orig_mod)  # type: ignore[arg-type]
+            module.forward = partial(operator.call, module._orig_mod)  # type: ignore[arg-type]
         if module._compiled_call_impl is not None:
             backend = backend or _backend(_closed_over(module._compiled_call_impl, "callback"))
             before.append((module, "_compiled_call_impl", module._compiled_call_impl))
@@ -64,13 +66,6 @@ def bypass_compiled(model: nn.Module) -> tuple[Backend, Callable[[], None]]:
 def _is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile` made it. Known by its name, so that torch's compiler is not imported."""
     return type(module).__name__ == "OptimizedModule"
-
-
-def _passing(module: nn.Module) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return module(*args, **kwargs)
-
-    return forward
 
 
 def _backend(callback: Any) -> Backend:
@@ -89,12 +84,8 @@ def _closed_over(function: Callable[..., Any], name: str) -> Any:
 # Parameters, by DeepSpeed's names; everything here is collective
 
 
-class ZeroParamStatus(Enum):
-    """For scripts that compare `ds_status` where a parameter has a `ds_id`: none has one here, each reads in full."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
+ZeroParamStatus = Enum("ZeroParamStatus", "AVAILABLE NOT_AVAILABLE INFLIGHT")
+"""For scripts that compare `ds_status` where a parameter has a `ds_id`: none has one here, each reads in full."""
 
 
 @contextmanager
@@ -242,7 +233,7 @@ class Grads:
     """
 
     def __init__(self, engine: Source) -> None:
-        self._engine = weakref.ref(engine)
+        self._engine: Source = weakref.proxy(engine)
         self._given: dict[str, tuple[Tensor, Tensor]] = {}  # and a copy, to find edits
         self._outdated: list[tuple[str, weakref.ref[Tensor], Tensor]] = []  # still held by somebody
 
@@ -252,8 +243,7 @@ class Grads:
         Raises:
             ConfigError: gradients are sharded.
         """
-        engine = self._living()
-        plan = engine.state.plan
+        plan = self._engine.state.plan
         if not any(slot.name == name for unit in plan.units for slot in unit.trainable.slots):
             return None
         if plan.stage.gradients:
@@ -262,7 +252,7 @@ class Grads:
                 "zero.get_full(engine, name, kind='grad'), write it with zero.set_full or in a hook of the parameter"
             )
         if name not in self._given:
-            full = get_full(engine, name, kind="grad").to(plan.world.device)
+            full = get_full(self._engine, name, kind="grad").to(plan.world.device)
             self._given[name] = full, full.clone()
         return self._given[name][0]
 
@@ -280,7 +270,7 @@ class Grads:
         edited = _edited(self._given)
         self._outdate()
         for name, value in edited.items():
-            set_full(self._living(), name, value, kind="grad")
+            set_full(self._engine, name, value, kind="grad")
 
     def arriving(self) -> None:
         """More of a gradient arrives, from a backward without `take_back`.
@@ -304,11 +294,6 @@ class Grads:
         given = [(name, weakref.ref(now)) for name, (now, _) in self._given.items()]
         self._given.clear()  # what lives on is held by the script
         self._outdated += [(name, ref, now.clone()) for name, ref in given if (now := ref()) is not None]
-
-    def _living(self) -> Source:
-        engine = self._engine()
-        assert engine is not None, "an engine outlives its own gradients"
-        return engine
 
 
 def _edited(given: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:

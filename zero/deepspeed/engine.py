@@ -36,11 +36,6 @@ from zero.store import PrefetchStore
 MANY_FORWARDS = 64
 """Forwards of one microbatch: that many are rarely meant, and often a forgotten `step()`."""
 
-_NO_FORWARD = "no forward in training mode, engine.train(),"
-_WITHOUT_DROPOUT = (
-    "to train without dropout keep engine.train() and put the parts into eval mode: engine.module.blocks.eval()"
-)
-
 
 class Engine(EngineCheckpoints):
     """A model in training. `zero.initialize` makes it; a name that it does not have is looked up in the model.
@@ -173,8 +168,7 @@ class Engine(EngineCheckpoints):
                 backward by hand in fp16 was made without `scale`.
         """
         if not self._in_microbatch:
-            self._refuse_without_training("step")
-            raise ConfigError(f"engine.step(): {_NO_FORWARD} since the last one; {_WITHOUT_DROPOUT}")
+            raise self._no_forward("step", since="one")
         if self._in_no_sync:
             raise ConfigError("engine.step() inside engine.no_sync(): it would synchronise; leave the block first")
         ends = self.is_gradient_accumulation_boundary()
@@ -342,16 +336,19 @@ class Engine(EngineCheckpoints):
 
     def _current_step(self, method: str) -> Step:
         if self._step is None:
-            self._refuse_without_training(method)
-            raise ConfigError(f"engine.{method}(): {_NO_FORWARD} since the last step; {_WITHOUT_DROPOUT}")
+            raise self._no_forward(method, since="step")
         return self._step
 
-    def _refuse_without_training(self, method: str) -> None:
-        if not self.plan.trains:
-            raise ConfigError(
-                f"engine.{method}(): nothing trains here: no optimizer holds a parameter that requires a gradient; "
-                "for gradients of inputs call loss.backward()"
+    def _no_forward(self, method: str, *, since: str) -> ConfigError:
+        if self.plan.trains:
+            return ConfigError(
+                f"engine.{method}(): no forward in training mode, engine.train(), since the last {since}; to train "
+                "without dropout keep engine.train() and put the parts into eval mode: engine.module.blocks.eval()"
             )
+        return ConfigError(
+            f"engine.{method}(): nothing trains here: no optimizer holds a parameter that requires a gradient; "
+            "for gradients of inputs call loss.backward()"
+        )
 
     def _abort(self) -> None:
         step, self._step = self._step, None

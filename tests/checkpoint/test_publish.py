@@ -1,7 +1,6 @@
 """A save that was acknowledged survives every crash, and what is published is whole, whatever fails or is put there."""
 
 import contextlib
-import dataclasses
 import errno
 import functools
 import json
@@ -775,12 +774,10 @@ def retold(change: Callable[[Manifest], Manifest]) -> Callable[[Path], object]:
 
 
 def larger(found: Manifest) -> Manifest:
-    pieces = tuple(
-        dataclasses.replace(piece, start=2 * piece.start, stop=2 * piece.stop) for piece in found.entries[0].pieces
-    )
-    entry = dataclasses.replace(found.entries[0], shape=(4 * NUMEL,), pieces=pieces)
+    pieces = tuple(piece._replace(start=2 * piece.start, stop=2 * piece.stop) for piece in found.entries[0].pieces)
+    entry = found.entries[0]._replace(shape=(4 * NUMEL,), pieces=pieces)
     files = tuple(file._replace(size=file.size + 4 * NUMEL) for file in found.files)
-    return dataclasses.replace(found, entries=(entry,), files=files)
+    return found._replace(entries=(entry,), files=files)
 
 
 def reworded(old: str, new: str) -> Callable[[Path], object]:
@@ -835,7 +832,7 @@ DAMAGE = {
     "a manifest of fewer ranks": (retold(lambda m: manifest(m.step, m.files[:1], 1)), "'rank-00000-of-00001.safetens"),
     "a manifest of more ranks": (retold(lambda m: manifest(m.step, [m.files[0]] * 9, 9)), r"\(9 files\) are missing"),
     "a manifest of another step": (
-        retold(lambda m: dataclasses.replace(m, step=60)),
+        retold(lambda m: m._replace(step=60)),
         "0020: holds step 60; it was ren",
     ),
     "a newer format": (reworded('"format":1', '"format":3'), "format 3, this library reads up to 1"),
@@ -895,7 +892,7 @@ def test_only_what_would_be_accepted_is_published(root):
         (lambda tmp, text: text[:-5], "cut short"),
         (lambda tmp, text: text.replace('"step":40', '"step":41'), "does not match"),
         (
-            lambda tmp, text: to_text(dataclasses.replace(root.read_manifest(root.path / step_name(20)))),
+            lambda tmp, text: to_text(root.read_manifest(root.path / step_name(20))),
             "that of step 20",
         ),
     ]:

@@ -17,9 +17,8 @@ import re
 import reprlib
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
 from hashlib import sha256
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from zero.checkpoint.hashes import SPAN_BYTES, FileHash
 from zero.errors import CheckpointError
@@ -47,11 +46,11 @@ _REPR.maxstring = 80
 # Types are checked by hand beside the geometry: each line names the tensor, the rank or the file and the range that was
 # expected, for values read from text and for values made in memory. A schema's paths would have to be translated back.
 _LAST_LINE = re.compile(rb'"sha256":"([0-9a-f]{64})"\}\n')
+_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair: it can be read from JSON and can be printed nowhere
 _LAST_LINE_BYTES = len('"sha256":""}\n') + 64
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Elements [start, stop) of a tensor, row by row, in the file of `rank`, `offset` bytes from the file's start."""
 
     rank: int
@@ -60,8 +59,7 @@ class Piece:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A tensor, whole, and the pieces it is cut into: they cover [0, numel) in order; an empty tensor has none.
 
     `kind` is "parameter" (the fp32 master, or the parameter itself), a moment's name such as "exp_avg", "frozen" or
@@ -86,8 +84,7 @@ class Entry:
         return f"tensor {_short(self.name)} ({self.kind})"
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(NamedTuple):
     """One checkpoint. `files` has one hash a rank; `finite`: no element of it is NaN or infinite.
 
     `facts` are JSON values that mean nothing here: keys are strings, lists are not tuples, floats are finite.
@@ -108,11 +105,6 @@ class Manifest:
             for piece in entry.pieces:
                 found[piece.rank].append((entry, piece))
         return tuple(tuple(sorted(pieces, key=lambda held: held[1].offset)) for pieces in found)
-
-
-_PIECE_NAMES, _ENTRY_NAMES, _MANIFEST_NAMES = (
-    tuple(field.name for field in fields(kind)) for kind in (Piece, Entry, Manifest)
-)
 
 
 def file_name(rank: int, world: int) -> str:
@@ -148,8 +140,10 @@ def to_text(manifest: Manifest) -> str:
         CheckpointError: `check` refuses it, or the text is longer than `CAP_BYTES`.
     """
     check(manifest)
-    body = {name: getattr(manifest, name) for name in _MANIFEST_NAMES}
-    body["entries"] = [_entry_to_json(entry) for entry in manifest.entries]
+    body = manifest._asdict()
+    body["entries"] = [
+        entry._asdict() | {"pieces": [piece._asdict() for piece in entry.pieces]} for entry in manifest.entries
+    ]
     body["files"] = [_file_to_json(file) for file in manifest.files]
     head = json.dumps(body, sort_keys=True, allow_nan=False, separators=(",", ":"))[:-1] + ",\n"
     text = f'{head}"sha256":"{sha256(head.encode("ascii")).hexdigest()}"}}\n'
@@ -172,7 +166,7 @@ def from_text(text: bytes | str) -> Manifest:
         raise CheckpointError("the manifest names no format")
     if _integer(body["format"], "the format", 1) > FORMAT:
         raise CheckpointError(f"the manifest has format {_short(body['format'])}, this library reads up to {FORMAT}")
-    body = _object(body, (*_MANIFEST_NAMES, "sha256"), "the manifest")
+    body = _object(body, (*Manifest._fields, "sha256"), "the manifest")
     del body["sha256"]
     entries = _array(body.pop("entries"), "the list of tensors")
     files = _array(body.pop("files"), "the list of files")
@@ -343,17 +337,12 @@ def _refuse_constant(text: str) -> NoReturn:
     raise CheckpointError(f"the manifest has {text}, which is not JSON")
 
 
-def _entry_to_json(entry: Entry) -> dict[str, Any]:
-    pieces = [{name: getattr(piece, name) for name in _PIECE_NAMES} for piece in entry.pieces]
-    return {name: getattr(entry, name) for name in _ENTRY_NAMES} | {"pieces": pieces}
-
-
 def _entry_of(value: Any, number: int) -> Entry:
-    found = _object(value, _ENTRY_NAMES, f"tensor number {number}")
+    found = _object(value, Entry._fields, f"tensor number {number}")
     name = f"tensor {_short(found['name'])}"
     pieces = _array(found.pop("pieces"), f"{name}: the list of pieces")
     shape = _array(found.pop("shape"), f"{name}: its shape")
-    read = tuple(Piece(**_object(piece, _PIECE_NAMES, f"{name}: a piece")) for piece in pieces)
+    read = tuple(Piece(**_object(piece, Piece._fields, f"{name}: a piece")) for piece in pieces)
     return Entry(shape=tuple(shape), pieces=read, **found)
 
 
@@ -394,19 +383,10 @@ def _integer(value: Any, what: str, low: int, high: int = _MAX_INT) -> int:
 
 
 def _text(value: Any, what: str, longest: int | None = _MAX_NAME) -> None:
-    if type(value) is not str or not _encodes(value):
+    if type(value) is not str or _HALF.search(value):
         raise CheckpointError(f"{what} is {_short(value)}; expected text")
     if longest is not None and not 1 <= len(value) <= longest:
         raise CheckpointError(f"{what} has {len(value)} characters; expected 1 to {longest}")
-
-
-def _encodes(text: str) -> bool:
-    """Half a surrogate pair can be read from JSON and can be printed nowhere."""
-    try:
-        text.encode()
-    except UnicodeError:
-        return False
-    return True
 
 
 def _short(value: object) -> str:

@@ -94,8 +94,10 @@ class Root:
         Raises:
             CheckpointError: the save failed; call `abandon`. What was published before is still there.
         """
-        with naming(tmp / MANIFEST_NAME, "writing it"):
-            self._write_manifest(tmp / MANIFEST_NAME, memoryview(manifest_text.encode()))
+        path = tmp / MANIFEST_NAME
+        with naming(path, "writing it"), self._closing(self.disk.create(path)) as fd:
+            move(self.disk.pwrite, fd, memoryview(manifest_text.encode()), 0, path, "writing")
+            self.disk.fsync(fd)  # protects the manifest's bytes
         with naming(tmp, "synchronising it"):
             self.disk.fsync_folder(tmp)  # protects the names of the files, the manifest's among them
         found = self.read_manifest(tmp).step
@@ -201,11 +203,6 @@ class Root:
         """Of the steps, those that are folders: anything else with such a name is not ours to remove."""
         with naming(self.path, "listing it"):
             return [step for step in self.steps() if self._is_folder(self.path / step_name(step))]
-
-    def _write_manifest(self, path: Path, text: memoryview) -> None:
-        with self._closing(self.disk.create(path)) as fd:
-            move(self.disk.pwrite, fd, text, 0, path, "writing")
-            self.disk.fsync(fd)  # protects the manifest's bytes
 
     def _parsed(self, path: Path) -> Manifest:
         with naming(path, "reading it"), self._closing(self.disk.open(path)) as fd:

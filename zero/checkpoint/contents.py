@@ -83,11 +83,9 @@ def _kinds(plan: Plan) -> dict[str, torch.dtype]:
 def parts(plan: Plan, buffers: Mapping[str, Tensor], rank: int) -> list[tuple[Held, Stretch | None]]:
     """What the file of `rank` holds, in its order; None for a buffer."""
     found: list[tuple[Held, Stretch | None]] = [(held, one) for one in stretches(plan, rank) for held in one.held]
-    if rank == 0:
-        for name, buffer in buffers.items():
-            if buffer.numel():
-                shape = tuple(buffer.shape)
-                found.append((Held(name, BUFFER, buffer.dtype, shape, 0, buffer.numel()), None))
+    for name, buffer in buffers.items() if rank == 0 else ():
+        if buffer.numel():
+            found.append((Held(name, BUFFER, buffer.dtype, tuple(buffer.shape), 0, buffer.numel()), None))
     return sorted(found, key=lambda one: by_width(one[0].part))
 
 

@@ -141,24 +141,19 @@ def _match(
     kept: set[Key],
     convert: Sequence[str],
 ) -> None:
-    missing = [_words(key) for key in wanted if key not in there and key not in kept]
-    unknown = [_words(key) for key in there if key not in wanted]
-    reshaped, recast = list[str](), list[str]()
-    for key in filter(there.__contains__, wanted):
-        entry, (dtype, shape) = there[key], wanted[key]
-        if entry.shape != shape:
-            reshaped.append(f"{_words(key)} {entry.shape} for {shape}")
-        if not _may_become(key[1], entry.dtype, dtype) and not _named(key, convert):
-            recast.append(f"{_words(key)} {entry.dtype}")
+    both = {key: (there[key], *wanted[key]) for key in wanted if key in there}
+    recast = {key: one for key, (one, dtype, _) in both.items() if not _may_become(key[1], one.dtype, dtype)}
     wrong = {
-        "missing": missing,
-        "not in the model": unknown,
-        "of another shape": reshaped,
-        "of another dtype": recast,
+        "missing": [_words(key) for key in wanted if key not in there and key not in kept],
+        "not in the model": [_words(key) for key in there if key not in wanted],
+        "of another shape": [
+            f"{_words(key)} {one.shape} for {to}" for key, (one, _, to) in both.items() if one.shape != to
+        ],
+        "of another dtype": [f"{_words(key)} {one.dtype}" for key, one in recast.items() if not _named(key, convert)],
     }
     refused = [f"{some(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in wrong.items() if names]
     if refused:
-        keys = "checkpoint.convert" if recast and len(refused) == 1 else "checkpoint.partial"
+        keys = "checkpoint.convert" if wrong["of another dtype"] and len(refused) == 1 else "checkpoint.partial"
         raise CheckpointError(f"{folder}: {'; '.join(refused)}; name them in {keys} if that is meant")
 
 
@@ -236,11 +231,8 @@ def _fill(
 
 def _current(state: State, kept: Set[Key]) -> dict[Key, Tensor]:
     """The values that stay, whole, on the host. Collective: a set's own order is another one in each process."""
-    found = {}
+    found = dict[Key, Tensor]()
     for kind in sorted({kind for _, kind in kept if kind != BUFFER}):
-        names = {name for name, other in kept if other == kind}
         source = {PARAMETER: "param", FROZEN: "param"}.get(kind, kind)
-        for name, tensor in full_values(state, source):
-            if name in names:
-                found[name, kind] = tensor
+        found |= {(name, kind): tensor for name, tensor in full_values(state, source) if (name, kind) in kept}
     return found

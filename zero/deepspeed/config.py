@@ -89,17 +89,16 @@ def _batch(config: CheckedConfig, world_size: int | None) -> dict[str, Any]:
         if config.autos & set(names[:2]):
             return {}  # ours are auto too
         raise ConfigError("train_batch_size and train_micro_batch_size_per_gpu are both missing; give one of them")
-    if total is not None:
-        factors = {name: config.get(name) for name in names[1:] if config.get(name) is not None}
-        product = math.prod(factors.values()) * (world_size or 1)
-        wrong = total % product if world_size is None or None in (micro, accumulate) else total != product
-        if wrong:
-            ranks = [] if world_size is None else [f"{world_size} rank{'s' * (world_size > 1)}"]
-            text = " x ".join([*(f"{name}={value}" for name, value in factors.items()), *ranks])
-            does = "is not" if None not in (micro, accumulate, world_size) else "does not divide by"
-            raise ConfigError(f"train_batch_size={total} {does} {text} = {product}; leave one of them out")
     if total is None:
         return {"batch.global": "auto", "batch.accumulate": accumulate or 1}
+    factors = {name: config.get(name) for name in names[1:] if config.get(name) is not None}
+    product = math.prod(factors.values()) * (world_size or 1)
+    is_full = None not in (micro, accumulate, world_size)
+    if total != product if is_full else total % product:
+        ranks = [] if world_size is None else [f"{world_size} rank{'s' * (world_size > 1)}"]
+        text = " x ".join([*(f"{name}={value}" for name, value in factors.items()), *ranks])
+        does = "is not" if is_full else "does not divide by"
+        raise ConfigError(f"train_batch_size={total} {does} {text} = {product}; leave one of them out")
     return {"batch.accumulate": accumulate or 1} if micro is None else {}
 
 

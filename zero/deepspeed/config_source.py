@@ -58,7 +58,12 @@ class CheckedConfig:
         if value == AUTO:
             self.autos.add(key.name)
             return
-        self.values[key.name] = _value(key, typed, value)
+        if not key.type.accepts(value):
+            raise ConfigError(f"{typed}={suggest.shown(value)}: must be {key.type.words}")
+        found = key.type.read(value)
+        if key.only and found not in key.only:
+            raise ConfigError(f"{typed}={suggest.shown(value)} is not supported: {key.why}")
+        self.values[key.name] = found
         if key.why and not key.only:
             self.note(f"{typed} has no meaning here: {key.why}")
 
@@ -186,15 +191,6 @@ def _above(name: str) -> list[str]:
 
 
 _KNOWN = tuple(dict.fromkeys([*_PLAIN, *_FEATURES, *(section for name in _PLAIN for section in _above(name))]))
-
-
-def _value(key: Key, typed: str, value: Any) -> Any:
-    if not key.type.accepts(value):
-        raise ConfigError(f"{typed}={suggest.shown(value)}: must be {key.type.words}")
-    found = key.type.read(value)
-    if key.only and found not in key.only:
-        raise ConfigError(f"{typed}={suggest.shown(value)} is not supported: {key.why}")
-    return found
 
 
 def _feature(feature: Feature, typed: str, value: Any) -> Iterator[str]:

@@ -7,7 +7,7 @@ A model that was compiled comes first, then the names of `deepspeed.zero` and `d
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -45,22 +45,18 @@ def bypass_compiled(model: nn.Module) -> tuple[Backend, Callable[[], None]]:
         The backend that something was compiled with, False where nothing was; and a function that undoes all of it.
     """
     backend: Backend = False
-    before: list[tuple[nn.Module, str, Any]] = []
+    undo = ExitStack()
     for module in list(model.modules()):
         if _is_compiled(module):
             backend = backend or _backend(module.dynamo_ctx.callback)  # type: ignore[union-attr]
-            before.append((module, "forward", module.forward))
+            undo.callback(setattr, module, "forward", module.forward)
             module.forward = partial(operator.call, module._orig_mod)  # type: ignore[arg-type]
         if module._compiled_call_impl is not None:
             backend = backend or _backend(_closed_over(module._compiled_call_impl, "callback"))
-            before.append((module, "_compiled_call_impl", module._compiled_call_impl))
+            undo.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
             module._compiled_call_impl = None
 
-    def undo() -> None:
-        for module, name, value in before:
-            setattr(module, name, value)
-
-    return backend, undo
+    return backend, undo.close
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -292,16 +292,14 @@ class Engine(EngineCheckpoints):
 
         An engine that is only dropped closes when Python collects it; its summary.json then says that it is running.
         """
-        closing = self._closing.detach()
-        if closing is None:
+        if self._closing.detach() is None:
             return
         if self._in_microbatch and self._state.runtime.gatherer.arrived:
             self._warn_once("engine.destroy(): gradients that arrived after the last engine.step() are dropped")
         self._abort()
         if self._passed is not None:
             self._passed.release()
-        _, _, (store, run_log), _ = closing
-        _close("finished", store, run_log)
+        _close("finished", self._state.runtime.store, self._run_log)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

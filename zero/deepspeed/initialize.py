@@ -119,7 +119,9 @@ def initialize(
 
         state = shard(model, made, make_plan, clip=settings.optim.clip, world=world, weights=weights, seed=seed)
         undo.callback(state.runtime.store.close)
-        run_log = _run_log(settings, recorded, translation, state, folder, tokens_per_row)
+        place = _run_folder(settings, folder)
+        is_asked = place is not None or "every" in translation.settings.get("tracker", {})
+        run_log = RunLog(settings, recorded, state, place, tokens_per_row) if is_asked else None
         undo.pop_all()
     engine = Engine(
         settings,
@@ -228,21 +230,11 @@ def _scheduler(
     return passed
 
 
-def _run_log(
-    config: Settings,
-    settings: Mapping[str, Any],
-    translation: Translation,
-    state: State,
-    folder: str | PathLike[str] | None,
-    tokens_per_row: int,
-) -> RunLog | None:
-    """The rows of the run; None where neither a folder nor `steps_per_print` asks for them."""
+def _run_folder(config: Settings, folder: str | PathLike[str] | None) -> Path | None:
+    """Where the files of the run are; None where none are asked for."""
     if folder is None and (isinstance(config.tracker, Wandb) or config.tracker.tensorboard):
-        folder = Path("runs") / f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}"
-    if folder is None and "every" not in translation.settings.get("tracker", {}):
-        return None
-    place = None if folder is None else Path(folder)
-    return RunLog(config, settings, state, place, tokens_per_row)
+        return Path("runs") / f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}"
+    return None if folder is None else Path(folder)
 
 
 # First values

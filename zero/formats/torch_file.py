@@ -130,13 +130,9 @@ def read(path: Path) -> Source:
     if not found:
         raise CheckpointError(f"{path}: holds no tensor with a name; a state dict was expected")
     streams = {name: stream_of(value, f"{path}: {name!r}") for name, value in found.items()}
-    first: dict[Any, str] = {}
-    ties = {}
-    for name, value in found.items():
-        owner = first.setdefault(_identity(value), name) if value.numel() else name
-        if owner != name:
-            ties[name] = owner
-    return Source(streams, ties, left=tuple(left))
+    first = {_identity(value): name for name, value in reversed(found.items()) if value.numel()}
+    owners = {name: first.get(_identity(value), name) for name, value in found.items()}
+    return Source(streams, {name: one for name, one in owners.items() if one != name}, left=tuple(left))
 
 
 def restricted(path: Path, *, compare: bool = False) -> Any:

@@ -70,9 +70,9 @@ class _States:
     """What the model's files say of the others; empty where there are none."""
 
     def __init__(self, folder: Path) -> None:
-        found = [
-            _mapping(restricted(path, compare=True), path) for path in _in_rank_order(folder.glob("*_model_states.pt"))
-        ]
+        paths = folder.glob("*_model_states.pt")
+        in_rank_order = sorted(paths, key=lambda path: [int(digits) for digits in re.findall(r"\d+", path.name)])
+        found = [_mapping(restricted(path, compare=True), path) for path in in_rank_order]
         first: Mapping[str, Any] = found[0] if found else {}
         self.known = bool(first.get("param_shapes"))
         trained = _shapes(folder, *(first.get("param_shapes") or ()))
@@ -97,10 +97,6 @@ class _States:
 
 def _shapes(folder: Path, *groups: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: shape_of(shape, f"{folder}: {name!r}") for group in groups for name, shape in group.items()}
-
-
-def _in_rank_order(paths: Any) -> list[Path]:
-    return sorted(paths, key=lambda path: [int(digits) for digits in re.findall(r"\d+", path.name)])
 
 
 def _mapping(value: Any, path: Path) -> Mapping[str, Any]:

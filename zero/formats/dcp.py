@@ -84,9 +84,6 @@ class _Stretch(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         at = (0, self._at, self._nbytes)[whence] + offset
         if at < 0:

@@ -21,14 +21,11 @@ from zero.platform.safetensors_files import INDEX, Part, StoredWeights, header, 
 SINGLE = "model.safetensors"
 
 
-def write(folder: Path, tensors: Mapping[str, Stream], ties: Mapping[str, str], shard_bytes: int) -> int:
+def write(folder: Path, tensors: Mapping[str, Stream], ties: Mapping[str, str], shard_bytes: int) -> None:
     """Write files of at most `shard_bytes` of values each, but for a tensor that is larger by itself.
 
     Args:
         folder: exists and is empty.
-
-    Returns:
-        How many files.
     """
     files = _shared_out(tensors, shard_bytes)
     weight_map = {}
@@ -41,7 +38,6 @@ def write(folder: Path, tensors: Mapping[str, Stream], ties: Mapping[str, str], 
         metadata["ties"] = dict(ties)
     with new_file(folder / INDEX) as file:
         file.write(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True).encode())
-    return len(files)
 
 
 def read(path: Path) -> Source:

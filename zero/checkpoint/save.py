@@ -12,7 +12,6 @@ and what failed is removed.
 Source: Mohan et al. 2021, "CheckFreq", for what belongs to a state.
 """
 
-import dataclasses
 import itertools
 import json
 import math
@@ -33,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.checkpoint.contents import FROZEN, PARAMETER, Held, Stretch, entries, parts
-from zero.checkpoint.disk import naming
+from zero.checkpoint.disk import Disk, naming
 from zero.checkpoint.hashes import FileHash
 from zero.checkpoint.manifest import FORMAT, Entry, Manifest, file_name, to_text
 from zero.checkpoint.publish import Root
@@ -49,6 +48,7 @@ from zero.engine.state import State
 from zero.errors import CheckpointError, StoreError, if_it_fails
 from zero.platform.device import work_alone
 from zero.platform.files import memory_of
+from zero.platform.safetensors_files import Part
 from zero.platform.threads import Beside
 from zero.progress import Progress, silent
 from zero.store import Page, Ticket
@@ -97,66 +97,24 @@ def begin(
         CheckpointError: no folder could be made.
     """
     check_state(state, "zero.save", "zero.save(state, folder)")
-    state.runtime.come_to_rest()
     root = root if isinstance(root, Root) else Root(Path(root))
-    world, number = state.plan.world, state.tried
-    listed: list[Entry] = []  # by who publishes them
-
-    def prepare() -> str:
-        listed.extend(entries(state.plan, buffers_of(state.model)))  # first: what no file can hold leaves no folder
-        return str(root.begin(number))
-
-    world.at(f"step {number}, save")
-    folder = Path(by_rank_0(world, prepare))
-    with if_it_fails(partial(root.abandon, folder)):  # by the rank that made it
-        manifest = Manifest(
-            format=FORMAT,
-            step=number,
-            world=world.size,
-            entries=tuple(listed),
-            files=(),
-            finite=True,
-            facts=facts_of(
-                state.step,
-                state.scale,
-                dynamic=state.plan.precision.scale.static is None,
-                ties=tied_names(state.plan.model),
-                given=facts or {},
-                rested=state.runtime.updater.rested,
-            ),
-        )
-        return Saving(state, root, folder, manifest, behind=behind, progress=progress)
+    return Saving(state, root, facts or {}, behind=behind, progress=progress)
 
 
 def facts_of(
-    step: int,
-    scale: LossScale,
-    *,
-    dynamic: bool,
-    ties: Mapping[str, str],
-    given: Mapping[str, Any],
-    rested: Mapping[str, int] | None = None,
+    step: int, scale: LossScale, *, dynamic: bool, ties: Mapping[str, str], rested: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """What a manifest says beside tensors and files, as `load` reads it; without the generators, which each rank adds.
+    """What a manifest says of a state beside tensors and files, as `load` reads it.
+
+    It lacks `given`, which is whoever saves's, and `random`: the generators, which each rank adds.
 
     Args:
         step: updates made.
         dynamic: whether the scale moves.
-        given: by whoever saves.
         rested: parameters to steps in which they did not train, for those that have any.
     """
-    return {
-        "state": {
-            "step": step,
-            "scale": list(scale),
-            "dynamic": dynamic,
-            **({"rested": dict(rested)} if rested else {}),
-        },
-        "ties": dict(ties),
-        "versions": versions(),
-        "given": dict(given),
-        "random": [],
-    }
+    numbers = {"step": step, "scale": list(scale), "dynamic": dynamic} | ({"rested": dict(rested)} if rested else {})
+    return {"state": numbers, "ties": dict(ties), "versions": versions()}
 
 
 def versions() -> dict[str, str | None]:
@@ -166,44 +124,42 @@ def versions() -> dict[str, str | None]:
 
 def version() -> str | None:
     """Of this library; None where it runs from its sources without being installed."""
-    try:
-        return metadata.version("functional-zero")
-    except metadata.PackageNotFoundError:
-        return None
+    return next((one.version for one in metadata.distributions(name="functional-zero")), None)
 
 
 def snapshot_bytes(plan: Plan) -> int:
     """Host memory that a copy of this rank's part takes."""
-    found = parts(plan, buffers_of(plan.model), plan.world.rank)
-    return sum(held.part.nbytes for held, _ in found)
+    return sum(held.part.nbytes for held, _ in parts(plan, buffers_of(plan.model), plan.world.rank))
 
 
 class Saving:
-    """A save under way: this rank's file is written at once, or by a thread.
+    """A save under way: this rank's file is written at once, or by a thread. Its arguments are those of `begin`."""
 
-    Args:
-        manifest: without what only the written files can add.
-    """
-
-    def __init__(
-        self, state: State, root: Root, folder: Path, manifest: Manifest, *, behind: bool, progress: Progress
-    ) -> None:
-        self._world, self._root, self._folder, self._manifest = state.plan.world, root, folder, manifest
-        self._report: dict[str, Any] = {"error": "the thread that writes its file died"}
-        self._random = random_state()
+    def __init__(self, state: State, root: Root, facts: Mapping[str, Any], *, behind: bool, progress: Progress) -> None:
+        state.runtime.come_to_rest()
         buffers = buffers_of(state.model)
-        listed = parts(state.plan, buffers, self._world.rank)
-        self._parts = [held.part for held, _ in listed]
+        self._world, self._root, self._step = state.plan.world, root, state.tried
+        self._entries: tuple[Entry, ...] = ()  # by who publishes them
         self._threads: list[threading.Thread] = []
-        values = _all_values(state, buffers, listed)
-        if behind:
-            with self._reporting():
-                copies = [tensor.clone() for tensor in values]
-                # No `stop`: the writer's pool takes no more blocks once the script is over.
-                self._threads = [Beside(partial(self._write_behind, copies), name="saving")]
-                self._threads[0].start()
-        else:
-            self._write(values, progress)
+        self._report: dict[str, Any] = {"error": "the thread that writes its file died"}
+        self._world.at(f"step {self._step}, save")
+        self._folder = Path(by_rank_0(self._world, partial(self._prepare, state.plan, buffers)))
+        with if_it_fails(self.abandon):
+            dynamic, ties = state.plan.precision.scale.static is None, tied_names(state.plan.model)
+            numbers = facts_of(state.step, state.scale, dynamic=dynamic, ties=ties, rested=state.runtime.updater.rested)
+            self._facts = {**numbers, "given": dict(facts)}
+            self._random = random_state()
+            listed = parts(state.plan, buffers, self._world.rank)
+            self._parts = [held.part for held, _ in listed]
+            values = _all_values(state, buffers, listed)
+            if behind:
+                with self._reporting():
+                    copies = [tensor.clone() for tensor in values]
+                    # No `stop`: the writer's pool takes no more blocks once the script is over.
+                    self._threads = [Beside(partial(self._write_behind, copies), name="saving")]
+                    self._threads[0].start()
+            else:
+                self._write(values, progress)
 
     @property
     def is_written(self) -> bool:
@@ -227,28 +183,30 @@ class Saving:
             self._root.abandon(self._folder)
 
     def _publish(self, reports: list[dict[str, Any]]) -> Path:
-        manifest = dataclasses.replace(
-            self._manifest,
+        manifest = Manifest(
+            format=FORMAT,
+            step=self._step,
+            world=self._world.size,
+            entries=self._entries,
             files=tuple(FileHash(one["size"], one["sha256"], tuple(one["crcs"])) for one in reports),
             finite=all(one["finite"] for one in reports),
-            facts={**self._manifest.facts, "random": [one["random"] for one in reports]},
+            facts={**self._facts, "random": [one["random"] for one in reports]},
         )
-        return self._root.publish(self._folder, manifest.step, to_text(manifest))
+        return self._root.publish(self._folder, self._step, to_text(manifest))
+
+    def _prepare(self, plan: Plan, buffers: Mapping[str, Tensor]) -> str:
+        self._entries = entries(plan, buffers)  # first: what no file can hold leaves no folder
+        return str(self._root.begin(self._step))
 
     def _write_behind(self, copies: list[Tensor]) -> None:
         work_alone()
         self._write(copies, silent)
 
     def _write(self, values: Iterable[Tensor], progress: Progress) -> None:
-        finite, path = True, self._folder / file_name(self._world.rank, self._world.size)
-        done, total = 0, sum(part.nbytes for part in self._parts)
-        with self._reporting(), ShardWriter(self._root.disk, path, self._parts) as writer:
-            for tensor in values:
-                finite = finite and _is_finite(tensor)
-                writer.write(memory_of(tensor))
-                done += tensor.nbytes
-                progress("saving", done, total)
-            self._report = {**writer.finish()._asdict(), "finite": finite, "random": self._random}
+        path = self._folder / file_name(self._world.rank, self._world.size)
+        with self._reporting():
+            file, finite = write_file(self._root.disk, path, self._parts, values, "saving", progress)
+            self._report = {**file._asdict(), "finite": finite, "random": self._random}
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -338,6 +296,26 @@ def check_shared(world: World, root: Path) -> None:
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
+
+
+def write_file(
+    disk: Disk, path: Path, listed: Sequence[Part], values: Iterable[Tensor], what: str, progress: Progress
+) -> tuple[FileHash, bool]:
+    """Write one rank's file; returns its hash, and whether every value is finite.
+
+    Args:
+        listed: what it will hold.
+        values: all of that in order, cut in any way: contiguous, on the host.
+        what: for `progress`, which is called with the bytes that are written.
+    """
+    finite, done, total = True, 0, sum(part.nbytes for part in listed)
+    with ShardWriter(disk, path, listed) as writer:
+        for tensor in values:
+            finite = finite and _is_finite(tensor)
+            writer.write(memory_of(tensor))
+            done += tensor.nbytes
+            progress(what, done, total)
+        return writer.finish(), finite
 
 
 def _all_values(

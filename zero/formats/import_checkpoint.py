@@ -17,19 +17,17 @@ import torch
 from torch import Tensor
 
 from zero.checkpoint import Root
-from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, Held
-from zero.checkpoint.hashes import FileHash
+from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, part_of
 from zero.checkpoint.manifest import FORMAT, Entry, Manifest, Piece, file_name, step_name, to_text
-from zero.checkpoint.save import facts_of
-from zero.checkpoint.shard import ShardWriter
+from zero.checkpoint.save import facts_of, write_file
 from zero.core.precision import Precision
 from zero.core.suggest import some
 from zero.errors import CheckpointError, ConfigError, if_it_fails
 from zero.formats.hf import read as read_hf
-from zero.formats.stream import Source, Stream, counted
+from zero.formats.stream import Source, Stream
 from zero.formats.torch_file import read as read_torch
 from zero.formats.universal import read as read_deepspeed
-from zero.platform.files import memory_of, naming
+from zero.platform.files import naming
 from zero.platform.safetensors_files import NAMES, offsets
 from zero.progress import Progress, silent
 
@@ -37,6 +35,10 @@ FORMATS = ("hf", "torch", "dcp", "deepspeed")
 
 STATISTICS = ("*.running_mean", "*.running_var", "*.num_batches_tracked")
 """Names that torch's own buffers have."""
+
+
+Value = tuple[str, str, Stream]
+"""Name, kind and values of one tensor of the checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +175,8 @@ def _kinds(source: Source, ties: Mapping[str, str], choice: Choice) -> dict[str,
     return {name: kind(name) for name in names}
 
 
-def _values(source: Source, kinds: Mapping[str, str], moments: tuple[str, ...]) -> list[tuple[str, str, Stream]]:
-    """(name, kind, values) of everything that the checkpoint will hold: masters and moments are fp32."""
+def _values(source: Source, kinds: Mapping[str, str], moments: tuple[str, ...]) -> list[Value]:
+    """Everything that the checkpoint will hold: masters and moments are fp32."""
     found = []
     for name, kind in kinds.items():
         stream = source.tensors[name]
@@ -214,12 +216,7 @@ def _notes(source: Source, kinds: Mapping[str, str], choice: Choice, ties: Mappi
 
 
 def _publish(
-    root: Root,
-    values: list[tuple[str, str, Stream]],
-    ties: Mapping[str, str],
-    step: int,
-    skipped: int,
-    progress: Progress,
+    root: Root, values: list[Value], ties: Mapping[str, str], step: int, skipped: int, progress: Progress
 ) -> Path:
     number = step + skipped
     name = step_name(number)
@@ -228,12 +225,12 @@ def _publish(
     scale = Precision("fp32").scale.start()._replace(skipped=skipped)  # whoever loads it begins with one of its own
     folder = root.begin(number)
     with if_it_fails(partial(root.abandon, folder)):
-        filled = [one for one in values if one[2].numel]
-        filled.sort(key=lambda one: -one[2].dtype.itemsize)  # each part then begins at a multiple of its width
-        held = [Held(name, kind, stream.dtype, stream.shape, 0, stream.numel) for name, kind, stream in filled]
-        streams = counted([stream for _, _, stream in filled], "importing", progress)
-        file, finite = _write(root, folder / file_name(0, 1), held, streams)
-        places = dict(zip(((one.name, one.kind) for one in held), offsets([one.part for one in held]), strict=True))
+        # the widest first: each part then begins at a multiple of its width
+        filled = sorted((one for one in values if one[2].numel), key=lambda one: -one[2].dtype.itemsize)
+        parts = [part_of(name, kind, stream.dtype, stream.shape, stream.numel) for name, kind, stream in filled]
+        blocks = (block for name, kind, stream in filled for block in stream.blocks(f"{name} ({kind})"))
+        file, finite = write_file(root.disk, folder / file_name(0, 1), parts, blocks, "importing", progress)
+        places = dict(zip(((name, kind) for name, kind, _ in filled), offsets(parts), strict=True))
         manifest = Manifest(
             format=FORMAT,
             step=number,
@@ -241,19 +238,9 @@ def _publish(
             entries=tuple(_entry(name, kind, stream, places) for name, kind, stream in values),
             files=(file,),
             finite=finite,
-            facts=facts_of(step, scale, dynamic=False, ties=ties, given={}),
+            facts={**facts_of(step, scale, dynamic=False, ties=ties), "given": {}, "random": []},
         )
         return root.publish(folder, number, to_text(manifest))
-
-
-def _write(root: Root, path: Path, held: list[Held], streams: list[Stream]) -> tuple[FileHash, bool]:
-    finite = True
-    with ShardWriter(root.disk, path, [one.part for one in held]) as writer:
-        for one, stream in zip(held, streams, strict=True):
-            for block in stream.blocks(f"{one.name} ({one.kind})"):
-                finite = finite and bool(block.isfinite().all())
-                writer.write(memory_of(block))
-        return writer.finish(), finite
 
 
 def _entry(name: str, kind: str, stream: Stream, places: Mapping[tuple[str, str], int]) -> Entry:

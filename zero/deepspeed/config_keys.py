@@ -325,8 +325,12 @@ class Kind(NamedTuple):
 
     name: str
     keys: tuple[Key, ...]
-    defaults: Mapping[str, Any] = {}
-    required: tuple[str, ...] = ()
+    defaults: Mapping[str, Any]
+    required: tuple[str, ...]
+
+
+def _kind(name: str, *keys: Key, defaults: Mapping[str, Any], required: tuple[str, ...] = ()) -> Kind:
+    return Kind(name, keys, defaults, required)
 
 
 _LR = (Key("lr", NUMBER, to="optim.lr"), Key("weight_decay", NUMBER, to="optim.weight_decay"))
@@ -334,49 +338,43 @@ _BETAS = Key("betas", BETAS, "optim.beta1, optim.beta2")
 _EPS = Key("eps", NUMBER, to="optim.eps")
 _KERNELS = _ignored(IMPLEMENTATION, BOOL, "foreach fused capturable differentiable set_grad_none")
 _MINIMISED = Key("maximize", BOOL, why="losses are minimised", only=(False,))
-_ADAM = Kind(
+_ADAM = _kind(
     "adamw",
-    (
-        *_LR,
-        _BETAS,
-        _EPS,
-        *_KERNELS,
-        *_ignored(IMPLEMENTATION, BOOL, "torch_adam"),
-        Key("adam_w_mode", BOOL, "optim=adamw; false: optim=adam"),
-        *_ignored(MOMENTS, BOOL, "fp32_optimizer_states"),
-        Key("bias_correction", BOOL, why="the bias of young moments is corrected", only=(True,)),
-        Key("amsgrad", BOOL, why="there is no AMSGrad", only=(False,)),
-        _MINIMISED,
-    ),
-    {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    *_LR,
+    _BETAS,
+    _EPS,
+    *_KERNELS,
+    *_ignored(IMPLEMENTATION, BOOL, "torch_adam"),
+    Key("adam_w_mode", BOOL, "optim=adamw; false: optim=adam"),
+    *_ignored(MOMENTS, BOOL, "fp32_optimizer_states"),
+    Key("bias_correction", BOOL, why="the bias of young moments is corrected", only=(True,)),
+    Key("amsgrad", BOOL, why="there is no AMSGrad", only=(False,)),
+    _MINIMISED,
+    defaults={"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
 )
 
 OPTIMIZERS: Mapping[str, Kind] = {
     "adam": _ADAM,
     "adamw": _ADAM,
-    "lion": Kind("lion", (*_LR, _BETAS, *_KERNELS), {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0}),
-    "adagrad": Kind(
+    "lion": _kind("lion", *_LR, _BETAS, *_KERNELS, defaults={"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0}),
+    "adagrad": _kind(
         "adagrad",
-        (
-            *_LR,
-            _EPS,
-            *_KERNELS,
-            Key("lr_decay", NUMBER, why="the schedule changes the learning rate", only=(0.0,)),
-            Key("initial_accumulator_value", NUMBER, why="sums of squares begin at 0", only=(0.0,)),
-        ),
-        {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0},
+        *_LR,
+        _EPS,
+        *_KERNELS,
+        Key("lr_decay", NUMBER, why="the schedule changes the learning rate", only=(0.0,)),
+        Key("initial_accumulator_value", NUMBER, why="sums of squares begin at 0", only=(0.0,)),
+        defaults={"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0},
     ),
-    "sgd": Kind(
+    "sgd": _kind(
         "sgd",
-        (
-            *_LR,
-            *_KERNELS,
-            Key("momentum", FRACTION, to="optim.momentum"),
-            Key("nesterov", BOOL, to="optim.nesterov"),
-            Key("dampening", NUMBER, why="a gradient enters the momentum whole", only=(0.0,)),
-            _MINIMISED,
-        ),
-        {"lr": 1e-3, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0},
+        *_LR,
+        *_KERNELS,
+        Key("momentum", FRACTION, to="optim.momentum"),
+        Key("nesterov", BOOL, to="optim.nesterov"),
+        Key("dampening", NUMBER, why="a gradient enters the momentum whole", only=(0.0,)),
+        _MINIMISED,
+        defaults={"lr": 1e-3, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0},
     ),
 }
 """By their names in lower case, as DeepSpeed compares its own."""
@@ -393,55 +391,50 @@ _TOTAL = Key("total_num_steps", COUNT, to="schedule.total")
 _WARMUP = {"warmup_num_steps": 1000, "warmup_type": "log"}
 
 SCHEDULERS: Mapping[str, Kind] = {
-    "WarmupLR": Kind("linear_warmup", _RISE, {**_WARMUP, "warmup_min_lr": 0.0}),
-    "WarmupDecayLR": Kind(
+    "WarmupLR": _kind("linear_warmup", *_RISE, defaults={**_WARMUP, "warmup_min_lr": 0.0}),
+    "WarmupDecayLR": _kind(
         "warmup_linear",
-        (_TOTAL, *_RISE),
-        {**_WARMUP, "warmup_min_lr": 0.0, "warmup_max_lr": 1e-3},
+        _TOTAL,
+        *_RISE,
+        defaults={**_WARMUP, "warmup_min_lr": 0.0, "warmup_max_lr": 1e-3},
         required=("total_num_steps",),
     ),
-    "WarmupCosineLR": Kind(
+    "WarmupCosineLR": _kind(
         "warmup_cosine",
-        (
-            _TOTAL,
-            Key("warmup_min_ratio", NUMBER, to="schedule.start"),
-            _STEPS,
-            Key("cos_min_ratio", NUMBER, to="schedule.final"),
-            *(_CURVE, _LAST),
-        ),
-        {**_WARMUP, "warmup_min_ratio": 0.0, "cos_min_ratio": 1e-4},
+        _TOTAL,
+        Key("warmup_min_ratio", NUMBER, to="schedule.start"),
+        _STEPS,
+        Key("cos_min_ratio", NUMBER, to="schedule.final"),
+        *(_CURVE, _LAST),
+        defaults={**_WARMUP, "warmup_min_ratio": 0.0, "cos_min_ratio": 1e-4},
         required=("total_num_steps",),
     ),
-    "OneCycle": Kind(
+    "OneCycle": _kind(
         "one_cycle",
-        (
-            Key("cycle_min_lr", NUMBER, "schedule.start, as a share of the peak"),
-            Key("cycle_max_lr", NUMBER, "optim.lr"),
-            Key("decay_lr_rate", NUMBER, to="schedule.decay_rate"),
-            Key("cycle_first_step_size", COUNT, to="schedule.rise"),
-            Key("cycle_second_step_size", COUNT, to="schedule.fall"),
-            Key("cycle_first_stair_count", NATURAL, to="schedule.rise_stairs"),
-            Key("cycle_second_stair_count", NATURAL, to="schedule.fall_stairs"),
-            Key("decay_step_size", NATURAL, to="schedule.decay_every"),
-            Key("cycle_momentum", BOOL, to="schedule.momentum"),
-            Key("cycle_min_mom", FRACTION, to="schedule.momentum_min"),
-            Key("cycle_max_mom", FRACTION, to="schedule.momentum_max"),
-            Key("decay_mom_rate", NUMBER, to="schedule.momentum_decay_rate"),
-            _LAST,
-        ),
-        {"cycle_first_step_size": 2000},
+        Key("cycle_min_lr", NUMBER, "schedule.start, as a share of the peak"),
+        Key("cycle_max_lr", NUMBER, "optim.lr"),
+        Key("decay_lr_rate", NUMBER, to="schedule.decay_rate"),
+        Key("cycle_first_step_size", COUNT, to="schedule.rise"),
+        Key("cycle_second_step_size", COUNT, to="schedule.fall"),
+        Key("cycle_first_stair_count", NATURAL, to="schedule.rise_stairs"),
+        Key("cycle_second_stair_count", NATURAL, to="schedule.fall_stairs"),
+        Key("decay_step_size", NATURAL, to="schedule.decay_every"),
+        Key("cycle_momentum", BOOL, to="schedule.momentum"),
+        Key("cycle_min_mom", FRACTION, to="schedule.momentum_min"),
+        Key("cycle_max_mom", FRACTION, to="schedule.momentum_max"),
+        Key("decay_mom_rate", NUMBER, to="schedule.momentum_decay_rate"),
+        _LAST,
+        defaults={"cycle_first_step_size": 2000},
         required=("cycle_min_lr", "cycle_max_lr"),
     ),
-    "LRRangeTest": Kind(
+    "LRRangeTest": _kind(
         "lr_range",
-        (
-            Key("lr_range_test_min_lr", NUMBER, "optim.lr"),
-            Key("lr_range_test_step_size", COUNT, to="schedule.every"),
-            Key("lr_range_test_step_rate", NUMBER, to="schedule.rate"),
-            Key("lr_range_test_staircase", BOOL, to="schedule.stairs"),
-            _LAST,
-        ),
-        {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000},
+        Key("lr_range_test_min_lr", NUMBER, "optim.lr"),
+        Key("lr_range_test_step_size", COUNT, to="schedule.every"),
+        Key("lr_range_test_step_rate", NUMBER, to="schedule.rate"),
+        Key("lr_range_test_staircase", BOOL, to="schedule.stairs"),
+        _LAST,
+        defaults={"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000},
     ),
 }
 """Each with its keys in the order of DeepSpeed's arguments."""

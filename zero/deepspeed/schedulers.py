@@ -94,13 +94,12 @@ def _scheduler(kind: str, optimizer: torch.optim.Optimizer, *values: Any, **name
     params = {**dict(zip(names, values, strict=False)), **named}
     last = params.pop("last_batch_iteration", -1)
     first = optimizer.param_groups[0]
-    translation = translate(
-        {
-            "train_batch_size": 1,
-            "optimizer": {"type": "Adam" if "betas" in first else "SGD", "params": {"lr": float(first["lr"])}},
-            "scheduler": {"type": kind, "params": {name: one for name, one in params.items() if one is not None}},
-        }
-    )
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "Adam" if "betas" in first else "SGD", "params": {"lr": float(first["lr"])}},
+        "scheduler": {"type": kind, "params": {name: one for name, one in params.items() if one is not None}},
+    }
+    translation = translate(config)
     made = ConfigScheduler(translation, Settings.read(translation.settings), optimizer.param_groups)
     made.load_state_dict({"made": last + 1})
     return made

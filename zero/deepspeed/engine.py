@@ -10,7 +10,7 @@ engine, and each parameter knows its engine.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -244,15 +244,12 @@ class Engine(EngineCheckpoints):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        known = name in missing_names.OF_THE_ENGINE
-        if known and name in vars(nn.Module):  # every module has it, and this one must not use it
-            raise missing_names.missing("engine", name)
-        try:
+        if name not in missing_names.OF_THE_ENGINE:
             return getattr(self.module, name)
-        except AttributeError:
-            if known:
-                raise missing_names.missing("engine", name) from None
-            raise
+        if name not in vars(nn.Module):  # every module has those, and this one must not use them
+            with suppress(AttributeError):
+                return getattr(self.module, name)
+        raise missing_names.missing("engine", name)
 
     # -- what the optimizer calls --------------------------------------------------------------------------------------
 

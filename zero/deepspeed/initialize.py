@@ -289,10 +289,9 @@ def _others_frozen(model: nn.Module, chosen: set[int]) -> Iterator[None]:
 
 def _values_of_rank_0(model: nn.Module, world: World) -> Weights:
     """Rank 0's values, one parameter at a time; None where any parameter is on meta."""
-    held = dict(model.named_parameters())
-    if any(parameter.is_meta for parameter in held.values()):
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}  # before it is taken over
+    if any(value.is_meta for value in values.values()):
         return None
-    values = {name: parameter.detach() for name, parameter in held.items()}  # before it is taken over
 
     def fill(name: str, tensor: torch.Tensor) -> None:
         tensor.copy_(values[name])

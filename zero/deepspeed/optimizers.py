@@ -89,15 +89,14 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: a class that has no counterpart here, or an optimizer that has made steps.
         """
-        name = (
-            f"torch.optim.{type(given).__name__}" if given.__module__.startswith("torch.") else type(given).__qualname__
-        )
-        if type(given) not in TORCH:
+        theirs = type(given)
+        name = f"torch.optim.{theirs.__name__}" if theirs.__module__.startswith("torch.") else theirs.__qualname__
+        if theirs not in TORCH:
             known = ", ".join(sorted(f"torch.optim.{known.__name__}" for known in TORCH))
             raise ConfigError(f"optimizer={name} has no counterpart here; known are {known}, and Lion in the config")
         if any(float(state.get("step", 1)) for state in given.state.values()):  # Adagrad's is there from the start
             raise ConfigError(f"optimizer={name} has made steps already, and its moments would be lost; pass a new one")
-        kind = TORCH[type(given)]
+        kind = TORCH[theirs]
         if kind == "adam" and all(group.get("decoupled_weight_decay") for group in given.param_groups):
             kind = "adamw"
         made = cls(given.param_groups, given.defaults, kind)

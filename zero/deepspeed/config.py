@@ -151,12 +151,11 @@ def _offload(config: CheckedConfig) -> dict[str, Any]:
     found: dict[str, Any] = {"offload.optimizer": optimizer, "offload.param": param, "offload.grad": grad}
 
     sources = (f"{ZERO}.nvme_offload_path", f"{OPTIMIZER}.nvme_path", f"{PARAM}.nvme_path")
-    paths = [config.get(name) for name in sources if config.get(name)]
-    if "nvme" in (param, optimizer) and not paths and not config.autos & set(sources):
+    folders = list(dict.fromkeys(config.get(name) for name in sources if config.get(name)))
+    if "nvme" in (param, optimizer) and not folders and not config.autos & set(sources):
         which = OPTIMIZER if optimizer == "nvme" else PARAM
         raise ConfigError(f"{which} on nvme needs {which}.nvme_path, a folder on a fast local disk")
-    if paths and {param, optimizer} & {"nvme", "auto"}:
-        folders = list(dict.fromkeys(paths))
+    if folders and {param, optimizer} & {"nvme", "auto"}:
         found["offload.path"] = folders if len(folders) > 1 else folders[0]
         if len(folders) > 1:
             config.note(f"pages of all kinds are spread over {' and '.join(folders)}, by their rates")

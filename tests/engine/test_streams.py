@@ -508,8 +508,9 @@ OTHERS = {
         (
             "zero/trainer/saver.py",
             "zero/trainer/loop.py",
-            "zero/checkpoint/save.py:write_file",
+            "zero/checkpoint/save.py:Saving._write",
             "zero/checkpoint/save.py:save",
+            "zero/formats/import_checkpoint.py",
         ),
         "the end of a file",
     ),

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.checkpoint.contents import FROZEN, PARAMETER, Held, Stretch, entries, parts
-from zero.checkpoint.disk import Disk, naming
+from zero.checkpoint.disk import naming
 from zero.checkpoint.hashes import FileHash
 from zero.checkpoint.manifest import FORMAT, Entry, Manifest, file_name, to_text
 from zero.checkpoint.publish import Root
@@ -48,7 +48,6 @@ from zero.engine.state import State
 from zero.errors import CheckpointError, StoreError, if_it_fails
 from zero.platform.device import work_alone
 from zero.platform.files import memory_of
-from zero.platform.safetensors_files import Part
 from zero.platform.threads import Beside
 from zero.progress import Progress, silent
 from zero.store import Page, Ticket
@@ -203,10 +202,15 @@ class Saving:
         self._write(copies, silent)
 
     def _write(self, values: Iterable[Tensor], progress: Progress) -> None:
-        path = self._folder / file_name(self._world.rank, self._world.size)
-        with self._reporting():
-            file, finite = write_file(self._root.disk, path, self._parts, values, "saving", progress)
-            self._report = {**file._asdict(), "finite": finite, "random": self._random}
+        finite, path = True, self._folder / file_name(self._world.rank, self._world.size)
+        done, total = 0, sum(part.nbytes for part in self._parts)
+        with self._reporting(), ShardWriter(self._root.disk, path, self._parts) as writer:
+            for tensor in values:
+                finite = finite and _is_finite(tensor)
+                writer.write(memory_of(tensor))
+                done += tensor.nbytes
+                progress("saving", done, total)
+            self._report = {**writer.finish()._asdict(), "finite": finite, "random": self._random}
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -296,26 +300,6 @@ def check_shared(world: World, root: Path) -> None:
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
-
-
-def write_file(
-    disk: Disk, path: Path, listed: Sequence[Part], values: Iterable[Tensor], what: str, progress: Progress
-) -> tuple[FileHash, bool]:
-    """Write one rank's file; returns its hash, and whether every value is finite.
-
-    Args:
-        listed: what it will hold.
-        values: all of that in order, cut in any way: contiguous, on the host.
-        what: for `progress`, which is called with the bytes that are written.
-    """
-    finite, done, total = True, 0, sum(part.nbytes for part in listed)
-    with ShardWriter(disk, path, listed) as writer:
-        for tensor in values:
-            finite = finite and _is_finite(tensor)
-            writer.write(memory_of(tensor))
-            done += tensor.nbytes
-            progress(what, done, total)
-        return writer.finish(), finite
 
 
 def _all_values(
@@ -415,5 +399,4 @@ def random_state() -> dict[str, Any]:
 def _is_finite(tensor: Tensor) -> bool:
     if not tensor.dtype.is_floating_point or not tensor.numel():
         return True
-    low, high = torch.aminmax(tensor)
-    return math.isfinite(float(low)) and math.isfinite(float(high))
+    return all(math.isfinite(end) for end in torch.aminmax(tensor))

@@ -18,17 +18,19 @@ from torch import Tensor
 
 from zero.checkpoint import Root
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, part_of
+from zero.checkpoint.hashes import FileHash
 from zero.checkpoint.manifest import FORMAT, Entry, Manifest, Piece, file_name, step_name, to_text
-from zero.checkpoint.save import facts_of, write_file
+from zero.checkpoint.save import facts_of
+from zero.checkpoint.shard import ShardWriter
 from zero.core.precision import Precision
 from zero.core.suggest import some
 from zero.errors import CheckpointError, ConfigError, if_it_fails
 from zero.formats.hf import read as read_hf
-from zero.formats.stream import Source, Stream
+from zero.formats.stream import Source, Stream, counted
 from zero.formats.torch_file import read as read_torch
 from zero.formats.universal import read as read_deepspeed
-from zero.platform.files import naming
-from zero.platform.safetensors_files import NAMES, offsets
+from zero.platform.files import memory_of, naming
+from zero.platform.safetensors_files import NAMES, Part, offsets
 from zero.progress import Progress, silent
 
 FORMATS = ("hf", "torch", "dcp", "deepspeed")
@@ -228,8 +230,9 @@ def _publish(
         # the widest first: each part then begins at a multiple of its width
         filled = sorted((one for one in values if one[2].numel), key=lambda one: -one[2].dtype.itemsize)
         parts = [part_of(name, kind, stream.dtype, stream.shape, stream.numel) for name, kind, stream in filled]
-        blocks = (block for name, kind, stream in filled for block in stream.blocks(f"{name} ({kind})"))
-        file, finite = write_file(root.disk, folder / file_name(0, 1), parts, blocks, "importing", progress)
+        streams = counted([stream for _, _, stream in filled], "importing", progress)
+        named = zip((f"{name} ({kind})" for name, kind, _ in filled), streams, strict=True)
+        file, finite = _write(root, folder / file_name(0, 1), parts, named)
         places = dict(zip(((name, kind) for name, kind, _ in filled), offsets(parts), strict=True))
         manifest = Manifest(
             format=FORMAT,
@@ -241,6 +244,16 @@ def _publish(
             facts={**facts_of(step, scale, dynamic=False, ties=ties), "given": {}, "random": []},
         )
         return root.publish(folder, number, to_text(manifest))
+
+
+def _write(root: Root, path: Path, parts: list[Part], streams: Iterable[tuple[str, Stream]]) -> tuple[FileHash, bool]:
+    finite = True
+    with ShardWriter(root.disk, path, parts) as writer:
+        for what, stream in streams:
+            for block in stream.blocks(what):
+                finite = finite and bool(block.isfinite().all())
+                writer.write(memory_of(block))
+        return writer.finish(), finite
 
 
 def _entry(name: str, kind: str, stream: Stream, places: Mapping[tuple[str, str], int]) -> Entry:

@@ -33,6 +33,9 @@ from zero.progress import Progress, reported, silent
 Key = tuple[str, str]
 """Name and kind of a tensor."""
 
+Wanted = tuple[torch.dtype, tuple[int, ...]]
+"""Dtype and shape of a tensor of the state."""
+
 
 def load(
     state: State,
@@ -135,11 +138,7 @@ def _begun(plan: Plan, wanted: Iterable[Key], there: Mapping[Key, Entry]) -> dic
 
 
 def _match(
-    folder: Path,
-    there: Mapping[Key, Entry],
-    wanted: Mapping[Key, tuple[torch.dtype, tuple[int, ...]]],
-    kept: set[Key],
-    convert: Sequence[str],
+    folder: Path, there: Mapping[Key, Entry], wanted: Mapping[Key, Wanted], kept: set[Key], convert: Sequence[str]
 ) -> None:
     both = {key: (there[key], *wanted[key]) for key in wanted if key in there}
     recast = {key: one for key, (one, dtype, _) in both.items() if not _may_become(key[1], one.dtype, dtype)}

@@ -306,16 +306,14 @@ class Root:
         return [aside for aside in found if aside is not None and self._is_folder(aside.path)]
 
     def _names(self) -> list[str]:
-        try:
+        with contextlib.suppress(FileNotFoundError):  # nothing was ever saved
             return self.disk.names(self.path)
-        except FileNotFoundError:  # nothing was ever saved
-            return []
+        return []
 
     def _is_folder(self, path: Path) -> bool:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return stat.S_ISDIR(self.disk.mode(path))
-        except FileNotFoundError:
-            return False
+        return False
 
 
 def _parse(path: Path) -> _Aside | None:

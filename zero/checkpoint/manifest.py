@@ -307,14 +307,11 @@ def _vouched(text: bytes | str) -> str:
 def _parse(text: str) -> dict[str, Any]:
     """Always an object: JSON that ends as the last line does can be nothing else."""
     try:
-        body: dict[str, Any] = json.loads(
-            text, object_pairs_hook=_unique, parse_float=_finite_float, parse_constant=_refuse_constant
-        )
+        return json.loads(text, object_pairs_hook=_unique, parse_float=_finite_float, parse_constant=_refuse_constant)
     except RecursionError:
         raise CheckpointError("the manifest is nested too deep") from None
     except ValueError as error:
         raise CheckpointError(f"the manifest is not JSON: {_short(str(error))}") from None
-    return body
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

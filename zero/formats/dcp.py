@@ -122,7 +122,8 @@ def write(folder: Path, tensors: Mapping[str, Stream]) -> None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             torch_checkpoint.save(planned, storage_writer=writer, planner=_Planner(tensors), no_dist=True)
     except torch_checkpoint.CheckpointException as error:
-        raise _first(folder, error) from error
+        cause = next(iter(error.failures.values()))[0]  # on the one rank that there is
+        raise (cause if isinstance(cause, CheckpointError) else refused(str(folder), cause)) from error
 
 
 def read(folder: Path) -> Source:
@@ -220,9 +221,3 @@ def _metadata(path: Path) -> Any:
         except Exception as error:  # a damaged or crafted pickle may raise anything
             raise refused(str(path), error) from error
     return found
-
-
-def _first(folder: Path, error: Any) -> CheckpointError:
-    """What went wrong on the one rank that there is."""
-    cause = next(iter(error.failures.values()))[0]
-    return cause if isinstance(cause, CheckpointError) else refused(str(folder), cause)

@@ -53,25 +53,23 @@ class _Record:
 
 @dataclass(frozen=True)
 class _Whole:
-    """Stands for a tensor that is all of a record."""
+    """Stands for a tensor that is all of a record, and is pickled as torch.save pickles that tensor."""
 
     record: _Record
 
+    def __reduce__(self) -> Any:
+        shape = self.record.stream.shape
+        stride = torch.empty(shape, device="meta").stride()
+        return torch._utils._rebuild_tensor_v2, (self.record, 0, shape, stride, False, OrderedDict())
+
 
 class _Pickler(pickle.Pickler):
-    """Writes of a stand-in what torch.save writes of the tensor."""
+    """Writes of a record what torch.save writes of the storage."""
 
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, _Record):
             return None
         return ("storage", STORAGES[value.stream.dtype], value.key, "cpu", value.stream.numel)
-
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, _Whole):
-            return NotImplemented
-        shape = value.record.stream.shape
-        stride = torch.empty(shape, device="meta").stride()
-        return torch._utils._rebuild_tensor_v2, (value.record, 0, shape, stride, False, OrderedDict())
 
 
 def write(path: Path, tensors: Mapping[str, Stream], ties: Mapping[str, str]) -> None:

@@ -1,5 +1,7 @@
 """Gradients that arrive late, in parts, or only sometimes: no stage loses or double-counts one."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -8,6 +10,7 @@ import zero
 from zero.engine.full import digest, full_state_dict
 from zero.engine.gather import Gatherer
 from zero.errors import ConfigError, HandshakeError, StaleStateError
+from zero.platform.handle import Handle
 from zero.testing import run_ranks
 
 WIDTH = 8
@@ -179,6 +182,43 @@ def test_a_step_that_fails_where_a_reduction_starts_can_be_made_again(stage):
         return digest(state)
 
     assert len({one for failures in (0, 3) for one in run_ranks(2, rank_main, failures)}) == 1
+
+
+def test_a_sum_by_node_whose_second_row_does_not_start_ends_its_first_before_its_flats_are_used_again():
+    """Else what the first row receives would come into a flat that belongs to another reduction by then."""
+
+    def rank_main(world: zero.World, failures: int) -> tuple[str, int]:
+        state, step = start(world, stage=3, reduce="node")
+        state, _ = step(state, [batch_of(0, world.rank, 0)])
+        within, waited = state.runtime.routes._sums._within, []
+        whole = within.reduce_scatter
+
+        class First(NamedTuple):
+            handle: Handle
+
+            def wait(self) -> None:
+                waited.append(self)
+                self.handle.wait()
+
+        for _ in range(failures):
+            started: list[Handle] = []
+
+            def reduce_scatter(*given, started=started, **keys):
+                if started:
+                    raise torch.OutOfMemoryError
+                started.append(First(whole(*given, **keys)))
+                return started[0]
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(within, "reduce_scatter", reduce_scatter)
+                with pytest.raises(torch.OutOfMemoryError):
+                    step(state, [batch_of(1, world.rank, 0)])
+        state, _ = step(state, [batch_of(1, world.rank, 0)])
+        return digest(state), len(waited)
+
+    plain, failed = (run_ranks(4, rank_main, failures, nodes=2) for failures in (0, 3))
+    assert {waits for _, waits in failed} == {3}
+    assert len({one for one, _ in plain + failed}) == 1
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from zero.core.sizes import round_up
 from zero.distributed.world import World
+from zero.errors import if_it_fails
 from zero.platform.handle import Handle, Then
 
 
@@ -192,7 +193,15 @@ class _SumsByNode:
 
     def start(self, one: _Sum, turn: int) -> Handle:
         rows = (flat.view(self._across.size, -1) for flat in (one.full_P, one.recv_P, one.partial))
-        first = [self._within.reduce_scatter(*row, what=one.what) for row in zip(*rows, strict=True)]
+        first: list[Handle] = []
+
+        def wait() -> None:  # they use flats that others will be given
+            for started in first:
+                started.wait()
+
+        with if_it_fails(wait):
+            for row in zip(*rows, strict=True):
+                first.append(self._within.reduce_scatter(*row, what=one.what))
         return self._queue.add(first, lambda: [self._add_nodes(one)], turn)
 
     def _add_nodes(self, one: _Sum) -> Handle:
@@ -224,7 +233,10 @@ class _SumsForCopies(_SumsByNode):
 
             def add_share() -> None:  # on the stream that waits
                 back.wait()
-                total.add_(share) if one.accumulate else total.copy_(share)
+                if one.accumulate:
+                    total.add_(share)
+                else:
+                    total.copy_(share)
 
             return [Then(add_share)]
 

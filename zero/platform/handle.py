@@ -21,7 +21,10 @@ class Done:
 
 
 class Then:
-    """An operation that `finish` completes, once; `tensors` are kept alive until then."""
+    """An operation that `finish` completes, once; `tensors` are kept alive until then.
+
+    Where an error breaks `finish` off, the next wait calls it again.
+    """
 
     def __init__(self, finish: Callable[[], object], tensors: object = None) -> None:
         self._finish: Callable[[], object] | None = finish

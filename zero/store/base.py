@@ -35,8 +35,8 @@ class Pages(Generic[Held]):
 
     @property
     def all(self) -> dict[Page, Held]:
-        if self._held is None:
-            raise StoreError("this store is closed")
+        self.refuse_closed()
+        assert self._held is not None
         return self._held
 
     def __getitem__(self, page: Page) -> Held:
@@ -47,6 +47,10 @@ class Pages(Generic[Held]):
 
     def add(self, page: Page, held: Held) -> None:
         self.all[page] = held
+
+    def refuse_closed(self) -> None:
+        if self._held is None:
+            raise StoreError("this store is closed")
 
     def refuse_known(self, page: Page) -> None:
         if page in self.all:

@@ -135,7 +135,8 @@ class NvmeStore(Store):
 
     @property
     def allocated_bytes(self) -> int:
-        return self._allocated_bytes if self._entries.all else 0
+        self._entries.refuse_closed()
+        return self._allocated_bytes
 
     def close(self) -> None:
         self._entries.close()

@@ -63,5 +63,7 @@ class Counter:
         now_s = time.monotonic()
         passed_s, self._since_s = now_s - self._since_s, now_s
         for writes, count in enumerate(self._under_way):
-            self._s[writes] += passed_s * (count > 0)
-        self._busy_s += passed_s * any(self._under_way)
+            if count:
+                self._s[writes] += passed_s
+        if any(self._under_way):
+            self._busy_s += passed_s

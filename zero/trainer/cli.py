@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,6 +26,7 @@ from zero.trainer.answers import answer, as_called, for_a_reader, show
 from zero.trainer.checks import RUNS_NOTHING, notes_on, parse_config
 from zero.trainer.compose import (
     CONF,
+    HYDRA_VERSION,
     complete,
     compose,
     folder_of,
@@ -105,7 +105,7 @@ def _say(text: str, exit_code: int) -> int:
 def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
     """Check every run that the command line asks for, then let Hydra make the folders and call us once per run."""
     if "--version" in arguments:
-        show(f"zero {zero.__version__}, Hydra {version('hydra-core')}")
+        show(f"zero {zero.__version__}, Hydra {HYDRA_VERSION}")
         return 0
     given = _options(arguments)
     if given.help:

@@ -43,6 +43,8 @@ CONF = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "conf"
 _VERSION_BASE: Mapping[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
 """Hydra 1.3 warns without it, 1.4 with it."""
 
+HYDRA_VERSION = hydra.__version__
+
 PRESETS = ("experiment", "debug")
 """Groups whose options set keys of other sections."""
 
@@ -215,8 +217,8 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
                 return f"{key}={value} does not exist; {suggest.nearest(str(value), options)}"
         elif key not in keys() and not any(known.startswith(f"{key}.") for known in keys()):
             named = CONF.glob(f"*/{value}.yaml") if _NAME.fullmatch(str(value)) else ()
-            groups = [path.parent.name for path in named]
-            if group := suggest.meant(key, groups):  # the value tells more than the letters
+            having = [path.parent.name for path in named]
+            if group := suggest.meant(key, having):  # the value tells more than the letters
                 return f"unknown key {key}{group.removesuffix('?')}={value}?"
             return unknown_key(key)
     found = re.match(r"Could not override '([^']+)'", str(error))

@@ -290,8 +290,9 @@ def _cpu(config: Config, host: Host) -> Iterator[Check]:
 
 def _quota(host: Host) -> float:
     """Cores that the container may use."""
-    in_version_1 = (host.text(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us") for name in ("quota", "period"))
-    found = re.match(r"(\d+)\s+(\d+)", host.text("/sys/fs/cgroup/cpu.max") or " ".join(in_version_1))
+    in_version_1 = (host.text(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+    texts = host.text("/sys/fs/cgroup/cpu.max"), " ".join(in_version_1)
+    found = next(filter(None, (re.match(r"(\d+) (\d+)", text) for text in texts)), None)
     return int(found[1]) / int(found[2]) if found else float("inf")
 
 

@@ -18,7 +18,9 @@ def progress_bar(console: Console | None = None) -> Iterator[Progress]:
         return
     columns = (
         rich_progress.TextColumn("{task.description}", markup=False),
-        *rich_progress.Progress.get_default_columns()[1:],  # the bar, percent, time left
+        rich_progress.BarColumn(),
+        rich_progress.TaskProgressColumn(),
+        rich_progress.TimeRemainingColumn(),
     )
     with rich_progress.Progress(*columns, console=console, transient=True) as bars:
         tasks: dict[str, rich_progress.TaskID] = {}

@@ -496,6 +496,8 @@ OTHERS = {
     "zero/distributed/world.py:World._timed": "passes waits on",
     "zero/engine/update.py:Launched.wait": "passes waits on",
     "zero/distributed/routes.py:_SumsForCopies.start.add_nodes": "passes waits on",
+    "zero/distributed/routes.py:_SumsByNode.start.wait": "after an error: "
+    "`test_a_sum_by_node_whose_second_row_does_not_start_ends_its_first_before_its_flats_are_used_again` has it",
     "zero/engine/reduce.py:Reducer._complete_oldest": "passes on to `World.reduce_scatter`, whose wait is in the list",
     **dict.fromkeys(
         (

@@ -224,7 +224,6 @@ class Reducer:
         with suppress(WorldError):  # a broken world is what is being reported already
             for handle in handles:
                 handle.wait()
-        self._device.join()  # what failed while it was started: nobody has a handle of it
         self._free_all(self._device.mark())
         self._gradients.reset()
         for by_unit in (self._filling, self._unwritten, self._gathers, self._parted, self._closed, self._sent):

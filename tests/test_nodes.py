@@ -86,6 +86,7 @@ def test_a_run_that_loses_a_rank_goes_on_from_its_last_save_in_its_folder(tmp_pa
     assert all(len(one) == 1 for one in losses.values()), "a step that is made twice has the same loss, bit by bit"
 
 
+@pytest.mark.alone
 def test_what_a_killed_program_leaves_is_removed():
     """Its processes are gone with it; the names of its namespaces stay for the next one to find."""
     program = f"""

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn
+from typing import Annotated, Any, Literal, NamedTuple
 
 from zero.core.schema import Section
 from zero.core.settings import Places, bytes_of, key, memory_of, or_auto, whole_or_auto
@@ -214,6 +214,10 @@ class Offload(Section):
         """The settings of (optimizer, param, grad)."""
         return self.optimizer, self.param, self.grad
 
+    def budget(self, tier: Tier) -> int | float | None:
+        """Of a memory, as it was given."""
+        return self.device_budget if tier == "device" else self.host_budget
+
     def at(self, *, parameters_sharded: bool) -> Offload:
         """The same with those kinds only that exist at a stage: no setting but none, cpu, nvme and auto is left.
 
@@ -303,39 +307,13 @@ def place(
     """
     kinds = {"param": param_bytes, "grad": grad_bytes, "optimizer": sum(size for _, _, size in groups)}
     fixed = {key: _TIER_OF[setting] for key in kinds if (setting := getattr(offload, key)) != "auto"}
-    used: Counter[Tier] = Counter({"device": device_fixed_bytes + activation_bytes, "host": host_fixed_bytes})
-    for kind, tier in fixed.items():
-        used[tier] += kinds[kind]
-    buffers: dict[Tier, int] = {"device": device_fixed_bytes, "host": host_fixed_bytes}
+    needs = _Needs(
+        buffers={"device": device_fixed_bytes, "host": host_fixed_bytes, "nvme": 0},
+        activation_bytes=activation_bytes,
+        kinds={key: (tier, kinds[key]) for key, tier in fixed.items()},
+    )
+    used = Counter({tier: needs.total((tier,)) for tier in TIERS})
     budgets: dict[Tier, int] = {"device": device_bytes, "host": host_bytes}
-
-    def refuse(tiers: tuple[Tier, ...], needs_bytes: int) -> NoReturn:
-        """A memory, of one tier or of both, is too small for what has to be there."""
-        limit_bytes = budgets[tiers[0]]
-        given = offload.device_budget if tiers[0] == "device" else offload.host_budget
-        inside = {key: kinds[key] for key, tier in fixed.items() if tier in tiers and kinds[key]}
-        words = {"optimizer": "master and moments", "param": "parameters", "grad": "gradients"}
-        parts = [f"{size_text(sum(buffers[tier] for tier in tiers))} of buffers (their smallest number)"]
-        parts += [f"{size_text(inside[key])} of {word}" for key, word in words.items() if key in inside]
-        active_bytes = activation_bytes if "device" in tiers else 0
-        parts += [f"{size_text(active_bytes)} of activations"] * bool(active_bytes)
-        out = "cpu" if tiers == ("device",) else "nvme"
-        leaving = ("optimizer", "grad", "param") if parameters_sharded else ("optimizer", "grad")
-        moves = [f"set offload.{key}={out}" for key in leaving if key in inside]
-        if active_bytes > limit_bytes:  # whatever else left, it would not be enough
-            moves = []
-        elif tiers == ("host",) and not inside:  # what pages pass through is all there is
-            moves = ["set offload.page smaller"] * (offload.page_bytes != BLOCK_BYTES)
-        found = lighter() if 2 * active_bytes > needs_bytes else {}
-        smaller = [way for way, nbytes in found.items() if nbytes < active_bytes]
-        raises = [f"raise offload.{tiers[0]}_budget"] * _is_the_limit(given, limit_bytes)
-        ways = [*raises, *smaller, *moves[:1], *(resorts if active_bytes <= limit_bytes else ())]
-        ways = ways or ["use a machine with more memory"]
-        raise ConfigError(
-            f"{_limit(tiers[0], given, limit_bytes)}: a rank needs at least {size_text(needs_bytes)} there: "
-            f"{' + '.join(parts)}; {', or '.join(ways)}"
-        )
-
     if device_is_host and offload.device_budget is not None:
         raise ConfigError(
             f"offload.device_budget={budget_text(offload.device_budget)}: the CPU computes here and there is one "
@@ -343,9 +321,13 @@ def place(
         )
     memories: tuple[tuple[Tier, ...], ...] = (("host", "device"),) if device_is_host else (("device",), ("host",))
     for tiers in memories:
-        needs_bytes = sum(used[tier] for tier in tiers)
-        if needs_bytes > budgets[tiers[0]]:
-            refuse(tiers, needs_bytes)
+        limit_bytes = budgets[tiers[0]]
+        if needs.total(tiers) > limit_bytes:
+            ways = _ways_out(offload, needs, tiers, limit_bytes, lighter, resorts, parameters_sharded)
+            raise ConfigError(
+                f"{_limit(tiers[0], offload.budget(tiers[0]), limit_bytes)}: a rank needs at least "
+                f"{size_text(needs.total(tiers))} there: {needs.text(tiers)}; {', or '.join(ways)}"
+            )
 
     def has_room(tier: Tier, size: int) -> bool:
         if device_is_host:
@@ -370,6 +352,66 @@ def place(
             "or offload less"
         )
     return Placement(param, grad, optimizer, {tier: used[tier] for tier in TIERS})
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """What is there before anything is chosen, in bytes.
+
+    Attributes:
+        buffers: by tier.
+        activation_bytes: on the device.
+        kinds: those with a tier of their own: it, and their bytes.
+    """
+
+    buffers: Mapping[Tier, int]
+    activation_bytes: int
+    kinds: Mapping[str, tuple[Tier, int]]
+
+    def inside(self, tiers: Sequence[Tier]) -> dict[str, int]:
+        """The bytes of each kind that is there."""
+        return {key: nbytes for key, (tier, nbytes) in self.kinds.items() if tier in tiers and nbytes}
+
+    def active_bytes(self, tiers: Sequence[Tier]) -> int:
+        """Of activations."""
+        return self.activation_bytes if "device" in tiers else 0
+
+    def total(self, tiers: Sequence[Tier]) -> int:
+        return sum(self.buffers[tier] for tier in tiers) + self.active_bytes(tiers) + sum(self.inside(tiers).values())
+
+    def text(self, tiers: Sequence[Tier]) -> str:
+        """The summands, for a message."""
+        words = {"optimizer": "master and moments", "param": "parameters", "grad": "gradients"}
+        inside, active_bytes = self.inside(tiers), self.active_bytes(tiers)
+        parts = [f"{size_text(sum(self.buffers[tier] for tier in tiers))} of buffers (their smallest number)"]
+        parts += [f"{size_text(inside[key])} of {word}" for key, word in words.items() if key in inside]
+        parts += [f"{size_text(active_bytes)} of activations"] * bool(active_bytes)
+        return " + ".join(parts)
+
+
+def _ways_out(
+    offload: Offload,
+    needs: _Needs,
+    tiers: Sequence[Tier],
+    limit_bytes: int,
+    lighter: Callable[[], Mapping[str, int]],
+    resorts: Sequence[str],
+    parameters_sharded: bool,
+) -> list[str]:
+    """What to do where a memory, of one tier or of both, is too small for what has to be there: one way at least."""
+    inside, active_bytes = needs.inside(tiers), needs.active_bytes(tiers)
+    out = "cpu" if tiers == ("device",) else "nvme"
+    leaving = ("optimizer", "grad", "param") if parameters_sharded else ("optimizer", "grad")
+    moves = [f"set offload.{key}={out}" for key in leaving if key in inside]
+    if active_bytes > limit_bytes:  # whatever else left, it would not be enough
+        moves = []
+    elif tiers == ("host",) and not inside:  # what pages pass through is all there is
+        moves = ["set offload.page smaller"] * (offload.page_bytes != BLOCK_BYTES)
+    found = lighter() if 2 * active_bytes > needs.total(tiers) else {}
+    smaller = [way for way, nbytes in found.items() if nbytes < active_bytes]
+    raises = [f"raise offload.{tiers[0]}_budget"] * _is_the_limit(offload.budget(tiers[0]), limit_bytes)
+    ways = [*raises, *smaller, *moves[:1], *(resorts if active_bytes <= limit_bytes else ())]
+    return ways or ["use a machine with more memory"]
 
 
 def usable_bytes(offload: Offload, free_bytes: int, total_bytes: int) -> int:

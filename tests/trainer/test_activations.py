@@ -184,6 +184,20 @@ def test_auto_sends_to_the_host_what_hides_beside_forward_and_makes_the_rest_aga
     assert most > fewer > 0
 
 
+@pytest.mark.parametrize("stage", ["auto", 0])
+def test_auto_measures_rates_once(monkeypatch, stage):
+    settings = config(model=DEEP, batch={"global": 64}, zero_={"activations": "auto", "stage": stage})
+    asked = []
+
+    def measured(*_, **__):
+        asked.append("rates")
+        return ROUND
+
+    monkeypatch.setattr(sys.modules[_with_activations.__module__], "measured", measured)
+    _with_activations(settings, replace(gpu(1), paper=False), model_of(settings), lambda *_: None)
+    assert asked == ["rates"]
+
+
 def test_a_run_is_planned_with_what_auto_became(here, capsys):
     """Under a budget that holds nothing but what was chosen."""
     sizes = ["model.width=64", "model.layers=4", "model.heads=2", "model.seq=64", "batch.global=16", "batch.micro=16"]

@@ -20,7 +20,7 @@ from zero.tracker import Tracker
 from zero.trainer.config import Config, read
 from zero.trainer.planning.activations import Activations
 from zero.trainer.planning.choices import STAGES, Choice, best, choices, fits, largest, nearest, with_activations
-from zero.trainer.planning.cost import seconds_text
+from zero.trainer.planning.cost import Rates, seconds_text
 from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.rates import assumed, between_ranks, measured, with_disk_or_without
 
@@ -55,7 +55,8 @@ def resolve_auto(
             if config.zero.activations == "auto":
                 chosen, reasons = _with_activations(config, machine, model, progress)
             else:
-                chosen, reasons = _choose(config, machine, model, activations or Activations(config, model), progress)
+                counted = activations or Activations(config, model)
+                chosen, reasons, _ = _choose(config, machine, model, counted, progress)
             message = {"config": chosen.plain(), "reasons": reasons}
         except ConfigError as refused:
             message = {"refusal": str(refused)}
@@ -79,9 +80,9 @@ def _with_activations(
         ConfigError: nothing fits, even so.
     """
     least = with_activations(config, "remat")
-    chosen, reasons = _choose(least, machine, model, Activations(least, model), progress)
+    chosen, reasons, rates = _choose(least, machine, model, Activations(least, model), progress)
     names = Activations(chosen, model).unit_names
-    free = _hidden_units(chosen, machine, model, names, progress)
+    free = 0 if machine.device == "cpu" else _hidden_units(chosen, machine, model, names, rates, progress)
 
     def of(count: int) -> Config:
         """With `count` units that do not keep theirs; one more than there are is what all else was chosen with."""
@@ -100,31 +101,36 @@ def _with_activations(
     ]
 
 
-def _hidden_units(config: Config, machine: Machine, model: nn.Module, names: Sequence[str], progress: Progress) -> int:
+def _hidden_units(
+    config: Config, machine: Machine, model: nn.Module, names: Sequence[str], rates: Rates | None, progress: Progress
+) -> int:
     """How many units, from the first on, a GPU's copy engine can send to the host while forward computes.
 
     Backward takes longer than forward, so what hides beside the one hides beside the other.
+
+    Args:
+        rates: None: they have to be measured.
     """
-    if machine.device == "cpu":
-        return 0
     rows = config.batch.solved(machine.ranks).numbers()[1]
-    kept = Activations(with_activations(config, "keep"), model).of(rows, machine.device)
-    rates = (
-        assumed(config, machine) if machine.paper else measured(config, machine, kept, disk=False, progress=progress)
-    )
+    if rates is None and machine.paper:
+        rates = assumed(config, machine)
+    elif rates is None:
+        kept = Activations(with_activations(config, "keep"), model).of(rows, machine.device)
+        rates = measured(config, machine, kept, disk=False, progress=progress)
 
     def takes_time(count: int) -> bool:
         settings = with_activations(config, [f"{name}:offload" for name in names[:count]] or "keep")
         traced = Activations(settings, model).of(rows, machine.device)
-        return traced.host_bytes / rates.copy_bytes > traced.forward.flops / rates.flops
+        return traced.host_bytes / copy_bytes > traced.forward.flops / flops
 
+    copy_bytes, flops = rates.copy_bytes, rates.flops
     return bisect_left(range(1, len(names) + 1), True, key=takes_time)
 
 
 def _choose(
     config: Config, machine: Machine, model: nn.Module, activations: Activations, progress: Progress
-) -> tuple[Config, list[str]]:
-    """The best settings, and the reasons in a line each.
+) -> tuple[Config, list[str], Rates | None]:
+    """The best settings, the reasons in a line each, and the rates that settings were compared by, if they were.
 
     Raises:
         ConfigError: none fits.
@@ -133,7 +139,7 @@ def _choose(
     staged, stages = level == "auto", STAGES if level == "auto" else (Stage(level),)
     anything = staged and config.offload.kinds == PRESETS["auto"]
     presets = ("none", "cpu", "nvme", "infinity", "auto") if anything else ("config",)
-    rates, notes = assumed(config, machine), list[str]()
+    rates, notes = None, list[str]()
     if anything:
         traced = largest(config, machine, activations)
         machine, rates, notes = with_disk_or_without(config, machine, traced, progress)
@@ -141,13 +147,21 @@ def _choose(
         disk = "nvme" in config.offload.kinds
         rates = measured(config, machine, largest(config, machine, activations), disk=disk, progress=progress)
     found = choices(
-        config, machine, model, rates, stages=stages, presets=presets, activations=activations, progress=progress
+        config,
+        machine,
+        model,
+        rates or assumed(config, machine),
+        stages=stages,
+        presets=presets,
+        activations=activations,
+        progress=progress,
     )
     winner = best(found)
     if winner is None:
         raise ConfigError(nearest(found).refusal or "")
-    stage = _stage_reasons(winner, found, rates.source) if staged else []
-    return winner.config, [*(f"auto: {line}" for line in notes), *stage, *_batch_reasons(winner, config, machine)]
+    stage = [] if rates is None else _stage_reasons(winner, found, rates.source)
+    reasons = [*(f"auto: {line}" for line in notes), *stage, *_batch_reasons(winner, config, machine)]
+    return winner.config, reasons, rates
 
 
 def _stage_reasons(winner: Choice, found: Sequence[Choice], source: str) -> list[str]:

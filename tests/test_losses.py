@@ -66,6 +66,28 @@ def test_tokens_that_do_not_count_have_no_gradient_and_none_at_all_is_nan():
         assert zero.losses.linear_cross_entropy(hidden, weight, torch.full_like(targets, -100), chunk).isnan()
 
 
+@pytest.mark.parametrize("chunk", [1, 5, 15, 20])
+def test_entries_that_cannot_come_have_no_share_wherever_chunks_end(chunk):
+    """A padded vocabulary has a bias of minus infinity at its end: 0 times that would be NaN."""
+    hidden, weight, targets, bias = draw(16, 8, 20, bias=True)
+    with torch.no_grad():
+        bias[13:] = -torch.inf
+        targets %= 13
+    for found, exact in zip(
+        in_chunks(hidden, weight, targets, bias, chunk), in_fp64(hidden, weight, targets, bias), strict=True
+    ):
+        assert (found.double() - exact).abs().max() <= 3e-6 * max(1.0, float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("wrong", [-1, 50, -101])
+@pytest.mark.parametrize("chunk", [None, 7, 64])
+def test_a_target_outside_the_vocabulary_is_refused_by_every_chunk(chunk, wrong):
+    hidden, weight, targets, _ = draw(16, 8, 50)
+    targets[3], targets[5] = wrong, -100
+    with pytest.raises((ConfigError, IndexError), match=f"[Tt]arget {wrong} is"):
+        zero.losses.linear_cross_entropy(hidden, weight, targets, chunk)
+
+
 def test_only_what_needs_a_gradient_gets_one():
     hidden, weight, targets, _ = draw(16, 8, 50)
     loss = zero.losses.linear_cross_entropy(hidden.detach(), weight, targets, 10)

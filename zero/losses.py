@@ -43,7 +43,7 @@ def linear_cross_entropy(
         weight: (V, D) of that layer, in the same dtype.
         targets: (...) int64, from 0 to V - 1; tokens with -100 do not count.
         chunk: entries of the vocabulary whose logits exist at a time, 1 or more; "auto": as many as make 32 MiB of fp32
-            logits, and the plain loss where all logits take no more; None: the plain loss in any case.
+            logits, 64 at least, and the plain loss where all logits take no more; None: the plain loss in any case.
         bias: (V,) or None.
 
     Returns:
@@ -51,7 +51,9 @@ def linear_cross_entropy(
         hidden, weight and bias, once.
 
     Raises:
-        ConfigError: shapes that do not go together, or a chunk that is not a size.
+        ConfigError: shapes that do not go together, a chunk that is not a size, or, on a CPU, a target that is not an
+            entry of the vocabulary; on a GPU such a target ends the program, as with `F.cross_entropy`.
+        IndexError: such a target, from the plain loss.
     """
     _check(hidden, weight, targets, bias)
     rows, goals = hidden.flatten(0, -2), targets.flatten()
@@ -82,15 +84,28 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None)
         raise ConfigError(f"targets are {targets.dtype}; expected torch.int64")
 
 
+def _check_range(targets: Tensor, vocab: int) -> None:
+    """No chunk has such a target, so its token would get another loss without a word."""
+    right = (targets == IGNORED) | ((targets >= 0) & (targets < vocab))
+    if targets.is_cuda:
+        torch._assert_async(right.all())  # the host does not wait for it
+    elif targets.is_cpu and not right.all():
+        raise ConfigError(
+            f"target {int(targets[~right][0])} is not one of the {vocab} entries of the vocabulary, from 0; tokens "
+            f"that do not count have {IGNORED}"
+        )
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int) -> Tensor:
+        _check_range(targets, len(weight))
         total = torch.full(targets.shape, -torch.inf, dtype=torch.float32, device=hidden.device)
         chosen = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device)
         for first, last in _ranges(len(weight), chunk):
             logits = _logits(hidden, weight, bias, first, last)
             inside, index = _inside(targets, first, last)
-            chosen += logits.gather(1, index)[:, 0] * inside
+            chosen += torch.where(inside, logits.gather(1, index)[:, 0], 0)  # not a product: a logit may be infinite
             total = torch.logaddexp(total, logits.logsumexp(1))
             del logits
         counts = targets != IGNORED

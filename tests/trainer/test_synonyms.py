@@ -35,6 +35,7 @@ FULL = {
     "train_file=*.bin": "train_file=train.bin", "train_data=*.bin": "train_data=train.bin",
     "data_path=*.bin": "data_path=train.bin", "data_path=*.jsonl": "data_path=texts.jsonl",
     "train_file=*.jsonl": "train_file=texts.jsonl", "train_file=*.json": "train_file=texts.json",
+    "decay=[0-9.]*": "decay=0.1", "checkpoint=[0-9]*": "checkpoint=8", "device=[0-9]*": "device=0",
     "deepspeed=*.json": "deepspeed=ds.json", "ds=*.json": "ds=ds.json", "config=*.json": "config=ds.json",
 }  # fmt: skip
 """Those whose words say what a value looks like."""
@@ -117,6 +118,26 @@ def test_every_line_is_met():
 
 def test_what_is_left_out_says_why():
     assert all(to.why for to in SYNONYMS.values() if to.type == OUT)
+
+
+@pytest.mark.parametrize("value", ["its own", "abc"])
+def test_a_guess_is_tried_with_the_value_before_it_is_made(here, value, capsys):
+    """A key that lacks a letter is answered with one that takes the value, or with why that one does not."""
+    made = 0
+    for entry in entries()[::6]:
+        key, section = entry.key, entry.key.rpartition(".")[0]
+        own = key.removeprefix(f"{section}.")
+        given = entry.example.split()[0].partition("=")[2] if value == "its own" else value
+        word = f"{section}.{own[:1]}{own[2:]}={given}".removeprefix(".")
+        if word.partition("=")[0] in keys() or replies.is_known(word):
+            continue
+        said = compose.refusal_of([word])
+        if guess := re.search(r"did you mean ([\w.]+)(=\w+)?\?$", said):
+            assert compose.refusal_of([guess[1] + (guess[2] or f"={given}")]) == "", said
+            made += 1
+        else:
+            assert re.search(r"; with \S+ in its place: |; there are ", said), said
+    assert made > 2 or value == "abc"
 
 
 # Keys of an option that was not chosen

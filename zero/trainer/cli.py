@@ -158,7 +158,11 @@ def _options(arguments: Sequence[str]) -> Any:
         if argument.startswith("--") and argument[2:].split("=")[0] in keys():
             separate = "=" not in argument and not after.startswith("-") and "=" not in after
             word = f"{argument[2:]}={after}" if separate else argument[2:]
-            raise ConfigError(f"{argument}: settings are written without dashes: {word}")
+            _refuse_synonyms([word], "settings are written without dashes; ")
+            refused = refusal_of([word]) if "=" in word else ""
+            typed = word if "=" in word else f"{word}=VALUE"
+            end = f"; with {typed} in its place: {refused}" if refused else f": {typed}"
+            raise ConfigError(f"{argument}: settings are written without dashes{end}")
     if (plain := _without_dashes(arguments)) != list(arguments):
         _refuse_synonyms(plain, "settings are written without dashes; ")
     parser = parser_of_options()

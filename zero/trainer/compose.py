@@ -219,12 +219,23 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
             named = CONF.glob(f"*/{value}.yaml") if _NAME.fullmatch(str(value)) else ()
             having = [path.parent.name for path in named]
             if group := suggest.meant(key, having):  # the value tells more than the letters
-                return f"unknown key {key}{group.removesuffix('?')}={value}?"
-            return unknown_key(key)
+                said = f"unknown key {key}{group.removesuffix('?')}={value}?"
+                return _with_guess_tried(said, text, overrides)
+            return _with_guess_tried(unknown_key(key), text, overrides)
     found = re.match(r"Could not override '([^']+)'", str(error))
     if found and found[1] in keys():
         return _of_another_option(found[1], overrides)
     return unknown_key(found[1]) if found else one_line(error)
+
+
+def _with_guess_tried(said: str, word: str, overrides: Sequence[str]) -> str:
+    """What is said of an unknown key; if the key that it guesses would be refused with the value, then why."""
+    guess, (_, equals, value) = re.search(r"; did you mean ([\w.]+)(=\w+)?\?$", said), word.partition("=")
+    if guess is None or not equals:
+        return said
+    write = guess[1] + (guess[2] or f"={value}")
+    refused = refusal_of([write if one == word else one for one in overrides])
+    return f"{said[: guess.start()]}; with {write} in its place: {refused}" if refused else said
 
 
 def _of_another_option(key: str, overrides: Sequence[str]) -> str:

@@ -64,7 +64,7 @@ def test_the_readme_names_the_oldest(project):
 
 
 def test_a_python_that_is_not_there_is_told_how_to_get(tmp_path):
-    environment = os.environ | {"PYENV_ROOT": str(tmp_path)}
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHON"} | {"PYENV_ROOT": str(tmp_path)}
     done = subprocess.run(
         [ROOT / "scripts" / "versions", "--python", "9.9"], capture_output=True, text=True, check=False, env=environment
     )

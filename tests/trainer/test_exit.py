@@ -129,9 +129,10 @@ def test_the_end_has_a_limit_and_no_child_waits(tmp_path):
     """Threads that do not stop: one is waited for and named, one was given up before; a forked process has neither."""
     done = ended(
         """
-        import os, threading
+        import os, threading, warnings
         from zero.platform.threads import Beside
 
+        warnings.simplefilter("ignore")  # Python 3.12 and newer warn of a fork beside threads
         Beside(threading.Event().wait, name="a disk that hangs", limit_s=0.2).start()
         given_up = Beside(threading.Event().wait, name="given up")
         given_up.start()

@@ -44,17 +44,22 @@ def own_arguments(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
         ConfigError: by the function; one line.
     """
     signature = inspect.signature(function)
-    known = [name for name in signature.parameters if name != "self"]
+    names = list(signature.parameters)
+    known = [name for name in names if name != "self"]
+    required = [name for name in known if signature.parameters[name].default is inspect.Parameter.empty]
 
     @wraps(function)
     def checked(*given: _Given.args, **named: _Given.kwargs) -> _Made:
         try:
             signature.bind(*given, **named)
         except TypeError as error:
+            called = function.__qualname__.removesuffix(".__init__")
             unknown = next((name for name in named if name not in known), "")
+            lacking = [name for name in required if name not in named and name not in names[: len(given)]]
+            if lacking and not unknown:
+                raise ConfigError(f"zero.{called} needs {' and '.join(lacking)}") from None
             wrong = f"{unknown} is not an argument" if unknown else error
             ends = meant(unknown, known, cutoff=0.82) or f"; there are {', '.join(known)}"
-            called = function.__qualname__.removesuffix(".__init__")
             raise ConfigError(f"zero.{called}: {wrong}{ends}") from None
         return function(*given, **named)
 

@@ -311,6 +311,17 @@ def make_folder(composed: Any, overrides: Sequence[str]) -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def _any_help() -> Iterator[None]:
+    """Hydra 1.3 has an option whose help is no text, which Python 3.14 refuses when the option is added."""
+    argparse.ArgumentParser._check_help = lambda *_: None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del argparse.ArgumentParser._check_help  # type: ignore[attr-defined]
+
+
+@_any_help()
 def complete(line: str) -> list[str]:
     """The words that the last one of a command line may become, as Hydra's completion asks for them.
 
@@ -363,16 +374,6 @@ def this_job() -> Job:
         return Job(folder)
     name = f"run {hydras.job.num}: {' '.join(hydras.overrides.task)}"
     return Job(folder, Path(hydras.runtime.cwd) / hydras.sweep.dir, name)
-
-
-@contextlib.contextmanager
-def _any_help() -> Iterator[None]:
-    """Hydra 1.3 has an option whose help is no text, which Python 3.14 refuses when the option is added."""
-    argparse.ArgumentParser._check_help = lambda *_: None  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        del argparse.ArgumentParser._check_help  # type: ignore[attr-defined]
 
 
 @_any_help()

@@ -315,6 +315,7 @@ def _rank(job: _Job, attempt: int) -> Any:
     try:
         result = job.entry(*job.args)
     except BaseException as error:
+        sys.last_value = error  # for `Note.of_ending`: Python 3.14 no longer has it when a child's finalizers run
         _log_traceback()
         if isinstance(error, DeadlineError):
             job.board.request_stacks()

@@ -1,6 +1,5 @@
 """Several disks as one: each takes pages in proportion to its rate, and one that fails is named."""
 
-import itertools
 import threading
 import time
 from pathlib import Path
@@ -20,22 +19,52 @@ from zero.testing import run_ranks
 PAGE_BYTES, COUNT = 64 * KiB, 60
 
 
+PAGES = st.lists(st.sampled_from([1, 2, 3, 4, 16]), min_size=1, max_size=3)
+"""Of one kind in one unit: in blocks, so that the last page of a unit may be shorter."""
+
+
 @settings(deadline=None)
 @given(
-    st.lists(st.sampled_from([4096, 8192, 65536]), min_size=1, max_size=200),
+    st.lists(PAGES, min_size=1, max_size=5),
+    st.integers(1, 40),
     st.lists(st.floats(0.05, 20), min_size=1, max_size=5),
 )
-def test_all_disks_take_as_long_for_their_pages_up_to_one_page(sizes, rates):
-    pages = {Page(0, "mu", number): nbytes for number, nbytes in enumerate(sizes)}
+def test_every_disk_has_its_share_of_every_kind_at_any_time(kinds, units, rates):
+    """By at most one page of the kind, and of more than two disks one may lack half a page more. As for the total, the
+    largest page counts, and three of them.
+    """
+    pages = {
+        Page(unit, f"kind {kind}", number): 4096 * blocks
+        for unit in range(units)
+        for kind, sizes in enumerate(kinds)
+        for number, blocks in enumerate(sizes)
+    }
+    largest = {f"kind {kind}": 4096 * max(sizes) for kind, sizes in enumerate(kinds)}
     where = spread(pages, rates)
-    times = [sum(n for page, n in pages.items() if where[page] == str(disk)) / rate for disk, rate in enumerate(rates)]
-    for (time_s, _), (other_s, rate) in itertools.permutations(zip(times, rates, strict=True), 2):
-        assert time_s <= other_s + max(sizes) / rate + 1e-6, "another disk would have ended a page sooner"
+    over: dict[str, list[float]] = {kind: [0.0] * len(rates) for kind in (*largest, "all")}
+    for page, nbytes in pages.items():
+        for kind in (page.kind, "all"):
+            for disk, rate in enumerate(rates):
+                over[kind][disk] += nbytes * ((where[page] == str(disk)) - rate / sum(rates))
+        most, least = max(over[page.kind]) / largest[page.kind], min(over[page.kind]) / largest[page.kind]
+        assert most <= 1 + 1e-6, "another disk had less of this kind"
+        assert least >= -1 - 1e-6 - 0.5 * (len(rates) > 2), "another disk got pages that were this one's"
+        assert max(map(abs, over["all"])) <= 3 * max(largest.values()) + 1e-3
 
 
 def test_disks_that_are_alike_take_turns():
     where = spread({Page(0, "mu", number): 4096 for number in range(6)}, [1.0, 1.0])
     assert "".join(where.values()) == "010101"
+
+
+def test_disks_that_are_alike_take_turns_with_every_kind():
+    """What one phase of a step reads, such as parameters in backward, is on both disks, and so is a unit's update."""
+    kinds = {"param": 2, "low": 2, "mu": 4, "nu": 4, "grad": 4}
+    where = spread({Page(unit, kind, 0): 4096 * size for unit in range(6) for kind, size in kinds.items()}, [1.0, 1.0])
+    for kind in kinds:
+        assert "".join(where[Page(unit, kind, 0)] for unit in range(6)) in ("010101", "101010")
+    for unit in range(6):
+        assert len({where[Page(unit, kind, 0)] for kind in kinds}) == 2
 
 
 class Limited(MemoryStore):

@@ -8,23 +8,42 @@ from torch import Tensor
 
 from zero.store.base import Page, Pages, Store, Ticket
 
+TOTAL_WEIGHT = 1 / 4
+"""Of what a disk lacks over all kinds, beside what it lacks of the page's own kind: heavier, and kinds are uneven."""
+
 
 def spread(sizes: Mapping[Page, int], rates: Sequence[float]) -> dict[Page, str]:
-    """Which of several disks each page is on, so that all disks take as long for theirs; neighbours are apart.
+    """Which of several disks each page is on. Of every kind, each disk has its share after every page.
+
+    A phase of a step moves some kinds only, a backward's gathers for one, so a total alone would let it wait for one
+    disk. A page goes to the disk that lacks most of its kind, and kinds begin on different disks because it also counts
+    what a disk lacks of all kinds together. No disk has more of a kind than its share and one page of that kind, so of
+    two disks none has less by more than that either.
 
     Args:
-        sizes: bytes of every page.
+        sizes: bytes of every page, in the order in which a step uses them.
         rates: of each disk, in any unit, more than 0.
 
     Returns:
         Page to the number of its disk, as text.
     """
-    given = [0.0] * len(rates)
-    found = {}
+    shares = [rate / sum(rates) for rate in rates]
+    largest: dict[str, int] = {}
     for page, nbytes in sizes.items():
-        disk = min(range(len(rates)), key=lambda one: (given[one] + nbytes) / rates[one])
-        given[disk] += nbytes
-        found[page] = str(disk)
+        largest[page.kind] = max(largest.get(page.kind, 1), nbytes)
+    largest_bytes = max(largest.values(), default=1)
+    lacking_of = {kind: [0.0] * len(rates) for kind in largest}
+    lacking_in_all, found = [0.0] * len(rates), {}
+    for page, nbytes in sizes.items():
+        page_bytes, lacking = largest[page.kind], lacking_of[page.kind]
+        for disk, share in enumerate(shares):
+            lacking[disk] += nbytes * share / page_bytes
+            lacking_in_all[disk] += nbytes * share / largest_bytes
+        below = [disk for disk in range(len(rates)) if lacking[disk] >= nbytes / page_bytes - 1]
+        chosen = max(below, key=lambda one: lacking[one] + TOTAL_WEIGHT * lacking_in_all[one])
+        lacking[chosen] -= nbytes / page_bytes
+        lacking_in_all[chosen] -= nbytes / largest_bytes
+        found[page] = str(chosen)
     return found
 
 

@@ -1,5 +1,7 @@
 """Several disks as one: each takes pages in proportion to its rate, and one that fails is named."""
 
+import itertools
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -11,8 +13,10 @@ from hypothesis import given, settings, strategies as st
 import zero
 from tests.common.small import KiB, Setting, slice_of, small_batch, small_loss, train_small, wide
 from zero.engine.full import digest
+from zero.engine.init import ROOM_SHARE
 from zero.errors import SettingError, StoreError
 from zero.platform.device import aligned_zeros
+from zero.platform.run_files import free_by_file_system
 from zero.store import Group, MemoryStore, NvmeStore, Page, PrefetchStore, Speed, Store, Ticket, Tiers, spread
 from zero.testing import run_ranks
 
@@ -65,6 +69,36 @@ def test_disks_that_are_alike_take_turns_with_every_kind():
         assert "".join(where[Page(unit, kind, 0)] for unit in range(6)) in ("010101", "101010")
     for unit in range(6):
         assert len({where[Page(unit, kind, 0)] for kind in kinds}) == 2
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0.05, 20), st.integers(1, 64)), min_size=2, max_size=4),
+    st.integers(1, 40),
+)
+def test_what_a_disk_has_no_room_for_goes_to_the_others(disks, units):
+    """Of every kind as much, and nothing is refused that all of them together can take."""
+    rates, room = [rate for rate, _ in disks], [4096 * 4 * pages for _, pages in disks]
+    pages = {Page(unit, kind, 0): 4096 * 4 for unit in range(units) for kind in ("mu", "nu")}
+    where = spread(pages, rates, room)
+    taken = [sum(n for page, n in pages.items() if where[page] == str(disk)) for disk in range(len(disks))]
+    if sum(taken) > sum(room):
+        return
+    assert all(one <= most for one, most in zip(taken, room, strict=True))
+    below = [one / rate for one, rate, most in zip(taken, rates, room, strict=True) if one < most]
+    for time_s, (other, rate) in itertools.product(below, zip(taken, rates, strict=True)):
+        assert other / rate <= time_s + 3 * 4096 * 4 * (1 / rate + 1 / min(rates)), (
+            "a full disk took more than its rate"
+        )
+
+
+def test_a_small_disk_takes_all_kinds_from_the_first_unit_to_the_last():
+    pages = {Page(unit, kind, 0): 4096 for unit in range(40) for kind in ("param", "mu")}
+    where = spread(pages, [1.0, 1.0], [4096 * 20, 4096 * 1000])
+    for kind in ("param", "mu"):
+        units = [unit for unit in range(40) if where[Page(unit, kind, 0)] == "0"]
+        assert len(units) == 10
+        assert min(units) < 4 < 36 <= max(units) + 4
 
 
 class Limited(MemoryStore):
@@ -153,6 +187,72 @@ def test_disks_that_could_not_be_measured_in_time_take_equal_shares(tmp_path, mo
         folder.mkdir()
     expected = run_ranks(1, train_small, setting.but(offload=()), 3, wide)
     assert run_ranks(1, train_on, setting, folders) == expected
+
+
+def free(monkeypatch, *pages: int) -> None:
+    """As if the folders were on disks of their own, with room for so many pages."""
+    monkeypatch.setattr(
+        "zero.engine.init.free_by_file_system",
+        lambda folders: [([folder], 4 * KiB * room) for folder, room in zip(folders, pages, strict=True)],
+    )
+
+
+def on_disk(world: zero.World, setting: Setting, folders: list[Path]) -> list[int]:
+    """Pages of a store in each of the folders."""
+    plan = setting.plan(world, wide)
+    plan.offload = plan.offload.model_copy(update={"path": tuple(str(one) for one in folders)})
+    store = zero.open_store(plan)
+    disks = store._inner._stores["nvme"]._stores
+    found = [disk.allocated_bytes // (4 * KiB) for disk in disks.values()]
+    store.close()
+    return found
+
+
+def test_a_disk_with_little_room_takes_what_it_has_room_for(tmp_path, monkeypatch):
+    """Its equal share does not fit, but by its rate it takes less; or with the same rate the other takes more."""
+    monkeypatch.setattr("zero.engine.init.PROBED_BYTES", 1)
+    monkeypatch.setattr("zero.engine.init.LEAST_PROBED_BYTES", 1)
+    rates = {"a": 4.0, "b": 1.0}
+    monkeypatch.setattr("zero.engine.init.probe", lambda folder, **how: Speed(rates[folder.name], rates[folder.name]))
+    setting = Setting(offload=(("preset", "nvme"),), page_bytes=4 * KiB)
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+    fast, slow = run_ranks(1, on_disk, setting, folders)[0]
+    count = fast + slow
+    assert abs(slow - count / 5) <= 3
+    free(monkeypatch, count, count // 4)
+    assert run_ranks(1, on_disk, setting, folders)[0] == [fast, slow]
+    rates["a"] = 1.0
+    free(monkeypatch, count, count // 4)
+    assert sum(found := run_ranks(1, on_disk, setting, folders)[0]) == count
+    assert count / 4 * ROOM_SHARE - 3 <= found[1] <= count // 4
+    free(monkeypatch, count - count // 4, count // 4)  # not a page more than all of it
+    assert run_ranks(1, on_disk, setting, folders)[0] == [count - count // 4, count // 4]
+
+
+def test_too_little_room_in_all_folders_together_is_refused_with_every_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("zero.engine.init.PROBED_BYTES", 1)
+    monkeypatch.setattr("zero.engine.init.probe", lambda folder, **how: pytest.fail("measured before it was refused"))
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+    free(monkeypatch, 2, 1)
+    setting = Setting(offload=(("preset", "nvme"),), page_bytes=4 * KiB)
+    told = rf"needs .* KiB, free are 8.0 KiB in {folders[0]}, 4.0 KiB in {folders[1]}; set offload.path to folders with"
+    with pytest.raises(StoreError, match=told):
+        run_ranks(1, on_disk, setting, folders)
+    with pytest.raises(StoreError, match=r"missing does not exist"):
+        run_ranks(1, on_disk, setting, [*folders, tmp_path / "missing"])
+
+
+def test_folders_on_one_disk_share_what_it_has_free(tmp_path):
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+    [(those, free_bytes)] = free_by_file_system(folders)
+    assert those == folders
+    assert free_bytes == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
 
 
 def test_a_disk_that_fails_is_named(tmp_path):

@@ -122,8 +122,8 @@ class Offload(Section):
     path: Places | None = key(
         None,
         "folder of the nameless NVMe file; a list of folders: pages are spread over a file in each, in proportion to "
-        "their measured rates; null: the current folder. '$NAME', in quotes, is a variable of each rank, so that nodes "
-        "may have folders of their own",
+        "their measured rates, as far as each has room; null: the current folder. '$NAME', in quotes, is a variable of "
+        "each rank, so that nodes may have folders of their own",
         trades="several disks read and write at once; one that fails ends the run",
         example=". offload=nvme",
     )

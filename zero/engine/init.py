@@ -1,14 +1,15 @@
 """`open_store` reserves the pages of a plan, `init` makes its first state."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from zero.core.sizes import GiB
+from zero.core.sizes import GiB, size_text
 from zero.distributed.routes import Routes
 from zero.engine.arguments import check_plan, kind_of
 from zero.engine.fetch import Fetch, gathering, lending, reading
@@ -25,9 +26,9 @@ from zero.engine.state import Runtime, State
 from zero.engine.unit_state import UnitState
 from zero.engine.update import Updater
 from zero.engine.visit_order import CollectiveLog
-from zero.errors import ConfigError, if_it_fails
+from zero.errors import ConfigError, StoreError, if_it_fails
 from zero.platform.device import Arena, give_back_memory
-from zero.platform.run_files import folders_of, in_memory
+from zero.platform.run_files import folders_of, free_by_file_system, in_memory
 from zero.platform.timeline import Tape
 from zero.progress import Progress, reported, silent
 from zero.store import REQUEST_BYTES, MemoryStore, NvmeStore, Page, PrefetchStore, Speed, Store, Tiers, probe, spread
@@ -37,6 +38,12 @@ PROBED_BYTES = GiB
 
 MOST_UNEQUAL = 1 / 64
 """Of the fastest disk's rate: what another one is given at least, if it could hardly be measured."""
+
+LEAST_PROBED_BYTES = 2 * REQUEST_BYTES
+"""A folder with less room is not measured, which takes as much, and gets few pages whatever its rate is."""
+
+ROOM_SHARE = 15 / 16
+"""Of what several folders have free, what is used where that is enough: a file system needs some for itself."""
 
 
 def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = silent) -> PrefetchStore:
@@ -99,15 +106,24 @@ def _open_disks(plan: Plan, sizes: Mapping[Page, int], progress: Progress) -> tu
     folders, threads, nbytes = folders_of(plan.offload.paths), plan.offload.threads, sum(sizes.values())
     if plan.world.rank == 0 and (warning := in_memory(folders)):
         warnings.warn(warning, stacklevel=3)
+    rooms = [nbytes]
+    if len(folders) > 1:
+        for folder in folders:  # one that is missing, or not writable, is named before its room is asked for
+            NvmeStore(folder).close()
+        rooms = _rooms(folders, nbytes, plan.world.local_size)
     speeds = [Speed(1.0, 1.0, threads or THREADS, REQUEST_BYTES) for _ in folders]
     if nbytes >= PROBED_BYTES and (threads is None or len(folders) > 1):
-        share_bytes = nbytes // len(folders)
-        for folder in folders:  # too little space is refused before anything is measured
-            NvmeStore(folder, capacity_bytes=share_bytes).close()
+        if len(folders) == 1:  # too little space is refused before anything is measured
+            NvmeStore(folders[0], capacity_bytes=nbytes).close()
         measuring = partial(progress, "measuring the disk")
-        speeds = [probe(folder, size_bytes=share_bytes, progress=measuring) for folder in folders]
+        speeds = [
+            probe(folder, size_bytes=min(nbytes // len(folders), room), progress=measuring)
+            if room >= LEAST_PROBED_BYTES
+            else Speed(0.0, 0.0)
+            for folder, room in zip(folders, rooms, strict=True)
+        ]
     least = MOST_UNEQUAL * (max(speed.read_gbps for speed in speeds) or 1.0)  # none may have answered in time
-    where = spread(sizes, [max(speed.read_gbps, least) for speed in speeds])
+    where = spread(sizes, [max(speed.read_gbps, least) for speed in speeds], rooms)
     with ExitStack() as undo:
         disks: dict[str, Store] = {}
         for number, (folder, speed) in enumerate(zip(folders, speeds, strict=True)):
@@ -120,6 +136,25 @@ def _open_disks(plan: Plan, sizes: Mapping[Page, int], progress: Progress) -> tu
     # the arena has slots for so many
     threads = threads or min(sum(speed.threads for speed in speeds), THREADS)
     return (disks["0"] if len(disks) == 1 else Tiers(disks, where.__getitem__)), threads
+
+
+def _rooms(folders: Sequence[Path], nbytes: int, ranks: int) -> list[int]:
+    """Bytes that this rank may put in each of several folders. The other ranks of the node come at the same time, so it
+    leaves them their part, if its own is enough: they may have theirs already.
+
+    Raises:
+        StoreError: all folders together have too little.
+    """
+    free = free_by_file_system(folders)
+    rooms = {folder: free_bytes // len(those) for those, free_bytes in free for folder in those}
+    if sum(rooms.values()) < nbytes:
+        has = ", ".join(f"{size_text(free_bytes)} in {' and '.join(map(str, those))}" for those, free_bytes in free)
+        raise StoreError(
+            f"the state store needs {size_text(nbytes)}, free are {has}; set offload.path to folders with more space, "
+            "or keep less there"
+        )
+    own = {folder: int(ROOM_SHARE * room) // ranks for folder, room in rooms.items()}
+    return [(own if sum(own.values()) >= nbytes else rooms)[folder] for folder in folders]
 
 
 def init(

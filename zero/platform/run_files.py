@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -89,6 +90,14 @@ def folders_of(paths: Sequence[str]) -> list[Path]:
         if missing := re.search(r"\$(\w+|\{[^}]*\})", path):
             raise ConfigError(f"offload.path={path}: there is no variable {missing[0]} on {socket.gethostname()}")
     return [Path(path).expanduser() for path in found]
+
+
+def free_by_file_system(folders: Sequence[Path]) -> list[tuple[list[Path], int]]:
+    """Folders that are on one file system, and the bytes that it has free for all of them; in the order given."""
+    sharing: dict[int, list[Path]] = {}
+    for folder in folders:
+        sharing.setdefault(folder.stat().st_dev, []).append(folder)
+    return [(those, shutil.disk_usage(those[0]).free) for those in sharing.values()]
 
 
 def mount_of(mountinfo: str, path: str) -> str:

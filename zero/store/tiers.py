@@ -12,7 +12,9 @@ TOTAL_WEIGHT = 1 / 4
 """Of what a disk lacks over all kinds, beside what it lacks of the page's own kind: heavier, and kinds are uneven."""
 
 
-def spread(sizes: Mapping[Page, int], rates: Sequence[float]) -> dict[Page, str]:
+def spread(
+    sizes: Mapping[Page, int], rates: Sequence[float], room_bytes: Sequence[int] | None = None
+) -> dict[Page, str]:
     """Which of several disks each page is on. Of every kind, each disk has its share after every page.
 
     A phase of a step moves some kinds only, a backward's gathers for one, so a total alone would let it wait for one
@@ -23,11 +25,14 @@ def spread(sizes: Mapping[Page, int], rates: Sequence[float]) -> dict[Page, str]
     Args:
         sizes: bytes of every page, in the order in which a step uses them.
         rates: of each disk, in any unit, more than 0.
+        room_bytes: what each disk can take; None: all of it. What one cannot take goes to the others, of every kind as
+            much. A page that none can take goes to the disk with most room left, which has to refuse it.
 
     Returns:
         Page to the number of its disk, as text.
     """
-    shares = [rate / sum(rates) for rate in rates]
+    left_bytes = [sum(sizes.values())] * len(rates) if room_bytes is None else list(room_bytes)
+    shares = _shares(rates, left_bytes, sum(sizes.values()))
     largest: dict[str, int] = {}
     for page, nbytes in sizes.items():
         largest[page.kind] = max(largest.get(page.kind, 1), nbytes)
@@ -39,12 +44,29 @@ def spread(sizes: Mapping[Page, int], rates: Sequence[float]) -> dict[Page, str]
         for disk, share in enumerate(shares):
             lacking[disk] += nbytes * share / page_bytes
             lacking_in_all[disk] += nbytes * share / largest_bytes
-        below = [disk for disk in range(len(rates)) if lacking[disk] >= nbytes / page_bytes - 1]
+        fitting = [disk for disk, left in enumerate(left_bytes) if left >= nbytes] or [
+            left_bytes.index(max(left_bytes))
+        ]
+        below = [disk for disk in fitting if lacking[disk] >= nbytes / page_bytes - 1] or fitting
         chosen = max(below, key=lambda one: lacking[one] + TOTAL_WEIGHT * lacking_in_all[one])
+        left_bytes[chosen] -= nbytes
         lacking[chosen] -= nbytes / page_bytes
         lacking_in_all[chosen] -= nbytes / largest_bytes
         found[page] = str(chosen)
     return found
+
+
+def _shares(rates: Sequence[float], room_bytes: Sequence[int], nbytes: int) -> list[float]:
+    """Of all bytes, what each disk takes: by its rate, and where that is more than its room, as much as there is."""
+    taken, left_bytes, others = [0.0] * len(rates), float(nbytes), set(range(len(rates)))
+    while others:
+        by_rate = {disk: left_bytes * rates[disk] / sum(rates[one] for one in others) for disk in others}
+        full = {disk for disk in others if by_rate[disk] > room_bytes[disk]}
+        for disk in full or others:
+            taken[disk] = min(by_rate[disk], room_bytes[disk])
+            left_bytes -= taken[disk]
+        others = others - full if full else set()
+    return [one / max(sum(taken), 1.0) for one in taken]
 
 
 class Tiers(Store):

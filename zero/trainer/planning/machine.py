@@ -3,7 +3,6 @@
 A machine on paper is numbers alone: nothing of it is read here, least of all from a GPU.
 """
 
-import shutil
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,7 +13,7 @@ from zero.distributed.world import Handle, World
 from zero.errors import ConfigError, WorldError
 from zero.platform.cuda import compute_device
 from zero.platform.device import Device, free_host_bytes
-from zero.platform.run_files import folders_of
+from zero.platform.run_files import folders_of, free_by_file_system
 from zero.trainer.config import Config
 
 NODE_RANKS = 8
@@ -118,7 +117,6 @@ def _usable_bytes(config: Config, device: Device) -> int:
 
 
 def _disk_bytes(config: Config) -> int:
-    """Free at `offload.path`; 0 if there is no such folder."""
+    """Free at `offload.path`, in all folders together: pages go where there is room; 0 if there is no such folder."""
     folders = [folder for folder in folders_of(config.offload.paths) if folder.is_dir()]
-    usages = {folder.stat().st_dev: shutil.disk_usage(folder).free for folder in folders}
-    return sum(usages.values())
+    return sum(free_bytes for _, free_bytes in free_by_file_system(folders))

@@ -762,7 +762,7 @@ def test_the_probe_reads_what_was_written_and_moves_every_block_once_in_a_turn(t
             moved[call.name].append(call.args[2] // 2**20)
 
     probe(tmp_path, size_bytes=2**23, files=FaultyFiles(before=before), clock=lambda: 0.0)
-    ways = 2 * 3  # two turns for each number of threads, with requests of 1 MiB and with one of 4 MiB
+    ways = 2 * 2  # two turns for each number of threads, with requests of 1 MiB and with one of 4 MiB
     assert sorted(moved["pread"]) == sorted([0] + ways * [0, 1, 2, 3] + ways * [0])
     assert sorted(moved["pwrite"]) == sorted([0, 0, 4] + ways * [4, 5, 6, 7] + ways * [4])
 
@@ -788,8 +788,8 @@ def test_a_probe_leaves_nothing(tmp_path):
     speed = probe(tmp_path, size_bytes=2**24, files=files, progress=lambda done, total: told.append(done / total))
     assert told == sorted(told)
     assert (told[0], told[-1]) == (0, 1)
-    assert len(told) == 14, "before what is written first, before each of twelve turns, and at the end"
+    assert len(told) == 10, "before what is written first, before each of eight turns, and at the end"
     assert speed.read_gbps > 0
-    assert speed.threads in (2, 4, 8)
+    assert speed.threads in (2, 4)
     assert not files.held
     assert not os.listdir(tmp_path)

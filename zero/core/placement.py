@@ -136,7 +136,11 @@ class Offload(Section):
         example="8MiB",
     )
     threads: StoreThreads = key(
-        "auto", "threads that read, update and write pages; auto: measured at the start", unit="threads", example="4"
+        "auto",
+        "threads that read, update and write pages, on all disks together; auto: 4, or 2 where one disk is measured to "
+        "be as fast with 2",
+        unit="threads",
+        example="4",
     )
     read_ahead: ReadAhead = key(
         "auto",

@@ -133,7 +133,7 @@ def _open_disks(plan: Plan, sizes: Mapping[Page, int], progress: Progress) -> tu
             )
             undo.callback(disks[str(number)].close)
         undo.pop_all()
-    # the arena has slots for so many
+    # All disks share them: the arena has slots for so many, and six were slower than four (docs/log.md).
     threads = threads or min(sum(speed.threads for speed in speeds), THREADS)
     return (disks["0"] if len(disks) == 1 else Tiers(disks, where.__getitem__)), threads
 

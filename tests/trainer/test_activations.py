@@ -73,6 +73,11 @@ def test_settings_that_say_nothing_are_refused(value):
         config(zero_={"activations": value})
 
 
+def test_a_pattern_is_written_once():
+    with pytest.raises(ConfigError, match=r"zero\.activations.*has blocks\.0 twice"):
+        config(zero_={"activations": ["blocks.0:remat", "blocks.*:keep", "blocks.0:keep"]})
+
+
 def test_settings_name_units_by_patterns():
     settings = config(zero_={"activations": ["blocks.0:remat", "blocks.*:keep"]})
     assert settings.zero.activations_by_pattern == {"blocks.0": "remat", "blocks.*": "keep"}

@@ -189,7 +189,11 @@ def _places(value: object) -> str | tuple[str, ...]:
         return _place(value)
     if not value:
         raise ValueError("must not be empty")
-    found = tuple(_place(one) for one in value)
+    return _once(tuple(_place(one) for one in value))
+
+
+def _once(found: tuple[str, ...]) -> tuple[str, ...]:
+    """None of them twice."""
     for one in found:
         if found.count(one) > 1:
             raise ValueError(f"has {one} twice")
@@ -215,6 +219,7 @@ def _activations(value: object) -> str | tuple[str, ...]:
             raise ValueError(f"has {one}; write UNITS:WORD, such as blocks.0:remat, with keep, remat or offload")
     if not found:
         raise ValueError("must not be empty")
+    _once(tuple(one.rpartition(":")[0] for one in found))  # the first that fits counts, so the second never would
     return found
 
 

@@ -4,7 +4,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ import train
 import zero
 from tests.common.small import KiB, Setting, slice_of, small_batch, train_small
 from tests.trainer.test_planning import ROUND, config, gpu, model_of
+from zero.core.placement import NO_LIMIT
 from zero.engine.full import digest
 from zero.engine.unit import split
 from zero.errors import ConfigError, PlanError
@@ -20,7 +21,7 @@ from zero.settings.build import build_plan
 from zero.testing import run_ranks, simulated_gpu
 from zero.trainer.models import GPT, loss
 from zero.trainer.planning.activations import Activations
-from zero.trainer.planning.choices import fits, with_activations
+from zero.trainer.planning.choices import planned, with_activations
 from zero.trainer.planning.resolve_auto import _with_activations
 from zero.trainer.planning.tracing import META, trace
 
@@ -112,24 +113,26 @@ def test_auto_makes_again_as_few_as_fit_for_every_budget():
     roomy = gpu(1)
     need = {word: _device_bytes(with_activations(settings, word), model, roomy) for word in ("keep", "remat")}
     budgets = [need["remat"] + (need["keep"] - need["remat"]) * share // 8 for share in range(9)]
+    counted = Activations(settings, model)
     for budget in budgets:
         machine = gpu(1, device=budget)
-        chosen, reasons = _with_activations(settings, machine, model, lambda *_: None)
-        names = Activations(chosen, model).unit_names
+        chosen, reasons = _settled(settings, machine, model, counted)
+        names = counted.unit_names
         policy = chosen.zero.activations
         count = {"keep": 0, "remat": len(names)}.get(policy if isinstance(policy, str) else "", len(policy))
         told.append(count)
-        assert fits(chosen, machine, model)
+        planned(chosen, model, machine.world, machine.room, counted)
         assert f"auto: zero.activations: {count} of {len(names)} units" in reasons[-1]
         if count:
             fewer = [f"{name}:remat" for name in names[: count - 1]] or "keep"
-            assert not fits(with_activations(settings, fewer), machine, model), "one fewer would not have fitted"
+            with pytest.raises(ConfigError, match="activations"):
+                planned(with_activations(settings, fewer), model, machine.world, machine.room, counted)
     print(told)
     assert told == sorted(told, reverse=True)
     assert (told[0] > len(names) // 2, told[-1]) == (True, 0)
     assert len(set(told)) >= 5
     with pytest.raises(ConfigError, match="activations"):
-        _with_activations(settings, gpu(1, device=need["remat"] // 2), model, lambda *_: None)
+        _settled(settings, gpu(1, device=need["remat"] // 2), model)
 
 
 def test_what_goes_to_the_host_is_counted_as_a_simulated_gpu_allocates_it():
@@ -173,7 +176,7 @@ def test_auto_sends_to_the_host_what_hides_beside_forward_and_makes_the_rest_aga
     for share in (0.01, 0.4, 2.0):  # of all units' bytes that a copy engine moves in the time of forward
         rates = replace(ROUND, copy_bytes=share * traced.host_bytes * ROUND.flops / traced.forward.flops)
         monkeypatch.setattr(sys.modules[_with_activations.__module__], "assumed", lambda *_, rates=rates: rates)
-        chosen, reasons = _with_activations(settings, machine, model, lambda *_: None)
+        chosen, reasons = _settled(settings, machine, model)
         words = Counter(chosen.zero.activations_by_pattern.values())
         plan = build_plan(
             chosen, model, machine.world, room=machine.room, **Activations(chosen, model).planned(64, "cuda")
@@ -189,18 +192,105 @@ def test_auto_sends_to_the_host_what_hides_beside_forward_and_makes_the_rest_aga
     assert most > fewer > 0
 
 
+@pytest.fixture
+def fast_copies(monkeypatch):
+    """Whatever is sent to the host hides beside forward."""
+    rates = replace(ROUND, copy_bytes=1e18)
+    monkeypatch.setattr(sys.modules[_with_activations.__module__], "assumed", lambda *_: rates)
+
+
+def test_no_other_way_to_treat_units_makes_fewer_again_whatever_device_and_host_have(fast_copies):
+    settings = config(
+        model=DEEP | {"layers": 4},
+        precision={"compute": "bf16"},
+        batch={"global": 64, "micro": 64},
+        zero_={"activations": "auto", "stage": 0},
+    )
+    model = model_of(settings)
+    counted = Activations(settings, model)
+    count = len(counted.unit_names)
+    needs = {}
+    for sent in range(count + 1):
+        for again in range(count + 1 - sent):
+            listed = [f"{name}:offload" for name in counted.unit_names[:sent]]
+            listed += [f"{name}:remat" for name in counted.unit_names[sent : sent + again]]
+            plan = planned(with_activations(settings, listed or "keep"), model, gpu(1).world, NO_LIMIT, counted)
+            needs[sent, again] = plan.placement.bytes["device"], plan.placement.bytes["host"]
+    least, most = needs[0, count][0], needs[0, 0][0]
+    host_bytes = needs[count, 0][1]
+    shares = (-0.1, 0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.85, 0.95, 1)
+    found = set()
+    for device in (least + int(share * (most - least)) for share in shares):
+        for host in (int(share * host_bytes) for share in (0, 0.1, 0.3, 0.5, 0.7, 1)):
+            machine = gpu(1, device=device, host=host)
+            if device < least:
+                with pytest.raises(ConfigError, match="activations"):
+                    _settled(settings, machine, model, counted)
+                continue
+            chosen, _ = _settled(settings, machine, model, counted)
+            words = Counter({"remat": count} if chosen.zero.activations == "remat" else _words(chosen))
+            got = words["offload"], words["remat"]
+            fitting = [way for way, (on_device, on_host) in needs.items() if on_device <= device and on_host <= host]
+            assert got in fitting
+            assert got[1] == min(again for _, again in fitting), (device, host, got)
+            found.add(got)
+    assert {(bool(sent), bool(again)) for sent, again in found} == set(product((True, False), repeat=2))
+
+
+@pytest.mark.parametrize("copies", ["slow", "fast"])
+def test_what_is_kept_pushes_no_state_off_the_device(copies, monkeypatch):
+    settings = config(
+        model=DEEP | {"width": 512, "layers": 4},
+        precision={"compute": "bf16"},
+        batch={"global": 12, "micro": 12},
+        offload={"optimizer": "auto", "param": "auto", "grad": "auto"},
+        zero_={"activations": "auto", "stage": 0},
+    )
+    rates = replace(ROUND, copy_bytes=1e18 if copies == "fast" else 1.0)
+    monkeypatch.setattr(sys.modules[_with_activations.__module__], "assumed", lambda *_: rates)
+    model = model_of(settings)
+    counted = Activations(settings, model)
+    names = counted.unit_names
+    need = {word: _device_bytes(with_activations(settings, word), model, gpu(1)) for word in ("keep", "remat")}
+    told = []
+    for share in (-0.05, 0, 0.25, 0.5, 0.75, 1):  # at first the state does not fit, even so
+        machine = gpu(1, device=need["remat"] + int(share * (need["keep"] - need["remat"])))
+        planned(with_activations(settings, "keep"), model, machine.world, machine.room, counted)  # it leaves room
+        least = planned(with_activations(settings, "remat"), model, machine.world, machine.room, counted)
+        chosen, _ = _settled(settings, machine, model, counted)
+        assert (
+            planned(chosen, model, machine.world, machine.room, counted).placement.optimizer
+            == least.placement.optimizer
+        )
+        words = Counter({"remat": len(names)} if chosen.zero.activations == "remat" else _words(chosen))
+        told.append(words["remat"])
+        if share >= 0:
+            assert set(least.placement.optimizer.values()) == {"device"}
+    print(told)
+    assert told[-1] == 0
+    assert told[1:] == sorted(told[1:], reverse=True)
+    assert (told[3] > 0) == (copies == "slow")
+
+
 @pytest.mark.parametrize("stage", ["auto", 0])
-def test_auto_measures_rates_once(monkeypatch, stage):
-    settings = config(model=DEEP, batch={"global": 64}, zero_={"activations": "auto", "stage": stage})
-    asked = []
+@pytest.mark.parametrize("room", ["little", "plenty"])
+def test_auto_measures_rates_once_and_only_where_it_needs_them(monkeypatch, stage, room):
+    settings = config(model=DEEP, batch={"global": 64, "micro": 64}, zero_={"activations": "auto", "stage": stage})
+    model, asked = model_of(settings), []
 
     def measured(*_, **__):
         asked.append("rates")
         return ROUND
 
     monkeypatch.setattr(sys.modules[_with_activations.__module__], "measured", measured)
-    _with_activations(settings, replace(gpu(1), paper=False), model_of(settings), lambda *_: None)
-    assert asked == ["rates"]
+    lightest = with_activations(settings, "remat")
+    lightest = lightest.model_copy(update={"zero": lightest.zero.model_copy(update={"stage": 0})})
+    need = _device_bytes(lightest, model, gpu(1))
+    machine = replace(gpu(1), paper=False)
+    if room == "little":
+        machine = replace(machine, device_bytes=need)
+    _settled(settings, machine, model)
+    assert asked == ["rates"] * (stage == "auto" or room == "little")
 
 
 def test_a_run_is_planned_with_what_auto_became(here, capsys):
@@ -219,6 +309,16 @@ def test_a_run_is_planned_with_what_auto_became(here, capsys):
     assert train.main([*words, "zero.activations=auto", f"offload.host_budget={budget}"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"auto: zero.activations: [1-9] of 6 units are computed again", out), out
+
+
+def _settled(settings, machine, model, counted=None):
+    """What auto becomes, and why."""
+    return _with_activations(settings, machine, model, counted or Activations(settings, model), lambda *_: None)
+
+
+def _words(settings):
+    """What becomes of the units that do not keep theirs, one for each."""
+    return [word for word in settings.zero.activations_by_pattern.values() if word != "keep"]
 
 
 def _device_bytes(settings, model, machine) -> int:

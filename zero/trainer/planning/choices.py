@@ -168,23 +168,18 @@ def with_activations(config: Config, activations: str | Sequence[str]) -> Config
     return config.model_copy(update={"zero": config.zero.model_copy(update={"activations": chosen})})
 
 
-def planned(config: Config, model: nn.Module, world: World, room: Room) -> Plan:
+def planned(config: Config, model: nn.Module, world: World, room: Room, activations: Activations | None = None) -> Plan:
     """The plan with these settings, whose batch is solved.
+
+    Args:
+        activations: of this model, if they were counted before, be it with other settings of `zero.activations`.
 
     Raises:
         ConfigError: it does not fit.
     """
     rows = config.batch.solved(world.size).numbers()[1]
-    return build_plan(config, model, world, room=room, **Activations(config, model).planned(rows, world.compute.kind))
-
-
-def fits(config: Config, machine: Machine, model: nn.Module) -> bool:
-    """Whether a plan with these settings, whose batch is solved, fits this machine."""
-    try:
-        planned(config, model, machine.world, machine.room)
-    except ConfigError:
-        return False
-    return True
+    counted = Activations(config, model) if activations is None else activations.resolved(config)
+    return build_plan(config, model, world, room=room, **counted.planned(rows, world.compute.kind))
 
 
 def batches(config: Config, ranks: int) -> Iterator[Batch]:

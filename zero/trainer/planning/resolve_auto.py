@@ -4,7 +4,6 @@ Rank 0 decides by the least that any rank has free, and sends its decision to th
 """
 
 import json
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,10 +18,11 @@ from zero.progress import Progress
 from zero.tracker import Tracker
 from zero.trainer.config import Config, read
 from zero.trainer.planning.activations import Activations
-from zero.trainer.planning.choices import STAGES, Choice, best, choices, fits, largest, nearest, with_activations
+from zero.trainer.planning.choices import STAGES, Choice, best, choices, largest, nearest, with_activations
 from zero.trainer.planning.cost import Rates, seconds_text
 from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.rates import assumed, between_ranks, measured, with_disk_or_without
+from zero.trainer.planning.resolve_activations import resolve_activations
 
 
 def resolve_auto(
@@ -52,10 +52,10 @@ def resolve_auto(
     progress = tracker.progress
     if world.rank == 0:
         try:
+            counted = activations or Activations(config, model)
             if config.zero.activations == "auto":
-                chosen, reasons = _with_activations(config, machine, model, progress)
+                chosen, reasons = _with_activations(config, machine, model, counted, progress)
             else:
-                counted = activations or Activations(config, model)
                 chosen, reasons, _ = _choose(config, machine, model, counted, progress)
             message = {"config": chosen.plain(), "reasons": reasons}
         except ConfigError as refused:
@@ -69,62 +69,26 @@ def resolve_auto(
 
 
 def _with_activations(
-    config: Config, machine: Machine, model: nn.Module, progress: Progress
+    config: Config, machine: Machine, model: nn.Module, activations: Activations, progress: Progress
 ) -> tuple[Config, list[str]]:
     """All else is chosen as if every unit were computed again; then as many units as fit keep their activations.
-
-    The first units of forward do not, because theirs are kept longest: as many as cost no time send theirs to host
-    memory, and those after them are computed again.
 
     Raises:
         ConfigError: nothing fits, even so.
     """
     least = with_activations(config, "remat")
-    chosen, reasons, rates = _choose(least, machine, model, Activations(least, model), progress)
-    names = Activations(chosen, model).unit_names
-    free = 0 if machine.device == "cpu" else _hidden_units(chosen, machine, model, names, rates, progress)
+    chosen, reasons, compared_by = _choose(least, machine, model, activations.resolved(least), progress)
 
-    def of(count: int) -> Config:
-        """With `count` units that do not keep theirs; one more than there are is what all else was chosen with."""
-        listed = [f"{name}:{'offload' if number < free else 'remat'}" for number, name in enumerate(names[:count])]
-        every = count > len(names) or (count == len(names) and not free)
-        return with_activations(chosen, "remat" if every else listed or "keep")
+    def rates() -> Rates:
+        if compared_by is not None:
+            return compared_by
+        if machine.paper:
+            return assumed(chosen, machine)
+        kept = activations.resolved(with_activations(chosen, "keep"))
+        return measured(chosen, machine, largest(chosen, machine, kept), disk=False, progress=progress)
 
-    count = bisect_left(range(len(names) + 1), True, key=lambda count: fits(of(count), machine, model))
-    sent = min(count, free) if count <= len(names) else 0
-    again = min(count, len(names)) - sent
-    beside = f", {sent} {'sends' if sent == 1 else 'send'} theirs to host memory beside forward" if sent else ""
-    return of(count), [
-        *reasons,
-        f"auto: zero.activations: {again} of {len(names)} units {'is' if again == 1 else 'are'} computed again in "
-        f"backward{beside}, as few as fit",
-    ]
-
-
-def _hidden_units(
-    config: Config, machine: Machine, model: nn.Module, names: Sequence[str], rates: Rates | None, progress: Progress
-) -> int:
-    """How many units, from the first on, a GPU's copy engine can send to the host while forward computes.
-
-    Backward takes longer than forward, so what hides beside the one hides beside the other.
-
-    Args:
-        rates: None: they have to be measured.
-    """
-    rows = config.batch.solved(machine.ranks).numbers()[1]
-    if rates is None and machine.paper:
-        rates = assumed(config, machine)
-    elif rates is None:
-        kept = Activations(with_activations(config, "keep"), model).of(rows, machine.device)
-        rates = measured(config, machine, kept, disk=False, progress=progress)
-
-    def takes_time(count: int) -> bool:
-        settings = with_activations(config, [f"{name}:offload" for name in names[:count]] or "keep")
-        traced = Activations(settings, model).of(rows, machine.device)
-        return traced.host_bytes / copy_bytes > traced.forward.flops / flops
-
-    copy_bytes, flops = rates.copy_bytes, rates.flops
-    return bisect_left(range(1, len(names) + 1), True, key=takes_time)
+    settled, reason = resolve_activations(chosen, machine, model, activations, rates)
+    return settled, [*reasons, f"auto: zero.activations: {reason}"]
 
 
 def _choose(

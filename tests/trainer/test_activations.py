@@ -20,6 +20,7 @@ from zero.errors import ConfigError, PlanError
 from zero.settings.build import build_plan
 from zero.testing import run_ranks, simulated_gpu
 from zero.trainer.models import GPT, loss
+from zero.trainer.planning import plan_text
 from zero.trainer.planning.activations import Activations
 from zero.trainer.planning.choices import planned, with_activations
 from zero.trainer.planning.resolve_auto import _with_activations
@@ -291,6 +292,25 @@ def test_auto_measures_rates_once_and_only_where_it_needs_them(monkeypatch, stag
         machine = replace(machine, device_bytes=need)
     _settled(settings, machine, model)
     assert asked == ["rates"] * (stage == "auto" or room == "little")
+
+
+def test_a_plan_counts_what_auto_becomes():
+    """And says it; the table is by the least, by which a run chooses all else."""
+    paper = {"ranks": 1, "device_memory": "300MiB", "host_memory": "1TiB", "disk": "1TiB"}
+    batch = {"global": 64, "micro": 64}
+    settings = config(model=DEEP, precision={"compute": "bf16"}, batch=batch, plan=paper)
+    told = {}
+    for word in ("auto", "remat"):
+        text, fitting = plan_text(with_activations(settings, word), [f"zero.activations={word}"])
+        assert fitting
+        told[word] = " ".join(text.split())
+    assert "zero.activations=auto zero.stage" in told["auto"]
+    became = re.search(r"it then becomes: (\d+) of 10 units (is|are) computed again", told["auto"])
+    assert became
+    assert 0 < int(became[1]) < 10
+    taken = {word: float(re.search(r"a rank takes ([\d.]+) MiB of GPU memory", told[word])[1]) for word in told}
+    assert taken["remat"] < 200 < taken["auto"] <= 300
+    assert "becomes" not in told["remat"]
 
 
 def test_a_run_is_planned_with_what_auto_became(here, capsys):

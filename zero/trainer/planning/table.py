@@ -8,10 +8,20 @@ from zero.core.placement import TIERS, size_text
 from zero.engine.plan import KINDS, Plan
 from zero.trainer.config import Config
 from zero.trainer.planning.activations import Activations
-from zero.trainer.planning.choices import Choice, best, bytes_by_tier, choices, largest, nearest, with_activations
+from zero.trainer.planning.choices import (
+    Choice,
+    best,
+    bytes_by_tier,
+    choice,
+    choices,
+    largest,
+    nearest,
+    with_activations,
+)
 from zero.trainer.planning.cost import seconds_text
 from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.rates import assumed, with_disk_or_without
+from zero.trainer.planning.resolve_activations import resolve_activations
 from zero.trainer.task import build_task
 
 COLUMNS = 80
@@ -35,9 +45,9 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
     """
     machine = Machine.described(config)
     config, notes = _with_rows(config, machine.ranks)
-    if config.zero.activations == "auto":
+    auto = config.zero.activations == "auto"
+    if auto:
         config = with_activations(config, "remat")
-        notes += ["zero.activations=auto is counted as remat, the least; a run keeps those of as many units as fit"]
     model = build_task(config).model
     activations = Activations(config, model)
     if machine.paper:
@@ -46,12 +56,20 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
         machine, rates, without = with_disk_or_without(config, machine, largest(config, machine, activations))
         notes += without
     found = choices(config, machine, model, rates, activations=activations)
+    winner = best(found)
+    if auto:
+        notes += ["zero.activations=auto: the table counts remat, the least, by which a run chooses all else"]
+    if auto and winner is not None:
+        config_of_run, became = resolve_activations(winner.config, machine, model, activations, lambda: rates)
+        counted = activations.resolved(config_of_run)
+        winner = choice(config_of_run, winner.preset, machine, model, rates, counted)
+        notes[-1] += f"; the answer counts what it then becomes: {became}"
     lines = [
-        *_answer(found, machine, overrides),
+        *_answer(winner, found, machine, overrides),
         "",
         *_sentence(
             f"{found[0].plan.numel:,} parameters, {config.precision.compute}, rows of {config.model.seq} tokens, "
-            f"activations {suggest.shown(config.zero.activations)}"
+            f"activations {'auto' if auto else suggest.shown(config.zero.activations)}"
         ),
         *_sentence(f"machine: {machine}"),
         *(line for one in notes for line in _sentence(one)),
@@ -63,7 +81,7 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
         *_details(found),
         "the first line is the answer; what the numbers mean: docs/concepts.md, Plans",
     ]
-    return "\n".join(lines), best(found) is not None
+    return "\n".join(lines), winner is not None
 
 
 def against_measured(plan: Plan, measured: Mapping[str, Mapping[str, int]], peak_bytes: int | None = None) -> str:
@@ -99,9 +117,10 @@ def _with_rows(config: Config, ranks: int) -> tuple[Config, list[str]]:
     return config.model_copy(update={"batch": config.batch.model_copy(update={"global_": ranks})}), [note]
 
 
-def _answer(found: Sequence[Choice], machine: Machine, overrides: Sequence[str]) -> Iterator[str]:
+def _answer(
+    winner: Choice | None, found: Sequence[Choice], machine: Machine, overrides: Sequence[str]
+) -> Iterator[str]:
     """What fits best and what to type for it; or what is nearest to fitting."""
-    winner = best(found)
     if winner is None:
         least = nearest(found)
         yield from _sentence(f"nothing fits; nearest is {' '.join(least.keys)}: {least.refusal}")

@@ -50,6 +50,7 @@ class Activations:
         self.unit_names = [unit.name for unit in self._splitting.units]
         self._compute = build_precision(config).compute
         self._traced: dict[tuple[int, int, _Units, _Units], Traced] = {}
+        self._evaluated: dict[tuple[int, int], Traced] = {}
 
     def resolved(self, config: Config) -> "Activations":
         """Of the same run, with what was auto as `config` has it; what was counted is not counted again."""
@@ -114,12 +115,18 @@ class Activations:
     def _count(self, rows: int, seq: int, remat: _Units, offload: _Units) -> Traced:
         chunk = max(1, CHUNK_TOKENS // seq)  # rows that a rank evaluates at a time
         if not self._splitting.trains:
-            return self._trace(chunk, seq, remat, offload, backward=False)
+            return self._evaluation(chunk, seq)
         traced = self._trace(rows, seq, remat, offload, backward=True)
         if rows >= chunk:
             return traced
-        evaluated = self._trace(chunk, seq, remat, offload, backward=False)
+        evaluated = self._evaluation(chunk, seq)
         return traced._replace(peak_bytes=max(traced.peak_bytes, evaluated.peak_bytes))
+
+    def _evaluation(self, rows: int, seq: int) -> Traced:
+        """Without backward nothing is kept, whatever becomes of the units' activations in training."""
+        if (rows, seq) not in self._evaluated:
+            self._evaluated[rows, seq] = self._trace(rows, seq, frozenset(), frozenset(), backward=False)
+        return self._evaluated[rows, seq]
 
     def _trace(self, rows: int, seq: int, remat: _Units, offload: _Units, *, backward: bool) -> Traced:
         tokens = torch.empty(rows, seq + 1, dtype=torch.int64, device=META)

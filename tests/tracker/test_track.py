@@ -2,8 +2,10 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -187,6 +189,23 @@ def test_a_loop_that_goes_on_adds_rows_and_another_one_leaves_them_alone(tmp_pat
     assert trained(world, tmp_path).folder == tmp_path / "run-2"
     assert len(rows_of(tmp_path)) == 2
     assert "has the rows of another run" in caplog.text
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_the_page_names_the_rank_that_is_held_up(tmp_path, slow):
+    def loop(world):
+        _, state, step = begun(world)
+        with zero.track(state, tmp_path, samples=8, every=1, timeline=False) as track:
+            for number in range(5):
+                if world.rank == slow:
+                    time.sleep(0.15)
+                state, metrics = step(state, [batch(number)])
+                track(state, metrics)
+
+    run_ranks(2, loop)
+    assert re.search(
+        rf"<dt>Slowest rank</dt><dd>{slow}</dd><p>in [345] of 5 rows", (tmp_path / "report.html").read_text()
+    )
 
 
 @pytest.mark.parametrize(

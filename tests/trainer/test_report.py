@@ -295,6 +295,24 @@ def test_speed_is_the_median_after_the_first_row(tmp_path):
     assert found._replace(rows=[]).typical("speed/tokens_per_s") is None
 
 
+def waits(step: int, slowest: object, worked_s: object, longest_s: object, step_s: object = 1.0) -> dict:
+    keys = ("comm/slowest_rank", "comm/slowest_s", "comm/wait_s", "speed/step_s")
+    return row(step, **dict(zip(keys, (slowest, worked_s, longest_s, step_s), strict=True)))
+
+
+def test_the_rank_that_others_waited_for_is_named_with_what_it_cost_them(tmp_path):
+    """What all waited alike is not its doing; a row that was not timed names nobody."""
+    rows = [waits(1, 1, 0.9, 0.3), waits(2, 0, 0.5, 0.9), waits(3, 1, 0.9, 0.22), waits(4, 1, 1.0, 0.1)]
+    folder = write_folder(tmp_path, rows=[*rows, waits(5, None, None, None, None)], summary={"ranks": 3})
+    said = "Slowest rank 1 in 3 of 4 rows; others waited up to 120 ms a step longer than it; median"
+    assert said in text_of(folder)
+    assert said in text_of(write_folder(tmp_path / "running", rows=rows))
+    alone = write_folder(tmp_path / "alone", rows=[waits(1, None, None, 0.0)], summary={"ranks": 1})
+    assert "Slowest" not in text_of(alone)
+    odd = [waits(1, "?", [], {}), waits(2, math.nan, 1.0, 0.0)]
+    assert "Slowest" not in text_of(write_folder(tmp_path / "odd", rows=odd, summary={"ranks": 2}))
+
+
 @pytest.mark.parametrize(
     ("summary", "status"),
     [

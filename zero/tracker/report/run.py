@@ -3,10 +3,12 @@
 It is made from the run's files alone, so it can be made again at any time, also of a run that failed or still runs.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import zero.tracker.report.chart as chart
@@ -342,6 +344,7 @@ def _speed(run: Run) -> Html:
     tiers = f"most so far; {', '.join(one.name for one in peaks)}"
     return section(
         "Speed and memory",
+        facts(_slowest(run)),
         side_by_side(
             _line(
                 run, f"{run.unit.capitalize()} per second", f"speed/{run.unit}_per_s", "blue", from_zero=True, **THIRD
@@ -353,6 +356,21 @@ def _speed(run: Run) -> Html:
             layout="three",
         ),
     )
+
+
+def _slowest(run: Run) -> list[Fact]:
+    """The rank that most rows name as the one that waited least, and what the others waited longer than it."""
+    ranks = finite(run.summary.get("ranks"))
+    keys = ("comm/slowest_rank", "comm/slowest_s", "comm/wait_s", "speed/step_s")
+    numbers = [[finite(row.get(key)) for key in keys] for row in run.rows]
+    timed = [[one for one in row if one is not None] for row in numbers if None not in row]
+    if (ranks is not None and ranks < 2) or not timed:
+        return []
+    slowest, count = Counter(row[0] for row in timed).most_common(1)[0]
+    own = [longest_s - (step_s - worked_s) for rank, worked_s, longest_s, step_s in timed if rank == slowest]
+    waited = seconds(max(0.0, median(own)))
+    note = f"in {count} of {len(timed)} rows; others waited up to {waited} a step longer than it; median"
+    return [Fact("Slowest rank", number(slowest, 9), note)]
 
 
 def _moves(run: Run) -> bool:

@@ -27,16 +27,33 @@ def test_the_version_is_ours(here, capsys):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("name", ["zero-train", "train.py"])
+@pytest.mark.parametrize("name", ["zero-train", "zero/__main__.py", "train.py"])
 def test_each_command_says_how_it_is_used(command, name, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [f"/bin/{name}"])
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
     assert ended.value.code == 0
-    told, typed = capsys.readouterr().out, "zero-train " if name == "zero-train" else "scripts/"
+    told = capsys.readouterr().out
+    typed = {"zero-train": "zero-train ", "zero/__main__.py": "python -m zero ", "train.py": "scripts/"}[name]
     assert told.startswith(f"usage: {typed}{command} ")
     assert f"\n{typed}{command} " in told.replace("\n    ", "\n"), "with an example"
     assert ("scripts/" in told) == (name == "train.py")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["mode=explain"]])
+@pytest.mark.parametrize(("name", "typed"), [("zero-train", "zero-train"), ("zero/__main__.py", "python -m zero")])
+def test_an_answer_has_the_commands_that_work_here_in_the_same_columns(words, name, typed, here, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    assert main(words) == 0
+    before = capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [f"/bin/{name}"])
+    assert main(words) == 0
+    after = capsys.readouterr().out
+    assert "train.py" not in after
+    assert f"  {typed} " in after
+    for one, other in zip(before.splitlines(), after.splitlines(), strict=True):
+        assert (one == other) == ("python train.py" not in one)
+        assert len(one) == len(other)
 
 
 def test_a_run_is_trained_and_reported_by_the_module(here):

@@ -13,6 +13,9 @@ from zero.trainer import launch
 from zero.trainer.config import Config
 from zero.trainer.explain import explain
 
+TRAIN = "python train.py"
+"""How texts begin a command; `as_called` puts what works in its place."""
+
 
 def answer(config: Config, overrides: Sequence[str], conf: Path) -> int:
     """Print what `config.mode` answers, and return an exit code.
@@ -48,10 +51,22 @@ def show(text: str) -> None:
 
 def as_called(text: str) -> str:
     """With the commands in it as they work here: whoever has installed the program has no train.py beside him."""
-    if Path(sys.argv[0]).name != "zero-train":
+    called = program()
+    if called == TRAIN:
         return text
-    text = re.sub(r"scripts/(report|sample|export|import)\b", r"zero-train \1", text)
-    return text.replace("python train.py", "zero-train").replace(" train.py ", " -m zero.application.train ")
+    several = "-m zero" if called.startswith("python") else "-m zero.application.train"  # for torchrun
+    text = re.sub(r"scripts/(report|sample|export|import)\b", rf"{called} \1", text)
+    shorter = " " * (len(TRAIN) - len(called))  # what stands beside commands stays below each other
+    text = re.sub(rf"{re.escape(TRAIN)}(.*?  )", rf"{called}\1{shorter}", text)
+    return text.replace(TRAIN, called).replace(" train.py ", f" {several} ")
+
+
+def program() -> str:
+    """What one types to start it: train.py in a checkout, a command or a module where it is installed."""
+    path = Path(sys.argv[0])
+    if path.name == "zero-train":
+        return "zero-train"
+    return "python -m zero" if path.parts[-2:] == ("zero", "__main__.py") else TRAIN
 
 
 def command_line(name: str, text: str) -> argparse.ArgumentParser:

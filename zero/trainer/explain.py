@@ -141,7 +141,7 @@ def overview(conf: Path) -> str:
     return f"""\
 ZeRO for plain PyTorch, as a function.
 
-  python train.py                                      the default run: minutes
+  python train.py                                      a run: about a minute
   python train.py zero.stage=3 launch.ranks=2          a run on two processes
   python train.py -m zero.stage=0,1,2,3                runs, and their table
   python train.py mode=plan model=gpt_7b plan.ranks=4  what fits, and how fast

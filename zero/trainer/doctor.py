@@ -191,7 +191,7 @@ def _versions(config: Config, host: Host) -> Iterator[Check]:
             wrong.append(f"{package} {version or 'is missing'} ({pin})")
         if package in ("python", "torch", "hydra-core", "wandb"):
             shown.append(f"{package} {version or '-'}")
-    advice = "install what pyproject.toml asks for: pip install -e ."
+    advice = "install what it needs: pip install functional-zero, or pip install -e . in a checkout"
     yield _judge("versions", ", ".join(wrong or shown), (wrong, "bad", advice))
 
 

@@ -51,7 +51,7 @@ class Tokenizer:
 
 def missing(name: str) -> ConfigError:
     """The sentence for a package of Hugging Face that is missing."""
-    return ConfigError(f"data=hf needs {name}, which is not installed; pip install -e '.[hf]'")
+    return ConfigError(f"data=hf needs {name}, which is not installed; pip install 'functional-zero[hf]'")
 
 
 def _find(path: str) -> Path:

@@ -250,3 +250,13 @@ def test_code_in_the_folder_of_a_model_is_not_run(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="no model of transformers"):
         hf.settings(tmp_path)
     assert not (tmp_path / "was_run").exists()
+
+
+def test_a_folder_without_a_configuration_is_refused_in_words(tmp_path):
+    from zero.trainer.models.hf_config import HFConfig
+
+    with pytest.raises(ConfigError, match=r"there is no config\.json in it$"):
+        HFConfig(path=str(tmp_path)).check()
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"no readable config\.json in it \(.*line 1"):
+        HFConfig(path=str(tmp_path)).check()

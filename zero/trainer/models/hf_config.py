@@ -52,6 +52,8 @@ class HFConfig(Section):
             return
         try:
             settings = json.loads((folder / "config.json").read_bytes())
+        except FileNotFoundError as error:
+            raise ConfigError(f"model.path={self.path}: there is no config.json in it") from error
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path={self.path}: no readable config.json in it ({error})") from error
         if not isinstance(settings, dict):

@@ -69,7 +69,11 @@ def test_a_run_is_trained_and_reported_by_the_module(here):
     assert (here / "run" / "report.html").exists()
 
 
-@pytest.mark.parametrize("script", ["train.py", "scripts/sample", "scripts/from_deepspeed"])
+WITHOUT_TORCH = ["train.py", "scripts/sample", "scripts/from_deepspeed"]
+WITHOUT_TORCH += [f"scripts/{name}" for name in ("bench_step", "nodes", "tutorial", "pictures", "fuzz_checkpoint")]
+
+
+@pytest.mark.parametrize("script", WITHOUT_TORCH)
 def test_without_torch_the_line_to_type_is_said(script):
     """-S: without the packages that are installed."""
     command = [sys.executable, "-S", ROOT / script]

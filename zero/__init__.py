@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 from zero import renamed
 from zero.deepspeed import missing_names
 
-if find_spec("torch") is None:
-    raise ModuleNotFoundError(
-        f"{sys.executable} has no torch: in a checkout type `source .venv/bin/activate` (scripts/train makes .venv), "
-        "elsewhere `pip install torch`",
-        name="torch",
-    )
+for _needed, _install in (("torch", "pip install torch"), ("pydantic", "pip install functional-zero")):
+    if find_spec(_needed) is None:
+        raise ModuleNotFoundError(
+            f"{sys.executable} has no {_needed}: in a checkout type `source .venv/bin/activate` (scripts/train makes "
+            f".venv), elsewhere `{_install}`",
+            name=_needed,
+        )
 
 if TYPE_CHECKING:
     from zero import losses as losses

@@ -23,7 +23,7 @@ MISTAKES = [
     ({"zero": None}, "zero=null: zero is a section of keys; there are zero.stage, zero.units, "),
     ({"stage": 3}, "unknown key stage; did you mean zero.stage?"),
     ({"ofload": {}}, "unknown key ofload; did you mean offload?"),
-    ({"zero": {"units": ["Blok"]}}, "zero.units=['Blok']: Blok is not a class of this model; did you mean Block?"),
+    ({"zero": {"units": ["Blok"]}}, "zero.units=[Blok]: Blok is not a class of this model; did you mean Block?"),
     ({"zero": {"units": []}}, "zero.units=[]: must be auto or a list of class names, such as [Block]"),
     (
         {"zero": {"units": ["Block", "RMSNorm"]}, "model": {"norm": "layer"}},

@@ -100,6 +100,8 @@ def shown(value: object) -> str:
     """A value as it was typed, on one short line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        value = f"[{', '.join(map(shown, value[:SHOWN]))}{', ...' * (len(value) > SHOWN)}]"
     # one line, whatever was typed, and nothing that a terminal would obey
     text = "".join(letter if letter.isprintable() else "?" for letter in " ".join(str(value).split()))
     return text if len(text) <= 60 else text[:57] + "..."

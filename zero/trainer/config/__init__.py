@@ -87,7 +87,7 @@ class Config(Settings):
         for name in () if self.zero.units == "auto" else self.zero.units:
             if name not in (*UNIT_CLASSES, "auto"):
                 units, nearest = list(self.zero.units), suggest.nearest(name, UNIT_CLASSES)
-                raise ConfigError(f"zero.units={units}: {name} is not a class of this model; {nearest}")
+                raise ConfigError(f"zero.units={suggest.shown(units)}: {name} is not a class of this model; {nearest}")
         norm, absent = ("RMSNorm", "LayerNorm") if model.norm == "rms" else ("LayerNorm", "RMSNorm")
         if absent in self.zero.units:
             raise ConfigError(f"zero.units: a model with model.norm={model.norm} has no {absent}; write {norm}")

@@ -87,8 +87,8 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None)
 def _check_range(targets: Tensor, vocab: int) -> None:
     """No chunk has such a target, so its token would get another loss without a word."""
     right = (targets == IGNORED) | ((targets >= 0) & (targets < vocab))
-    if targets.is_meta:
-        return  # of a plan, without values
+    if targets.is_meta or torch.compiler.is_compiling():
+        return  # there are no values to look at
     if not targets.is_cpu:
         torch._assert_async(right.all())  # the host does not wait for it
     elif not right.all():

@@ -246,6 +246,14 @@ def test_too_little_room_in_all_folders_together_is_refused_with_every_folder(tm
         run_ranks(1, on_disk, setting, [*folders, tmp_path / "missing"])
 
 
+def test_two_names_of_one_folder_have_all_its_room(tmp_path, monkeypatch):
+    setting = Setting(offload=(("preset", "nvme"),), page_bytes=4 * KiB)
+    count = sum(run_ranks(1, on_disk, setting, [tmp_path, tmp_path])[0])
+    need = count + count // 4
+    monkeypatch.setattr("zero.engine.init.free_by_file_system", lambda folders: [(folders, need * 4 * KiB)])
+    assert sum(run_ranks(1, on_disk, setting, [tmp_path, tmp_path])[0]) == count
+
+
 def test_folders_on_one_disk_share_what_it_has_free(tmp_path):
     folders = [tmp_path / name for name in ("a", "b")]
     for folder in folders:

@@ -147,14 +147,14 @@ def _rooms(folders: Sequence[Path], nbytes: int, ranks: int) -> list[int]:
     """
     free = free_by_file_system(folders)
     rooms = {folder: free_bytes // len(those) for those, free_bytes in free for folder in those}
-    if sum(rooms.values()) < nbytes:
+    if sum(rooms[folder] for folder in folders) < nbytes:  # two names may be one folder
         has = ", ".join(f"{size_text(free_bytes)} in {' and '.join(map(str, those))}" for those, free_bytes in free)
         raise StoreError(
             f"the state store needs {size_text(nbytes)}, free are {has}; set offload.path to folders with more space, "
             "or keep less there"
         )
     own = {folder: int(ROOM_SHARE * room) // ranks for folder, room in rooms.items()}
-    return [(own if sum(own.values()) >= nbytes else rooms)[folder] for folder in folders]
+    return [(own if sum(own[one] for one in folders) >= nbytes else rooms)[folder] for folder in folders]
 
 
 def init(

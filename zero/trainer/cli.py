@@ -159,8 +159,9 @@ def _options(arguments: Sequence[str]) -> Any:
             separate = "=" not in argument and not after.startswith("-") and "=" not in after
             word = f"{argument[2:]}={after}" if separate else argument[2:]
             _refuse_synonyms([word], "settings are written without dashes; ")
-            refused = refusal_of([word]) if "=" in word else ""
-            typed = word if "=" in word else f"{word}=VALUE"
+            others = [one for one in arguments if one != argument and not (separate and one == after)]
+            refused = refusal_of([*others, word]) if "=" in word else ""
+            typed = suggest.shown(word if "=" in word else f"{word}=VALUE")
             end = f"; with {typed} in its place: {refused}" if refused else f": {typed}"
             raise ConfigError(f"{argument}: settings are written without dashes{end}")
     if (plain := _without_dashes(arguments)) != list(arguments):

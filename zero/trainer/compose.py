@@ -235,7 +235,7 @@ def _with_guess_tried(said: str, word: str, overrides: Sequence[str]) -> str:
         return said
     write = guess[1] + (guess[2] or f"={value}")
     refused = refusal_of([write if one == word else one for one in overrides])
-    return f"{said[: guess.start()]}; with {write} in its place: {refused}" if refused else said
+    return f"{said[: guess.start()]}; with {suggest.shown(write)} in its place: {refused}" if refused else said
 
 
 def _of_another_option(key: str, overrides: Sequence[str]) -> str:

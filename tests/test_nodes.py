@@ -36,9 +36,11 @@ def test_two_nodes_train_and_their_wires_carry_what_the_rows_say(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     said = rows[-1]["comm/gather_bytes"] + rows[-1]["comm/reduce_bytes"]
-    table = {line.split()[0]: line.split()[1:3] for line in done.stdout.splitlines() if line.startswith("node")}
-    sent = sum(float(table[node][0].replace(",", "")) for node in ("node0", "node1"))
-    assert said < sent < 1.25 * said, f"{done.stdout}: the rest is headers, and what every row costs"
+    table = {line.split()[0]: line.split()[1:4] for line in done.stdout.splitlines() if line.startswith("node")}
+    # of the whole run: such a step takes no longer than it takes to read the counters
+    sent = sum(float(table[node][2].replace(",", "")) for node in ("node0", "node1"))
+    most = 1.4 * said * len(rows)
+    assert said * len(rows) < sent < most, f"{done.stdout}: the rest is headers, the start, and what every row costs"
 
 
 def test_state_is_offloaded_to_each_nodes_own_disk_and_checkpoints_there_are_refused_before_training(tmp_path):

@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 import zero
-from tests.conftest import LONG_S
+from tests.common.browser import DARK, LIGHT, needs_chromium, shown
+from tests.conftest import LONG_S, every_other
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -82,6 +83,19 @@ def test_every_link_of_the_site_leads_somewhere(site: Path):
             target = os.path.normpath(Path(name).parent / path) if path else name
             assert (site / target).exists(), f"{name}: {link}"
             assert not anchor or target not in pages or anchor in pages[target].anchors, f"{name}: {link}"
+
+
+@BUILT
+@needs_chromium
+@pytest.mark.parametrize("scheme", [DARK, LIGHT], ids=["dark", "light"])
+def test_nothing_of_the_site_is_cut_in_a_narrow_or_a_wide_window(site: Path, tmp_path: Path, scheme: str):
+    """Half of the pages in dark and the others in light, and on the next day the other way round."""
+    names = ["index", "getting-started", "tutorial", "concepts", "own-loop", "coming-from-deepspeed", "config", "api"]
+    names += ["checkpoints", "scale", "troubleshooting", "benchmarks"]
+    pages = [site / f"{name}.html" for name in every_other(names, int(scheme))]
+    for seen in shown(pages, scheme, tmp_path, roots=[".md-content"]):
+        assert (seen.scrolls, seen.cut, seen.split, seen.pale) == (0, [], [], []), seen
+        assert (seen.paper == "rgb(255, 255, 255)") is (scheme == LIGHT)
 
 
 @BUILT

@@ -5,7 +5,6 @@ import math
 import random
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import train
+from tests.common.browser import DARK, LIGHT, needs_chromium, shown
 from tests.conftest import LONG_S
 from zero.errors import MachineError
 from zero.platform.timeline import Span as Traced, Timeline
@@ -541,42 +541,63 @@ def test_a_real_run_holds_and_moves_what_was_planned(finished):
             assert one.measured == pytest.approx(one.planned, rel=0.01), one
 
 
-PROBE = """
-<script>addEventListener("load", () => {
-  const seen = document.documentElement.clientWidth, scrolls = e => e && (getComputedStyle(e).overflowX == "auto" ||
-    scrolls(e.parentElement)), found = {width: seen, cut: [], font: 99}
-  for (const e of document.querySelectorAll("main, main *")) {
-    const box = e.getBoundingClientRect(), chart = e.closest("svg")
-    const frame = chart && chart !== e && chart.getBoundingClientRect()
-    if ((box.left < 0 || box.right > seen) && !scrolls(e)) found.cut.push(e.outerHTML.slice(0, 80))
-    if (frame && e.tagName == "text") {
-      if (box.left < frame.left - 1 || box.right > frame.right + 1) found.cut.push(e.outerHTML)
-      found.font = Math.min(found.font, parseFloat(getComputedStyle(e).fontSize) * e.getCTM().a)
-    }
-  }
-  found.paper = getComputedStyle(document.body).backgroundColor
-  document.body.innerText = "probe " + JSON.stringify(found)
-})</script></head>"""
+SCHEMES = [(DARK, "rgb(16, 20, 24)"), (LIGHT, "rgb(246, 247, 248)")]
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
-@pytest.mark.parametrize(("scheme", "paper"), [("0", "rgb(16, 20, 24)"), ("1", "rgb(246, 247, 248)")])
-def test_nothing_is_cut_in_a_window_of_500_pixels(finished, tmp_path, scheme, paper):
+def charts_of_many_words() -> str:
+    """Charts whose labels and legends are as long as they get."""
+    kinds = [*run.KINDS]
+    series = [Series(name, [(1, 700 << 20), (2_000_000, 1 << 20)]) for name in ("waiting for the store", "whole step")]
+    bars = [Bar("device, plan", [Part(kind, 1000 << 20, *run.KINDS[kind]) for kind in kinds])]
+    bars.append(Bar("measured", [Part(kinds[0], 1000 << 30, "blue")]))
+    panels = [Panel(f"panel {number}", [(1, 1e-7), (2, 1.234e-6)], note="12.3456") for number in range(7)]
+    drawn = [
+        chart.lines(series, title="lines", binary=True),
+        chart.lines([Series("line", [(1, 1.2e-7), (2, 1.3e-7)])], title="lines"),
+        chart.bars(bars, title="bars", order=kinds),
+        chart.multiples(panels, title="multiples"),
+    ]
+    parts = [page.section("Charts", *(page.figure(svg, "a chart", "a note on it") for svg in drawn))]
+    return page.page("charts", kicker="k", status=page.pill("finished", "good"), parts=parts)
+
+
+@needs_chromium
+@pytest.mark.parametrize(("scheme", "paper"), SCHEMES, ids=["dark", "light"])
+def test_nothing_is_cut_in_a_narrow_or_a_wide_window(finished, tmp_path, scheme, paper):
     """In dark and in light. What is wider, such as the timeline, scrolls; every label is in its chart, and legible."""
     said = read_run(finished)
     wide = "averylongwordwithoutaspace" * 9
     summary = said.summary | {"sample": wide, "checkpoint": f"/{wide}/step-4"}
     long = said._replace(summary=summary, overrides=[f"data.folder={wide}"])
-    html = run.report(long, Config().plain())
-    probed = tmp_path / "page.html"
-    probed.write_text(re.sub("<meta http-equiv=[^>]*>", "", html).replace("</head>", PROBE))
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=500,900"]
-    command += [f"--user-data-dir={tmp_path}", f"--blink-settings=preferredColorScheme={scheme}", "--dump-dom"]
-    command += [probed.as_uri()]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=True).stdout
-    found = json.loads(shown.rpartition("probe ")[2].partition("</body>")[0])
-    assert (found["width"], found["paper"], found["cut"]) == (500, paper, [])
-    assert 7.5 < found["font"] < 99
+    pages = {"report": run.report(long, Config().plain()), "charts": charts_of_many_words()}
+    for name, text in pages.items():
+        (tmp_path / f"{name}.html").write_text(text)
+    found = shown([tmp_path / f"{name}.html" for name in pages], scheme, tmp_path)
+    assert [(seen.page, seen.width) for seen in found] == [(f"{p}.html", w) for w in (500, 1400) for p in pages]
+    for seen in found:
+        assert (seen.paper, seen.scrolls, seen.cut, seen.split, seen.pale) == (paper, 0, [], [], []), seen
+        assert 7.5 < seen.font < 99
+
+
+@needs_chromium
+def test_a_browser_finds_what_is_cut_split_or_pale(tmp_path):
+    """What the tests of pages rely on."""
+    flaws = {
+        "sound": "<p>text</p><div style='overflow-x:auto'><p style='width:2000px'>text</p></div>",
+        "wide": "<p style='width:2000px'>text</p>",
+        "clipped": "<p style='width:9px;overflow:hidden'>text</p>",
+        "pale": "<p style='color:#ccc;background:#fff'>text</p>",
+        "split": "<table style='width:9px'><td><code style='word-break:break-all'>zero.stage</code></table>",
+        "chart": "<svg width='300' height='99'><text x='-20' y='50'>text</text></svg>",
+        "labels": "<svg width='300' height='99'><text x='9' y='50'>text</text><text x='20' y='52'>text</text></svg>",
+    }
+    for name, body in flaws.items():
+        (tmp_path / f"{name}.html").write_text(f"<!DOCTYPE html><body style='background:#fff'><main>{body}</main>")
+    found = {seen.page.removesuffix(".html"): seen for seen in shown([*tmp_path.glob("*.html")], LIGHT, tmp_path)[:7]}
+    assert {name for name, seen in found.items() if seen.scrolls} == {"wide"}
+    assert {name for name, seen in found.items() if seen.cut} == {"wide", "clipped", "chart", "labels"}
+    assert {name for name, seen in found.items() if seen.split} == {"split"}
+    assert {name for name, seen in found.items() if seen.pale} == {"pale"}
 
 
 def test_the_script_says_where_the_page_is(finished, monkeypatch, capsys):

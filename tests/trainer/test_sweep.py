@@ -18,6 +18,7 @@ import yaml
 from hypothesis import given, settings, strategies as st
 
 import train
+from tests.common.browser import DARK, LIGHT, needs_chromium, shown
 from tests.conftest import LONG_S
 from zero.errors import MachineError
 from zero.tracker.report import sweep
@@ -181,6 +182,18 @@ def test_losses_share_their_axes_and_numbers_have_a_chart(tmp_path):
     firsts = [one.attrib["d"].split("L")[0] for one in root.iter() if one.attrib.get("class") == "line"]
     assert len(firsts) == 4
     assert len(set(firsts)) == 1, "the same loss has another place"
+
+
+@needs_chromium
+@pytest.mark.parametrize("scheme", [DARK, LIGHT], ids=["dark", "light"])
+def test_nothing_of_a_sweep_is_cut_in_a_narrow_or_a_wide_window(tmp_path, scheme):
+    wide = "averylongwordwithoutaspace" * 9
+    for number, rate in enumerate((1e-4, 1e-3, 1e-2, 1e-1)):
+        job(tmp_path, number, f"optim.lr={rate}", "offload=infinity", f"data.folder={wide}", **finished())
+    job(tmp_path, 4, "optim.lr=7", "offload=none", f"data.folder={wide}", exit_reason=f"failed: {wide}")
+    for seen in shown([sweep.write(tmp_path).page], scheme, tmp_path):
+        assert (seen.scrolls, seen.cut, seen.split, seen.pale) == (0, [], [], []), seen
+        assert 7.5 < seen.font < 99
 
 
 def test_nothing_in_a_sweep_can_become_markup(tmp_path):

@@ -20,6 +20,9 @@ SMALLEST, SMALLEST_WIDE = 0.64, 0.75
 """How far a page may shrink a chart before the chart scrolls, so that its text stays legible: one that a phone shows
 whole, and one for the width of a page, which scrolls there anyway."""
 
+LARGEST = 13.5
+"""Font size of a tick or a legend on a narrow page, where charts shrink; there has to be room for it."""
+
 COLOURS = ("blue", "amber", "green", "purple", "teal", "rose", "slate")
 """What a page must define, as `--blue` and so on; also `--ink`, `--soft`, `--line`, `--grid` and `--card`."""
 
@@ -124,7 +127,7 @@ def lines(
     y = logarithmic(y_values, bottom, top) if log else linear(
         y_values, bottom, top, from_zero=from_zero, binary=binary, count=4 if height < 200 else 5
     )  # fmt: skip
-    left = 12 + max(_text_width(name) for _, name in y.ticks)
+    left = 12 + max(_text_width(name, LARGEST) for _, name in y.ticks)
     x_values = [x for one in series for x, _ in one.points]
     inset = 14 * any(one.style == "dots" for one in series)  # no dot lies on the axis
     x = logarithmic(x_values, left, right) if log_x else linear(
@@ -153,7 +156,7 @@ def bars(rows: Sequence[Bar], *, title: str, order: Sequence[str] = ()) -> str:
     top += 8
     left = 14 + max((min(150.0, _text_width(bar.name, 12.5)) for bar in kept), default=0.0)
     totals = [min(1e300, sum(part.value for part in bar.parts)) for bar in kept]
-    right = WIDTH - 16 - max((_text_width(size(total)) for total in totals), default=0.0)
+    right = WIDTH - 16 - max((_text_width(size(total), LARGEST) for total in totals), default=0.0)
     x = linear([0, *totals], left, right, binary=True, count=4, snug=True)
     bottom = top + 32 * max(1, len(kept))
     body = [_ticks_below(x, top, bottom), legend]
@@ -204,7 +207,7 @@ def multiples(panels: Sequence[Panel], *, title: str, x_name: str = "step", log:
     tall, below, top, bottom = 132.0, 46.0, 26.0, 128.0
     y_values = [y for panel in panels for _, y in panel.points]
     y = logarithmic(y_values, bottom, top) if log else linear(y_values, bottom, top, count=3)
-    left = 10 + max(_text_width(name) for _, name in y.ticks)
+    left = 10 + max(_text_width(name, LARGEST) for _, name in y.ticks)
     wide = (2 * WIDTH - left) / columns
     right = wide - 16
     x_values = [x for panel in panels for x, _ in panel.points]
@@ -374,8 +377,8 @@ def _legend(entries: Iterable[tuple[str, str, float]], width: float) -> tuple[st
     parts: list[str] = []
     x, y = 10.0, 14.0
     for name, colour, shade in entries:
-        name = _fit(name, width - 60)
-        taken = 32 + _text_width(name)
+        name = _fit(name, width - 60, LARGEST)
+        taken = 34 + _text_width(name, LARGEST)
         if x > 10 and x + taken > width:
             x, y = 10.0, y + 19
         parts.append(

@@ -78,7 +78,7 @@ def facts(entries: Iterable[Fact]) -> Html:
 def figure(svg: str, caption: str, note: str = "") -> Html:
     """A chart under its name."""
     more = f"<small>{escape(note)}</small>" if note else ""
-    return Html(f"<figure><figcaption>{escape(caption)}{more}</figcaption>{svg}</figure>")
+    return Html(f'<figure><figcaption>{escape(caption)}{more}</figcaption><div class="wide">{svg}</div></figure>')
 
 
 def side_by_side(*blocks: Html, layout: Literal["even", "lead", "three"] = "even") -> Html:

@@ -60,7 +60,7 @@ def train(config: Config, folder: Path) -> "Summary":
         world.agree({**flat(config), "digest of the data": data.digest})
 
         activations = Activations(config, task.model)  # traced once, for what is auto and for the plan
-        config = resolve_auto(config, task.model, world, tracker, activations)
+        config, predicted_s = resolve_auto(config, task.model, world, tracker, activations)
         if world.rank == 0:
             write_config(config, folder)
         _, micro, _ = config.batch.numbers()
@@ -79,7 +79,7 @@ def train(config: Config, folder: Path) -> "Summary":
                 tracker.note(line)
             state = zero.init(plan, store, seed=config.seed, weights=task.weights, progress=tracker.progress)
             state = resumed(state, checkpoint, config, tracker)
-            with Run(config, state, task, data, tracker, folder, checkpoint) as run:
+            with Run(config, state, task, data, tracker, folder, checkpoint, predicted_s) as run:
                 step = zero.make_step(plan, task.loss, flag=run.flag)
                 for number in run.steps():
                     with run.recorded(number):

@@ -333,7 +333,7 @@ def test_a_run_is_planned_with_what_auto_became(here, capsys):
 
 def _settled(settings, machine, model, counted=None):
     """What auto becomes, and why."""
-    return _with_activations(settings, machine, model, counted or Activations(settings, model), lambda *_: None)
+    return _with_activations(settings, machine, model, counted or Activations(settings, model), lambda *_: None)[:2]
 
 
 def _words(settings):

@@ -655,7 +655,8 @@ def test_settle_finds_the_largest_microbatch_as_brute_force_does(share, size):
     settled = run_ranks(
         size, lambda world: resolve_auto(settings, model_of_rank(world, settings), world, telling(notes.append))
     )
-    for one in settled:
+    for one, step_s in settled:
+        assert step_s is None, "nothing was compared, so no rate was measured"
         assert one.batch.numbers() == (48 * size, 48 // expected, expected)
         assert one == settings.model_copy(update={"batch": one.batch}).on(size)
     assert len(notes) == (size if expected > 1 else 0)
@@ -687,12 +688,13 @@ def test_settle_changes_nothing_where_nothing_is_auto():
         {"global": 1},
     ):
         settings = config(batch=batch)
-        assert resolve_auto(settings, None, zero.World.from_env(device="cpu"), telling(pytest.fail)) == settings.on(1)
+        world = zero.World.from_env(device="cpu")
+        assert resolve_auto(settings, None, world, telling(pytest.fail)) == (settings.on(1), None)
 
 
 def test_a_default_run_that_fits_keeps_its_batch_whole():
     settings = config()
-    settled = resolve_auto(settings, model_of(settings), zero.World.from_env(device="cpu"), telling(pytest.fail))
+    settled, _ = resolve_auto(settings, model_of(settings), zero.World.from_env(device="cpu"), telling(pytest.fail))
     assert settled == settings.on(1)
     assert settled.batch.numbers() == (8, 8, 1)
 
@@ -712,10 +714,11 @@ def test_a_stage_of_auto_becomes_the_best_one_and_says_why(tmp_path):
         2, lambda world: resolve_auto(settings, model_of_rank(world, settings), world, telling(notes.append))
     )
     assert settled[0] == settled[1]
-    assert type(settled[0].zero.stage) is int
-    assert settled[0].offload == settings.offload, "the offload that was asked for"
+    chosen, step_s = settled[0]
+    assert type(chosen.zero.stage) is int
+    assert chosen.offload == settings.offload, "the offload that was asked for"
     assert len(notes) == 4
-    assert "a step predicted" in notes[0]
+    assert f"{seconds_text(step_s)} a step predicted" in notes[0]
     assert "measured here" in "".join(notes)
 
 
@@ -745,7 +748,7 @@ def test_with_offload_auto_as_well_anything_may_be_chosen(tmp_path):
     settings = config(zero_={"stage": "auto"}, offload={"path": str(tmp_path), **kinds})
     notes = []
     shown = []
-    settled = resolve_auto(
+    settled, _ = resolve_auto(
         settings,
         model_of(settings),
         zero.World.from_env(device="cpu"),
@@ -898,7 +901,7 @@ def test_where_no_file_can_be_made_nothing_is_planned_on_disk(size, tmp_path):
     settled = run_ranks(
         size, lambda world: resolve_auto(settings, model_of_rank(world, settings), world, telling(notes.append))
     )
-    assert all("nvme" not in one.offload.kinds for one in settled)
+    assert all("nvme" not in one.config.offload.kinds for one in settled)
     assert "nothing can be offloaded to a disk here" in notes[0]
     assert "missing does not exist" in notes[0]
     assert "of 17 settings fit" in "".join(notes)

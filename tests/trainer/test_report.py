@@ -443,6 +443,15 @@ def test_what_a_step_moves_is_the_median_of_the_rows_for_one_rank(tmp_path):
     assert run.compared(found._replace(rows=[])) == []
 
 
+def test_a_predicted_step_stands_beside_the_measured_one(tmp_path):
+    rows = [row(step, **{"speed/step_s": step_s}) for step, step_s in enumerate((9.0, 0.4, 0.5, 0.6), 1)]
+    summary = {"plan_bytes": {"device": {"parameters": 10}}, "plan_step_s": 0.25}
+    text = text_of(write_folder(tmp_path, rows=rows, summary=summary))
+    assert "a step time 250 ms 500 ms 2.000" in text
+    assert "for a machine that does nothing else" in text
+    assert "nothing else" not in text_of(write_folder(tmp_path, rows=rows, summary=summary | {"plan_step_s": None}))
+
+
 def test_the_text_that_a_run_printed_is_in_its_report(tmp_path):
     write_folder(tmp_path, summary={"exit_reason": "finished", "sample": "def main(x):\n    return <x>"})
     assert "Sample Text from the model, as the run printed it at its end. def main(x): return <x>" in text_of(tmp_path)
@@ -504,10 +513,14 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatc
 def finished(tmp_path_factory) -> Path:
     """The folder of a run that this process made, with its trace."""
     folder = tmp_path_factory.mktemp("run")
+    run_in(folder)
+    return folder
+
+
+def run_in(folder: Path, *more: str) -> None:
     overrides = ["debug=tiny", "data=synthetic", "offload=nvme", f"offload.path={folder}", "tracker.console=none"]
     overrides += ["sample.tokens=0", "launch.threads=1", "launch.ranks=1", "launch.malloc=default"]
-    job.run(train.train, checks.parse_config(cli.settings_in(cli.compose(overrides))), folder)
-    return folder
+    job.run(train.train, checks.parse_config(cli.settings_in(cli.compose([*overrides, *more]))), folder)
 
 
 def test_a_real_run_is_told_as_it_was(finished):
@@ -539,6 +552,15 @@ def test_a_real_run_holds_and_moves_what_was_planned(finished):
             assert 3 * 0.49 * one.planned < sum(moved) < 4 * 1.01 * one.planned, (one, moved)
         else:
             assert one.measured == pytest.approx(one.planned, rel=0.01), one
+
+
+def test_a_run_that_chose_its_stage_says_what_it_predicted(tmp_path):
+    run_in(tmp_path, "zero.stage=auto")
+    told = read_run(tmp_path)
+    (one,) = (one for one in run.compared(told) if one.what == run.TIME)
+    assert one == ("a step", run.TIME, told.summary["plan_step_s"], told.typical("speed/step_s"))
+    assert one.planned > 0
+    assert one.measured > 0
 
 
 SCHEMES = [(DARK, "rgb(16, 20, 24)"), (LIGHT, "rgb(246, 247, 248)")]

@@ -45,7 +45,7 @@ def build_plan(
     """
     if config.zero.stage == "auto":
         raise ConfigError(
-            "zero.stage=auto was not settled; write `config = zero.trainer.planning.resolve_auto(config, ...)` first"
+            "zero.stage=auto was not settled; write `config, _ = zero.trainer.planning.resolve_auto(config, ...)` first"
         )
     _, _, accumulate = config.batch.solved(world.size).numbers()
     return Plan(

@@ -46,6 +46,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         state: what the first step begins with.
         folder: of the run.
         checkpoint: what it goes on from; None for a fresh start.
+        predicted_s: what a step was predicted to take; None: nothing was.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         tracker: Tracker,
         folder: Path,
         checkpoint: Checkpoint | None,
+        predicted_s: float | None = None,
     ) -> None:
         self._config, self._state, self._data, self._tracker, self._folder = config, state, data, tracker, folder
         plan, store = state.plan, state.runtime.store
@@ -83,6 +85,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
         }
         tracker.begin(config.plain(), known, before.get("wandb"))
         self._beside: dict[str, Any] = {"measured_bytes": measured(self._state)}  # in summary.json
+        if predicted_s is not None:
+            self._beside["plan_step_s"] = predicted_s
         self._skipped_in_a_row = 0
         self._saver = Saver(
             config, plan, folder, tracker, facts=self._facts, stop_requested=preempted, began_from=checkpoint

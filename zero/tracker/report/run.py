@@ -61,6 +61,9 @@ TIERS = ("device", "host", "nvme")
 BETWEEN = "between steps"
 """What a tier holds then: everything but activations."""
 
+TIME = "time"
+"""Of a step, where the run chose its settings by it."""
+
 MOVES = (
     ("disk", "to and from the disk", ("offload/read_bytes", "offload/write_bytes")),
     ("link", "from other ranks", ("comm/gather_bytes", "comm/reduce_bytes")),
@@ -196,7 +199,7 @@ def _value(value: object) -> str:
 
 
 class Compared(NamedTuple):
-    """One thing that was planned or measured, in bytes of one rank; None: it was not."""
+    """One thing that was planned or measured, in bytes of one rank, or in seconds if it is `TIME`; None: it was not."""
 
     where: str
     what: str
@@ -205,7 +208,7 @@ class Compared(NamedTuple):
 
 
 def compared(run: Run) -> list[Compared]:
-    """Plan and measurement: what each tier holds between two steps, by kind and in all, then what a step moves."""
+    """Plan and measurement: what each tier holds between two steps, by kind and in all; what a step moves and takes."""
     planned, found = (_by_tier(run, key) for key in ("plan_bytes", "measured_bytes"))
     peak = run.final("device_peak_bytes", "memory/device_peak_bytes")
     rows: list[Compared] = []
@@ -226,6 +229,8 @@ def compared(run: Run) -> list[Compared]:
         known = [nbytes / ranks for nbytes in moved if nbytes is not None]
         if (nbytes := finite(moves.get(kind))) and known:
             rows.append(Compared("a step", what, nbytes, sum(known)))
+    if (predicted_s := finite(run.summary.get("plan_step_s"))) and (step_s := run.typical("speed/step_s")):
+        rows.append(Compared("a step", TIME, predicted_s, step_s))
     return rows
 
 
@@ -239,6 +244,7 @@ def _plan(run: Run) -> Html:
         bars += [Bar("measured", _parts(measured[tier]))] if measured.get(tier) else []
     rows = compared(run)
     places = ["", *(row.where for row in rows)]  # of the row before
+    idle = " A time is predicted for a machine that does nothing else." * any(row.what == TIME for row in rows)
     return section(
         "Plan and measurement",
         side_by_side(
@@ -252,14 +258,15 @@ def _plan(run: Run) -> Html:
         ),
         note="Of one rank. Measured is what its tensors and its store hold between two steps, and the median of what a "
         "step moves. The plan counts each gather; a unit that is still on the device is not gathered again. The host "
-        "peak above is of the whole process: the interpreter, torch and whatever the allocator keeps are in it.",
+        "peak above is of the whole process: the interpreter, torch and whatever the allocator keeps are in it." + idle,
     )
 
 
 def _cells(row: Compared, *, first: bool) -> tuple[str, ...]:
     """A line of the table; the first one of a place names it."""
     ratio = UNKNOWN if row.measured is None or not row.planned else f"{row.measured / row.planned:.3f}"
-    return row.where * first, row.what, size(row.planned), size(row.measured), ratio
+    write = seconds if row.what == TIME else size
+    return row.where * first, row.what, write(row.planned), write(row.measured), ratio
 
 
 def _by_tier(run: Run, key: str) -> dict[str, dict[str, float]]:

@@ -6,7 +6,7 @@ Rank 0 decides by the least that any rank has free, and sends its decision to th
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -18,16 +18,27 @@ from zero.progress import Progress
 from zero.tracker import Tracker
 from zero.trainer.config import Config, read
 from zero.trainer.planning.activations import Activations
-from zero.trainer.planning.choices import STAGES, Choice, best, choices, largest, nearest, with_activations
-from zero.trainer.planning.cost import Rates, seconds_text
+from zero.trainer.planning.choices import STAGES, Choice, best, choices, largest, nearest, planned, with_activations
+from zero.trainer.planning.cost import Rates, seconds_text, step_seconds
 from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.rates import assumed, between_ranks, measured, with_disk_or_without
 from zero.trainer.planning.resolve_activations import resolve_activations
 
 
+class Resolved(NamedTuple):
+    """A run without `auto`.
+
+    Attributes:
+        step_s: predicted for one step; None where no rates were measured, as no settings had to be compared.
+    """
+
+    config: Config
+    step_s: float | None
+
+
 def resolve_auto(
     config: Config, model: nn.Module, world: World, tracker: Tracker, activations: Activations | None = None
-) -> Config:
+) -> Resolved:
     """The same run with stage, offload and batch as numbers. Collective, unless nothing is auto.
 
     A run whose batch fits in one microbatch gets exactly that. Where `zero.stage` is given only the batch is resolved,
@@ -45,7 +56,7 @@ def resolve_auto(
     settled = config.zero.stage != "auto" and config.zero.activations != "auto"
     several = config.batch.is_open and config.batch.solved(world.size).numbers()[1] > 1
     if settled and not several:  # only one microbatch could be chosen
-        return config.on(world.size)
+        return Resolved(config.on(world.size), None)
     links = between_ranks(world) if config.zero.stage == "auto" else {}
     machine = replace(Machine.of(config, world), links=links)
     message: dict[str, Any] = {}
@@ -54,10 +65,11 @@ def resolve_auto(
         try:
             counted = activations or Activations(config, model)
             if config.zero.activations == "auto":
-                chosen, reasons = _with_activations(config, machine, model, counted, progress)
+                chosen, reasons, rates = _with_activations(config, machine, model, counted, progress)
             else:
-                chosen, reasons, _ = _choose(config, machine, model, counted, progress)
-            message = {"config": chosen.plain(), "reasons": reasons}
+                chosen, reasons, rates = _choose(config, machine, model, counted, progress)
+            step_s = None if rates is None else _predicted(chosen, machine, model, counted, rates)
+            message = {"config": chosen.plain(), "reasons": reasons, "step_s": step_s}
         except ConfigError as refused:
             message = {"refusal": str(refused)}
     message = json.loads(world.share(json.dumps(message)))
@@ -65,13 +77,16 @@ def resolve_auto(
         raise ConfigError(message["refusal"])
     for line in message["reasons"]:
         tracker.note(line)
-    return read(message["config"]).on(world.size)
+    return Resolved(read(message["config"]).on(world.size), message["step_s"])
 
 
 def _with_activations(
     config: Config, machine: Machine, model: nn.Module, activations: Activations, progress: Progress
-) -> tuple[Config, list[str]]:
+) -> tuple[Config, list[str], Rates | None]:
     """All else is chosen as if every unit were computed again; then as many units as fit keep their activations.
+
+    Returns:
+        As `_choose`.
 
     Raises:
         ConfigError: nothing fits, even so.
@@ -88,7 +103,15 @@ def _with_activations(
         return measured(chosen, machine, largest(chosen, machine, kept), disk=False, progress=progress)
 
     settled, reason = resolve_activations(chosen, machine, model, activations, rates)
-    return settled, [*reasons, f"auto: zero.activations: {reason}"]
+    return settled, [*reasons, f"auto: zero.activations: {reason}"], compared_by
+
+
+def _predicted(config: Config, machine: Machine, model: nn.Module, activations: Activations, rates: Rates) -> float:
+    """Seconds of a step with these settings, whose batch is solved."""
+    rows = config.batch.solved(machine.ranks).numbers()[1]
+    plan = planned(config, model, machine.world, machine.room, activations)
+    traced = activations.resolved(config).of(rows, machine.device)
+    return step_seconds(plan, rates, traced.forward, traced.backward)
 
 
 def _choose(

@@ -128,6 +128,19 @@ def test_the_loop_of_the_readme_runs_as_pasted(here: Path, capsys: pytest.Captur
     assert (here / "runs" / "mine" / "report.html").exists()
 
 
+def test_the_second_loop_of_the_readme_goes_on_where_it_stopped(here: Path, capsys: pytest.CaptureFixture[str]):
+    first, second = blocks("README.md")
+    names: dict[str, Any] = {}
+    run(first, names)
+    for epochs in (1, 3):
+        torch.manual_seed(0)  # the same rows
+        run(second.replace("epochs, held_out = 3,", f"epochs, held_out = {epochs},"), names)
+        assert names["state"].step == 20 * epochs
+    assert re.findall(r"^epoch (\d)", capsys.readouterr().out, flags=re.M) == ["0", "1", "2"]
+    assert names["text"].shape == (1, 28)
+    names["store"].close()
+
+
 def test_the_commands_of_the_readme_run_one_after_another(here: Path):
     """Those about checkpoints, as they are pasted, with a small model and a hundredth of the steps."""
     readme = (ROOT / "README.md").read_text()
@@ -252,7 +265,7 @@ def test_the_recipe_for_ray_runs_its_rank(here: Path, monkeypatch: pytest.Monkey
 
 def test_every_block_of_the_docs_has_a_test():
     counted = {str(page.relative_to(ROOT)): len(blocks(str(page.relative_to(ROOT)))) for page in PAGES}
-    tested = {"README.md": 1, "docs/own-loop.md": 5, "docs/hugging-face.md": 1, "docs/concepts.md": 1}
+    tested = {"README.md": 2, "docs/own-loop.md": 5, "docs/hugging-face.md": 1, "docs/concepts.md": 1}
     tested |= {"docs/coming-from-fsdp.md": 1, "docs/scale.md": 1, "docs/hugging-face-trainer.md": 1}
     assert {page: count for page, count in counted.items() if count} == tested
 

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from zero.checkpoint.open import open_checkpoint as open_checkpoint, open_latest as open_latest
     from zero.checkpoint.save import save as save
     from zero.core.loss_scale import LossScaling as LossScaling
+    from zero.core.lr_schedule import (
+        linear_warmup as linear_warmup,
+        warmup_cosine as warmup_cosine,
+        warmup_linear as warmup_linear,
+    )
     from zero.core.optim import (
         Group as Group,
         adagrad as adagrad,
@@ -75,6 +80,7 @@ _NAMES = {
     "core.loss_scale": "LossScaling",
     "core.placement": "Offload",
     "core.optim": "adamw adam sgd lion adagrad Group with_ema with_moments",
+    "core.lr_schedule": "linear_warmup warmup_linear warmup_cosine",
     "engine.empty": "empty",
     "engine.plan": "Plan",
     "engine.init": "open_store init",

@@ -317,7 +317,11 @@ def differing(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Those that are not what they would be without, names of options chosen already."""
     flat, usual = schema.flat(settings), schema.flat(Settings().plain())
     names = {key: value for key, value in flat.items() if key.endswith(".name")}
-    plain = schema.flat(Settings.read(_nested(names)).plain())
+    plain = dict(usual)
+    for key, value in names.items():  # each alone: one may need a key of another
+        section = key.removesuffix("name")
+        alone = schema.flat(Settings.read(_nested({key: value})).plain())
+        plain |= {own: default for own, default in alone.items() if own.startswith(section)}
     return _nested({key: value for key, value in flat.items() if value != (usual if key in names else plain)[key]})
 
 

@@ -1,4 +1,4 @@
-"""Settings of each optimizer."""
+"""Settings of each optimizer. What `zero.adamw` and its like default to is the default here too, and torch's."""
 
 from typing import Annotated, Literal, Self
 
@@ -11,15 +11,15 @@ from zero.errors import ConfigError
 
 class _Optim(Section):
     lr: Rate = key(1e-3, "peak learning rate; the schedule scales it", example="3e-4")
-    weight_decay: NonNegative = key(0.0, "pull towards zero, per step and unit of learning rate", example="0.05")
+    weight_decay: NonNegative = key(0.0, "pull towards zero, per step and unit of learning rate", example="0.1")
     decay: Literal["matrices", "all"] = key(
         "matrices", "what decays: matrices (2 or more dimensions: no norms, no biases) or all", example="all"
     )
     clip: Positive | None = key(
-        1.0,
+        None,
         "largest global gradient norm; null: no clipping",
         trades="needs the norm of all gradients before the first update; zero.update=lazy hides the wait",
-        example="null",
+        example="1.0",
     )
     moments: Literal["fp32", "bf16", "8bit"] = key(
         "fp32",
@@ -49,9 +49,7 @@ class AdamW(Adam):
     """Adam with decoupled decay."""
 
     name: Literal["adamw"] = key("adamw", "kind of optimizer")  # type: ignore[assignment]
-    lr: Rate = key(3e-3, "peak learning rate; the schedule scales it", example="3e-4")
-    beta2: Fraction = key(0.99, "memory of the gradient's square, per step", example="0.95")
-    weight_decay: NonNegative = key(0.1, "pull towards zero, per step and unit of learning rate", example="0.05")
+    weight_decay: NonNegative = key(0.01, "pull towards zero, per step and unit of learning rate", example="0.1")
 
 
 class SGD(_Optim):
@@ -60,17 +58,17 @@ class SGD(_Optim):
     name: Literal["sgd"] = key("sgd", "kind of optimizer")
     lr: Rate = key(0.1, "peak learning rate; the schedule scales it", example="0.01")
     momentum: Fraction = key(
-        0.9,
+        0.0,
         "memory of the gradient, per step; 0: none kept",
         trades="4 bytes per parameter; at 0 the optimizer keeps nothing",
-        example="0",
+        example="0.9",
     )
-    nesterov: bool = key(False, "whether to look ahead along the momentum", example="true")
+    nesterov: bool = key(False, "whether to look ahead along the momentum", example="true optim.momentum=0.9")
 
     @model_validator(mode="after")
     def _nesterov_needs_momentum(self) -> Self:
         if self.nesterov and self.momentum == 0:
-            raise ConfigError("optim.nesterov=true needs optim.momentum above 0")
+            raise ConfigError("optim.nesterov=true needs optim.momentum=0.9 or another above 0")
         return self
 
 
@@ -81,7 +79,6 @@ class Lion(_Optim):
     lr: Rate = key(3e-4, "peak learning rate; the schedule scales it", example="1e-4")
     beta1: Fraction = key(0.9, "share of the memory in the sign that is applied", example="0.95")
     beta2: Fraction = key(0.99, "memory of the gradient, per step", example="0.98")
-    weight_decay: NonNegative = key(0.3, "pull towards zero, per step and unit of learning rate", example="1")
 
 
 class Adagrad(_Optim):

@@ -147,7 +147,7 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "adam_epsilon=*": To("optim.eps={value}"),
     "adam_eps=*": To("optim.eps={value}"),
     "momentum=*": To("optim=sgd optim.momentum={value}"),
-    "nesterov=*": To("optim=sgd optim.nesterov={lower}"),
+    "nesterov=*": To("optim=sgd optim.momentum=0.9 optim.nesterov={lower}"),
     "clip=0": _NO_CLIP,
     "clip=*": To("optim.clip={value}"),
     "grad_clip=0": _NO_CLIP,

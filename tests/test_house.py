@@ -195,6 +195,18 @@ def test_a_file_begins_with_its_idea(path):
     assert ast.get_docstring(ast.parse(path.read_text())), f"zero/{name_of(path)} does not say what it is"
 
 
+@pytest.mark.parametrize("path", [path for path in FILES if room_of(name_of(path)) != "trainer"], ids=name_of)
+def test_a_library_advises_nothing_that_only_a_checkout_has(path):
+    """What `trainer` prints goes through `as_called`; an error of the library is seen as it was written."""
+    tree = ast.parse(path.read_text())
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    texts = [node.value for node in texts if id(node) not in alone]
+    found = [text for text in texts if re.search(r"\bscripts/|\bdocs/|\btrain\.py\b", text)]
+    if name_of(path) not in ("platform.installed", "core.suggest"):  # the place that knows, and a command for it
+        assert not found, "say `zero-train export`, and zero.platform.installed.page() for a page"
+
+
 def test_the_top_level_is_what_the_readme_says():
     import subprocess
 

@@ -7,19 +7,13 @@ does not wait for torch.
 
 import sys
 from importlib import import_module, metadata
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from zero import renamed
 from zero.deepspeed import missing_names
+from zero.platform.installed import require
 
-for _needed, _install in (("torch", "pip install torch"), ("pydantic", "pip install functional-zero")):
-    if find_spec(_needed) is None:
-        raise ModuleNotFoundError(
-            f"{sys.executable} has no {_needed}: in a checkout type `source .venv/bin/activate` (scripts/train makes "
-            f".venv), elsewhere `{_install}`",
-            name=_needed,
-        )
+require("torch", "pydantic", "yaml", "psutil", "rich", "packaging", "safetensors", "zlib_ng")
 
 if TYPE_CHECKING:
     from zero import losses as losses

@@ -256,7 +256,7 @@ def test_weights_of_a_checkpoint_of_several_ranks_are_read_and_written_whole(tmp
     assert all(torch.equal(written[name], value) for name, value in wanted.items())
     convert.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "files", safe_serialization=True)
     assert list((tmp_path / "files").glob("*.safetensors"))
-    with pytest.raises(ConfigError, match="scripts/export --shard-size"):
+    with pytest.raises(ConfigError, match="zero-train export --shard-size"):
         convert.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "more", max_shard_size="1GB")
     with pytest.raises(zero.ZeroError, match="there is no checkpoint; give the folder"):
         convert.get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag="worst")
@@ -466,7 +466,7 @@ def test_a_folder_of_deepspeeds_is_no_start_from_scratch(tmp_path: Path):
     (tmp_path / "global_step5" / "mp_rank_00_model_states.pt").write_bytes(b"")
     (tmp_path / "latest").write_text("global_step5")
     engine, *_ = zero.initialize(model=net(), config=config(), world=zero.World.from_env())
-    with pytest.raises(zero.ZeroError, match=r"is a checkpoint of DeepSpeed's .*scripts/import --from deepspeed"):
+    with pytest.raises(zero.ZeroError, match=r"is a checkpoint of DeepSpeed's .*zero-train import --from deepspeed"):
         engine.load_checkpoint(tmp_path)
     engine.destroy()
 

@@ -91,7 +91,7 @@ class EngineCheckpoints(EngineInfo, ABC):
     def save_16bit_model(self, save_dir: str | PathLike[str], save_filename: str = "model.safetensors") -> Path:
         """Write parameters in the dtype that the model computes in, and buffers, to one file. Collective.
 
-        Rank 0 holds all of it for a moment; `scripts/export` writes a checkpoint as files, piece by piece.
+        Rank 0 holds all of it for a moment; `zero-train export` writes a checkpoint as files, piece by piece.
 
         Args:
             save_dir: folder of the file; made if it is missing.
@@ -295,7 +295,7 @@ def _refuse_deepspeed_folder(world: World, folder: Path) -> None:
     if found := by_rank_0(world, theirs):
         raise CheckpointError(
             f"{folder} is a checkpoint of DeepSpeed's ({Path(found[0]).name}); make it universal with its "
-            "ds_to_universal.py, then: scripts/import --from deepspeed UNIVERSAL, and load what that makes"
+            "ds_to_universal.py, then: zero-train import --from deepspeed UNIVERSAL, and load what that makes"
         )
 
 
@@ -390,7 +390,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     Args:
         checkpoint_dir, tag: as for `get_fp32_state_dict_from_zero_checkpoint`.
         output_dir: the folder to write.
-        max_shard_size: must be "5GB" or None; `scripts/export --shard-size` writes other sizes.
+        max_shard_size: must be "5GB" or None; `zero-train export --shard-size` writes other sizes.
         safe_serialization: write safetensors.
         exclude_frozen_parameters: must be False.
 
@@ -400,7 +400,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """
     if exclude_frozen_parameters or max_shard_size not in ("5GB", None):
         raise ConfigError(
-            "convert_zero_checkpoint_to_fp32_state_dict: for max_shard_size= see scripts/export --shard-size; "
+            "convert_zero_checkpoint_to_fp32_state_dict: for max_shard_size= see zero-train export --shard-size; "
             "exclude_frozen_parameters= is an argument of get_fp32_state_dict_from_zero_checkpoint alone"
         )
     found, folder = _newest(checkpoint_dir, tag), Path(output_dir)
@@ -417,6 +417,6 @@ def _newest(folder: str | PathLike[str], tag: str | None) -> Checkpoint:
     if found is None:
         raise CheckpointError(
             f"{root}: there is no checkpoint; give the folder that engine.save_checkpoint was given; one of "
-            "DeepSpeed's is read by its own zero_to_fp32, or comes here by scripts/import --from deepspeed"
+            "DeepSpeed's is read by its own zero_to_fp32, or comes here by zero-train import --from deepspeed"
         )
     return found

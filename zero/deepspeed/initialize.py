@@ -190,7 +190,7 @@ def _settings(translation: Translation, world: World) -> Settings:
     """The config as settings of this library; nothing may be "auto", because a user's model has no planner."""
     settings = translation.settings
     if settings.get("zero", {}).get("stage") == "auto":
-        raise ConfigError("zero_optimization.stage=auto: write the number; python train.py mode=plan compares them")
+        raise ConfigError("zero_optimization.stage=auto: write the number; zero-train mode=plan compares them")
     rows = settings.get("batch", {})
     if not isinstance(rows.get("global"), int) and not isinstance(rows.get("micro"), int):
         raise ConfigError("train_batch_size=auto: write the rows of a step, or train_micro_batch_size_per_gpu")

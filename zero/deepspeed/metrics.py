@@ -1,7 +1,7 @@
 """What an engine reports: facts and counts to a script, its speed, and rows to a console, a folder and W&B.
 
 With a folder a loop leaves what a run of train.py leaves (config.yaml, metrics.jsonl, summary.json), so
-`scripts/report FOLDER` makes the same page of it, and W&B shows the same rows.
+`zero-train report FOLDER` makes the same page of it, and W&B shows the same rows.
 """
 
 import json

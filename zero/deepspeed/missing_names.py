@@ -12,6 +12,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from zero.platform.installed import page
+
 
 def _at(module: str, names: str, *prefixes: str) -> dict[str, str]:
     """Names of a module of this folder, or THEIRS=OURS, under each prefix."""
@@ -106,7 +108,7 @@ OF_THE_MODULE: Mapping[str, str] = _by_name(
         "nothing is compiled: operations are torch's": "ops.op_builder",
         "optimizers are AdamW, Adam, Lion, Adagrad and SGD": "ops.lamb ops.muon runtime.fp16.onebit",
         "fp16 or bf16 in the config; engine.loss_scale is the scale": "runtime.fp16 runtime.bf16_optimizer",
-        "zero.DeepSpeedOptimizer for isinstance; engine.plan, or mode=plan of train.py, for what memory is needed": (
+        "zero.DeepSpeedOptimizer for isinstance; engine.plan, or mode=plan of zero-train, for what memory is needed": (
             "runtime.zero.stage3 runtime.zero.stage_1_and_2"
         ),
         "engine.zero_optimization_stage(), which is a number": "runtime.zero.config",
@@ -118,16 +120,16 @@ OF_THE_MODULE: Mapping[str, str] = _by_name(
         "data comes from the loader as it is": "runtime.data_pipeline",
         "there is no compression": "compression",
         "PEFT's adapters, on the model before zero.initialize": "linear",
-        "torch.utils.flop_counter.FlopCounterMode counts; profile=true of train.py records one step": "profiling",
+        "torch.utils.flop_counter.FlopCounterMode counts; profile=true of zero-train records one step": "profiling",
         "engine.tput_timer, or time.perf_counter() after get_accelerator().synchronize()": "utils.timer",
         "torch.profiler.record_function": "utils.instrument_w_nvtx",
-        "profile=true of train.py: report.html has every collective of one step": "comm.log_summary",
+        "profile=true of zero-train: report.html has every collective of one step": "comm.log_summary",
         "engine.module_state_dict(), whose tensors are copies already": "checkpoint.utils",
         "nothing to do: a checkpoint loads into any world and stage": "checkpoint.ds_to_universal",
-        "mode=plan of train.py says what fits and what is fastest": "autotuning",
+        "mode=plan of zero-train says what fits and what is fastest": "autotuning",
         "checkpoints load into any world": "elasticity",
-        "torchrun, or launch.ranks=N of train.py": "launcher",
-        "mode=doctor of train.py": "env_report",
+        "torchrun, or launch.ranks=N of zero-train": "launcher",
+        "mode=doctor of zero-train": "env_report",
         "zero.__version__": "git_version_info",
     }
 )
@@ -138,7 +140,7 @@ OF_THE_ENGINE: Mapping[str, str] = _by_name(
         "zero.initialize has placed the model; the config's bf16 or fp16 says what it computes in": (
             "to cuda cpu half bfloat16 float double"
         ),
-        "zero.compile=true of train.py compiles what a unit computes; the config has no key for it": "compile",
+        "zero.compile=true of zero-train compiles what a unit computes; the config has no key for it": "compile",
         "the model that was passed: its flags are followed": "requires_grad_",
         "engine.load_module_state_dict, or engine.load_checkpoint": "load_state_dict",
         "the plan fixes it: save, and initialize again with another config": (
@@ -185,7 +187,7 @@ class Names(ModuleType):
             raise missing("zero", path)
         if path == f"comm.{name}" and not name.startswith("__"):  # whose other names are torch's
             return getattr(import_module("torch.distributed"), name)
-        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}{_SEE}")
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}{_see()}")
 
 
 class Unfound:
@@ -205,10 +207,11 @@ class Unfound:
         if answer(path) is not None:
             raise ImportError(str(missing("zero", path)), name=name)
         if isinstance(sys.modules.get(above), Names):
-            raise ImportError(f"{above} has no {own}{_SEE}", name=name)
+            raise ImportError(f"{above} has no {own}{_see()}", name=name)
 
 
-_SEE = "; docs/coming-from-deepspeed.md has the names that are here"
+def _see() -> str:
+    return f"; {page('coming-from-deepspeed.md')} has the names that are here"
 
 
 def found(path: str) -> Any:

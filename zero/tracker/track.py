@@ -61,8 +61,8 @@ def track(
                 track(state, metrics)
 
     Rank 0 writes the folder: config.yaml, metrics.jsonl, summary.json, trace.json with the timeline of one step, and
-    report.html at the end, which `scripts/report FOLDER` makes again. Rows are printed too; where `steps` is given, a
-    terminal has a bar. Entering the block, each call of `track`, and leaving the block are collective.
+    report.html at the end, which `zero-train report FOLDER` makes again. Rows are printed too; where `steps` is given,
+    a terminal has a bar. Entering the block, each call of `track`, and leaving the block are collective.
 
     Args:
         state: what the first step begins with; of a checkpoint that was loaded, its steps are counted.

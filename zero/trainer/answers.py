@@ -2,19 +2,16 @@
 
 import argparse
 import contextlib
-import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from zero.errors import ConfigError
+from zero.platform.installed import as_called
 from zero.trainer import launch
 from zero.trainer.config import Config
 from zero.trainer.explain import explain
-
-TRAIN = "python train.py"
-"""How texts begin a command; `as_called` puts what works in its place."""
 
 
 def answer(config: Config, overrides: Sequence[str], conf: Path) -> int:
@@ -47,26 +44,6 @@ def show(text: str) -> None:
     """Print it."""
     with for_a_reader():
         print(as_called(text))
-
-
-def as_called(text: str) -> str:
-    """With the commands in it as they work here: whoever has installed the program has no train.py beside him."""
-    called = program()
-    if called == TRAIN:
-        return text
-    several = "-m zero" if called.startswith("python") else "-m zero.application.train"  # for torchrun
-    text = re.sub(r"scripts/(report|sample|export|import)\b", rf"{called} \1", text)
-    shorter = " " * (len(TRAIN) - len(called))  # what stands beside commands stays below each other
-    text = re.sub(rf"{re.escape(TRAIN)}(.*?  )", rf"{called}\1{shorter}", text)
-    return text.replace(TRAIN, called).replace(" train.py ", f" {several} ")
-
-
-def program() -> str:
-    """What one types to start it: train.py in a checkout, a command or a module where it is installed."""
-    path = Path(sys.argv[0])
-    if path.name == "zero-train":
-        return "zero-train"
-    return "python -m zero" if path.parts[-2:] == ("zero", "__main__.py") else TRAIN
 
 
 def command_line(name: str, text: str) -> argparse.ArgumentParser:

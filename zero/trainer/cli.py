@@ -19,10 +19,11 @@ import zero
 from zero.core import suggest
 from zero.core.secret import refuse_secret_words
 from zero.errors import ConfigError, Preempted, RankFailedError, SettingError, one_line
+from zero.platform.installed import as_called
 from zero.platform.run_files import making
 from zero.tracker.report import sweep
 from zero.trainer import job, launch, replies
-from zero.trainer.answers import answer, as_called, for_a_reader, show
+from zero.trainer.answers import answer, for_a_reader, show
 from zero.trainer.checks import RUNS_NOTHING, notes_on, parse_config
 from zero.trainer.compose import (
     CONF,
@@ -91,7 +92,7 @@ def _by_name(train: "Train") -> "Train":
 
 def _warn(notes: Iterable[str]) -> None:
     for note in notes:
-        print(f"warning: {note}", file=sys.stderr)
+        print(f"warning: {as_called(note)}", file=sys.stderr)
 
 
 def _say(text: str, exit_code: int) -> int:

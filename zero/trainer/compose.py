@@ -13,7 +13,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import hydra
+from zero.platform.installed import TOP, require
+
+try:
+    import hydra
+    from omegaconf import OmegaConf
+except ModuleNotFoundError:
+    require("hydra", "omegaconf")
+    raise
 from hydra._internal.core_plugins.bash_completion import BashCompletion
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
@@ -22,7 +29,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zero.core import suggest
@@ -35,9 +41,7 @@ from zero.trainer.commands import COMMANDS
 from zero.trainer.config import Config, keys, keys_of, kinds, unknown_key
 from zero.trainer.explain import entries, explain, options_with
 
-_PACKAGE = Path(__file__).resolve().parent.parent
-_INSTALLED = _PACKAGE / "application" / "conf"
-CONF = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "conf"
+CONF = TOP / "conf"
 """The folder of options."""
 
 _VERSION_BASE: Mapping[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}

@@ -48,7 +48,7 @@ _NO_PIPELINE = To("zero.stage=3", "there is no pipeline parallelism here; stage 
 _NO_SEQUENCE = To("zero.activations=remat", "there is no sequence parallelism here; remat saves activations")
 _NO_EXPERTS = To("zero.stage=3", "there is no expert parallelism here; stage 3 shards experts with their blocks")
 _NODES = To(OUT, "many machines are started by torchrun --nnodes 2 --nproc-per-node 8 train.py, see docs/scale.md")
-_TORCHRUN = To(OUT, "this is an option of torchrun, before train.py; launch.ranks=2 starts ranks without it")
+_TORCHRUN = To(OUT, "this is an option of torchrun itself; launch.ranks=2 starts ranks without it")
 _LOADER = To(OUT, "no other process loads data: rows are read from a mapped file when a step needs them")
 _ORDER = To(OUT, "rows are drawn in an order that seed=0 decides")
 _NO_DROPOUT = To(OUT, "the models of train.py have no dropout; one of your own may, see docs/own-loop.md")
@@ -773,7 +773,7 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "profile": To("profile=true"),
     "profiler=*": To("profile=true"),
     "deterministic": To("deterministic=true"),
-    "benchmark=*": To(OUT, "what is fast is measured by scripts/bench_step"),
+    "benchmark=*": To(OUT, "mode=plan measures this machine and says which settings are fastest"),
     "train": To("mode=train"),
     "plan": To("mode=plan"),
     "doctor": To("mode=doctor"),

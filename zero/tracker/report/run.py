@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import zero.tracker.report.chart as chart
 from zero.core import suggest
 from zero.core.schema import flat
+from zero.platform.installed import as_called
 from zero.platform.run_files import publish
 from zero.platform.timeline import ROWS, Span, Timeline, shares
 from zero.tracker.report.chart import Bar, Part, Series
@@ -150,10 +151,10 @@ def _origin(run: Run) -> Html:
             words[f"launch.ranks={ranks:.0f}"] = None  # whoever started them
         steps = finite(run.config.get("steps"))
         longer = {"steps": round(2 * steps)} if run.status == "finished" and steps else {}
-        facts["command"] = code(suggest.command(words))
+        facts["command"] = code(as_called(suggest.command(words)))
         facts["checkpoint"] = code(saved) if saved else "none was saved; checkpoint.every=100 saves every 100 steps"
         if saved:
-            facts["to go on"] = code(suggest.command(words, **longer, resume=saved))
+            facts["to go on"] = code(as_called(suggest.command(words, **longer, resume=saved)))
     elif saved:
         facts["checkpoint"] = code(saved)
     facts |= {"versions": ", ".join(f"{name} {found}" for name, found in versions.items() if found)}

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from zero.platform.installed import as_called
 from zero.trainer.answers import command_line
 
 
@@ -100,6 +101,6 @@ def main(words: Sequence[str]) -> int:
             )
         print(printable(decode(row[0])))
     except ZeroError as refused:
-        print(refused, file=sys.stderr)
+        print(as_called(str(refused)), file=sys.stderr)
         return refused.exit_code
     return 0

@@ -1,61 +1,156 @@
-"""What `pip install` brings: train.py and conf/ inside the wheel, run as a command outside the repository."""
+"""What `pip install` brings: a wheel in an empty environment, and what a person types there, outside the repository."""
 
-import configparser
 import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+import zero
 from tests.conftest import LONG_S
+from zero.platform import installed as installed_here
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("zero", "conf", "train.py", "pyproject.toml", "README.md", "LICENSE")
+PARTS = ("zero", "conf", "docs", "train.py", "pyproject.toml", "README.md", "LICENSE")
+CHECKOUT = re.compile(r"(?<!zero/application/)\b(train\.py|scripts/\w+|docs/[\w-]+\.md)")
+"""What only a checkout has."""
 
 
-def python(code: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=cwd, capture_output=True, text=True, timeout=LONG_S, check=False, env={**os.environ, **environment},
-    )  # fmt: skip
+class Installed(NamedTuple):
+    """An environment with the wheel.
+
+    Attributes:
+        wheel: the file that was installed.
+        commands: its folder of commands.
+        package: its `zero`.
+        here: an empty folder outside it, which the commands share.
+    """
+
+    wheel: Path
+    commands: Path
+    package: Path
+    here: Path
+
+    def run(self, *words: str, exit_code: int = 0) -> str:
+        """What a command prints; it advises nothing that only a checkout has."""
+        own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(
+            [self.commands / words[0], *words[1:]],
+            cwd=self.here, env=own, capture_output=True, text=True, timeout=LONG_S, check=False,
+        )  # fmt: skip
+        printed = done.stdout + done.stderr
+        assert done.returncode == exit_code, printed
+        assert not CHECKOUT.search(printed), printed
+        return printed
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the wheel holds."""
-    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for part in PARTS:
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
         copy(ROOT / part, source / part)
-    built = python(f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})", source)
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})"
+    built = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=LONG_S)
     assert built.returncode == 0, built.stderr
-    (wheel,) = folder.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(folder)
-    return folder
+    (made,) = out.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """Installed without a network. What zero needs is lent from these tests' own environment.
+
+    A .pth file names the folder where that is, and the .pth files of that folder are not read, so an editable zero in
+    it is not seen.
+    """
+    venv = tmp_path_factory.mktemp("venv")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], timeout=LONG_S, check=True)
+    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(venv)}))
+    python = venv / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel]
+    subprocess.run(pip, timeout=LONG_S, check=True)
+    lent = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (packages / "lent.pth").write_text("".join(f"{folder}\n" for folder in sorted(lent)))
+    return Installed(wheel, venv / "bin", packages / "zero", tmp_path_factory.mktemp("here"))
+
+
+def test_the_wheel_has_the_options_pages_and_types_of_the_repository(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    there = {name for name in names if not name.endswith(".py") and ".dist-info" not in name}
+    data = [*(ROOT / "conf").rglob("*.yaml"), *(ROOT / "docs").glob("*.md")]
+    assert there == {
+        *(f"zero/application/{path.relative_to(ROOT)}" for path in data),
+        "zero/py.typed",
+        "zero/tracker/report/style.css",
+    }
+    assert {f"zero/{path.relative_to(ROOT / 'zero')}" for path in (ROOT / "zero").rglob("*.py")} < set(names)
+
+
+def test_python_finds_what_was_installed(installed: Installed) -> None:
+    found = installed.run("python", "-c", "import zero; print(zero.__file__, zero.__version__)").split()
+    assert found == [str(installed.package / "__init__.py"), zero.__version__]
+    begun = installed.run("python", "-m", "zero", "--help")
+    assert "  python -m zero zero.stage=3 launch.ranks=2" in begun
+    page = re.search(r"^  (\S+/docs/config\.md) ", begun, re.MULTILINE)
+    assert page is not None
+    assert (installed.here / page[1]).is_file()
 
 
 @pytest.mark.process
-def test_the_command_runs_outside_the_repository(installed: Path, tmp_path: Path) -> None:
-    """With a rank in a process of its own, which finds the function by its name."""
-    names = configparser.ConfigParser()
-    names.read(next(installed.glob("*.dist-info")) / "entry_points.txt")
-    module, _, name = names["console_scripts"]["zero-train"].partition(":")
-    words = ["debug=tiny", "launch.max_restarts=1", "sample.tokens=0", "hydra.run.dir=run"]
-    code = f"import sys; from {module} import {name}; sys.argv = ['zero-train', *{words}]; sys.exit({name}())"
-    done = python(code, tmp_path, PYTHONPATH=str(installed))
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "run" / "report.html").exists()
-    code = f"import sys, {module}; sys.argv = ['zero-train', '--help']; sys.exit({module}.{name}())"
-    shown = python(code, tmp_path, PYTHONPATH=str(installed)).stdout
-    assert "  zero-train zero.stage=3 launch.ranks=2" in shown
-    assert "train.py" not in shown
+def test_what_is_done_with_a_run_is_done_outside_the_repository(installed: Installed) -> None:
+    tiny = ("debug=tiny", "val.every=0", "sample.tokens=0")
+    installed.run("zero-train", *tiny, "checkpoint.every=4", "hydra.run.dir=run")
+    report = installed.here / "run" / "report.html"
+    assert "zero-train debug=tiny " in report.read_text()
+    assert not CHECKOUT.search(report.read_text())
+    report.unlink()
+    assert installed.run("zero-train", "report", "run") == "run/report.html\n"
+    assert report.exists()
+    assert "validation loss" in installed.run("zero-train", "eval", "resume=run", *tiny)
+    assert "def main(" in installed.run("zero-train", "sample", "run", "def main(", "--tokens", "2")
+    assert "15 tensors" in installed.run("zero-train", "export", "run", "--to", "torch", "--out", "model.pt")
+    assert "-> imported/" in installed.run("zero-train", "import", "--from", "torch", "model.pt", "--out", "imported")
 
 
-def test_the_options_in_the_wheel_are_those_of_the_repository(installed: Path) -> None:
-    def texts(folder: Path) -> dict[str, str]:
-        return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.yaml")}
+@pytest.mark.process
+def test_a_sweep_has_two_jobs(installed: Installed) -> None:
+    """Each in a process of its own, which finds the function that trains by its name."""
+    words = ("debug=tiny", "steps=1", "val.every=0", "sample.tokens=0", "zero.stage=0,3", "hydra.sweep.dir=sweep")
+    assert "2 jobs: 2 finished" in installed.run("zero-train", "-m", *words)
 
-    assert texts(installed / "zero" / "application" / "conf") == texts(ROOT / "conf")
+
+def test_questions_are_answered(installed: Installed) -> None:
+    planned = installed.run("zero-train", "plan", "debug=tiny", "plan.ranks=16", "plan.ranks_per_node=8")
+    assert "  torchrun --nnodes 2 --nproc-per-node 8 -m zero debug=tiny" in planned
+    assert " 0 bad," in installed.run("zero-train", "mode=doctor"), "what it needs is read from the wheel"
+    assert "zero-train optim.clip=" in installed.run("zero-train", "mode=explain", "explain.key=optim.clip")
+    assert "see " in installed.run("zero-train", "dropout=0.1", exit_code=2)
+    assert "complete -o " in installed.run("zero-train", "-sc", "install=bash")
+
+
+def test_a_package_that_is_missing_there_is_named(installed: Installed) -> None:
+    code = "import sys; sys.modules['hydra'] = None; sys.argv = ['zero-train']; from zero.__main__ import main; main()"
+    said = installed.run("python", "-c", code, exit_code=1).splitlines()[-1]
+    assert re.search(r"python has no hydra: type `\S+python -m pip install functional-zero`", said)
+
+
+@pytest.mark.parametrize(
+    ("written", "typed"),
+    [
+        ("the models of train.py have", "the models of zero-train have"),
+        ("torchrun --nnodes 2 --nproc-per-node 8 train.py, see", "torchrun --nnodes 2 --nproc-per-node 8 -m zero, see"),
+        ("torchrun starts one run: python train.py -m", "torchrun starts one run: zero-train -m"),
+        ("scripts/export RUN", "zero-train export RUN"),
+    ],
+)  # fmt: skip
+def test_a_text_names_what_can_be_typed(monkeypatch: pytest.MonkeyPatch, written: str, typed: str) -> None:
+    assert installed_here.as_called(written) == written
+    monkeypatch.setattr(sys, "argv", ["/bin/zero-train"])
+    assert installed_here.as_called(written) == typed

@@ -53,6 +53,7 @@ HYDRA = [
     (["modle=gpt_7b"], "unknown key modle; did you mean model=gpt_7b?"),
     (["modle=eval"], "unknown key modle; with mode=eval in its place: mode=eval needs a checkpoint"),
     (["checkpoint.path=/nope"], "unknown key checkpoint.path; there are checkpoint.dir, checkpoint.every, "),
+    (["tracker.report=false"], "unknown key tracker.report; see mode=explain explain.key=tracker"),
     (["ofload.path=/nope"], "unknown key ofload.path; with offload.path=/nope in its place: offload.path=/nope does"),
     (["zero.lr=1"], "unknown key zero.lr; did you mean optim.lr?"),
     (["optim.clip=none"], "optim.clip=none: must be a number, or null"),

@@ -239,7 +239,11 @@ def _with_guess_tried(said: str, word: str, overrides: Sequence[str]) -> str:
         return said
     write = guess[1] + (guess[2] or f"={value}")
     refused = refusal_of([write if one == word else one for one in overrides])
-    return f"{said[: guess.start()]}; with {suggest.shown(write)} in its place: {refused}" if refused else said
+    if not refused:
+        return said
+    if " in its place: " in refused:  # a guess that needs another guess is none
+        return f"{said[: guess.start()]}; see mode=explain explain.key={_key_of(write).split('.')[0]}"
+    return f"{said[: guess.start()]}; with {suggest.shown(write)} in its place: {refused}"
 
 
 def _of_another_option(key: str, overrides: Sequence[str]) -> str:

@@ -64,6 +64,7 @@ HYDRA = [
         ["model=hf", "model.path=llama", "data=hf", "data.path=x"],
         "model.path=llama has no tokenizer; set data.",
     ),
+    (["--config-dir=.", "steps=1"], "options of your own are found with 'hydra.searchpath=[file:///FOLDER]'"),
     (["--steps", "20"], "--steps: settings are written without dashes: steps=20"),
     (["--tracker.project=a", "tracker=wandb"], "are written without dashes: tracker.project=a"),
     (["--resume"], "settings are written without dashes; resume does not exist; type resume=latest"),

@@ -170,6 +170,11 @@ def _options(arguments: Sequence[str]) -> Any:
     parser = parser_of_options()
     parser.error = refuse  # type: ignore[method-assign]
     given, unknown = parser.parse_known_intermixed_args(list(arguments))
+    if given.config_dir or given.config_path or given.config_name:
+        raise ConfigError(
+            "--config-dir, --config-path and --config-name are not here: options of your own are found with "
+            "'hydra.searchpath=[file:///FOLDER]', for instance FOLDER/experiment/NAME.yaml with experiment=NAME"
+        )
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]}; settings are written key=value, and --help lists them")
     return given

@@ -47,7 +47,7 @@ class GPTConfig(Section):
     mlp: Literal["swiglu", "gelu"] = key("swiglu", "kind of MLP", example="gelu")
     chunked_loss: bool = key(
         True,
-        "hold no more than 32 MiB of logits at a time, in chunks of the vocabulary",
+        "hold 32 MiB of logits at a time, in chunks of 64 or more entries of the vocabulary",
         trades="a large vocabulary's logits in memory against computing them a second time in backward",
         example="false",
     )

@@ -134,7 +134,8 @@ def _answer(
     text = f"fits: {stage} {preset}, about {seconds_text(winner.seconds)} a step, {tokens}; a rank takes {takes}"
     yield from _sentence(text)
     repeated = [one for one in overrides if one.split("=")[0].lstrip("+") not in NOT_REPEATED]
-    repeated = [one for one in repeated if not one.startswith(("plan.", "hydra", "-"))]
+    kept, left = "hydra.searchpath", ("plan.", "hydra", "-")
+    repeated = [one for one in repeated if one.startswith(kept) or not one.startswith(left)]
     keys = [*repeated, *winner.keys, f"batch.global={rows}"]
     if machine.ranks > machine.ranks_per_node:
         nodes = -(-machine.ranks // machine.ranks_per_node)

@@ -27,8 +27,8 @@ class HFConfig(Section):
 
     chunked_loss: bool = key(
         True,
-        "hold 32 MiB of logits at a time, in chunks of 64 or more entries of the vocabulary, where the head is a linear "
-        "layer",
+        "hold 32 MiB of logits at a time, in chunks of 64 or more entries of the vocabulary, where the head is a "
+        "linear layer",
         trades="a large vocabulary's logits in memory against computing them a second time in backward",
         example="false model.path=gpt2",
     )

@@ -356,8 +356,9 @@ def test_the_configuration_hands_the_momentum_to_the_optimizer():
     from zero.trainer.config import read
 
     schedule = {"name": "one_cycle", "rise": 2, "fall": 2}
-    for optim, at_rest, at_peak in (("adamw", (0.9, 0.99), (0.8, 0.99)), ("sgd", (0.9,), (0.8,))):
-        transform = build_optimizer(read({"optim": {"name": optim}, "schedule": schedule}))
+    sgd_with = {"name": "sgd", "momentum": 0.9}
+    for optim, at_rest, at_peak in (({"name": "adamw"}, (0.9, 0.999), (0.8, 0.999)), (sgd_with, (0.9,), (0.8,))):
+        transform = build_optimizer(read({"optim": optim, "schedule": schedule}))
         assert [transform.groups[0](step).betas for step in (1, 3)] == [at_rest, pytest.approx(at_peak)]
 
 
@@ -365,7 +366,7 @@ def test_the_configuration_asks_for_a_mean():
     from zero.settings.build import build_optimizer
     from zero.trainer.config import read
 
-    assert build_optimizer(read({"optim": {"name": "sgd", "ema": 0.99}})).moments == ("mu", "ema")
+    assert build_optimizer(read({"optim": {"name": "sgd", "momentum": 0.9, "ema": 0.99}})).moments == ("mu", "ema")
     with pytest.raises(ConfigError, match=r"optim\.ema=1\.0; it must be at least 0 and less than 1"):
         zero.with_ema(sgd(LR), 1.0)
 

@@ -22,6 +22,11 @@ CHECKOUT = re.compile(r"(?<!zero/application/)\b(train\.py|scripts/\w+|docs/[\w-
 """What only a checkout has."""
 
 
+def a_persons_environment() -> dict[str, str]:
+    """Nothing of these tests': with their PYTHONPATH pip would take the checkout for an installed zero."""
+    return {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
+
+
 class Installed(NamedTuple):
     """An environment with the wheel.
 
@@ -39,10 +44,9 @@ class Installed(NamedTuple):
 
     def run(self, *words: str, exit_code: int = 0) -> str:
         """What a command prints; it advises nothing that only a checkout has."""
-        own = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}  # none of a test's
         done = subprocess.run(
             [self.commands / words[0], *words[1:]],
-            cwd=self.here, env=own, capture_output=True, text=True, timeout=LONG_S, check=False,
+            cwd=self.here, env=a_persons_environment(), capture_output=True, text=True, timeout=LONG_S, check=False,
         )  # fmt: skip
         printed = done.stdout + done.stderr
         assert done.returncode == exit_code, printed
@@ -75,7 +79,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
     packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(venv)}))
     python = venv / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel]
-    subprocess.run(pip, timeout=LONG_S, check=True)
+    subprocess.run(pip, env=a_persons_environment(), timeout=LONG_S, check=True)
     lent = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     (packages / "lent.pth").write_text("".join(f"{folder}\n" for folder in sorted(lent)))
     return Installed(wheel, venv / "bin", packages / "zero", tmp_path_factory.mktemp("here"))

@@ -509,7 +509,7 @@ def test_train_py_takes_a_folder_and_scripts_export_gives_one_back(saved, here, 
     told = capsys.readouterr()
     assert "model=hf" not in told.err
     assert f"weights of {folder}: " in told.out
-    assert "warning: optim.lr=0.003 is for fresh weights and would undo these; a hundredth is usual" in told.out
+    assert "warning: optim.lr=0.001 is for fresh weights and would undo these; a hundredth is usual" in told.out
     export_script = loaded("export")
     monkeypatch.setattr("sys.argv", ["export", "run", "--to", "hf"])
     assert export_script.main() == 0

@@ -153,4 +153,4 @@ def test_a_run_of_another_version_is_compared_by_what_both_know():
     theirs = settled().plain()
     theirs["optim"]["invented"] = 1
     (line,) = differences({"config": theirs}, {"config": settled("optim.lr=0.1").plain()}, 4)
-    assert line.endswith("optim.lr=0.1 (was 0.003)")
+    assert line.endswith("optim.lr=0.1 (was 0.001)")

@@ -48,6 +48,7 @@ class Job(NamedTuple):
     """What to train. Offloaded state is in files below `path`. `io_threads` None: the store measures the best.
 
     `disk_gbps`: the rate of the disk behind a `Door`, in 1e9 bytes per second; 0: as fast as it is.
+    `second_path`: a folder on another disk, for the systems that use two.
     """
 
     system: str
@@ -60,6 +61,7 @@ class Job(NamedTuple):
     io_threads: int | None
     path: str
     disk_gbps: float = 0
+    second_path: str = ""
 
     def config(self) -> GPTConfig:
         return GPTConfig(width=self.width, layers=self.layers, heads=self.heads, seq=self.seq, tied=self.tied)
@@ -138,11 +140,13 @@ def _plan(
     clip: float | None = CLIP,
     master: str = "auto",
     moments: str = "fp32",
+    disks: int = 1,
     **settings: Any,
 ) -> Any:
     """A plan at stage 3, otherwise with default settings."""
     import zero
 
+    paths = [job.path, job.second_path][:disks]
     with zero.empty():
         model = GPT(job.config())
     optimizer = zero.adamw(LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY, clip=clip)
@@ -151,7 +155,7 @@ def _plan(
         optimizer=zero.with_moments(optimizer, moments),
         stage=3,
         precision=zero.Precision("bf16", master=master),  # type: ignore[arg-type]
-        offload=zero.Offload(preset, path=job.path, threads=job.io_threads, verify=verify),
+        offload=zero.Offload(preset, path=paths if disks > 1 else job.path, threads=job.io_threads, verify=verify),
         world=zero.World.from_env(),
         **settings,
     )
@@ -455,6 +459,7 @@ SYSTEMS: dict[str, System] = {
     "zero-nvme-whole": System(partial(ours, preset="nvme", master="whole"), "offload=nvme, precision.master=whole"),
     "zero-nvme-bf16": System(partial(ours, preset="nvme", moments="bf16"), "offload=nvme, optim.moments=bf16"),
     "zero-nvme-8bit": System(partial(ours, preset="nvme", moments="8bit"), "offload=nvme, optim.moments=8bit"),
+    "zero-nvme-two-disks": System(partial(ours, preset="nvme", disks=2), "offload=nvme, offload.path=[A,B]"),
     "zero-nvme-serial": System(partial(ours, preset="nvme", update="serial"), "offload=nvme, update=serial"),
     "zero-nvme-eager": System(
         partial(ours, preset="nvme", update="eager", clip=None), "offload=nvme, update=eager, no clipping"
@@ -541,6 +546,7 @@ def main() -> None:
     parser.add_argument("--build-deepspeed", action="store_true", help="compile DeepSpeed's extensions and exit")
     for name in ("system", "path", "out"):
         parser.add_argument(f"--{name}")
+    parser.add_argument("--second-path", default="")
     for name in ("width", "layers", "heads", "seq", "rows", "tied", "warmup", "steps", "threads", "io-threads"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--disk-gbps", type=float, default=0)
@@ -550,7 +556,7 @@ def main() -> None:
         return
     torch.set_num_threads(given.threads)
     sizes = (given.width, given.layers, given.heads, given.seq, given.rows, bool(given.tied))
-    job = Job(given.system, *sizes, given.io_threads or None, given.path, given.disk_gbps)
+    job = Job(given.system, *sizes, given.io_threads or None, given.path, given.disk_gbps, given.second_path)
     result = measure(job, given.warmup, given.steps)
     Path(given.out).write_text(json.dumps(result))
     # everything is closed, and threads of some systems make a normal exit slow

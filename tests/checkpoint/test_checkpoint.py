@@ -202,7 +202,8 @@ def test_moments_of_all_forms_load_each_other(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("precision", "optimizer"), [("fp32", adamw_in_bf16), ("fp32", zero.adamw), ("fp16", zero.adamw)]
+    ("precision", "optimizer"),
+    [("fp32", adamw_in_8bit), ("fp32", zero.adamw), ("fp16", adamw_in_bf16)],
 )
 @pytest.mark.parametrize("setting", CELLS, ids=lambda s: f"{s.stage}-{s.offload[0][1]}")
 def test_a_resumed_run_ends_as_the_one_that_never_stopped(setting: Setting, precision: str, optimizer, tmp_path: Path):

@@ -11,7 +11,9 @@ from zero import losses
 from zero.engine.empty import empty
 from zero.engine.full import full_state_dict
 from zero.testing import run_ranks
+from zero.trainer.config import read
 from zero.trainer.models import GPT, GPTConfig, hf, loss
+from zero.trainer.task import build_task
 
 transformers = pytest.importorskip("transformers")
 
@@ -99,6 +101,18 @@ def test_models_of_transformers_train_as_with_the_plain_loss(kind, stage, preset
     monkeypatch.setattr(losses, "LEAST_CHUNK", 4)
     plain = run_ranks(2, trained, setting, lambda: build(kind), hf.loss)
     same(plain[0], run_ranks(2, trained, setting, lambda: build(kind), chunked)[0])
+
+
+@pytest.mark.parametrize("kind", ["llama", "granite"])
+def test_a_run_says_when_all_logits_are_held_though_chunks_were_wanted(kind, tmp_path):
+    transformers.AutoConfig.for_model(kind, **KINDS[kind] | {"vocab_size": 256}).save_pretrained(tmp_path)
+    notes = {}
+    for wanted in (True, False):
+        model = {"name": "hf", "path": str(tmp_path), "seq": 1024, "chunked_loss": wanted}
+        notes[wanted] = [note for note in build_task(read({"model": model})).notes if "logits" in note]
+    assert notes[False] == []
+    assert len(notes[True]) == (kind == "granite")
+    assert all("GraniteForCausalLM" in note and note.endswith("1.0 MiB for each row") for note in notes[True])
 
 
 def test_logits_after_a_chunked_loss_are_logits():

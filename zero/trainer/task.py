@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from zero.core.sizes import size_text
 from zero.core.suggest import some
 from zero.engine.empty import empty
 from zero.errors import ConfigError
@@ -91,9 +92,14 @@ def _of_transformers(config: Config, chosen: HFConfig) -> Task:
     matrices = sum(one.numel() for one in model.parameters() if id(one) not in tables)
     attention = 12 * text.num_hidden_layers * text.hidden_size * chosen.seq
     router = float(getattr(text, "router_aux_loss_coef", None) or 0.0)
-    notes = tuple(_notes_on(config, weights, folder))
+    notes = [*_notes_on(config, weights, folder)]
+    if chosen.chunked_loss and not hf.gives_logits(model):
+        notes.append(
+            f"model.chunked_loss: {type(model).__name__} changes what its head returns, so all logits are held: "
+            f"{size_text(4 * chosen.seq * text.vocab_size)} for each row"
+        )
     of_rows = partial(loss_of(config, model), router=router)
-    return Task(model, of_rows, hf.logits, weights, 6.0 * matrices + attention, notes)
+    return Task(model, of_rows, hf.logits, weights, 6.0 * matrices + attention, tuple(notes))
 
 
 def _notes_on(config: Config, weights: hf.HFWeights | None, folder: Path) -> Iterator[str]:

@@ -101,7 +101,7 @@ def sentence(model: type[Section], refused: ValidationError, raw: Mapping[str, A
         options = [option.strip(" '") for option in limits["expected"].replace(" or ", ",").split(",")]
         return f"{seen}: must be {' or '.join(options)}" if len(options) < 3 else f"{seen}: {_choose(node, options)}"
     if kind == "value_error":
-        return f"{seen}: {limits['error']}"
+        return f"{seen}: {limits['error']}{_as_whole(key, node, str(limits['error']))}"
     texts = {
         "int_type": "must be a whole number",
         "int_from_float": "must be a whole number",
@@ -119,7 +119,14 @@ def sentence(model: type[Section], refused: ValidationError, raw: Mapping[str, A
     if kind in bounds:
         return f"{seen}: must be {bounds[kind]} {next(iter(limits.values())):g}"
     optional = any(type(None) in typing.get_args(one.field.annotation) for one in walk(model, at) if one.name == key)
-    return f"{seen}: {texts.get(kind, error['msg'])}{', or null' if optional else ''}"
+    text = f"{texts.get(kind, error['msg'])}{', or null' if optional else ''}"
+    return f"{seen}: {text}{_as_whole(key, node, text)}"
+
+
+def _as_whole(key: str, value: object, text: str) -> str:
+    """What to write where a whole number was typed as 1e3, which YAML reads as 1000.0."""
+    is_whole = isinstance(value, float) and value.is_integer() and 1 <= value < 2**53 and "a whole number" in text
+    return f"; write {key}={value:.0f}" if is_whole else ""
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

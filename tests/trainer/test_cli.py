@@ -81,6 +81,8 @@ REFUSALS = [
     (["model.name=hf"], "model.name=hf is not of model=gpt_nano; type model=hf"),
     (["optim=sgd", "optim.name=lion"], "optim.name=lion is not of optim=sgd; type optim=lion"),
     (["optim.name=null"], "optim.name=null is not of optim=adamw; there are adagrad, adam, adamw, lion, sgd"),
+    (["~optim"], "~optim: a run has one option of optim, which is adagrad, adam"),
+    (["opt\x1b[31m=3"], "opt?[31m=3 cannot be read; write key=value"),
     (["~optim.name"], "optim.name=null is not of optim=adamw; there are adagrad"),
     (
         ["model=hf", "+model.width=256", "+model.nonsense=1"],

@@ -91,7 +91,7 @@ def compose(overrides: Sequence[str], config_name: str = "config") -> Any:
         SettingError: one line about the first override that names something that does not exist.
     """
     _store_options()
-    _refuse_several_options(overrides)
+    _refuse_unless_one_option(overrides)
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize(config_path=None, job_name="train", **_VERSION_BASE):
@@ -100,13 +100,16 @@ def compose(overrides: Sequence[str], config_name: str = "config") -> Any:
         raise SettingError(_explain(overrides, error)) from None
 
 
-def _refuse_several_options(overrides: Sequence[str]) -> None:
-    """Hydra would put one over the other, without a word."""
+def _refuse_unless_one_option(overrides: Sequence[str]) -> None:
+    """Of several Hydra would put one over the other, without a word; without any a section of keys is missing."""
     for text in overrides:
         key, _, value = text.partition("=")
         if value.startswith("[") and key in groups():
             both = "; for both, tracker=wandb tracker.tensorboard=true" if key == "tracker" else ""
             raise SettingError(f"{text}: choose one option of {key}{both}")
+        if key.startswith("~") and key[1:] in groups() - set(PRESETS):
+            options = suggest.alternatives(_options_of(key[1:]))
+            raise SettingError(f"{text}: a run has one option of {key[1:]}, which is {options}")
 
 
 def groups() -> set[str]:
@@ -207,7 +210,8 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
         try:
             override = parser.parse_override(text)
         except HydraException:
-            return f"{text} cannot be read; write key=value, and quote what the shell or Hydra would interpret"
+            quote = "write key=value, and quote what the shell or Hydra would interpret"
+            return f"{suggest.shown(text)} cannot be read; {quote}"
         key, value = override.key_or_group, override.value()
         if key in ("hydra/sweeper", "hydra/launcher") and "Could not find" in str(error):
             return f"{text}: this plugin is not installed; pip install 'functional-zero[sweep]' has optuna and submitit"
@@ -218,7 +222,7 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
         if (CONF / key).is_dir():
             options = _options_of(key)
             if value is not None and value not in options:
-                return f"{key}={value} does not exist; {suggest.nearest(str(value), options)}"
+                return f"{key}={suggest.shown(value)} does not exist; {suggest.nearest(str(value), options)}"
         elif key not in keys() and not any(known.startswith(f"{key}.") for known in keys()):
             named = CONF.glob(f"*/{value}.yaml") if _NAME.fullmatch(str(value)) else ()
             having = [path.parent.name for path in named]

@@ -15,6 +15,7 @@ from torch import nn
 
 import zero
 from tests.common.small import Setting, small_batch, small_loss, train_small
+from tests.conftest import every_other
 from tests.engine.test_oracle import LR, momentum_sgd, norm, run
 from tests.engine.test_reduce_order import SEEDS, model, paths_of, plain, row, same, trained
 from tests.engine.test_stages import placements
@@ -434,8 +435,8 @@ BETWEEN = [
     [
         *(
             (stage, accumulate, one)
-            for stage, accumulate in ((0, 1), (1, 2), (2, 2), (3, 1), (3, 2))
-            for one in BETWEEN
+            for number, (stage, accumulate) in enumerate(((0, 1), (1, 2), (2, 2), (3, 1), (3, 2)))
+            for one in every_other(BETWEEN, number)
         ),
         (3, 2, {"gather": "node", "offload": "infinity"}),
         (3, 2, {"gather": "auto", "offload": "infinity"}),

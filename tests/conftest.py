@@ -41,8 +41,8 @@ hypothesis.settings.register_profile("zero", derandomize=SEED == 0)
 hypothesis.settings.load_profile("zero")
 
 
-# Hydra and torch's agent ask who called them. With the source of each of pytest's sixty frames, which neither reads, that
-# was a tenth of the time of all tests.
+# Hydra and torch's agent ask who called them, and read no source of it. To find the sources of pytest's sixty frames
+# took a tenth of the time of all tests.
 inspect.stack = partial(inspect.stack, 0)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the programs that tests start; many would spin for the same cores

@@ -450,7 +450,21 @@ class Clipping(Regression):
         (Clipping, {}, {}, r"clip_gradients\(0.25, 'norm'\): .*write Trainer\(gradient_clip_val=0.25\)"),
         (lambda: torch.compile(Regression()), {}, {}, r"torch.compile: .*ZeroStrategy\(compile=True\)"),
     ],
-    ids=str,
+    ids=[
+        "an unknown setting",
+        "a setting of the Trainer",
+        "double precision",
+        "true half precision",
+        "SyncBatchNorm",
+        "averaged weights",
+        "two precisions",
+        "clipping by value",
+        "manual optimization",
+        "an unknown optimizer",
+        "an own backward",
+        "clipping by hand",
+        "a compiled module",
+    ],
 )
 def test_what_cannot_be_kept_is_refused_in_one_line(model, settings, changes, line, tmp_path):
     with pytest.raises(ConfigError, match=line) as caught:

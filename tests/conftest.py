@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import hypothesis
 import pytest
 import torch
+import torch.distributed as dist
 
 from zero.store.workers import WorkerPool
 
@@ -135,6 +136,22 @@ def _no_store_is_left_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         with pool._lock:  # without waiting for a thread that a test has stuck
             pool._closed = True
             pool._called.notify_all()
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_is_left_open() -> Iterator[None]:
+    """Nor the variables of one: Accelerate and Lightning leave both, to whatever test their worker runs next."""
+    before = dict(os.environ)
+    yield
+    for name in {**before, **os.environ}:  # and no other, which a thread that still runs may read
+        if name not in before:
+            del os.environ[name]
+        elif os.environ.get(name) != before[name]:
+            os.environ[name] = before[name]
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if "accelerate.state" in sys.modules:  # what it knows of that group
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(autouse=True)

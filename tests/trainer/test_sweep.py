@@ -142,6 +142,19 @@ def test_the_best_has_finished_and_of_equals_is_the_fastest(tmp_path):
     assert sweep.write(tmp_path).best.name == "1"
 
 
+def test_a_job_that_diverged_has_no_loss_and_is_not_the_best(tmp_path):
+    """Its summary has null, because JSON has no NaN, and its rows the losses from before."""
+    rows = {"losses": (5.0, 1.0, None), "speeds": (1, 1, 1)}
+    job(tmp_path, 0, **rows, **finished(train_loss=None, val_loss=None))
+    job(tmp_path, 1, **finished(val_loss=3.0))
+    job(tmp_path, 2, **rows, exit_reason="NumericsError: step 3")
+    sweep.write(tmp_path)
+    jobs = table(tmp_path)
+    assert [row["best"] for row in jobs] == ["0", "1", "0"]
+    assert [row["train_loss"] for row in jobs] == ["", "4.1", ""]
+    assert [row["val_loss"] for row in jobs] == ["", "3.0", ""]
+
+
 def test_a_terminal_gets_the_table_with_the_figures_looked_at_first(tmp_path):
     job(tmp_path, 0, "zero.stage=1", "steps=9", speeds=(1, 100, 300, 200), **finished())
     job(tmp_path, 1, "zero.stage=3", "steps=9", speeds=(1, 100), **finished(val_loss=1.5))

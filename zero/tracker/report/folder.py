@@ -60,10 +60,18 @@ class Run(NamedTuple):
         return "stopped" if self.reason == STOPPED or self.reason.startswith("stopped by ") else "failed"
 
     def final(self, summary_key: str, row_key: str) -> float | None:
-        """A number from the summary, or the newest one in the rows."""
-        newest = [value for row in self.rows if (value := finite(row.get(row_key))) is not None]
+        """A number from the summary, or the newest one in the rows; None if it was not measured or is not finite.
+
+        JSON has no NaN, so null says both. A finished run's summary knows all it measured, and each row has a training
+        loss: there null is a run that has diverged, which must not be taken for what it was before.
+        """
         final = finite(self.summary.get(summary_key))
-        return final if final is not None else (newest[-1] if newest else None)
+        if final is not None or (self.status == "finished" and summary_key in self.summary):
+            return final
+        measured = [row[row_key] for row in self.rows if row_key in row]
+        if row_key == "val/loss":
+            measured = [value for value in measured if value is not None]
+        return finite(measured[-1]) if measured else None
 
     def points(self, key: str) -> list[tuple[object, object]]:
         """(step, value) of each row; None where it was not measured."""

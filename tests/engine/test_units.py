@@ -513,6 +513,31 @@ def test_what_a_constructor_writes_into_empty_parameters_is_written_again():
     assert made["0.words.weight"][5].any()
 
 
+class Padded(nn.Linear):
+    """Its bias is set to itself with nothing added, as `transformers` does with a head that is tied."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+        nn.init.ones_(self.bias)
+        self.bias.data = nn.functional.pad(self.bias.data, (0, 0), "constant", 0)
+
+
+class Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+        self.weight.data = self.weight.data * 0.5
+
+
+def test_what_is_computed_from_empty_parameters_is_refused_unless_it_changes_nothing():
+    made = first_values(Padded)
+    assert bool((made["0.bias"] == 1).all())
+    assert made["0.weight"].any()
+    with pytest.raises(
+        PlanError, match=r"parameter of shape \(4, 3\) with what it computed from parameters, which have"
+    ):
+        first_values(Scaled)
+
+
 def test_who_writes_last_counts():
     made = first_values(Corrected)
     assert made["0.linear.weight"].any(), "reset_parameters came after zeros_"

@@ -5,12 +5,17 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from zero.errors import ConfigError
+from zero.trainer.config import read
 from zero.trainer.models import GPT, GPTConfig, generate, loss
 from zero.trainer.models.gpt import Rotary
+from zero.trainer.task import build_task
 
 SIZES = {"vocab": 61, "width": 48, "layers": 2, "heads": 3, "seq": 24}
 KINDS = [
@@ -260,3 +265,94 @@ def test_a_folder_without_a_configuration_is_refused_in_words(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"no readable config\.json in it \(.*line 1"):
         HFConfig(path=str(tmp_path)).check()
+
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+def made(kind: str, **more):
+    """A small model of transformers with values, its matrices multiplied by operators that a counter knows."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind, **SMALL | more)
+    config.use_cache = False
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if "experts" in "".join(name for name, _ in model.named_modules()):
+        model.set_experts_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("llama", {"num_key_value_heads": 2}),
+        ("qwen3", {"num_key_value_heads": 2, "head_dim": 32}),
+        ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2}),
+        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
+    ],
+)
+def test_the_operations_of_a_token_are_those_that_torch_counts(kind, more):
+    """A mixture of experts computes with some of its weights, and heads may be wider than the hidden size says."""
+    from zero.trainer.models import hf
+
+    model, tokens = made(kind, **more), torch.randint(0, 64, (1, 33))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        hf.loss(model, tokens).backward()
+    norms_and_biases = sum(one.numel() for one in model.parameters() if one.dim() == 1)
+    counted = counter.get_total_flops() / 32
+    assert counted <= hf.flops_per_token(model, 32) <= counted + 6 * norms_and_biases
+
+
+def test_attention_costs_what_its_window_sees_and_unknown_experts_are_not_guessed(monkeypatch):
+    from zero.trainer.models import hf
+
+    whole, window = (made("mistral", num_key_value_heads=4, sliding_window=seen) for seen in (None, 8))
+    assert hf.flops_per_token(whole, 32) - hf.flops_per_token(window, 32) == 12 * 2 * 32 * (32 - 8)
+    assert hf.flops_per_token(window, 8) == hf.flops_per_token(whole, 8)
+    experts = made("mixtral", num_key_value_heads=4, num_local_experts=4)
+    monkeypatch.setattr(hf, "EXPERTS_OF_A_TOKEN", ("another_word",))
+    assert hf.flops_per_token(experts, 32) is None
+
+
+def test_what_sees_later_tokens_is_no_causal_model(tmp_path):
+    """BERT has a class for it, which predicts from the whole row unless its settings say that it is a decoder."""
+    transformers = pytest.importorskip("transformers")
+    from zero.trainer.models import hf
+
+    for decoder in (False, True):
+        model = made("bert", is_decoder=decoder).eval()
+        rows = torch.randint(0, 64, (2, 1, 16))
+        rows[1] = rows[0]
+        rows[1, :, -1] += 1
+        with torch.no_grad():
+            first, second = (hf.logits(model, one.remainder(64))[:, :-1] for one in rows)
+        assert torch.equal(first, second) == decoder == (hf.not_causal(model) is None)
+    assert hf.not_causal(made("gpt_neox")) is None  # has the setting, which means nothing to it
+    settings = transformers.BertConfig(**SMALL, architectures=["BertLMHeadModel"])
+    settings.save_pretrained(tmp_path)
+    words = {"model": {"name": "hf", "path": str(tmp_path), "seq": 16}, "data": {"name": "synthetic", "vocab": 64}}
+    with pytest.raises(ConfigError, match="sees later tokens too, because its settings say is_decoder=false"):
+        build_task(read(words))
+
+
+def test_a_validation_measures_the_cross_entropy_alone(tmp_path):
+    """A mixture of experts is trained on more, which no perplexity has in it."""
+    from zero.trainer.models import hf
+
+    weighed = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model = made("mixtral", num_key_value_heads=4, num_local_experts=4, **weighed)
+    model.config.architectures = ["MixtralForCausalLM"]
+    model.config.save_pretrained(tmp_path)
+    words = {"model": {"name": "hf", "path": str(tmp_path), "seq": 16}, "data": {"name": "synthetic", "vocab": 64}}
+    task, rows = build_task(read(words)), torch.randint(0, 64, (2, 17))
+    with torch.no_grad():
+        expected = F.cross_entropy(hf.logits(model, rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        torch.testing.assert_close(task.cross_entropy(model, rows), expected)
+        assert task.loss(model, rows) > expected + 0.1

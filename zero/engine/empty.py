@@ -16,10 +16,12 @@ from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from zero.errors import PlanError
 from zero.platform.device import aligned_zeros
 
 MAPPED_BYTES = 1 << 20
@@ -90,6 +92,8 @@ class _Untouched(TorchFunctionMode):
         if not isinstance(first, Tensor) or not first.is_meta:
             return func(*args, **kwargs)
         known = _known(first)
+        if func is F.pad and not any(args[1] if len(args) > 1 else kwargs["pad"]):
+            return first  # as transformers does with a head's bias, for `bias.data = ...`
         name = func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__
         writes = func.__name__ == "__set__" or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         if known is not None and writes and name not in ("requires_grad", "requires_grad_", "grad"):
@@ -129,8 +133,17 @@ class _Known:
             return
         rest, named = args[1:], dict(kwargs)
         key = None if args else next(iter(named))
+        others = [one for one in (*rest, *named.values()) if isinstance(one, Tensor) and one.is_meta][key is not None :]
+        if any(_is_all_of(one, self) for one in others):
+            return  # its own values
 
         def write(tensor: Tensor) -> Any:
+            if others:
+                raise PlanError(
+                    f"a constructor of the model calls {func.__name__} on a parameter of shape {tuple(tensor.shape)} "
+                    "with what it computed from parameters, which have no values under zero.empty(); build the model "
+                    "without it, or pass weights= to zero.init"
+                )
             return func(tensor, *rest, **named) if key is None else func(**{**named, key: tensor})
 
         self.writes.append(Written(next(_count), self.way, write))
@@ -171,6 +184,14 @@ def _known(tensor: Tensor) -> _Known | None:
 
 def _is_view(result: Tensor, of: Tensor) -> bool:
     return result is not of and result.is_meta and result.untyped_storage()._cdata == of.untyped_storage()._cdata
+
+
+def _is_all_of(tensor: Tensor, known: _Known) -> bool:
+    """Whether a tensor on meta is all of a known parameter as it is, such as its `data`."""
+    own, parameter = _known(tensor), known.parameter()
+    if own is None or parameter is None or own.parameter is not known.parameter:
+        return False
+    return tensor.shape == parameter.shape and tensor.is_contiguous()
 
 
 def _is_made_again(parameter: nn.Parameter | None) -> bool:

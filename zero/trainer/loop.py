@@ -92,7 +92,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             config, plan, folder, tracker, facts=self._facts, stop_requested=preempted, began_from=checkpoint
         )
         self._recorded, self._stopping = 0, False
-        self._loss = make_forward(plan, task.loss)
+        self._cross_entropy = make_forward(plan, task.cross_entropy)
         self._logits = make_forward(plan, task.logits)
 
     def flag(self) -> float:
@@ -233,7 +233,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     def _validate(self) -> None:
         with self._meter.paused():
-            of_chunk = partial(self._loss, self._state)
+            of_chunk = partial(self._cross_entropy, self._state)
             rows, show = self._config.val.rows, self._tracker.progress
             self._meter.validated(validation_loss(of_chunk, self._data, self._world, rows=rows, progress=show))
 

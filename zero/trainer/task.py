@@ -26,13 +26,15 @@ class Task(NamedTuple):
 
     model: nn.Module
     loss: Callable[[Any, Tensor], Tensor]
-    """(model, rows of seq + 1 tokens) to the mean of next tokens."""
+    """(model, rows of seq + 1 tokens) to the mean of next tokens, and what else is trained on."""
+    cross_entropy: Callable[[Any, Tensor], Tensor]
+    """The mean of next tokens alone, which is what a validation measures."""
     logits: Callable[[Any, Tensor], Tensor]
     """(model, (b, t) tokens) to (b, t, vocab)."""
     weights: Any
     """First values for `zero.init`; None: the model's own."""
-    flops_per_token: float
-    """Of forward and backward."""
+    flops_per_token: float | None
+    """Of forward and backward; None: not known."""
     notes: tuple[str, ...] = ()
     """What a fresh run is to say of its first values."""
 
@@ -51,7 +53,7 @@ def build_task(config: Config) -> Task:
 
 
 def loss_of(config: Config, model: nn.Module) -> Callable[..., Tensor]:
-    """The loss alone, for whoever has a model already."""
+    """The cross entropy, for whoever has a model already."""
     if not isinstance(config.model, HFConfig):
         return loss
     return partial(hf.loss, chunked=config.model.chunked_loss and hf.gives_logits(model))
@@ -60,16 +62,17 @@ def loss_of(config: Config, model: nn.Module) -> Callable[..., Tensor]:
 def _gpt(config: Config, sizes: GPTConfig) -> Task:
     with empty():
         model = GPT(sizes)
-    return Task(model, loss_of(config, model), lambda model, tokens: model(tokens), None, sizes.flops_per_token)
+    mean = loss_of(config, model)
+    return Task(model, mean, mean, lambda model, tokens: model(tokens), None, sizes.flops_per_token)
 
 
 def _of_transformers(config: Config, chosen: HFConfig) -> Task:
     model: Any = hf.build(chosen.path)
     settings = model.config
-    if not hf.is_causal(model):
+    if other := hf.not_causal(model):
         raise ConfigError(
-            f"model.path={chosen.path} is a {type(model).__name__}; train.py trains causal language models, others run "
-            "in a loop of your own: zero.trainer.models.hf.build and zero.make_step"
+            f"model.path={chosen.path} is {other}; train.py trains causal language models, others run in a loop of "
+            "your own: zero.trainer.models.hf.build and zero.make_step"
         )
     text = settings.get_text_config()
     if config.vocab > text.vocab_size:
@@ -87,10 +90,6 @@ def _of_transformers(config: Config, chosen: HFConfig) -> Task:
     weights = hf.weights(model, folder) if any(folder.glob("*.safetensors")) else None
     if weights is None and any(folder.glob("*.bin")):
         raise ConfigError(f"model.path={folder}: its weights are pickles; save them as safetensors first")
-    tables = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
-    tables -= {id(model.get_output_embeddings().weight)}
-    matrices = sum(one.numel() for one in model.parameters() if id(one) not in tables)
-    attention = 12 * text.num_hidden_layers * text.hidden_size * chosen.seq
     router = float(getattr(text, "router_aux_loss_coef", None) or 0.0)
     notes = [*_notes_on(config, weights, folder)]
     if chosen.chunked_loss and not hf.gives_logits(model):
@@ -98,8 +97,9 @@ def _of_transformers(config: Config, chosen: HFConfig) -> Task:
             f"model.chunked_loss: {type(model).__name__} changes what its head returns, so all logits are held: "
             f"{size_text(4 * chosen.seq * text.vocab_size)} for each row"
         )
-    of_rows = partial(loss_of(config, model), router=router)
-    return Task(model, of_rows, hf.logits, weights, 6.0 * matrices + attention, tuple(notes))
+    mean = loss_of(config, model)
+    flops = hf.flops_per_token(model, chosen.seq)
+    return Task(model, partial(mean, router=router), mean, hf.logits, weights, flops, tuple(notes))
 
 
 def _notes_on(config: Config, weights: hf.HFWeights | None, folder: Path) -> Iterator[str]:

@@ -60,9 +60,63 @@ def build(path: str | PathLike[str]) -> nn.Module:
     return model
 
 
-def is_causal(model: nn.Module) -> bool:
-    """Whether a model of transformers predicts each next token from those before it."""
-    return type(model).__name__ in _transformers().models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+def not_causal(model: Any) -> str | None:
+    """What a model of transformers is that does not predict each next token from those before it alone; None: it does.
+
+    The class is not enough: what was an encoder first, as BERT, has a class for it that sees all tokens unless its
+    settings say `is_decoder`. A model that was made for nothing else has no such setting, or does not read it.
+    """
+    known, name = _transformers().models.auto.modeling_auto, type(model).__name__
+    if name not in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        return f"a {name}"
+    encoder = model.config.model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    encoder |= any(getattr(one, "is_causal", None) is False for one in model.modules())
+    if encoder and getattr(model.config, "is_decoder", None) is False:
+        return f"a {name} that sees later tokens too, because its settings say is_decoder=false"
+    return None
+
+
+EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
+"""Settings that say how many of a layer's experts a token goes to."""
+
+
+def flops_per_token(model: Any, seq: int) -> float | None:
+    """Floating point operations of forward and backward for one token of a row of `seq`; None where it is not known.
+
+    Of experts those that a token goes to; of attention what its heads and its window see, and nothing for layers of
+    another kind; a table that is only looked things up in costs nothing. What is recomputed is not counted.
+
+    Source: Chowdhery et al. 2022, "PaLM", appendix B.
+    """
+    text, head = model.config.get_text_config(), model.get_output_embeddings()
+    looked_up = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)} - {id(head.weight)}
+    active = 0.0
+    chosen = next((count for name in EXPERTS_OF_A_TOKEN if (count := getattr(text, name, None))), None)
+    for name, parameter in model.named_parameters():
+        if id(parameter) in looked_up:
+            continue
+        of_layer, _, of_experts = name.partition(".experts.")
+        if not of_experts:
+            active += parameter.numel()
+            continue
+        held = model.get_submodule(f"{of_layer}.experts")
+        count = len(held) if isinstance(held, nn.ModuleList) else parameter.shape[0]
+        if chosen is None:
+            return None
+        active += parameter.numel() * chosen / count
+    return 6.0 * active + 6.0 * _attention_numel(text, seq)
+
+
+def _attention_numel(text: Any, seq: int) -> float:
+    """Products that all layers make of a token with those before it: each query with keys, each weight with values."""
+    heads = getattr(text, "num_attention_heads", None) or 0
+    width = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
+    of_head = (getattr(text, "qk_head_dim", None) or width) + (getattr(text, "v_head_dim", None) or width)
+    window = getattr(text, "sliding_window", None) or seq
+    seen = {"full_attention": seq, "sliding_attention": min(window, seq)}
+    usual = "sliding_attention" if window < seq else "full_attention"
+    layers = getattr(text, "layer_types", None) or [usual] * text.num_hidden_layers
+    return float(heads * of_head * sum(seen.get(kind, 0) for kind in layers))
 
 
 def settings(path: str | PathLike[str]) -> Any:

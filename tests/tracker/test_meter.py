@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import zero
+from zero.core.precision import Precision
 from zero.platform.peak_flops import PEAKS, peak_flops
 from zero.store import Traffic
 from zero.testing import run_ranks
-from zero.tracker import ROW
+from zero.tracker import ROW, meter as meters
 from zero.tracker.meter import TIMES, TOTALS, Meter, endurance, figures
 from zero.trainer.models.gpt_config import GPTConfig
 
@@ -257,11 +258,16 @@ def test_waiting_adds_up_over_a_run(monkeypatch):
         ("NVIDIA H100 PCIe", "bf16", 756.5),
         ("NVIDIA A100-SXM4-80GB", "bf16", 312),
         ("NVIDIA A100 80GB PCIe", "fp32", 19.5),
+        ("NVIDIA A100-SXM4-80GB", "tf32", 156),
+        ("NVIDIA H200 NVL", "bf16", 835.5),
         ("NVIDIA A10", "bf16", 125),
         ("NVIDIA L4", "fp16", 121),
         ("NVIDIA L40S", "bf16", 362),
         ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
         ("Tesla V100-SXM2-16GB", "fp16", 125),
+        ("Tesla V100-SXM2-16GB", "tf32", 15.7),
+        ("Tesla V100-PCIE-32GB", "fp16", 112),
+        ("NVIDIA GeForce RTX 4090 D", "bf16", None),
         ("AMD Instinct MI300X", "bf16", 1307.4),
         ("Tesla V100-SXM2-16GB", "bf16", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
@@ -272,6 +278,19 @@ def test_waiting_adds_up_over_a_run(monkeypatch):
 )
 def test_a_peak_is_known_by_the_name_of_the_device(name, dtype, tera):
     assert peak_flops(name, dtype) == (None if tera is None else tera * 1e12)
+
+
+@pytest.mark.parametrize(("allowed", "tera"), [("highest", 19.5), ("high", 156), ("medium", 156)])
+def test_the_peak_of_fp32_is_that_of_the_units_that_may_be_used(allowed, tera):
+    """`precision.matmul=high` lets tensor cores do it."""
+    world = SimpleNamespace(compute=SimpleNamespace(product=lambda: "NVIDIA A100-SXM4-80GB"))
+    plan = SimpleNamespace(precision=Precision())
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(allowed)
+    try:
+        assert meters._peak_flops(world, plan) == tera * 1e12
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_no_device_hides_behind_another():

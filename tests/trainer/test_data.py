@@ -190,6 +190,14 @@ def test_a_token_beyond_the_vocabulary_is_refused(tmp_path):
         open_data(TokensConfig(path=path, vocab=7), SEQ, seed=0).batch(0, 0, 1, 1)
 
 
+def test_the_same_bytes_read_as_other_tokens_are_other_data(tmp_path):
+    path = write_tokens(tmp_path / "t.bin", [7] * 1800, 2)
+    narrow, wide = (
+        TokensConfig(path=path, vocab=2**20 if of == "uint32" else 8, dtype=of) for of in ("uint16", "uint32")
+    )
+    assert open_data(narrow, SEQ, 0).digest != open_data(wide, SEQ, 0).digest
+
+
 def test_a_large_file_is_told_apart_by_a_change_of_its_end(tmp_path):
     path = tmp_path / "t.bin"
     path.write_bytes(bytes(20 * 2**20))

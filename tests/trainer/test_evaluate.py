@@ -32,3 +32,19 @@ def test_every_world_evaluates_the_same_chunks(rows):
         chunks.append({chunk for _, seen in answers for chunk in seen})
     assert chunks[0] == chunks[1] == chunks[2]
     assert all(count * SEQ <= CHUNK_TOKENS for count, _ in chunks[0])
+
+
+def test_more_rows_than_there_are_means_all_of_them_once():
+    """Rows that are counted twice would weigh twice."""
+    data, counted = open_data(SyntheticConfig(), SEQ, 0), []
+
+    def loss(chunk):
+        counted.append(len(chunk))
+        return chunk.double().mean()
+
+    def rank(world):
+        return validation_loss(loss, data, world, rows=data.validation_rows + 3)
+
+    (value,) = run_ranks(1, rank)
+    assert sum(counted) == data.validation_rows
+    assert value == pytest.approx(float(data.validation(0, data.validation_rows).double().mean()), rel=1e-12)

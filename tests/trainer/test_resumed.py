@@ -118,8 +118,8 @@ def test_a_checkpoint_that_nobody_described_is_answered_by_its_moments():
         refuse_other_moments(mine, build_optimizer(mine), bare)
 
 
-def said(theirs: Config, ours: Config, step: int = 4) -> list[str]:
-    return list(differences({"config": theirs.plain()}, {"config": ours.plain()}, step))
+def said(theirs: Config, ours: Config, step: int = 4, skipped: int = 0) -> list[str]:
+    return list(differences({"config": theirs.plain()}, {"config": ours.plain()}, step, skipped))
 
 
 def test_what_changes_nothing_in_the_result_is_not_mentioned():
@@ -147,6 +147,14 @@ def test_the_schedule_that_more_steps_move_can_be_kept(words):
     assert f"the learning rate of step 5 is {now:.3g} (was {was:.3g})" in line
     kept = build_schedule(settled(*longer, *re.search(r"; ([^;]*) keeps the old schedule", line)[1].split(" ")))
     assert [kept(step) for step in range(1, 301)] == [build_schedule(before)(step) for step in range(1, 301)]
+
+
+def test_the_learning_rate_is_that_of_the_next_update():
+    """A step that was skipped moved no schedule."""
+    before, after = settled("precision=fp16", "steps=100"), settled("precision=fp16", "steps=100", "optim.lr=0.5")
+    (line,) = said(before, after, step=30, skipped=25)
+    was, now = (build_schedule(config)(6) for config in (before, after))
+    assert f"the learning rate of step 31 is {now:.3g} (was {was:.3g})" in line
 
 
 def test_a_run_of_another_version_is_compared_by_what_both_know():

@@ -60,6 +60,11 @@ class Checkpoint:
     def step(self) -> int:
         return self.manifest.step
 
+    @property
+    def skipped(self) -> int:
+        """How many of its steps changed nothing because a gradient was not finite."""
+        return numbers_of(self.folder, self.manifest).scale.skipped
+
 
 def open_checkpoint(
     world: World, folder: Path | str, disk: Disk | None = None, progress: Progress = silent

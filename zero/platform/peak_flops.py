@@ -1,7 +1,8 @@
 """Peak FLOP/s of GPUs by name, for utilisation (MFU).
 
 Dense peaks of the makers' data sheets, without sparsity, in 10^12 operations a second: of tensor cores for half types
-(with fp32 sums where a sheet has both), of ordinary cores for fp32, because torch does not round fp32 to tf32 unasked.
+(with fp32 sums where a sheet has both), of ordinary cores for fp32, because torch does not round fp32 to tf32
+unasked.
 """
 
 import re
@@ -20,6 +21,7 @@ class Peak(NamedTuple):
 # The first that fits counts, so the special ones come first.
 PEAKS = (
     Peak("B200", 2250, 2250, 75),
+    Peak("H200 NVL", 835.5, 835.5, 60.3),
     Peak("H200", 989.4, 989.4, 66.9),
     Peak("GH200", 989.4, 989.4, 66.9),
     Peak("H100 PCIe", 756.5, 756.5, 51.2),
@@ -45,11 +47,12 @@ PEAKS = (
     Peak("RTX 3090", 71, 71, 35.6),
     Peak("MI325X", 1307.4, 1307.4, 163.4),
     Peak("MI300X", 1307.4, 1307.4, 163.4),
+    Peak("V100 PCIE", 0, 112, 14),
     Peak("V100", 0, 125, 15.7),
     Peak("T4", 0, 65, 8.1),
 )
 
-OTHERS = frozenset(("MIG", "Laptop", "Max-Q"))
+OTHERS = frozenset(("MIG", "Laptop", "Max-Q", "D"))
 """Words of devices that only share the name."""
 
 
@@ -58,11 +61,14 @@ def peak_flops(name: str, dtype: str) -> float | None:
 
     Args:
         name: as `Device.product` says it.
-        dtype: "bf16", "fp16" or "fp32".
+        dtype: "bf16", "fp16", "fp32", or "tf32": products of fp32 matrices, where `torch.set_float32_matmul_precision`
+            lets tensor cores round their factors. Those that know bf16 take half its rate; others compute in fp32.
     """
     words = set(name.split()) | set(re.split(r"[\s-]+", name))
     if words & OTHERS:
         return None
     found = next((peak for peak in PEAKS if words.issuperset(peak.words.split())), None)
-    rate = 0.0 if found is None else {"bf16": found.bf16, "fp16": found.fp16, "fp32": found.fp32}[dtype]
-    return rate * 1e12 or None
+    if found is None:
+        return None
+    rates = {"bf16": found.bf16, "fp16": found.fp16, "fp32": found.fp32, "tf32": max(found.bf16 / 2, found.fp32)}
+    return rates[dtype] * 1e12 or None

@@ -303,6 +303,8 @@ def _peak_flops(world: World, plan: Plan) -> float | None:
     if not product:
         return None
     compute = next(name for name, dtype in DTYPES.items() if dtype == plan.precision.compute)
+    if compute == "fp32" and torch.get_float32_matmul_precision() != "highest":
+        compute = "tf32"
     return peak_flops(product, compute)
 
 

@@ -23,13 +23,13 @@ CHUNK_TOKENS = 2048
 def validation_loss(
     loss: Callable[[Tensor], Tensor], data: Data, world: World, *, rows: int, progress: Progress = silent
 ) -> float:
-    """Mean loss over the first `rows` validation rows, the same number on every rank.
+    """Mean loss over the first `rows` validation rows, or over all where there are fewer; the same on every rank.
 
     Args:
         loss: (rows, seq + 1) int64 on the world's device to their mean loss.
         progress: called with the chunks that all ranks have evaluated.
     """
-    whole = data.validation(0, rows)
+    whole = data.validation(0, min(rows, data.validation_rows))
     chunks = whole.split(max(1, CHUNK_TOKENS // (whole.shape[1] - 1)))
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
     for first in range(0, len(chunks), world.size):

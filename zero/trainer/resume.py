@@ -75,12 +75,12 @@ def refuse_other_moments(config: Config, optimizer: Transform, checkpoint: Check
     )
 
 
-def differences(there: Mapping[str, Any], here: Mapping[str, Any], step: int) -> Iterator[str]:
+def differences(there: Mapping[str, Any], here: Mapping[str, Any], step: int, skipped: int = 0) -> Iterator[str]:
     """Lines about other data, and about other settings that change the result.
 
     Args:
         there, here: facts of the checkpoint, and of the next one.
-        step: of the checkpoint.
+        step, skipped: of the checkpoint; a schedule counts only the steps that were not skipped.
     """
     was, now = there.get("data"), here.get("data")
     if was is not None and was != now:
@@ -97,17 +97,17 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], step: int) ->
         if key.startswith(mattering) and key != "data.cache" and key in before and before[key] != value
     ]
     if changed:
-        moved = _moved(theirs, ours, step) if trains else ""
+        moved = _moved(theirs, ours, step, skipped) if trains else ""
         yield f"settings that differ from those of the run that saved the checkpoint: {', '.join(changed)}{moved}"
 
 
-def _moved(theirs: Mapping[str, Any], ours: Mapping[str, Any], step: int) -> str:
+def _moved(theirs: Mapping[str, Any], ours: Mapping[str, Any], step: int, skipped: int) -> str:
     """The learning rate of the next step, now and before, and how to keep the old schedule if `steps` has moved it."""
     try:
         before, now = read(theirs), read(ours)
     except ConfigError:  # of another version, which had other keys
         return ""
-    was, is_now = (build_schedule(config)(step + 1) for config in (before, now))
+    was, is_now = (build_schedule(config)(step - skipped + 1) for config in (before, now))
     text = "" if was == is_now else f"; the learning rate of step {step + 1} is {is_now:.3g} (was {was:.3g})"
     if isinstance(before.schedule, Decay) and before.schedule == now.schedule:
         kept = [f"schedule.total={before.decayed}"] if before.decayed != now.decayed else []

@@ -76,10 +76,13 @@ def file_digest(path: Path) -> str:
 
 
 def open_tokens(config: TokensConfig, seq: int, seed: int, decode: Callable[[Tensor], str] = decode_numbers) -> Windows:
-    """Open the file or files. The digest is `file_digest` of each."""
+    """Open the file or files. The digest is of `file_digest` of each, and of how their bytes are read."""
     file = _File(config.path, config)
     train = _Stretch(file, 0, file.numel)
-    digests = [file_digest(Path(config.path).expanduser())]
+    digests: list[str] = (
+        [] if config.dtype == "uint16" else [config.dtype]
+    )  # digests of the usual one stay what they were
+    digests.append(file_digest(Path(config.path).expanduser()))
     if config.validation_path is None:
         cut = file.numel - round(file.numel * config.holdout)
         train, held = _Stretch(file, 0, cut), _Stretch(file, cut, file.numel)

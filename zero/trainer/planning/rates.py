@@ -39,7 +39,7 @@ GPU = Rates(
     wire_bytes=1e10,
     update_numel=4e10,
     host_update_numel=1e9,
-    source="assumed for each GPU: 150 TFLOP/s (fp32 20), 40 GB/s to the host and back, 100 GB/s to other GPUs "
+    source="assumed for each GPU: 150 TFLOP/s (fp32 20, TF32 75), 40 GB/s to the host and back, 100 GB/s to other GPUs "
     "(10 between nodes), and 6 GB/s of disk for each node",
 )
 CPU = Rates(
@@ -56,7 +56,7 @@ CPU = Rates(
     source="assumed for each rank: 50 GFLOP/s, 0.5 GB/s to other ranks (0.1 between nodes), and 2 GB/s of disk for "
     "each node",
 )
-GPU_FP32_FLOPS = 2e13
+GPU_FP32_FLOPS, GPU_TF32_FLOPS = 2e13, 7.5e13
 
 PROBE_FLOPS: Mapping[str, float] = {"cpu": 1e8, "cuda": 1e12}
 """Most operations of a product that is timed, for each thread of a CPU: about a millisecond. A longer one is no faster,
@@ -85,7 +85,8 @@ def assumed(config: Config, machine: Machine) -> Rates:
     rates = GPU if machine.device == "cuda" else CPU
     rates = replace(rates, disk_bytes=rates.disk_bytes / machine.ranks_per_node)
     if machine.device == "cuda" and config.precision.compute == "fp32":
-        rates = replace(rates, flops=GPU_FP32_FLOPS, attention_flops=GPU_FP32_FLOPS)
+        flops = GPU_FP32_FLOPS if config.precision.matmul == "highest" else GPU_TF32_FLOPS
+        rates = replace(rates, flops=flops, attention_flops=flops)
     found = {"link_bytes": rates.link_bytes, "wire_bytes": rates.wire_bytes} | machine.links
     return replace(rates, link_bytes=found["link_bytes"], wire_bytes=found["wire_bytes"])
 

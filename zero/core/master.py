@@ -136,4 +136,4 @@ def one_after_another(tensors: Sequence[Tensor]) -> Tensor:
 
 def cut_as(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
     """`flat` cut as the tensors are."""
-    return list(flat.split([one.numel() for one in tensors]))
+    return [flat] if len(tensors) == 1 else list(flat.split_with_sizes([one.numel() for one in tensors]))

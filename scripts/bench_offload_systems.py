@@ -1,6 +1,7 @@
 """The systems that `bench_offload` compares, one function for each. This program runs one system.
 
-All train the same GPT on the same rows: bf16, AdamW with fp32 master, clipping at norm 1 (except eager), one rank.
+All train the same GPT on the same rows: bf16 with an fp32 master or fp32, AdamW, clipping at norm 1 (except eager), one
+rank.
 The lower bounds are compute alone, and the file traffic alone: no system can be faster than either.
 
 What DeepSpeed's NVMe offload needs on a CPU (0.19.8): `DS_ACCELERATOR=cpu`, and three extensions that it compiles on
@@ -48,7 +49,8 @@ class Job(NamedTuple):
     """What to train. Offloaded state is in files below `path`. `io_threads` None: the store measures the best.
 
     `disk_gbps`: the rate of the disk behind a `Door`, in 1e9 bytes per second; 0: as fast as it is.
-    `second_path`: a folder on another disk, for the systems that use two.
+    `second_path`: a folder on another disk, for the systems that use two. `dtype`: of compute, bf16 or fp32.
+    `read_ahead`: pages of each kind that ours reads before their turn; None: its default.
     """
 
     system: str
@@ -62,6 +64,8 @@ class Job(NamedTuple):
     path: str
     disk_gbps: float = 0
     second_path: str = ""
+    dtype: str = "bf16"
+    read_ahead: int | None = None
 
     def config(self) -> GPTConfig:
         return GPTConfig(width=self.width, layers=self.layers, heads=self.heads, seq=self.seq, tied=self.tied)
@@ -91,8 +95,8 @@ def _numel(model: nn.Module) -> int:
 
 
 def compute(job: Job, remat: bool = False) -> Running:
-    """Forward and backward of the bf16 model, each with its time; no update."""
-    model = replica(job.config()).to(torch.bfloat16)
+    """Forward and backward of the model in the dtype of compute, each with its time; no update."""
+    model = replica(job.config()).to(torch.bfloat16 if job.dtype == "bf16" else torch.float32)
     if remat:
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -154,8 +158,14 @@ def _plan(
         model,
         optimizer=zero.with_moments(optimizer, moments),
         stage=3,
-        precision=zero.Precision("bf16", master=master),  # type: ignore[arg-type]
-        offload=zero.Offload(preset, path=paths if disks > 1 else job.path, threads=job.io_threads, verify=verify),
+        precision=zero.Precision(job.dtype, master=master),  # type: ignore[arg-type]
+        offload=zero.Offload(
+            preset,
+            path=paths if disks > 1 else job.path,
+            threads=job.io_threads,
+            read_ahead=job.read_ahead,
+            verify=verify,
+        ),
         world=zero.World.from_env(),
         **settings,
     )
@@ -355,8 +365,8 @@ def _nothing(tensors: tuple[Tensor, ...]) -> None:
 
 
 def fsdp2(job: Job) -> Running:
-    """The same as in `bench_step`: fully_shard per block and root, bf16 parameters, fp32 reduction, fused AdamW."""
-    step = bench_systems.fsdp2(bench_systems.Job("fsdp2", "bf16", job.width, job.layers, job.seq, job.rows))
+    """The same as in `bench_step`: fully_shard per block and root, fp32 reduction, fused AdamW."""
+    step = bench_systems.fsdp2(bench_systems.Job("fsdp2", job.dtype, job.width, job.layers, job.seq, job.rows))
     numel = sum(parameter.numel() for parameter in GPT(job.config()).to("meta").parameters())
     return Running(lambda batch: {"loss": step(batch)}, numel, {})
 
@@ -368,7 +378,7 @@ def deepspeed_settings(job: Job, device: str, tuned: bool) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": job.rows,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": CLIP,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": job.dtype == "bf16"},
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY},
@@ -444,7 +454,7 @@ class System(NamedTuple):
 
 
 SYSTEMS: dict[str, System] = {
-    "compute": System(compute, "forward and backward of the bf16 model, nothing else"),
+    "compute": System(compute, "forward and backward of the model, nothing else"),
     "compute-remat": System(partial(compute, remat=True), "the same with each block computed again in backward"),
     "io-nvme": System(partial(traffic, preset="nvme"), "master and moments read and written once, nothing else"),
     "io-infinity": System(
@@ -482,7 +492,7 @@ SYSTEMS: dict[str, System] = {
         partial(ours, preset="infinity", activations="remat", update="serial"),
         "offload=infinity, update=serial, activations=remat",
     ),
-    "fsdp2": System(fsdp2, "fully_shard per block and root, bf16 parameters, fused AdamW, no offload"),
+    "fsdp2": System(fsdp2, "fully_shard per block and root, fused AdamW, no offload"),
     "deepspeed-cpu": System(
         partial(deepspeed, device="cpu", tuned=True),
         "ZeRO-3, offload_optimizer cpu, sub_group_size 3e7, throughput timer off, grad_accum_dtype fp32",
@@ -531,6 +541,7 @@ def measure(job: Job, warmup: int, steps: int) -> dict[str, Any]:
     running.close()
     return {
         "system": job.system,
+        "dtype": job.dtype,
         "numel": running.numel,
         "warmup_s": per_step["step_s"][:warmup],
         **{name: values[warmup:] for name, values in per_step.items()},
@@ -550,13 +561,24 @@ def main() -> None:
     for name in ("width", "layers", "heads", "seq", "rows", "tied", "warmup", "steps", "threads", "io-threads"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--disk-gbps", type=float, default=0)
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--read-ahead", type=int, default=0)
     given = parser.parse_args()
     if given.build_deepspeed:
         build_deepspeed()
         return
     torch.set_num_threads(given.threads)
     sizes = (given.width, given.layers, given.heads, given.seq, given.rows, bool(given.tied))
-    job = Job(given.system, *sizes, given.io_threads or None, given.path, given.disk_gbps, given.second_path)
+    job = Job(
+        given.system,
+        *sizes,
+        given.io_threads or None,
+        given.path,
+        given.disk_gbps,
+        given.second_path,
+        given.dtype,
+        given.read_ahead or None,
+    )
     result = measure(job, given.warmup, given.steps)
     Path(given.out).write_text(json.dumps(result))
     # everything is closed, and threads of some systems make a normal exit slow

@@ -23,6 +23,8 @@ from zero.trainer.models import GPT, loss
 from zero.trainer.planning import plan_text
 from zero.trainer.planning.activations import Activations
 from zero.trainer.planning.choices import planned, with_activations
+from zero.trainer.planning.machine import Machine
+from zero.trainer.planning.resolve_activations import CPU_LIBRARIES_BYTES
 from zero.trainer.planning.resolve_auto import _with_activations
 from zero.trainer.planning.tracing import META, trace
 
@@ -294,6 +296,33 @@ def test_auto_measures_rates_once_and_only_where_it_needs_them(monkeypatch, stag
     assert asked == ["rates"] * (stage == "auto" or room == "little")
 
 
+def test_on_a_cpu_what_is_kept_leaves_its_libraries_room():
+    settings = config(
+        model=DEEP,
+        batch={"global": 16, "micro": 16},
+        zero_={"activations": "auto", "stage": 0},
+        launch={"malloc": "lean"},
+    )
+    model = model_of(settings)
+    counted = Activations(settings, model)
+    names, world = counted.unit_names, cpu(NO_LIMIT.host).world
+    kept = [[*(f"{name}:remat" for name in names[:count])] or "keep" for count in range(len(names) + 1)]
+    needs = [
+        sum(planned(with_activations(settings, one), model, world, NO_LIMIT, counted).bytes["device"].values())
+        for one in kept
+    ]
+    told = []
+    for share in range(9):
+        budget = needs[-1] + (needs[0] - needs[-1]) * share // 8
+        for room in (budget, budget + CPU_LIBRARIES_BYTES):
+            chosen, _ = _settled(settings, cpu(room), model, counted)
+            words = _words(chosen) if chosen.zero.activations != "remat" else names
+            fitting = [count for count, need in enumerate(needs) if need + CPU_LIBRARIES_BYTES <= room]
+            assert len(words) == min([*fitting, len(names)])
+            told.append(len(words))
+    assert {0, len(names)} < set(told)
+
+
 def test_a_plan_counts_what_auto_becomes():
     """And says it; the table is by the least, by which a run chooses all else."""
     paper = {"ranks": 1, "device_memory": "300MiB", "host_memory": "1TiB", "disk": "1TiB"}
@@ -325,10 +354,14 @@ def test_a_run_is_planned_with_what_auto_became(here, capsys):
     )
     model, world = model_of(settings), zero.World.from_env(device="cpu")
     taken = Activations(settings, model).planned(16, "cpu")
-    budget = sum(build_plan(settings, model, world, **taken).bytes["device"].values()) + 2**19
+    budget = sum(build_plan(settings, model, world, **taken).bytes["device"].values()) + CPU_LIBRARIES_BYTES + 2**19
     assert train.main([*words, "zero.activations=auto", f"offload.host_budget={budget}"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"auto: zero.activations: [1-9] of 6 units are computed again", out), out
+
+
+def cpu(host_bytes: int) -> Machine:
+    return Machine(1, 1, "cpu", 0, host_bytes, 0, paper=True)
 
 
 def _settled(settings, machine, model, counted=None):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from torch import nn
 
 from zero.core.placement import budget_bytes
+from zero.core.sizes import MiB
 from zero.engine.plan import Plan
 from zero.errors import ConfigError
 from zero.trainer.config import Config
@@ -20,6 +21,11 @@ from zero.trainer.planning.activations import Activations
 from zero.trainer.planning.choices import planned, with_activations
 from zero.trainer.planning.cost import Rates
 from zero.trainer.planning.machine import Machine
+
+CPU_LIBRARIES_BYTES = 16 * MiB
+"""Of the memory of a process that computes on a CPU, what is left to matrix products, code and threads, which no plan
+counts: 5 to 8 MB in `scripts/bench_activations`. A GPU's libraries have `offload.reserve`.
+"""
 
 
 def resolve_activations(
@@ -48,7 +54,7 @@ def resolve_activations(
             plan = planned(of(count, sent), model, machine.world, machine.room, activations)
         except ConfigError:
             return False
-        return _state_of(plan) == _state_of(least)
+        return _state_of(plan) == _state_of(least) and _leaves_room(plan, config, machine)
 
     count = sent = 0
     if not fits(0, 0):
@@ -82,6 +88,14 @@ def _most_sent(config: Config, machine: Machine, activations: Activations, least
         return copy_s > forward_s or traced.host_bytes > room_bytes
 
     return bisect_left(range(1, len(activations.unit_names) + 1), True, key=is_too_much)
+
+
+def _leaves_room(plan: Plan, config: Config, machine: Machine) -> bool:
+    """Libraries have memory, too; a GPU's were counted before anything was placed."""
+    if machine.device != "cpu":
+        return True
+    taken_bytes = plan.placement.bytes["device"] + plan.placement.bytes["host"]
+    return taken_bytes + CPU_LIBRARIES_BYTES <= budget_bytes(config.offload.host_budget, machine.room.host)
 
 
 def _state_of(plan: Plan) -> tuple[object, ...]:

@@ -402,13 +402,14 @@ def test_what_crosses_the_wires(how, expected):
 
 def planned_and_counted(world: zero.World, how: dict[str, Any]) -> list[tuple[float, float]]:
     """Of the third step, what this rank gets from others, and of that from other nodes; of a model of many layers."""
+    layers = 6
     with world.exclusive(), zero.empty():
-        model = Wide(layers=24, width=64)
-    for number in range(24 * how.pop("frozen", 0)):  # in two of three layers something, in one everything
+        model = Wide(layers=layers, width=64)
+    for number in range(layers * how.pop("frozen", 0)):  # in two of three layers something, in one everything
         model.layers[number].weight.requires_grad_(number % 3 == 0)
         model.layers[number].bias.requires_grad_(number % 3 < 2)
     offload = zero.Offload(str(how.get("offload", "none")), path=tempfile.gettempdir())
-    plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, prefetch=0, **{**how, "offload": offload})  # type: ignore[arg-type]
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, **{**how, "offload": offload})  # type: ignore[arg-type]
     state = zero.init(plan, zero.open_store(plan))
     step = zero.make_step(plan, lambda model, x: model(x).square().mean())
     before = world.traffic
@@ -419,6 +420,9 @@ def planned_and_counted(world: zero.World, how: dict[str, Any]) -> list[tuple[fl
     moved = after.gather_bytes + after.reduce_bytes - before.gather_bytes - before.reduce_bytes
     return [(told.link, moved), (told.wire, after.wire_bytes - before.wire_bytes)]
 
+
+END_BYTES = 512
+"""What six ranks tell each other at the end of a step."""
 
 BETWEEN = [
     {"gather": "world"},
@@ -445,17 +449,19 @@ BETWEEN = [
     ],
 )
 def test_a_plan_knows_what_crosses_the_wires(stage, accumulate, between):
-    """Six ranks on three nodes. It counts units that are still gathered when backward begins as gathered again."""
+    """Six ranks on three nodes."""
     how = {"stage": stage, "accumulate": accumulate, **between}
     for of_rank in run_ranks(6, lambda world: planned_and_counted(world, {**how}), nodes=3):
         for planned, counted in of_rank:
-            assert counted == pytest.approx(planned, rel=0.06, abs=4 * KiB)
+            assert 0 <= counted - planned <= END_BYTES
 
 
-def copied(world: zero.World, accumulate: int, gather: str) -> tuple[float, int]:
-    """Planned and counted, between host and device in the third step, with parameters alone on the host."""
+def copied(world: zero.World, accumulate: int, gather: str) -> tuple[float, int, int]:
+    """Planned and counted, between host and device in the third step, with parameters alone on the host; and the bytes
+    of a unit's shard.
+    """
     with world.exclusive(), zero.empty():
-        model = Wide(layers=24, width=64)
+        model = Wide(layers=6, width=64)
     how = {"precision": "bf16", "offload": zero.Offload(param="cpu"), "gather": gather, "accumulate": accumulate}
     plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, prefetch=0, **how)  # type: ignore[arg-type]
     state = zero.init(plan, zero.open_store(plan))
@@ -465,7 +471,8 @@ def copied(world: zero.World, accumulate: int, gather: str) -> tuple[float, int]
         before = len(copies)
         state, _ = step(state, [torch.ones(2, 64, dtype=torch.bfloat16)] * accumulate)
         state.runtime.store.drain()
-    return traffic(plan).of_step(accumulate).copy, sum(copy.nbytes for copy in copies[before:])
+    counted = sum(copy.nbytes for copy in copies[before:])
+    return traffic(plan).of_step(accumulate).copy, counted, 2 * plan.units[0].trainable.S
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -473,10 +480,11 @@ def test_a_plan_knows_what_a_gpu_copies_for_its_secondary_shards(accumulate):
     """Out once, and in before each further gather within the node."""
     with simulated_gpu(races=True):
         plain, by_node = (run_ranks(4, copied, accumulate, way, nodes=2) for way in ("world", "node"))
-    for (planned, counted), (more_planned, more_counted) in zip(plain, by_node, strict=True):
-        assert counted == pytest.approx(planned, rel=0.06)
-        assert more_counted == pytest.approx(more_planned, rel=0.06)
-        assert more_planned - planned == pytest.approx(2 * accumulate * 24 * 2 * 64 * 65 / 4, rel=0.06)
+    for (planned, counted, shard), (more_planned, more_counted, _) in zip(plain, by_node, strict=True):
+        assert counted == planned
+        assert more_counted == more_planned
+        turns = 2 * accumulate - 1  # at each of which a unit is still gathered
+        assert more_planned - planned == (2 * accumulate * 6 - turns) * shard
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ A test with a real GPU is marked `gpu`. `scripts/launches` prints the table that
 import gc
 import re
 import warnings
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ import zero
 from zero.checkpoint import load, open_checkpoint, save
 from zero.core.sizes import GiB
 from zero.engine.full import digest
+from zero.engine.traffic import traffic
 from zero.errors import MachineError
 from zero.platform.cuda import Cuda, claim_device
 from zero.platform.device import Arena, Device
@@ -88,6 +90,30 @@ def test_no_stage_tier_or_page_changes_a_bit_on_a_simulated_gpu(ranks, precision
             for one in ({**each} for each in asked)
         }
     assert len({bits for ranks_bits in told.values() for bits in ranks_bits}) == 1, told
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_crosses_between_host_and_gpu_is_what_the_plan_says(ranks, accumulate, tmp_path):
+    def crossed(world: zero.World, **settings) -> tuple[int, float]:
+        """In the third step, and by the plan."""
+        state, step = start(world, accumulate=accumulate, path=tmp_path, **settings)
+        plan = state.plan
+        for number in range(3):
+            before = world.compute.copied.nbytes
+            state, _ = step(state, [rows(number, world, 64, plan.precision.compute) for _ in range(accumulate)])
+            state.runtime.store.drain()
+        state.runtime.store.close()
+        return world.compute.copied.nbytes - before, traffic(plan).of_step(accumulate).copy
+
+    with simulated_gpu():
+        for stage, preset, precision in product(range(4), PRESETS, ("bf16", "fp32")):
+            if preset == "infinity" and stage < 3:
+                continue
+            how = {"stage": stage, "preset": preset, "precision": precision}
+            for moved, planned in run_ranks(ranks, lambda world, how=how: crossed(world, **how)):
+                assert moved == planned, how
+                assert (moved > 0) is (preset != "none")
 
 
 # -- budgets -----------------------------------------------------------------------------------------------------------

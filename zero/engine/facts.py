@@ -137,8 +137,8 @@ class Facts:
 
     @property
     def first_grad_dtype(self) -> torch.dtype:
-        """What the first of several microbatches goes to the disk in: so far it is one gradient, and no sum."""
-        alone = self.local_sum and self.grads_offloaded and self.grad_tier == "nvme"
+        """What the first of several microbatches is offloaded in: so far it is one gradient, and no sum."""
+        alone = self.local_sum and self.grads_offloaded
         return self.precision.compute if alone else self.grad_dtype
 
     @property

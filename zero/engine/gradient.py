@@ -8,8 +8,9 @@ On a GPU gradients travel on streams of their own, beside what computes:
     out    after what was enqueued on the current stream; who takes the buffer next, or reads the pages, waits for it
     in     after the last time out, and as soon as the buffer is free; the current stream waits for it
 
-What the first of several microbatches made is one gradient, which loses nothing in the dtype of compute. So it goes to
-the disk in that, in pages of its own; whoever adds to it, or needs it for the update, gets it in fp32.
+What the first of several microbatches made is one gradient, which loses nothing in the dtype of compute. So it travels
+in that, to a disk in pages of its own; whoever adds to it, or needs it for the update, gets it in fp32. Once ranks have
+added up a whole flat, the pages of what this rank updates are all that travels.
 
 A page in host memory counts as written in the store once its copy is enqueued, so whoever reads one has to wait for
 `left` first. A page of a disk is written by a thread of the store, which keeps the order itself.
@@ -50,7 +51,8 @@ class Gradients:
 
         Args:
             fresh: what it holds does not matter; otherwise it is the sum so far.
-            held: something will arrive in it on its own, so it stays open until `park`.
+            held: the sum over ranks of what this rank updates will arrive in it on its own, so it stays open until
+                `park`; what else it holds is not needed any more.
             sums: in the dtype of sums; without, in that of one gradient where it holds no sum yet.
         """
         assert unit.grad is not None
@@ -100,6 +102,7 @@ class PagedGradients(Gradients):
         self._open: dict[int, _Opened] = {}
         self._single: set[int] = set()  # units whose gradient is one microbatch's, in the dtype of compute
         self._held: set[int] = set()
+        self._reduced: set[int] = set()  # units whose gradient is the sum over ranks, of what this rank updates
         self._leaving: deque[_Leaving] = deque()
         self._left: dict[int, Event] = {}  # by unit
         self._coming: list[Ticket] = []
@@ -111,6 +114,10 @@ class PagedGradients(Gradients):
         return sum(buffer.flat.nbytes for buffers in (*self._free.values(), leaving) for buffer in buffers)
 
     def open(self, unit: UnitState, *, fresh: bool, held: bool = False, sums: bool = True) -> Tensor:
+        if held:
+            self._reduced.add(unit.index)
+        elif fresh:
+            self._reduced.discard(unit.index)
         if unit.grad is None:
             if fresh and not sums and self._plan.first_grad_dtype != self._plan.grad_dtype:
                 self._single.add(unit.index)
@@ -157,6 +164,7 @@ class PagedGradients(Gradients):
         self._open.clear()
         self._single.clear()
         self._held.clear()
+        self._reduced.clear()
 
     def _bring_back(self, unit: UnitState, buffer: _Buffer) -> None:
         """Load the pages of `unit`, beside what was computed since the buffer got free."""
@@ -207,8 +215,11 @@ class PagedGradients(Gradients):
 
     def _pages(self, unit: UnitState) -> Iterator[tuple[Page, Tensor]]:
         assert unit.grad is not None
-        kind = "first_grad" if unit.index in self._single else "grad"
-        for number, (start, stop) in enumerate(self._plan.grad_ranges(unit.spec)):
+        kind = "first_grad" if unit.index in self._single and "first_grad" in self._plan.grad_dtypes else "grad"
+        ranges = self._plan.grad_ranges(unit.spec)
+        if unit.index in self._reduced:
+            ranges = ranges[: self._plan.updated_pages(unit.spec)]
+        for number, (start, stop) in enumerate(ranges):
             yield Page(unit.index, kind, number), unit.grad[start:stop]
 
 

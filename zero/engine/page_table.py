@@ -68,9 +68,12 @@ class PageTable(Facts):
 
     @property
     def grad_dtypes(self) -> dict[str, torch.dtype]:
-        """The kinds of pages of an offloaded gradient; "first_grad" is what one microbatch made, until the next."""
-        first = {} if self.first_grad_dtype == self.grad_dtype else {"first_grad": self.first_grad_dtype}
-        return {"grad": self.grad_dtype, **first}
+        """The kinds of pages of an offloaded gradient; "first_grad" is what one microbatch made, until the next.
+
+        In memory what is narrower than the sum lies in the first bytes of the sum's page.
+        """
+        apart = self.grad_tier == "nvme" and self.first_grad_dtype != self.grad_dtype
+        return {"grad": self.grad_dtype} | ({"first_grad": self.first_grad_dtype} if apart else {})
 
     def is_updated(self, page: Page) -> bool:
         """It is of the master or of a moment."""
@@ -84,6 +87,10 @@ class PageTable(Facts):
         """The pages of a gradient as (start, stop) of it; the first ones are those that this rank updates."""
         extents = self._grad_extents(unit, self.rank)
         return tuple((a + first, b + first) for first, last in extents for a, b in self.cut(last - first))
+
+    def updated_pages(self, unit: UnitSpec) -> int:
+        """How many pages of each kind, of its gradient too, have what this rank updates of a unit."""
+        return len(self.cut(self.update_numel(unit)))
 
     def _grad_extents(self, unit: UnitSpec, rank: int) -> tuple[tuple[int, int], ...]:
         """What is cut into pages: the range that a rank updates, and what is before and after it."""

@@ -2,6 +2,7 @@
 
 import operator
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from zero.core.layout import VECTOR
 from zero.core.placement import Tier
 from zero.engine.page_table import SECONDARY
 from zero.engine.plan import Plan
+from zero.engine.unit import UnitSpec
 
 
 class Load(NamedTuple):
@@ -40,7 +42,7 @@ class Traffic(NamedTuple):
     backward: Load
     """In each microbatch's backward."""
     first: Load
-    """Beside that in the first forward: the gather of what is resident."""
+    """Beside that in the first forward: the gather of what is resident, and of what later ones find still gathered."""
     last: Load
     """Beside that in the last backward: the reduction of what microbatches added up, and the sum's way to all."""
     offloaded_numel: int
@@ -54,41 +56,78 @@ class Traffic(NamedTuple):
 def traffic(plan: Plan) -> Traffic:
     """What a step of `plan` moves on one rank, by tier."""
     by_kind: dict[str, Load] = defaultdict(Load)
-    offloaded_numel = 0
+    passing: dict[int, Load] = defaultdict(Load)  # by unit, from the store: parameters, and secondary shards
+    offloaded_numel, updated_grads = 0, Load()
     device_is_host = plan.world.compute.shares_memory
     counted = next((kind for kind in plan.state_kinds if kind != "param"), "param")  # there is one per update
     for page, spec in plan.store_pages().items():
         moved = _moved(plan.tier(page), spec.nbytes, device_is_host)
         by_kind["state" if plan.is_updated(page) else page.kind] += moved
+        if page.kind in ("param", "frozen", SECONDARY):
+            passing[page.unit] += moved
+        if page.kind == "grad" and page.number < plan.updated_pages(plan.units[page.unit]):
+            updated_grads += moved
         if page.kind == counted and moved != Load():  # a page may take more than one element for each parameter
             offloaded_numel += spec.numel * VECTOR // plan.kept.numel(counted, VECTOR)
-    states, grads, params = by_kind["state"], by_kind["grad"], by_kind["param"] + by_kind["frozen"]
-    kept = by_kind[SECONDARY]  # written after the first gather, read before each other one
-    whole_numel = sum(unit.trainable.P + unit.frozen.P for unit in plan.units)
+    states, grads = by_kind["state"], by_kind["grad"]
     trainable_numel = sum(unit.trainable.P for unit in plan.units)
-    gather, renewed = (_gather(plan, plan.precision.compute.itemsize * n) for n in (whole_numel, trainable_numel))
     reduction = _sum(plan, trainable_numel)
-    first, last = Load(), reduction if plan.local_sum else Load()
+    last = reduction if plan.local_sum else Load()
     if plan.resident and plan.full_update:
         last += _gather(plan, plan.grad_dtype.itemsize * trainable_numel)
-    elif plan.resident:
-        first = gather
-    gathered = Load() if plan.resident else gather
-    if plan.keeps_secondary:  # what is frozen crosses the wire once a run
-        first, gathered = Load(link=renewed.wire, wire=renewed.wire), Load(link=gather.link - gather.wire)
+    first, forward, backward = _gathers(plan, passing)
     count = plan.accumulate
-    single = by_kind["first_grad" if "first_grad" in plan.grad_dtypes else "grad"]
-    # the first microbatch writes its gradients, each other one reads what there is and writes the sum
-    arriving = grads if count == 1 else (single.times(2) + grads.times(2 * count - 3)).times(1 / count)
+    single = grads.times(plan.first_grad_dtype.itemsize / plan.grad_dtype.itemsize)
+    # the first microbatch writes its gradients, each other one reads what there is and writes the sum; after the last
+    # one ranks have added up, and what is updated here is all that is written
+    summing = single.times(2) + grads.times(2 * count - 4) if count > 1 else Load()
+    arriving = (summing + updated_grads).times(1 / count)
     return Traffic(
         # what was read goes back; new parameters out, gradients in
-        update=states.times(2) + params.times(1 + ("param" in plan.state_kinds)) + grads,
-        forward=params + kept + gathered,
-        backward=params + kept + gathered + arriving + (Load() if plan.local_sum else reduction),
+        update=states.times(2) + by_kind["param"].times(1 + ("param" in plan.state_kinds)) + updated_grads,
+        forward=forward,
+        backward=backward + arriving + (Load() if plan.local_sum else reduction),
         first=first,
         last=last,
         offloaded_numel=offloaded_numel,
     )
+
+
+def _gathers(plan: Plan, passing: Mapping[int, Load]) -> tuple[Load, Load, Load]:
+    """What gathers bring a rank: beside others in the first forward, in each forward, and in each backward.
+
+    A pass finds the units that were used last still in gathered buffers, and the first one of those what no update
+    has changed.
+
+    Args:
+        passing: by unit, what comes from the store.
+    """
+    sizes: dict[int, list[int]] = defaultdict(list)
+    for unit in plan.units:
+        sizes[unit.trainable.P + unit.frozen.P].append(unit.index)
+    counts = plan.buffer_counts().items()
+    after_forward = {index for numel, count in counts for index in sizes[numel][-count:]}
+    after_backward = {index for numel, count in counts for index in sizes[numel][:count]}
+    loads = {unit.index: passing[unit.index] + _gather_of(plan, unit) for unit in plan.units}
+
+    def all_but(still: set[int]) -> Load:
+        return sum((load for index, load in loads.items() if index not in still), Load())
+
+    if plan.resident:
+        return Load() if plan.full_update else all_but(set()), Load(), Load()
+    changed = {unit.index for unit in plan.units if unit.trainable.slots}
+    first = all_but(loads.keys() - (after_backward & changed))
+    if plan.keeps_secondary:  # what is frozen crosses the wire once a run
+        trainable_numel = sum(unit.trainable.P for unit in plan.units)
+        wire = _gather(plan, plan.precision.compute.itemsize * trainable_numel).wire
+        first += Load(link=wire, wire=wire)
+    return first, all_but(after_backward), all_but(after_forward)
+
+
+def _gather_of(plan: Plan, unit: UnitSpec) -> Load:
+    """What a gather of a unit brings a rank; from its own node alone, where that keeps what others have."""
+    gather = _gather(plan, plan.precision.compute.itemsize * (unit.trainable.P + unit.frozen.P))
+    return Load(link=gather.link - gather.wire) if plan.keeps_secondary else gather
 
 
 def _gather(plan: Plan, full_bytes: int) -> Load:

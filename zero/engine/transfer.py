@@ -10,11 +10,16 @@ from collections.abc import Callable
 from torch import Tensor
 
 from zero.platform.device import Device
+from zero.platform.handle import Done
 from zero.store import Group, Page, PrefetchStore, Ticket
 
 
 def load(store: PrefetchStore, device: Device, page: Page, into: Tensor) -> Ticket:
     """Read `page` to `into`, (K,), on the device; what is enqueued there now is done before it changes."""
+    narrower = _narrower(store, page, into)
+    if narrower is not None:
+        device.copy(into, narrower)
+        return Done()
     if device.shares_memory or store.in_place(page) is not None:
         return store.read(page, into)
     group = Group(page.unit, page.number, (), beside=(page,))
@@ -22,11 +27,26 @@ def load(store: PrefetchStore, device: Device, page: Page, into: Tensor) -> Tick
 
 
 def save(store: PrefetchStore, device: Device, page: Page, source: Tensor) -> Ticket:
-    """Write `source`, (K,), on the device as what is enqueued there now leaves it; it may change after `wait`."""
+    """Write `source`, (K,), on the device as what is enqueued there now leaves it; it may change after `wait`.
+
+    A page in memory takes a narrower dtype than its own, too, and has to be read in that.
+    """
+    narrower = _narrower(store, page, source)
+    if narrower is not None:
+        device.copy(narrower, source)
+        return Done()
     if device.shares_memory or store.in_place(page) is not None:
         return store.write(page, source)
     group = Group(page.unit, page.number, (), out=(page,))
     return _through_slot(store, device, group, lambda slot_K: device.copy(slot_K, source))
+
+
+def _narrower(store: PrefetchStore, page: Page, like: Tensor) -> Tensor | None:
+    """The first bytes of a page in memory, as `like` is, where that is narrower than the page."""
+    in_place = store.in_place(page)
+    if in_place is None or in_place.dtype.itemsize <= like.dtype.itemsize:
+        return None
+    return in_place.view(like.dtype)[: like.numel()]
 
 
 def _through_slot(store: PrefetchStore, device: Device, group: Group, copy: Callable[[Tensor], None]) -> Ticket:

@@ -131,9 +131,9 @@ class Cuda(Device):
 
     @property
     def host(self) -> Device:
-        return Device(torch.device("cpu"))
+        return Device(torch.device("cpu"), self.copied)
 
-    def copy(self, into: Tensor, source: Tensor) -> None:
+    def _copy(self, into: Tensor, source: Tensor) -> None:
         into.copy_(source, non_blocking=_is_ordered(into) and _is_ordered(source))
 
     def pin(self, memory: Tensor) -> bool:

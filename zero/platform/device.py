@@ -79,6 +79,17 @@ class Clock:
         return moment - self._zero_s
 
 
+class Copied:
+    """Bytes that went between a GPU and host memory, by whichever thread."""
+
+    def __init__(self) -> None:
+        self.nbytes, self._lock = 0, threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes += nbytes
+
+
 class Device:
     """One rank's compute device, and whatever about it the engine's decisions depend on: here a CPU.
 
@@ -91,6 +102,7 @@ class Device:
         piece_numel: elements that an update takes at a time: on a CPU what stays in its cache, else all there are.
         sum_numel: elements that a sum over ranks takes at a time, in scratch of its own.
         batch_bytes: of small tensors that are copied at once, which have to wait for one another.
+        copied: counts what `copy` moves between host memory and the GPU, both ways; nothing on a CPU.
     """
 
     stand_in: ClassVar["Callable[[], Device] | None"] = None
@@ -104,8 +116,9 @@ class Device:
     sum_numel = 65_536
     batch_bytes = 0
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, copied: "Copied | None" = None) -> None:
         self.device = device
+        self.copied = Copied() if copied is None else copied
 
     def name(self) -> str:
         """The same for every process that sees this GPU and for no other GPU; "" of a CPU, which may be shared."""
@@ -173,6 +186,9 @@ class Device:
             total += torch.dot(wide, wide)
         return total
 
+    def _copy(self, into: Tensor, source: Tensor) -> None:
+        into.copy_(source)
+
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def is_home_of(self, tensor: Tensor) -> bool:
@@ -194,7 +210,9 @@ class Device:
 
     def copy(self, into: Tensor, source: Tensor) -> None:
         """Copy between tiers, in order with what the current stream does; the host does not wait where it need not."""
-        into.copy_(source)
+        if self.is_home_of(into) != self.is_home_of(source):
+            self.copied.add(into.nbytes)
+        self._copy(into, source)
 
     def bring(self, tensor: Tensor) -> Tensor:
         """`tensor` itself where kernels of this device can work on it, else a copy that they can."""

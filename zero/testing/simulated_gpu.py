@@ -195,7 +195,7 @@ class _SimulatedHost(Device):
     """The host of a simulated GPU, as the device that updates what is in host memory."""
 
     def __init__(self, gpu: SimulatedGpu) -> None:
-        super().__init__(gpu.device)
+        super().__init__(gpu.device, gpu.copied)
         self._gpu = gpu
 
     def is_home_of(self, tensor: Tensor) -> bool:
@@ -311,7 +311,7 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
         thread.is_worker = True
         self.attach_thread()
 
-    def copy(self, into: Tensor, source: Tensor) -> None:
+    def _copy(self, into: Tensor, source: Tensor) -> None:
         with patch.object(thread, "asynchronous", True):
             into.copy_(source)
 

@@ -258,8 +258,8 @@ def _plan(run: Run) -> Html:
             ),
         ),
         note="Of one rank. Measured is what its tensors and its store hold between two steps, and the median of what a "
-        "step moves. The plan counts each gather; a unit that is still on the device is not gathered again. The host "
-        "peak above is of the whole process: the interpreter, torch and whatever the allocator keeps are in it." + idle,
+        "step moves. The host peak above is of the whole process: the interpreter, torch and whatever the allocator "
+        "keeps are in it." + idle,
     )
 
 

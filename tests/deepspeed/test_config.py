@@ -123,6 +123,7 @@ def test_older_spellings_say_the_same():
         ({"type": "AdamW", "params": {"adam_w_mode": False}}, ("adamw", 1e-3, 0.0, 0.9, 0.999)),
         ({"type": "AdamW", "params": {"torch_adam": True}}, ("adamw", 1e-3, 0.01, 0.9, 0.999)),
         ({"type": "lion", "params": {"betas": [0.5, 0.6]}}, ("lion", 1e-3, 0.0, 0.5, 0.6)),
+        ({"type": "Lion"}, ("lion", 1e-3, 0.0, 0.9, 0.999)),
         ({"type": "Adagrad"}, ("adagrad", 1e-2, 0.0, None, None)),
         ({"type": "SGD", "params": {"lr": 2e-1, "weight_decay": 0.1}}, ("sgd", 0.2, 0.1, None, None)),
     ],

@@ -107,6 +107,16 @@ def test_their_classes_of_optimizers_train(make, kind):
     engine.destroy()
 
 
+@pytest.mark.parametrize("make", [zero.ops.lion.FusedLion, zero.ops.lion.DeepSpeedCPULion])
+def test_their_lion_has_the_defaults_of_deepspeed_0_19_8(make):
+    defaults = make([nn.Parameter(torch.zeros(1))]).defaults
+    assert {key: defaults[key] for key in ("lr", "betas", "weight_decay")} == {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "weight_decay": 0.0,
+    }
+
+
 SCHEDULERS = {
     "WarmupLR": {"warmup_min_lr": 0.01, "warmup_max_lr": 0.2, "warmup_num_steps": 4},
     "WarmupDecayLR": {"total_num_steps": 8, "warmup_max_lr": 0.2, "warmup_num_steps": 3, "warmup_type": "linear"},

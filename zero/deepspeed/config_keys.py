@@ -356,7 +356,7 @@ _ADAM = _kind(
 OPTIMIZERS: Mapping[str, Kind] = {
     "adam": _ADAM,
     "adamw": _ADAM,
-    "lion": _kind("lion", *_LR, _BETAS, *_KERNELS, defaults={"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0}),
+    "lion": _kind("lion", *_LR, _BETAS, *_KERNELS, defaults={"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}),
     "adagrad": _kind(
         "adagrad",
         *_LR,

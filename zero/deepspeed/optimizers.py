@@ -395,8 +395,8 @@ def DeepSpeedCPUAdagrad(
 
 def FusedLion(
     params: Iterable[Any],
-    lr: float = 1e-4,
-    betas: tuple[float, float] = (0.9, 0.99),
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
     weight_decay: float = 0.0,
     set_grad_none: bool = True,
 ) -> torch.optim.Optimizer:
@@ -404,7 +404,7 @@ def FusedLion(
 
     Args:
         params: parameters or groups of them.
-        lr, betas, weight_decay: as the Lion paper's (Chen et al. 2023).
+        lr, betas, weight_decay: as the Lion paper's (Chen et al. 2023); the defaults are DeepSpeed's.
         set_grad_none: for old calls; it has no effect.
     """
     return Optimizer(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, "lion")

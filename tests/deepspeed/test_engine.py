@@ -747,6 +747,20 @@ def test_a_schedule_of_the_config_leaves_the_groups_momenta_alone():
         engine.destroy()
 
 
+def test_one_cycle_moves_betas_and_no_other_momentum():
+    """DeepSpeed 0.19.8 says "cycle_momentum is disabled" for SGD, whose groups have no betas."""
+    schedule = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 4}}
+    settings = {key: value for key, value in config(scheduler=schedule).items() if key != "optimizer"}
+    for name, wanted in (("SGD", 0.9), ("AdamW", (pytest.approx(0.875), 0.99))):
+        engine, *_ = zero.initialize(
+            model=(model := net()), optimizer=TORCH[name](model), config=settings, world=zero.World.from_env()
+        )
+        engine.backward(engine(rows(0, engine.plan.world)))
+        engine.step()
+        assert engine.get_mom() == [wanted] * 2
+        engine.destroy()
+
+
 def test_the_optimizer_that_was_passed_cannot_be_stepped_in_vain():
     model = net()
     given = torch.optim.AdamW(model.parameters())

@@ -72,10 +72,8 @@ class ConfigScheduler:
         hyper = self._transform.groups[0](self.made + 1)
         for group, share in zip(self._groups, self._shares, strict=True):
             group["lr"] = hyper.lr * share
-            if self._momenta and "betas" in group:
+            if self._momenta and "betas" in group:  # SGD's momentum stays as it is, as in DeepSpeed
                 group["betas"] = hyper.betas
-            elif self._momenta and "momentum" in group:
-                group["momentum"] = hyper.betas[0]
 
 
 def _scheduler(kind: str, optimizer: torch.optim.Optimizer, *values: Any, **named: Any) -> ConfigScheduler:

@@ -430,7 +430,7 @@ def test_a_peak_in_the_json_is_every_groups_and_without_one_each_keeps_its_own()
         engine, *_ = zero.initialize(
             model=model, optimizer=TORCH["AdamW"](model), config=config(scheduler=schedule), world=zero.World.from_env()
         )
-        for step in range(2):
+        for step in range(3):
             engine.backward(engine(rows(step, zero.World.from_env())))
             engine.step()
         engine.destroy()
@@ -745,6 +745,55 @@ def test_a_schedule_of_the_config_leaves_the_groups_momenta_alone():
         engine.step()
         assert engine.get_mom() == [wanted] * 2
         engine.destroy()
+
+
+OBSERVED = {
+    "WarmupLR": (
+        {"warmup_max_lr": 0.02, "warmup_num_steps": 4},
+        [0.0, 0.0, 0.01, 0.015849625, 0.02, 0.02, 0.02, 0.02, 0.02],
+    ),
+    "WarmupDecayLR": (
+        {"warmup_min_lr": 0.002, "warmup_max_lr": 0.02, "warmup_num_steps": 4, "total_num_steps": 12},
+        [0.002, 0.002, 0.011, 0.0162646625, 0.02, 0.02, 0.01775, 0.0155, 0.01325],
+    ),
+    "WarmupCosineLR": (
+        {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.05, "warmup_num_steps": 4, "total_num_steps": 12},
+        [0.0, 0.001, 0.0055, 0.0081323313, 0.01, 0.0096384278, 0.0086087572, 0.0070677463, 0.00525],
+    ),
+    "OneCycle": (
+        {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 4, "cycle_second_step_size": 5}
+        | {"cycle_first_stair_count": 2, "decay_step_size": 2, "decay_lr_rate": 0.5},
+        [0.001, 0.001, 0.0055, 0.0055, 0.01, 0.0055, 0.0055, 0.001, 0.001],
+    ),
+}
+"""A scheduler's params and `engine.get_lr()` before each update, by DeepSpeed 0.19.8 with an AdamW of lr=0.01."""
+
+
+@pytest.mark.parametrize("kind", OBSERVED)
+def test_each_update_has_the_learning_rate_that_it_has_in_deepspeed(kind: str):
+    params, wanted = OBSERVED[kind]
+    rates: list[float] = []
+    trained(
+        zero.World.from_env(),
+        config(scheduler={"type": kind, "params": params}),
+        len(wanted),
+        loop=lambda engine, part: (rates.append(engine.get_lr()[0]), engine.backward(engine(part))),
+    )
+    assert rates == pytest.approx(wanted)
+
+
+def test_a_warm_up_from_its_lowest_rate_to_each_groups_own():
+    """`warmup_min_lr` is one for all groups; the rates are those of DeepSpeed 0.19.8."""
+    schedule = {"warmup_min_lr": 1e-3, "warmup_num_steps": 4, "warmup_type": "linear"}
+    rates: list[list[float]] = []
+    trained(
+        zero.World.from_env(),
+        config(scheduler={"type": "WarmupLR", "params": schedule}),
+        6,
+        lambda m: {"optimizer": torch.optim.SGD([{"params": [one], "lr": 4e-3} for one in m.parameters()], lr=1e-2)},
+        loop=lambda engine, part: (rates.append(engine.get_lr()), engine.backward(engine(part))),
+    )
+    assert [one[0] for one in rates] == pytest.approx([0.001, 0.001, 0.00175, 0.0025, 0.00325, 0.004])
 
 
 def test_one_cycle_moves_betas_and_no_other_momentum():

@@ -244,9 +244,9 @@ def _lr(config: CheckedConfig) -> float:
 def _rise(config: CheckedConfig, name: str, params: Mapping[str, Any], peak: float) -> dict[str, Any]:
     """A warm-up and its decay.
 
-    DeepSpeed makes its first two updates at the first rate; here that is one, so everything is a step earlier. A
-    logarithm is then at its peak in step `warmup_num_steps`, a line one step later, where a linear decay begins; a
-    cosine begins a step ahead of that.
+    DeepSpeed makes its first two updates at the first rate, and so does `ConfigScheduler`. The setting `schedule` has
+    the first rate once, so everything is a step earlier. A logarithm is then at its peak in step `warmup_num_steps`, a
+    line one step later, where a linear decay begins; a cosine begins a step ahead of that.
     """
     log, cosine = params["warmup_type"] == "log", name == "warmup_cosine"
     start = params["warmup_min_ratio"] if cosine else params["warmup_min_lr"] / peak

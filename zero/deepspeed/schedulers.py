@@ -15,7 +15,7 @@ from zero.deepspeed.config_keys import SCHEDULERS
 from zero.deepspeed.optimizers import ParamGroup
 from zero.settings import Settings
 from zero.settings.build import build_optimizer
-from zero.settings.schedule import OneCycle as Cycle
+from zero.settings.schedule import OneCycle as Cycle, Warmup, WarmupCosine
 
 
 class Scheduler(Protocol):
@@ -33,8 +33,9 @@ class Scheduler(Protocol):
 class ConfigScheduler:
     """The schedule that a DeepSpeed configuration names, written into groups.
 
-    A group keeps its own rate's share of the config's peak: half of it stays half. Where the schedule itself names its
-    peak all groups get its rate, as in DeepSpeed.
+    A group keeps its own rate's share of the config's peak: half of it stays half, but `warmup_min_lr` is every
+    group's. Where the schedule itself names its peak all groups get its rate. DeepSpeed's warm-ups begin before their
+    first rate, and so do these: two updates have it, of which a cosine makes the first at 0.
 
     Args:
         config: the configuration's settings: they give the learning rate and betas of each step; the first step is 1.
@@ -42,9 +43,14 @@ class ConfigScheduler:
 
     def __init__(self, translation: Translation, config: Settings, groups: Sequence[ParamGroup]) -> None:
         self._groups, self._transform = groups, build_optimizer(config)
-        self._momenta = isinstance(config.schedule, Cycle) and config.schedule.momentum
-        lr = None if translation.peak_is_for_all else config.optim.lr
-        self._shares = [group["lr"] / lr if lr else 1.0 for group in groups]
+        schedule, peak = config.schedule, config.optim.lr
+        self._momenta = isinstance(schedule, Cycle) and schedule.momentum
+        self._warms_up, self._is_cosine = isinstance(schedule, Warmup), isinstance(schedule, WarmupCosine)
+        self._low, one_for_all = 0.0, translation.peak_is_for_all
+        if isinstance(schedule, Warmup) and not (self._is_cosine or one_for_all):
+            self._low = peak * (schedule.start or 0.0)
+        rise = 0.0 if one_for_all else peak - self._low
+        self._shares = [(group["lr"] - self._low) / rise if rise else 1.0 for group in groups]
         self.made = 0
         self._write()
 
@@ -69,9 +75,10 @@ class ConfigScheduler:
         self._write()
 
     def _write(self) -> None:
-        hyper = self._transform.groups[0](self.made + 1)
+        hyper = self._transform.groups[0](max(1, self.made) if self._warms_up else self.made + 1)
+        lr = 0.0 if self._is_cosine and self.made == 0 else hyper.lr
         for group, share in zip(self._groups, self._shares, strict=True):
-            group["lr"] = hyper.lr * share
+            group["lr"] = self._low + (lr - self._low) * share
             if self._momenta and "betas" in group:  # SGD's momentum stays as it is, as in DeepSpeed
                 group["betas"] = hyper.betas
 

@@ -1273,8 +1273,26 @@ def test_a_forgotten_step_is_said_once(caplog):
         ({"modle": 1}, "no argument modle"),
         ({"config": config(train_batch_size="auto")}, "train_batch_size=auto: write the rows"),
         ({"config": config(zero_optimization={"stage": "auto"})}, "stage=auto: write the number"),
+        (
+            {"config": config(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}})},
+            "scheduler.params.warmup_num_steps=auto: write the number",
+        ),
+        (
+            {"config": config(scheduler={"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}})},
+            "scheduler.params.total_num_steps=auto: write the number",
+        ),
     ],
-    ids=["no model", "no config", "two configs", "mpu", "a typo", "auto rows", "auto stage"],
+    ids=[
+        "no model",
+        "no config",
+        "two configs",
+        "mpu",
+        "a typo",
+        "auto rows",
+        "auto stage",
+        "auto warm-up",
+        "auto total",
+    ],
 )
 def test_wrong_arguments_are_one_line(how, says: str):
     with pytest.raises(ConfigError, match=re.escape(says)):

@@ -226,8 +226,19 @@ def _scheduler(
     if callable(passed) and not isinstance(passed, torch.optim.lr_scheduler.LRScheduler):
         return passed(optimizer)
     if passed is None and translation.has_scheduler:
+        _check_lengths(translation.settings["schedule"])
         return ConfigScheduler(translation, config, optimizer.param_groups)
     return passed
+
+
+def _check_lengths(schedule: Mapping[str, Any]) -> None:
+    """Refuse a length that is "auto": how many steps a loop of the user's own makes is not known here."""
+    lengths = {"warmup_num_steps": schedule.get("warmup")}
+    if schedule["name"] in ("warmup_linear", "warmup_cosine"):
+        lengths["total_num_steps"] = schedule.get("total", "auto")
+    for key, length in lengths.items():
+        if length == "auto":
+            raise ConfigError(f"scheduler.params.{key}=auto: write the number; how long the loop is, is not known here")
 
 
 def _run_folder(config: Settings, folder: str | PathLike[str] | None) -> Path | None:

@@ -134,6 +134,18 @@ def test_accumulated_microbatches_are_one_batch(stage: int):
     alike(one, reference(3))
 
 
+def test_arguments_of_backward_stand_as_in_deepspeed_0_19_8():
+    """`backward(loss, retain_graph, scale_wrt_gas)`: twice, from a loss that is divided already."""
+
+    def loop(engine, part):
+        loss = engine(part) / 4
+        engine.backward(loss, True, False)
+        engine.backward(loss, False, False)
+
+    settings = config(gradient_accumulation_steps=2)
+    alike(trained(zero.World.from_env(), settings, loop=loop, accumulate=2), reference(3))
+
+
 def two_forwards(engine, part):
     first, second = engine(part), engine(part.flip(0))
     engine.backward(first)

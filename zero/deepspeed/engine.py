@@ -111,19 +111,20 @@ class Engine(EngineCheckpoints):
     def backward(
         self,
         loss: Tensor,
-        allreduce_gradients: bool = True,
-        release_loss: bool = False,
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
+        *,
+        allreduce_gradients: bool = True,
+        release_loss: bool = False,
     ) -> Tensor:
         """Backward from the mean loss of a microbatch. Collective.
 
         Args:
             loss: () the mean over this rank's rows; the loss scale of fp16 is applied to it.
-            allreduce_gradients: for old calls; gradients are reduced once per microbatch or step.
-            release_loss: for old calls.
             retain_graph: as torch's.
             scale_wrt_gas: False if `loss` is divided by `gradient_accumulation_steps()` already.
+            allreduce_gradients: for old calls; gradients are reduced once per microbatch or step.
+            release_loss: for old calls.
 
         Returns:
             () the loss divided by `gradient_accumulation_steps()`, without a graph.

@@ -199,6 +199,20 @@ def test_a_loader_repeats_with_another_order_each_time():
         next(zero.utils.RepeatingLoader([]))
 
 
+def test_the_last_batch_that_is_dropped_is_a_ranks_and_not_the_rows_that_ranks_do_not_divide():
+    """Rows of the first epoch by DeepSpeed 0.19.8: eleven, of which the first counts again."""
+
+    def run(world):
+        with world.exclusive():
+            model = net()
+        settings = config(train_batch_size=12, dataloader_drop_last=True)
+        engine, _, loader, _ = zero.initialize(model=model, config=settings, world=world, training_data=list(range(11)))
+        engine.destroy()
+        return [batch.tolist() for batch in loader]
+
+    assert run_ranks(4, run) == [[[10, 5, 9]], [[0, 8, 7]], [[4, 2, 6]], [[3, 1, 10]]]
+
+
 class Recomputed(Net):
     def forward(self, batch: Tensor) -> Tensor:
         h = zero.checkpointing.checkpoint(self.first, batch)

@@ -326,6 +326,8 @@ def _broadcast_buffers(model: nn.Module, world: World) -> None:
 class Loader:
     """Microbatches of this rank. Each `iter` is one epoch, shuffled by (seed, epoch) alike on all ranks.
 
+    Where ranks do not divide the rows the first ones of the epoch count again, so that every rank has as many.
+
     An IterableDataset is read as it is: it must itself give each rank its own rows, in its own order.
 
     Args:
@@ -354,8 +356,7 @@ class Loader:
         self.epoch = 0
         self._sampler: DistributedSampler[Any] | None = None
         if not isinstance(data, IterableDataset):
-            order: dict[str, Any] = {"shuffle": True, "seed": seed, "drop_last": drop_last}
-            self._sampler = DistributedSampler(data, world.size, world.rank, **order)
+            self._sampler = DistributedSampler(data, world.size, world.rank, shuffle=True, seed=seed)
         elif world.size > 1 and world.rank == 0:
             log.warning("training_data is an IterableDataset: it has to give each rank its own rows")
         self.batches: DataLoader[Any] = DataLoader(

@@ -277,6 +277,30 @@ def _takes(key, value) -> bool:
     return key.type.accepts(value)
 
 
+def test_keys_that_deepspeed_0_19_8_reads_are_not_called_unknown():
+    """Its newer keys, and the names that its fields have beside `stage3_`."""
+    fields = ("module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential")
+    for name, value in {
+        "compute_grad_norm": False,
+        "parameter_alignment": True,
+        fields[0]: 1,
+        **dict.fromkeys(fields[1:], True),
+    }.items():
+        assert len(translate(of(zero_optimization={name: value})).notes) == 1
+    for section in (
+        {"disable_python_gc": True},
+        {"data_types": {"keep_in_fp32_modules": ["bias"]}},
+        {"compile": {"deepcompile": True, "autoep_non_moe": True, "offload_activation_pin_memory": True}},
+        {"nebula": {"enabled": True}},
+        {"datastates_ckpt": {"host_cache_size": 16}},
+    ):
+        assert len(translate(of(**section)).notes) == 1
+    assert not translate(of(sequence_parallel_size=1, data_types={"keep_in_fp32_modules": "auto"})).notes
+    for section in ({"sequence_parallel_size": 2}, {"expert_parallel": {"enabled": True}}):
+        with pytest.raises(ConfigError, match="is not supported"):
+            translate(of(**section))
+
+
 def test_the_table_names_our_keys_and_no_key_twice():
     kinds = [*OPTIMIZERS.values(), *SCHEDULERS.values()]
     for table in (KEYS, *(kind.keys for kind in kinds)):

@@ -105,6 +105,7 @@ SUBGROUP = "zero.shard=node shares within a node; there is no group of another s
 ANYWORLD = "a checkpoint loads into any world and stage, and every save publishes one whole step"
 MASTER = "the master copy is fp32"
 MOMENTS = "moments are fp32"
+BUFFERS = "buffers of the model keep their own"
 IMPLEMENTATION = "there is one implementation of each optimizer"
 ORDER = "gradients are added in fp32 in the order of ranks, then divided"
 REMAT = "`zero.activations=remat`"
@@ -146,9 +147,11 @@ KEYS: tuple[Key, ...] = (
     *_ignored("gradients are added in fp32", DTYPE, "data_types.grad_accum_dtype"),
     *_ignored("parameters compute in the type of fp16 or bf16; the master copy is fp32", DTYPE,
               "data_types.param_dtype"),
-    *_ignored("buffers of the model keep their own", DTYPE, "data_types.buffer_dtype"),
+    *_ignored(BUFFERS, DTYPE, "data_types.buffer_dtype"),
+    *_ignored(BUFFERS, LIST, "data_types.keep_in_fp32_modules"),
     Key("communication_data_type", DTYPE, to="precision.reduce"),
     *_ignored("there is no sequence parallelism", DTYPE, "seq_parallel_communication_data_type"),
+    Key("sequence_parallel_size", COUNT, why="there is no sequence parallelism", only=(1,)),
     *_section(
         "zero_optimization",
         Key("stage", STAGE, to="zero.stage"),
@@ -194,6 +197,8 @@ KEYS: tuple[Key, ...] = (
         *_ignored("torch itself is not changed", BOOL, "override_module_apply"),
         *_ignored("another order of units is not traced again", BOOL, "log_trace_cache_warnings"),
         *_ignored("it is always on", BOOL, "enable_sanity_checks"),
+        *_ignored("every step knows its norm", BOOL, "compute_grad_norm"),
+        *_ignored("a parameter always begins at a multiple of 64 elements", BOOL, "parameter_alignment"),
         *_ignored("there is no Muon", BOOL, "save_muon_momentum_buffer_in_memory"),
         *_section(
             "offload_param",
@@ -254,6 +259,7 @@ KEYS: tuple[Key, ...] = (
     *_ignored("every optimizer here works at every stage and tier", BOOL, "zero_allow_untested_optimizer"),
     *_ignored("offload.compute says where pages are updated", BOOL, "zero_force_ds_cpu_optimizer"),
     *_ignored("there are no CUDA graphs", BOOL, "graph_harvesting"),
+    *_ignored("Python collects garbage when it wants to", BOOL, "disable_python_gc"),
     *_ignored("model.vocab, or the model itself, says it", COUNT, "vocabulary_size"),
     *_ignored("ranks are not divided among experts", BOOL, "use_data_before_expert_parallelism"),
     *_section(
@@ -266,6 +272,7 @@ KEYS: tuple[Key, ...] = (
 )  # fmt: skip
 
 ROWS = "metrics.jsonl has every row; tracker=wandb and tracker=tensorboard show them"
+SAVES = "all ranks write a save at once; checkpoint.async=true writes it in the background"
 DATA = "data comes from the loader as it is"
 
 FEATURES: tuple[Feature, ...] = (
@@ -279,14 +286,17 @@ FEATURES: tuple[Feature, ...] = (
             "zero.compile=true compiles what a unit computes; gathers follow the order of units, not a graph",
             "deepcompile free_activation free_activation_threshold offload_activation "
             "offload_opt_states double_buffer symmetric_memory offload_parameters sync_before_reduce sync_after_reduce "
-            "sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors debug_log passes",
+            "sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors debug_log passes "
+            "offload_activation_pin_memory autoep_non_moe",
             on="deepcompile"),
     Feature("zero_optimization.zenflow", "every update is exact, and hides behind the next forward",
             "topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio "
             "full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch", on=""),
     Feature("zero_optimization.zeropp_loco_param", EXACT, "err_beta reset_T", on=""),
-    Feature("checkpoint.writer", "all ranks write a save at once; checkpoint.async=true writes it in the background",
+    Feature("checkpoint.writer", SAVES,
             "type io_buffer_size io_buffer_double show_statistics data_parallel decoupled io_multiplier", on=""),
+    Feature("nebula", SAVES),
+    Feature("datastates_ckpt", SAVES, on=""),
     Feature("autotuning", "zero-train mode=plan says what fits and what is fastest"),
     Feature("elasticity", "checkpoints load into any world; batch.accumulate=auto keeps the batch"),
     Feature("hybrid_engine", "the same state trains and generates"),
@@ -301,11 +311,16 @@ FEATURES: tuple[Feature, ...] = (
     Feature("sparse_attention", "attention is the model's own", on="", refused=True),
     Feature("eigenvalue", "no eigenvalues are computed", refused=True),
     Feature("pipeline", "there is no pipeline parallelism", on="", refused=True),
+    Feature("expert_parallel", "ranks are not divided among experts", refused=True),
+    Feature("weight_quantization", "weights are not quantised", on="", refused=True),
     Feature("tensor_parallel", "there is no tensor parallelism", on="", refused=True),
 )  # fmt: skip
 
 _SAVE_16BIT = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-_STAGE3 = "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters"
+_STAGE3 = (
+    "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
+    "module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential"
+)
 
 ALIASES: Mapping[str, str] = {
     "bfloat16": "bf16",

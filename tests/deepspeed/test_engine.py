@@ -690,6 +690,22 @@ def test_numbers_keep_their_dtype_where_tensors_are_cast():
     engine.destroy()
 
 
+@pytest.mark.parametrize("precision", [{"fp16": {"enabled": True}}, {"fp16": {}, "bf16": {"enabled": True}}])
+def test_a_config_that_says_so_leaves_inputs_as_they_are(precision):
+    """As in DeepSpeed 0.19.8, which casts none unless `auto_cast` is true. 2049 is neither a fp16 nor a bf16."""
+
+    class Timed(nn.Linear):
+        def forward(self, x, time):
+            assert x.dtype == time.dtype == torch.float32
+            return super().forward(x.to(self.weight.dtype)).float().sum(1) * time
+
+    precision = {**precision, "fp16": {**precision["fp16"], "auto_cast": False}}
+    engine, *_ = zero.initialize(model=Timed(WIDTH, 1, bias=False), config=config(**precision))
+    x, times = torch.randn(ROWS, WIDTH), torch.full((ROWS,), 2049.0)
+    assert torch.equal(engine(x, time=times), engine(x, torch.ones(ROWS)) * 2049)
+    engine.destroy()
+
+
 def test_a_backward_whose_gradient_has_the_scale_already_is_said_to():
     """A head on its own, as where a loss is computed in pieces."""
     model, head = Two(), nn.Linear(WIDTH, 1)

@@ -35,6 +35,7 @@ class Translation:
         notes: one line for each key without meaning, and for each default that may surprise.
         managed: True if the engine counts microbatches; False if the caller decides when to step.
         drop_last: whether a loader leaves out the last, smaller batch.
+        casts_inputs: whether floating-point inputs are cast to the dtype of compute; DeepSpeed's default is not to.
         has_optimizer, has_scheduler: whether the configuration names one.
         peak_is_for_all: the schedule has a highest learning rate of its own, which is every group's.
     """
@@ -43,6 +44,7 @@ class Translation:
     notes: tuple[str, ...]
     managed: bool
     drop_last: bool
+    casts_inputs: bool
     has_optimizer: bool
     has_scheduler: bool
     peak_is_for_all: bool
@@ -70,6 +72,7 @@ def translate(raw: Mapping[str, Any] | str | os.PathLike[str], *, world_size: in
         notes=tuple(f"{name}: {note}" for note in config.notes),
         managed=config.get("managed_gradient_accumulation", True),
         drop_last=config.get("dataloader_drop_last", False),
+        casts_inputs=config.get("fp16.auto_cast", True),
         has_optimizer=config.optimizer is not None,
         has_scheduler=config.scheduler is not None,
         peak_is_for_all=_peak(config) is not None,

@@ -132,7 +132,7 @@ KEYS: tuple[Key, ...] = (
         Key("hysteresis", COUNT, to="precision.scale.hysteresis"),
         Key("min_loss_scale", NUMBER, to="precision.scale.minimum"),
         *_ignored("a finite step does not refill the hysteresis; a growing scale does", BOOL, "consecutive_hysteresis"),
-        *_ignored("zero.initialize's engine always casts floating-point inputs", BOOL, "auto_cast"),
+        Key("auto_cast", BOOL, "`zero.initialize`: false leaves floating-point inputs as they are, with bf16 as well"),
         *_ignored(MASTER, BOOL, "fp16_master_weights_and_grads"),
         *_ignored(IMPLEMENTATION, BOOL, "fused_mode"),
     ),

@@ -61,10 +61,11 @@ class Engine(EngineCheckpoints):
         passed: PassedOptimizer | None,
         lr_scheduler: Scheduler | None,
         managed: bool,
+        casts_inputs: bool = True,
         run_log: RunLog | None,
     ) -> None:
         super().__init__(config, state, optimizer)
-        self.lr_scheduler, self._managed = lr_scheduler, managed
+        self.lr_scheduler, self._managed, self._casts_inputs = lr_scheduler, managed, casts_inputs
         self._passed, self._run_log = passed, run_log
         self._step: Step | None = None
         self._in_microbatch = self._in_no_sync = self._applied = False
@@ -88,7 +89,8 @@ class Engine(EngineCheckpoints):
 
         Args:
             *args: the model's; floating-point tensors are cast to the dtype that it computes in. Those of 0
-                dimensions are not: torch lets them widen no result, and a count of tokens would lose digits.
+                dimensions are not: torch lets them widen no result, and a count of tokens would lose digits. With
+                `fp16.auto_cast` of false in the config none are cast.
             **kwargs: the model's, likewise.
 
         Returns:
@@ -102,7 +104,8 @@ class Engine(EngineCheckpoints):
             self._begin_microbatch()
         elif self._step is None:
             state.runtime.gatherer.begin()
-        args, kwargs = self._cast((args, kwargs))
+        if self._casts_inputs:
+            args, kwargs = self._cast((args, kwargs))
         with if_it_fails(self._abort):
             return self._call(args, kwargs)
 

@@ -130,6 +130,7 @@ def initialize(
         passed=None if passed is None else PassedOptimizer(passed),
         lr_scheduler=scheduler,
         managed=translation.managed,
+        casts_inputs=translation.casts_inputs,
         run_log=run_log,
     )
     loader = None

@@ -147,6 +147,24 @@ def test_clipping_is_at_1_unless_it_is_said_or_ruled_out():
     assert not translate(of(gradient_clipping="auto")).notes
 
 
+def test_a_loss_scale_is_that_of_deepspeed_but_for_one_step_before_it_grows():
+    """The scale after each step, as the DynamicLossScaler of DeepSpeed 0.19.8 has it; X overflows.
+
+    Without the first finite step after the start and after each overflow the two are the same.
+    """
+    steps = ".....X......XX..X......"
+    theirs = [256, 256, 512, 512, 1024, 1024, 1024, 1024, 2048, 2048, 4096, 4096]
+    theirs += [4096, 2048, 2048, 2048, 1024, 1024, 1024, 2048, 2048, 4096, 4096]
+    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}
+    rule = read(translate(of(fp16=fp16)).settings).precision.scale
+    kept = [step for step in range(len(steps)) if step and (steps[step] == "X" or steps[step - 1] != "X")]
+    found, state = [], rule.start()
+    for step in kept:
+        state = rule.advance(state, steps[step] == ".")
+        found.append(state.scale)
+    assert found == [theirs[step] for step in kept]
+
+
 def rates(raw: dict, steps: int = 60) -> list[float]:
     schedule = build_schedule(read(translate(raw).settings))
     return [schedule(step) for step in range(1, steps + 1)]

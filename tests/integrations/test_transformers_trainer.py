@@ -407,6 +407,52 @@ def test_adapters_of_peft_train_and_are_saved_as_by_the_plain_trainer(tmp_path, 
     assert same(values(resumed), values(ours))
 
 
+def second_adapter(base, peft, how):
+    """One that rests, as the reference of DPO does."""
+    model = peft.get_peft_model(base, peft.LoraConfig(**how))
+    model.add_adapter("reference", peft.LoraConfig(**how))
+    model.set_adapter("default")
+    return model
+
+
+def half_of_an_adapter(base, peft, how):
+    """LoRA-FA: A stays as it is drawn."""
+    model = peft.get_peft_model(base, peft.LoraConfig(**how))
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name:
+            parameter.requires_grad_(False)
+    return model
+
+
+def resized_embedding(base, peft, how):
+    """Tokens that the base does not have: peft saves the frozen embedding, too."""
+    base.resize_token_embeddings(66)
+    return peft.get_peft_model(base, peft.LoraConfig(**how))
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
+@pytest.mark.parametrize("make", [second_adapter, half_of_an_adapter, resized_embedding])
+def test_frozen_parameters_that_peft_saves_are_saved(make, tmp_path):
+    """Nothing of a base that did not change: rank 0 need not hold it."""
+    peft = pytest.importorskip("peft")
+    gpt2().save_pretrained(tmp_path / "base")
+    how = {"r": 4, "target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
+
+    def saved(settings, folder):
+        base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        torch.manual_seed(1)
+        made = trained(folder, settings, make(base, peft, how), max_steps=2, eval_strategy="no")
+        made.save_model(str(folder))
+        return {path.relative_to(folder): load_file(path) for path in folder.rglob("adapter_model.safetensors")}
+
+    wanted, found = saved(None, tmp_path / "plain"), saved({"stage": 3}, tmp_path / "ours")
+    assert wanted.keys() == found.keys()
+    for path, values in wanted.items():
+        assert values.keys() == found[path].keys()
+        for name, value in values.items():
+            torch.testing.assert_close(found[path][name], value, rtol=1e-5, atol=1e-5)
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

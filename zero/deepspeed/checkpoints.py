@@ -7,7 +7,7 @@ last: one process is enough for them, however many ranks have saved.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,20 +126,26 @@ class EngineCheckpoints(EngineInfo, ABC):
         Args:
             exclude_frozen_parameters: leave out parameters that do not require a gradient.
         """
-        return self._whole("compute", self.plan.precision.compute, exclude_frozen_parameters)
+        frozen = self._frozen() if exclude_frozen_parameters else ()
+        return self._whole("compute", self.plan.precision.compute, frozen)
 
-    def state_dict_on_rank_0(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+    def state_dict_on_rank_0(
+        self, exclude_frozen_parameters: bool = False, without: Collection[str] = ()
+    ) -> dict[str, Tensor] | None:
         """`module_state_dict` on rank 0 alone; None on other ranks. Collective.
 
         Args:
             exclude_frozen_parameters: leave out parameters that do not require a gradient; they are not gathered.
+            without: leave out these as well, by name.
         """
-        return self._whole("param", torch.float32, exclude_frozen_parameters)
+        frozen = self._frozen() if exclude_frozen_parameters else set[str]()
+        return self._whole("param", torch.float32, frozen.union(without))
 
-    def _whole(self, kind: str, dtype: torch.dtype, trained_only: bool) -> dict[str, Tensor] | None:
+    def _frozen(self) -> set[str]:
+        return {name for name, one in self.module.named_parameters(remove_duplicate=False) if not one.requires_grad}
+
+    def _whole(self, kind: str, dtype: torch.dtype, left_out: Collection[str]) -> dict[str, Tensor] | None:
         state, is_first, full = self.state, self.global_rank == 0, dict[str, Tensor]()
-        frozen = {name for name, one in self.module.named_parameters(remove_duplicate=False) if not one.requires_grad}
-        left_out = frozen if trained_only else set()
         for name, value in full_values(state, kind, left_out):  # on every rank, because it is collective
             if is_first:
                 full[name] = value.to(dtype)

@@ -12,6 +12,7 @@ backward, and gradients of microbatches are added. Only ranks are averaged.
 import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,12 +141,12 @@ class ZeroTrainerMixin(_Base):
     # -- folders: private methods of Trainer, because no public one is called on every rank. All are there since 4.20 --
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """`save_model` calls it on every rank: whole values in the dtype that the model came in; of adapters, these."""
+        """`save_model` calls it on every rank: whole values in the dtype that the model came in; adapters alone."""
         if state_dict is not None or self.engine is None:
             super()._save(output_dir, state_dict)
             return
         has_adapters = getattr(self.model, "peft_config", None) is not None
-        whole = self.engine.state_dict_on_rank_0(exclude_frozen_parameters=has_adapters)
+        whole = self.engine.state_dict_on_rank_0(without=_never_saved(self.model) if has_adapters else ())
         if whole is not None:
             whole = {name: value.to(self._dtypes.get(name, value.dtype)) for name, value in whole.items()}
         super()._save(output_dir, whole)
@@ -301,6 +302,22 @@ def _check_arguments(args: transformers.TrainingArguments, settings: Mapping[str
 
 def _precision(args: transformers.TrainingArguments) -> str:
     return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+
+
+def _never_saved(model: nn.Module) -> set[str]:
+    """Frozen parameters that peft saves with no adapter: most of the base, which rank 0 need not hold.
+
+    It saves adapters that rest, frozen parts of one that trains, and embeddings that were resized.
+    """
+    adapters, embeddings = set(getattr(model, "peft_config", ())), set[int]()
+    for get in ("get_input_embeddings", "get_output_embeddings"):
+        with suppress(AttributeError, NotImplementedError):  # a model without them
+            embeddings |= {id(one) for one in getattr(model, get)().parameters()}
+    return {
+        name
+        for name, one in model.named_parameters(remove_duplicate=False)
+        if not one.requires_grad and id(one) not in embeddings and adapters.isdisjoint(name.split("."))
+    }
 
 
 def _in_step(generate: Callable[..., Any]) -> Callable[..., Any]:

@@ -172,6 +172,20 @@ def test_a_passed_optimizer_and_scheduler_are_used(tmp_path):
     assert told(ours, "learning_rate") == told(plain, "learning_rate") == [1e-2, 5e-3, 2.5e-3]
 
 
+def test_the_name_of_an_optimizer_does_not_count_beside_one_that_is_passed(tmp_path):
+    """Nor for the plain Trainer."""
+
+    def run(kind, **how):
+        model = gpt2()
+        passed = {"optimizers": (torch.optim.AdamW(model.parameters(), lr=1e-2), None)}
+        args = arguments(tmp_path, max_steps=2, eval_strategy="no", optim="adafactor")
+        made = kind(model=model, args=args, train_dataset=rows(), **passed, **how)
+        made.train()
+        return told(made)
+
+    assert run(Trainer, zero={}) == pytest.approx(run(transformers.Trainer), rel=CLOSE)
+
+
 def test_callbacks_see_gradients_before_the_step_and_steps_after_it(tmp_path):
     class Watch(transformers.TrainerCallback):
         def __init__(self):
@@ -226,6 +240,15 @@ def test_bf16_is_the_precision_of_the_engine_and_counts_of_tokens_keep_their_dig
     assert told(first) == told(second)
     assert max(seen) > 256, "more than bf16 can count one by one"
     assert seen == counted[: len(seen)]
+
+
+def test_the_precision_of_accelerate_launch_is_the_engines(tmp_path, monkeypatch):
+    """Which it says in the environment; the plain Trainer follows it, too."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    ours = trained(tmp_path, {}, max_steps=2)
+    assert ours.engine.plan.precision.compute == torch.bfloat16
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    assert told(ours) == told(trained(tmp_path, {}, bf16=True, max_steps=2))
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
@@ -469,7 +492,7 @@ def test_frozen_parameters_that_peft_saves_are_saved(make, tmp_path):
         ({}, {"ddp_bucket_cap_mb": 25}, "there is no DDP"),
         ({}, {"save_on_each_node": True}, "a disk that all ranks share"),
         ({}, {"fsdp": "full_shard"}, r"write zero=\{'stage': 3\}"),
-        ({"precision": "fp32"}, {"bf16": True}, r"bf16=True\) and zero=\{'precision': 'fp32'\}: leave out one"),
+        ({"precision": "fp32"}, {"bf16": True}, r"bf16=True\), .* and zero=\{'precision': 'fp32'\}: leave out one"),
         ({"update": "eager"}, {}, "max_grad_norm=0.5.*set max_grad_norm=0, or leave out update"),
     ],
     ids=str,
@@ -478,6 +501,19 @@ def test_what_cannot_be_kept_is_refused_in_one_line(settings, changes, line, tmp
     with pytest.raises(ConfigError, match=line) as caught:
         trainer(tmp_path, settings, **changes)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("ACCELERATE_DYNAMO_BACKEND", "inductor", r"told to compile: .*write zero=\{'compile': True\}"),
+        ("ACCELERATE_MIXED_PRECISION", "bf16", r"accelerate launch, and zero=\{'precision': 'fp32'\}: leave out one"),
+    ],
+)
+def test_what_accelerate_launch_was_told_is_not_passed_over(key, value, line, tmp_path, monkeypatch):
+    monkeypatch.setenv(key, value)
+    with pytest.raises(ConfigError, match=line):
+        trainer(tmp_path, {"precision": "fp32"})
 
 
 def test_several_gpus_of_one_process_are_refused(tmp_path):

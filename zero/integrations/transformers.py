@@ -21,6 +21,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 
 from zero.deepspeed.engine import Engine
@@ -59,10 +60,10 @@ class ZeroTrainerMixin(_Base):
 
     Args:
         args, kwargs: Trainer's own.
-        zero: arguments of `zero.Plan`, by name: `stage` (3 where it is not given), `precision` (of bf16=True and
-            fp16=True, else "fp32"), `offload`, `units`, `prefetch`, `activations`, `compile`, `update`, `gather`,
-            `reduce`, `shard`; and `weights`, the first values of a model without memory, see `zero.init`. None: Plan's
-            defaults.
+        zero: arguments of `zero.Plan`, by name: `stage` (3 where it is not given), `precision` (of bf16=True,
+            fp16=True or `accelerate launch`, else "fp32"), `offload`, `units`, `prefetch`, `activations`, `compile`,
+            `update`, `gather`, `reduce`, `shard`; and `weights`, the first values of a model without memory, see
+            `zero.init`. None: Plan's defaults.
 
     Attributes:
         engine: has `model`'s calls from the first `train`, `evaluate` or `predict` on; None before. It is a
@@ -82,6 +83,11 @@ class ZeroTrainerMixin(_Base):
         self._plan_settings = dict(zero or {})
         check_settings(self._plan_settings, "zero={{{!r}: ...}}", "TrainingArguments say")
         super().__init__(*args, **kwargs)
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None and self.args.optim not in OPTIMIZERS:
+            raise ConfigError(
+                f"TrainingArguments(optim={self.args.optim.value!r}) has no counterpart here: set optim to one of "
+                f"{', '.join(OPTIMIZERS)}"
+            )
 
     def create_accelerator_and_postprocess(self) -> None:
         """Trainer makes its accelerator; here it becomes one that prepares engines."""
@@ -89,6 +95,9 @@ class ZeroTrainerMixin(_Base):
         super().create_accelerator_and_postprocess()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # by its configuration, without an argument of Trainer
             raise ConfigError("accelerate launch was told to use DeepSpeed or FSDP: start with torchrun, zero shards")
+        if self.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+            raise ConfigError(f"accelerate launch was told to compile: leave it out, and {REFUSED['torch_compile']}")
+        _check_precision(self.accelerator.mixed_precision, self._plan_settings)
         self.accelerator.__class__ = TrainerAccelerator  # Trainer made it, with all its arguments
         self.accelerator.trainer = self
 
@@ -128,7 +137,7 @@ class ZeroTrainerMixin(_Base):
             self.optimizer,
             self._world,
             self._plan_settings,
-            precision=_precision(self.args),
+            precision=_precision(self.accelerator.mixed_precision),
             accumulate=self.args.gradient_accumulation_steps,
             clip=self.args.max_grad_norm or None,
             rows=self.args.per_device_train_batch_size,
@@ -283,11 +292,6 @@ def _check_arguments(args: transformers.TrainingArguments, settings: Mapping[str
     for key, instead in REFUSED.items():
         if getattr(args, key, None) not in (None, False, [], "", {}):
             raise ConfigError(f"TrainingArguments({key}=...): {instead}")
-    if args.optim not in OPTIMIZERS:
-        raise ConfigError(
-            f"TrainingArguments(optim={args.optim.value!r}) has no counterpart here: set optim to one of "
-            f"{', '.join(OPTIMIZERS)}"
-        )
     if args.n_gpu > 1:
         start = f"torchrun --nproc-per-node {args.n_gpu}"
         raise ConfigError(f"one process sees {args.n_gpu} GPUs: start a process for each with {start}")
@@ -296,12 +300,18 @@ def _check_arguments(args: transformers.TrainingArguments, settings: Mapping[str
             f"zero={{'update': 'eager'}} cannot wait for the norm that TrainingArguments(max_grad_norm="
             f"{args.max_grad_norm:g}) needs; set max_grad_norm=0, or leave out update"
         )
-    names = f"TrainingArguments({_precision(args)}=True)", "zero={{'precision': {!r}}}"
-    check_precision(_precision(args), settings, names)
 
 
-def _precision(args: transformers.TrainingArguments) -> str:
-    return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+def _check_precision(mixed: str, settings: Mapping[str, Any]) -> None:
+    if mixed == "fp8":
+        raise ConfigError("accelerate launch was told fp8, which is not here: --mixed_precision is bf16, fp16 or no")
+    names = f"TrainingArguments({mixed}=True), or --mixed_precision of accelerate launch,"
+    check_precision(_precision(mixed), settings, (names, "zero={{'precision': {!r}}}"))
+
+
+def _precision(mixed: str) -> str:
+    """Of Accelerate's name, which says what `TrainingArguments` or `accelerate launch` were told."""
+    return "fp32" if mixed == "no" else mixed
 
 
 def _never_saved(model: nn.Module) -> set[str]:

@@ -249,6 +249,28 @@ class TrainerAccelerator(Accelerator):
         optimizer.grad_norm = torch.full((), math.nan)
         return optimizer.grad_norm
 
+    def save_state(self, *args: Any, **kwargs: Any) -> str:
+        """Refused: its file of the optimizer would have no moments, and `load_state` would go on without them.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "accelerator.save_state: moments are in shards and would be left out: set save_steps, or call "
+            "trainer.engine.save_checkpoint(folder)"
+        )
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Refused, as `save_state` is.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "accelerator.load_state: moments are in shards and would not be loaded: resume with "
+            "trainer.train(resume_from_checkpoint=...), or call trainer.engine.load_checkpoint(folder)"
+        )
+
 
 class EngineOptimizer(AcceleratedOptimizer):
     """The engine's optimizer in Accelerate's shape; schedulers write into its groups.

@@ -261,6 +261,44 @@ def test_a_training_step_that_returns_none_updates_nothing(tmp_path):
     assert same(values(ours), values(plain))
 
 
+class NoneAtTheEnd(Regression):
+    """Of each window of three, the last microbatch has no loss: the gradients of the others are used."""
+
+    def training_step(self, batch, number):
+        result = super().training_step(batch, number)
+        return None if number % 3 == 2 else result
+
+
+class EverySecond(Regression):
+    """Steps with every second batch; Lightning drops the gradients of the others."""
+
+    def optimizer_step(self, epoch, number, optimizer, closure):
+        optimizer.step(closure=closure) if number % 2 else closure()
+
+
+class Guarded(Regression):
+    """Drops gradients that somebody does not like: what is left of them is used, and without any nothing is updated."""
+
+    def on_after_backward(self):
+        if len(self.losses) % 5 == 3:
+            self.zero_grad()
+        elif len(self.losses) % 5 == 4:
+            self.optimizers().zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step\\(\\)` before")  # the plain Trainer's, too
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("model", [NoneAtTheEnd, EverySecond, Guarded])
+def test_gradients_are_kept_and_dropped_where_the_plain_trainer_keeps_and_drops_them(model, count, tmp_path):
+    def make():
+        return model(dropout=0.0, fused=False)
+
+    plain = fitted(tmp_path, make=make, accumulate_grad_batches=count)
+    ours = fitted(tmp_path, {"stage": 3}, make, accumulate_grad_batches=count)
+    assert losses(ours) == pytest.approx(losses(plain), rel=1e-5)
+    assert logged(ours) == pytest.approx(logged(plain), rel=1e-5)
+
+
 def test_testing_and_predicting_without_fit_have_no_optimizer(tmp_path):
     results = []
     for settings in (None, {"stage": 3}):

@@ -182,8 +182,6 @@ class Engine(EngineCheckpoints):
             self._grads.take_back()
             return
         self.optimizer.step()
-        if self._passed is not None:
-            self._passed.step()
         if self.lr_scheduler is not None and self.was_step_applied():
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
@@ -235,6 +233,11 @@ class Engine(EngineCheckpoints):
         return self._applied
 
     @property
+    def has_loss(self) -> bool:
+        """A loss has gone backward since the last update or `zero_grad`."""
+        return self._step is not None and self._step.has_loss
+
+    @property
     def state(self) -> State:
         """The state, for `zero.get_full` and its like.
 
@@ -267,6 +270,8 @@ class Engine(EngineCheckpoints):
             self._gather_ahead()
             self._grads.drop()
         self._step, self._in_microbatch = None, False
+        if self._passed is not None:
+            self._passed.step()
         self._applied = not self.metrics.skipped
         self.tput_timer.stop(global_step=True)
         if self._run_log is not None:

@@ -63,6 +63,7 @@ class ZeroStrategy(DDPStrategy):
     engine: Engine | None = None
     _world: World | None = None
     _in_microbatch = False  # a backward was made since the engine's last step
+    _has_updated = False  # ... and no gradient was zeroed since
 
     def __init__(self, *, timeout: timedelta = timedelta(minutes=30), **settings: Any) -> None:
         check_settings(settings, "ZeroStrategy({}=...)", "Trainer says")
@@ -104,6 +105,8 @@ class ZeroStrategy(DDPStrategy):
                 "save_checkpoint, make model and Trainer anew, and fit(ckpt_path=...)"
             )
         self.setup_precision_plugin()
+        for one in (*self.optimizers, *self._lightning_optimizers):
+            one.zero_grad = self._zero_grad
 
     def _open_engine(self, trainer: Trainer, module: LightningModule) -> None:
         fits, given = trainer.state.fn == TrainerFn.FITTING, None
@@ -134,16 +137,35 @@ class ZeroStrategy(DDPStrategy):
         return super().training_step(*args, **kwargs)
 
     def end_microbatch(self, *, updates: bool) -> None:
-        """End a microbatch, if one has begun, and the step with it if the engine shall update. Collective."""
+        """End a microbatch, if one has begun, and update if that is wanted and there are gradients. Collective."""
+        updates = updates and self.opened.has_loss
         if self._in_microbatch:
             self._in_microbatch = False
             self.opened.set_gradient_accumulation_boundary(updates)
             self.opened.step()
+        elif updates:  # the last microbatches had no loss, those before them have gradients
+            self.opened.optimizer.step()
+        self._has_updated = self._has_updated or updates
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The engine's, between Lightning's hooks."""
+        """The engine's, between Lightning's hooks.
+
+        Raises:
+            ConfigError: the gradients of the last update shall remain.
+        """
+        if self._has_updated:
+            raise ConfigError(
+                "optimizer_zero_grad is overridden and did not call optimizer.zero_grad(): an update uses its "
+                "gradients up here; call it, or add up microbatches with Trainer(accumulate_grad_batches=...)"
+            )
         self._in_microbatch = True
         return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        """The optimizer's `zero_grad`: what arrived since the last update is dropped."""
+        self._has_updated = False
+        if self.opened.has_loss:
+            self.opened.zero_grad()
 
     def teardown(self) -> None:
         """The engine stays: `test` goes on with it."""

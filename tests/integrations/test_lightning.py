@@ -461,6 +461,17 @@ class Clipping(Regression):
         self.clip_gradients(optimizer, 0.25, "norm")
 
 
+class ClippingLater(Regression):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        if self.trainer.global_step > 3:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+
+class Keeping(Regression):
+    def optimizer_zero_grad(self, epoch, number, optimizer):
+        pass
+
+
 @pytest.mark.parametrize(
     ("model", "settings", "changes", "line"),
     [
@@ -486,6 +497,8 @@ class Clipping(Regression):
         (LBFGS, {}, {}, "optimizer=torch.optim.LBFGS has no counterpart here; known are torch.optim.Adagrad,"),
         (Backward, {}, {}, "LightningModule.backward is overridden: leave it out"),
         (Clipping, {}, {}, r"clip_gradients\(0.25, 'norm'\): .*write Trainer\(gradient_clip_val=0.25\)"),
+        (ClippingLater, {}, {"gradient_clip_val": 0.3}, r"did not call clip_gradients: each step clips by the norm 0.3"),
+        (Keeping, {}, {}, r"optimizer_zero_grad is overridden and did not call optimizer.zero_grad\(\)"),
         (lambda: torch.compile(Regression()), {}, {}, r"torch.compile: .*ZeroStrategy\(compile=True\)"),
     ],
     ids=[
@@ -501,6 +514,8 @@ class Clipping(Regression):
         "an unknown optimizer",
         "an own backward",
         "clipping by hand",
+        "clipping now and then",
+        "gradients kept after an update",
         "a compiled module",
     ],
 )

@@ -265,6 +265,7 @@ class EnginePrecision(Precision):
                 f"{', '.join(PRECISIONS)}"
             )
         self.precision, self._given, self._strategy = given.precision, given, strategy
+        self._has_clipped = False
 
     def forward_context(self) -> Any:
         return self._given.forward_context()
@@ -276,9 +277,20 @@ class EnginePrecision(Precision):
         self._strategy.opened.backward(tensor, scale_wrt_gas=False)
 
     def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Forward and backward are in `closure`; a `training_step` that returned None updates nothing. Collective."""
+        """Forward and backward are in `closure`; without gradients nothing is updated. Collective.
+
+        Raises:
+            ConfigError: a `configure_gradient_clipping` that does not clip now.
+        """
         result = closure()
+        self._has_clipped = False
         self._after_closure(model, optimizer)
+        clip = self._strategy.opened.plan.optimizer.clip
+        if clip and not self._has_clipped:
+            raise ConfigError(
+                f"configure_gradient_clipping did not call clip_gradients: each step clips by the norm {clip:g}, with "
+                "which it was made; call it with that value each time, or leave out Trainer(gradient_clip_val=...)"
+            )
         self._strategy.end_microbatch(updates=True)
         return result
 
@@ -299,6 +311,7 @@ class EnginePrecision(Precision):
                 f"clip_gradients({clip_val:g}, '{gradient_clip_algorithm.value}'): the step clips by the norm "
                 f"{clip or 0:g}, with which it was made; write Trainer(gradient_clip_val={clip_val:g})"
             )
+        self._has_clipped = True
 
 
 def _check(module: LightningModule, trainer: Trainer, fits: bool) -> None:

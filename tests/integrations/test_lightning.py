@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+from lightning.pytorch.plugins.io import AsyncCheckpointIO  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 
 import zero  # noqa: E402
@@ -419,6 +420,18 @@ def test_a_checkpoint_of_weights_is_a_file_that_lightning_loads(tmp_path):
     assert again.test(Regression(), batches(), ckpt_path=tmp_path / "weights.ckpt", verbose=False) == wanted
 
 
+def test_a_training_state_is_written_to_a_disk_and_weights_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ours = fitted(tmp_path, {"stage": 3})
+    with pytest.raises(CheckpointError, match=r"memory://kept/a.ckpt: the training state is written to a disk"):
+        ours.save_checkpoint("memory://kept/a.ckpt")
+    ours.save_checkpoint("memory://kept/weights.ckpt", weights_only=True)
+    wanted = ours.test(ours.lightning_module, batches(), verbose=False)
+    again = trainer(tmp_path, {"stage": 3})
+    assert again.test(Regression(), batches(), ckpt_path="memory://kept/weights.ckpt", verbose=False) == wanted
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_checkpoint_of_another_strategy_is_tested_and_not_trained_on(tmp_path):
     plain = fitted(tmp_path)
     plain.save_checkpoint(tmp_path / "plain.ckpt")
@@ -497,8 +510,14 @@ class Keeping(Regression):
         (LBFGS, {}, {}, "optimizer=torch.optim.LBFGS has no counterpart here; known are torch.optim.Adagrad,"),
         (Backward, {}, {}, "LightningModule.backward is overridden: leave it out"),
         (Clipping, {}, {}, r"clip_gradients\(0.25, 'norm'\): .*write Trainer\(gradient_clip_val=0.25\)"),
-        (ClippingLater, {}, {"gradient_clip_val": 0.3}, r"did not call clip_gradients: each step clips by the norm 0.3"),
+        (
+            ClippingLater,
+            {},
+            {"gradient_clip_val": 0.3},
+            r"did not call clip_gradients: each step clips by the norm 0.3",
+        ),
         (Keeping, {}, {}, r"optimizer_zero_grad is overridden and did not call optimizer.zero_grad\(\)"),
+        (Regression, {}, {"plugins": [AsyncCheckpointIO()]}, "AsyncCheckpointIO would write nothing but weights"),
         (lambda: torch.compile(Regression()), {}, {}, r"torch.compile: .*ZeroStrategy\(compile=True\)"),
     ],
     ids=[
@@ -516,6 +535,7 @@ class Keeping(Regression):
         "clipping by hand",
         "clipping now and then",
         "gradients kept after an update",
+        "other files",
         "a compiled module",
     ],
 )

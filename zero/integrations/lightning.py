@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fsspec.utils import get_protocol
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import TorchCheckpointIO
@@ -203,12 +204,21 @@ class ZeroStrategy(DDPStrategy):
         return self.opened.optimizer.state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """A folder with the training state in shards; of `weights_only=True` a file as Lightning's. Collective."""
-        path = Path(self.broadcast(filepath))
+        """A folder with the training state in shards; of `weights_only=True` a file as Lightning's. Collective.
+
+        Raises:
+            CheckpointError: a folder that is on no disk.
+        """
+        place = self.broadcast(filepath)
         if "optimizer_states" not in checkpoint:
             checkpoint["state_dict"] = self.opened.state_dict_on_rank_0()
-            super().save_checkpoint(checkpoint, path, storage_options)
+            super().save_checkpoint(checkpoint, place, storage_options)
             return
+        if get_protocol(str(place)) != "file":
+            raise CheckpointError(
+                f"{place}: the training state is written to a disk; name a folder there, or save_weights_only=True"
+            )
+        path = Path(place)
         part, files = path.with_name(f"{path.name}.part"), TorchCheckpointIO()
         if self.is_global_zero:
             files.remove_checkpoint(part)  # of a run that ended while it wrote
@@ -224,9 +234,10 @@ class ZeroStrategy(DDPStrategy):
         Raises:
             CheckpointError: the folder has no training state, or a damaged one.
         """
-        path = Path(self.broadcast(checkpoint_path))
+        place = self.broadcast(checkpoint_path)
+        path = Path(place)
         if not path.is_dir():
-            return super().load_checkpoint(path, weights_only)
+            return super().load_checkpoint(place, weights_only)
         strict, weights_alone = self.lightning_module.strict_loading, not self.opened.plan.trains
         how = {"load_module_strict": strict, "load_module_only": weights_alone}
         found, _ = self.opened.load_checkpoint(path, STATE_FOLDER, **how)
@@ -319,6 +330,7 @@ def _check(module: LightningModule, trainer: Trainer, fits: bool) -> None:
     has_engine = any(isinstance(one, ParameterPlaceholder) for one in module.parameters())
     averages = any(isinstance(one, StochasticWeightAveraging | WeightAveraging) for one in trainer.callbacks)
     goes_backward = is_overridden("backward", module)
+    files = type(trainer.strategy.checkpoint_io)
     by_value = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
     refused = [
         (module._compiler_ctx, "a model of torch.compile: pass it as it is, and write ZeroStrategy(compile=True)"),
@@ -326,6 +338,11 @@ def _check(module: LightningModule, trainer: Trainer, fits: bool) -> None:
         (trainer.strategy._layer_sync, "Trainer(sync_batchnorm=True): each rank keeps its statistics; leave it out"),
         (fits and by_value, "Trainer(gradient_clip_algorithm='value'): the norm is clipped here; leave it out"),
         (fits and averages, "StochasticWeightAveraging and WeightAveraging write whole parameters; leave it out"),
+        (
+            fits and files is not TorchCheckpointIO,
+            f"{files.__name__} would write nothing but weights: ZeroStrategy writes the training state itself; leave "
+            "it out",
+        ),
         (fits and goes_backward, "LightningModule.backward is overridden: leave it out; the engine goes backward"),
         (
             fits and not module.automatic_optimization,

@@ -82,6 +82,19 @@ def test_a_row_counts_its_own_steps_only():
     assert summary.endurance == endurance(1600 / 3), "but no step wrote them"
 
 
+def test_the_first_row_after_a_start_says_of_how_many_steps_it_is():
+    """A run that goes on from step 25 has its first row at step 30."""
+    plan = SimpleNamespace(numel=100, trains=False, bytes={})
+    meter = Meter(zero.World.from_env(), plan, tokens_per_step=64, traffic=Counted(), steps=25)
+    counted = []
+    for step in range(26, 41):
+        meter.count(METRICS)
+        if step % 10 == 0:
+            row = meter.row(validated=False)
+            counted.append((row["step"], row["speed/steps"]))
+    assert counted == [(30, 5), (40, 10)]
+
+
 def test_what_a_pause_moves_is_not_a_steps_but_wears_the_drive():
     traffic = Counted()
     meter = meter_of(zero.World.from_env(), traffic)

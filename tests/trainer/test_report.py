@@ -443,6 +443,18 @@ def test_what_a_step_moves_is_the_median_of_the_rows_for_one_rank(tmp_path):
     assert run.compared(found._replace(rows=[])) == []
 
 
+@pytest.mark.parametrize("before", [[], [(10, 10), (20, 10)]], ids=["another folder", "the same folder"])
+def test_what_a_step_moves_is_known_of_the_first_row_after_a_resume(before, tmp_path):
+    """A run that goes on from step 25: its row at 30 is of five steps, in a folder of its own or in that of before."""
+    moved = [(*place, 100 * place[1]) for place in [*before, (30, 5), (40, 10)]]
+    rows = [row(step, **{"speed/steps": count, "offload/read_bytes": nbytes}) for step, count, nbytes in moved]
+    found = read_run(write_folder(tmp_path, rows=rows))
+    assert run._per_step(found, "offload/read_bytes") == [(step, 100) for step, *_ in moved]
+    older = [{key: value for key, value in one.items() if key != "speed/steps"} for one in rows]
+    found = read_run(write_folder(tmp_path / "0.1", rows=older))
+    assert run._per_step(found, "offload/read_bytes")[-1] == (40, 100), "rows of older runs have their distances alone"
+
+
 def test_a_predicted_step_stands_beside_the_measured_one(tmp_path):
     rows = [row(step, **{"speed/step_s": step_s}) for step, step_s in enumerate((9.0, 0.4, 0.5, 0.6), 1)]
     summary = {"plan_bytes": {"device": {"parameters": 10}}, "plan_step_s": 0.25}

@@ -25,7 +25,7 @@ from zero.engine.traffic import traffic as planned_traffic
 from zero.platform.device import host_peak_bytes
 from zero.platform.peak_flops import peak_flops
 from zero.store import Traffic
-from zero.tracker.view import ROW
+from zero.tracker.view import NO_CHART, ROW
 
 LIFE_BYTES = 600e12
 """What a usual drive of 1 TB is rated to take in its life (TBW)."""
@@ -39,7 +39,7 @@ WAITS = torch.tensor([name.endswith(("wait_s", "busy_s")) for name in TOTALS], d
 """Which totals say how a step's time was spent."""
 
 TIMES = (
-    *(key for key in ROW if key.startswith("speed/")),
+    *(key for key in ROW if key.startswith("speed/") and key not in NO_CHART),
     "comm/wait_s", "comm/slowest_rank", "comm/slowest_s", "offload/wait_s",
 )  # fmt: skip
 """What a row does not know if no step of it was timed."""
@@ -172,7 +172,7 @@ class Meter:
     def row(self, *, validated: bool) -> dict[str, float | int | None]:
         """A row for the tracker, with a validation loss if it is new; see `tracker.ROW`. Collective."""
         now_s, now, last = time.perf_counter(), self._totals(), self.last
-        steps = max(1, self.steps - self._since_step)
+        begun, steps = self._since_step, max(1, self.steps - self._since_step)
         timed = steps - self._untimed
         step_s = (now_s - self._since_s) / timed if timed else nan
         moved = figures(self._collect(now), steps=steps, timed=max(1, timed), step_s=step_s, numel=self._plan.numel)
@@ -191,6 +191,7 @@ class Meter:
             "train/loss_scale": None if last is None else last.loss_scale,
             "train/skipped": self.skipped,
             "val/loss": self.val_loss if validated else None,
+            "speed/steps": self.steps - begun,
             "speed/step_s": step_s,
             "speed/tokens_per_s": tokens_per_s,
             "speed/mfu": self._mfu(tokens_per_s),

@@ -11,13 +11,16 @@ from typing import Any
 SECTIONS = {
     "train": "loss grad_norm lr loss_scale skipped",
     "val": "loss",
-    "speed": "step_s tokens_per_s mfu compute_s stall_fraction hidden_fraction",
+    "speed": "steps step_s tokens_per_s mfu compute_s stall_fraction hidden_fraction",
     "comm": "gather_bytes reduce_bytes wire_bytes wait_s slowest_rank slowest_s",
     "offload": "read_bytes write_bytes wait_s read_gbps write_gbps bytes_per_param",
     "memory": "device_peak_bytes host_peak_bytes nvme_bytes",
 }
 ROW = ("step", "tokens", *(f"{section}/{name}" for section, names in SECTIONS.items() for name in names.split()))
 """Keys of every row. `train/skipped` counts from the start; memory is the most that a rank holds or held.
+
+`speed/steps` is of how many steps the row is: fewer than between two rows where a run goes on, because it may have had
+no row at the step that it goes on from.
 
 `offload/` is what moved between tiers in this row's steps, `comm/` what ranks received from others, `wire_bytes` of it
 from other nodes: bytes of all ranks; seconds per step in which the slowest rank stood still for it; 10^9 bytes a second
@@ -63,6 +66,10 @@ class View:
         """Nothing follows. `summary` is empty when the run failed."""
 
 
+NO_CHART = ("speed/steps",)
+"""What says how to read the rest of a row."""
+
+
 class Charts:
     """Which values of a row get a chart."""
 
@@ -71,7 +78,7 @@ class Charts:
 
     def of(self, row: Row) -> dict[str, float | int]:
         """The values of a row that were measured, without those that were always 0 and need no chart."""
-        self._moving |= {key for key, value in row.items() if value or not key.startswith(QUIET)}
+        self._moving |= {key for key, value in row.items() if value or not key.startswith(QUIET)} - {*NO_CHART}
         return {key: value for key, value in row.items() if value is not None and key in self._moving}
 
 

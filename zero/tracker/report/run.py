@@ -413,9 +413,11 @@ def _offload(run: Run) -> Html:
 
 
 def _per_step(run: Run, key: str) -> list[tuple[object, object]]:
-    """The value of each row, divided by the steps since the row before."""
+    """The value of each row, divided by its steps. Rows of older runs lack those: the steps since the row before."""
     steps = [finite(step) or 0.0 for step, _ in run.points(key)]
-    counts = (max(1.0, step - before) for before, step in pairwise([0.0, *steps]))
+    since = [step - before for before, step in pairwise([0.0, *steps])]
+    own = [finite(count) for _, count in run.points("speed/steps")]
+    counts = [max(1.0, gap if count is None else count) for count, gap in zip(own, since, strict=True)]
     values = zip(run.points(key), counts, strict=True)
     return [(step, None if (value := finite(raw)) is None else value / count) for (step, raw), count in values]
 

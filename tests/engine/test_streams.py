@@ -518,6 +518,7 @@ OTHERS = {
     ),
     "zero/store/prefetch.py:PrefetchStore._copy": "an inner store's, which does its work when it is asked",
     "zero/trainer/planning/rates.py": "a probe's time is taken when all is done",
+    "zero/engine/state.py:Runtime.finish_step": "for what is counted: the next read of a page waits by itself",
     "zero/engine/step.py:Step.finish": "the reducer, whose waits are in the list",
     "zero/deepspeed/engine.py": "a step, whose waits are in the list",
     "zero/engine/full.py:_summed": "gradients, whose waits are in the list",

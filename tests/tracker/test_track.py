@@ -149,6 +149,28 @@ def test_an_evaluation_is_a_row_with_the_mean_of_the_ranks(tmp_path):
     assert (summary["best_val_loss"], summary["val_loss"], summary["ranks"]) == (2.5, 2.5, 2)
 
 
+@pytest.mark.parametrize("between", ["evaluate", "save", "a pause"])
+def test_the_update_of_a_step_is_in_its_row_also_where_something_else_would_make_it(tmp_path, between, monkeypatch):
+    """Each row has the writes of one step, half of what the plan says; reads may be ahead of it."""
+    monkeypatch.chdir(tmp_path)
+
+    plan, state, step = begun(zero.World.from_env(), offload=zero.Offload("nvme", path=".", page_bytes=4096))
+    evaluate = zero.make_forward(plan, loss_fn)
+    with zero.track(state, tmp_path, every=1, timeline=False) as track:
+        for number in range(4):
+            state, metrics = step(state, [batch(number)])
+            with track.paused():
+                if between == "evaluate":
+                    evaluate(state, batch())
+                elif between == "save":
+                    zero.save(state, tmp_path / "checkpoints")
+                else:  # the store's threads need nobody who waits for them
+                    time.sleep(0.05)
+            track(state, metrics)
+    planned = json.loads((tmp_path / "summary.json").read_text())["plan_step_bytes"]["disk"]
+    assert [row["offload/write_bytes"] for row in rows_of(tmp_path)] == 4 * [planned / 2]
+
+
 def test_a_step_beside_an_evaluation_is_not_recorded_and_a_recording_of_ones_own_comes_first(tmp_path):
     plan, state, step = begun(zero.World.from_env())
     evaluate = zero.make_forward(plan, loss_fn)

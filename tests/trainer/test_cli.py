@@ -325,6 +325,9 @@ def test_offload_changes_where_state_sleeps_and_nothing_else(here, monkeypatch):
             assert (summary["offload_written_bytes"] > 0) == wrote, name
             assert ("steps" in (summary["endurance"] or "")) == wrote, name
             assert any(row["offload/bytes_per_param"] > 0 for row in table) == wrote, name
+            if name == "nvme":  # and a validation after the second and the last step makes their updates
+                written = sum(row["offload/write_bytes"] for row in table)
+                assert written == 4 * summary["plan_step_bytes"]["disk"] / 2, "as much is read"
         assert all(seen == losses["none"] for seen in losses.values()), losses
 
 

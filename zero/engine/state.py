@@ -60,6 +60,11 @@ class Runtime:
             self.updater.apply(unit)
         self.plan.world.compute.join()  # for the host an update was made when it was launched
 
+    def finish_step(self) -> None:
+        """Between two steps: make what the last one has deferred, to the last page written. Collective."""
+        self.come_to_rest()
+        self.store.drain()
+
 
 @dataclass(frozen=True, eq=False)
 class State:

@@ -62,7 +62,7 @@ def track(
 
     Rank 0 writes the folder: config.yaml, metrics.jsonl, summary.json, trace.json with the timeline of one step, and
     report.html at the end, which `zero-train report FOLDER` makes again. Rows are printed too; where `steps` is given,
-    a terminal has a bar. Entering the block, each call of `track`, and leaving the block are collective.
+    a terminal has a bar. Entering the block, each call of `track`, each pause, and leaving the block are collective.
 
     Args:
         state: what the first step begins with; of a checkpoint that was loaded, its steps are counted.
@@ -136,7 +136,7 @@ class Track:
         records: bool,
     ) -> None:
         self._state, self._settings, self._meter, self._unit = state, settings, meter, unit
-        self._tape = state.runtime.tape
+        self._runtime, self._tape = state.runtime, state.runtime.tape
         self._world, self.folder = state.plan.world, folder
         self._steps, self._config, self._records = steps, config, records
         self._begun_at = self._logged_at = meter.steps
@@ -175,8 +175,12 @@ class Track:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around what is no step, such as an evaluation or a save: its time and its traffic are no step's."""
+        """Around what is no step, such as an evaluation or a save: its time and its traffic are no step's. Collective.
+
+        The updates that the last step has deferred are made first, because they are that step's.
+        """
         self._drop_recording()
+        self._runtime.finish_step()
         with self._meter.paused():
             yield
 

@@ -161,11 +161,14 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 "precision=bf16, or resume from an older checkpoint"
             )
         self._stopping = number < self._last and any(int(flag) & STOP_REQUESTED for flag in metrics.rank_flags)
+        saving = self._stopping or self._saver.is_due(number, self._last)
+        validating = not self._stopping and self._is_validated(number)
+        if saving or validating:  # they would make the updates of this step, which are no part of them
+            self._state.runtime.finish_step()
         with self._meter.paused():
             self._saver.publish_if_written(metrics.rank_flags)
-            if self._stopping or self._saver.is_due(number, self._last):
+            if saving:
                 self._saver.save(self._state)
-        validating = not self._stopping and self._is_validated(number)
         if validating:
             self._validate()
         if validating or self._stopping or number % self._config.tracker.every == 0:

@@ -1140,9 +1140,13 @@ def test_rows_follow_those_of_the_run_that_goes_on_and_never_those_of_another(tm
         return [line for line in caplog.messages if "rows of another run" in line]
 
     run(2)
+    summary = folder / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"best_train_loss": 1e-9, "seconds": 1000.0}))
     run(1, load=True)
     assert told(folder) == [1, 2, 3]
     assert not said()
+    assert json.loads(summary.read_text())["best_train_loss"] == 1e-9
+    assert json.loads(summary.read_text())["seconds"] > 1000
     run(1)
     run(1, load=True, load_module_only=True)  # begins anew
     assert (told(folder), told(folder / "run-2"), told(folder / "run-3")) == ([1, 2, 3], [1], [1])

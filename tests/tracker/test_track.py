@@ -213,6 +213,34 @@ def test_a_loop_that_goes_on_adds_rows_and_another_one_leaves_them_alone(tmp_pat
     assert "has the rows of another run" in caplog.text
 
 
+def test_a_loop_that_goes_on_knows_the_best_and_the_time_of_its_earlier_starts(tmp_path):
+    """Losses up to the step that it goes on from: of step 4, which it makes again, only the time is its own."""
+    folder, seconds = tmp_path / "run", []
+    world = zero.World.from_env()
+
+    def start(val, checkpoint=None):
+        _, state, step = begun(world)
+        state = state if checkpoint is None else zero.load(state, checkpoint)
+        with zero.track(state, folder, every=2, timeline=False) as track:
+            for loss in val:
+                state, metrics = step(state, [batch()])
+                track(state, metrics._replace(loss=loss), {"loss": loss} if state.tried % 2 == 0 else {})
+                if state.tried == 3:
+                    zero.save(state, tmp_path / "checkpoints")
+        seconds.append(json.loads((folder / "summary.json").read_text())["seconds"])
+        return json.loads((folder / "summary.json").read_text())
+
+    first = start([5.0, 3.0, 4.0, 1.0])
+    assert (first["best_train_loss"], first["best_val_loss"]) == (1.0, 1.0)
+    checkpoint, _ = zero.open_latest(world, tmp_path / "checkpoints")
+    second = start([7.0], checkpoint)
+    assert (second["steps"], second["best_train_loss"], second["best_val_loss"]) == (4, 3.0, 3.0)
+    third = start([6.0, 2.5], checkpoint)
+    assert (third["steps"], third["best_train_loss"], third["best_val_loss"]) == (5, 2.5, 3.0)
+    assert seconds == sorted(seconds)
+    assert seconds[0] > 0
+
+
 @pytest.mark.parametrize("slow", [0, 1])
 def test_the_page_names_the_rank_that_is_held_up(tmp_path, slow):
     def loop(world):

@@ -87,6 +87,29 @@ def test_only_damaged_ones_are_an_error_that_names_the_file(here, capfd):
     assert file.name in capfd.readouterr().err
 
 
+def test_a_run_that_goes_on_knows_the_best_and_the_time_of_its_earlier_starts(here):
+    """In its folder, and in one of its own; nothing that it learns is better, and it has saved before it validated."""
+    words = [*TINY, "checkpoint.every=2", "val.every=2", "schedule=constant"]
+    worse = ["resume=latest", "optim.lr=10", "steps=6"]
+
+    def run(folder, *more):
+        assert train.main([*words, *more, f"hydra.run.dir=alone/{folder}"]) == 0
+        rows = [json.loads(line) for line in (here / f"alone/{folder}/metrics.jsonl").read_text().splitlines()]
+        return json.loads((here / f"alone/{folder}/summary.json").read_text()), rows
+
+    first, rows = run("a", "steps=4")
+    best = {f"best_{kind}_loss": min(row[f"{kind}/loss"] or 1e9 for row in rows) for kind in ("train", "val")}
+    assert best["best_val_loss"] == rows[-1]["val/loss"]
+    (here / "alone/a/summary.json").write_text(json.dumps(first | {"seconds": 1000.0}))
+    again, _ = run("a", *worse)
+    assert again["seconds"] > 1000
+    other, rows = run("b", *worse, "steps=8", "resume=alone/a/checkpoints")
+    assert rows[0]["step"] == 7
+    assert other["seconds"] > again["seconds"]
+    for summary in (first, again, other):
+        assert best.items() <= summary.items()
+
+
 def test_mode_eval_gives_the_loss_that_training_gave(here):
     assert train.main([*TINY, "checkpoint.every=4", "val.every=4", "optim.ema=0"]) == 0
     assert train.main([*TINY, "mode=eval", "resume=latest", "offload=nvme"]) == 0

@@ -25,6 +25,7 @@ from zero.engine.state import State
 from zero.engine.step import Metrics
 from zero.settings import Settings
 from zero.tracker import RUNNING, Lines, Tracker, open_tracker, write_summary
+from zero.tracker.earlier import earlier
 from zero.tracker.jsonl import unused_folder
 from zero.tracker.meter import Meter
 
@@ -232,6 +233,8 @@ class RunLog:
     def start_from(self, steps: int, skipped: int) -> None:
         """Count on from these numbers of steps and of skipped ones."""
         self.meter = self._meter(steps=steps, tokens=steps * self._tokens, skipped=skipped)
+        if self._has_begun:
+            self._look_back()
 
     def continue_run(self, run_id: str | None) -> None:
         """Append to the run of a checkpoint that was loaded; `run_id` is W&B's name of it."""
@@ -264,11 +267,18 @@ class RunLog:
         self._has_begun = True
         world = self._plan.world
         by_rank_0(world, self._write_settings)
+        if self._continues:
+            self._look_back()
         self.tracker = open_tracker(self._config.tracker, self._folder, steps=None)
         if self._folder is None and world.rank == 0:
             self.tracker = Tracker([Lines(None, sys.stdout)])
         facts = {"plan_bytes": self._plan.bytes, "ranks": world.size, "parameters_numel": self._plan.numel}
         self.tracker.begin(self._settings, facts, self._run_id)
+
+    def _look_back(self) -> None:
+        """The files know what this start, or this step, goes on from."""
+        if self._folder is not None:
+            self.meter.go_on(earlier(self._folder, self.meter.steps))
 
     def _write_settings(self) -> None:
         if self._folder is None:

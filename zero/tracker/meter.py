@@ -25,6 +25,7 @@ from zero.engine.traffic import traffic as planned_traffic
 from zero.platform.device import host_peak_bytes
 from zero.platform.peak_flops import peak_flops
 from zero.store import Traffic
+from zero.tracker.earlier import Earlier
 from zero.tracker.view import NO_CHART, ROW
 
 LIFE_BYTES = 600e12
@@ -51,6 +52,8 @@ class Summary(NamedTuple):
     Speeds are medians of the rows, the first left out because it pays for the start; `mfu` is None where the peak is
     not known. `wait_s` is how long in all the slowest rank stood still for pages or other ranks, `seconds` everything.
     What was written is of all ranks up to the last row, first values included; `endurance` is None without a file.
+
+    Of a run that goes on these are of the newest start, except counts, the best losses and `seconds`.
     """
 
     exit_reason: str
@@ -120,6 +123,7 @@ class Meter:
         self._planned_bytes = planned_traffic(plan).of_step(plan.accumulate)._asdict() if plan.trains else {}
         self._versions = versions()
         self._start_s = self._since_s = time.perf_counter()
+        self._before_s = 0.0  # of earlier starts
         self._start = self._since = self._totals()
         self.steps = self._since_step = self._steps_before = steps
         self._untimed = 0  # of the steps since the last row
@@ -134,8 +138,19 @@ class Meter:
 
     @property
     def seconds(self) -> float:
-        """Since this meter was made."""
-        return time.perf_counter() - self._start_s
+        """Since this meter was made, and those of earlier starts."""
+        return self._before_s + time.perf_counter() - self._start_s
+
+    @property
+    def so_far(self) -> Earlier:
+        """What a start that goes on from here has behind it."""
+        return Earlier(self.best_train_loss, self.best_val_loss, self.seconds)
+
+    def go_on(self, *behind: Earlier) -> None:
+        """The run had earlier starts: what several places say of them, as far as each knows."""
+        self.best_train_loss = min(self.best_train_loss, *(one.best_train_loss for one in behind))
+        self.best_val_loss = min(self.best_val_loss, *(one.best_val_loss for one in behind))
+        self._before_s = max(self._before_s, *(one.seconds for one in behind))
 
     def count(self, metrics: Metrics) -> None:
         """One more step has been made."""

@@ -23,6 +23,7 @@ from zero.engine.step import Metrics
 from zero.errors import ConfigError, MachineError, one_line, with_class
 from zero.platform.timeline import Timeline
 from zero.tracker import RUNNING, Tracker, open_tracker, write_failure, write_summary
+from zero.tracker.earlier import earlier
 from zero.tracker.jsonl import FINISHED, unused_folder
 from zero.tracker.meter import Meter
 from zero.tracker.report import run as report
@@ -149,6 +150,8 @@ class Track:
     def __enter__(self) -> "Track":
         self.folder = Path(by_rank_0(self._world, self._make_folder))
         folder = self.folder if self._world.rank == 0 else None
+        if folder is not None and self._begun_at:
+            self._meter.go_on(earlier(folder, self._begun_at))
         self._tracker = open_tracker(self._settings, folder, steps=self._steps)
         plan = self._state.plan
         facts = {"plan_bytes": plan.bytes, "ranks": self._world.size, "parameters_numel": plan.numel}

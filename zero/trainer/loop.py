@@ -18,9 +18,11 @@ from zero.engine.state import State
 from zero.engine.step import Metrics, make_forward, record
 from zero.errors import MachineError, NumericsError, Preempted
 from zero.tracker import RUNNING, Tracker, write_failure, write_summary
+from zero.tracker.earlier import Earlier, earlier
 from zero.tracker.jsonl import CUT_SHORT, EVALUATED, FINISHED, STOPPED
 from zero.tracker.meter import Meter, Summary
 from zero.tracker.report import run as report
+from zero.tracker.report.folder import mapping
 from zero.trainer.config import Config
 from zero.trainer.data.windows import Data
 from zero.trainer.evaluate import sample_text, validation_loss
@@ -76,6 +78,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
             skipped=self._state.skipped,
             flops_per_token=task.flops_per_token,
         )
+        if checkpoint is not None and config.mode == "train":
+            self._meter.go_on(*_behind(checkpoint, folder))
         known = {
             "plan_bytes": plan.bytes,
             "ranks": plan.world.size,
@@ -247,7 +251,17 @@ class Run(contextlib.AbstractContextManager["Run"]):
             "data": self._data.digest,
             "tokens": self._meter.tokens,
             "wandb": self._tracker.run_id,
+            "so far": self._meter.so_far.facts(),
         }
+
+
+def _behind(checkpoint: Checkpoint, folder: Path) -> list[Earlier]:
+    """What is known of the steps before a checkpoint: by what it remembers, and by rows of its run and of this one.
+
+    After a step a run saves first and validates then, so the last validation is in rows alone.
+    """
+    there = earlier(checkpoint.folder.parent.parent, checkpoint.step)._replace(seconds=0.0)  # it may have gone on
+    return [Earlier.of(mapping(checkpoint.facts.get("so far"))), there, earlier(folder, checkpoint.step)]
 
 
 def resumed(state: State, checkpoint: Checkpoint | None, config: Config, tracker: Tracker) -> State:

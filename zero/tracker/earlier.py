@@ -1,0 +1,43 @@
+"""What a run that goes on has behind it: the best losses and the seconds of its earlier starts."""
+
+from math import inf
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zero.tracker.report.folder import read_run
+from zero.tracker.report.scale import finite
+
+
+class Earlier(NamedTuple):
+    """Losses that nobody knows are infinite, and seconds zero."""
+
+    best_train_loss: float = inf
+    best_val_loss: float = inf
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> "Earlier":
+        """What figures of these names say; what is missing or not finite is not known."""
+        known = {name: value for name in cls._fields if (value := finite(facts.get(name))) is not None}
+        return cls(**known)
+
+    def facts(self) -> dict[str, float | None]:
+        """The same as JSON values, for `of`."""
+        return {name: finite(value) for name, value in self._asdict().items()}
+
+
+def earlier(folder: Path, step: int) -> Earlier:
+    """What the files of the run in `folder` say that goes on from `step`.
+
+    Losses of steps after that one are of no step that it goes on from; the time that they took is spent. Rows have some
+    of the training losses, a summary has the best of all, up to its own last step.
+    """
+    run = read_run(folder)
+    summary = Earlier.of(run.summary)
+    rows = [row for row in run.rows if row["step"] <= step]
+    train, val = (
+        [loss for row in rows if (loss := finite(row.get(f"{kind}/loss"))) is not None] for kind in ("train", "val")
+    )
+    if (finite(run.summary.get("steps")) or inf) <= step:
+        train, val = [*train, summary.best_train_loss], [*val, summary.best_val_loss]
+    return Earlier(min(train, default=inf), min(val, default=inf), summary.seconds)

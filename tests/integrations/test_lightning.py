@@ -262,6 +262,20 @@ def test_a_training_step_that_returns_none_updates_nothing(tmp_path):
     assert same(values(ours), values(plain))
 
 
+def test_a_step_whose_gradient_is_not_finite_changes_nothing_and_is_counted(tmp_path):
+    class Once(Regression):
+        def training_step(self, batch, number):
+            result = super().training_step(batch, number)
+            return {"loss": result["loss"] * float("nan")} if len(self.losses) == 20 else result
+
+    def make():
+        return Once(dropout=0.0)
+
+    ours, shorter = fitted(tmp_path, {"stage": 3}, make), fitted(tmp_path, {"stage": 3}, make, max_steps=19)
+    assert (ours.global_step, ours.strategy.engine.skipped_steps) == (20, 1)
+    assert all(torch.equal(one, values(shorter)[name]) for name, one in values(ours).items() if name != "calls")
+
+
 class NoneAtTheEnd(Regression):
     """Of each window of three, the last microbatch has no loss: the gradients of the others are used."""
 

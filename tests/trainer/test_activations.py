@@ -15,6 +15,7 @@ from tests.common.small import KiB, Setting, slice_of, small_batch, train_small
 from tests.trainer.test_planning import ROUND, config, gpu, model_of
 from zero.core.placement import NO_LIMIT
 from zero.engine.full import digest
+from zero.engine.traffic import traffic
 from zero.engine.unit import split
 from zero.errors import ConfigError, PlanError
 from zero.settings.build import build_plan
@@ -156,11 +157,15 @@ def test_what_goes_to_the_host_is_counted_as_a_simulated_gpu_allocates_it():
         state = zero.init(plan, zero.open_store(plan), seed=0)
         step, tokens = zero.make_step(plan, loss), torch.randint(0, settings.model.vocab, (16, 129))
         for _ in range(2):
+            before = world.compute.copied.nbytes
             state, _ = step(state, [tokens])
-        return state.runtime.gatherer.activations.allocated_bytes
+        return state.runtime.gatherer.activations.allocated_bytes, world.compute.copied.nbytes - before
 
     with simulated_gpu():
-        assert run_ranks(1, run) == [counted.host_bytes]
+        assert run_ranks(1, run) == [(counted.host_bytes, 2 * counted.host_bytes)]
+    taken = Activations(settings, model).planned(16, "cuda")
+    plan = build_plan(settings, model, gpu(1).world, room=gpu(1).room, **taken)
+    assert traffic(plan).of_step(1).copy == 2 * counted.host_bytes
 
 
 def test_auto_sends_to_the_host_what_hides_beside_forward_and_makes_the_rest_again(monkeypatch):

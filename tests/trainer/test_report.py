@@ -430,13 +430,18 @@ def test_the_peak_of_a_device_is_beside_all_that_a_step_was_planned_with(tmp_pat
 
 def test_what_a_step_moves_is_the_median_of_the_rows_for_one_rank(tmp_path):
     """Rows have the bytes of all ranks and of all steps since the row before; the first row pays for the start."""
-    names = ("offload/read_bytes", "offload/write_bytes", "comm/gather_bytes", "comm/reduce_bytes", "comm/wire_bytes")
-    moved = ((1, (9e9, 9e9, 9e9, 9e9, 9e9)), (3, (40, 80, 8, 16, 4)), (4, (20, 40, 4, 8, 2)), (5, (20, 40, 4, 8, 2)))
+    names = (
+        *("offload/read_bytes", "offload/write_bytes", "offload/copy_bytes"),
+        *("comm/gather_bytes", "comm/reduce_bytes", "comm/wire_bytes"),
+    )
+    two, one = (40, 80, 200, 8, 16, 4), (20, 40, 100, 4, 8, 2)
+    moved = ((1, (9e9,) * 6), (3, two), (4, one), (5, one))
     rows = [row(step, **dict(zip(names, figures, strict=True))) for step, figures in moved]
-    summary = {"ranks": 2, "plan_step_bytes": {"disk": 60, "copy": 0, "link": 3, "wire": 2}}
+    summary = {"ranks": 2, "plan_step_bytes": {"disk": 60, "copy": 25, "link": 3, "wire": 2}}
     found = read_run(write_folder(tmp_path, rows=rows, summary=summary))
     assert run.compared(found) == [
         ("a step", "to and from the disk", 60, 30),
+        ("a step", "between host and GPU", 25, 50),
         ("a step", "from other ranks", 3, 6),
         ("a step", "from other nodes", 2, 1),
     ]

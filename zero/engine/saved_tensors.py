@@ -81,7 +81,7 @@ class _Home:
         self.before = None if before is None else weakref.ref(before)
         self.left, self.ready = Event(), Event()
         self.back: Tensor | None = None
-        self.kept = self.found = 0
+        self.kept = self.found = self.passes = 0
 
 
 class Sent(NamedTuple):
@@ -151,13 +151,13 @@ class OnHost(InPlace):
         back = self._fetch(home)
         home.ready.wait()
         before = home.before and home.before()
-        if before is not None and before.back is None and not before.found:
+        if before is not None and before.back is None and not before.found and before.passes == home.passes:
             coming = self._fetch(before)
             self._coming.append((before.ready, coming))
             self._let_go(self._coming, MOST_LEAVING)
         home.found += 1
         if home.found == home.kept:  # the last of this pass; another pass fetches it once more
-            home.found, home.back = 0, None
+            home.found, home.back, home.passes = 0, None, home.passes + 1
         view = torch.empty(0, dtype=kept.dtype, device=back.device)
         return view.set_(back.untyped_storage(), kept.offset, kept.size, kept.stride)
 

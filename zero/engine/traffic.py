@@ -82,11 +82,12 @@ def traffic(plan: Plan) -> Traffic:
     # one ranks have added up, and what is updated here is all that is written
     summing = single.times(2) + grads.times(2 * count - 4) if count > 1 else Load()
     arriving = (summing + updated_grads).times(1 / count)
+    kept = Load(copy=plan.host_activation_bytes)  # out in forward, in again in backward
     return Traffic(
         # what was read goes back; new parameters out, gradients in
         update=states.times(2) + by_kind["param"].times(1 + ("param" in plan.state_kinds)) + updated_grads,
-        forward=forward,
-        backward=backward + arriving + (Load() if plan.local_sum else reduction),
+        forward=forward + kept,
+        backward=backward + kept + arriving + (Load() if plan.local_sum else reduction),
         first=first,
         last=last,
         offloaded_numel=offloaded_numel,

@@ -31,8 +31,8 @@ from zero.tracker.view import NO_CHART, ROW
 LIFE_BYTES = 600e12
 """What a usual drive of 1 TB is rated to take in its life (TBW)."""
 
-TOTALS = (*(field.name for field in fields(Traffic)), *(f"comm_{name}" for name in Collectives._fields))
-"""What a rank counts: see `Traffic` and `Collectives`."""
+TOTALS = (*(field.name for field in fields(Traffic)), *(f"comm_{name}" for name in Collectives._fields), "copy_bytes")
+"""What a rank counts: see `Traffic`, `Collectives` and `Device.copied`."""
 
 WRITTEN = TOTALS.index("write_bytes")
 
@@ -255,7 +255,7 @@ class Meter:
 
     def _totals(self) -> Tensor:
         """(len(TOTALS),) fp64."""
-        counts = *astuple(self._traffic()), *self._world.traffic
+        counts = *astuple(self._traffic()), *self._world.traffic, self._device.copied.nbytes
         return torch.tensor(counts, dtype=torch.float64, device="cpu")
 
     def _collect(self, now: Tensor) -> dict[str, Tensor]:
@@ -307,6 +307,7 @@ def figures(
         "comm/slowest_s": None if slowest is None else step_s - float(waits_s[slowest]),
         "offload/read_bytes": read_bytes,
         "offload/write_bytes": write_bytes,
+        "offload/copy_bytes": int(moved["copy_bytes"].sum()),
         "offload/wait_s": float(moved["wait_s"].max()) / timed,
         "offload/read_gbps": read_bytes / read_s / 1e9 if read_s > 0 else None,
         "offload/write_gbps": write_bytes / write_s / 1e9 if write_s > 0 else None,

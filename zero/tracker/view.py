@@ -13,7 +13,7 @@ SECTIONS = {
     "val": "loss",
     "speed": "steps step_s tokens_per_s mfu compute_s stall_fraction hidden_fraction",
     "comm": "gather_bytes reduce_bytes wire_bytes wait_s slowest_rank slowest_s",
-    "offload": "read_bytes write_bytes wait_s read_gbps write_gbps bytes_per_param",
+    "offload": "read_bytes write_bytes copy_bytes wait_s read_gbps write_gbps bytes_per_param",
     "memory": "device_peak_bytes host_peak_bytes nvme_bytes",
 }
 ROW = ("step", "tokens", *(f"{section}/{name}" for section, names in SECTIONS.items() for name in names.split()))
@@ -22,9 +22,10 @@ ROW = ("step", "tokens", *(f"{section}/{name}" for section, names in SECTIONS.it
 `speed/steps` is of how many steps the row is: fewer than between two rows where a run goes on, because it may have had
 no row at the step that it goes on from.
 
-`offload/` is what moved between tiers in this row's steps, `comm/` what ranks received from others, `wire_bytes` of it
-from other nodes: bytes of all ranks; seconds per step in which the slowest rank stood still for it; 10^9 bytes a second
-while something was read or written (null: nothing was); bytes read and written per parameter and step.
+`offload/` is what moved between tiers in this row's steps (`copy_bytes`: between host memory and GPUs), `comm/` what
+ranks received from others, `wire_bytes` of it from other nodes: bytes of all ranks; seconds per step in which the
+slowest rank stood still for it; 10^9 bytes a second while something was read or written (null: nothing was); bytes
+read and written per parameter and step.
 `comm/slowest_rank` waited least for others, so they waited for it; `comm/slowest_s` is what is left of its step (null:
 there is one rank).
 

@@ -67,6 +67,7 @@ TIME = "time"
 
 MOVES = (
     ("disk", "to and from the disk", ("offload/read_bytes", "offload/write_bytes")),
+    ("copy", "between host and GPU", ("offload/copy_bytes",)),
     ("link", "from other ranks", ("comm/gather_bytes", "comm/reduce_bytes")),
     ("wire", "from other nodes", ("comm/wire_bytes",)),
 )

@@ -274,7 +274,8 @@ def test_a_copy_is_behind_only_where_both_ends_keep_the_order_of_the_stream():
 
     class End:
         def __init__(self, *, on_gpu: bool = False, pinned: bool = False) -> None:
-            self.is_cuda, self.pinned = on_gpu, pinned
+            self.is_cuda, self.pinned, self.nbytes = on_gpu, pinned, 1
+            self.device = torch.device("cuda" if on_gpu else "cpu")
 
         def is_pinned(self) -> bool:
             return self.pinned
@@ -287,6 +288,7 @@ def test_a_copy_is_behind_only_where_both_ends_keep_the_order_of_the_stream():
         gpu.copy(End(on_gpu=True), other)
         gpu.copy(other, End(on_gpu=True))
     assert asked == [True, True, True, True, False, False]
+    assert gpu.copied.nbytes == 4, "between host memory and the GPU, and not within it"
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux only")

@@ -207,6 +207,19 @@ def test_a_library_advises_nothing_that_only_a_checkout_has(path):
         assert not found, "say `zero-train export`, and zero.platform.installed.page() for a page"
 
 
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_the_rest_of_the_arguments_has_an_entry_of_its_own(path):
+    """The site looks the name of each entry up in the signature, and `args, kwargs` is not there."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        made = node.body if isinstance(node, ast.ClassDef) else [node]  # a class documents its __init__
+        for function in made:
+            if isinstance(function, ast.FunctionDef) and (function is node or function.name == "__init__"):
+                groups = re.findall(r"^ +(\w+(?:, \w+)+): ", ast.get_docstring(node, clean=False) or "", re.MULTILINE)
+                rest = {one.arg for one in (function.args.vararg, function.args.kwarg) if one is not None}
+                found = [group for group in groups if rest & set(group.split(", "))]
+                assert not found, f"{node.name}: one entry for each, with its stars"
+
+
 def test_the_top_level_is_what_the_readme_says():
     import subprocess
 

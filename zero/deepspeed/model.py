@@ -91,7 +91,8 @@ def Init(module: nn.Module | None = None, *ignored: Any, enabled: bool = True, *
     Args:
         module: must be None.
         enabled: False makes modules as usual.
-        ignored, others: for old calls; `zero.initialize` decides all of it.
+        *ignored: for old calls; `zero.initialize` decides all of it.
+        **others: likewise.
 
     Raises:
         ConfigError: a module was passed.
@@ -304,7 +305,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Args:
         function: what to compute.
-        args, kwargs: its arguments, and torch's options.
+        *args: its arguments.
+        **kwargs: its arguments by name, and torch's options.
     """
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
 

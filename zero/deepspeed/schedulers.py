@@ -89,8 +89,8 @@ def _scheduler(kind: str, optimizer: torch.optim.Optimizer, *values: Any, **name
     Args:
         kind: the type of the scheduler.
         optimizer: a torch optimizer; its first group's learning rate is the config's.
-        values, named: parameters of the schedule, in DeepSpeed's order or by name; None is left out.
-            `last_batch_iteration`, for a run that goes on, is one less than its updates.
+        *values: parameters of the schedule, in DeepSpeed's order; None is left out.
+        **named: the same by name; `last_batch_iteration`, for a run that goes on, is one less than its updates.
 
     Raises:
         ConfigError: one line that names the parameter.

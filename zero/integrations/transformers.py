@@ -59,7 +59,8 @@ class ZeroTrainerMixin(_Base):
     """Makes a subclass of `transformers.Trainer` train on an engine: `class Mine(ZeroTrainerMixin, SFTTrainer): pass`.
 
     Args:
-        args, kwargs: Trainer's own.
+        *args: Trainer's own.
+        **kwargs: Trainer's own.
         zero: arguments of `zero.Plan`, by name: `stage` (3 where it is not given), `precision` (of bf16=True,
             fp16=True or `accelerate launch`, else "fp32"), `offload`, `units`, `prefetch`, `activations`, `compile`,
             `update`, `gather`, `reduce`, `shard`; and `weights`, the first values of a model without memory, see

@@ -433,6 +433,22 @@ def test_without_torchruns_environment_the_world_is_solo(bare):
     assert (type(world), world.rank, world.size, world.device.type) == (SoloWorld, 0, 1, "cpu")
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: World(2), r"write world = zero.World.from_env\(\)"),
+        (
+            lambda: World.from_env(device="gpu"),
+            r'device=gpu: it is cpu or cuda; write zero.World.from_env\(device="cuda"',
+        ),
+        (lambda: World.from_env("cpu"), "timeout_s='cpu': it is a number of seconds; a device is device='cpu'"),
+    ],
+)
+def test_a_world_of_other_arguments_says_how_one_is_made(bare, make, said):
+    with pytest.raises(ConfigError, match=said):
+        make()
+
+
 def test_half_an_environment_is_refused(bare):
     bare.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="lacks RANK, MASTER_ADDR, MASTER_PORT; start the ranks with torchrun"):

@@ -1,6 +1,7 @@
 """What a call got in place of what it takes is refused as ours, in one line, with the line to write."""
 
 from collections import namedtuple
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -90,6 +91,8 @@ def test_a_loader_of_microbatches_is_a_list_of_them(run):
     run.step(run.state, torch.utils.data.DataLoader([run.batch]))
 
 
+LOSS_FN = "write def loss_fn(model, batch): ... return loss"
+
 CALLS = [
     # a state, or something else, in a plan's place
     (lambda run: zero.open_store(run.state), "is a State; write store = zero.open_store(state.plan)"),
@@ -120,6 +123,27 @@ CALLS = [
     (lambda run: zero.get_full(run.plan, "0.weight"), "zero.get_full takes a State, and this is a Plan"),
     (lambda run: zero.gathered(run.plan).__enter__(), "zero.gathered takes a State, and this is a Plan"),
     (lambda run: zero.set_full(run.plan, "0.weight", run.batch), "zero.set_full takes a State, and this is a Plan"),
+    (lambda run: zero.get_full("0.weight", run.state), "and this is a str; write zero.get_full(state, name)"),
+    (lambda run: zero.track("runs/x", run.state), "this is a str; write with zero.track(state, folder) as track:"),
+    (lambda run: zero.track(run.plan, "runs/x"), "zero.track takes a State, and this is a Plan"),
+    # a path in a world's place, or the other way round
+    (
+        lambda run: zero.open_latest(run.folder, run.world),
+        "write checkpoint, rejected = zero.open_latest(world, folder)",
+    ),
+    (lambda run: zero.open_latest(run.world, None), "zero.open_latest takes a folder second, and this is None"),
+    (lambda run: zero.open_checkpoint(run.folder, run.world), "write checkpoint = zero.open_checkpoint(world, folder)"),
+    (lambda run: zero.save(run.state, None), "this is None; write zero.save(state, folder)"),
+    (lambda run: zero.track(run.state, run.world), "zero.track takes a folder second, and this is a SoloWorld"),
+    # a function of other arguments
+    (lambda run: zero.make_step(run.plan, lambda batch: batch), f"<lambda> takes (batch); {LOSS_FN}"),
+    (lambda run: zero.make_step(run.plan, lambda model, x, y: x), f"<lambda> takes (model, x, y); {LOSS_FN}"),
+    (lambda run: zero.make_step(run.plan, nn.MSELoss()), f"torch's MSELoss, which does not call the model; {LOSS_FN}"),
+    (
+        lambda run: zero.make_step(run.plan, nn.functional.mse_loss),
+        f"torch's mse_loss, which does not call the model; {LOSS_FN}",
+    ),
+    (lambda run: zero.make_forward(run.plan, None), "fn is None; give a function of the model"),
 ]
 
 
@@ -131,3 +155,33 @@ def test_one_thing_in_anothers_place(run, call, said):
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
     assert run.step(run.state, [run.batch])[0].step == 1
+
+
+class Weighted(nn.Module):
+    """A loss with a number of its own."""
+
+    def forward(self, model, batch):
+        return 2 * loss_fn(model, batch)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        Weighted(),
+        partial(lambda scale, model, batch: scale * loss_fn(model, batch), 2),
+        lambda *both, more=1: loss_fn(*both),
+    ],
+)
+def test_whatever_takes_a_model_and_a_microbatch_is_a_loss_fn(run, given):
+    zero.make_step(run.plan, given)(run.state, [run.batch])
+
+
+def test_a_call_of_track_has_the_state_first(run):
+    state, metrics = run.step(run.state, [run.batch])
+    with zero.track(state, run.folder / "run") as track:
+        with pytest.raises(ConfigError, match=r"this is a Metrics; write track\(state, metrics\)"):
+            track(metrics, state)
+        with pytest.raises(
+            ConfigError, match=r"takes Metrics second, and this is a float; write track\(state, metrics\)"
+        ):
+            track(state, metrics.loss)

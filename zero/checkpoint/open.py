@@ -25,6 +25,7 @@ from zero.checkpoint.save import by_rank_0, gather_reports, join
 from zero.checkpoint.shard import THREADS, ShardReader, compare
 from zero.core.loss_scale import LossScale
 from zero.distributed.world import World
+from zero.engine.arguments import check_folder, check_world
 from zero.errors import CheckpointError
 from zero.platform.files import memory_of
 from zero.progress import Progress, silent
@@ -78,11 +79,14 @@ def open_checkpoint(
         progress: called with the bytes that this rank has compared.
 
     Raises:
+        ConfigError: `world` is no world, or `folder` no path.
         CheckpointError: on every rank; the line names file and place of the first damage that some rank found.
 
     Returns:
         The checkpoint, for `load`; its `facts` are those that `save` was given.
     """
+    check_world(world, "zero.open_checkpoint", "checkpoint = zero.open_checkpoint(world, folder)")
+    check_folder(folder, "zero.open_checkpoint", "checkpoint = zero.open_checkpoint(world, folder)")
     folder, disk = Path(folder), disk or Disk()
     found: list[Manifest] = []
 
@@ -112,8 +116,11 @@ def open_latest(world: World, path: Path | str, *, progress: Progress = silent) 
         newer one that is not.
 
     Raises:
+        ConfigError: `world` is no world, or `path` no path.
         CheckpointError: there are checkpoints, and none is valid.
     """
+    check_world(world, "zero.open_latest", "checkpoint, rejected = zero.open_latest(world, folder)")
+    check_folder(path, "zero.open_latest", "checkpoint, rejected = zero.open_latest(world, folder)")
     root = Root(Path(path))
     steps = by_rank_0(world, root.steps)
     return open_first(world, [root.path / step_name(step) for step in reversed(steps)], progress=progress)

@@ -41,7 +41,7 @@ from zero.core.layout import pages
 from zero.core.loss_scale import LossScale
 from zero.distributed.failure import first_line, some_ranks
 from zero.distributed.world import World
-from zero.engine.arguments import check_state
+from zero.engine.arguments import check_folder, check_state
 from zero.engine.module_copy import buffers_of
 from zero.engine.plan import Plan
 from zero.engine.state import State
@@ -96,7 +96,9 @@ def begin(
         CheckpointError: no folder could be made.
     """
     check_state(state, "zero.save", "zero.save(state, folder)")
-    root = root if isinstance(root, Root) else Root(Path(root))
+    if not isinstance(root, Root):
+        check_folder(root, "zero.save", "zero.save(state, folder)")
+        root = Root(Path(root))
     return Saving(state, root, facts or {}, behind=behind, progress=progress)
 
 

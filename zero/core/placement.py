@@ -199,8 +199,9 @@ class Offload(Section):
         Raises:
             SettingError: an unknown word, a page that is not whole blocks, a number that is too small.
         """
-        if preset not in PRESETS:
-            raise SettingError(f"offload={preset}: must be one of {', '.join(PRESETS)}")
+        if not isinstance(preset, str) or preset not in PRESETS:
+            own = "" if isinstance(preset, str) else '; or write offload=zero.Offload(optimizer="cpu")'
+            raise SettingError(f"offload={preset}: must be one of {', '.join(PRESETS)}{own}")
         given = dict(zip(("optimizer", "param", "grad"), PRESETS[preset], strict=True))
         given |= {name: value for name, value in settings.items() if value is not None}
         exact = ("device_budget", "host_budget", "reserve_bytes")

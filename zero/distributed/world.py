@@ -104,6 +104,11 @@ class World(contextlib.AbstractContextManager["World"]):
         traffic: what gathers and reductions have moved.
     """
 
+    def __new__(cls, *_: Any, **__: Any) -> "World":
+        if cls is World:
+            raise ConfigError("zero.World is made of what torchrun says; write world = zero.World.from_env()")
+        return super().__new__(cls)
+
     def __init__(self, rank: int, size: int, *, device: torch.device | str, timeout_s: float) -> None:
         if not 0 <= rank < size:
             raise ConfigError(f"rank {rank} does not exist in a world of {size}")
@@ -171,9 +176,13 @@ class World(contextlib.AbstractContextManager["World"]):
             device: "cpu" or "cuda"; by default CUDA where torch finds it. LOCAL_RANK picks the GPU.
 
         Raises:
-            ConfigError: the environment is incomplete.
+            ConfigError: the environment is incomplete, or there is no such device.
             DeadlineError: the other ranks did not come.
         """
+        if not isinstance(timeout_s, int | float):
+            raise ConfigError(f"timeout_s={timeout_s!r}: it is a number of seconds; a device is device={timeout_s!r}")
+        if device is not None and str(device).partition(":")[0] not in ("cpu", "cuda"):
+            raise ConfigError(f'device={device}: it is cpu or cuda; write zero.World.from_env(device="cuda")')
         if _env_int("WORLD_SIZE", "1") == 1:
             return SoloWorld(claim_device(device, _env_int("LOCAL_RANK", "0")), timeout_s=timeout_s)
         return ProcessWorld(timeout_s=timeout_s, device=device)

@@ -3,11 +3,14 @@
 A plan, a state and a model stand beside each other in every loop, and each of these calls takes exactly one of them.
 """
 
-from collections.abc import Iterable, Mapping, Sized
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from zero.distributed.world import World
 from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.errors import ConfigError
@@ -48,6 +51,71 @@ def check_state(given: object, call: str, line: str) -> None:
         )
     first = "state = zero.init(plan, store), and then " if isinstance(given, Plan) else ""
     raise ConfigError(f"{call} takes a State, and this is {got}; write {first}{line}")
+
+
+def check_world(given: object, call: str, line: str) -> None:
+    """Refuse what is no world.
+
+    Args:
+        call: the function, as a user writes it.
+        line: how it is called with a world of the name `world`.
+
+    Raises:
+        ConfigError: with that line.
+    """
+    if not isinstance(given, World):
+        raise ConfigError(f"{call} takes a World first, and this is {kind_of(given)}; write {line}")
+
+
+def check_folder(given: object, call: str, line: str) -> None:
+    """Refuse what is no path, where `call` takes one second.
+
+    Args:
+        call: the function, as a user writes it.
+        line: how it is called with a path of the name `folder`.
+
+    Raises:
+        ConfigError: with that line.
+    """
+    if not isinstance(given, str | os.PathLike):
+        raise ConfigError(f"{call} takes a folder second, and this is {kind_of(given)}; write {line}")
+
+
+def check_function(given: object, key: str, line: str) -> None:
+    """Refuse what cannot be called.
+
+    Args:
+        key: the argument that it is.
+        line: how the function is called that takes it.
+
+    Raises:
+        ConfigError: with that line.
+    """
+    if not callable(given):
+        raise ConfigError(f"{key} is {kind_of(given)}; give a function of the model and a microbatch: {line}")
+
+
+def check_loss_fn(given: Callable[..., Any]) -> None:
+    """Refuse what cannot be called with a model and a microbatch, such as torch's own losses of outputs and targets.
+
+    Raises:
+        ConfigError: with the line to write.
+    """
+    right = "write def loss_fn(model, batch): ... return loss"
+    name = getattr(given, "__name__", type(given).__name__)
+    if str(getattr(given, "__module__", None)).startswith("torch.nn."):
+        raise ConfigError(f"loss_fn is torch's {name}, which does not call the model; {right}")
+    try:
+        signature = inspect.signature(given.forward if isinstance(given, nn.Module) else given)
+    except (TypeError, ValueError):  # what is not written in Python may have none
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        takes = ", ".join(signature.parameters)
+        raise ConfigError(
+            f"loss_fn is called with the model and a microbatch, and {name} takes ({takes}); {right}"
+        ) from None
 
 
 def check_microbatches(given: Any, accumulate: int) -> None:

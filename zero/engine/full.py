@@ -20,7 +20,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero.core.layout import Layout, Slot
 from zero.core.master import rounded
@@ -29,7 +29,6 @@ from zero.engine.arguments import check_state
 from zero.engine.first_values import sinks_of
 from zero.engine.module_copy import buffers_of
 from zero.engine.placeholder import ParameterPlaceholder
-from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.engine.transfer import load
 from zero.engine.unit import UnitSpec
@@ -48,9 +47,11 @@ class Source(Protocol):
 
 def _state_of(source: Source, call: str, line: str) -> State:
     """That of a source; what is none is refused with the line to write."""
-    if isinstance(source, Plan | nn.Module | tuple):
+    state: object = getattr(source, "state", None)
+    if not isinstance(state, State):
         check_state(source, call, line)
-    return source.state
+    assert isinstance(state, State)
+    return state
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from zero.core.optim import Hyper
-from zero.engine.arguments import check_loss, check_microbatches, check_plan, check_state, kind_of, loss_and_aux
+from zero.engine.arguments import (
+    check_function,
+    check_loss,
+    check_loss_fn,
+    check_microbatches,
+    check_plan,
+    check_state,
+    loss_and_aux,
+)
 from zero.engine.plan import Plan
 from zero.engine.state import Runtime, State
 from zero.engine.totals import GradientStatus, check_gradients, gather_totals
@@ -329,9 +337,9 @@ def make_step(
         word: the name of `flag` in 0.1.
 
     Raises:
-        ConfigError: what was given is no plan, or no function. By the step, as all that follow: a state of another
-            plan, another number of microbatches than `plan.accumulate`, a loss that is no scalar, or no gradient. Or
-            what was given is no state, or no list of microbatches.
+        ConfigError: what was given is no plan, or no function of a model and a microbatch. By the step, as all that
+            follow: a state of another plan, another number of microbatches than `plan.accumulate`, a loss that is no
+            scalar, or no gradient. Or what was given is no state, or no list of microbatches.
         StaleStateError: the state is spent.
         WorldError: the ranks visited different units.
         NonFiniteGradientError: `zero.update=eager` and a gradient that is not finite.
@@ -341,11 +349,8 @@ def make_step(
         flag = word
 
     check_plan(plan, "zero.make_step", "step = zero.make_step(plan, loss_fn)")
-    if not callable(loss_fn):
-        raise ConfigError(
-            f"loss_fn is {kind_of(loss_fn)}; give a function of the model and a microbatch: "
-            "step = zero.make_step(plan, loss_fn)"
-        )
+    check_function(loss_fn, "loss_fn", "step = zero.make_step(plan, loss_fn)")
+    check_loss_fn(loss_fn)
 
     def step(state: State, microbatches: Sequence[Any] = ()) -> tuple[State, Metrics]:
         check_state(state, "a step", "state, metrics = step(state, [batch])")
@@ -377,6 +382,7 @@ def make_forward(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     check_plan(plan, "zero.make_forward", "forward = zero.make_forward(plan, fn)")
+    check_function(fn, "fn", "forward = zero.make_forward(plan, fn)")
 
     def forward(state: State, *args: Any, **kwargs: Any) -> Any:
         check_state(state, "a forward", "forward(state, batch)")

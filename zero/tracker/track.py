@@ -16,6 +16,7 @@ from zero.checkpoint.disk import naming
 from zero.checkpoint.save import by_rank_0
 from zero.core import suggest
 from zero.core.secret import refuse_secrets
+from zero.engine.arguments import check_folder, check_state, kind_of
 from zero.engine.measured import measured
 from zero.engine.plan import Plan
 from zero.engine.state import State
@@ -87,6 +88,8 @@ def track(
         CheckpointError (entering the block, on every rank): the folder cannot be made.
         MachineError (in the block): a file cannot be written.
     """
+    check_state(state, "zero.track", "with zero.track(state, folder) as track:")
+    check_folder(folder, "zero.track", "with zero.track(state, folder) as track:")
     settings = _settings(tracker, every)
     if samples is not None and tokens is not None:
         raise ConfigError("samples and tokens are two units of one speed; give one of them")
@@ -168,6 +171,11 @@ class Track:
             val: numbers of an evaluation after this step by name, such as {"loss": 2.3, "accuracy": 0.5}: each rank's
                 own; their mean over ranks is in the row as `val/NAME`. Where it is not empty a row is due.
         """
+        check_state(state, "track", "track(state, metrics)")
+        if not isinstance(metrics, Metrics):
+            raise ConfigError(
+                f"track takes Metrics second, and this is {kind_of(metrics)}; write track(state, metrics)"
+            )
         self._end_recording()
         self._state, self._aux = state, metrics.aux
         self._meter.count(metrics)

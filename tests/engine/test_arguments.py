@@ -135,6 +135,9 @@ CALLS = [
     (lambda run: zero.open_checkpoint(run.folder, run.world), "write checkpoint = zero.open_checkpoint(world, folder)"),
     (lambda run: zero.save(run.state, None), "this is None; write zero.save(state, folder)"),
     (lambda run: zero.track(run.state, run.world), "zero.track takes a folder second, and this is a SoloWorld"),
+    # an optimizer whose steps would change nothing
+    (lambda run: torch.optim.SGD(run.state.model.parameters(), lr=1.0), "write state, metrics = step(state, [batch])"),
+    (lambda run: torch.optim.AdamW(list(run.state.model.named_parameters())), "a torch optimizer was given 0.weight"),
     # a function of other arguments
     (lambda run: zero.make_step(run.plan, lambda batch: batch), f"<lambda> takes (batch); {LOSS_FN}"),
     (lambda run: zero.make_step(run.plan, lambda model, x, y: x), f"<lambda> takes (model, x, y); {LOSS_FN}"),

@@ -1,5 +1,6 @@
 """What takes a parameter's place in a model: it knows the sizes, and gathers the values when they are read."""
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, cast
@@ -10,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.core.tree import replaced, tensors_in
 from zero.engine.empty import Written, written
-from zero.errors import OutsideUnitError
+from zero.errors import ConfigError, OutsideUnitError
 
 # What can be read of a parameter that is not gathered: what is known without its values.
 _METADATA = frozenset(
@@ -191,6 +192,8 @@ class ParameterPlaceholder(nn.Parameter):
         if request == "stride" or request == "is_contiguous":  # those of the gathered one
             args = (torch.empty(args[0].shape, device="meta"), *args[1:])
         _refuse_gradient(func, request, args, kwargs)
+        if request == "is_leaf" and args[0].source is None:
+            _refuse_optimizer(args[0], sys._getframe(1).f_code.co_name)
         if request in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -312,6 +315,18 @@ def _refuse_gradient(func: Any, request: str, args: Any, kwargs: Any) -> None:
         raise OutsideUnitError(
             f"{args[0].full_name} without its history was asked to have a gradient of its own, and its values lie in "
             "shards; do that with a copy: .detach().clone().requires_grad_()"
+        )
+
+
+def _refuse_optimizer(placeholder: ParameterPlaceholder, asking: str) -> None:
+    """Refuse one of torch's that is made of a state's parameters: it would find no gradients, and change nothing
+    without a word. It asks each parameter whether it is a leaf; those of an engine have one that the engine knows.
+    """
+    if asking == "add_param_group":
+        raise ConfigError(
+            f"a torch optimizer was given {placeholder.full_name}, whose gradients go into shards: it would change "
+            "nothing; write state, metrics = step(state, [batch]) with step = zero.make_step(plan, loss_fn), or pass "
+            "the optimizer to zero.initialize"
         )
 
 

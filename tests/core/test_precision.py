@@ -103,7 +103,9 @@ def test_precisions_are_equal_when_their_settings_are():
 @pytest.mark.parametrize(
     ("words", "make"),
     [
-        ("compute=fp8; did you mean fp", lambda: Precision("fp8")),
+        ("compute=fp8; known: fp32, bf16, fp16", lambda: Precision("fp8")),
+        ("compute=fp64; known: fp32, bf16, fp16", lambda: Precision("fp64")),
+        ("compute=torch.bfloat16; did you mean bf16", lambda: Precision("torch.bfloat16")),
         ("compute=int; known: fp32, bf16, fp16", lambda: Precision("int")),
         ("reduce=bf61; did you mean bf16", lambda: Precision("bf16", reduce="bf61")),
         ("initial=0.5", lambda: LossScaling(initial=0.5)),

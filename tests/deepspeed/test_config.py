@@ -360,6 +360,7 @@ MISTAKES = [
     (of(optimizer={"kind": "AdamW"}), "unknown key optimizer.kind"),
     (of(optimizer={"type": "AdmW"}), "optimizer.type=AdmW does not exist here; did you mean adamw?"),
     (of(optimizer={"type": "OneBitAdam"}), "optimizer.type=OneBitAdam does not exist here"),
+    (of(optimizer={"type": "Muon"}), "does not exist here; there are adam, adamw, lion, adagrad, sgd"),
     (of(optimizer={"type": "SGD", "params": {"betas": [0.9, 0.99]}}), "unknown key optimizer.params.betas"),
     (scheduled("WarmupLr"), "scheduler.type=WarmupLr does not exist here; did you mean WarmupLR?"),
     (scheduled("WarmupLR", warmup_steps=5), "did you mean scheduler.params.warmup_num_steps?"),

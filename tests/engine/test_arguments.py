@@ -188,3 +188,32 @@ def test_a_call_of_track_has_the_state_first(run):
             ConfigError, match=r"takes Metrics second, and this is a float; write track\(state, metrics\)"
         ):
             track(state, metrics.loss)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"gradient_accumulation_steps": 2},
+            "zero.Plan: gradient_accumulation_steps is not an argument; did you mean accumulate?",
+        ),
+        ({"dtype": torch.bfloat16}, "zero.Plan: dtype is not an argument; did you mean precision?"),
+        ({"stages": 3}, "did you mean stage?"),
+        (
+            {"update": "eager", "optimizer": zero.adamw(lr=1e-3, clip=1.0)},
+            'write update="lazy", or an optimizer with clip=None',
+        ),
+        ({"accumulate": 0}, "accumulate=0 (batch.accumulate): it is a number of microbatches"),
+    ],
+)
+def test_arguments_of_a_plan_in_the_words_of_python(run, given, said):
+    with pytest.raises(ConfigError) as refused:
+        zero.Plan(run.model, **({"optimizer": zero.adamw(lr=1e-3), "world": run.world} | given))
+    assert said in str(refused.value)
+
+
+def test_what_a_plan_needs_is_written_out(run):
+    with pytest.raises(
+        ConfigError, match=r"zero.Plan needs optimizer and world; write optimizer=zero.adamw\(lr=1e-3\), wor"
+    ):
+        zero.Plan(run.model)

@@ -90,7 +90,7 @@ def load(
     for pattern in partial:
         if not any(_named(key, (pattern,)) for key in (*wanted, *there)):
             raise CheckpointError(
-                f"checkpoint.partial={pattern}: the model has no such tensor, nor {checkpoint.folder}"
+                f"{pattern} in partial (checkpoint.partial): the model has no such tensor, nor {checkpoint.folder}"
             )
     kept = {key for key in wanted if stays_out(key)}
     _match(checkpoint.folder, {key: one for key, one in there.items() if not stays_out(key)}, wanted, kept, convert)
@@ -152,8 +152,9 @@ def _match(
     }
     refused = [f"{some(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in wrong.items() if names]
     if refused:
-        keys = "checkpoint.convert" if wrong["of another dtype"] and len(refused) == 1 else "checkpoint.partial"
-        raise CheckpointError(f"{folder}: {'; '.join(refused)}; name them in {keys} if that is meant")
+        key = "convert" if wrong["of another dtype"] and len(refused) == 1 else "partial"
+        where = f"{key}=[...] of zero.load, or in checkpoint.{key}"
+        raise CheckpointError(f"{folder}: {'; '.join(refused)}; if that is meant, name them in {where}")
 
 
 def _may_become(kind: str, saved: str, dtype: torch.dtype) -> bool:

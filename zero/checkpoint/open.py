@@ -150,7 +150,7 @@ def open_first(
     if rejected:
         raise CheckpointError(
             f"{folders[0].parent}: none of its {len(rejected)} checkpoints is valid; the newest: {rejected[0]}; "
-            "restore one, or set resume=none to start again"
+            "restore one, or start again in another folder (on the command line: resume=none)"
         )
     return None, rejected
 
@@ -282,7 +282,9 @@ def weights_of(checkpoint: Checkpoint, weights: str) -> dict[str, Entry]:
     """
     found = {entry.name: entry for entry in checkpoint.manifest.entries if entry.kind == weights}
     if not found and weights != PARAMETER:
-        raise CheckpointError(f"{checkpoint.folder} has no {weights}; set optim.ema=0.999 where it is trained")
+        raise CheckpointError(
+            f"{checkpoint.folder} has no {weights}; set optim.ema=0.999 where it is trained, in Python zero.with_ema"
+        )
     return found
 
 

@@ -214,7 +214,7 @@ class Transform:
         }
 
 
-@own_arguments
+@own_arguments()
 def adamw(
     lr: Number,
     *,
@@ -245,7 +245,7 @@ def adamw(
     return _transform("adamw", ("mu", "nu"), update, lr, betas, weight_decay, clip, decay, groups)
 
 
-@own_arguments
+@own_arguments()
 def adam(
     lr: Number,
     *,
@@ -276,7 +276,7 @@ def adam(
     return _transform("adam", ("mu", "nu"), update, lr, betas, weight_decay, clip, decay, groups)
 
 
-@own_arguments
+@own_arguments()
 def sgd(
     lr: Number,
     *,
@@ -309,7 +309,7 @@ def sgd(
     return made if remembers else replace(made, groups=tuple(partial(_without_momentum, one) for one in made.groups))
 
 
-@own_arguments
+@own_arguments()
 def lion(
     lr: Number,
     *,
@@ -337,7 +337,7 @@ def lion(
     return _transform("lion", ("mu",), _lion, lr, {"beta1": beta1, "beta2": beta2}, weight_decay, clip, decay, groups)
 
 
-@own_arguments
+@own_arguments()
 def adagrad(
     lr: Number,
     *,

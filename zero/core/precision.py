@@ -86,8 +86,14 @@ def _master(compute: str, how: str) -> Master:
     return SplitMaster() if compute == "bf16" and how != "whole" else WholeMaster()
 
 
+def _digits(word: str) -> list[str]:
+    return sorted(filter(str.isdigit, word))
+
+
 def _dtype(key: str, name: str) -> torch.dtype:
     if name not in DTYPES:
-        hint = meant(str(name), DTYPES, cutoff=0.3) or f"; known: {', '.join(DTYPES)}"
+        word = str(name).removeprefix("torch.")
+        alike = [known for known in DTYPES if _digits(known) == _digits(word)]  # fp8 is no misspelling of fp32
+        hint = meant(word, alike, cutoff=0.4) or f"; known: {', '.join(DTYPES)}"
         raise ConfigError(f"precision.{key}={name}{hint}")
     return DTYPES[name]

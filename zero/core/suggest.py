@@ -4,8 +4,9 @@ import difflib
 import inspect
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, wraps
+from types import MappingProxyType
 from typing import ParamSpec, TypeVar
 
 from zero.errors import ConfigError
@@ -19,10 +20,10 @@ _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
 
 
-def nearest(word: str, options: Iterable[str]) -> str:
+def nearest(word: str, options: Iterable[str], cutoff: float = 0.5) -> str:
     """The end of a sentence: the option that looks most like `word`, or all of them."""
     options = list(options)
-    close = difflib.get_close_matches(word.lower(), [option.lower() for option in options], n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word.lower(), [option.lower() for option in options], n=1, cutoff=cutoff)
     for option in options:
         if close and option.lower() == close[0]:
             return f"did you mean {option}?"
@@ -35,14 +36,26 @@ def meant(word: str, options: Iterable[str], cutoff: float = 0.6) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def own_arguments(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
-    """`function`; arguments that it does not take are answered with the name that was meant, or with all that it has.
+def own_arguments(
+    lines: Mapping[str, str] = MappingProxyType({}), theirs: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[Callable[_Given, _Made]], Callable[_Given, _Made]]:
+    """For a function whose users know other names, of torch or DeepSpeed: Python's own TypeError names neither.
 
-    For what users call with names that they know from torch or DeepSpeed: Python's own TypeError names neither.
+    An argument that it does not take is answered with the name that was meant, or with all that it has.
+
+    Args:
+        lines: what to write for an argument that has to be given, by its name.
+        theirs: what other libraries call an argument, to its name here.
 
     Raises:
         ConfigError: by the function; one line.
     """
+    return partial(_own_arguments, lines=lines, theirs=theirs)
+
+
+def _own_arguments(
+    function: Callable[_Given, _Made], lines: Mapping[str, str], theirs: Mapping[str, str]
+) -> Callable[_Given, _Made]:
     signature = inspect.signature(function)
     names = list(signature.parameters)
     known = [name for name in names if name != "self"]
@@ -57,9 +70,11 @@ def own_arguments(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
             unknown = next((name for name in named if name not in known), "")
             lacking = [name for name in required if name not in named and name not in names[: len(given)]]
             if lacking and not unknown:
-                raise ConfigError(f"zero.{called} needs {' and '.join(lacking)}") from None
+                write = ", ".join(lines[name] for name in lacking if name in lines)
+                needs = f"zero.{called} needs {' and '.join(lacking)}"
+                raise ConfigError(f"{needs}; write {write}" if write else needs) from None
             wrong = f"{unknown} is not an argument" if unknown else error
-            ends = meant(unknown, known, cutoff=0.82) or f"; there are {', '.join(known)}"
+            ends = meant(theirs.get(unknown, unknown), known, cutoff=0.82) or f"; there are {', '.join(known)}"
             raise ConfigError(f"zero.{called}: {wrong}{ends}") from None
         return function(*given, **named)
 

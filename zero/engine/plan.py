@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from types import MappingProxyType
 from typing import Literal, get_args
 
 import torch
@@ -43,6 +44,23 @@ KINDS = (
 )
 SOMETIMES = ("secondary shards", "node sums", "gradient buffers", "activations", "arena")
 """What the table has rows for; these only where there is some of it. Where nothing is trained it has what there is."""
+
+
+LINES = MappingProxyType({"optimizer": "optimizer=zero.adamw(lr=1e-3)", "world": "world=zero.World.from_env()"})
+"""What to write for arguments that a plan cannot do without."""
+
+THEIRS = MappingProxyType(
+    {
+        **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum"), "accumulate"),
+        **dict.fromkeys(("dtype", "torch_dtype", "param_dtype", "mixed_precision"), "precision"),
+        **dict.fromkeys(("sharding_strategy", "zero_stage"), "stage"),
+        **dict.fromkeys(("auto_wrap_policy", "wrap_policy"), "units"),
+        **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "activations"),
+        "cpu_offload": "offload",
+        "torch_compile": "compile",
+    }
+)
+"""What FSDP, DeepSpeed and the Trainers call arguments of a plan."""
 
 
 class Plan(PageTable):
@@ -95,7 +113,7 @@ class Plan(PageTable):
         ConfigError: what has to be in a memory does not fit there.
     """
 
-    @own_arguments
+    @own_arguments(LINES, THEIRS)
     def __init__(
         self,
         model: nn.Module,
@@ -125,7 +143,7 @@ class Plan(PageTable):
         if type(prefetch) is not int or prefetch < 0:
             raise PlanError(f"zero.prefetch={prefetch!r}: it is a number of units, 0 or more")
         if type(accumulate) is not int or accumulate < 1:
-            raise PlanError(f"batch.accumulate={accumulate!r}: it is a number of microbatches, 1 or more")
+            raise PlanError(f"accumulate={accumulate!r} (batch.accumulate): it is a number of microbatches, 1 or more")
         by_pattern = {"*": activations} if isinstance(activations, str) else dict(activations)
         for key, value, known in (
             *(("activations", word, Activations) for word in by_pattern.values()),
@@ -143,10 +161,10 @@ class Plan(PageTable):
         offload = offload if isinstance(offload, Offload) else Offload(offload or "none")
         offload = offload.at(parameters_sharded=stage.parameters)
         if update == "eager" and (optimizer.clip is not None or precision.scale.static != 1.0):
-            what = "optim.clip" if optimizer.clip is not None else "loss scaling"
+            what = "clipping" if optimizer.clip is not None else "loss scaling"
             raise PlanError(
                 f"zero.update=eager updates before the global norm is known, so it cannot go with {what}; "
-                "use zero.update=lazy, or optim.clip=null in fp32 or bf16"
+                'write update="lazy", or an optimizer with clip=None in fp32 or bf16'
             )
         splitting = split(model, world_size=sharers(world, shard), class_names=_names(units), group=optimizer.group)
         if not in_place:

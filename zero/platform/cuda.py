@@ -192,7 +192,9 @@ def claim_device(kind: str | None, local_rank: int) -> torch.device:
         return torch.device(kind)
     count = torch.cuda.device_count()
     if not count:
-        raise MachineError("launch.device=cuda, and torch finds no GPU; use launch.device=cpu, or auto")
+        raise MachineError(
+            'launch.device=cuda, and torch finds no GPU; use launch.device=cpu, or auto (in Python: device="cpu")'
+        )
     if local_rank >= count > 1:
         raise MachineError(
             f"LOCAL_RANK is {local_rank} and this machine has {count} GPUs; type launch.ranks={count}, or "

@@ -642,9 +642,18 @@ def test_only_rejected_ones_are_an_error_and_none_is_none(tmp_path: Path):
     _, path = saved(world, Setting(), tmp_path)
     damage(path / "rank-00000-of-00001.safetensors", 6000)
     with pytest.raises(
-        CheckpointError, match="none of its 1 checkpoints is valid; .* or start again in another folder"
+        CheckpointError, match=r"none of its 1 checkpoints is valid; .* or start again in another folder"
     ):
         open_latest(world, tmp_path)
+
+
+def test_a_folder_of_checkpoints_is_no_checkpoint(tmp_path: Path):
+    world = zero.World.from_env()
+    _, path = saved(world, Setting(), tmp_path)
+    with pytest.raises(
+        CheckpointError, match=rf"this is a folder of checkpoints; write .*, or open its newest, {path}$"
+    ):
+        open_checkpoint(world, tmp_path)
 
 
 def test_every_rank_hears_of_damage_that_one_rank_found(tmp_path: Path):

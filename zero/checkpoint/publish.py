@@ -184,6 +184,11 @@ class Root:
             self._refuse_if_writable(folder)
             names = self.disk.names(folder)
         if MANIFEST_NAME not in names:
+            if steps := sorted(name for name in names if step_of(name) is not None):
+                raise CheckpointError(
+                    f"{folder}: this is a folder of checkpoints; write zero.open_latest(world, folder), or open its "
+                    f"newest, {folder / steps[-1]}"
+                )
             raise CheckpointError(f"{folder}: has no {MANIFEST_NAME}; it was never published, or was damaged since")
         manifest = self._parsed(folder / MANIFEST_NAME)
         if step_of(folder.name) not in (None, manifest.step):  # a copy would take that step's place

@@ -38,6 +38,7 @@ LOSSES = [
     (lambda loss: None, "loss_fn returned None; end it with return loss"),
     (lambda loss: [loss], "the loss is a list, and it must be a tensor of one number"),
     (lambda loss: loss.detach(), "the loss has no gradient: no parameter that trains is in it"),
+    (lambda loss: torch.ones((), requires_grad=True), "the loss has no gradient: no parameter that trains is in it"),
     (lambda loss: loss.expand(2), r"the loss has shape (2,); it must be a scalar: the mean of the microbatch"),
     (lambda loss: (loss,), 'a tuple (a Tensor); write return loss, or return loss, {"accuracy": accuracy}'),
     (lambda loss: (loss, loss), "a tuple (a Tensor, a Tensor); write return loss, or return loss, {"),
@@ -199,6 +200,8 @@ def test_a_call_of_track_has_the_state_first(run):
         ),
         ({"dtype": torch.bfloat16}, "zero.Plan: dtype is not an argument; did you mean precision?"),
         ({"stages": 3}, "did you mean stage?"),
+        ({"compile": "yes"}, "zero.compile=yes: it is True, False or a backend of torch.compile: "),
+        ({"compile": 1}, "zero.compile=1: it is True, False or a backend of torch.compile: "),
         (
             {"update": "eager", "optimizer": zero.adamw(lr=1e-3, clip=1.0)},
             'write update="lazy", or an optimizer with clip=None',

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from zero.distributed.world import World
 from zero.engine.plan import Plan
 from zero.engine.state import State
+from zero.engine.totals import NOTHING_TRAINS
 from zero.errors import ConfigError
 
 
@@ -159,10 +160,7 @@ def loss_and_aux(returned: Any) -> tuple[Tensor, Mapping[str, Any]]:
         loss, aux = returned
     check_loss(loss)
     if not loss.requires_grad:
-        raise ConfigError(
-            "the loss has no gradient: no parameter that trains is in it; compute it with the model that loss_fn is "
-            "given, without torch.no_grad() or .detach()"
-        )
+        raise ConfigError(NOTHING_TRAINS)
     return loss, aux
 
 

@@ -7,14 +7,29 @@ is a break in the graph of that. Evaluations run as written: a text that grows w
 """
 
 from collections.abc import Callable
-from types import FunctionType
+from types import FunctionType, NoneType
 from typing import Any
 
 import torch
 from torch import nn
 
+from zero.errors import PlanError
+
 Backend = bool | str | Callable[..., Any]
 """True for torch's own compiler; or what `torch.compile` takes as a backend."""
+
+
+def check_backend(given: object) -> None:
+    """Refuse what `torch.compile` would refuse in the first forward. Asking it for a name imports it.
+
+    Raises:
+        PlanError: it is neither a switch, nor a function, nor the name of a backend.
+    """
+    if isinstance(given, bool | NoneType) or callable(given):
+        return
+    if not isinstance(given, str) or given not in torch.compiler.list_backends(exclude_tags=()):
+        known = ", ".join(torch.compiler.list_backends())
+        raise PlanError(f"zero.compile={given}: it is True, False or a backend of torch.compile: {known}")
 
 
 def _forward(module: nn.Module, args: Any, kwargs: Any) -> Any:

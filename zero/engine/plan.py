@@ -25,7 +25,7 @@ from zero.core.sizes import size_text
 from zero.core.stage import Stage
 from zero.core.suggest import own_arguments, some
 from zero.distributed.world import World
-from zero.engine.compile import Backend
+from zero.engine.compile import Backend, check_backend
 from zero.engine.facts import Facts, Scope, sharers
 from zero.engine.module_copy import detached_copy
 from zero.engine.page_table import SECONDARY, PageTable
@@ -144,6 +144,7 @@ class Plan(PageTable):
             raise PlanError(f"zero.prefetch={prefetch!r}: it is a number of units, 0 or more")
         if type(accumulate) is not int or accumulate < 1:
             raise PlanError(f"accumulate={accumulate!r} (batch.accumulate): it is a number of microbatches, 1 or more")
+        check_backend(compile)
         by_pattern = {"*": activations} if isinstance(activations, str) else dict(activations)
         for key, value, known in (
             *(("activations", word, Activations) for word in by_pattern.values()),

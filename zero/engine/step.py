@@ -99,7 +99,7 @@ class Step:
         if not self._plan.trains:
             raise PlanError("the model has no trainable parameter, so there is no step; run it with zero.make_forward")
         self.microbatches = 0
-        self._in_microbatch = self._dropped = False
+        self._in_microbatch = self._dropped = self._went_back = False
         self._losses: list[list[Tensor]] = []
         self._aux: dict[str, list[Tensor]] = {}
         self._originals = [(one, one.grad, _version(one.grad)) for one in self._runtime.originals.values()]
@@ -143,6 +143,7 @@ class Step:
             self._plan.world.compute.give_back_memory()
         self._runtime.tape.passed("forward")
         self._at("backward")
+        self._went_back = True
         self.scaled(loss).backward(**how)
         self._runtime.tape.passed("backward")
         self.count(loss, aux)
@@ -235,7 +236,7 @@ class Step:
         losses = [torch.stack(one).sum() for one in self._losses if one]
         totals = gather_totals(runtime, losses, self._aux, flag, self._gradient_status())
         runtime.tape.passed("norm")
-        check_gradients(totals.statuses)
+        check_gradients(totals.statuses, went_back=self._went_back)
         norm = totals.norm(hyper.divisor)
         finite = math.isfinite(norm)
         metrics = Metrics(

@@ -89,8 +89,18 @@ def gather_totals(
     )
 
 
-def check_gradients(statuses: Collection[int]) -> None:
+NOTHING_TRAINS = (
+    "the loss has no gradient: no parameter that trains is in it; compute it with the model that trains, which loss_fn "
+    "is given, without torch.no_grad() or .detach()"
+)
+"""Why a backward brings nothing, and what to do."""
+
+
+def check_gradients(statuses: Collection[int], *, went_back: bool) -> None:
     """Refuse a step by what came of backward on any rank.
+
+    Args:
+        went_back: this rank called backward of a step, so it had a loss.
 
     Raises:
         ConfigError: no gradient on any rank, one without the loss scale, or one at the model that was given.
@@ -108,7 +118,8 @@ def check_gradients(statuses: Collection[int]) -> None:
             "step.backward and step.scaled"
         )
     if set(statuses) == {GradientStatus.NONE}:
-        raise ConfigError("no gradient has arrived since the last update, on any rank: call backward before the step")
+        none = "no gradient has arrived since the last update, on any rank"
+        raise ConfigError(NOTHING_TRAINS if went_back else f"{none}: call backward before the step")
 
 
 def _check_fingerprints(runtime: Runtime, fingerprints: Sequence[int]) -> None:

@@ -78,7 +78,7 @@ REFUSALS = [
         "optim.beta1 is a key of optim=adamw, adam or lion only; type optim=adamw optim.beta1=0.8",
     ),
     (["debug=tiny", "model=hf", "model.path=x", "model.width=8"], "or gpt_7b only; leave it out"),
-    (["model.name=hf"], "model.name=hf is not of model=gpt_nano; type model=hf"),
+    (["model.name=hf"], "model.name=hf is not of model=gpt_nano; with model=hf in its place: model=hf needs"),
     (["optim=sgd", "optim.name=lion"], "optim.name=lion is not of optim=sgd; type optim=lion"),
     (["optim.name=null"], "optim.name=null is not of optim=adamw; there are adagrad, adam, adamw, lion, sgd"),
     (["~optim"], "~optim: a run has one option of optim, which is adagrad, adam"),

@@ -23,7 +23,7 @@ def mistakes():
 
 def test_every_mistake_is_answered_with_the_word_that_mends_it(here, mistakes):
     found = list(mistakes.answers())
-    assert len(found) == 109
+    assert len(found) == 123
     assert not [answer for answer in found if answer.wrong]
     assert not list(here.iterdir())
 
@@ -34,6 +34,7 @@ def test_an_answer_that_is_wrong_is_seen(here, mistakes):
     assert mistakes.answer_of_python("step(state, [batch])", "").wrong == "it was accepted"
     assert mistakes.answer_of_python("nothing", "").wrong == "an error that is not ours"
     assert "is refused as well" in mistakes._followed("steps=x", "unknown key stepps; did you mean steps?")
+    assert "is refused as well" in mistakes._followed("lr=1", "unknown key lr; type optim.lr=-1")
 
 
 @pytest.mark.process

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from functools import cache
 
 import pytest
@@ -32,6 +33,9 @@ FULL = {
     "model=*/*": "model=org/other", "model=/*": "model=/weights", "model=./*": "model=./weights",
     "model=../*": "model=../here/weights", "data=*/*": "data=org/corpus", "data=/*": "data=/usr/include",
     "data=./*": "data=./texts", "offload=/*": "offload=/tmp", "launch.device=cuda:*": "launch.device=cuda:0",
+    "model=gpt2-*": "model=gpt2-xl", "launch.ranks=[[]*": "launch.ranks=[0,1]", "launch.ranks=0,*": "launch.ranks=0,1",
+    "betas=*,*": "betas=[0.9,0.95]",
+    "adam_betas=*,*": "adam_betas=0.9,0.95", "sample=*/*": "sample=runs/x",
     "train_file=*.bin": "train_file=train.bin", "train_data=*.bin": "train_data=train.bin",
     "data_path=*.bin": "data_path=train.bin", "data_path=*.jsonl": "data_path=texts.jsonl",
     "train_file=*.jsonl": "train_file=texts.jsonl", "train_file=*.json": "train_file=texts.json",
@@ -41,7 +45,7 @@ FULL = {
 """Those whose words say what a value looks like."""
 
 
-OTHERS_MODELS = ("/weights", "other", "../here/weights")
+OTHERS_MODELS = ("/weights", "other", "../here/weights", "gpt2-xl")
 """Where a model is that is not here."""
 
 PARTS = 4
@@ -64,6 +68,8 @@ def typed(line: str) -> str:
 def filled(word: str) -> str:
     """With what the user was to fill in, and files that are here."""
     key, _, value = word.partition("=")
+    if value == "STEPS":
+        return f"{key}=8"
     if value in ("FOLDER", "TEXTS"):
         return f"{key}={'texts' if value == 'TEXTS' or key == 'data.folder' else 'weights'}"
     return f"{key}=./weights" if key == "model.path" and value in OTHERS_MODELS else word
@@ -225,6 +231,35 @@ SAID = [
     (["model=org/name-1B"], "so first: hf download org/name-1B --local-dir name-1B; type model=hf model.path=name-1B"),
     (["lr=1", "zero.stge=3"], "unknown key lr; with optim.lr=1 in its place: unknown key zero.stge; did you mean"),
     (["mode=explain", "explain.key=learning_rate"], "is not a key or a section; did you mean optim.lr?"),
+    (["sharding_strategy=HYBRID_SHARD"], "unknown key sharding_strategy; type zero.stage=3 zero.shard=node"),
+    (["hybrid_shard=true"], "; type zero.stage=3 zero.shard=node"),
+    (["zero3=true"], "unknown key zero3; type zero.stage=3"),
+    (["zero.stage3=true"], "unknown key zero.stage3; type zero.stage=3"),
+    (["clip=0"], "type optim.clip=null"),
+    (["num_gpus=all"], "type launch.ranks=auto"),
+    (["gpus=2,3"], "; with launch.ranks=2,3 in its place: launch.ranks=2,3 is a list of runs; add -m"),
+    (["-m", "gpus=2,3"], "unknown key gpus; type launch.ranks=2,3"),
+    (["gpus=0,1"], "CUDA_VISIBLE_DEVICES=0,1 chooses among GPUs; type launch.ranks=2"),
+    (["devices=[0, 1]"], "CUDA_VISIBLE_DEVICES=0,1 chooses among GPUs; type launch.ranks=2"),
+    (["launch.nodes=2"], "torchrun --nnodes 2"),
+    (["launch.port=29500"], "torchrun --rdzv-endpoint"),
+    (["warmup=0.1"], "the warm-up is a number of steps, 0.1 x steps; type schedule.warmup=STEPS"),
+    (["warmup=0.1", "steps=2000"], "type schedule.warmup=200"),
+    (["warmup_ratio=0.03", "max_steps=1000"], "type schedule.warmup=30 steps=1000"),
+    (["betas=[0.9]"], "optim.beta2 has a default; type optim.beta1=0.9"),
+    (["tracker=tensorboard", "tracker.tags=[x]"], "; type tracker=wandb tracker.tensorboard=true tracker.tags=[x]"),
+    (["version"], "type --version"),
+    (["report", "runs/x"], "scripts/report runs/DATE/TIME"),
+    (["sample", "runs/x"], "scripts/sample runs/DATE/TIME"),
+    (["export"], "scripts/export runs/DATE/TIME"),
+    (["model=llama3"], "hf download ORG/NAME --local-dir FOLDER"),
+    (["model=gpt2-xl"], "hf download gpt2-xl --local-dir gpt2-xl; type model=hf model.path=gpt2-xl"),
+    (["model=bert-base-uncased"], "train.py trains models that see earlier tokens only"),
+    (["output_dir=my out"], "unknown key output_dir; type 'hydra.run.dir=my out'"),
+    (["run_name=first run"], "hydra.run.dir=runs/first run'; type tracker=wandb 'tracker.run=first run'"),
+    (["tracker.run=first run"], "; type tracker=wandb 'tracker.run=first run'"),
+    (["--tracker.run", "first run"], "; with 'tracker.run=first run' in its place: "),
+    (["tags=[a b, c]"], "; type tracker=wandb 'tracker.tags=[a b,c]'"),
 ]
 
 
@@ -237,3 +272,6 @@ def test_the_answer_is_one_line_with_what_to_type(here, arguments, said, capsys,
     assert printed.err.count("\n") == 1
     assert not re.search(r"leave it out; leave it out|  ", printed.err)
     assert printed.out == ""
+    typed = re.search(r"; type (.*)$", printed.err)
+    if typed and len(arguments) == 1 and not re.search(r"=STEPS|model\.path=|^-", typed[1]):
+        assert compose.refusal_of(shlex.split(typed[1])) == ""

@@ -15,6 +15,7 @@ SHOWN = 5
 """Names that a sentence lists before it only counts."""
 
 _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*")
+_SHELL_LEAVES = re.compile(r"[\w@%+=:,./\[\]-]+")
 _NO_TEXT = ("true", "false", "null", "inf", "nan")
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
@@ -131,6 +132,11 @@ def command(words: Iterable[str], **instead: object) -> str:
     """
     kept = [one for one in words if one.partition("=")[0] not in instead]
     return shlex.join(["python", "train.py", *kept, *(f"{key}={word(value)}" for key, value in instead.items())])
+
+
+def typed(word: str) -> str:
+    """A word of a command line as a shell gives it to us: it would remove quotes, and split at spaces."""
+    return word if _SHELL_LEAVES.fullmatch(word) else shlex.quote(word)
 
 
 def word(value: object) -> str:

@@ -115,7 +115,7 @@ def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
     if given.shell_completion and "COMP_LINE" in os.environ:
         print("\n".join(complete(os.environ["COMP_LINE"])))
         return 0
-    _refuse_synonyms(given.overrides)
+    _refuse_synonyms(given.overrides, sweep=given.multirun)
     folder, shows = None, bool(given.hydra_help or given.cfg or given.info)
     if not (given.hydra_help or given.shell_completion):
         found, place = _parse_runs(given)
@@ -155,18 +155,19 @@ def _options(arguments: Sequence[str]) -> Any:
     def refuse(message: str) -> NoReturn:
         raise ConfigError(f"{one_line(message)}; --help shows how to start, --hydra-help all options")
 
+    sweep = not {"-m", "--multirun"}.isdisjoint(arguments)
     for argument, after in itertools.zip_longest(arguments, arguments[1:], fillvalue="-"):
         if argument.startswith("--") and argument[2:].split("=")[0] in keys():
             separate = "=" not in argument and not after.startswith("-") and "=" not in after
             word = f"{argument[2:]}={after}" if separate else argument[2:]
-            _refuse_synonyms([word], "settings are written without dashes; ")
+            _refuse_synonyms([word], "settings are written without dashes; ", sweep=sweep)
             others = [one for one in arguments if one != argument and not (separate and one == after)]
             refused = refusal_of([*others, word]) if "=" in word else ""
-            typed = suggest.shown(word if "=" in word else f"{word}=VALUE")
+            typed = suggest.typed(suggest.shown(word)) if "=" in word else f"{word}=VALUE"
             end = f"; with {typed} in its place: {refused}" if refused else f": {typed}"
             raise ConfigError(f"{argument}: settings are written without dashes{end}")
     if (plain := _without_dashes(arguments)) != list(arguments):
-        _refuse_synonyms(plain, "settings are written without dashes; ")
+        _refuse_synonyms(plain, "settings are written without dashes; ", sweep=sweep)
     parser = parser_of_options()
     parser.error = refuse  # type: ignore[method-assign]
     given, unknown = parser.parse_known_intermixed_args(list(arguments))
@@ -195,11 +196,12 @@ def _without_dashes(arguments: Sequence[str]) -> list[str]:
     return words
 
 
-def _refuse_synonyms(words: Sequence[str], first: str = "") -> None:
+def _refuse_synonyms(words: Sequence[str], first: str = "", *, sweep: bool = False) -> None:
     """What other programs call our settings is answered with ours, as it can be typed.
 
     Args:
         first: what is said before that.
+        sweep: lists are of runs.
 
     Raises:
         SettingError: there is such a word. The answer is tried, so that it does not lead to another refusal.
@@ -211,7 +213,7 @@ def _refuse_synonyms(words: Sequence[str], first: str = "") -> None:
     if reply.can_be_tried:
         longer = reply._replace(write=(*reply.write, *reply.more))
         for tried in (reply, longer) if reply.more else (reply,):
-            refused = refusal_of([*tried.others, *tried.write])
+            refused = refusal_of([*tried.others, *tried.write], sweep=sweep)
             if not refused:
                 raise SettingError(first + tried.sentence())
     raise SettingError(first + reply.sentence(refused))

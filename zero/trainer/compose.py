@@ -141,7 +141,7 @@ def _of_their_kinds(settings: dict[str, Any], hydras: Any) -> dict[str, Any]:
     """Without what an experiment or debug=tiny says of kinds that were not chosen: model=hf has no width."""
     typed = _typed_keys(hydras)
     for group in sorted(groups() - set(PRESETS)):
-        _refuse_another_name(group, settings[group].get("name"), hydras.runtime.choices.get(group))
+        _refuse_another_name(group, settings[group].get("name"), hydras)
     for key in sorted(typed & set(keys())):  # a preset's words for one kind, or a `+`, may have made room for them
         section, _, name = key.partition(".")
         if kinds(section) and name not in keys_of(section, settings[section]):
@@ -158,13 +158,17 @@ def _of_their_kinds(settings: dict[str, Any], hydras: Any) -> dict[str, Any]:
     return settings
 
 
-def _refuse_another_name(group: str, name: str | None, chosen: str | None) -> None:
+def _refuse_another_name(group: str, name: str | None, hydras: Any) -> None:
     """A name belongs to its option: with another one the keys of the option that was chosen mean nothing."""
+    chosen = hydras.runtime.choices.get(group)
     if name == _option(group, chosen).get("name", name):
         return
     names = _options_of(group)
     having = [f"{group}={one}" for one in names if _option(group, one)["name"] == name]
     likely = f"type {suggest.alternatives(having)}" if having else suggest.nearest(name or "", names)
+    others = [one for one in hydras.overrides.task if _key_of(one) not in (group, f"{group}.name")]
+    if len(having) == 1 and (refused := refusal_of([*others, *having])):
+        likely = f"with {having[0]} in its place: {refused}"
     raise SettingError(f"{group}.name={suggest.shown(name)} is not of {group}={chosen}; {likely}")
 
 
@@ -260,16 +264,23 @@ def _of_another_option(key: str, overrides: Sequence[str]) -> str:
     fitting = [name for name in having if all(name in options_with(_key_of(one), CONF) for one in words)]
     if not fitting:
         return f"{said}; leave it out"
+    if (
+        "tracker=tensorboard" in overrides
+        and fitting[0] == "wandb"
+        and "tracker.tensorboard" not in map(_key_of, words)
+    ):
+        words.insert(0, "tracker.tensorboard=true")  # it was asked for, and W&B can have it beside
     write = [f"{group}={fitting[0]}", *words]
     refused = refusal_of([*others, *write])
-    typed = " ".join(write)
+    typed = " ".join(map(suggest.typed, write))
     return f"{said}; with {typed} in its place: {refused}" if refused else f"{said}; type {typed}"
 
 
-def refusal_of(words: Sequence[str]) -> str:
-    """Why these settings, or the first run of such a sweep, are refused; "" where they are not."""
+def refusal_of(words: Sequence[str], *, sweep: bool = True) -> str:
+    """Why these settings are refused, or the first run of such a sweep if it is one; "" where they are not."""
     try:
-        run = next(runs_in([word for word in words if not word.startswith("-")]))
+        run = [word for word in words if not word.startswith("-")]
+        run = next(runs_in(run)) if sweep else run
         config = parse_config(settings_in(compose(run)))
         if config.mode == "explain":
             explain(config.explain.key, CONF)

@@ -5,11 +5,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from zero.core import suggest
 from zero.core.suggest import shown
 from zero.trainer.config import keys
-from zero.trainer.synonyms import OUT, SYNONYMS, To
+from zero.trainer.synonyms import SYNONYMS, To
 
 _OFF = ("false", "no", "off", "none", "null", "0", "disabled")
+_SHARE = re.compile(r"\d?\.?\d+")
 _PLACEHOLDER = re.compile(r"=[A-Z]{4,}$")
 _HEAD_WIDTH = 64
 _LEAVE = "leave it out"
@@ -41,7 +43,7 @@ class Reply(NamedTuple):
         Args:
             refused: why what is to be typed would be refused in its turn; "" where it is not.
         """
-        typed = " ".join(self.write)
+        typed = " ".join(map(suggest.typed, self.write))
         if refused:
             end = f"with {typed} in its place: {refused}" if typed else f"without it: {refused}"
         elif typed:
@@ -51,29 +53,39 @@ class Reply(NamedTuple):
         return "; ".join(filter(None, [*self.said, end]))
 
 
+class _Found(NamedTuple):
+    """A line of the table with its values filled in, as words: a value may have spaces."""
+
+    write: tuple[str, ...]
+    why: str = ""
+    more: tuple[str, ...] = ()
+
+
 def reply(words: Sequence[str]) -> Reply | None:
     """The answer to all words of a command line that are synonyms; None where there is none."""
-    answers: list[tuple[str, To]] = []
+    answers: list[tuple[str, tuple[str, ...]]] = []
     said: list[str] = []
+    more: list[tuple[str, tuple[str, ...]]] = []
     others: list[str] = []
+    steps = _steps(words)
     for word, typed in _joined(words):
-        found = _found(word)
+        found = _found(word, steps)
         if found is None and word != typed:
-            found = To(word, "a setting is written key=value")
+            found = _Found((word,), "a setting is written key=value")
         if found is None and "mode=explain" in words and (word in keys() or word in _sections()):
-            found = To(f"explain.key={word}", "what is to be explained is explain.key")
+            found = _Found((f"explain.key={word}",), "what is to be explained is explain.key")
         if found is None:
             others.append(word)
         else:
-            answers.append((word, found))
+            answers.append((word, found.write))
+            more.append(("", found.more))
             said.append(_said(word, typed, found))
     if not answers:
         return None
     given = {_key_and_value(word)[0] for word in others}
     write = _once(answers, given)
     given |= {one.split("=")[0] for one in write}
-    more = _once([("", To(to.more)) for _, to in answers], given)
-    return Reply(tuple(said), write, more, tuple(others))
+    return Reply(tuple(said), write, _once(more, given), tuple(others))
 
 
 def is_known(word: str) -> bool:
@@ -102,7 +114,14 @@ def _joined(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield word, word
 
 
-def _found(word: str, depth: int = 3) -> To | None:
+def _steps(words: Iterable[str]) -> int | None:
+    """How many steps are typed, in our words or in others'; None where none are."""
+    typed = [one for word in words for one in (word, *(_found(word) or _Found(())).write)]
+    found = [one.removeprefix("steps=") for one in typed if re.fullmatch(r"steps=\d{1,12}", one)]
+    return int(found[-1]) if found else None
+
+
+def _found(word: str, steps: int | None = None, depth: int = 3) -> _Found | None:
     """The answer to one word, with what it says to type looked up again: `optimizer=muon` is `optim=muon`."""
     key, value = _key_and_value(word)
     line = _line(key, value) if depth and word.isprintable() else None
@@ -110,12 +129,14 @@ def _found(word: str, depth: int = 3) -> To | None:
         return None
     pattern, to = line
     if pattern.endswith("=*") and to.type and "{" not in to.type and str(value).lower() in _OFF:
-        return To(OUT, "it is off unless it is asked for")
-    to = To(*(text.format_map(_values(value or "")) for text in to))
-    parts = [_found(one, depth - 1) or To(one) for one in to.type.split()]
-    whys = dict.fromkeys(part.why for part in (to, *parts) if part.why)
-    more = " ".join(part.more for part in (to, *parts) if part.more)
-    return To(" ".join(part.type for part in parts), "; ".join(whys), more)
+        return _Found((), "it is off unless it is asked for")
+    values = _values(value or "", steps)
+    write, why, more = ([one.format_map(values) for one in text.split()] for text in to)
+    own = _Found((), " ".join(suggest.typed(one) if one not in to.why else one for one in why), tuple(more))
+    parts = [_found(one, steps, depth - 1) or _Found((one,)) for one in write]
+    whys = dict.fromkeys(part.why for part in (own, *parts) if part.why)
+    beside = tuple(one for part in (own, *parts) for one in part.more)
+    return _Found(tuple(one for part in parts for one in part.write), "; ".join(whys), beside)
 
 
 def _line(key: str, value: str | None) -> tuple[str, To] | None:
@@ -142,7 +163,7 @@ def _key_and_value(word: str) -> tuple[str, str | None]:
     return key.lower().replace("-", "_"), value if equals else None
 
 
-def _values(value: str) -> dict[str, str]:
+def _values(value: str, steps: int | None) -> dict[str, str]:
     """What the names in braces stand for."""
     plain = value.strip("[]() ")
     numbers = [one.strip() for one in plain.split(",")]
@@ -151,35 +172,37 @@ def _values(value: str) -> dict[str, str]:
     return {
         "value": value,
         "lower": value.lower(),
-        "list": plain.replace(" ", ""),
+        "list": ",".join(numbers),
         "name": value.rstrip("/").rpartition("/")[2],
-        "first": numbers[0] if len(numbers) == 2 else "0.9",
-        "second": numbers[1] if len(numbers) == 2 else "0.95",
+        "first": numbers[0],
+        "second": numbers[-1],
+        "count": str(len(numbers)),
         "heads": str(heads),
         "width": str(_HEAD_WIDTH * count),
+        "share": "STEPS" if steps is None or not _SHARE.fullmatch(value) else str(round(float(value) * steps)),
         "ours": key_for(value) or value,
     }
 
 
-def _once(answers: Iterable[tuple[str, To]], given: set[str]) -> tuple[str, ...]:
+def _once(answers: Iterable[tuple[str, tuple[str, ...]]], given: set[str]) -> tuple[str, ...]:
     """What to type, a word for each key that is not given: the one that has a typed value in it, if there is one."""
     by_key: dict[str, tuple[bool, str]] = {}
-    for word, to in answers:
+    for word, write in answers:
         value = (_key_and_value(word)[1] or "").lower()
-        for one in to.type.split():
+        for one in write:
             key, has_it = one.split("=")[0], bool(value) and value in one.lower()
             if key not in by_key or (has_it and not by_key[key][0]):
                 by_key[key] = has_it, one
     return tuple(one for key, (_, one) in by_key.items() if key not in given)
 
 
-def _said(word: str, typed: str, to: To) -> str:
+def _said(word: str, typed: str, found: _Found) -> str:
     key, value = _key_and_value(word)
     if key in keys() or key in _sections():
-        head = shown(typed) if to.why else f"{shown(typed)} does not exist"
+        head = shown(typed) if found.why else f"{shown(typed)} does not exist"
     elif value is None or word != typed:
-        head = shown(typed) if to.why else f"{shown(typed)} is not a setting"
+        head = shown(typed) if found.why else f"{shown(typed)} is not a setting"
     else:
         head = f"unknown key {key}"
-    text = f"{head}: {to.why}" if to.why else head
-    return text if to.type else f"{text}; {_LEAVE}"
+    text = f"{head}: {found.why}" if found.why else head
+    return text if found.write else f"{text}; {_LEAVE}"

@@ -4,7 +4,6 @@ Another model or other moments are refused, with the words to add. Other setting
 Only rank 0 shows it, and every rank finds the same.
 """
 
-import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -131,12 +130,7 @@ def _as_saved(section: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) 
         chosen = [f"{section}={AS_DECLARED.get(kind, kind)}"]
         expected = {} if known is None else known.model_construct().model_dump(mode="json")
     return chosen + [
-        _typed(f"{section}.{name}={suggest.word(theirs[name])}")
+        suggest.typed(f"{section}.{name}={suggest.word(theirs[name])}")
         for name in expected
         if name != "name" and name in theirs and theirs[name] != expected[name]
     ]
-
-
-def _typed(word: str) -> str:
-    """For a shell: it removes the quotes that Hydra's grammar needs, unless others are around them."""
-    return shlex.quote(word) if '"' in word else word

@@ -14,9 +14,10 @@ class To(NamedTuple):
     """An answer: what to type, where it needs saying why, and words that are typed as well if it is refused alone.
 
     In all three `{value}` is the value that was typed, `{lower}` the same in small letters, `{list}` without brackets,
-    `{first}` and `{second}` the two numbers of such a list, and `{name}` what follows its last slash. `{heads}` is a
-    number of heads for a width, and `{width}` a width for a number of heads. `{ours}` is our key for a word of theirs.
-    FOLDER and TEXTS are for the user to fill.
+    `{first}` and `{second}` the two numbers of such a list, `{count}` how many it has, and `{name}` what follows its
+    last slash. `{heads}` is a number of heads for a width, and `{width}` a width for a number of heads. `{share}` is
+    that share of the steps that are typed too. `{ours}` is our key for a word of theirs. FOLDER, TEXTS and STEPS are
+    for the user to fill.
     """
 
     type: str
@@ -33,11 +34,12 @@ _HEADS = To("model.heads={value}", more="model.width={width}")
 _MICRO = To("batch.micro={value} batch.global=auto")
 _ACCUMULATE = To("batch.accumulate={value}", more="batch.global=auto batch.micro=4")
 _KEEP_1 = To("checkpoint.keep=2", "two are the fewest, because the newest may be damaged")
-_NO_CLIP = To("optim.clip=null")
+_NO_CLIP = To("optim.clip=null", "no clipping is null")
 _FINAL = To("schedule.final=0.1", "the last learning rate is a share of the peak")
 _BETAS = To("optim.beta1={first} optim.beta2={second}")
-_RATIO = To("schedule.warmup=auto", "the warm-up is a number of steps; auto is a twentieth of the run")
-_RUN_NAME = To("tracker=wandb tracker.run={value}", "the folder of a run is hydra.run.dir=runs/{name}, its name in W&B")
+_BETA = To("optim.beta1={list}", "betas are two numbers, and optim.beta2 has a default")
+_SHARE = To("schedule.warmup={share}", "the warm-up is a number of steps, {value} x steps")
+_RUN_NAME = To("tracker=wandb tracker.run={value}", "a run's name in W&B; its folder is hydra.run.dir=runs/{name}")
 _PROJECT = To("tracker=wandb tracker.project={value}")
 _TAGS = To("tracker=wandb tracker.tags=[{list}]")
 _ENTITY = To("tracker=wandb tracker.entity={value}")
@@ -48,10 +50,13 @@ _NO_PIPELINE = To("zero.stage=3", "there is no pipeline parallelism here; stage 
 _NO_SEQUENCE = To("zero.activations=remat", "there is no sequence parallelism here; remat saves activations")
 _NO_EXPERTS = To("zero.stage=3", "there is no expert parallelism here; stage 3 shards experts with their blocks")
 _NODES = To(OUT, "many machines are started by torchrun --nnodes 2 --nproc-per-node 8 train.py, see docs/scale.md")
+_PORT = To(OUT, "ranks of one machine need none; for several see torchrun --rdzv-endpoint in docs/scale.md")
+_CHOSEN = To("launch.ranks={count}", "CUDA_VISIBLE_DEVICES={list} chooses among GPUs")
 _TORCHRUN = To(OUT, "this is an option of torchrun itself; launch.ranks=2 starts ranks without it")
 _LOADER = To(OUT, "no other process loads data: rows are read from a mapped file when a step needs them")
 _ORDER = To(OUT, "rows are drawn in an order that seed=0 decides")
 _NO_DROPOUT = To(OUT, "the models of train.py have no dropout; one of your own may, see docs/own-loop.md")
+_NO_SMOOTHING = To(OUT, "train.py has no label smoothing; a loss of your own may, see docs/own-loop.md")
 _NO_LORA = To(OUT, "train.py trains whole models; for peft see docs/hugging-face.md")
 _NO_QUANT = To("precision=bf16", "parameters are not quantised here; bf16 is the smallest type")
 _ATTENTION = To(OUT, "attention is torch's scaled_dot_product_attention, which chooses the kernel")
@@ -71,11 +76,23 @@ _HUB = To(
     "model=hf model.path={name} data=hf data.path=TEXTS optim.lr=1e-5",
     "a model is read from a folder, so first: hf download {value} --local-dir {name}",
 )
+_WEIGHTS = To(
+    "model=hf model.path=FOLDER data=hf data.path=TEXTS optim.lr=1e-5",
+    "a model is read from a folder, which hf download ORG/NAME --local-dir FOLDER makes; see docs/hugging-face.md",
+)
+_ENCODER = To("model=gpt_124m", "train.py trains models that see earlier tokens only; for others see docs/own-loop.md")
 _HUB_UPLOAD = To(OUT, "nothing is uploaded; scripts/export runs/DATE/TIME --to hf makes a folder to upload")
+_REPORT = To(OUT, "every run leaves its report.html; scripts/report runs/DATE/TIME makes it again")
+_EXPORT = To(OUT, "a checkpoint is exported by scripts/export runs/DATE/TIME --to hf")
+_IMPORT = To(OUT, "weights are made a checkpoint by scripts/import --from hf FOLDER --out FOLDER")
 _SAMPLE = To(OUT, "text from a checkpoint: scripts/sample runs/DATE/TIME PROMPT")
 _REMAT, _CPU = To("zero.activations=remat"), To("offload=cpu")
 _EVAL = To("mode=eval resume=latest")
 _BF16, _FP16, _FP32 = To("precision=bf16"), To("precision=fp16"), To("precision=fp32")
+_ZERO_1, _ZERO_2, _ZERO_3 = To("zero.stage=1"), To("zero.stage=2"), To("zero.stage=3")
+_HYBRID = To("zero.stage=3 zero.shard=node")
+_UNITS = To(OUT, "a unit, mostly one block, is what is gathered and reduced together, whatever its size")
+_TIME = To(OUT, "a run is counted in steps; one that is started with `timeout 4h` gets SIGTERM then, saves and stops")
 _FP8 = To("precision=bf16", "there is no training in fp8 here")
 
 SYNONYMS: Mapping[str, To] = MappingProxyType({
@@ -93,6 +110,9 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "n_steps=*": To("steps={value}"),
     "num_train_steps=*": To("steps={value}"),
     "max_train_steps=*": To("steps={value}"),
+    "max_time=*": _TIME,
+    "max_duration=*": _TIME,
+    "time_limit=*": _TIME,
     "total_num_steps=*": To("steps={value}"),
     "iters=*": To("steps={value}"),
     "iterations=*": To("steps={value}"),
@@ -109,6 +129,9 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "global_batch_size=*": To("batch.global={value}"),
     "total_batch_size=*": To("batch.global={value}"),
     "train_batch_size=*": To("batch.global={value}"),
+    "global_batch=*": To("batch.global={value}"),
+    "micro_batch=*": _MICRO,
+    "microbatch=*": _MICRO,
     "micro_batch_size=*": _MICRO,
     "microbatch_size=*": _MICRO,
     "mbs=*": _MICRO,
@@ -136,8 +159,10 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "weight_decay=*": To("optim.weight_decay={value}"),
     "wd=*": To("optim.weight_decay={value}"),
     "decay=[0-9.]*": To("optim.weight_decay={value}"),
-    "betas=*": _BETAS,
-    "adam_betas=*": _BETAS,
+    "betas=*,*": _BETAS,
+    "betas=*": _BETA,
+    "adam_betas=*,*": _BETAS,
+    "adam_betas=*": _BETA,
     "adam_beta1=*": To("optim.beta1={value}"),
     "adam_beta2=*": To("optim.beta2={value}"),
     "beta1=*": To("optim.beta1={value}"),
@@ -148,19 +173,19 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "adam_eps=*": To("optim.eps={value}"),
     "momentum=*": To("optim=sgd optim.momentum={value}"),
     "nesterov=*": To("optim=sgd optim.momentum=0.9 optim.nesterov={lower}"),
-    "clip=0": _NO_CLIP,
+    "optim.clip=0": _NO_CLIP,
+    "optim.clip=0.0": _NO_CLIP,
     "clip=*": To("optim.clip={value}"),
-    "grad_clip=0": _NO_CLIP,
-    "grad_clip=0.0": _NO_CLIP,
+    "clip_norm=*": To("optim.clip={value}"),
     "grad_clip=*": To("optim.clip={value}"),
     "clip_grad=*": To("optim.clip={value}"),
     "clip_grad_norm=*": To("optim.clip={value}"),
-    "max_grad_norm=0": _NO_CLIP,
-    "max_grad_norm=0.0": _NO_CLIP,
     "max_grad_norm=*": To("optim.clip={value}"),
     "max_norm=*": To("optim.clip={value}"),
     "gradient_clipping=*": To("optim.clip={value}"),
     "gradient_clip_val=*": To("optim.clip={value}"),
+    "label_smoothing=*": _NO_SMOOTHING,
+    "label_smoothing_factor=*": _NO_SMOOTHING,
     "ema_decay=*": To("optim.ema={value}"),
     "use_ema=*": To("optim.ema=0.999"),
     "amsgrad=*": To(OUT, "Adam has no such variant here"),
@@ -209,9 +234,11 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "optim.warmup_steps=*": To("schedule.warmup={value}"),
     "optim.scheduler=*": To("schedule={lower}"),
     "optim.schedule=*": To("schedule={lower}"),
-    "warmup_ratio=*": _RATIO,
-    "warmup_fraction=*": _RATIO,
-    "warmup_epochs=*": _RATIO,
+    "schedule.warmup=0.*": _SHARE,
+    "schedule.warmup=.*": _SHARE,
+    "warmup_ratio=*": _SHARE,
+    "warmup_fraction=*": _SHARE,
+    "warmup_epochs=*": To("schedule.warmup=auto", "the warm-up is a number of steps; auto is a twentieth of the run"),
     "min_lr=*": _FINAL,
     "lr_min=*": _FINAL,
     "end_lr=*": _FINAL,
@@ -298,9 +325,12 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "quantization=*": _NO_QUANT,
     "quantize=*": _NO_QUANT,
     # ranks and devices
-    "gpus=all": To("launch.ranks=auto"),
-    "gpus=-1": To("launch.ranks=auto"),
+    "launch.ranks=all": To("launch.ranks=auto"),
+    "launch.ranks=-1": To("launch.ranks=auto"),
+    "launch.ranks=[[]*": _CHOSEN,
+    "launch.ranks=0,*": _CHOSEN,
     "gpus=0": To("launch.device=cpu"),
+    "num_gpus=0": To("launch.device=cpu"),
     "gpus=*": To("launch.ranks={value}"),
     "ngpus=*": To("launch.ranks={value}"),
     "n_gpus=*": To("launch.ranks={value}"),
@@ -321,13 +351,17 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "launch.gpus=*": To("launch.ranks={value}"),
     "launch.nproc=*": To("launch.ranks={value}"),
     "launch.world_size=*": To("launch.ranks={value}"),
-    "launch.nnodes=*": _NODES,
+    "nodes=*": _NODES,
     "nnodes=*": _NODES,
     "num_nodes=*": _NODES,
     "num_machines=*": _NODES,
     "local_rank=*": _TORCHRUN,
-    "master_addr=*": _TORCHRUN,
-    "master_port=*": _TORCHRUN,
+    "node_rank=*": _NODES,
+    "machine_rank=*": _NODES,
+    "master_addr=*": _PORT,
+    "master_port=*": _PORT,
+    "main_process_port=*": _PORT,
+    "port=*": _PORT,
     "hostfile=*": _NODES,
     "backend=*": To(OUT, "GPUs use NCCL and CPUs gloo; launch.device=cpu chooses between them"),
     "dist_backend=*": To(OUT, "GPUs use NCCL and CPUs gloo; launch.device=cpu chooses between them"),
@@ -352,7 +386,17 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "zero_stage=*": To("zero.stage={value}"),
     "zero_optimization=*": To("zero.stage={value}"),
     "zero_optimization.stage=*": To("zero.stage={value}"),
+    "zero1": _ZERO_1,
+    "zero1=*": _ZERO_1,
+    "stage1=*": _ZERO_1,
+    "zero2": _ZERO_2,
+    "zero2=*": _ZERO_2,
+    "stage2=*": _ZERO_2,
+    "zero3": _ZERO_3,
+    "zero3=*": _ZERO_3,
+    "stage3=*": _ZERO_3,
     "fsdp": To("zero.stage=3"),
+    "fsdp=*hybrid_shard*": _HYBRID,
     "fsdp=*": To("zero.stage=3"),
     "fsdp2=*": To("zero.stage=3"),
     "ddp": To("zero.stage=0"),
@@ -365,7 +409,10 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "strategy=ddp*": To("zero.stage=0"),
     "strategy=auto": To("zero.stage=auto"),
     "sharding_strategy=full_shard": To("zero.stage=3"),
-    "sharding_strategy=hybrid_shard": To("zero.stage=3", "stage 3 shards over all ranks, not within a node"),
+    "sharding_strategy=hybrid_shard": _HYBRID,
+    "sharding_strategy=_hybrid_shard_zero2": To("zero.stage=2 zero.shard=node"),
+    "hybrid_shard": _HYBRID,
+    "hybrid_shard=*": _HYBRID,
     "sharding_strategy=shard_grad_op": To("zero.stage=2"),
     "sharding_strategy=no_shard": To("zero.stage=0"),
     "deepspeed=*.json": To("ds_config={value}"),
@@ -373,6 +420,10 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "ds=*.json": To("ds_config={value}"),
     "config=*.json": To("ds_config={value}"),
     "deepspeed=*": To("zero.stage=3"),
+    "overlap_comm=*": To(OUT, "communication always runs beside compute, to the same bits"),
+    "reduce_bucket_size=*": _UNITS,
+    "allgather_bucket_size=*": _UNITS,
+    "bucket_cap_mb=*": _UNITS,
     "tp=*": _NO_TENSOR,
     "tp_size=*": _NO_TENSOR,
     "tensor_parallel=*": _NO_TENSOR,
@@ -494,6 +545,7 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "max_length=*": To("model.seq={value}"),
     "n_ctx=*": To("model.seq={value}"),
     "n_positions=*": To("model.seq={value}"),
+    "context=*": To("model.seq={value}"),
     "context_length=*": To("model.seq={value}"),
     "context_size=*": To("model.seq={value}"),
     "max_position_embeddings=*": To("model.seq={value}"),
@@ -570,6 +622,24 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "model=./*": _LOCAL,
     "model=../*": _LOCAL,
     "model=*/*": _HUB,
+    "model=gpt2-*": _HUB,
+    "model=*bert*": _ENCODER,
+    "model=t5*": _ENCODER,
+    "model=llama*": _WEIGHTS,
+    "model=tinyllama*": _WEIGHTS,
+    "model=qwen*": _WEIGHTS,
+    "model=deepseek*": _WEIGHTS,
+    "model=mistral*": _WEIGHTS,
+    "model=mixtral*": _WEIGHTS,
+    "model=gemma*": _WEIGHTS,
+    "model=phi*": _WEIGHTS,
+    "model=olmo*": _WEIGHTS,
+    "model=smollm*": _WEIGHTS,
+    "model=pythia*": _WEIGHTS,
+    "model=opt-*": _WEIGHTS,
+    "model=bloom*": _WEIGHTS,
+    "model=falcon*": _WEIGHTS,
+    "model=gpt-*": _WEIGHTS,
     # data
     "dataset=*": To("data={value}"),
     "dataset_name=*": To("data={value}"),
@@ -605,6 +675,7 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "val_split=*": To("data.holdout={value}"),
     "validation_split=*": To("data.holdout={value}"),
     "test_size=*": To("data.holdout={value}"),
+    "workers=*": _LOADER,
     "num_workers=*": _LOADER,
     "data.num_workers=*": _LOADER,
     "dataloader_num_workers=*": _LOADER,
@@ -663,7 +734,10 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "save_safetensors=*": To(OUT, "checkpoints are safetensors"),
     "push_to_hub=*": _HUB_UPLOAD,
     "hub_model_id=*": _HUB_UPLOAD,
-    "export=*": To(OUT, "a checkpoint is exported by scripts/export runs/DATE/TIME --to hf"),
+    "export": _EXPORT,
+    "export=*": _EXPORT,
+    "import": _IMPORT,
+    "import=*": _IMPORT,
     "resume": To("resume=latest"),
     "resume=true": To("resume=latest"),
     "resume=auto": To("resume=latest"),
@@ -748,6 +822,8 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "log_freq=*": To("tracker.every={value}"),
     "logging_steps=*": To("tracker.every={value}"),
     "print_every=*": To("tracker.every={value}"),
+    "print_freq=*": To("tracker.every={value}"),
+    "log=*": To(OUT, _RECORDS),
     "steps_per_print=*": To("tracker.every={value}"),
     "verbose": To("tracker.console=lines tracker.every=1"),
     "verbose=*": To("tracker.console=lines tracker.every=1"),
@@ -793,6 +869,9 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "mode=sweep": To("-m zero.stage=0,1,2,3", "a sweep is -m, and lists of values"),
     "sweep": To("-m zero.stage=0,1,2,3", "a sweep is -m, and lists of values"),
     "help": To("--help"),
+    "version": To("--version"),
+    "report": _REPORT,
+    "report=*": _REPORT,
     # samples
     "max_new_tokens=*": To("sample.tokens={value}"),
     "tokens=*": To(OUT, "a run is counted in steps: steps x batch.global x model.seq tokens"),
@@ -801,6 +880,8 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "sampling=true": To("sample.tokens=160"),
     "sample=false": To("sample.tokens=0"),
     "sample=true": To("sample.tokens=160"),
+    "sample": _SAMPLE,
+    "sample=*/*": _SAMPLE,
     "prompt=*": _SAMPLE,
     "generate": _SAMPLE,
     "top_k=*": To("sample.temperature=0.8", "a sample has a temperature only"),

@@ -150,7 +150,7 @@ def open_first(
     if rejected:
         raise CheckpointError(
             f"{folders[0].parent}: none of its {len(rejected)} checkpoints is valid; the newest: {rejected[0]}; "
-            "restore one, or start again in another folder (on the command line: resume=none)"
+            "restore one, or train anew: in another folder, on the command line with resume=none"
         )
     return None, rejected
 

@@ -220,3 +220,10 @@ def test_what_a_plan_needs_is_written_out(run):
         ConfigError, match=r"zero.Plan needs optimizer and world; write optimizer=zero.adamw\(lr=1e-3\), wor"
     ):
         zero.Plan(run.model)
+
+
+@pytest.mark.parametrize(("offload", "tiers"), [("auto", ["host"]), ("none", ["device"])])
+def test_a_plan_shows_the_tiers_that_hold_something(offload, tiers):
+    plan = zero.Plan(nn.Linear(4, 4), optimizer=zero.adamw(lr=1e-3), world=zero.World.from_env(), offload=offload)
+    assert str(plan).splitlines()[1].split() == ["per", "rank", *tiers]
+    assert " 0 B" not in str(plan)

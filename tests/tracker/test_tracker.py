@@ -103,7 +103,7 @@ def test_a_full_line_fits_120_columns():
     Lines(20000, stream, Clock()).log(FULL)
     assert stream.getvalue() == (
         "step 1200/20000 loss 2.3456 norm 1.23 lr 3.0e-4 12,346 tok/s mfu 41% stall 3% "
-        "gpu 12 host 34 disk 100 GiB 2:36:40 left\n"
+        "gpu/host/disk 12/34/100 GiB 2:36:40 left\n"
     )
     assert len(stream.getvalue()) < 120
     assert "lr 0" in [word.text for word in words(FULL | {"train/lr": 0.0})], "a warm-up may begin at nothing"
@@ -186,7 +186,7 @@ def test_a_terminal_gets_one_line_that_it_has_room_for(monkeypatch, columns):
     assert line.endswith("2:36:40 left") == (columns >= 80)
     assert len(line) <= columns
     assert ("━" in line) == (columns >= 80)
-    assert ("disk 100" in line) == (columns >= 120)
+    assert ("12/34/100 GiB" in line) == (columns >= 120)
 
 
 def test_a_window_that_gets_narrower_keeps_no_half_of_the_line(monkeypatch):

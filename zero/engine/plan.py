@@ -292,18 +292,19 @@ class Plan(PageTable):
         return agreed
 
     def __str__(self) -> str:
+        tiers = {tier: by_kind for tier, by_kind in self.bytes.items() if any(by_kind.values())}
         lines = [
             f"stage {self.stage.level}, {self.world.size} rank{'s' * (self.world.size > 1)}, "
             f"{str(self.precision.compute).removeprefix('torch.')} compute, "
             f"{f'update {self.update}' if self.trains else 'nothing to train'}, "
             f"{self.numel:,} parameters in {len(self.units)} units",
-            f"{'per rank':<16} " + " ".join(f"{tier:>12}" for tier in self.bytes),
+            f"{'per rank':<16} " + " ".join(f"{tier:>12}" for tier in tiers),
         ]
-        kinds = dict.fromkeys(kind for tier in self.bytes.values() for kind, nbytes in tier.items() if nbytes)
+        kinds = dict.fromkeys(kind for tier in tiers.values() for kind, nbytes in tier.items() if nbytes)
         for kind in kinds:
-            cells = (size_text(tier[kind]) if tier.get(kind) else "" for tier in self.bytes.values())
+            cells = (size_text(tier[kind]) if tier.get(kind) else "" for tier in tiers.values())
             lines.append(f"{kind:<16} " + " ".join(f"{cell:>12}" for cell in cells).rstrip())
-        totals = " ".join(f"{size_text(sum(tier.values())):>12}" for tier in self.bytes.values())
+        totals = " ".join(f"{size_text(sum(tier.values())):>12}" for tier in tiers.values())
         return "\n".join([*lines, f"{'total':<16} {totals}"])
 
 

@@ -279,7 +279,7 @@ def _memory(row: Row) -> str:
     unit, name = (2**30, "GiB") if max(held.values()) >= 2**30 else (2**20, "MiB")
     if list(held) == ["host"]:
         return f"memory {_short(held['host'] / unit)} {name}"
-    return " ".join(f"{tier} {_short(nbytes / unit)}" for tier, nbytes in held.items()) + f" {name}"
+    return f"{'/'.join(held)} {'/'.join(_short(nbytes / unit) for nbytes in held.values())} {name}"
 
 
 def _short(value: float) -> str:

@@ -22,7 +22,7 @@ from tests.conftest import LONG_S  # noqa: E402
 from zero.errors import ConfigError  # noqa: E402
 from zero.progress import silent  # noqa: E402
 from zero.testing import run_ranks  # noqa: E402
-from zero.trainer import checks  # noqa: E402
+from zero.trainer import checks, loop  # noqa: E402
 from zero.trainer.data import HFTextConfig, check_data, hf, open_data  # noqa: E402
 from zero.trainer.data.tokenizer import Tokenizer  # noqa: E402
 
@@ -390,11 +390,14 @@ def test_train_py_takes_texts_through_the_models_own_tokenizer(llama, config, he
     assert f"weights: fresh ones, {llama} holds no safetensors" in said
     assert "document" in said.split("sample:")[1], "the beginning of a validation row"
     monkeypatch.setattr(hf, "_make", None)
+    monkeypatch.setattr(loop, "sample_text", lambda *_: "words \n   ")
     assert run(llama, config, "steps=4", "resume=first", "hydra.run.dir=second") == 0
     told = [json.loads((here / name / "summary.json").read_text()) for name in ("first", "second")]
-    assert f"sample:\n{told[0]['sample']}\n" in said
+    assert f"sample:\n{told[0]['sample'].rstrip()}\n" in said
     assert told[0]["data_digest"] == told[1]["data_digest"]
-    assert "other data" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "sample:\nwords\n" in said, "with spaces behind it"
+    assert "other data" not in said
     assert told[1]["steps"] == 4
     monkeypatch.setattr("sys.argv", ["sample", "first", "document", "--tokens", "3"])
     assert loaded("sample").main() == 0

@@ -470,9 +470,9 @@ def test_a_predicted_step_stands_beside_the_measured_one(tmp_path):
 
 
 def test_the_text_that_a_run_printed_is_in_its_report(tmp_path):
-    write_folder(tmp_path, summary={"exit_reason": "finished", "sample": "def main(x):\n    return <x>"})
+    write_folder(tmp_path, summary={"exit_reason": "finished", "sample": "def main(x):\n    return <x>   \n  "})
     assert "Sample Text from the model, as the run printed it at its end. def main(x): return <x>" in text_of(tmp_path)
-    assert "def main(x):\n    return &lt;x&gt;" in (tmp_path / "report.html").read_text()
+    assert "def main(x):\n    return &lt;x&gt;<" in (tmp_path / "report.html").read_text()
 
 
 def test_a_report_says_how_to_make_the_run_again_and_how_to_go_on(tmp_path):

@@ -31,6 +31,9 @@ from zero.tracker.view import NO_CHART, ROW
 LIFE_BYTES = 600e12
 """What a usual drive of 1 TB is rated to take in its life (TBW)."""
 
+ENDLESS_STEPS = 1e9
+"""A drive that lasts longer is nothing to think about."""
+
 TOTALS = (*(field.name for field in fields(Traffic)), *(f"comm_{name}" for name in Collectives._fields), "copy_bytes")
 """What a rank counts: see `Traffic`, `Collectives` and `Device.copied`."""
 
@@ -331,7 +334,7 @@ def endurance(step_bytes: float) -> str:
         return "nothing was written yet"
     units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
     size, name = next((size, name) for size, name in units if step_bytes >= size)
-    return (
-        f"{step_bytes / size:.3g} {name} written per step by all ranks; "
-        f"a 1 TB drive rated {LIFE_BYTES / 1e12:.0f} TBW lasts {LIFE_BYTES / step_bytes:,.0f} steps"
-    )
+    written, steps = f"{step_bytes / size:.3g} {name} written per step by all ranks", LIFE_BYTES / step_bytes
+    if steps > ENDLESS_STEPS:
+        return written
+    return f"{written}; a 1 TB drive rated {LIFE_BYTES / 1e12:.0f} TBW lasts {steps:,.0f} steps"

@@ -214,7 +214,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if self._config.sample.tokens and self._data.has_text:
             text = sample_text(partial(self._logits, self._state), self._data, self._world, self._config)
             self._beside["sample"] = text
-            self._tracker.note(f"sample:\n{text}")
+            self._tracker.note(f"sample:\n{text.rstrip()}")
         return FINISHED if self._last == self._config.steps else CUT_SHORT
 
     def _report(self, write: Callable[[Path, Mapping[str, Any]], None], exit_reason: str) -> Summary:

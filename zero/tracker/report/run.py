@@ -314,7 +314,7 @@ def _learning(run: Run) -> Html:
 
 
 def _sample(run: Run) -> Html:
-    text = str(run.summary.get("sample") or "")
+    text = str(run.summary.get("sample") or "").rstrip()
     blocks = [verbatim(text)] if text else []
     return section("Sample", *blocks, note="Text from the model, as the run printed it at its end.")
 

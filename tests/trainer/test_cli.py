@@ -27,6 +27,7 @@ from zero.testing import forked_ranks
 from zero.tracker import ROW
 from zero.trainer import cli, job
 from zero.trainer.config import read
+from zero.trainer.launch import Interrupted
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["debug=tiny", "data=synthetic"]
@@ -375,6 +376,50 @@ def test_a_sweep_that_is_asked_to_stop_starts_no_further_job(here, monkeypatch):
     assert began == [3]
 
 
+def test_ctrl_c_in_a_sweep_shows_its_table_what_goes_on_and_what_remains(here, monkeypatch, capsys):
+    def run(train, config, folder, *, apart):
+        summary = {"exit_reason": "finished", "val_loss": 2.0}
+        if config.seed == 1:
+            (folder / "checkpoints" / "step-25").mkdir(parents=True)
+            (folder / "starts.jsonl").write_text(json.dumps({"saved": str(folder / "checkpoints" / "step-25")}) + "\n")
+            summary = {"exit_reason": "stopped by SIGINT"}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        if config.seed == 1:
+            stopped = Interrupted(signal.SIGINT)
+            stopped.folder = folder
+            raise stopped
+        return SimpleNamespace(val_loss=2.0)
+
+    monkeypatch.setattr(job, "run", run)
+    monkeypatch.setattr(sys, "argv", ["../some where/mine.py"])
+    asked = ["-m", *TINY, "seed=3,1,2,5", "hydra.sweep.dir=my sweep", "checkpoint.every=5"]
+    assert train.main(asked) == 130
+    printed = capsys.readouterr()
+    assert "2 jobs: 1 finished, 1 stopped: my sweep/sweep.html" in printed.out
+    assert printed.err == (
+        "stopped by SIGINT in run 1; the newest checkpoint is step-25; go on with: python '../some where/mine.py' "
+        "debug=tiny data=synthetic seed=1 checkpoint.every=5 'resume=\"my sweep/1/checkpoints/step-25\"'; "
+        "2 of its runs did not begin: seed=2, seed=5\n"
+    )
+
+
+@pytest.mark.parametrize("every", [0, 500])
+def test_ctrl_c_before_anything_was_saved_says_what_would_have(here, monkeypatch, every, capsys):
+    def run(train, config, folder, *, apart):
+        job.write_config(config, folder)
+        stopped = Interrupted(signal.SIGINT)
+        stopped.folder = folder
+        raise stopped
+
+    monkeypatch.setattr(job, "run", run)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert train.main([*TINY, f"checkpoint.every={every}"]) == 130
+    due = "checkpoint.every=500 was not due yet" if every else "checkpoint.every=100 saves every 100 steps"
+    assert capsys.readouterr().err == (
+        f"\nstopped by SIGINT; nothing was saved; {due}, and SIGTERM (not Ctrl-C) saves before it stops\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("val", "save", "recorded"),
     [(100, 100, 3), (2, 100, 4), (3, 100, 3), (2, 3, 6), (3, 4, 3), (2, 5, 4), (1, 100, 3), (100, 1, 3)],
@@ -635,7 +680,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(here):
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does: parent and ranks alike
         _, said = running.communicate(timeout=LONG_S)
     assert running.returncode == 130
-    assert said.startswith("stopped by SIGINT; nothing was saved: checkpoint.every=100 saves every 100 steps")
+    assert said.startswith("stopped by SIGINT; nothing was saved; checkpoint.every=100 saves every 100 steps")
     assert said.count("\n") == 1
     assert not _alive_after(running.pid)
     summary = summary_of(folder)

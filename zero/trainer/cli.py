@@ -9,6 +9,7 @@ import importlib
 import itertools
 import math
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -22,6 +23,7 @@ from zero.errors import ConfigError, Preempted, RankFailedError, SettingError, o
 from zero.platform.installed import as_called
 from zero.platform.run_files import making
 from zero.tracker.report import sweep
+from zero.tracker.report.folder import mapping, read_run
 from zero.trainer import job, launch, replies
 from zero.trainer.answers import answer, for_a_reader, show
 from zero.trainer.checks import RUNS_NOTHING, notes_on, parse_config
@@ -48,6 +50,10 @@ if TYPE_CHECKING:
     from zero.trainer.job import Train
 
 
+MOST_JOBS = 10_000
+"""Of a sweep that was stopped, to be counted."""
+
+
 def main(arguments: Sequence[str], train: "Train") -> int:
     """Do what a command line says; one line on stderr and an exit code for everything that can go wrong.
 
@@ -61,9 +67,9 @@ def main(arguments: Sequence[str], train: "Train") -> int:
             return _as_one_rank(arguments, train)
         return _with_hydra(arguments, _by_name(train))
     except KeyboardInterrupt as stopped:
-        return _say(launch.describe(stopped), 130)
+        return _say_stopped(launch.describe(stopped), 130)
     except launch.Interrupted as stopped:
-        return _say(launch.describe(stopped) + _going_on(arguments, stopped.folder), stopped.exit_code)
+        return _say_stopped(launch.describe(stopped) + _going_on(arguments, stopped.folder), stopped.exit_code)
     except Exception as error:
         return _say(launch.describe(error), getattr(error, "exit_code", 1))
 
@@ -76,9 +82,30 @@ def _going_on(arguments: Sequence[str], folder: Path | None) -> str:
 
     newest = last_saved(folder)
     if newest is None:
-        return "; nothing was saved: checkpoint.every=100 saves every 100 steps, and so does one SIGTERM"
+        every = mapping(read_run(folder).config.get("checkpoint")).get("every")
+        due = f"checkpoint.every={every} was not due yet" if every else "checkpoint.every=100 saves every 100 steps"
+        return f"; nothing was saved; {due}, and SIGTERM (not Ctrl-C) saves before it stops"
     command = suggest.command(arguments, resume=os.path.relpath(newest))
+    if sys.argv[0].endswith(".py") and Path(sys.argv[0]).name != "__main__.py":  # which `python -m zero` has
+        command = command.replace("train.py", shlex.quote(sys.argv[0]), 1)  # as it was typed, from whatever folder
     return f"; the newest checkpoint is {newest.name}; go on with: {command}"
+
+
+def _going_on_with_sweep(words: Sequence[str], folder: Path | None, begun: int) -> str:
+    """The same of the job of a sweep that was stopped, and the jobs that remain.
+
+    Args:
+        words: of the sweep.
+        folder: of the job.
+        begun: how many jobs have begun.
+    """
+    own = [] if folder is None else read_run(folder).overrides or []
+    name = "" if folder is None else f" in run {folder.name}"
+    left = [" ".join(one for one in run if one not in words) for run in runs_in(words, limit=MOST_JOBS)][begun:]
+    if any(one.startswith("hydra/sweeper") for one in words):
+        left = []  # which come next, only the sweeper knows
+    remain = f"; {len(left)} of its runs did not begin: {suggest.some(left)}" if left else ""
+    return f"{name}{_going_on(own, folder)}{remain}"
 
 
 def _by_name(train: "Train") -> "Train":
@@ -101,6 +128,13 @@ def _say(text: str, exit_code: int) -> int:
     if not reported or os.environ["LOCAL_RANK"] == "0":
         print(as_called(text), file=sys.stderr, flush=True)
     return exit_code
+
+
+def _say_stopped(text: str, exit_code: int) -> int:
+    """On a line of its own: a terminal has echoed ^C behind the bar."""
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    return _say(text, exit_code)
 
 
 def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
@@ -138,8 +172,15 @@ def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
         paths = [str(CONF.parent), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     sys.argv = [sys.argv[0], *words, *options]  # between options Hydra finds no settings
-    with for_a_reader() if folder is None else making(key, folder):
-        run_jobs(run_one)
+    try:
+        with for_a_reader() if folder is None else making(key, folder):
+            run_jobs(run_one)
+    except launch.Interrupted as stopped:
+        if folder is None or not given.multirun:
+            raise
+        begun = _print_sweep(folder)
+        remains = _going_on_with_sweep(given.overrides, stopped.folder, len(begun.jobs))
+        return _say_stopped(launch.describe(stopped) + remains, stopped.exit_code)
     if given.multirun and folder is not None and folder.is_dir():
         codes += _report_sweep(folder, reported=bool(codes))
     return max(codes, default=0)
@@ -300,12 +341,18 @@ def _parse_job(composed: Any, folder: Path) -> Config:
 
 
 def _report_sweep(folder: Path, *, reported: bool) -> list[int]:
-    """Show the table, and where its page is; exit codes of failures that nobody has `reported`, as other processes'."""
+    """Show the table; exit codes of failures that nobody has `reported`, as other processes'."""
+    found = _print_sweep(folder)
+    return [] if reported else [_say(f"run {one.name} failed: {one.cause}", 1) for one in found.failed]
+
+
+def _print_sweep(folder: Path) -> sweep.Sweep:
+    """The table so far, and where its page is."""
     found = sweep.write(folder)
     print(f"\n{sweep.plain(found)}\n\n{sweep.counts(found.jobs)}: {found.page}")
     if any(folder.glob("*/wandb/offline-run-*")):
         print(f"to send the runs to W&B: wandb sync {os.path.relpath(folder)}/*/wandb/offline-run-*")
-    return [] if reported else [_say(f"run {one.name} failed: {one.cause}", 1) for one in found.failed]
+    return found
 
 
 def _as_one_rank(arguments: Sequence[str], train: "Train") -> int:

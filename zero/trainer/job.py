@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from zero.core import suggest
 from zero.errors import CheckpointError, MachineError, Preempted
 from zero.platform.run_files import publish, writing
 from zero.trainer import launch
@@ -54,7 +55,7 @@ def run(train: "Train", config: Config, folder: Path, *, apart: bool = False) ->
         done = f"stopped by a signal after step {summary.steps}"
         if summary.checkpoint is None:
             raise CheckpointError(f"{done}, and not saved; see {folder}/ranks/0.log")
-        raise Preempted(f"{done}; go on with resume={summary.checkpoint}")
+        raise Preempted(f"{done}; go on with {suggest.typed(f'resume={suggest.word(str(summary.checkpoint))}')}")
     return summary
 
 

@@ -24,7 +24,7 @@ DOCS = ROOT / "docs"
 
 def needs(*modules: str) -> pytest.MarkDecorator:
     missing = [name for name in modules if find_spec(name) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)}: pip install 'functional-zero[docs]'")
+    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)}: pip install -e '.[docs]'")
 
 
 # -- the site ----------------------------------------------------------------------------------------------------------

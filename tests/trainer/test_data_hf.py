@@ -280,7 +280,7 @@ def test_what_datasets_saved_is_checked_without_it(config, tmp_path, monkeypatch
     saved_by_datasets(several / "train", {})
     refused(replace(config, path=str(several)), "holds train; give the folder of one of them")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused(replace(saved, column="body"), "data=hf needs datasets", "pip install 'functional-zero[hf]'")
+    refused(replace(saved, column="body"), "data=hf needs datasets", "pip install -e '.[hf]'")
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def test_tokenizers_that_cannot_be_used_are_refused_in_one_line(config, tmp_path
     (tmp_path / "tokenizer_config.json").write_text("[]")
     refused(replace(config, tokenizer=str(tmp_path)), "tokenizer_config.json cannot be read")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    refused(config, "data=hf needs tokenizers", "pip install 'functional-zero[hf]'")
+    refused(config, "data=hf needs tokenizers", "pip install -e '.[hf]'")
 
 
 def test_too_few_tokens_name_the_texts_and_not_the_cache(config, tmp_path):

@@ -2,10 +2,12 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from pathlib import Path
 from typing import NamedTuple
@@ -142,7 +144,25 @@ def test_questions_are_answered(installed: Installed) -> None:
 def test_a_package_that_is_missing_there_is_named(installed: Installed) -> None:
     code = "import sys; sys.modules['hydra'] = None; sys.argv = ['zero-train']; from zero.__main__ import main; main()"
     said = installed.run("python", "-c", code, exit_code=1).splitlines()[-1]
-    assert re.search(r"python has no hydra: type `\S+python -m pip install functional-zero`", said)
+    assert re.search(r"python has no hydra: type `\S+python -m pip install .*'hydra-core<1.5,>=1.3.4' ", said)
+    assert "functional-zero" not in said
+
+
+@pytest.mark.parametrize("extra", ["hf", "sweep", "tensorboard"])
+def test_what_is_to_be_installed_is_the_checkout_or_packages_of_other_people(
+    monkeypatch: pytest.MonkeyPatch, extra: str
+) -> None:
+    """Whoever takes the name on an index could otherwise have his package installed."""
+    assert installed_here.install(extra) == f"pip install -e '.[{extra}]'"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *(f'{one}; extra == "{name}"' for name in extras for one in extras[name])]
+    monkeypatch.setattr(installed_here, "_IN_WHEEL", True)
+    monkeypatch.setattr(installed_here.metadata, "requires", lambda name: lines)
+    monkeypatch.setattr(installed_here, "_is_installed", lambda name: name == "tokenizers")
+    missing = [one for one in extras[extra] if one != "tokenizers"]
+    assert shlex.split(installed_here.install(extra)) == ["pip", "install", *missing]
+    assert shlex.split(installed_here.install()) == ["pip", "install", *project["dependencies"]]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ top of the repository in `zero/application`, and is started by `zero-train` or `
 """
 
 import re
+import shlex
 import sys
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,11 +30,31 @@ def require(*packages: str) -> None:
     """
     for package in packages:
         if find_spec(package) is None:
-            checkout = "type `source .venv/bin/activate` (scripts/train makes .venv), or `pip install -e .`"
-            install = f"type `{sys.executable} -m pip install functional-zero`, which brings what it needs"
+            checkout = f"type `source .venv/bin/activate` (scripts/train makes .venv), or `{install()}`"
+            wheel = f"type `{sys.executable} -m {install()}`"
             raise ModuleNotFoundError(
-                f"{sys.executable} has no {package}: {install if _IN_WHEEL else checkout}", name=package
+                f"{sys.executable} has no {package}: {wheel if _IN_WHEEL else checkout}", name=package
             )
+
+
+def install(extra: str = "") -> str:
+    """What to type for the packages that zero needs, or those of an `extra` of it.
+
+    In a checkout that is zero itself. A wheel names the packages that are missing: no index has a zero that is ours.
+    """
+    if not _IN_WHEEL:
+        return f"pip install -e '.[{extra}]'" if extra else "pip install -e ."
+    wanted = [
+        one.strip()
+        for one, _, marker in (line.partition(";") for line in metadata.requires("functional-zero") or ())
+        if (re.search(rf"""extra == ["']{extra}["']""", marker) if extra else "extra ==" not in marker)
+    ]
+    missing = [one for one in wanted if not _is_installed(re.split(r"[^\w.-]", one)[0])]
+    return f"pip install {shlex.join(missing or wanted)}"
+
+
+def _is_installed(distribution: str) -> bool:
+    return any(True for _ in metadata.distributions(name=distribution))
 
 
 def page(name: str) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from zero.core.schema import flat
+from zero.platform.installed import install
 from zero.tracker.view import Charts, Row, View
 
 FLUSH_S = 2
@@ -33,7 +34,7 @@ class TensorBoardRun(View):
             from torch.utils.tensorboard import SummaryWriter
             from torch.utils.tensorboard.summary import hparams
         except ImportError as error:
-            raise ImportError("it is not installed: pip install 'functional-zero[tensorboard]'") from error
+            raise ImportError(f"it is not installed: {install('tensorboard')}") from error
         self._open, self._hparams = SummaryWriter, hparams
         self._config, self._folder, self._charts = config, folder / "tensorboard", Charts()
         self._writer: Any = None

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero.platform.installed import TOP, require
+from zero.platform.installed import TOP, install, require
 
 try:
     import hydra
@@ -218,7 +218,7 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
             return f"{suggest.shown(text)} cannot be read; {quote}"
         key, value = override.key_or_group, override.value()
         if key in ("hydra/sweeper", "hydra/launcher") and "Could not find" in str(error):
-            return f"{text}: this plugin is not installed; pip install 'functional-zero[sweep]' has optuna and submitit"
+            return f"{text}: this plugin is not installed; {install('sweep')} has optuna and submitit"
         if key.startswith("hydra") or key == "ds_config":
             continue
         if override.is_sweep_override():

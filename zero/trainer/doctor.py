@@ -29,6 +29,7 @@ from zero.core.sizes import GiB, size_text
 from zero.errors import MachineError, StoreError, if_it_fails
 from zero.platform.device import memory_groups
 from zero.platform.files import DIRECT, Files, named, open_and_unlink, open_nameless
+from zero.platform.installed import install
 from zero.platform.run_files import MEMORY, folders_of, mount_of
 from zero.store.nvme import probe
 from zero.tracker.settings import Wandb
@@ -191,7 +192,7 @@ def _versions(config: Config, host: Host) -> Iterator[Check]:
             wrong.append(f"{package} {version or 'is missing'} ({pin})")
         if package in ("python", "torch", "hydra-core", "wandb"):
             shown.append(f"{package} {version or '-'}")
-    advice = "install what it needs: pip install functional-zero, or pip install -e . in a checkout"
+    advice = f"install what it needs: {install()}"
     yield _judge("versions", ", ".join(wrong or shown), (wrong, "bad", advice))
 
 

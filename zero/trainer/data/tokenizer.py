@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from zero.errors import ConfigError, in_short
+from zero.platform.installed import install
 
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
@@ -51,7 +52,7 @@ class Tokenizer:
 
 def missing(name: str) -> ConfigError:
     """The sentence for a package of Hugging Face that is missing."""
-    return ConfigError(f"data=hf needs {name}, which is not installed; pip install 'functional-zero[hf]'")
+    return ConfigError(f"data=hf needs {name}, which is not installed; {install('hf')}")
 
 
 def _find(path: str) -> Path:

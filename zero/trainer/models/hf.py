@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from zero.engine.empty import empty
 from zero.errors import ConfigError, in_short
 from zero.losses import linear_cross_entropy
+from zero.platform.installed import install
 from zero.platform.safetensors_files import StoredWeights
 
 BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -313,6 +314,6 @@ def _transformers() -> Any:
         import transformers
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "models of Hugging Face need transformers, which is not installed; pip install 'functional-zero[hf]'"
+            f"models of Hugging Face need transformers, which is not installed; {install('hf')}"
         ) from error
     return transformers

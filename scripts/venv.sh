@@ -3,7 +3,8 @@
 #     extra=test    # or nothing
 #     source "$(dirname "$0")/venv.sh"
 #
-# Makes it if it is missing, and installs again only when the dependencies in pyproject.toml have changed.
+# Makes it if it is missing, and installs again only when the dependencies in pyproject.toml have changed, or when another
+# checkout has installed itself there.
 # PYTHON chooses the interpreter; default: the first suitable one of python3, python3.14, ... python3.11.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -24,20 +25,22 @@ if [ ! -x "$venv/bin/python" ]; then
     fi
 fi
 
-stamp=$("$venv/bin/python" - "${extra:-}" <<'PYTHON'
-import hashlib, pathlib, sys, tomllib
+stamp=$("$venv/bin/python" - <<'PYTHON'
+import hashlib, pathlib, tomllib
 
 project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
-wanted = [project["dependencies"], project["optional-dependencies"], sys.argv[1], str(pathlib.Path.cwd())]
+wanted = [project["dependencies"], project["optional-dependencies"], str(pathlib.Path.cwd())]
 print(hashlib.sha256(repr(wanted).encode()).hexdigest())
 PYTHON
 ) || exit 1
-stamp_file="$venv/installed${extra:+-$extra}"
-if [ "$(cat "$stamp_file" 2>/dev/null)" != "$stamp" ]; then
+stamp_file="$venv/installed" # whose packages are there, then a line for each extra of it
+there=$(cat "$stamp_file" 2>/dev/null || true)
+[ "${there%%$'\n'*}" = "$stamp" ] || there=
+if [ -z "$there" ] || { [ -n "${extra:-}" ] && ! grep -qx "$extra" <<<"$there"; }; then
     echo "installing into $venv; torch as PyPI has it is some gigabytes, so the first time takes minutes" >&2
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".${extra:+[$extra]}" >&2 || exit 1
-    echo "$stamp" >"$stamp_file"
+    printf '%s\n' "${there:-$stamp}" ${extra:+"$extra"} >"$stamp_file"
 fi
 
-PATH="$PWD/$venv/bin:$PATH"
+PATH="$(cd "$venv" && pwd)/bin:$PATH"
 unset extra venv

@@ -165,6 +165,33 @@ def test_what_is_to_be_installed_is_the_checkout_or_packages_of_other_people(
     assert shlex.split(installed_here.install()) == ["pip", "install", *project["dependencies"]]
 
 
+def test_a_checkout_installs_itself_again_where_another_has_done_so(tmp_path: Path) -> None:
+    """Two of them share an environment, whose pip only says what it was asked for."""
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\n[ "$1" = -m ] && echo "$PWD: $*" >>{tmp_path}/said || exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    for checkout in ("one", "other"):
+        (tmp_path / checkout / "scripts").mkdir(parents=True)
+        shutil.copy(ROOT / "pyproject.toml", tmp_path / checkout)
+        shutil.copy(ROOT / "scripts" / "venv.sh", tmp_path / checkout / "scripts")
+
+    def installs(checkout: str, extra: str) -> bool:
+        (tmp_path / "said").write_text("")
+        source = f"set -eu; extra={extra}; source {tmp_path}/{checkout}/scripts/venv.sh; command -v python"
+        environment = a_persons_environment() | {"ZERO_VENV": str(tmp_path / "venv")}
+        done = subprocess.run(["bash", "-c", source], env=environment, capture_output=True, text=True, timeout=LONG_S)
+        assert done.stdout.strip() == str(python), done.stderr
+        said = (tmp_path / "said").read_text()
+        assert not said or said.startswith(f"{tmp_path / checkout}: ")
+        assert not said or said.strip().endswith(f"-e .[{extra}]" if extra else "-e .")
+        return bool(said)
+
+    assert [installs("one", extra) for extra in ("", "", "test", "test", "")] == [True, False, True, False, False]
+    assert [installs("other", extra) for extra in ("test", "")] == [True, False]
+    assert [installs("one", extra) for extra in ("", "test", "")] == [True, True, False]
+
+
 @pytest.mark.parametrize(
     ("written", "typed"),
     [

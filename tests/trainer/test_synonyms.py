@@ -173,11 +173,11 @@ def test_a_key_of_another_option_is_answered_with_what_to_type(here, group, caps
         assert said.startswith(f"{entry.key} is a key of {group}={suggest.alternatives(having)} only; ")
         assert said.count("\n") == 1
         write, typed, needs = re.search(r"; (?:type (.*)|with (.*) in its place: (.*))$", said).groups()
-        assert (write or typed).split() == [f"{group}={having[0]}", word]
+        assert shlex.split(write or typed) == [f"{group}={having[0]}", word]
         if write:
-            assert compose.refusal_of(write.split()) == ""
+            assert compose.refusal_of(shlex.split(write)) == ""
         else:
-            assert needs == compose.refusal_of(typed.split())
+            assert needs == compose.refusal_of(shlex.split(typed))
             assert re.search(r" needs \w+\.\w+=| does not exist; | set \w+\.\w+=", needs)
 
 

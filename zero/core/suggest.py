@@ -136,7 +136,9 @@ def command(words: Iterable[str], **instead: object) -> str:
 
 def typed(word: str) -> str:
     """A word of a command line as a shell gives it to us: it would remove quotes, and split at spaces."""
-    return word if _SHELL_LEAVES.fullmatch(word) else shlex.quote(word)
+    if _SHELL_LEAVES.fullmatch(word):
+        return word
+    return f'"{word}"' if "'" in word and not re.search(r'["$`\\!]', word) else shlex.quote(word)
 
 
 def word(value: object) -> str:

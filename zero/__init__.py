@@ -1,4 +1,4 @@
-"""ZeRO for plain PyTorch, as a function.
+"""Sharded data-parallel training (ZeRO) with CPU and NVMe offload for plain PyTorch.
 
 The names below in the order of the story: find your world, choose stage, precision and optimizer, make a plan for a
 model, open a store, init a state, make a step, run it. They are imported on first use, so that reading a configuration

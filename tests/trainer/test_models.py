@@ -204,7 +204,7 @@ def test_generate_calls_forward_once_per_token_with_at_most_seq_tokens():
         return 50.0 * nn.functional.one_hot(following, 7).to(torch.bfloat16)
 
     prompt = torch.tensor([[0, 1], [4, 5]])
-    for temperature in (0.0, 1.0):
+    for temperature in (0.0, 1e-45, 1.0):
         seen.clear()
         tokens = generate(forward, prompt, 6, seq=4, temperature=temperature)
         assert tokens.tolist() == [[0, 1, 2, 3, 4, 5, 6, 0], [4, 5, 6, 0, 1, 2, 3, 4]]

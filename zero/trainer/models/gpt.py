@@ -204,6 +204,7 @@ def generate(
             if temperature == 0:
                 chosen = logits.argmax(dim=-1, keepdim=True)
             else:
-                chosen = torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+                below = logits - logits.amax(dim=-1, keepdim=True)  # or a tiny temperature makes them infinite
+                chosen = torch.multinomial((below / temperature).softmax(dim=-1), 1, generator=generator)
             tokens = torch.cat((tokens, chosen.to(tokens.device)), dim=1)
     return tokens

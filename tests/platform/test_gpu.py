@@ -68,8 +68,9 @@ def rows(step: int, world: zero.World, width: int, dtype: torch.dtype) -> torch.
 
 def trained(world: zero.World, steps: int = 3, width: int = 64, **settings) -> str:
     state, step = start(world, width, **settings)
+    count, compute = state.plan.accumulate, state.plan.precision.compute
     for number in range(steps):
-        state, _ = step(state, [rows(number, world, width, state.plan.precision.compute)])
+        state, _ = step(state, [rows(count * number + micro, world, width, compute) for micro in range(count)])
     told = digest(state)
     state.runtime.store.close()
     return told
@@ -90,6 +91,18 @@ def test_no_stage_tier_or_page_changes_a_bit_on_a_simulated_gpu(ranks, precision
             for one in ({**each} for each in asked)
         }
     assert len({bits for ranks_bits in told.values() for bits in ranks_bits}) == 1, told
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_that_add_up_off_the_gpu_have_the_same_bits(ranks, stage, accumulate, tmp_path):
+    """What travels is narrow until there is a sum, and no more of the last sum than a rank updates."""
+    how = {"stage": stage, "accumulate": accumulate, "path": tmp_path}
+    asked = [{}, {"preset": "cpu"}, {"preset": "cpu", "page_bytes": 4096}, {"preset": "nvme", "update": "serial"}]
+    with simulated_gpu():
+        told = [run_ranks(ranks, lambda world, one=one: trained(world, **how, **one)) for one in asked]
+    assert len({bits for ranks_bits in told for bits in ranks_bits}) == 1, told
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])

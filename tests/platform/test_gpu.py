@@ -52,7 +52,7 @@ def start(world: zero.World, width: int = 64, stage: int = 3, preset: str = "non
     precision, moments = settings.pop("precision", "bf16"), settings.pop("moments", "fp32")
     offload = zero.Offload(preset, path=str(settings.pop("path", ".")), page_bytes=settings.pop("page_bytes", None))
     with world.exclusive():
-        model = stack(width)
+        model = stack(width, settings.pop("layers", 3))
     optimizer = zero.with_moments(zero.adamw(1e-2, clip=0.5), moments)
     plan = zero.Plan(
         model, optimizer=optimizer, world=world, stage=zero.Stage(stage), precision=precision,
@@ -72,6 +72,7 @@ def trained(world: zero.World, steps: int = 3, width: int = 64, **settings) -> s
     for number in range(steps):
         state, _ = step(state, [rows(count * number + micro, world, width, compute) for micro in range(count)])
     told = digest(state)
+    assert not state.runtime.gradients.overflowed, "more buffers than the plan counts"
     state.runtime.store.close()
     return told
 
@@ -98,7 +99,7 @@ def test_no_stage_tier_or_page_changes_a_bit_on_a_simulated_gpu(ranks, precision
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_that_add_up_off_the_gpu_have_the_same_bits(ranks, stage, accumulate, tmp_path):
     """What travels is narrow until there is a sum, and no more of the last sum than a rank updates."""
-    how = {"stage": stage, "accumulate": accumulate, "path": tmp_path}
+    how = {"stage": stage, "accumulate": accumulate, "path": tmp_path, "layers": 6}  # more than there are buffers
     asked = [{}, {"preset": "cpu"}, {"preset": "cpu", "page_bytes": 4096}, {"preset": "nvme", "update": "serial"}]
     with simulated_gpu():
         told = [run_ranks(ranks, lambda world, one=one: trained(world, **how, **one)) for one in asked]

@@ -187,6 +187,7 @@ class Facts:
         if not self.grads_offloaded:
             return {}
         sizes = Counter(self.grad_numel(unit) for unit in self.units if unit.trainable.slots)
-        # two reductions may be under way; a lone CPU has long written one gradient when the next unit's arrives
-        most = 1 if self.world.size == 1 and self.device_is_host else 2
+        # two reductions may be under way, while what was added up is copied to be sent in a third; a lone CPU has long
+        # written one gradient when the next unit's arrives
+        most = 2 + (self.local_sum and self.world.size > 1) - (self.world.size == 1 and self.device_is_host)
         return {numel: min(n, most) for numel, n in sizes.items()}

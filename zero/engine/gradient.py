@@ -37,9 +37,11 @@ class Gradients:
 
     Attributes:
         scarce: buffers are few, so a gradient must not stay open while others arrive.
+        overflowed: how often there was one more than the plan counts.
     """
 
     scarce = False
+    overflowed = 0
 
     @property
     def allocated_bytes(self) -> int:
@@ -106,7 +108,6 @@ class PagedGradients(Gradients):
         self._leaving: deque[_Leaving] = deque()
         self._left: dict[int, Event] = {}  # by unit
         self._coming: list[Ticket] = []
-        self.overflowed = 0
 
     @property
     def allocated_bytes(self) -> int:

@@ -155,6 +155,10 @@ def test_the_tutorial_runs_and_prints_what_it_shows(tmp_path: Path):
 # -- what the pages say ------------------------------------------------------------------------------------------------
 
 
+EXIT_CODES = ("getting-started.md", "troubleshooting.md")
+"""Pages with a table of them."""
+
+
 def test_every_message_in_troubleshooting_is_one_of_the_code():
     """Most of each message has to be text of the package; the rest is names, and numbers do not count."""
     texts = set[str]()
@@ -182,6 +186,8 @@ def test_the_exit_codes_in_troubleshooting_are_those_of_the_errors():
     rows = re.findall(r"^\| (\d+) \|", (DOCS / "troubleshooting.md").read_text(), flags=re.M)
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.ZeroError)]
     assert {int(row) for row in rows} == {kind.exit_code for kind in kinds}
+    for_one = [re.findall(r"^\| 1 \|.*", (DOCS / page).read_text(), flags=re.M) for page in EXIT_CODES]
+    assert for_one[0] == for_one[1]
 
 
 def test_the_citation_names_this_version():
@@ -190,4 +196,5 @@ def test_the_citation_names_this_version():
     assert {"cff-version", "message", "title", "authors"} <= citation.keys(), "what CFF 1.2 demands"
     assert (citation["cff-version"], citation["version"]) == ("1.2.0", project["version"])
     assert citation["license"] == project["license"]
+    assert citation["abstract"] == project["description"]
     assert citation["authors"] == [{"name": "The zero authors"}]

@@ -108,7 +108,7 @@ def tier_bytes(plan: zero.Plan, *tiers: str) -> int:
         ({"offload": "disk"}, "offload=disk: must be one of none, cpu, nvme"),
         ({"stage": "3"}, "zero.stage='3': a stage is 0, 1, 2 or 3"),
         ({"prefetch": "1"}, "zero.prefetch='1': it is a number of units"),
-        ({"accumulate": 2.0}, "batch.accumulate=2.0: it is a number of microbatches"),
+        ({"accumulate": 2.0}, "accumulate=2.0 (batch.accumulate): it is a number of microbatches"),
         ({"units": torch.nn.Linear}, "zero.units=Linear is one class; pass a list: [Linear]"),
     ],
 )

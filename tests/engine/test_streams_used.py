@@ -234,7 +234,7 @@ def is_within(begin_s: float, span: Span) -> bool:
 
 
 def test_gradients_travel_beside_what_computes():
-    """Both ways: out after the backward of their unit, in before that of the next microbatch; the second sum in fp32."""
+    """Both ways: out after the backward of their unit, in before that of the next microbatch; the second in fp32."""
     [timeline] = record(1, "cpu", microbatches=3)
     seen = Counter(span.name for span in timeline.spans)
     found = timeline.hidden()
@@ -279,8 +279,9 @@ def test_the_timeline_of_a_slow_link_says_what_compute_waits_for(monkeypatch):
     found = timeline.hidden()
     assert timeline.step_s > 1.5 * plain.step_s
     assert found["compute"].busy_s == pytest.approx(plain.hidden()["compute"].busy_s, rel=0.01)
-    for row in ("gather", "page in", "page out"):
+    for row in ("gather", "page in"):
         assert found[row].exposed_s > 0.1 * found[row].busy_s, row
+    assert found["page out"].exposed_s > 0, "a buffer of the first microbatch, which leaves in bf16"
 
 
 # -- reductions --------------------------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def overview(conf: Path) -> str:
     groups = [section for section in sections(conf) if section.options]
     by_key = {entry.key: entry for entry in entries()}
     return f"""\
-Sharded data-parallel training (ZeRO) with CPU and NVMe offload for plain PyTorch.
+Sharded training (ZeRO) with CPU and NVMe offload for plain PyTorch.
 
   python train.py                                      a run: about a minute
   python train.py zero.stage=3 launch.ranks=2          a run on two processes

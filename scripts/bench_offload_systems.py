@@ -281,7 +281,8 @@ class _Traffic:
     def __init__(self, plan: Any, store: Any) -> None:
         from zero.store import Group, Page
 
-        self._store, self._order, self._held = store, [unit.index for unit in plan.units], _held_at_the_turn(plan)
+        self._store, self._order = store, [unit.index for unit in plan.units]
+        self._held, _ = plan.gathered_at_turns()
         moved: dict[str, dict[int, dict[Page, Any]]] = {"param": {}, "grad": {}}
         groups: dict[tuple[int, int], list[Page]] = {}
         for page, spec in plan.store_pages().items():
@@ -318,14 +319,6 @@ class _Traffic:
         self._params.wait()
         self._grads.wait()
         self._store.drain()
-
-
-def _held_at_the_turn(plan: Any) -> set[int]:
-    """The units that are in gathered buffers when forward ends: the last ones of each size."""
-    by_size: dict[int, list[int]] = {}
-    for unit in plan.units:
-        by_size.setdefault(unit.trainable.P + unit.frozen.P, []).append(unit.index)
-    return {index for size, count in plan.buffer_counts().items() for index in by_size[size][-count:]}
 
 
 class _Buffers:

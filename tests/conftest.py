@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import date
 from functools import partial
@@ -75,9 +76,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.path.relative_to(Path(__file__).parent).parts[0] in QUICK:
                 first.setdefault(item.nodeid.partition("[")[0], item)
         others |= set(items) - set(first.values())
+    elif not config.option.file_or_dir and not config.option.keyword:  # who names tests gets all of them
+        others |= _of_another_day(items)
     if others:
         config.hook.pytest_deselected(items=[item for item in items if item in others])
         items[:] = [item for item in items if item not in others]
+
+
+def _of_another_day(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Of each test marked `by_turns(days)`, the cases whose turn is not today; a case's turn comes every so many days."""
+    numbers, found = Counter[str](), set[pytest.Item]()
+    for item in items:
+        marker = item.get_closest_marker("by_turns")
+        if marker is None or SAMPLE == "all":
+            continue
+        name = item.nodeid.partition("[")[0]
+        if (DAY + numbers[name]) % marker.args[0]:
+            found.add(item)
+        numbers[name] += 1
+    return found
 
 
 def pytest_collection_finish() -> None:

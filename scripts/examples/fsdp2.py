@@ -35,7 +35,7 @@ def batches(rank: int, ranks: int, rows: int = 8) -> list[Tensor]:
     """Each (rows, 65), of the source of torch.nn.functional in random order; each rank has its own rows."""
     text = torch.tensor(list(Path(F.__file__).read_bytes()))
     order = torch.randperm(len(text) // 64 - 1, generator=torch.Generator().manual_seed(0))
-    return [batch[rank::ranks] for batch in text.unfold(0, 65, 64)[order].split(rows * ranks)[:100]]
+    return [batch[rank::ranks] for batch in text.unfold(0, 65, 64)[order].split(rows * ranks)[:60]]
 
 
 def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:

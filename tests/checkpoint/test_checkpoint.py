@@ -78,6 +78,7 @@ def loaded(world, setting, path, **options):
 # -- any to any --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("setting", CELLS, ids=lambda s: f"{s.stage}-{s.offload[0][1]}")
 def test_every_stage_and_tier_loads_every_other(setting: Setting, tmp_path: Path):
     """Half of the pairs, in which each saves and each loads; the other half the next day."""
@@ -86,6 +87,7 @@ def test_every_stage_and_tier_loads_every_other(setting: Setting, tmp_path: Path
         assert run_ranks(2, loaded, other, path)[0] == was, f"stage {other.stage}, {other.offload}"
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("stages", [(0, 3), (3, 0), (2, 1), (3, 3)], ids=str)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_every_world_loads_every_other(stages, precision: str, tmp_path: Path):
@@ -201,6 +203,7 @@ def test_moments_of_all_forms_load_each_other(tmp_path: Path):
                     )
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     ("precision", "optimizer"),
     [("fp32", adamw_in_8bit), ("fp32", zero.adamw), ("fp16", adamw_in_bf16)],

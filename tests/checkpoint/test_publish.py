@@ -514,6 +514,7 @@ def live(root: Root, promised: dict[int, set[bytes]]) -> int:
     return errors
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("on", [False, True], ids=["once", "for ever"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
 def test_the_nth_call_fails_and_the_last_good_one_is_intact(tmp_path, code, on):

@@ -615,6 +615,7 @@ def live(path: Path, disk: Disk, data: bytes) -> int:
     return errors
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("refuses_direct", ["", "at once"])
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_nth_call_fails(path, monkeypatch, name, refuses_direct):

@@ -87,6 +87,7 @@ def test_a_mean_that_moves_by_less_than_half_a_bit_moves_all_the_same(form):
     assert form.values_of(kept).float().mean().item() == pytest.approx(2 - 0.999**500, abs=0.01)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("beta2", [0.95, 0.999, 1.0])
 @pytest.mark.parametrize("alike", [True, False], ids=["the same", "normal"])
 @pytest.mark.parametrize("form", [Bf16Moments(5), EightBitMoments(5), EightBitMoments(5).of_squares()])

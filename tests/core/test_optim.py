@@ -64,6 +64,7 @@ def random_cuts(vectors: int) -> list[list[int]]:
     return [[0, *sorted(cuts), 64 * vectors] for cuts in inner]
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("vectors", VECTORS)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_any_cut_between_vectors_gives_the_same_bits(name, vectors, threads):

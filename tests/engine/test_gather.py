@@ -715,6 +715,7 @@ RESIDENT: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("case", "settings"),
     [

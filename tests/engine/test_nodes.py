@@ -47,6 +47,7 @@ def offloaded(setting: Setting, number: int) -> Setting:
     return setting.but(offload=OFFLOADS[name])
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("size", "nodes"), [(4, 2), (6, 3), (6, 2)])
 def test_parameters_by_node_change_no_bit(size, nodes, precision):
@@ -57,6 +58,7 @@ def test_parameters_by_node_change_no_bit(size, nodes, precision):
         assert run_ranks(size, train_small, other, nodes=nodes) == expected, other
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("activations", ["keep", "remat", "offload"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("offload", OFFLOADED_PARAMS)
@@ -72,6 +74,7 @@ def test_secondary_shards_of_offloaded_parameters_change_no_bit(offload, accumul
     assert told[0] == told[1]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("size", "nodes"), [(4, 2), (6, 3), (6, 2)])
 def test_sums_by_node_have_one_law_for_every_placement(size, nodes, precision):
@@ -84,6 +87,7 @@ def test_sums_by_node_have_one_law_for_every_placement(size, nodes, precision):
         assert run_ranks(size, train_small, first, nodes=nodes) != expected, "it is an order of its own"
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("size", "nodes"), [(4, 2), (6, 3), (6, 2)])
 def test_a_copy_on_each_node_has_the_law_of_sums_by_node(size, nodes, precision):
@@ -177,6 +181,7 @@ def test_processes_do_what_threads_do():
 # -- ranks on paths of their own ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     "how",
     [
@@ -524,6 +529,7 @@ def test_after_a_restored_checkpoint_and_an_edit_secondary_shards_are_made_again
     assert told[0] == told[1]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("call", [0, 1, 2, 4])
 @pytest.mark.parametrize(
     ("gpu", "offload"), [(False, "none"), (False, "infinity"), (True, "none"), (True, "cpu"), (True, "infinity")]
@@ -590,6 +596,7 @@ WAYS = {
 }
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("into", ["world", "copies", "copies, nvme"])
 @pytest.mark.parametrize("out_of", WAYS)
 def test_a_checkpoint_goes_from_any_way_to_any(out_of, into, tmp_path):

@@ -119,6 +119,7 @@ def never_poisoned(world, setting):
     return bits(state, first)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -106,6 +106,7 @@ CASES = [
 ]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("case", "size", "stage", "precision", "accumulate", "clip"),
     [(case, *rest) for case, rest in enumerate(CASES)],
@@ -245,6 +246,7 @@ def test_what_gradients_move_is_what_their_sum_needs(accumulate, precision, sing
     assert moved == (numel * (single + 4 * (accumulate - 1)), numel * sum(read))
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("update", ["lazy", "serial", "eager"])
 @pytest.mark.parametrize("seed", range(2))
 def test_no_order_of_completion_changes_a_bit(seed, update):

@@ -410,6 +410,7 @@ def expected(name: str, ranks: int, path: Path) -> str:
 # -- laws --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("order", "name", "ranks"),
     [
@@ -590,6 +591,7 @@ def _is_another(wait: Wait) -> bool:
     return any(f"{wait.file}:{wait.function}".startswith(other) for other in OTHERS)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("wait", waits(), ids=str)
 def test_a_wait_that_is_taken_away_is_found(wait, tmp_path):
     """By the detector, or by the bits when everything else is late."""

@@ -252,6 +252,7 @@ DISKS = {
 }
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("disk", DISKS)
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_nth_call_fails(tmp_path, name, disk):

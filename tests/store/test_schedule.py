@@ -466,6 +466,7 @@ def _no_collection():
     gc.enable()
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_every_order_of_events_keeps_the_laws(scenario: Scenario):
     print(f"{max(search(scenario))} situations")

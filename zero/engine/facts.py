@@ -3,7 +3,7 @@
 Nothing else asks for a stage or a tier. P and S are a unit's padded elements and those of one shard, see `Layout`.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
@@ -165,6 +165,15 @@ class Facts:
             return {}
         sizes = Counter(unit.trainable.P + unit.frozen.P for unit in self.units)
         return {numel: min(n, 1 + self.prefetch + self.splitting.depth) for numel, n in sizes.items()}
+
+    def gathered_at_turns(self) -> tuple[set[int], set[int]]:
+        """The units that are in gathered buffers when forward ends, and when backward does: those used last."""
+        of_size: dict[int, list[int]] = defaultdict(list)
+        for unit in self.units:
+            of_size[unit.trainable.P + unit.frozen.P].append(unit.index)
+        counts = self.buffer_counts().items()
+        after_forward = {index for numel, count in counts for index in of_size[numel][-count:]}
+        return after_forward, {index for numel, count in counts for index in of_size[numel][:count]}
 
     def flat_counts(self) -> dict[int, int]:
         """Gradient flats: elements of one to how many; two for each of two reductions under way."""

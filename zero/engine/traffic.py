@@ -103,12 +103,7 @@ def _gathers(plan: Plan, passing: Mapping[int, Load]) -> tuple[Load, Load, Load]
     Args:
         passing: by unit, what comes from the store.
     """
-    sizes: dict[int, list[int]] = defaultdict(list)
-    for unit in plan.units:
-        sizes[unit.trainable.P + unit.frozen.P].append(unit.index)
-    counts = plan.buffer_counts().items()
-    after_forward = {index for numel, count in counts for index in sizes[numel][-count:]}
-    after_backward = {index for numel, count in counts for index in sizes[numel][:count]}
+    after_forward, after_backward = plan.gathered_at_turns()
     loads = {unit.index: passing[unit.index] + _gather_of(plan, unit) for unit in plan.units}
 
     def all_but(still: set[int]) -> Load:

@@ -84,7 +84,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _of_another_day(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Of each test marked `by_turns(days)`, the cases whose turn is not today; a case's turn comes every so many days."""
+    """Of each test marked `by_turns(days)`, the cases whose turn is not today.
+
+    Where a case chooses by the day as well, as `every_other` does, the two numbers of days have no common divisor.
+    """
     numbers, found = Counter[str](), set[pytest.Item]()
     for item in items:
         marker = item.get_closest_marker("by_turns")

@@ -44,7 +44,7 @@ class Sample(Section):
     tokens: Annotated[int, Field(ge=0, le=1_000_000)] = key(
         240, "length of the sample, in tokens; 0: none", unit="tokens", example="0"
     )
-    temperature: NonNegative = key(0.5, "0: always the likeliest token", example="0")
+    temperature: NonNegative = key(0.7, "0: always the likeliest token", example="0")
 
 
 class Launch(Section):

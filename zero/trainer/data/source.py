@@ -44,7 +44,8 @@ class TextConfig(Section):
         None, "folder; null: the sources of the Python standard library", example="/usr/share/doc"
     )
     skip: Folders = key(
-        ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"),
+        # the last two: tables of characters and a book in one string, in runs of blanks
+        ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"),
         "names of folders to leave out; those with a leading dot always are",
         example="[build,dist]",
     )

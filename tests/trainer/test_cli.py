@@ -108,6 +108,8 @@ REFUSALS = [
     (["data.folder=empty"], "data.folder=empty holds no text file"),
     (["data=tokens", "data.path=nowhere", "model.vocab=50304"], "data.path=nowhere is not a file"),
     (["precision=fp8"], "there is no training in fp8 here; type precision=bf16"),
+    (["precision.compute=fp8"], "there is no training in fp8 here; type precision=bf16"),
+    (["model.torch_dtype=bfloat16"], "unknown key model.torch_dtype; type precision=bf16"),
     (["model=gpt_nona"], "model=gpt_nona does not exist; did you mean gpt_nano?"),
     (["experiment=none"], "experiment=none does not exist; there are cpu_smoke"),
     (["offload.page=-1GiB"], "offload.page=-1GiB: must be a size in bytes"),

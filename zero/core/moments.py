@@ -25,7 +25,7 @@ et al. 2023, "Microscaling Data Formats for Deep Learning", for exponents that b
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -108,8 +108,10 @@ class Bf16Moments(Moments):
     def opened(self, kept: Sequence[Tensor], places: Sequence[Sequence[Piece]], key: str) -> Iterator[Sequence[Tensor]]:
         flat = one_after_another(kept).float()
         yield cut_as(kept, flat)
-        bits = stochastic_upper(flat, _noise(cut_as(kept, flat), places, f"{self.seed}/{key}"))
-        torch._foreach_copy_([one.view(torch.int16) for one in kept], cut_as(kept, bits))
+        bits = flat.view(torch.int32)
+        bits.clamp_(max=_NAN)  # a GPU's NaN is the largest number of all: to add to it would make it -0
+        _draw(cut_as(kept, bits), places, f"{self.seed}/{key}")  # up or down in magnitude, as these bits carry or not
+        torch._foreach_copy_([one.view(torch.int16) for one in kept], cut_as(kept, bits.bitwise_right_shift_(16)))
 
     def page_of(self, values_K: Tensor) -> Tensor:
         return rounded(values_K, torch.bfloat16)
@@ -139,15 +141,15 @@ class EightBitMoments(Moments):
     def opened(self, kept: Sequence[Tensor], places: Sequence[Sequence[Piece]], key: str) -> Iterator[Sequence[Tensor]]:
         page = one_after_another(kept)
         flat = self.values_of(page)
-        values = list(flat.split([one.numel() // (VECTOR + 1) * VECTOR for one in kept]))
-        yield values
-        self._write(page, flat, _noise(values, places, f"{self.seed}/{key}"))
+        numels = [one.numel() // (VECTOR + 1) * VECTOR for one in kept]
+        yield list(flat.split(numels))
+        self._write(page, flat, lambda bits: _draw(bits.split(numels), places, f"{self.seed}/{key}", _DROPPED - 16))
         if len(kept) > 1:
             torch._foreach_copy_(list(kept), cut_as(kept, page))
 
     def page_of(self, values_K: Tensor) -> Tensor:
         page = values_K.new_empty(self.numel(values_K.numel()), dtype=torch.uint8)
-        self._write(page, values_K, None)
+        self._write(page, values_K, lambda bits: bits.add_(1 << (_DROPPED - 1)))  # half of what random bits can be
         return page
 
     def values_of(self, page: Tensor) -> Tensor:
@@ -160,14 +162,12 @@ class EightBitMoments(Moments):
         bits = sizes.bitwise_left_shift_(_DROPPED).add_(lowest)
         return bits.bitwise_or_(codes.bitwise_and_(0x80).bitwise_left_shift_(24)).view(torch.float32).view(-1)
 
-    def _write(self, page: Tensor, values: Tensor, noise: Tensor | None) -> None:
-        """Fill a page. Random bits are added to the bits that are dropped; without them half of what those can be."""
+    def _write(self, page: Tensor, values: Tensor, add: Callable[[Tensor], object]) -> None:
+        """Fill a page. `add` adds to all bits, (K,) int32, what rounds the bits that are dropped."""
         codes = 128 if self.signed else 256
-        bits = values.abs().view(-1, VECTOR).view(torch.int32)
-        bits.clamp_(max=_NAN).add_(1 << (_DROPPED - 1))  # a GPU's NaN would become negative, as for bf16
-        if noise is not None:
-            bits.add_(noise.view(-1, VECTOR), alpha=1 << (_DROPPED - 16))
-        bits.bitwise_right_shift_(_DROPPED)
+        flat = values.abs().view(torch.int32).clamp_(max=_NAN)  # a GPU's NaN would become negative, as for bf16
+        add(flat)
+        bits = flat.view(-1, VECTOR).bitwise_right_shift_(_DROPPED)
         # the exponent of the largest as it was rounded: of the largest itself, what is just below a power of two could
         # never become it
         lowest = bits.amax(1, keepdim=True).bitwise_right_shift_(23 - _DROPPED).sub_(codes // 8 - 1)
@@ -180,54 +180,42 @@ class EightBitMoments(Moments):
         blocks[:, 1:].copy_(bits)
 
 
-def stochastic_upper(values: Tensor, noise: Tensor) -> Tensor:
-    """The bits of fp32 values in bf16, rounded up or down in magnitude as 16 random bits say: (n,) int32.
+def _draw(bits: Sequence[Tensor], places: Sequence[Sequence[Piece]], key: str, left: int = 0) -> None:
+    """Add random bits to (K,) int32 tensors, 2^left each; nothing in gaps, which are zero."""
+    for one, pieces in zip(bits, places, strict=True):
+        for slot, start, stop, place in pieces:
+            add_random(one[place : place + stop - start], f"{key}/{slot.name}", start, left)
 
-    What bf16 can hold stays as it is; what is not a number stays none, as far as arithmetic makes it.
+
+def add_random(bits: Tensor, key: str, start: int, left: int = 0) -> None:
+    """Add 16 random bits to each element from `start` on: (n,) int32; uniform, independent for each key.
+
+    Within a block of 2^16 elements they are all values once: one permutation, from a random place on.
 
     Args:
-        values: (n,) fp32; destroyed.
-        noise: (n,) int16, uniform over all its values.
+        left: places by which they are shifted to the left.
     """
-    bits = values.view(torch.int32)
-    bits.clamp_(max=_NAN)  # a GPU's NaN is the largest number of all: to add to it would make it -0
-    return bits.add_(noise).add_(0x8000).bitwise_right_shift_(16)
-
-
-def _noise(values: Sequence[Tensor], places: Sequence[Sequence[Piece]], key: str) -> Tensor:
-    """(n,) int16 random bits of all values, one after another; 0 in gaps."""
-    noise = torch.zeros(sum(one.numel() for one in values), dtype=torch.int16, device=values[0].device)
-    for one, pieces in zip(cut_as(values, noise), places, strict=True):
-        for slot, start, stop, place in pieces:
-            fill(one[place : place + stop - start], f"{key}/{slot.name}", start)
-    return noise
-
-
-def fill(noise: Tensor, key: str, start: int) -> None:
-    """Random bits of the elements from `start` on: (n,) int16, uniform, independent for each key.
-
-    Within a block of 2^16 elements they are one permutation of all values plus a random number, so over a block they
-    are spread evenly.
-    """
-    stop = start + noise.numel()
+    stop = start + bits.numel()
     for block in range(start // BLOCK, -(-stop // BLOCK)):
         first, last = max(start, block * BLOCK), min(stop, (block + 1) * BLOCK)
-        part = permutation(noise.device)[first - block * BLOCK : last - block * BLOCK]
-        torch.add(part, _number(key, block), out=noise[first - start : last - start])
+        place = _number(key, block) - block * BLOCK
+        part = permutation(bits.device)[place + first : place + last]
+        bits[first - start : last - start].add_(part, alpha=1 << left)
 
 
 def _number(key: str, block: int) -> int:
-    found = array("h", hashlib.blake2b(f"{key}/{block // _KEYS}".encode(), digest_size=2 * _KEYS).digest())
+    found = array("H", hashlib.blake2b(f"{key}/{block // _KEYS}".encode(), digest_size=2 * _KEYS).digest())
     return found[block % _KEYS]
 
 
 @cache
 def permutation(device: torch.device) -> Tensor:
-    """(2^16,) int16: all values once, without order. Made once, by whoever asks first; others have to come after that.
+    """(2^17,) int32: all values of 16 bits once, without order, and all once more in the same order.
 
-    Source: Wellons 2018, "Prospecting for Hash Functions", of 16 bits.
+    Made once, by whoever asks first; others have to come after that. Source: Wellons 2018, "Prospecting for Hash
+    Functions", of 16 bits.
     """
     x = torch.arange(BLOCK, dtype=torch.int64)
     for shift, factor in ((8, 0x88B5), (7, 0xDB2D), (9, 1)):
         x = ((x ^ (x >> shift)) * factor) & 0xFFFF
-    return x.to(torch.int16).to(device)
+    return x.to(torch.int32).repeat(2).to(device)

@@ -107,6 +107,20 @@ def test_what_a_pause_moves_is_not_a_steps_but_wears_the_drive():
     assert meter.summary("digest", "finished").offload_written_bytes == 500
 
 
+def test_what_updates_move_while_a_step_is_over_is_that_steps(monkeypatch):
+    """They go on beside what ranks do between two steps, whose time is nobody's."""
+    now_s, traffic = [0.0], Counted()
+    monkeypatch.setattr("zero.tracker.meter.time.perf_counter", lambda: now_s[0])
+    meter = meter_of(zero.World.from_env(), traffic)
+    now_s[0] += 2.0
+    meter.count(METRICS)
+    with meter.standing():
+        traffic.add(write_bytes=500, wait_s=3.0)
+        now_s[0] += 7.0
+    row = meter.row(validated=False)
+    assert (row["offload/write_bytes"], row["offload/wait_s"], row["speed/step_s"]) == (500, 0, 2.0)
+
+
 def test_a_step_that_is_looked_at_moves_bytes_and_takes_no_time(monkeypatch):
     """Of three steps one lasts 50 s: the row's speed is that of the others, and alone it has none."""
     now_s, traffic = [0.0], Counted()

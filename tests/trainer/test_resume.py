@@ -105,7 +105,7 @@ def test_a_run_that_goes_on_knows_the_best_and_the_time_of_its_earlier_starts(he
     assert again["seconds"] > 1000
     other, rows = run("b", *worse, "steps=8", "resume=alone/a/checkpoints")
     assert rows[0]["step"] == 7
-    assert other["seconds"] > again["seconds"]
+    assert other["seconds"] > 1000
     for summary in (first, again, other):
         assert best.items() <= summary.items()
 

@@ -169,13 +169,18 @@ class Meter:
         self.best_val_loss = min(self.best_val_loss, loss)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Neither the time of the body nor what it moves belongs to a step."""
+        """Neither the time of the body nor what it moves belongs to a step. The store is at rest, or what it still
+        writes for the last step would be left out too."""
         return self._left_out(torch.ones_like(WAITS))
+
+    def standing(self) -> AbstractContextManager[None]:
+        """The time of the body belongs to no step. What moves meanwhile does: the last step's updates go on beside."""
+        return self._left_out(WAITS)
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
         """Around a step that is slowed by being looked at, on all ranks: what it moves counts, its time does not."""
-        with self._left_out(WAITS):
+        with self.standing():
             yield
         self._untimed += 1
 

@@ -169,9 +169,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
         validating = not self._stopping and self._is_validated(number)
         if saving or validating:  # they would make the updates of this step, which are no part of them
             self._state.runtime.finish_step()
-        with self._meter.paused():
+        with self._meter.standing():
             self._saver.publish_if_written(metrics.rank_flags)
-            if saving:
+        if saving:
+            with self._meter.paused():
                 self._saver.save(self._state)
         if validating:
             self._validate()

@@ -68,6 +68,7 @@ def adamw(groups):
     return torch.optim.AdamW(groups, lr=0.0)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("stage", "size", "accumulate"), [(3, 2, 1), (3, 3, 2), (2, 2, 3), (1, 3, 1), (0, 2, 2), (3, 1, 1)]
 )

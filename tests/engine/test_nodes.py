@@ -111,6 +111,7 @@ def test_copies_on_nodes_have_one_law_with_clipping(clip):
         assert run_ranks(4, train_small, offloaded(other, number), nodes=2) == expected, other
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("between", [("node", "world"), ("node", "node")])
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_accumulation_is_bitwise_within_the_pairs(accumulate, between):

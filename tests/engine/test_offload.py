@@ -131,6 +131,7 @@ def test_no_tier_changes_a_bit(case, size, stage, precision, accumulate, clip):
         assert run_ranks(size, train_offloaded, setting, 20) == expected, setting
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("size", "stage", "precision", "accumulate", "clip"),
     [
@@ -159,6 +160,7 @@ def test_units_of_many_pages(size, stage, precision, accumulate, clip):
         assert run_ranks(size, train_offloaded, setting, 6, None, wide) == expected, setting
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("optimizer", [adamw_in_bf16, adamw_in_8bit])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_no_tier_changes_a_bit_of_moments_in_fewer_bits(precision, optimizer):

@@ -110,6 +110,7 @@ def settings(size: int, **same) -> Sequence[Setting]:
     return every_other(every, list(WORLDS).index(size))
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("precision", "clip"), [("fp32", 0.5), ("bf16", None)])
 @pytest.mark.parametrize("size", WORLDS)
 def test_momentum_sgd_does_what_integers_do(size, clip, precision):

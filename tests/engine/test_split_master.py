@@ -69,6 +69,7 @@ def run(world, setting, folder):
         return [*found, digest(state), files], path
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("size", "stage", "preset"),
     [(size, *one) for number, one in enumerate(EVERYWHERE) for size in one_of((1, 2), number)],

@@ -52,6 +52,7 @@ PLACED = [
 ]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("case", "size", "precision", "clip"), [(case, *rest) for case, rest in enumerate(PLACED)])
 def test_no_placement_changes_a_bit(case, size, precision, clip):
     """Stage, prefetch, update, activations, pages and form of master: the same digests and metrics on every rank.
@@ -120,6 +121,7 @@ def parameters_after(world, setting):
     return metrics, full_state_dict(state)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("size", "accumulate", "precision"),
     [(1, 2, "fp32"), (1, 3, "bf16"), (2, 4, "fp16"), (3, 2, "bf16"), (3, 3, "fp32"), (3, 4, "fp32"), (8, 3, "bf16")],

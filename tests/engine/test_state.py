@@ -130,6 +130,7 @@ def stumble(world, setting, where):
     return between, digest(state), metrics
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("where", ["before", "forward", "after", "backward"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_that_fails_on_every_rank_leaves_the_state_good(stage, where):

@@ -70,6 +70,7 @@ CASES = [
 ]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("size", "stage", "accumulate", "update", "optimizer", "page_kib", "compute"),
     [(*case, where) for number, case in enumerate(CASES) for where in one_of(("device", "host"), number)],

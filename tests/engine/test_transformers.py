@@ -177,6 +177,7 @@ def train_zero(world, family, folder, tmp_path, stage, offload, change=lambda mo
     return losses, values, logits, path
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_five_steps_are_those_of_plain_torch_and_transformers_gets_the_model_back(family, saved, tmp_path):
     """Of a folder that transformers saved; two ranks, whose rows choose other experts."""

@@ -397,6 +397,7 @@ print(out.most - out.before, back.most - back.before)
 """
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("to", FORMATS)
 def test_200_megabytes_pass_through_a_few_blocks_or_one_tensor(to: str, tmp_path: Path):

@@ -94,6 +94,7 @@ def test_no_stage_tier_or_page_changes_a_bit_on_a_simulated_gpu(ranks, precision
     assert len({bits for ranks_bits in told.values() for bits in ranks_bits}) == 1, told
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("accumulate", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -106,6 +107,7 @@ def test_gradients_that_add_up_off_the_gpu_have_the_same_bits(ranks, stage, accu
     assert len({bits for ranks_bits in told for bits in ranks_bits}) == 1, told
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_crosses_between_host_and_gpu_is_what_the_plan_says(ranks, accumulate, tmp_path):
@@ -169,6 +171,7 @@ def test_launches_count_units_and_not_bytes():
         assert max(found) - plain <= 12 * 3 + 20
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("preset", ["cpu", "nvme", "infinity"])
 @pytest.mark.parametrize(
     ("master", "moments", "most"),

@@ -554,6 +554,7 @@ def mutated(changes: list[tuple[str, str]]) -> Any:
     return names["advance"]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_every_mutant_is_caught(name: str):
     """Scenarios are searched side by side: most mistakes show after few events, in some of them."""

@@ -369,6 +369,7 @@ def test_a_signal_to_the_parent_leaves_no_orphan(tmp_path: Path, signum: int, ex
             os.kill(pid, 0)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.usefixtures("_forked")
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("where", ["rank", "parent"])

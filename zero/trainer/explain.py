@@ -5,6 +5,7 @@ so it cannot go stale. The same entries make docs/config.md. No torch: an answer
 """
 
 import difflib
+import functools
 import json
 import re
 import shutil
@@ -68,6 +69,7 @@ class Section(NamedTuple):
     entries: tuple[Entry, ...]
 
 
+@functools.cache
 def entries() -> tuple[Entry, ...]:
     """Every key, in reading order."""
     by_name: dict[str, list[schema.Key]] = {}

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import date
@@ -99,7 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _of_another_day(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Of each test marked `by_turns(days)`, the cases whose turn is not today.
+    """Of each test marked `by_turns(days)`, the cases whose turn is not today; not all tests begin on the same day.
 
     Where a case chooses by the day as well, as `every_other` does, the two numbers of days have no common divisor.
     """
@@ -109,7 +110,7 @@ def _of_another_day(items: list[pytest.Item]) -> set[pytest.Item]:
         if marker is None or SAMPLE == "all":
             continue
         name = item.nodeid.partition("[")[0]
-        if (DAY + numbers[name]) % marker.args[0]:
+        if (DAY + numbers[name] + zlib.crc32(name.encode())) % marker.args[0]:
             found.add(item)
         numbers[name] += 1
     return found

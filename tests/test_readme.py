@@ -80,6 +80,7 @@ def losses(printed: str) -> list[float]:
     return [float(found) for found in re.findall(r"loss ([\d.]+)", printed)]
 
 
+@pytest.mark.by_turns(2)
 @PINNED
 @LIGHTNINGS
 @pytest.mark.parametrize("name", SHOWN)
@@ -226,6 +227,7 @@ def test_whole_values_of_the_concepts_are_read_and_written():
     assert not zero.get_full(names["state"], "embed.weight")[0].any()
 
 
+@pytest.mark.by_turns(2)
 def test_fsdp2_and_its_example_print_the_same_losses(here: Path):
     """Each in a process of its own, for torch's process group."""
     example = str(EXAMPLES / "fsdp2.py")

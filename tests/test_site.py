@@ -136,6 +136,7 @@ def printed(path: Path) -> list[str]:
     return [re.sub(r"\d+(\.\d+)?", "#", "".join("".join(text) for text in some)) for some in texts]
 
 
+@pytest.mark.by_turns(2)
 @needs("nbclient", "nbformat", "ipykernel")
 def test_the_tutorial_runs_and_prints_what_it_shows(tmp_path: Path):
     """It learns: its own cells compare the losses of a state that was saved with those that it had."""

@@ -73,6 +73,7 @@ def complaints(verdicts: list[Verdict]) -> list[Verdict]:
     return [one for one in verdicts if one.outcome not in ("refused", "harmless")]
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("size", [1, 2])
 def test_five_hundred_damaged_checkpoints_are_refused_in_one_line_or_load_bit_for_bit(size: int, kept: Path):
     """Half of them by one rank and half by two."""

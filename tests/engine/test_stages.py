@@ -186,6 +186,7 @@ def over_gloo(world, settings):
     return [train_small(world, setting) for setting in settings]
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.process
 def test_processes_agree_with_threads():
     """Gloo moves bytes and the ranks add in order, so processes give the bits that threads give.

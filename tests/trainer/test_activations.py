@@ -207,6 +207,7 @@ def fast_copies(monkeypatch):
     monkeypatch.setattr(sys.modules[_with_activations.__module__], "assumed", lambda *_: rates)
 
 
+@pytest.mark.by_turns(2)
 def test_no_other_way_to_treat_units_makes_fewer_again_whatever_device_and_host_have(fast_copies):
     settings = config(
         model=DEEP | {"layers": 4},

@@ -109,6 +109,7 @@ def test_python_finds_what_was_installed(installed: Installed) -> None:
     assert (installed.here / page[1]).is_file()
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.process
 def test_what_is_done_with_a_run_is_done_outside_the_repository(installed: Installed) -> None:
     tiny = ("debug=tiny", "val.every=0", "sample.tokens=0")

@@ -123,6 +123,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.by_turns(2)
 def test_a_run_that_is_stopped_twenty_times_ends_as_the_one_that_never_was(here: Path) -> None:
     choose = random.Random(SEED)
     undisturbed, stopped = Starts(here / "undisturbed"), Starts(here / "stopped")

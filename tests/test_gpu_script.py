@@ -254,6 +254,7 @@ def test_a_run_that_is_killed_leaves_the_parts_that_it_had(tmp_path):
     assert "running" in page(results) or "not begun" in page(results)
 
 
+@pytest.mark.by_turns(2)
 def test_processes_that_are_not_forked_do_the_same(tmp_path):
     printed = run(SCRIPT, "--dry", "--start", "spawn", "--parts", "1,5", "--out", tmp_path).stdout
     assert "part 1, the machine: done" in printed

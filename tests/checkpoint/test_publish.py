@@ -260,6 +260,7 @@ STORIES = [
 ]
 
 
+@pytest.mark.by_turns(2)
 def test_no_crash_loses_what_was_acknowledged_or_shows_what_is_not_whole():
     states = Counter()
     for tell in STORIES:

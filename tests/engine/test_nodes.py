@@ -58,7 +58,7 @@ def test_parameters_by_node_change_no_bit(size, nodes, precision):
         assert run_ranks(size, train_small, other, nodes=nodes) == expected, other
 
 
-@pytest.mark.by_turns(2)
+@pytest.mark.by_turns(5)
 @pytest.mark.parametrize("activations", ["keep", "remat", "offload"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("offload", OFFLOADED_PARAMS)

@@ -410,7 +410,7 @@ def expected(name: str, ranks: int, path: Path) -> str:
 # -- laws --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.by_turns(3)
+@pytest.mark.by_turns(5)
 @pytest.mark.parametrize(
     ("order", "name", "ranks"),
     [

@@ -588,6 +588,7 @@ def on_two_ranks(world, folder):
     return {name: losses(made) for name, made in found.items()}, metrics, kept, torch.cat(predicted)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.process
 def test_two_processes_learn_what_ddp_learns_in_two(tmp_path):
     (one, metrics, kept, first), (other, _, also, second) = run_processes(2, on_two_ranks, tmp_path)

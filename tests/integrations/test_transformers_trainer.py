@@ -585,6 +585,7 @@ def on_two_ranks(world, folder):
     return {name: [told(one, key) for key in keys] for name, one in found.items()}, text, values(resumed)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.process
 def test_two_processes_learn_what_the_plain_trainer_learns_in_two(tmp_path):
     (found, text, kept), (_, longer, _) = run_processes(2, on_two_ranks, tmp_path)

@@ -168,6 +168,7 @@ def test_what_goes_to_the_host_is_counted_as_a_simulated_gpu_allocates_it():
     assert traffic(plan).of_step(1).copy == 2 * counted.host_bytes
 
 
+@pytest.mark.by_turns(2)
 def test_auto_sends_to_the_host_what_hides_beside_forward_and_makes_the_rest_again(monkeypatch):
     settings = config(
         model=DEEP,

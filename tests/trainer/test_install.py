@@ -126,6 +126,7 @@ def test_what_is_done_with_a_run_is_done_outside_the_repository(installed: Insta
     assert "-> imported/" in installed.run("zero-train", "import", "--from", "torch", "model.pt", "--out", "imported")
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.process
 def test_a_sweep_has_two_jobs(installed: Installed) -> None:
     """Each in a process of its own, which finds the function that trains by its name."""
@@ -133,6 +134,7 @@ def test_a_sweep_has_two_jobs(installed: Installed) -> None:
     assert "2 jobs: 2 finished" in installed.run("zero-train", "-m", *words)
 
 
+@pytest.mark.by_turns(2)
 def test_questions_are_answered(installed: Installed) -> None:
     planned = installed.run("zero-train", "plan", "debug=tiny", "plan.ranks=16", "plan.ranks_per_node=8")
     assert "  torchrun --nnodes 2 --nproc-per-node 8 -m zero debug=tiny" in planned

@@ -284,6 +284,7 @@ def spoil(folder: Path) -> None:
     file.write_bytes(octets)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.process
 @pytest.mark.parametrize("to_a_rank", [False, True], ids=["to the program", "to one rank"])
 def test_a_signal_saves_on_all_ranks_and_exits_with_75(to_a_rank, here):

@@ -148,6 +148,7 @@ def train_disturbed(config: Any, folder: Path) -> Any:
         return train.train(config, folder)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.process
 def test_it_does_not_matter_whom_of_two_ranks_the_signal_reaches(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, or the parent of both: all save after the same step."""

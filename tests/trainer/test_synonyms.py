@@ -98,6 +98,7 @@ def refusal_of(words: tuple[str, ...]) -> str:
     return compose.refusal_of([filled(word) for word in words])
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_line_is_followed_and_accepted(here, part):
     refused = {}
@@ -126,6 +127,7 @@ def test_what_is_left_out_says_why():
     assert all(to.why for to in SYNONYMS.values() if to.type == OUT)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("value", ["its own", "abc"])
 def test_a_guess_is_tried_with_the_value_before_it_is_made(here, value, capsys):
     """A key that lacks a letter is answered with one that takes the value, or with why that one does not."""

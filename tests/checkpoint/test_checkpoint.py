@@ -203,7 +203,7 @@ def test_moments_of_all_forms_load_each_other(tmp_path: Path):
                     )
 
 
-@pytest.mark.by_turns(2)
+@pytest.mark.by_turns(5)
 @pytest.mark.parametrize(
     ("precision", "optimizer"),
     [("fp32", adamw_in_8bit), ("fp32", zero.adamw), ("fp16", adamw_in_bf16)],

@@ -457,7 +457,7 @@ def published_are_whole(world: zero.World, folder: Path) -> None:
 ONCE, FOR_EVER = False, True
 
 
-@pytest.mark.by_turns(2)
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("size", "behind", "variants"),
     [

@@ -291,6 +291,7 @@ def role(path: Path) -> str:
     return "folder" if path.name.startswith(".tmp-") else "rank"
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("tell", STORIES, ids=lambda tell: tell.__name__)
 def test_every_fsync_is_needed(tell):
     """Each is left out in turn, and some crash state shows it."""

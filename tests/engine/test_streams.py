@@ -591,7 +591,7 @@ def _is_another(wait: Wait) -> bool:
     return any(f"{wait.file}:{wait.function}".startswith(other) for other in OTHERS)
 
 
-@pytest.mark.by_turns(3)
+@pytest.mark.by_turns(5)
 @pytest.mark.parametrize("wait", waits(), ids=str)
 def test_a_wait_that_is_taken_away_is_found(wait, tmp_path):
     """By the detector, or by the bits when everything else is late."""

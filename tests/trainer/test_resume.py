@@ -41,6 +41,7 @@ def folders(here: Path) -> list[Path]:
     return sorted(here.glob("runs/*/*"))
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     "settings",
     [["zero.stage=0"], ["offload=nvme"], ["offload=infinity", "zero.activations=remat"], ["checkpoint.async=true"]],

@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import sys
+import traceback
 import weakref
 import zlib
 from collections import Counter
@@ -49,12 +50,10 @@ def _stack(context: int = 0) -> list[inspect.FrameInfo]:
 
     Hydra and torch's agent ask who called them; to find those took a fifth of the time of a short run.
     """
-    found: list[inspect.FrameInfo] = []
-    frame = inspect.currentframe()
-    while frame is not None and (frame := frame.f_back) is not None:
-        code = frame.f_code
-        found.append(inspect.FrameInfo(frame, code.co_filename, frame.f_lineno, code.co_name, None, None))
-    return found
+    return [
+        inspect.FrameInfo(frame, frame.f_code.co_filename, line, frame.f_code.co_name, None, None)
+        for frame, line in traceback.walk_stack(sys._getframe(1))
+    ]
 
 
 inspect.stack = _stack
@@ -92,7 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.path.relative_to(Path(__file__).parent).parts[0] in QUICK:
                 first.setdefault(item.nodeid.partition("[")[0], item)
         others |= set(items) - set(first.values())
-    elif not config.option.file_or_dir and not config.option.keyword:  # who names tests gets all of them
+    elif SAMPLE != "all" and not config.option.file_or_dir and not config.option.keyword:  # who names tests gets all
         others |= _of_another_day(items)
     if others:
         config.hook.pytest_deselected(items=[item for item in items if item in others])
@@ -107,7 +106,7 @@ def _of_another_day(items: list[pytest.Item]) -> set[pytest.Item]:
     numbers, found = Counter[str](), set[pytest.Item]()
     for item in items:
         marker = item.get_closest_marker("by_turns")
-        if marker is None or SAMPLE == "all":
+        if marker is None:
             continue
         name = item.nodeid.partition("[")[0]
         if (DAY + numbers[name] + zlib.crc32(name.encode())) % marker.args[0]:

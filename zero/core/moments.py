@@ -181,7 +181,7 @@ class EightBitMoments(Moments):
 
 
 def _draw(bits: Sequence[Tensor], places: Sequence[Sequence[Piece]], key: str, left: int = 0) -> None:
-    """Add random bits to (K,) int32 tensors, 2^left each; nothing in gaps, which are zero."""
+    """Add random bits to (K,) int32 tensors, as `add_random` does; nothing in gaps, which are zero."""
     for one, pieces in zip(bits, places, strict=True):
         for slot, start, stop, place in pieces:
             add_random(one[place : place + stop - start], f"{key}/{slot.name}", start, left)

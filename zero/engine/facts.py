@@ -163,14 +163,14 @@ class Facts:
         """Gathered buffers: elements of one to how many. The unit in use, those ahead, and one per level of nesting."""
         if self.resident:
             return {}
-        sizes = Counter(unit.trainable.P + unit.frozen.P for unit in self.units)
+        sizes = Counter(unit.full_numel for unit in self.units)
         return {numel: min(n, 1 + self.prefetch + self.splitting.depth) for numel, n in sizes.items()}
 
     def gathered_at_turns(self) -> tuple[set[int], set[int]]:
         """The units that are in gathered buffers when forward ends, and when backward does: those used last."""
         of_size: dict[int, list[int]] = defaultdict(list)
         for unit in self.units:
-            of_size[unit.trainable.P + unit.frozen.P].append(unit.index)
+            of_size[unit.full_numel].append(unit.index)
         counts = self.buffer_counts().items()
         after_forward = {index for numel, count in counts for index in of_size[numel][-count:]}
         return after_forward, {index for numel, count in counts for index in of_size[numel][:count]}

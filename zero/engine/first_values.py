@@ -141,7 +141,7 @@ class Sink:
 def empty_unit(plan: Plan, store: Store, spec: UnitSpec) -> UnitState:
     """A unit with this rank's memory for it, all zeros."""
     compute, device, rank = plan.precision.compute, plan.world.compute, plan.rank
-    resident = Buffer(spec.trainable.P + spec.frozen.P, compute, device) if plan.resident else None
+    resident = Buffer(spec.full_numel, compute, device) if plan.resident else None
     shards: list[Tensor | None] = [None, None]
     if resident is not None:
         resident.version = 0

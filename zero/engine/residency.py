@@ -154,7 +154,7 @@ class Residency:
                 self._apply(unit)
             if unit.resident is None:
                 assert self.pool is not None
-                buffer = self.pool.take(unit.index, unit.full_numel)
+                buffer = self.pool.take(unit.index, unit.spec.full_numel)
             assert buffer is not None
             buffer.ready = ready
             buffer.arrivals += tickets
@@ -185,7 +185,7 @@ class Residency:
             self._request(unit)
             return
         assert self.pool is not None
-        if self.pool.find(unit.index) is not None or self.pool.has_room(unit.full_numel):
+        if self.pool.find(unit.index) is not None or self.pool.has_room(unit.spec.full_numel):
             self._request(unit)
             self.buffer(unit).ahead = True
 

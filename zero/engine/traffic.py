@@ -122,7 +122,7 @@ def _gathers(plan: Plan, passing: Mapping[int, Load]) -> tuple[Load, Load, Load]
 
 def _gather_of(plan: Plan, unit: UnitSpec) -> Load:
     """What a gather of a unit brings a rank; from its own node alone, where that keeps what others have."""
-    gather = _gather(plan, plan.precision.compute.itemsize * (unit.trainable.P + unit.frozen.P))
+    gather = _gather(plan, plan.precision.compute.itemsize * unit.full_numel)
     return Load(link=gather.link - gather.wire) if plan.keeps_secondary else gather
 
 

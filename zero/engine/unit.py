@@ -46,6 +46,11 @@ class UnitSpec:
     def layouts(self) -> tuple[Layout, Layout]:
         return self.trainable, self.frozen
 
+    @property
+    def full_numel(self) -> int:
+        """Elements of a buffer that both flats are gathered into."""
+        return self.trainable.P + self.frozen.P
+
 
 @dataclass(frozen=True)
 class Binding:

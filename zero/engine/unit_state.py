@@ -63,10 +63,6 @@ class UnitState:
         return self.spec.index
 
     @property
-    def full_numel(self) -> int:
-        return self.spec.trainable.P + self.spec.frozen.P
-
-    @property
     def versions(self) -> tuple[int, int]:
         """Of the trainable flat and of the frozen one."""
         return self.version, self.frozen_version

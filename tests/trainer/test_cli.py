@@ -366,16 +366,20 @@ def test_a_sweep_gives_each_run_its_folder_and_its_process_and_goes_on_after_a_f
     assert len(set(first_lines)) == 2, "both runs were one process"
 
 
-def test_a_sweep_that_is_asked_to_stop_starts_no_further_job(here, monkeypatch):
+def test_a_sweep_that_is_asked_to_stop_starts_no_further_job_and_names_those(here, monkeypatch, capsys):
     began = []
 
     def stopped(train, config, folder, *, apart):
         began.append(config.seed)
-        raise Preempted("stopped by a signal")
+        raise Preempted("stopped by a signal, after a save")
 
     monkeypatch.setattr(job, "run", stopped)
-    assert train.main(["-m", *TINY, "seed=3,1,2"]) == Preempted.exit_code
+    assert train.main(["-m", *TINY, "seed=3,1,2", "hydra.sweep.dir=sweep"]) == Preempted.exit_code
     assert began == [3]
+    printed = capsys.readouterr()
+    assert printed.err == "stopped by a signal, after a save\n2 of its runs did not begin: seed=1, seed=2\n"
+    assert "1 job: " in printed.out
+    assert [path.name for path in (here / "sweep").iterdir() if path.is_dir()] == ["0"], "another one was begun"
 
 
 def test_ctrl_c_in_a_sweep_shows_its_table_what_goes_on_and_what_remains(here, monkeypatch, capsys):

@@ -180,7 +180,8 @@ def _place(value: object) -> str:
 
 def names_of(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple):
-        raise ValueError
+        is_word = isinstance(value, str) and re.fullmatch(r"[\w.*/-]+", value)
+        raise ValueError(f"must be a list: [{value}]" if is_word else "")
     return tuple(text_of(name) for name in value)
 
 

@@ -54,6 +54,13 @@ MOST_JOBS = 10_000
 """Of a sweep that was stopped, to be counted."""
 
 
+class _SweepStopped(BaseException):
+    """A job of a sweep was asked to stop, has saved and has said so: no other begins.
+
+    Not an Exception, which to a sweeper is a job that failed, so that it makes the folder of the next one.
+    """
+
+
 def main(arguments: Sequence[str], train: "Train") -> int:
     """Do what a command line says; one line on stderr and an exit code for everything that can go wrong.
 
@@ -91,21 +98,17 @@ def _going_on(arguments: Sequence[str], folder: Path | None) -> str:
     return f"; the newest checkpoint is {newest.name}; go on with: {command}"
 
 
-def _going_on_with_sweep(words: Sequence[str], folder: Path | None, begun: int) -> str:
-    """The same of the job of a sweep that was stopped, and the jobs that remain.
+def _going_on_with_job(folder: Path | None) -> str:
+    """The same of the job of a sweep that was stopped."""
+    return "" if folder is None else f" in run {folder.name}{_going_on(read_run(folder).overrides or [], folder)}"
 
-    Args:
-        words: of the sweep.
-        folder: of the job.
-        begun: how many jobs have begun.
-    """
-    own = [] if folder is None else read_run(folder).overrides or []
-    name = "" if folder is None else f" in run {folder.name}"
-    left = [" ".join(one for one in run if one not in words) for run in runs_in(words, limit=MOST_JOBS)][begun:]
+
+def _not_begun(words: Sequence[str], begun: int) -> str:
+    """What remains of a sweep that was stopped, with its `words`, when so many of its jobs have begun."""
     if any(one.startswith("hydra/sweeper") for one in words):
-        left = []  # which come next, only the sweeper knows
-    remain = f"; {len(left)} of its runs did not begin: {suggest.some(left)}" if left else ""
-    return f"{name}{_going_on(own, folder)}{remain}"
+        return ""  # which come next, only the sweeper knows
+    left = [" ".join(one for one in run if one not in words) for run in runs_in(words, limit=MOST_JOBS)][begun:]
+    return f"{len(left)} of its runs did not begin: {suggest.some(left)}" if left else ""
 
 
 def _by_name(train: "Train") -> "Train":
@@ -156,10 +159,13 @@ def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
         if found[0][0].mode in RUNS_NOTHING and not shows:
             return max(answer(config, overrides, CONF) for config, overrides in found)
         folder = None if shows else place
-    codes: list[int] = []
+    codes, process = list[int](), os.getpid()
 
     def run_one(composed: Any) -> float | None:
-        return _run_job(composed, train, codes)
+        loss = _run_job(composed, train, codes)
+        if given.multirun and Preempted.exit_code in codes and os.getpid() == process:  # not a launcher's own process
+            raise _SweepStopped
+        return loss
 
     words = list(given.overrides)
     options = [one for one in arguments if one not in words]
@@ -178,9 +184,13 @@ def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
     except launch.Interrupted as stopped:
         if folder is None or not given.multirun:
             raise
-        begun = _print_sweep(folder)
-        remains = _going_on_with_sweep(given.overrides, stopped.folder, len(begun.jobs))
-        return _say_stopped(launch.describe(stopped) + remains, stopped.exit_code)
+        left = _not_begun(given.overrides, len(_print_sweep(folder).jobs))
+        text = f"{launch.describe(stopped)}{_going_on_with_job(stopped.folder)}"
+        return _say_stopped(f"{text}; {left}" if left else text, stopped.exit_code)
+    except _SweepStopped:
+        assert folder is not None
+        left = _not_begun(given.overrides, len(_print_sweep(folder).jobs))
+        return _say(left, Preempted.exit_code) if left else Preempted.exit_code
     if given.multirun and folder is not None and folder.is_dir():
         codes += _report_sweep(folder, reported=bool(codes))
     return max(codes, default=0)
@@ -313,8 +323,6 @@ def _run_job(composed: Any, train: "Train", codes: list[int]) -> float | None:
     None, for a failed run, is a failed trial to Optuna's sweeper; NaN would end the search.
     """
     one = this_job()
-    if Preempted.exit_code in codes:
-        return None  # the sweep was to stop, not one job
     try:
         if one.sweep is not None:
             print(f"\n{one.name}", flush=True)

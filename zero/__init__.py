@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zero.checkpoint.load import load as load
     from zero.checkpoint.open import open_checkpoint as open_checkpoint, open_latest as open_latest
     from zero.checkpoint.save import save as save
+    from zero.core.groups import Group as Group
     from zero.core.loss_scale import LossScaling as LossScaling
     from zero.core.lr_schedule import (
         linear_warmup as linear_warmup,
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
         warmup_linear as warmup_linear,
     )
     from zero.core.optim import (
-        Group as Group,
         adagrad as adagrad,
         adam as adam,
         adamw as adamw,
@@ -73,7 +73,8 @@ _NAMES = {
     "core.precision": "Precision",
     "core.loss_scale": "LossScaling",
     "core.placement": "Offload",
-    "core.optim": "adamw adam sgd lion adagrad Group with_ema with_moments",
+    "core.optim": "adamw adam sgd lion adagrad with_ema with_moments",
+    "core.groups": "Group",
     "core.lr_schedule": "linear_warmup warmup_linear warmup_cosine",
     "engine.empty": "empty",
     "engine.plan": "Plan",

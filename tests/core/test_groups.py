@@ -11,8 +11,9 @@ from torch import nn
 
 import zero
 from tests.common.small import Setting, Small, slice_of, small_batch, small_loss, train_small
+from zero.core.groups import Group
 from zero.core.lr_schedule import Cycle, cycled_momentum, one_cycle
-from zero.core.optim import Group, adagrad, adam, adamw, lion, sgd
+from zero.core.optim import adagrad, adam, adamw, lion, sgd
 from zero.engine.full import digest, full_state_dict
 from zero.errors import ConfigError
 from zero.testing import run_ranks

@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 
 import zero
+from zero.core.groups import Group, decay_matrices
 from zero.core.optim import (
-    Group,
-    Settings,
     Transform,
     adagrad,
     adam,
     adamw,
-    decay_matrices,
     lion,
     sgd,
     with_ema,
 )
+from zero.core.updates import Settings
 from zero.errors import ConfigError
 
 LR, DECAY = 3e-3, 0.1

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from zero.core.layout import Layout, pages
-from zero.core.optim import Hyper, Settings, on_device
+from zero.core.optim import Hyper
+from zero.core.updates import Settings, on_device
 from zero.engine.gradient import Gradients
 from zero.engine.plan import Plan
 from zero.engine.unit_state import UnitState

@@ -6,7 +6,8 @@ from typing import Any
 from torch import nn
 
 from zero.core import lr_schedule, optim
-from zero.core.optim import Schedule, Transform
+from zero.core.lr_schedule import Schedule
+from zero.core.optim import Transform
 from zero.core.placement import Room
 from zero.core.precision import Precision
 from zero.core.stage import Stage

@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _MOVED = {
-    "core": "stage layout precision optim placement secret",
+    "core": "stage layout precision placement secret",
     "platform": "device cuda timeline",
     "distributed": "world failure",
     "engine": "plan unit state full gather reduce update",
@@ -20,6 +20,7 @@ MODULES: Mapping[str, str] = {name: f"{room}.{name}" for room, names in _MOVED.i
     "meter": "tracker.meter",
     "report": "tracker.report",
     "schedule": "core.lr_schedule",
+    "optim": "core.optim core.groups core.updates",
     "meta": "engine.empty",
     "step": "engine.init engine.step",
     "passes": "engine.step",

@@ -1,9 +1,7 @@
 """Run a unit's modules on gathered parameters, forward and backward, and pass their gradients on.
 
-`Gather` is one autograd function from a unit to the tuple of its parameters. Its forward cuts views out of the gathered
-buffer; its backward says that all gradients of the call have arrived, and the reducer's reduce-scatter is the transpose
-of the gather. The gradients themselves leave autograd one by one, through an `Arrive` for each parameter: a unit's
-gradients never exist twice.
+The nodes of `graph` say when a call's gradients have all arrived, and the reducer's reduce-scatter is the transpose of
+the gather. The gradients themselves leave autograd one by one: a unit's gradients never exist twice.
 
 While a unit computes, a pair of saved-tensor hooks looks at everything autograd wants to keep. What lies in a gathered
 buffer is replaced by (unit, version, offset, size, stride), so the buffer can be released after forward; the first
@@ -37,13 +35,22 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from zero.core.layout import Layout
 from zero.core.settings import Activations
 from zero.core.tree import replaced, tensors_in
 from zero.engine.compile import Compiler
 from zero.engine.functions import may_write_uncounted
+from zero.engine.graph import (
+    RUN_FIRST,
+    Arrive,
+    Gather,
+    beneath_transforms,
+    check_same_parameters,
+    nodes_of,
+    reaching,
+    untransformed,
+    views,
+)
 from zero.engine.module_copy import Body, Run, call_with
 from zero.engine.placeholder import ParameterPlaceholder, in_backward
 from zero.engine.plan import Plan
@@ -84,64 +91,6 @@ class Packed(NamedTuple):
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
-
-
-RUN_FIRST = 2**62
-"""Autograd runs what it can in the order of sequence numbers, largest first. Counted numbers do not come this far."""
-
-
-class Gather(torch.autograd.Function):
-    """From a unit to its parameters: its backward runs when all gradients of the call have arrived."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, gatherer: "Gatherer", unit: UnitState, flat: Tensor, counted: bool
-    ) -> tuple[Tensor, ...]:
-        """`anchor` only makes autograd record the call; the parameters are views of `flat`."""
-        ctx.set_materialize_grads(False)
-        ctx.gatherer, ctx.unit, ctx.counted = gatherer, unit, counted
-        return views(unit.spec.trainable, flat)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        ctx.gatherer.returned(ctx.unit, counted=ctx.counted)
-        return None, None, None, None, None
-
-
-class Arrive(torch.autograd.Function):
-    """The identity of one parameter: in its backward the gradient leaves autograd, as soon as it is complete."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, gatherer: "Gatherer", unit: UnitState, slot: int) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.gatherer, ctx.unit, ctx.slot, ctx.version = gatherer, unit, slot, unit.version
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if grads[0] is not None:
-            _same_parameters([(ctx.unit, ctx.version)])
-            ctx.gatherer.deliver(ctx.unit, ctx.slot, grads[0])
-        return None, None, None, None
-
-
-class Reach(torch.autograd.Function):
-    """The identity, with an edge to a unit's `Gather`: backward passes through the unit whatever it computed."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.count = len(parameters)
-        return output.clone()  # not a view: the caller may write into it
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return *grads, *[None] * ctx.count
-
-
-def views(layout: Layout, flat: Tensor, start: int = 0) -> tuple[Tensor, ...]:
-    """The layout's parameters as views of `flat`, whose element `start` is the layout's first."""
-    return tuple(layout.views(flat[start : start + layout.P]).values())
 
 
 class Gatherer:
@@ -263,7 +212,7 @@ class Gatherer:
         places = self._places_of[site.path]
         found = [(own, name, own[name]) for _, own, name, _ in places if name in own]
         try:
-            with _beneath_transforms() as transformed:
+            with beneath_transforms() as transformed:
                 for index in site.units:
                     if recomputing:  # held for the pass, but also pinned for the call: holding one may let another go
                         pinned.append(self._hold(self._units[index]))
@@ -276,16 +225,16 @@ class Gatherer:
             watched = site.path, torch.is_grad_enabled()  # code that is not found by reading is seen the first time
             doubted, is_first = site.path in self.doubted, watched not in self._looked_at
             call = partial(call_with, path=site.path, doubted=doubted, watched=is_first)
-            before = _nodes((args, kwargs))  # taken now: the call may change its inputs in place
+            before = nodes_of((args, kwargs))  # taken now: the call may change its inputs in place
             policy = self._policies[site.units[0]]
             with self._packing(), self._sending(policy):
                 outputs = self._call(policy, call, body, parameters, args, kwargs)
             self._looked_at.add(watched)
-            outputs = _reaching(outputs, parameters.values(), set(before))
+            outputs = reaching(outputs, parameters.values(), set(before))
             if torch.is_grad_enabled() and not recomputing:
                 made_with = [(unit, unit.version) for unit in (self._units[index] for index in site.units)]
-                for node in _nodes(outputs) - before:
-                    node.register_prehook(partial(_same_parameters, made_with))
+                for node in nodes_of(outputs) - before:
+                    node.register_prehook(partial(check_same_parameters, made_with))
             return self._own(outputs)
         finally:
             for own, name, parameter in found:  # whatever happened: what stays would be taken for the user's
@@ -327,7 +276,7 @@ class Gatherer:
         places = self._places[bound.unit, bound.trainable, bound.slot]
         held = (place.parameters.get(place.name) for place in places)
         given = next((one for one in held if one is not None and not isinstance(one, ParameterPlaceholder)), ours)
-        if given is not ours and isinstance(placeholder := _untransformed(given), ParameterPlaceholder):
+        if given is not ours and isinstance(placeholder := untransformed(given), ParameterPlaceholder):
             raise OutsideUnitError(
                 f"parameter {placeholder.full_name} is the model's own, which torch.func cannot differentiate by; put "
                 "tensors of your own in place with torch.func.functional_call"
@@ -389,7 +338,7 @@ class Gatherer:
         """Copy outputs that are views of a buffer: they must outlive it."""
         if self.pool is None:
             return outputs
-        borrowed = (t for t in tensors_in(outputs) if self.pool.holding(_untransformed(t)) is not None)
+        borrowed = (t for t in tensors_in(outputs) if self.pool.holding(untransformed(t)) is not None)
         return replaced(outputs, {id(t): t.clone() for t in borrowed})
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -411,7 +360,7 @@ class Gatherer:
         if not isinstance(packed, Packed):
             return packed.unchanged() if isinstance(packed, Kept) else self.activations.find(packed)
         unit = self._units[packed.unit]
-        _same_parameters([(unit, packed.version)])
+        check_same_parameters([(unit, packed.version)])
         with self._lock:
             buffer = self._hold(unit)
         offset = int(buffer.flat.storage_offset()) + packed.offset
@@ -426,7 +375,7 @@ class Gatherer:
             recomputing = in_backward()
             if with_history and not recomputing:
                 self.entering()
-            with self._lock, _beneath_transforms():
+            with self._lock, beneath_transforms():
                 if recomputing:
                     flat = self._hold(unit).flat
                 else:  # a tensor that uses it keeps the memory: see `Pool.take`
@@ -535,64 +484,6 @@ class Gatherer:
                 self._close(unit)
         for index in list(self._held):
             self._let_go(index)
-
-
-def _nodes(values: Any) -> set[Any]:
-    return {t.grad_fn for t in tensors_in(values) if t.grad_fn is not None}
-
-
-def _same_parameters(made_with: Iterable[tuple[UnitState, int]], *_: Any) -> None:
-    """Refuse a graph that was made with other parameters than there are now: (unit, version) of each."""
-    for unit, version in made_with:
-        if unit.version != version or unit.deferred is not None:
-            raise StaleStateError(
-                f"the parameters of {unit.spec.name} changed between this graph's forward and its backward; "
-                "call backward before the next step"
-            )
-
-
-def _reaching(outputs: Any, parameters: Iterable[Tensor], known: set[Any]) -> Any:
-    """`outputs`, made to depend on every `Gather` that made `parameters`.
-
-    A rank may take a branch without parameters (`if drop: return x`) while the others do not. Its backward must pass
-    here all the same, or its collectives would differ from theirs. `known` are the nodes that made the inputs.
-    """
-    wanted = {p.grad_fn: p for p in parameters if p.grad_fn is not None}
-    tensors = [t for t in tensors_in(outputs) if t.is_floating_point()]
-    if not wanted or not tensors:
-        return outputs
-    stack = [t.grad_fn for t in tensors if t.grad_fn is not None]
-    while stack and wanted:
-        node = stack.pop()
-        if node in known:
-            continue
-        known.add(node)
-        wanted.pop(node, None)
-        stack.extend(following for following, _ in node.next_functions if following is not None)
-    if not wanted:
-        return outputs
-    return replaced(outputs, {id(tensors[0]): Reach.apply(tensors[0], *wanted.values())})
-
-
-@contextmanager
-def _beneath_transforms() -> Iterator[bool]:
-    """Step outside of the `torch.func` transforms under way; yields whether there are any."""
-    functorch = torch._C._functorch
-    around = functorch.get_interpreter_stack() or ()
-    if not around:
-        yield False
-        return
-    grads = [one for one in around if one.key() == functorch.TransformType.Grad]  # each switches gradients on inside
-    enabled = torch.is_grad_enabled() and all(functorch.CGradInterpreterPtr(one).prevGradMode() for one in grads)
-    with temporarily_clear_interpreter_stack(), torch.set_grad_enabled(enabled):
-        yield True
-
-
-def _untransformed(tensor: Tensor) -> Tensor:
-    """The tensor that `torch.func` transforms have wrapped."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def bind_placeholders(copied: nn.Module, sites: Iterable[Site], gatherer: Gatherer) -> None:

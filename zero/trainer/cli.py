@@ -103,8 +103,9 @@ def _going_on_with_job(folder: Path | None) -> str:
     return "" if folder is None else f" in run {folder.name}{_going_on(read_run(folder).overrides or [], folder)}"
 
 
-def _not_begun(words: Sequence[str], begun: int) -> str:
-    """What remains of a sweep that was stopped, with its `words`, when so many of its jobs have begun."""
+def _not_begun(words: Sequence[str], folder: Path) -> str:
+    """Show the table of a sweep that was stopped; returns which of the runs that its words ask for did not begin."""
+    begun = len(_print_sweep(folder).jobs)
     if any(one.startswith("hydra/sweeper") for one in words):
         return ""  # which come next, only the sweeper knows
     left = [" ".join(one for one in run if one not in words) for run in runs_in(words, limit=MOST_JOBS)][begun:]
@@ -184,12 +185,12 @@ def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
     except launch.Interrupted as stopped:
         if folder is None or not given.multirun:
             raise
-        left = _not_begun(given.overrides, len(_print_sweep(folder).jobs))
+        left = _not_begun(given.overrides, folder)
         text = f"{launch.describe(stopped)}{_going_on_with_job(stopped.folder)}"
         return _say_stopped(f"{text}; {left}" if left else text, stopped.exit_code)
     except _SweepStopped:
         assert folder is not None
-        left = _not_begun(given.overrides, len(_print_sweep(folder).jobs))
+        left = _not_begun(given.overrides, folder)
         return _say(left, Preempted.exit_code) if left else Preempted.exit_code
     if given.multirun and folder is not None and folder.is_dir():
         codes += _report_sweep(folder, reported=bool(codes))

@@ -123,6 +123,36 @@ def test_every_line_is_met():
         assert not (line.endswith("=*") and key in keys()), f"{key} is a key of ours"
 
 
+def test_one_letter_wrong_changes_no_answer():
+    names = dict.fromkeys(line.removesuffix("=*") for line in SYNONYMS if line.endswith("=*") and len(line) > 10)
+    for name in names:
+        half = len(name) // 2
+        for wrong in (name[:half] + name[half + 1 :], name[:half] + name[half] + name[half:]):
+            word = f"{wrong}=8"
+            if not replies.is_known(word):
+                assert replies.reply([word]) is None  # only what is refused is taken for another word
+                assert replies.reply([word], misspelt=word).write == replies.reply([f"{name}=8"]).write, word
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("learning_rte=1e-3", "learning_rte=1e-3 is not a setting; type optim.lr=1e-3"),
+        ("trainer.learning_rte=1e-3", "trainer.learning_rte=1e-3 is not a setting; type optim.lr=1e-3"),
+        ("epochz=3 seed=1", "epochz=3: a run is counted in steps, not in passes over the data; type steps=1000"),
+        ("betaz=[0.9,0.95]", "betaz=[0.9,0.95] is not a setting; type optim.beta1=0.9 optim.beta2=0.95"),
+        ("learning_rte=fast", "learning_rte=fast is not a setting; with optim.lr=fast in its place: optim.lr=fast: "),
+        ("weigth_decay=0.1", "unknown key weigth_decay; did you mean optim.weight_decay?"),  # ours come first
+        ("foo=3", "unknown key foo; there are mode, resume, "),
+        ("trainer.foo=3", "unknown key trainer.foo; there are mode, resume, "),
+        ("optim.foo=3", "unknown key optim.foo; there are optim.lr, "),
+    ],
+)
+def test_a_misspelt_word_is_answered_as_the_right_one(here, words, said, capsys):
+    assert train.main(words.split()) == 2
+    assert capsys.readouterr().err.startswith(said)
+
+
 def test_what_is_left_out_says_why():
     assert all(to.why for to in SYNONYMS.values() if to.type == OUT)
 

@@ -106,10 +106,10 @@ def unknown(key: str, known: Sequence[str]) -> str:
         return f"unknown key {key}{meant(key, elsewhere, cutoff=0)}"
     if elsewhere:
         return f"unknown key {key}; there are {', '.join(siblings)}"
-    for options in ([] if section else tops, known, tops):
+    for options in () if section and siblings else ([] if section else tops, known, tops):
         if end := meant(key, options, cutoff=0.7):
             return f"unknown key {key}{end}"
-    return f"unknown key {key}; there are " + ", ".join(siblings if section else tops)
+    return f"unknown key {key}; there are " + ", ".join((siblings if section else []) or tops)
 
 
 def shown(value: object) -> str:

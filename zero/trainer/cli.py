@@ -42,6 +42,7 @@ from zero.trainer.compose import (
     runs_in,
     settings_in,
     this_job,
+    tried,
 )
 from zero.trainer.config import Config, keys, read
 from zero.trainer.explain import overview
@@ -256,19 +257,10 @@ def _refuse_synonyms(words: Sequence[str], first: str = "", *, sweep: bool = Fal
         sweep: lists are of runs.
 
     Raises:
-        SettingError: there is such a word. The answer is tried, so that it does not lead to another refusal.
+        SettingError: there is such a word.
     """
-    reply = replies.reply(words)
-    if reply is None:
-        return
-    refused = ""
-    if reply.can_be_tried:
-        longer = reply._replace(write=(*reply.write, *reply.more))
-        for tried in (reply, longer) if reply.more else (reply,):
-            refused = refusal_of([*tried.others, *tried.write], sweep=sweep)
-            if not refused:
-                raise SettingError(first + tried.sentence())
-    raise SettingError(first + reply.sentence(refused))
+    if said := tried(replies.reply(words), sweep=sweep):
+        raise SettingError(first + said)
 
 
 def _parse_runs(given: Any) -> tuple[list[tuple[Config, Sequence[str]]], Path]:

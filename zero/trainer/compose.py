@@ -40,6 +40,7 @@ from zero.trainer.checks import parse_config
 from zero.trainer.commands import COMMANDS
 from zero.trainer.config import Config, keys, keys_of, kinds, unknown_key
 from zero.trainer.explain import entries, explain, options_with
+from zero.trainer.replies import Reply, reply
 
 CONF = TOP / "conf"
 """The folder of options."""
@@ -205,6 +206,7 @@ def notes_of(composed: Any) -> Iterator[str]:
 
 _NAME = re.compile(r"\w+")
 """What may be the name of an option."""
+_GUESS = re.compile(r"; did you mean ([\w.]+)(=\w+)?\?$")
 
 
 def _explain(overrides: Sequence[str], error: Exception) -> str:
@@ -233,7 +235,10 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
             if group := suggest.meant(key, having):  # the value tells more than the letters
                 said = f"unknown key {key}{group.removesuffix('?')}={value}?"
                 return _with_guess_tried(said, text, overrides)
-            return _with_guess_tried(unknown_key(key), text, overrides)
+            said = unknown_key(key)
+            if not _GUESS.search(said) and (theirs := tried(reply(overrides, misspelt=text))):
+                return theirs
+            return _with_guess_tried(said, text, overrides)
     found = re.match(r"Could not override '([^']+)'", str(error))
     if found and found[1] in keys():
         return _of_another_option(found[1], overrides)
@@ -242,7 +247,7 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
 
 def _with_guess_tried(said: str, word: str, overrides: Sequence[str]) -> str:
     """What is said of an unknown key; if the key that it guesses would be refused with the value, then why."""
-    guess, (_, equals, value) = re.search(r"; did you mean ([\w.]+)(=\w+)?\?$", said), word.partition("=")
+    guess, (_, equals, value) = _GUESS.search(said), word.partition("=")
     if guess is None or not equals:
         return said
     write = guess[1] + (guess[2] or f"={value}")
@@ -274,6 +279,20 @@ def _of_another_option(key: str, overrides: Sequence[str]) -> str:
     refused = refusal_of([*others, *write])
     typed = " ".join(map(suggest.typed, write))
     return f"{said}; with {typed} in its place: {refused}" if refused else f"{said}; type {typed}"
+
+
+def tried(found: Reply | None, *, sweep: bool = True) -> str:
+    """A reply as one line; "" where there is none. It is tried, so that it does not lead to another refusal."""
+    if found is None:
+        return ""
+    refused = ""
+    if found.can_be_tried:
+        longer = found._replace(write=(*found.write, *found.more))
+        for one in (found, longer) if found.more else (found,):
+            refused = refusal_of([*one.others, *one.write], sweep=sweep)
+            if not refused:
+                return one.sentence()
+    return found.sentence(refused)
 
 
 def refusal_of(words: Sequence[str], *, sweep: bool = True) -> str:

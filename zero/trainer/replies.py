@@ -1,5 +1,6 @@
 """The reply to a command line with other programs' words: what to type in place of all of them, on one line."""
 
+import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -61,8 +62,12 @@ class _Found(NamedTuple):
     more: tuple[str, ...] = ()
 
 
-def reply(words: Sequence[str]) -> Reply | None:
-    """The answer to all words of a command line that are synonyms; None where there is none."""
+def reply(words: Sequence[str], misspelt: str = "") -> Reply | None:
+    """The answer to all words of a command line that are synonyms; None where there is none.
+
+    Args:
+        misspelt: the one that is neither a synonym nor ours, and is taken for the synonym that looks most like it.
+    """
     answers: list[tuple[str, tuple[str, ...]]] = []
     said: list[str] = []
     more: list[tuple[str, tuple[str, ...]]] = []
@@ -70,6 +75,9 @@ def reply(words: Sequence[str]) -> Reply | None:
     steps = _steps(words)
     for word, typed in _joined(words):
         found = _found(word, steps)
+        if found is None and word == misspelt:
+            word = _likely(word)
+            found = _found(word, steps)
         if found is None and word != typed:
             found = _Found((word,), "a setting is written key=value")
         if found is None and "mode=explain" in words and (word in keys() or word in _sections()):
@@ -151,6 +159,16 @@ def _line(key: str, value: str | None) -> tuple[str, To] | None:
     if found is None or top not in _sections() or all(one.startswith(f"{top}.") for one in found[1].type.split()):
         return found
     return None
+
+
+def _likely(word: str) -> str:
+    """The same with the table's name that looks most like its own, or like the last part of it, if one does."""
+    key, value = _key_and_value(word)
+    names = dict.fromkeys(pattern.partition("=")[0] for pattern in SYNONYMS)
+    for own in (key, key.rpartition(".")[2]):
+        if close := difflib.get_close_matches(own, names, n=1, cutoff=0.8):
+            return f"{close[0]}={value}"
+    return word
 
 
 def _sections() -> set[str]:

@@ -23,6 +23,7 @@ import yaml
 import train
 import zero
 from tests.common import wandb_file
+from tests.common.wandb_sweeps import Sweeps, serving
 from tests.conftest import LONG_S
 from zero.errors import ConfigError, NonFiniteGradientError, Preempted
 from zero.tracker import ROW, Lines, Tracker, open_tracker
@@ -499,14 +500,35 @@ def test_every_command_of_the_sweep_file_is_accepted():
     assert sweep["metric"]["name"] in ROW
 
 
-def test_a_run_of_an_agent_is_the_run_that_its_sweep_knows(here, monkeypatch):
-    monkeypatch.setenv("WANDB_RUN_ID", "ofsweep1")
-    words = words_of_the_agent({"optim.lr": 0.01, "offload": "none", "steps": 2})
-    assert train.main([*words, "debug=tiny", "tracker.mode=offline", "val.every=1", "launch.threads=1"]) == 0
-    (folder,) = here.glob("runs/*/*")
-    written = wandb_file.read(folder)
-    assert written.run.run_id == "ofsweep1"
-    assert [one["val/loss"] > 0 for one in written.rows if "step" in one] == [True, True]
+def test_the_commands_of_wandb_run_the_sweep(here):
+    """`wandb sweep` and `wandb agent` themselves, with a server of this machine that chooses the values."""
+    (here / "train.py").symlink_to(SWEEP.parents[2] / "train.py")
+    tiny = {"steps": 2, "debug": "tiny", "launch.threads": 1, "tracker.mode": "offline", "offload": "none"}
+    chosen = [tiny | {"optim.lr": lr, "optim.weight_decay": decay} for lr, decay in ((0.001, 0.0), (0.01, 0.1))]
+    server = Sweeps(chosen)
+    with serving(server.answer) as address:
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        env = os.environ | {"WANDB_BASE_URL": address, "WANDB_API_KEY": "k" * 40, "PATH": path}
+
+        def wandb(*words):
+            given = [sys.executable, "-m", "wandb", *words]
+            ended = subprocess.run(given, env=env, capture_output=True, text=True, timeout=LONG_S, check=False)
+            assert ended.returncode == 0, ended.stdout + ended.stderr
+            return ended.stdout + ended.stderr
+
+        said = wandb("sweep", str(SWEEP))
+        assert yaml.safe_load(server.config) == yaml.safe_load(SWEEP.read_text())
+        agent = re.search(r"wandb (agent us/functional-zero/sweep1)\n", said)
+        wandb(*agent[1].split())
+    folders = sorted(here.glob("runs/*/*"))
+    assert [wandb_file.read(folder).run.run_id for folder in folders] == ["run0", "run1"]
+    for folder, values in zip(folders, chosen, strict=True):
+        config = yaml.safe_load((folder / ".hydra" / "config.yaml").read_text())
+        assert (config["optim"]["lr"], config["optim"]["weight_decay"]) == (
+            values["optim.lr"],
+            values["optim.weight_decay"],
+        )
+        assert any(row.get("val/loss", 0) > 0 for row in wandb_file.read(folder).rows)
 
 
 # Who is asked

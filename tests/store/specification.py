@@ -40,6 +40,8 @@ class Loaded(NamedTuple):
     """The operation it is loaded for; None: read ahead."""
     stale: bool = False
     """Somebody is to write one of its pages while it is being read ahead: drop it when the read ends."""
+    readers: frozenset[int] = frozenset()
+    """Once it is written: reads that had waited for that alone, and copy from the slot."""
 
 
 class Operation(NamedTuple):
@@ -168,7 +170,9 @@ def _finished(state: State, action: Action) -> tuple[State, tuple[Action, ...]]:
             state = _hold(state, group, state.loaded[group]._replace(phase=Phase.WRITING))
             return state._replace(running=state.running | {write}), (write,)
         case Write(number, group, slot):
-            held = state.loaded[group]._replace(phase=Phase.LEAVING)
+            copies = {one: _copy(state, _transfer_event(state, one)) for one in state.queued}
+            readers = frozenset(one for one, copy in copies.items() if copy is not None and copy.group == group)
+            held = state.loaded[group]._replace(phase=Phase.LEAVING, readers=readers)
             return _end(_left(_hold(state, group, held), group), number), ()
         case Copy(number, _, group):
             return _end(_left(state, group), number), ()
@@ -176,10 +180,11 @@ def _finished(state: State, action: Action) -> tuple[State, tuple[Action, ...]]:
 
 
 def _left(state: State, group: Group) -> State:
-    """Free the slot of a group that is written, unless somebody still copies from it."""
+    """Free the slot of a group that is written, unless somebody still copies from it, or is to."""
     held = state.loaded[group]
     copied = any(isinstance(action, Copy) and action.slot == held.slot for action in state.running)
-    return state if copied or held.phase is not Phase.LEAVING else _release(state, {group})
+    wanted = not held.readers.isdisjoint(state.queued)
+    return state if copied or wanted or held.phase is not Phase.LEAVING else _release(state, {group})
 
 
 def _arrived(state: State, group: Group) -> State:
@@ -209,9 +214,8 @@ def _start(state: State, actions: tuple[Action, ...]) -> tuple[State, tuple[Acti
 
 def _next_move(state: State) -> tuple[State, Action] | None:
     for number in state.queued:
-        event = state.operations[number].event
-        assert isinstance(event, Transfer)
-        action = _plain(event) if _can_start(state, number) else _copy(state, event)
+        event = _transfer_event(state, number)
+        action = _copy(state, event) or (_plain(event) if _can_start(state, number) else None)
         if action is not None:
             return state._replace(queued=_without(state.queued, number)), action
     return None
@@ -285,7 +289,10 @@ def _plain(event: Transfer) -> Move:
 
 
 def _copy(state: State, event: Transfer) -> Copy | None:
-    """The read as a copy from a slot, if all that it waits for is that its page is written from there."""
+    """The read as a copy from a slot, if all that it waits for, or did, is that its page is written from there."""
+    left = next((group for group, held in state.loaded.items() if event.number in held.readers), None)
+    if left is not None:
+        return Copy(event.number, event.page, left, state.loaded[left].slot)
     before = [
         state.operations[number].event for number in state.operations[event.number].after if number in state.operations
     ]
@@ -326,6 +333,12 @@ def _end(state: State, number: int) -> State:
 def _read_ahead_of(state: State) -> set[Group]:
     """The groups that are READY and that no operation needs yet."""
     return {group for group, held in state.loaded.items() if held.number is None and held.phase is Phase.READY}
+
+
+def _transfer_event(state: State, number: int) -> Transfer:
+    event = state.operations[number].event
+    assert isinstance(event, Transfer)
+    return event
 
 
 def _modify_event(state: State, number: int) -> Modify:

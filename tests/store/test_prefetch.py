@@ -196,6 +196,23 @@ class TestNvme(Opened):
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_is_asked_for_before_it_is_updated_is_never_read_back(threads, slots):
+    """A gather's reads are copies from the slot, though every worker has something else to do when the write ends."""
+    inner = HeldStore("read")
+    with prefetch(inner, slots=slots, threads=threads) as store:
+        groups = groups_of(store, 6)
+        for group in groups:
+            store.modify(group, count_up, (group.number,))
+        asked = [(page, torch.empty(64, dtype=torch.bfloat16)) for group in groups for page in group.out]
+        tickets = [store.read(page, into) for page, into in asked]
+        inner.let_all_go()
+        for ticket in tickets:
+            ticket.wait()
+        assert store.traffic.read_bytes == len(groups) * 3 * 64 * 4  # master, mu and gradient
+
+
 @pytest.mark.parametrize("read_ahead", [0, 1, 4])
 @pytest.mark.parametrize("slots", [1, 2, 6])
 @pytest.mark.parametrize("threads", [1, 3])

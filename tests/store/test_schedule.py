@@ -146,6 +146,8 @@ class Node(NamedTuple):
     """By page: the operations that have written it."""
     memory: dict[int, Lies]
     """By slot."""
+    owed: dict[int, int]
+    """By read: the slot that it copies from, as its page is written and was there when it asked."""
     under_way: frozenset[Any]
     here: frozenset[int]
     """Transfers that the asking thread carries out."""
@@ -157,7 +159,7 @@ class Node(NamedTuple):
     def first(cls, scenario: Scenario) -> "Node":
         state = schedule.start(slots=scenario.slots, workers=scenario.workers, read_ahead=scenario.read_ahead)
         none: frozenset[Any] = frozenset()
-        return cls(state, scenario.events, 0, {}, {}, {}, {}, none, none, none, ())
+        return cls(state, scenario.events, 0, {}, {}, {}, {}, {}, none, none, none, ())
 
     @property
     def key(self) -> Any:
@@ -177,6 +179,7 @@ class Node(NamedTuple):
             tuple(self.open.items()),
             frozenset(self.disk.items()),
             frozenset(self.memory.items()),
+            frozenset(self.owed.items()),
         )
 
     def seen_by(self, number: int, pages: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
@@ -195,6 +198,13 @@ class Node(NamedTuple):
     def ended(self, number: int) -> "Node":
         return self._replace(open={other: event for other, event in self.open.items() if other != number})
 
+    def vacated(self, slot: int) -> "Node":
+        """What a slot held goes once it is written and nobody is to copy it."""
+        writes = any(isinstance(action, Write) and action.slot == slot for action in self.under_way)
+        if writes or slot in self.owed.values():
+            return self
+        return self._replace(memory={other: lies for other, lies in self.memory.items() if other != slot})
+
     def is_clear(self, number: int) -> bool:
         """No earlier operation that is open, and no action under way, conflicts."""
         mine = touched_by(self.open[number])
@@ -208,6 +218,12 @@ class Node(NamedTuple):
         earlier = [o for o, event in self.open.items() if o < number and mine.conflicts(touched_by(event))]
         writing = [action.number for action in self.under_way if isinstance(action, Write)]
         return earlier[0] if len(earlier) == 1 and earlier[0] in writing and not mine.writes else None
+
+    def owing(self, write: Write) -> dict[int, int]:
+        """The reads that wait for nothing but this write, which is about to end."""
+        reads = [number for number, event in self.open.items() if isinstance(event, Transfer)]
+        reads = [number for number in reads if not self.has_started(number)]
+        return {number: write.slot for number in reads if self.writer_before(number) == write.number}
 
     def has_started(self, number: int) -> bool:
         return number in self.worked or any(
@@ -309,18 +325,23 @@ def begun(node: Node, action: Any, event: Any) -> Node:
             check(node.open[number][:3] == (number, page, writes), "what was submitted")
             check(not node.has_started(number), "a transfer runs once")
             check(node.is_clear(number), "a transfer waits for its turn")
+            check(number not in node.owed, "what was in memory when it was asked for is not read from the disk")
             check(writes or node.holds((page,)) == node.seen_by(number, (page,)), "a transfer reads what was written")
             here = here | {number} if isinstance(event, Transfer) and event.here and event.number == number else here
         case Copy(number, page, group, slot):
             check(node.open[number][:3] == (number, page, False), "what was submitted")
             check(not node.has_started(number), "a transfer runs once")
-            writer = node.writer_before(number)
-            check(writer is not None, "a copy waits for its turn")
-            check(memory[slot] == (group, memory[slot].held, writer), "a copy finds its page where it is written from")
             check(page in group.pages + group.out, "a copy finds its page")
-            check(
-                (*node.holds((page,))[0], writer) == node.seen_by(number, (page,))[0], "a copy reads what was written"
-            )
+            if number in node.owed:
+                writer = memory[slot].worked
+                check(slot == node.owed[number] and node.is_clear(number), "a copy finds its page where it was written")
+                held = node.holds((page,))[0]
+            else:
+                writer = node.writer_before(number)
+                check(writer is not None, "a copy waits for its turn")
+                held = (*node.holds((page,))[0], writer)
+            check(memory[slot] == (group, memory[slot].held, writer), "a copy finds its page where it is written from")
+            check(held == node.seen_by(number, (page,))[0], "a copy reads what was written")
     return node._replace(memory=memory, here=here, under_way=node.under_way | {action})
 
 
@@ -335,12 +356,16 @@ def ended(node: Node, action: Any) -> Node:
             memory = node.memory | {slot: node.memory[slot]._replace(worked=number)}
             return node._replace(worked=node.worked | {number}, memory=memory)
         case Write(number, group, slot):
-            memory = {other: lies for other, lies in node.memory.items() if other != slot}
-            return node._replace(memory=memory).written(number, group.pages + group.out)
+            owed = node._replace(under_way=node.under_way | {action}).owing(action)
+            after = node._replace(owed=node.owed | owed).written(number, group.pages + group.out)
+            return after.vacated(slot)
         case Move(number, page, True):
             return node.written(number, (page,))
-        case Move(number) | Copy(number):
+        case Move(number):
             return node.ended(number)
+        case Copy(number, _, _, slot):
+            owed = {other: place for other, place in node.owed.items() if other != number}
+            return node._replace(owed=owed).ended(number).vacated(slot)
     return node
 
 
@@ -356,7 +381,7 @@ def startable(node: Node) -> list[tuple[Any, ...]]:
     ahead = [group for group, held in state.loaded.items() if held.number is None]
     idle = [group for group in ahead if state.loaded[group].phase is Phase.READY]
     for number, event in node.open.items():
-        copies = isinstance(event, Transfer) and node.writer_before(number)
+        copies = isinstance(event, Transfer) and (node.writer_before(number) or number in node.owed)
         if node.has_started(number) or not (node.is_clear(number) or copies):
             continue
         if isinstance(event, Transfer):
@@ -486,7 +511,7 @@ MUTANTS = {
             "state = _hold(state, group, state.loaded[group]._replace(phase=Phase.WRITING))",
             "state = _release(state, {group})",
         ),
-        ("held = state.loaded[group]._replace(phase=Phase.LEAVING)", "pass"),
+        ("held = state.loaded[group]._replace(phase=Phase.LEAVING, readers=readers)", "pass"),
         ("return _end(_left(_hold(state, group, held), group), number), ()", "return _end(state, number), ()"),
     ],
     "an operation ends before its write": [
@@ -521,12 +546,17 @@ MUTANTS = {
     "reads before work": [("_next_work(state) or _next_read(state)", "_next_read(state) or _next_work(state)")],
     "read-ahead before reads": [("_next_read(state) or _next_ahead(state)", "_next_ahead(state) or _next_read(state)")],
     "a transfer stays queued": [("state._replace(queued=_without(state.queued, number)), action", "state, action")],
-    "a slot is free while somebody copies from it": [("return state if copied or held", "return state if held")],
+    "a slot is free while somebody copies from it": [("return state if copied or wanted", "return state if wanted")],
+    "a slot is free while somebody is to copy from it": [
+        ("return state if copied or wanted", "return state if copied")
+    ],
+    "what is written is read from the disk": [("(phase=Phase.LEAVING, readers=readers)", "(phase=Phase.LEAVING)")],
+    "a read is of a slot that others are written from": [(" and copy.group == group", "")],
     "a slot that was copied from is never free": [("_end(_left(state, group), number), ()", "_end(state, number), ()")],
     "a copy before the work": [("if held is None or held.phase is not Phase.WRITING:", "if held is None:")],
     "a write as a copy": [("if event.writes or len(before)", "if len(before)")],
     "a copy overtakes": [("len(before) != 1", "not before")],
-    "no copies": [("else _copy(state, event)", "else None")],
+    "no copies": [("action = _copy(state, event) or (", "action = (")],
     "work stays ready": [("state = state._replace(ready=_without(state.ready, _turn(state, number)))", "")],
     "what is needed last is read ahead first": [
         ("for group in state.expected if", "for group in reversed(state.expected) if")

@@ -40,23 +40,30 @@ class _Operation:
         turn: of those that could start, the smallest goes first.
         after: numbers of earlier operations that must end before this one starts.
         before: later ones that have it in their `after`.
+        source: the group from whose slot a read is copied, though the write that it waited for has ended.
     """
 
-    __slots__ = ("after", "before", "event", "turn")
+    __slots__ = ("after", "before", "event", "source", "turn")
 
     def __init__(self, event: Modify | Transfer, turn: tuple[Turn, int]) -> None:
         self.event, self.turn = event, turn
         self.after: set[int] | frozenset[int] = _NONE
         self.before: tuple[int, ...] = ()
+        self.source: Group | None = None
 
 
 class _Held:
-    """A group in a slot; `number` is that of the operation it is loaded for, None where it was read ahead."""
+    """A group in a slot.
 
-    __slots__ = ("number", "phase", "slot", "stale")
+    Attributes:
+        number: of the operation it is loaded for, None where it was read ahead.
+        readers: how many reads copy from the slot, or are to once a worker is free.
+    """
+
+    __slots__ = ("number", "phase", "readers", "slot", "stale")
 
     def __init__(self, slot: int, number: int | None) -> None:
-        self.slot, self.number = slot, number
+        self.slot, self.number, self.readers = slot, number, 0
         self.phase, self.stale = Phase.READING, False
 
 
@@ -215,6 +222,7 @@ class Schedule:
                 self._leave(group)
                 self._end(number)
             case Copy(number, _, group):
+                self._loaded[group].readers -= 1
                 self._leave(group)
                 self._end(number)
             case _:
@@ -230,10 +238,9 @@ class Schedule:
             self._wait_in(self._ready, held.number)
 
     def _leave(self, group: Group) -> None:
-        """Free the slot of a group that is written, unless somebody still copies from it."""
+        """Free the slot of a group that is written, unless somebody still copies from it, or is to."""
         held = self._loaded[group]
-        copied = any(isinstance(action, Copy) and action.slot == held.slot for action in self.running)
-        if not copied and held.phase is Phase.LEAVING:
+        if not held.readers and held.phase is Phase.LEAVING:
             self._release(group)
 
     def _end(self, number: int) -> None:
@@ -260,12 +267,11 @@ class Schedule:
     # -- what to start when a worker is free, the most urgent first ----------------------------------------------------
 
     def _move(self, number: int) -> Action | None:
-        event = self._operations[number].event
+        event, source = self._operations[number].event, self._operations[number].source
         assert isinstance(event, Transfer)
-        if self._can_start(number):
-            return Move(number, event.page, event.writes)
-        written = self._written_by(number)
-        return None if written is None else Copy(number, event.page, written, self._loaded[written].slot)
+        if source is not None:
+            return Copy(number, event.page, source, self._loaded[source].slot)
+        return Move(number, event.page, event.writes) if self._can_start(number) else None
 
     def _work(self, number: int) -> Action | None:
         if not self._can_start(number):
@@ -329,9 +335,13 @@ class Schedule:
             self._may_copy(number)
 
     def _may_copy(self, number: int) -> None:
-        """Put a read in line that waits for nothing but a page on its way out of its slot."""
-        if number in self._queued.members and self._written_by(number) is not None:
-            self._queued.push(self._operations[number].turn, number)
+        """Put a read in line that waits for nothing but a page on its way out of its slot, which then stays for it."""
+        operation = self._operations[number]
+        if number in self._queued.members and operation.source is None:
+            operation.source = self._written_by(number)
+            if operation.source is not None:
+                self._loaded[operation.source].readers += 1
+                self._queued.push(operation.turn, number)
 
     def _written_by(self, number: int) -> Group | None:
         """The group from whose slot a read can be copied, as all that it waits for is that the page is written."""

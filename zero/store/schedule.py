@@ -9,8 +9,9 @@ so its slot can be taken back for free. Beside groups there are **transfers**: s
 
 A modification or a transfer is an **operation** from its submission to its end. Operations that touch one page with at
 least one write keep the order of submission. A page that a group is writing back is still in its slot, so a read that
-comes next is a copy from there, and the slot stays until it ends. Read-ahead is no operation: it never starts on a page
-that an operation writes, and a write that is submitted makes what was read ahead of it stale.
+waits for that is a copy from there, and the slot stays until it ends, though the write may end first. Read-ahead is no
+operation: it never starts on a page that an operation writes, and a write that is submitted makes what was read ahead
+of it stale.
 
 Nothing here waits, reads a clock or knows a thread. `tests/store/specification.py` says what is right as one pure
 function, (state, event) -> (state, actions), of which `tests/store/test_schedule.py` searches every order of events.
@@ -54,7 +55,7 @@ class Phase(Enum):
     WORKING = "working"
     WRITING = "writing"
     LEAVING = "leaving"
-    """Written; somebody still copies from the slot."""
+    """Written; somebody still copies from the slot, or is to."""
 
 
 # -- what happens, and what is to be done ------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ class Move(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Carry out a read from the slot that the page is being written from."""
+    """Carry out a read from the slot that the page is written from, or was."""
 
     number: int
     page: Page

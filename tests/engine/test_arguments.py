@@ -139,6 +139,12 @@ CALLS = [
     # an optimizer whose steps would change nothing
     (lambda run: torch.optim.SGD(run.state.model.parameters(), lr=1.0), "write state, metrics = step(state, [batch])"),
     (lambda run: torch.optim.AdamW(list(run.state.model.named_parameters())), "a torch optimizer was given 0.weight"),
+    # clipping that would clip nothing
+    (
+        lambda run: nn.utils.clip_grad_norm_(run.state.model.parameters(), 1.0),
+        "that of 0.weight is in shards: nothing would be; write optimizer=zero.adamw(lr, clip=1.0) in the plan",
+    ),
+    (lambda run: nn.utils.clip_grad_value_(run.state.model.parameters(), 1.0), "write optimizer=zero.adamw(lr, clip="),
     # a function of other arguments
     (lambda run: zero.make_step(run.plan, lambda batch: batch), f"<lambda> takes (batch); {LOSS_FN}"),
     (lambda run: zero.make_step(run.plan, lambda model, x, y: x), f"<lambda> takes (model, x, y); {LOSS_FN}"),

@@ -188,7 +188,12 @@ class ParameterPlaceholder(nn.Parameter):
             home = args[0].home
             return home if request == "device" else home.type == request.removeprefix("is_")
         if request == "grad" and is_attribute:
-            return args[0]._local_grad(*args[1:] if func.__name__ == "__set__" else ())
+            if func.__name__ == "__set__":
+                return args[0]._local_grad(*args[1:])
+            grad = args[0]._local_grad()
+            if grad is None and args[0].source is None:
+                _refuse_clipping(args[0], sys._getframe(1).f_globals["__name__"])
+            return grad
         if request == "stride" or request == "is_contiguous":  # those of the gathered one
             args = (torch.empty(args[0].shape, device="meta"), *args[1:])
         _refuse_gradient(func, request, args, kwargs)
@@ -327,6 +332,15 @@ def _refuse_optimizer(placeholder: ParameterPlaceholder, asking: str) -> None:
             f"a torch optimizer was given {placeholder.full_name}, whose gradients go into shards: it would change "
             "nothing; write state, metrics = step(state, [batch]) with step = zero.make_step(plan, loss_fn), or pass "
             "the optimizer to zero.initialize"
+        )
+
+
+def _refuse_clipping(placeholder: ParameterPlaceholder, asking: str) -> None:
+    """Likewise torch's clipping of a state's gradients: it passes over parameters without one."""
+    if asking == "torch.nn.utils.clip_grad":
+        raise ConfigError(
+            f"gradients were to be clipped, and that of {placeholder.full_name} is in shards: nothing would be; write "
+            "optimizer=zero.adamw(lr, clip=1.0) in the plan, which clips by the norm over all ranks"
         )
 
 

@@ -142,9 +142,9 @@ CALLS = [
     # clipping that would clip nothing
     (
         lambda run: nn.utils.clip_grad_norm_(run.state.model.parameters(), 1.0),
-        "that of 0.weight is in shards: nothing would be; write optimizer=zero.adamw(lr, clip=1.0) in the plan",
+        "that of 0.weight is in shards: nothing would be; each step clips by the norm over all ranks with optimizer=",
     ),
-    (lambda run: nn.utils.clip_grad_value_(run.state.model.parameters(), 1.0), "write optimizer=zero.adamw(lr, clip="),
+    (lambda run: nn.utils.clip_grad_value_(run.state.model.parameters(), 1.0), "in the plan; by value it cannot"),
     # a function of other arguments
     (lambda run: zero.make_step(run.plan, lambda batch: batch), f"<lambda> takes (batch); {LOSS_FN}"),
     (lambda run: zero.make_step(run.plan, lambda model, x, y: x), f"<lambda> takes (model, x, y); {LOSS_FN}"),
@@ -155,6 +155,17 @@ CALLS = [
     ),
     (lambda run: zero.make_forward(run.plan, None), "fn is None; give a function of the model"),
 ]
+
+
+def test_the_gradients_of_others_are_clipped_beside_a_state_that_rests(run):
+    """And whatever else reads `grad` finds none."""
+    run.state.model.requires_grad_(False)
+    other = nn.Parameter(torch.ones(4))
+    other.grad = torch.ones(4)
+    nn.utils.clip_grad_norm_([*run.state.model.parameters(), other], 1.0)
+    assert other.grad.norm() < 1
+    run.state.model.requires_grad_(True)
+    assert eval("one.grad", {"one": next(run.state.model.parameters())}) is None
 
 
 @pytest.mark.parametrize(("call", "said"), CALLS, ids=lambda value: value[:40] if type(value) is str else "")

@@ -40,8 +40,8 @@ class Loaded(NamedTuple):
     """The operation it is loaded for; None: read ahead."""
     stale: bool = False
     """Somebody is to write one of its pages while it is being read ahead: drop it when the read ends."""
-    readers: frozenset[int] = frozenset()
-    """Once it is written: reads that had waited for that alone, and copy from the slot."""
+    waiting: frozenset[int] = frozenset()
+    """Once it is written: reads that had waited for that alone, and are to copy from the slot."""
 
 
 class Operation(NamedTuple):
@@ -171,8 +171,8 @@ def _finished(state: State, action: Action) -> tuple[State, tuple[Action, ...]]:
             return state._replace(running=state.running | {write}), (write,)
         case Write(number, group, slot):
             copies = {one: _copy(state, _transfer_event(state, one)) for one in state.queued}
-            readers = frozenset(one for one, copy in copies.items() if copy is not None and copy.group == group)
-            held = state.loaded[group]._replace(phase=Phase.LEAVING, readers=readers)
+            waiting = frozenset(one for one, copy in copies.items() if copy is not None and copy.group == group)
+            held = state.loaded[group]._replace(phase=Phase.LEAVING, waiting=waiting)
             return _end(_left(_hold(state, group, held), group), number), ()
         case Copy(number, _, group):
             return _end(_left(state, group), number), ()
@@ -183,7 +183,7 @@ def _left(state: State, group: Group) -> State:
     """Free the slot of a group that is written, unless somebody still copies from it, or is to."""
     held = state.loaded[group]
     copied = any(isinstance(action, Copy) and action.slot == held.slot for action in state.running)
-    wanted = not held.readers.isdisjoint(state.queued)
+    wanted = not held.waiting.isdisjoint(state.queued)
     return state if copied or wanted or held.phase is not Phase.LEAVING else _release(state, {group})
 
 
@@ -290,7 +290,7 @@ def _plain(event: Transfer) -> Move:
 
 def _copy(state: State, event: Transfer) -> Copy | None:
     """The read as a copy from a slot, if all that it waits for, or did, is that its page is written from there."""
-    left = next((group for group, held in state.loaded.items() if event.number in held.readers), None)
+    left = next((group for group, held in state.loaded.items() if event.number in held.waiting), None)
     if left is not None:
         return Copy(event.number, event.page, left, state.loaded[left].slot)
     before = [

@@ -511,7 +511,7 @@ MUTANTS = {
             "state = _hold(state, group, state.loaded[group]._replace(phase=Phase.WRITING))",
             "state = _release(state, {group})",
         ),
-        ("held = state.loaded[group]._replace(phase=Phase.LEAVING, readers=readers)", "pass"),
+        ("held = state.loaded[group]._replace(phase=Phase.LEAVING, waiting=waiting)", "pass"),
         ("return _end(_left(_hold(state, group, held), group), number), ()", "return _end(state, number), ()"),
     ],
     "an operation ends before its write": [
@@ -550,7 +550,7 @@ MUTANTS = {
     "a slot is free while somebody is to copy from it": [
         ("return state if copied or wanted", "return state if copied")
     ],
-    "what is written is read from the disk": [("(phase=Phase.LEAVING, readers=readers)", "(phase=Phase.LEAVING)")],
+    "what is written is read from the disk": [("(phase=Phase.LEAVING, waiting=waiting)", "(phase=Phase.LEAVING)")],
     "a read is of a slot that others are written from": [(" and copy.group == group", "")],
     "a slot that was copied from is never free": [("_end(_left(state, group), number), ()", "_end(state, number), ()")],
     "a copy before the work": [("if held is None or held.phase is not Phase.WRITING:", "if held is None:")],

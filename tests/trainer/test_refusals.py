@@ -52,7 +52,7 @@ HYDRA = [
     (["ofload=nvme"], "unknown key ofload; did you mean offload=nvme?"),
     (["modle=gpt_7b"], "unknown key modle; did you mean model=gpt_7b?"),
     (["modle=eval"], "unknown key modle; with mode=eval in its place: mode=eval needs a checkpoint"),
-    (["checkpoint.path=/nope"], "checkpoint.path=/nope is not a setting; type checkpoint.dir=/nope"),
+    (["checkpoint.path=/nope"], "unknown key checkpoint.path; there are checkpoint.dir, checkpoint.every, "),
     (["tracker.report=false"], "unknown key tracker.report: every run leaves its report.html"),
     (["ofload.path=/nope"], "unknown key ofload.path; with offload.path=/nope in its place: offload.path=/nope does"),
     (["zero.lr=1"], "unknown key zero.lr; did you mean optim.lr?"),

@@ -124,8 +124,8 @@ def test_every_line_is_met():
 
 
 def test_one_letter_wrong_changes_no_answer():
-    names = dict.fromkeys(line.removesuffix("=*") for line in SYNONYMS if line.endswith("=*") and len(line) > 10)
-    for name in names:
+    names = dict.fromkeys(line.removesuffix("=*") for line in SYNONYMS if line.endswith("=*"))
+    for name in [name for name in names if len(name) > 8 and "." not in name]:
         half = len(name) // 2
         for wrong in (name[:half] + name[half + 1 :], name[:half] + name[half] + name[half:]):
             word = f"{wrong}=8"
@@ -137,20 +137,45 @@ def test_one_letter_wrong_changes_no_answer():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("learning_rte=1e-3", "learning_rte=1e-3 is not a setting; type optim.lr=1e-3"),
-        ("trainer.learning_rte=1e-3", "trainer.learning_rte=1e-3 is not a setting; type optim.lr=1e-3"),
-        ("epochz=3 seed=1", "epochz=3: a run is counted in steps, not in passes over the data; type steps=1000"),
-        ("betaz=[0.9,0.95]", "betaz=[0.9,0.95] is not a setting; type optim.beta1=0.9 optim.beta2=0.95"),
-        ("learning_rte=fast", "learning_rte=fast is not a setting; with optim.lr=fast in its place: optim.lr=fast: "),
+        ("learning_rte=1e-3", "learning_rte is not a setting; type optim.lr=1e-3"),
+        ("trainer.learning_rte=1e-3", "trainer.learning_rte is not a setting; type optim.lr=1e-3"),
+        ("epochz=3 seed=1", "epochz: a run is counted in steps, not in passes over the data; type steps=1000"),
+        ("learning_rte=fast", "learning_rte is not a setting; with optim.lr=fast in its place: optim.lr=fast: "),
+        ("wandb_api_kee=s3cret", "wandb_api_kee: a key is no setting, "),
         ("weigth_decay=0.1", "unknown key weigth_decay; did you mean optim.weight_decay?"),  # ours come first
-        ("foo=3", "unknown key foo; there are mode, resume, "),
-        ("trainer.foo=3", "unknown key trainer.foo; there are mode, resume, "),
-        ("optim.foo=3", "unknown key optim.foo; there are optim.lr, "),
+        ("+learning_rte=1e-3", "unknown key learning_rte; there are mode, resume, "),
+        ("learning_rte=", "unknown key learning_rte; there are mode, resume, "),
     ],
 )
 def test_a_misspelt_word_is_answered_as_the_right_one(here, words, said, capsys):
     assert train.main(words.split()) == 2
     assert capsys.readouterr().err.startswith(said)
+
+
+NONE = (
+    "foo=3 trainer.foo=3 optim.foo=3 schedule.step_size=10 val.depth=3 val.epochs=1 checkpoint.best=true tracker.rank=3"
+)
+NONE += " checkpoint.name=foo tracker.interval=10 interval=10 delay=3 stable_steps=100 mem_limit=8 data.train=/x"
+NONE += " val.cpu=true sample.n=20 checkpoint.path=/nope"
+
+
+@pytest.mark.parametrize("word", NONE.split())
+def test_a_word_that_looks_like_none_is_answered_with_those_that_there_are(here, word, capsys):
+    """With the keys of its section, if that is ours, or with sections."""
+    section, _, _ = word.partition("=")[0].rpartition(".")
+    assert train.main([word]) == 2
+    said = capsys.readouterr().err
+    there = f"{section}." if any(key.startswith(f"{section}.") for key in keys()) else "mode, resume, "
+    assert said.startswith(f"unknown key {word.partition('=')[0]}; ")
+    assert said.partition("; ")[2].startswith((f"there are {there}", f"did you mean {there}", "see mode=explain"))
+
+
+def test_a_group_of_ones_own_is_not_blamed_for_another_word(here, capsys):
+    (here / "own" / "mine").mkdir(parents=True)
+    (here / "own" / "mine" / "a.yaml").write_text("# @package _global_\nsteps: 3\n")
+    words = [f"hydra.searchpath=[file://{here / 'own'}]", "+mine=a", "optim.lrr=1"]
+    assert train.main(words) == 2
+    assert capsys.readouterr().err == "unknown key optim.lrr; did you mean optim.lr?\n"
 
 
 def test_what_is_left_out_says_why():

@@ -191,8 +191,8 @@ class ParameterPlaceholder(nn.Parameter):
             if func.__name__ == "__set__":
                 return args[0]._local_grad(*args[1:])
             grad = args[0]._local_grad()
-            if grad is None and args[0].source is None:
-                _refuse_clipping(args[0], sys._getframe(1).f_globals["__name__"])
+            if grad is None and args[0].source is None and args[0].trains:
+                _refuse_clipping(args[0], sys._getframe(1).f_globals.get("__name__", ""))
             return grad
         if request == "stride" or request == "is_contiguous":  # those of the gathered one
             args = (torch.empty(args[0].shape, device="meta"), *args[1:])
@@ -335,12 +335,13 @@ def _refuse_optimizer(placeholder: ParameterPlaceholder, asking: str) -> None:
         )
 
 
-def _refuse_clipping(placeholder: ParameterPlaceholder, asking: str) -> None:
+def _refuse_clipping(placeholder: ParameterPlaceholder, module: str) -> None:
     """Likewise torch's clipping of a state's gradients: it passes over parameters without one."""
-    if asking == "torch.nn.utils.clip_grad":
+    if module == "torch.nn.utils.clip_grad":
         raise ConfigError(
-            f"gradients were to be clipped, and that of {placeholder.full_name} is in shards: nothing would be; write "
-            "optimizer=zero.adamw(lr, clip=1.0) in the plan, which clips by the norm over all ranks"
+            f"gradients were to be clipped, and that of {placeholder.full_name} is in shards: nothing would be; "
+            "each step clips by the norm over all ranks with optimizer=zero.adamw(lr, clip=1.0) in the plan; by "
+            "value it cannot"
         )
 
 

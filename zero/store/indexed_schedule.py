@@ -40,7 +40,7 @@ class _Operation:
         turn: of those that could start, the smallest goes first.
         after: numbers of earlier operations that must end before this one starts.
         before: later ones that have it in their `after`.
-        source: the group from whose slot a read is copied, though the write that it waited for has ended.
+        source: the group from whose slot a read is copied, once a worker is free; its write may have ended by then.
     """
 
     __slots__ = ("after", "before", "event", "source", "turn")

@@ -240,7 +240,7 @@ class PrefetchStore(Store):
 
     def _move(self, page: Page, tensor: Tensor, writes: bool, slot_K: Tensor | None = None) -> None:
         with self._workers.watch("write" if writes else "read", *page):
-            if slot_K is not None:  # a page that is being written: it is in memory still
+            if slot_K is not None:  # a page that is written, or was just now: it is in memory still
                 tensor.copy_(slot_K)
                 return
             with self._meter.moving(tensor.nbytes, writes):

@@ -62,7 +62,7 @@ class Phase(Enum):
 
 
 class Expect(NamedTuple):
-    """These groups will be modified, in this order; replaces what was expected before."""
+    """These groups, which all have `pages`, will be modified in this order; replaces what was expected before."""
 
     groups: tuple[Group, ...]
 

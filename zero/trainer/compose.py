@@ -166,7 +166,7 @@ def _refuse_another_name(group: str, name: str | None, hydras: Any) -> None:
         return
     names = _options_of(group)
     having = [f"{group}={one}" for one in names if _option(group, one)["name"] == name]
-    likely = f"type {suggest.alternatives(having)}" if having else suggest.nearest(name or "", names)
+    likely = f"type {suggest.alternatives(having)}" if having else suggest.nearest(str(name or ""), names)
     others = [one for one in hydras.overrides.task if _key_of(one) not in (group, f"{group}.name")]
     if len(having) == 1 and (refused := refusal_of([*others, *having])):
         likely = f"with {having[0]} in its place: {refused}"
@@ -229,7 +229,7 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
             options = _options_of(key)
             if value is not None and value not in options:
                 return f"{key}={suggest.shown(value)} does not exist; {suggest.nearest(str(value), options)}"
-        elif key not in keys() and not any(known.startswith(f"{key}.") for known in keys()):
+        elif text[0] not in "+~" and key not in keys() and not any(known.startswith(f"{key}.") for known in keys()):
             named = CONF.glob(f"*/{value}.yaml") if _NAME.fullmatch(str(value)) else ()
             having = [path.parent.name for path in named]
             if group := suggest.meant(key, having):  # the value tells more than the letters

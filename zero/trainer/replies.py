@@ -75,8 +75,8 @@ def reply(words: Sequence[str], misspelt: str = "") -> Reply | None:
     steps = _steps(words)
     for word, typed in _joined(words):
         found = _found(word, steps)
-        if found is None and word == misspelt:
-            word = _likely(word)
+        if found is None and word == misspelt and (likely := _likely(word)) != word:
+            word, typed = likely, word.partition("=")[0]  # without its value: who knows what that is
             found = _found(word, steps)
         if found is None and word != typed:
             found = _Found((word,), "a setting is written key=value")
@@ -162,13 +162,17 @@ def _line(key: str, value: str | None) -> tuple[str, To] | None:
 
 
 def _likely(word: str) -> str:
-    """The same with the table's name that looks most like its own, or like the last part of it, if one does."""
+    """The same with the name of the table that looks most like its own and has an answer, if one does.
+
+    Sections stay as they are: compared with their names, any two keys of one would be alike.
+    """
     key, value = _key_and_value(word)
-    names = dict.fromkeys(pattern.partition("=")[0] for pattern in SYNONYMS)
-    for own in (key, key.rpartition(".")[2]):
-        if close := difflib.get_close_matches(own, names, n=1, cutoff=0.8):
-            return f"{close[0]}={value}"
-    return word
+    section, dot, own = key.rpartition(".")
+    known = [pattern.partition("=")[0].rpartition(".") for pattern in SYNONYMS]
+    names = dict.fromkeys(name for beside, _, name in known if beside in ("", section))
+    close = difflib.get_close_matches(own, names, n=1, cutoff=0.85) if value else ()
+    likely = f"{section}{dot}{close[0]}={value}" if close else word
+    return word if _found(likely) is None else likely
 
 
 def _sections() -> set[str]:

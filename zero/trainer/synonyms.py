@@ -1,8 +1,8 @@
 """What other programs call our settings: each of their words, and what to type here instead.
 
 `SYNONYMS` has a line for each word that people bring from DeepSpeed, Hugging Face, Lightning, nanoGPT or W&B. A test
-follows every line, and what it says must be accepted. `replies` looks words up in it; those that are only misspelt are
-left to `zero.core.suggest`.
+follows every line, and what it says must be accepted. `replies` looks words up in it, also those that are misspelt and
+look like none of ours (`zero.core.suggest`).
 """
 
 from collections.abc import Mapping

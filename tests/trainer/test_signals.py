@@ -10,6 +10,8 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +20,7 @@ from unittest.mock import patch
 import pytest
 
 import train
-from tests.conftest import SEED
+from tests.conftest import LONG_S, SEED
 from zero.checkpoint.disk import Disk
 from zero.checkpoint.shard import ShardReader
 from zero.engine.gather import Gatherer
@@ -167,3 +169,44 @@ def test_it_does_not_matter_whom_of_two_ranks_the_signal_reaches(here: Path, mon
         assert stopped.start() == 0
         assert undisturbed.start() == 0
     assert stopped.bits() == undisturbed.bits()
+
+
+CTRL_C_AT_AN_IMPORT = """
+import os, signal, sys
+
+
+class Terminal:
+    def find_spec(self, name, path=None, target=None):
+        if name == MODULE and ("--multiprocessing-fork" in sys.orig_argv) == IN_A_RANK:
+            sys.meta_path.remove(self)
+            os.killpg(0, signal.SIGINT)
+
+
+sys.meta_path.insert(0, Terminal())
+"""
+"""A module that Python runs at its start. A terminal's Ctrl-C goes to all processes of a run."""
+
+
+@pytest.mark.parametrize("module", ["torch.fx", "torch.distributed.rpc", "torch._C", "zero.trainer.loop"])
+@pytest.mark.parametrize("whose", ["the only rank", "the parent", "a rank"])
+def test_ctrl_c_while_something_is_imported_ends_the_run_with_its_line(here: Path, whose: str, module: str) -> None:
+    """Half of torch cannot be imported again, and a process that is only starting has nothing to say."""
+    if whose == "the parent" and module.startswith("zero"):
+        pytest.skip("it imports no loop")
+    program = CTRL_C_AT_AN_IMPORT.replace("MODULE", repr(module)).replace("IN_A_RANK", str(whose == "a rank"))
+    (here / "sitecustomize.py").write_text(program)
+    ranks = 1 if whose == "the only rank" else 2
+    ended = subprocess.run(
+        [sys.executable, Path(train.__file__), *TINY, f"launch.ranks={ranks}"],
+        env=os.environ | {"PYTHONPATH": str(here)},
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
+        start_new_session=True,
+        check=False,
+    )
+    assert ended.returncode == 130, ended.stderr
+    assert ended.stderr.startswith("stopped by SIGINT; nothing was saved; checkpoint.every=2 was not due yet"), (
+        ended.stderr
+    )
+    assert len(ended.stderr.splitlines()) == 1

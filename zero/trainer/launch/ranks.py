@@ -39,8 +39,10 @@ from zero.trainer.launch.request import (
     STOP_SIGNALS,
     RankRequest,
     Request,
+    left_to_others,
     stacks_of_ranks,
     stacks_on_request,
+    waiting,
 )
 
 if TYPE_CHECKING:
@@ -79,7 +81,8 @@ def count_ranks(ranks: int | Literal["auto"], device: str = "auto") -> int:
         return ranks
     if device == "cpu" or not (Path("/proc/driver/nvidia/version").exists() or Path("/dev/kfd").exists()):
         return 1
-    import torch
+    with waiting(*FATAL_SIGNALS, signal.SIGINT):
+        import torch
 
     return max(1, torch.cuda.device_count())
 
@@ -109,10 +112,14 @@ def inside(entry: Callable[..., Any], *args: Any, how: Processes) -> Any:
             that ends a run.
     """
     with ExitStack() as stack:
+        is_main = threading.current_thread() is threading.main_thread()  # no other may set handlers
+        if is_main:
+            stack.enter_context(Request(how.grace_s).handling(*STOP_SIGNALS, *FATAL_SIGNALS))
+        with waiting(*FATAL_SIGNALS, signal.SIGINT):
+            import torch.distributed  # noqa: F401
         stack.enter_context(set_up(how))
         log = stack.enter_context(_log(how.folder, f"rank 0 of 1, process {os.getpid()}"))
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers
-            stack.enter_context(Request(how.grace_s).handling(*STOP_SIGNALS, *FATAL_SIGNALS))
+        if is_main:
             stack.enter_context(stacks_on_request(log))
         try:
             return entry(*args)
@@ -213,7 +220,9 @@ def launch(entry: Callable[..., Any], *args: Any, ranks: int, how: Processes, ma
         Interrupted: a second SIGTERM, SIGINT or another signal that ends a run arrived, or `entry` did not return in
             time.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    with waiting(*FATAL_SIGNALS, signal.SIGINT):
+        import torch.distributed.launcher.api
+        from torch.distributed.elastic.multiprocessing.api import SignalException
 
     with writing(how.folder):
         how.folder.mkdir(parents=True, exist_ok=True)
@@ -278,8 +287,9 @@ def _attempt(job: _Job, attempt: int, request: Request) -> Any:
         with (
             repeating(memory.read, EVERY_S, name="memory"),
             repeating(resume_stopped, _RESUME_S, name="resuming"),
-            _quiet("torch.distributed", "torch.multiprocessing"),
-        ):  # its loggers exist once it is imported
+            _quiet("torch.distributed", "torch.multiprocessing"),  # its loggers exist once it is imported
+            left_to_others(signal.SIGINT),  # the threads of `repeating` take it
+        ):
             return elastic_launch(config, _rank)(job, attempt)[0]
     except ChildFailedError as failed:
         rank, failure = min(failed.failures.items())
@@ -298,6 +308,7 @@ def _rank(job: _Job, attempt: int) -> Any:
     # Interrupted, the agent ends its children with SIGINT, and the kernel sends it when the agent dies: it ends us at
     # once, even inside a collective, where a Python handler would not run
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it has waited while we were being started
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():  # it died while we were being started
         os._exit(128 + signal.SIGINT)

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TextIO
 
@@ -192,6 +193,40 @@ def stacks_of_ranks(board: Board, folder: Path) -> Iterator[None]:
     with _signal_handlers_kept():
         signal.signal(signal.SIGUSR2, pass_on)
         yield
+
+
+@contextmanager
+def waiting(*signals: int) -> Iterator[None]:
+    """For the time of the body these signals wait: the first is raised after it. Other threads have none to wait for.
+
+    For imports of torch: what an exception leaves of one cannot be imported again, and Python's end crashes on it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {signum: signal.signal(signum, lambda number, _: came.append(number)) for signum in signals}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    for signum in came[:1]:
+        signal.raise_signal(signum)
+
+
+@contextmanager
+def left_to_others(signum: int) -> Iterator[None]:
+    """For the time of the body this thread leaves a signal to other threads; in a process that it starts it waits.
+
+    Python's own handler would show the traceback of a process that is only starting. It unblocks the signal itself.
+    """
+    resource_tracker.ensure_running()  # starting it would unblock SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signum})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -294,6 +294,30 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path, options,
     assert not list(tmp_path.iterdir())
 
 
+def test_each_step_is_counted_inside_of_the_block_or_refused(tmp_path):
+    _, state, step = begun(zero.World.from_env())
+    state, metrics = step(state, [batch()])
+    tracking = zero.track(state, tmp_path, samples=8)
+    with pytest.raises(ConfigError, match="outside of its block; write with"):
+        tracking(state, metrics)
+    with tracking as track:
+        state, metrics = step(state, [batch()])
+        track(state, metrics)
+    with pytest.raises(ConfigError, match="outside of its block"):
+        track(state, metrics)
+
+    def now_and_then():
+        nonlocal state
+        with zero.track(state, tmp_path, samples=8) as track:
+            for number in range(6):
+                state, metrics = step(state, [batch()])
+                if number % 3 == 2:
+                    track(state, metrics)
+
+    with pytest.raises(ConfigError, match="2 were made since its last call; write track"):
+        now_and_then()
+
+
 def test_charts_are_chosen_by_name_or_by_settings(tmp_path):
     pytest.importorskip("tensorboard")
     trained(zero.World.from_env(), tmp_path / "a", tracker=("tensorboard",))

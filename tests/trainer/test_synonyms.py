@@ -31,6 +31,7 @@ VALUES = {
 
 FULL = {
     "model=*/*": "model=org/other", "model=/*": "model=/weights", "model=./*": "model=./weights",
+    "launch.device=gpu:*": "launch.device=gpu:0",
     "model=../*": "model=../here/weights", "data=*/*": "data=org/corpus", "data=/*": "data=/usr/include",
     "data=./*": "data=./texts", "offload=/*": "offload=/tmp", "launch.device=cuda:*": "launch.device=cuda:0",
     "model=gpt2-*": "model=gpt2-xl", "launch.ranks=[[]*": "launch.ranks=[0,1]", "launch.ranks=0,*": "launch.ranks=0,1",
@@ -68,8 +69,8 @@ def typed(line: str) -> str:
 def filled(word: str) -> str:
     """With what the user was to fill in, and files that are here."""
     key, _, value = word.partition("=")
-    if value == "STEPS":
-        return f"{key}=8"
+    if value in ("STEPS", "SHARE"):
+        return f"{key}={'8' if value == 'STEPS' else '0.1'}"
     if value in ("FOLDER", "TEXTS"):
         return f"{key}={'texts' if value == 'TEXTS' or key == 'data.folder' else 'weights'}"
     return f"{key}=./weights" if key == "model.path" and value in OTHERS_MODELS else word

@@ -52,9 +52,9 @@ def warmup_linear(
     """Warm-up, `hold` steps more at the peak, then a straight line to `final` (a learning rate) at step `total`.
 
     Raises:
-        ConfigError: a negative or non-finite rate, or no step between the peak and `total`.
+        ConfigError: a negative or non-finite rate, a `final` above lr, or no step between the peak and `total`.
     """
-    return partial(_decayed, _straight, _rise(lr, warmup, start, curve), _fall(warmup, hold, total, final))
+    return partial(_decayed, _straight, _rise(lr, warmup, start, curve), _fall(lr, warmup, hold, total, final))
 
 
 def warmup_cosine(
@@ -70,9 +70,9 @@ def warmup_cosine(
     """Warm-up, `hold` steps more at the peak, then half a cosine to `final` (a learning rate) at step `total`.
 
     Raises:
-        ConfigError: a negative or non-finite rate, or no step between the peak and `total`.
+        ConfigError: a negative or non-finite rate, a `final` above lr, or no step between the peak and `total`.
     """
-    return partial(_decayed, _half_cosine, _rise(lr, warmup, start, curve), _fall(warmup, hold, total, final))
+    return partial(_decayed, _half_cosine, _rise(lr, warmup, start, curve), _fall(lr, warmup, hold, total, final))
 
 
 def lr_range(lr: float, every: int, *, rate: float = 1.0, stairs: bool = False) -> Schedule:
@@ -231,13 +231,15 @@ def _steps(key: str, value: int, least: int = 0) -> int:
     return value
 
 
-def _fall(warmup: int, hold: int, total: int, final: float) -> _Fall:
+def _fall(lr: float, warmup: int, hold: int, total: int, final: float) -> _Fall:
     peak = warmup + _steps("hold", hold, least=-1)
     if _steps("total", total) <= peak:
         raise ConfigError(
             f"schedule.total={total} is not after the peak at step {peak} (schedule.warmup={warmup}, hold={hold}); "
             "a decay needs steps of its own"
         )
+    if _rate("final", final) > lr:
+        raise ConfigError(f"final={final:g} is above lr={lr:g}: it is a learning rate, and not a share of lr")
     return _Fall(peak, total, _rate("final", final))
 
 

@@ -149,6 +149,7 @@ class Track:
         self._aux: Mapping[str, float] = NOTHING
         self._checkpoint: Path | None = None
         self._tracker = Tracker()
+        self._is_open = False
 
     def __enter__(self) -> "Track":
         self.folder = Path(by_rank_0(self._world, self._make_folder))
@@ -160,21 +161,32 @@ class Track:
         facts = {"plan_bytes": plan.bytes, "ranks": self._world.size, "parameters_numel": plan.numel}
         self._tracker.begin(self._config, facts | {"torch": str(torch.__version__)})
         self._tracker.note(f"folder {self.folder}")
+        self._is_open = True
         return self
 
     def __call__(self, state: State, metrics: Metrics, val: Mapping[str, float | Tensor] = NOTHING) -> None:
-        """Count a step, and write a row where one is due. Collective.
+        """Count a step, each of them, and write a row where one is due. Collective.
 
         Args:
             state: after the step.
             metrics: of the step. What `loss_fn` returned beside the loss is in the row as `train/NAME`.
             val: numbers of an evaluation after this step by name, such as {"loss": 2.3, "accuracy": 0.5}: each rank's
                 own; their mean over ranks is in the row as `val/NAME`. Where it is not empty a row is due.
+
+        Raises:
+            ConfigError: outside of the block, or not after every step.
         """
         check_state(state, "track", "track(state, metrics)")
         if not isinstance(metrics, Metrics):
             raise ConfigError(
                 f"track takes Metrics second, and this is {kind_of(metrics)}; write track(state, metrics)"
+            )
+        if not self._is_open:
+            raise ConfigError("track was called outside of its block; write with zero.track(state, folder) as track:")
+        if (missed := state.tried - self._meter.steps - 1) > 0:
+            raise ConfigError(
+                f"track counts each step, and {missed} were made since its last call; write track(state, metrics) "
+                "after every step, and zero.track(..., every=10) for fewer rows"
             )
         self._end_recording()
         self._state, self._aux = state, metrics.aux
@@ -216,6 +228,7 @@ class Track:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._is_open = False
         with ExitStack() as at_last:  # views are closed whatever happens here
             at_last.push(lambda _, failed, __: self._tracker.__exit__(kind, failed or error, trace))
             self._drop_recording()

@@ -115,7 +115,8 @@ def _joined(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     while waiting:
         word = waiting.pop(0)
         both = f"{word}={waiting[0]}" if waiting else ""
-        alone = "=" not in word and both.count("=") == 1 and not waiting[0].startswith("-")
+        flags = both and _found(word) is not None and _found(waiting[0]) is not None  # --fp16 --gradient_checkpointing
+        alone = "=" not in word and both.count("=") == 1 and not waiting[0].startswith("-") and not flags
         if alone and (word in keys() or _found(both) is not None):
             yield both, f"{word} {waiting.pop(0)}"
         else:

@@ -16,8 +16,8 @@ class To(NamedTuple):
     In all three `{value}` is the value that was typed, `{lower}` the same in small letters, `{list}` without brackets,
     `{first}` and `{second}` the two numbers of such a list, `{count}` how many it has, and `{name}` what follows its
     last slash. `{heads}` is a number of heads for a width, and `{width}` a width for a number of heads. `{share}` is
-    that share of the steps that are typed too. `{ours}` is our key for a word of theirs. FOLDER, TEXTS and STEPS are
-    for the user to fill.
+    that share of the steps that are typed too. `{ours}` is our key for a word of theirs. FOLDER, TEXTS, STEPS
+    and SHARE are for the user to fill.
     """
 
     type: str
@@ -35,7 +35,7 @@ _MICRO = To("batch.micro={value} batch.global=auto")
 _ACCUMULATE = To("batch.accumulate={value}", more="batch.global=auto batch.micro=4")
 _KEEP_1 = To("checkpoint.keep=2", "two are the fewest, because the newest may be damaged")
 _NO_CLIP = To("optim.clip=null", "no clipping is null")
-_FINAL = To("schedule.final=0.1", "the last learning rate is a share of the peak")
+_FINAL = To("schedule.final=SHARE", "the last learning rate is a share of the peak, {value} / optim.lr")
 _BETAS = To("optim.beta1={first} optim.beta2={second}")
 _BETA = To("optim.beta1={list}", "betas are two numbers, and optim.beta2 has a default")
 _SHARE = To("schedule.warmup={share}", "the warm-up is a number of steps, {value} x steps")
@@ -241,6 +241,8 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "warmup_epochs=*": To("schedule.warmup=auto", "the warm-up is a number of steps; auto is a twentieth of the run"),
     "min_lr=*": _FINAL,
     "lr_min=*": _FINAL,
+    "schedule.min=*": _FINAL,
+    "schedule.peak=*": To("optim.lr={value}"),
     "end_lr=*": _FINAL,
     "final_lr=*": _FINAL,
     "eta_min=*": _FINAL,
@@ -381,6 +383,7 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "cuda": To("launch.device=cuda"),
     "gpu": To("launch.device=cuda"),
     "launch.device=gpu": To("launch.device=cuda"),
+    "launch.device=gpu:*": To("launch.device=cuda", "CUDA_VISIBLE_DEVICES chooses among GPUs"),
     "launch.device=cuda:*": To("launch.device=cuda", "CUDA_VISIBLE_DEVICES chooses among GPUs"),
     "launch.device=mps": To("launch.device=cpu", "Apple's GPUs are not supported"),
     "launch.device=tpu": To("launch.device=cpu", "TPUs are not supported"),
@@ -405,6 +408,8 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "ddp": To("zero.stage=0"),
     "ddp=*": To("zero.stage=0"),
     "strategy=*stage_1*": To("zero.stage=1"),
+    "strategy=*stage_2_offload": To("zero.stage=2 offload=cpu"),
+    "strategy=*stage_3_offload": To("zero.stage=3 offload=cpu"),
     "strategy=*stage_2*": To("zero.stage=2"),
     "strategy=*stage_3*": To("zero.stage=3"),
     "strategy=deepspeed": To("zero.stage=2"),
@@ -486,6 +491,7 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "offload_optimizer.device=*": To("offload.optimizer={lower}"),
     "zero_optimization.offload_optimizer.device=*": To("offload.optimizer={lower}"),
     "offload_param=*": To("offload.param={lower}"),
+    "offload.params=*": To("offload.param={lower}"),
     "offload_param_device=*": To("offload.param={lower}"),
     "offload_param.device=*": To("offload.param={lower}"),
     "zero_optimization.offload_param.device=*": To("offload.param={lower}"),
@@ -507,6 +513,7 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "infinity": To("offload=infinity"),
     "nvme_path=*": To("offload=nvme offload.path={value}"),
     "offload_dir=*": To("offload=nvme offload.path={value}"),
+    "offload.dir=*": To("offload=nvme offload.path={value}"),
     "offload_folder=*": To("offload=nvme offload.path={value}"),
     "swap_dir=*": To("offload=nvme offload.path={value}"),
     "pin_memory=*": _LOADER,
@@ -648,6 +655,7 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "dataset_name=*": To("data={value}"),
     "dataset_path=*": _FILES,
     "data_dir=*": To("data.folder={value}"),
+    "data.dir=*": To("data.folder={value}"),
     "data_folder=*": To("data.folder={value}"),
     "dataset_dir=*": To("data.folder={value}"),
     "data_path=*.bin": _BIN,
@@ -721,6 +729,8 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "every_n_train_steps=*": To("checkpoint.every={value}"),
     "always_save_checkpoint=*": To("checkpoint.every=50"),
     "save_strategy=no": To("checkpoint.every=0"),
+    "checkpoint.steps=*": To("checkpoint.every={value}"),
+    "checkpoint.max=*": To("checkpoint.keep={value}"),
     "save_strategy=*": To("checkpoint.every=50", "checkpoints come every so many steps"),
     "save_total_limit=1": _KEEP_1,
     "save_total_limit=*": To("checkpoint.keep={value}"),
@@ -787,6 +797,7 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "group=*": To("tracker=wandb tracker.group={value}"),
     "wandb_group=*": To("tracker=wandb tracker.group={value}"),
     "wandb_mode=*": To("tracker=wandb tracker.mode={lower}"),
+    "wandb.mode=*": To("tracker=wandb tracker.mode={lower}"),
     "tags=*": _TAGS,
     "wandb_tags=*": _TAGS,
     "entity=*": _ENTITY,
@@ -834,7 +845,9 @@ SYNONYMS: Mapping[str, To] = MappingProxyType({
     "quiet=*": To("tracker.console=none"),
     "silent=*": To("tracker.console=none"),
     "disable_tqdm=*": To("tracker.console=lines"),
+    "progress_bar=false": To("tracker.console=lines"),
     "progress_bar=*": To("tracker.console=bar"),
+    "enable_progress_bar=false": To("tracker.console=lines"),
     "enable_progress_bar=*": To("tracker.console=bar"),
     "log_level=*": To(OUT, "there are no levels of logging; tracker.console=none prints nothing"),
     # trying things out

@@ -221,7 +221,6 @@ def launch(entry: Callable[..., Any], *args: Any, ranks: int, how: Processes, ma
             time.
     """
     with waiting(*FATAL_SIGNALS, signal.SIGINT):
-        import torch.distributed.launcher.api
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
     with writing(how.folder):

@@ -116,7 +116,7 @@ def inside(entry: Callable[..., Any], *args: Any, how: Processes) -> Any:
         if is_main:
             stack.enter_context(Request(how.grace_s).handling(*STOP_SIGNALS, *FATAL_SIGNALS))
         with waiting(*FATAL_SIGNALS, signal.SIGINT):
-            import torch.distributed  # noqa: F401
+            import torch  # noqa: F401
         stack.enter_context(set_up(how))
         log = stack.enter_context(_log(how.folder, f"rank 0 of 1, process {os.getpid()}"))
         if is_main:

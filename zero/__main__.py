@@ -5,6 +5,7 @@ zero-train plan model=gpt_7b         a mode as a first word: mode=plan model=gpt
 zero-train report runs/DATE/TIME     one of `COMMANDS`
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -23,8 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if first in COMMANDS:
         from zero.trainer.answers import for_a_reader
 
-        with for_a_reader():
-            exit_code: int = import_module(f"zero.trainer.commands.{COMMANDS[first]}").main(words[1:])
+        try:
+            with for_a_reader():
+                exit_code: int = import_module(f"zero.trainer.commands.{COMMANDS[first]}").main(words[1:])
+        except KeyboardInterrupt:
+            print("stopped by SIGINT", file=sys.stderr, flush=True)
+            os._exit(130)  # Python's own end crashes where an import of torch was interrupted
         return exit_code
     from zero.trainer import cli
     from zero.trainer.config import Config

@@ -1,5 +1,6 @@
 """A loop of one's own has the rows, the files and the page of a run, in units that fit it."""
 
+import argparse
 import io
 import json
 import re
@@ -283,6 +284,10 @@ def test_a_loop_that_fails_leaves_a_page_that_says_why(tmp_path, error, reason, 
         ({"tracker": {"name": "wandb", "tag": ["x"]}}, "unknown key tag; did you mean tags?"),
         ({"every": 0}, "every=0: must be at least 1"),
         ({"config": {"loop": 1}}, "config has loop"),
+        (
+            {"config": argparse.Namespace(lr=1)},
+            "config is a Namespace, and settings have names; write config=vars(args)",
+        ),
         ({"config": {"key": "5ec12e7c0ffee5ec12e7c0ffee5ec12e7c0ffee5"}}, "looks like a secret"),
     ],
 )
@@ -303,6 +308,8 @@ def test_each_step_is_counted_inside_of_the_block_or_refused(tmp_path):
     with tracking as track:
         state, metrics = step(state, [batch()])
         track(state, metrics)
+        with pytest.raises(ConfigError, match="takes numbers by name third, and this is a float"):
+            track(state, metrics, 0.5)
     with pytest.raises(ConfigError, match="outside of its block"):
         track(state, metrics)
 

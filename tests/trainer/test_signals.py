@@ -210,3 +210,20 @@ def test_ctrl_c_while_something_is_imported_ends_the_run_with_its_line(here: Pat
         ended.stderr
     )
     assert len(ended.stderr.splitlines()) == 1
+
+
+def test_ctrl_c_ends_a_command_with_its_line(here: Path) -> None:
+    (here / "sitecustomize.py").write_text(
+        CTRL_C_AT_AN_IMPORT.replace("MODULE", "'torch.fx'").replace("IN_A_RANK", "False")
+    )
+    assert train.main([*TINY[:2], "steps=2", "checkpoint.every=2", "hydra.run.dir=run", "tracker.console=none"]) == 0
+    ended = subprocess.run(
+        [sys.executable, Path(train.__file__).parent / "scripts" / "sample", "run", "def "],
+        env=os.environ | {"PYTHONPATH": str(here)},
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
+        start_new_session=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (130, "stopped by SIGINT\n")

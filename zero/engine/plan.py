@@ -145,7 +145,7 @@ class Plan(PageTable):
         if type(accumulate) is not int or accumulate < 1:
             raise PlanError(f"accumulate={accumulate!r} (batch.accumulate): it is a number of microbatches, 1 or more")
         check_backend(compile)
-        by_pattern = {"*": activations} if isinstance(activations, str) else dict(activations)
+        by_pattern = dict(activations) if isinstance(activations, Mapping) else {"*": activations}
         for key, value, known in (
             *(("activations", word, Activations) for word in by_pattern.values()),
             ("update", update, Update),

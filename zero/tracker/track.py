@@ -98,6 +98,8 @@ def track(
     for name, value in ((unit, count), ("steps", steps)):
         if value is not None and (type(value) is not int or value < 1):
             raise ConfigError(f"{name}={value!r}: it is a whole number from 1")
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"config is {kind_of(config)}, and settings have names; write config=vars(args), or a dict")
     if taken := {"mode", OWN_LOOP} & set(config):
         raise ConfigError(f"config has {taken.pop()}, which config.yaml uses itself; give it another name")
     refuse_secrets(config, os.environ)
@@ -181,6 +183,8 @@ class Track:
             raise ConfigError(
                 f"track takes Metrics second, and this is {kind_of(metrics)}; write track(state, metrics)"
             )
+        if not isinstance(val, Mapping):
+            raise ConfigError(f'track takes numbers by name third, and this is {kind_of(val)}; write {{"loss": 2.3}}')
         if not self._is_open:
             raise ConfigError("track was called outside of its block; write with zero.track(state, folder) as track:")
         if (missed := state.tried - self._meter.steps - 1) > 0:

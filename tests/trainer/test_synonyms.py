@@ -157,7 +157,7 @@ NONE = (
     "foo=3 trainer.foo=3 optim.foo=3 schedule.step_size=10 val.depth=3 val.epochs=1 checkpoint.best=true tracker.rank=3"
 )
 NONE += " checkpoint.name=foo tracker.interval=10 interval=10 delay=3 stable_steps=100 mem_limit=8 data.train=/x"
-NONE += " val.cpu=true sample.n=20 checkpoint.path=/nope"
+NONE += " tracker.key=abc zero.key=abc val.cpu=true sample.n=20 checkpoint.path=/nope"
 
 
 @pytest.mark.parametrize("word", NONE.split())

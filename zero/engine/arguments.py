@@ -182,7 +182,8 @@ def check_loss(loss: object, write: str = "return {}") -> None:
             f"the loss is {kind_of(loss)}, and it must be a tensor; write {right}, without .item() or float()"
         )
     if not isinstance(loss, Tensor):
-        raise ConfigError(f"the loss is {kind_of(loss)}, and it must be a tensor of one number")
+        right = write.format("loss")
+        raise ConfigError(f"the loss is {kind_of(loss)}, and it must be a tensor of one number; write {right}")
     if loss.numel() != 1:
         raise ConfigError(f"the loss has shape {tuple(loss.shape)}; it must be a scalar: the mean of the microbatch")
 

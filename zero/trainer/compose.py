@@ -254,6 +254,10 @@ def _with_guess_tried(said: str, word: str, overrides: Sequence[str]) -> str:
     refused = refusal_of([write if one == word else one for one in overrides])
     if not refused:
         return said
+    section = _key_of(word).rpartition(".")[0]
+    beside = [key for key in keys() if section and key.startswith(f"{section}.")]
+    if beside and "." in guess[1] and guess[1] not in beside:  # a key of another section, which refuses the value
+        return f"{said[: guess.start()]}; there are {', '.join(beside)}"
     if " in its place: " in refused:  # a guess that needs another guess is none
         return f"{said[: guess.start()]}; see mode=explain explain.key={_key_of(write).split('.')[0]}"
     return f"{said[: guess.start()]}; with {suggest.shown(write)} in its place: {refused}"

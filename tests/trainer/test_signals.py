@@ -182,6 +182,7 @@ class Terminal:
             os.killpg(0, signal.SIGINT)
 
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background it is ignored
 sys.meta_path.insert(0, Terminal())
 """
 """A module that Python runs at its start. A terminal's Ctrl-C goes to all processes of a run."""

@@ -69,13 +69,26 @@ def test_a_run_is_trained_and_reported_by_the_module(here):
     assert (here / "run" / "report.html").exists()
 
 
+WITHOUT_TORCH = ["train.py", "scripts/sample", "scripts/from_deepspeed"]
+WITHOUT_TORCH += [f"scripts/{name}" for name in ("bench_step", "nodes", "tutorial", "pictures", "fuzz_checkpoint")]
+WITHOUT_TORCH += [f"scripts/{name}" for name in ("bench_checkpoint", "bench_nodes", "bench_offload", "node_faults")]
+
+
+@pytest.mark.parametrize("script", WITHOUT_TORCH)
+def test_without_torch_the_line_to_type_is_said(script):
+    """-S: without the packages that are installed."""
+    command = [sys.executable, "-S", ROOT / script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=False)
+    assert done.returncode == 1
+    assert "has no torch: type `source .venv/bin/activate`" in done.stderr.splitlines()[-1]
+
+
 PROGRAMS = [one for one in [ROOT / "train.py", *sorted((ROOT / "scripts").iterdir())] if one.is_file()]
 PROGRAMS = [one for one in PROGRAMS if b"python3" in one.read_bytes()[:32]]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one.name)
-def test_without_torch_the_line_to_type_is_said(program):
-    """-S: without the packages that are installed. A program that needs none of them for its help shows it."""
+def test_without_torch_every_program_shows_its_help_or_that_line(program):
     command = [sys.executable, "-S", program, "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=False)
     if done.returncode:

@@ -188,43 +188,36 @@ sys.meta_path.insert(0, Terminal())
 """A module that Python runs at its start. A terminal's Ctrl-C goes to all processes of a run."""
 
 
+def interrupted(here: Path, module: str, *words: object, in_a_rank: bool = False) -> tuple[int, str]:
+    """The exit code of a program and what it says, where Ctrl-C comes as it imports a module."""
+    program = CTRL_C_AT_AN_IMPORT.replace("MODULE", repr(module)).replace("IN_A_RANK", str(in_a_rank))
+    (here / "sitecustomize.py").write_text(program)
+    ended = subprocess.run(
+        [sys.executable, *map(str, words)],
+        env=os.environ | {"PYTHONPATH": str(here)},
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
+        start_new_session=True,
+        check=False,
+    )
+    return ended.returncode, ended.stderr
+
+
 @pytest.mark.parametrize("module", ["torch.fx", "torch.distributed.rpc", "torch._C", "zero.trainer.loop"])
 @pytest.mark.parametrize("whose", ["the only rank", "the parent", "a rank"])
 def test_ctrl_c_while_something_is_imported_ends_the_run_with_its_line(here: Path, whose: str, module: str) -> None:
     """Half of torch cannot be imported again, and a process that is only starting has nothing to say."""
     if whose == "the parent" and module.startswith("zero"):
         pytest.skip("it imports no loop")
-    program = CTRL_C_AT_AN_IMPORT.replace("MODULE", repr(module)).replace("IN_A_RANK", str(whose == "a rank"))
-    (here / "sitecustomize.py").write_text(program)
-    ranks = 1 if whose == "the only rank" else 2
-    ended = subprocess.run(
-        [sys.executable, Path(train.__file__), *TINY, f"launch.ranks={ranks}"],
-        env=os.environ | {"PYTHONPATH": str(here)},
-        capture_output=True,
-        text=True,
-        timeout=LONG_S,
-        start_new_session=True,
-        check=False,
-    )
-    assert ended.returncode == 130, ended.stderr
-    assert ended.stderr.startswith("stopped by SIGINT; nothing was saved; checkpoint.every=2 was not due yet"), (
-        ended.stderr
-    )
-    assert len(ended.stderr.splitlines()) == 1
+    ranks = f"launch.ranks={1 if whose == 'the only rank' else 2}"
+    exit_code, said = interrupted(here, module, train.__file__, *TINY, ranks, in_a_rank=whose == "a rank")
+    assert exit_code == 130, said
+    assert said.startswith("stopped by SIGINT; nothing was saved; checkpoint.every=2 was not due yet"), said
+    assert len(said.splitlines()) == 1
 
 
 def test_ctrl_c_ends_a_command_with_its_line(here: Path) -> None:
-    (here / "sitecustomize.py").write_text(
-        CTRL_C_AT_AN_IMPORT.replace("MODULE", "'torch.fx'").replace("IN_A_RANK", "False")
-    )
     assert train.main([*TINY[:2], "steps=2", "checkpoint.every=2", "hydra.run.dir=run", "tracker.console=none"]) == 0
-    ended = subprocess.run(
-        [sys.executable, Path(train.__file__).parent / "scripts" / "sample", "run", "def "],
-        env=os.environ | {"PYTHONPATH": str(here)},
-        capture_output=True,
-        text=True,
-        timeout=LONG_S,
-        start_new_session=True,
-        check=False,
-    )
-    assert (ended.returncode, ended.stderr) == (130, "stopped by SIGINT\n")
+    sample = Path(train.__file__).parent / "scripts" / "sample"
+    assert interrupted(here, "torch.fx", sample, "run", "def ") == (130, "stopped by SIGINT\n")

@@ -238,9 +238,10 @@ def _fall(lr: float, warmup: int, hold: int, total: int, final: float) -> _Fall:
             f"schedule.total={total} is not after the peak at step {peak} (schedule.warmup={warmup}, hold={hold}); "
             "a decay needs steps of its own"
         )
-    if _rate("final", final) > lr:
+    final = _rate("final", final)
+    if final > lr:
         raise ConfigError(f"final={final:g} is above lr={lr:g}: it is a learning rate, and not a share of lr")
-    return _Fall(peak, total, _rate("final", final))
+    return _Fall(peak, total, final)
 
 
 def _checked(cycle: Cycle) -> Cycle:

@@ -104,12 +104,12 @@ def unknown(key: str, known: Sequence[str]) -> str:
     elsewhere = [name for name in known if name.rpartition(".")[2] == own]
     if len(elsewhere) == 1 or (elsewhere and not siblings):  # of several none is meant where the section is right
         return f"unknown key {key}{meant(key, elsewhere, cutoff=0)}"
-    if elsewhere:
+    if elsewhere or (section and siblings):
         return f"unknown key {key}; there are {', '.join(siblings)}"
-    for options in () if section and siblings else ([] if section else tops, known, tops):
+    for options in ([] if section else tops, known, tops):
         if end := meant(key, options, cutoff=0.7):
             return f"unknown key {key}{end}"
-    return f"unknown key {key}; there are " + ", ".join((siblings if section else []) or tops)
+    return f"unknown key {key}; there are {', '.join(tops)}"
 
 
 def shown(value: object) -> str:

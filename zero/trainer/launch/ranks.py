@@ -40,9 +40,9 @@ from zero.trainer.launch.request import (
     RankRequest,
     Request,
     left_to_others,
+    signals_waiting,
     stacks_of_ranks,
     stacks_on_request,
-    waiting,
 )
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def count_ranks(ranks: int | Literal["auto"], device: str = "auto") -> int:
         return ranks
     if device == "cpu" or not (Path("/proc/driver/nvidia/version").exists() or Path("/dev/kfd").exists()):
         return 1
-    with waiting(*FATAL_SIGNALS, signal.SIGINT):
+    with signals_waiting():
         import torch
 
     return max(1, torch.cuda.device_count())
@@ -115,7 +115,7 @@ def inside(entry: Callable[..., Any], *args: Any, how: Processes) -> Any:
         is_main = threading.current_thread() is threading.main_thread()  # no other may set handlers
         if is_main:
             stack.enter_context(Request(how.grace_s).handling(*STOP_SIGNALS, *FATAL_SIGNALS))
-        with waiting(*FATAL_SIGNALS, signal.SIGINT):
+        with signals_waiting():
             import torch  # noqa: F401
         stack.enter_context(set_up(how))
         log = stack.enter_context(_log(how.folder, f"rank 0 of 1, process {os.getpid()}"))
@@ -220,7 +220,7 @@ def launch(entry: Callable[..., Any], *args: Any, ranks: int, how: Processes, ma
         Interrupted: a second SIGTERM, SIGINT or another signal that ends a run arrived, or `entry` did not return in
             time.
     """
-    with waiting(*FATAL_SIGNALS, signal.SIGINT):
+    with signals_waiting():
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
     with writing(how.folder):

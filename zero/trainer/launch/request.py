@@ -196,23 +196,25 @@ def stacks_of_ranks(board: Board, folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def waiting(*signals: int) -> Iterator[None]:
-    """For the time of the body these signals wait: the first is raised after it. Other threads have none to wait for.
+def signals_waiting() -> Iterator[None]:
+    """For the time of the body the signals that end a run at once wait: the first is raised after it.
 
-    For imports of torch: what an exception leaves of one cannot be imported again, and Python's end crashes on it.
+    For imports of torch: what an exception leaves of one cannot be imported again, and Python's end crashes on it. Only
+    the main thread has signals to handle.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     came: list[int] = []
-    before = {signum: signal.signal(signum, lambda number, _: came.append(number)) for signum in signals}
+    ending = (*FATAL_SIGNALS, signal.SIGINT)
+    before = {signum: signal.signal(signum, lambda number, _: came.append(number)) for signum in ending}
     try:
         yield
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
-    for signum in came[:1]:
-        signal.raise_signal(signum)
+    for first in came[:1]:
+        signal.raise_signal(first)
 
 
 @contextmanager

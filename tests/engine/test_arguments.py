@@ -43,6 +43,9 @@ LOSSES = [
     (lambda loss: (loss,), 'a tuple (a Tensor); write return loss, or return loss, {"accuracy": accuracy}'),
     (lambda loss: (loss, loss), "a tuple (a Tensor, a Tensor); write return loss, or return loss, {"),
     (lambda loss: (loss.item(), {}), "the loss is a float, and it must be a tensor"),
+    (lambda loss: (loss, {"hits": torch.ones(3)}), "'hits' beside the loss has shape (3,), and it must be one number"),
+    (lambda loss: (loss, {"name": "cat"}), "'name' beside the loss is a str, and it must be a number"),
+    (lambda loss: (loss, {"seen": None}), "'seen' beside the loss is None, and it must be a number"),
 ]
 
 

@@ -284,6 +284,10 @@ def test_a_loop_that_fails_leaves_a_page_that_says_why(tmp_path, error, reason, 
         ({"tracker": {"name": "wandb", "tag": ["x"]}}, "unknown key tag; did you mean tags?"),
         ({"every": 0}, "every=0: must be at least 1"),
         ({"config": {"loop": 1}}, "config has loop"),
+        ({"config": {("lr", 1): 1}}, "config has ('lr', 1) for a name, and names are text"),
+        ({"tracker": None}, "tracker is None; it is one of jsonl, wandb, tensorboard, several of them, or settings"),
+        ({"flops": "many"}, "flops='many': it is a number above 0"),
+        ({"flops": 1e9, "samples": None}, "flops=1000000000.0: it is a number above 0, of one of samples or tokens"),
         (
             {"config": argparse.Namespace(lr=1)},
             "config is a Namespace, and settings have names; write config=vars(args)",
@@ -308,10 +312,18 @@ def test_each_step_is_counted_inside_of_the_block_or_refused(tmp_path):
     with tracking as track:
         state, metrics = step(state, [batch()])
         track(state, metrics)
+        with pytest.raises(ConfigError, match="has counted this step already; write"):
+            track(state, metrics)
+        state, metrics = step(state, [batch()])
         with pytest.raises(ConfigError, match="takes numbers by name third, and this is a float"):
             track(state, metrics, 0.5)
+        with pytest.raises(ConfigError, match="'loss' of an evaluation is None, and it must be a number"):
+            track(state, metrics, {"loss": None})
+        track(state, metrics, {"loss": 0.5})
     with pytest.raises(ConfigError, match="outside of its block"):
         track(state, metrics)
+    with pytest.raises(ConfigError, match="outside of its block"):
+        track.saved(tmp_path)
 
     def now_and_then():
         nonlocal state

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zero.distributed.world import World
@@ -186,6 +187,28 @@ def check_loss(loss: object, write: str = "return {}") -> None:
         raise ConfigError(f"the loss is {kind_of(loss)}, and it must be a tensor of one number; write {right}")
     if loss.numel() != 1:
         raise ConfigError(f"the loss has shape {tuple(loss.shape)}; it must be a scalar: the mean of the microbatch")
+
+
+def numbers_by_name(given: Mapping[str, Any], where: str = "beside the loss") -> dict[str, Tensor]:
+    """What is logged, each as 0-dim fp64 without a gradient.
+
+    Args:
+        where: which numbers they are, in a message.
+
+    Raises:
+        ConfigError: a value is no number, or several; with the line to write.
+    """
+    found = {}
+    for name, value in given.items():
+        try:
+            number = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError):
+            raise ConfigError(f"{name!r} {where} is {kind_of(value)}, and it must be a number") from None
+        if number.numel() != 1:
+            shape = tuple(number.shape)
+            raise ConfigError(f"{name!r} {where} has shape {shape}, and it must be one number: write its mean()")
+        found[name] = number.double().view(())
+    return found
 
 
 def kind_of(given: object) -> str:

@@ -25,6 +25,7 @@ from zero.engine.arguments import (
     check_plan,
     check_state,
     loss_and_aux,
+    numbers_by_name,
 )
 from zero.engine.plan import Plan
 from zero.engine.state import Runtime, State
@@ -136,9 +137,10 @@ class Step:
             how: for `Tensor.backward`, such as `retain_graph`.
 
         Raises:
-            ConfigError: `loss` is not a scalar tensor.
+            ConfigError: `loss` is not a scalar tensor, or a value of `aux` not one number.
         """
         check_loss(loss, "step.backward({})")
+        aux = numbers_by_name(aux or {})
         if self._plan.params_offloaded:  # host memory is what is short: forward's temporaries, then backward's
             self._plan.world.compute.give_back_memory()
         self._runtime.tape.passed("forward")
@@ -179,10 +181,13 @@ class Step:
         Args:
             loss: a scalar, without the loss scale.
             aux: as of `backward`.
+
+        Raises:
+            ConfigError: a value of `aux` is not one number.
         """
         self._losses[-1].append(loss.detach().double())
-        for name, value in (aux or {}).items():
-            self._aux.setdefault(name, []).append(torch.as_tensor(value).detach().double())
+        for name, number in numbers_by_name(aux or {}).items():
+            self._aux.setdefault(name, []).append(number)
 
     def forget(self) -> None:
         """Drop the gradients that have arrived in this step; forwards under way may still go backward."""

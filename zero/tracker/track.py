@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from math import inf
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from zero.checkpoint.disk import naming
 from zero.checkpoint.save import by_rank_0
 from zero.core import suggest
 from zero.core.secret import refuse_secrets
-from zero.engine.arguments import check_folder, check_state, kind_of
+from zero.engine.arguments import check_folder, check_state, kind_of, numbers_by_name
 from zero.engine.measured import measured
 from zero.engine.plan import Plan
 from zero.engine.state import State
@@ -100,6 +101,10 @@ def track(
             raise ConfigError(f"{name}={value!r}: it is a whole number from 1")
     if not isinstance(config, Mapping):
         raise ConfigError(f"config is {kind_of(config)}, and settings have names; write config=vars(args), or a dict")
+    if strange := [key for key in config if not isinstance(key, str)]:
+        raise ConfigError(f"config has {strange[0]!r} for a name, and names are text")
+    if flops is not None and not (unit and isinstance(flops, int | float) and 0 < flops < inf):
+        raise ConfigError(f"flops={flops!r}: it is a number above 0, of one of samples or tokens; give that too")
     if taken := {"mode", OWN_LOOP} & set(config):
         raise ConfigError(f"config has {taken.pop()}, which config.yaml uses itself; give it another name")
     refuse_secrets(config, os.environ)
@@ -176,7 +181,7 @@ class Track:
                 own; their mean over ranks is in the row as `val/NAME`. Where it is not empty a row is due.
 
         Raises:
-            ConfigError: outside of the block, or not after every step.
+            ConfigError: outside of the block, not once after every step, or a number of `val` that is none.
         """
         check_state(state, "track", "track(state, metrics)")
         if not isinstance(metrics, Metrics):
@@ -185,18 +190,14 @@ class Track:
             )
         if not isinstance(val, Mapping):
             raise ConfigError(f'track takes numbers by name third, and this is {kind_of(val)}; write {{"loss": 2.3}}')
-        if not self._is_open:
-            raise ConfigError("track was called outside of its block; write with zero.track(state, folder) as track:")
-        if (missed := state.tried - self._meter.steps - 1) > 0:
-            raise ConfigError(
-                f"track counts each step, and {missed} were made since its last call; write track(state, metrics) "
-                "after every step, and zero.track(..., every=10) for fewer rows"
-            )
+        self._check_open()
+        self._check_one_step(state.tried - self._meter.steps)
+        numbers = numbers_by_name(val, "of an evaluation")
         self._end_recording()
         self._state, self._aux = state, metrics.aux
         self._meter.count(metrics)
-        if val or self._meter.steps % self._settings.every == 0:
-            self._log(self._mean(val))
+        if numbers or self._meter.steps % self._settings.every == 0:
+            self._log(self._mean(numbers))
         if self._records and self._meter.steps >= self._begun_at + RECORDED - 1:
             self._begin_recording()
 
@@ -226,6 +227,7 @@ class Track:
         Args:
             checkpoint: the folder that `zero.save` returned.
         """
+        self._check_open()
         self._checkpoint = Path(checkpoint)
         self._tracker.saved(self._checkpoint, self._meter.steps)
 
@@ -241,6 +243,24 @@ class Track:
             else:
                 self._fail(error)
 
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise ConfigError("track was called outside of its block; write with zero.track(state, folder) as track:")
+
+    @staticmethod
+    def _check_one_step(since: int) -> None:
+        """Refuse a call that is not the first after exactly one step."""
+        if since < 1:
+            raise ConfigError(
+                "track has counted this step already; write track(state, metrics) once after every step, and load a "
+                "checkpoint before zero.track"
+            )
+        if since > 1:
+            raise ConfigError(
+                f"track counts each step, and {since - 1} were made since its last call; write track(state, metrics) "
+                "after every step, and zero.track(..., every=10) for fewer rows; load a checkpoint before zero.track"
+            )
+
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def _log(self, val: Mapping[str, float]) -> None:
@@ -254,12 +274,12 @@ class Track:
             write_summary(self.folder, self._summary(RUNNING))  # for a run that is killed
         self._tracker.log(row)
 
-    def _mean(self, val: Mapping[str, float | Tensor]) -> dict[str, float]:
+    def _mean(self, numbers: Mapping[str, Tensor]) -> dict[str, float]:
         """Over ranks, each of which must have the same names."""
-        if not val:
+        if not numbers:
             return {}
-        names = sorted(val)
-        sums = torch.tensor([float(val[name]) for name in names], dtype=torch.float64).to(self._world.device)
+        names = sorted(numbers)
+        sums = torch.stack([numbers[name].to(self._world.device) for name in names])
         self._world.all_reduce(sums, what=f"evaluation: {', '.join(names)}").wait()
         return dict(zip(names, (sums / self._world.size).tolist(), strict=True))
 
@@ -358,6 +378,10 @@ def _settings(tracker: str | Iterable[str] | Mapping[str, Any], every: int) -> T
     if isinstance(tracker, Mapping):
         given = {"every": every, **tracker}
         return Wandb(**given) if given.get("name") == "wandb" else _plain(given)
+    if not isinstance(tracker, Iterable):
+        raise ConfigError(
+            f"tracker is {kind_of(tracker)}; it is one of {', '.join(NAMES)}, several of them, or settings"
+        )
     names = [tracker] if isinstance(tracker, str) else list(tracker)
     for name in names:
         if name not in NAMES:

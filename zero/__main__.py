@@ -5,7 +5,6 @@ zero-train plan model=gpt_7b         a mode as a first word: mode=plan model=gpt
 zero-train report runs/DATE/TIME     one of `COMMANDS`
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -23,13 +22,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first = words[0] if words else ""
     if first in COMMANDS:
         from zero.trainer.answers import for_a_reader
+        from zero.trainer.launch import import_torch
 
         try:
             with for_a_reader():
+                if first != "report":
+                    import_torch()
                 exit_code: int = import_module(f"zero.trainer.commands.{COMMANDS[first]}").main(words[1:])
         except KeyboardInterrupt:
             print("stopped by SIGINT", file=sys.stderr, flush=True)
-            os._exit(130)  # Python's own end crashes where an import of torch was interrupted
+            return 130
         return exit_code
     from zero.trainer import cli
     from zero.trainer.config import Config

@@ -29,6 +29,7 @@ from zero.errors import Preempted
 from zero.store import PrefetchStore
 from zero.testing import forked_ranks
 from zero.trainer import checks, cli, job
+from zero.trainer.launch.request import no_further_sigint, signals_waiting
 
 SITES: dict[str, tuple[type, str]] = {
     "forward": (Gatherer, "run"),
@@ -217,7 +218,39 @@ def test_ctrl_c_while_something_is_imported_ends_the_run_with_its_line(here: Pat
     assert len(said.splitlines()) == 1
 
 
-def test_ctrl_c_ends_a_command_with_its_line(here: Path) -> None:
+@pytest.mark.parametrize("module", ["numpy", "torch.fx"])  # numpy swallows a KeyboardInterrupt
+def test_ctrl_c_ends_a_command_with_its_line(here: Path, module: str) -> None:
     assert train.main([*TINY[:2], "steps=2", "checkpoint.every=2", "hydra.run.dir=run", "tracker.console=none"]) == 0
     sample = Path(train.__file__).parent / "scripts" / "sample"
-    assert interrupted(here, "torch.fx", sample, "run", "def ") == (130, "stopped by SIGINT\n")
+    assert interrupted(here, module, sample, "run", "def ") == (130, "stopped by SIGINT\n")
+
+
+@pytest.mark.parametrize("mode", ["plan", "doctor"])
+def test_ctrl_c_ends_an_answer_with_its_line(here: Path, mode: str) -> None:
+    assert interrupted(here, "numpy", train.__file__, f"mode={mode}") == (130, "stopped by SIGINT\n")
+
+
+def test_signals_that_waited_come_in_their_order_and_one_that_is_ignored_hides_none() -> None:
+    came: list[int] = []
+    kinds = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+    before = {one: signal.signal(one, lambda signum, _: came.append(signum)) for one in kinds}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with signals_waiting():
+            for one in kinds:
+                signal.raise_signal(one)
+            assert not came
+        assert came == [signal.SIGINT, signal.SIGTERM]
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def test_a_second_ctrl_c_changes_nothing_while_the_first_is_being_told() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with no_further_sigint():
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -21,7 +21,7 @@ _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
 
 
-def nearest(word: str, options: Iterable[str], cutoff: float = 0.5) -> str:
+def nearest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str:
     """The end of a sentence: the option that looks most like `word`, or all of them."""
     options = list(options)
     close = difflib.get_close_matches(word.lower(), [option.lower() for option in options], n=1, cutoff=cutoff)

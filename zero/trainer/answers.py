@@ -22,14 +22,16 @@ def answer(config: Config, overrides: Sequence[str], conf: Path) -> int:
         conf: the folder of options.
     """
     if config.mode == "plan":
-        from zero.trainer.planning import plan_text
-
         given = config.launch
         how = launch.Processes(Path(), given.threads, given.malloc)
         with launch.set_up(how, ranks=1 if given.ranks == "auto" else given.ranks):  # what is timed is as in a rank
+            launch.import_torch()
+            from zero.trainer.planning import plan_text
+
             text, fits = plan_text(config, overrides)
         exit_code = 0 if fits else ConfigError.exit_code
     elif config.mode == "doctor":
+        launch.import_torch()
         from zero.trainer import doctor
 
         found = list(doctor.checks(config))

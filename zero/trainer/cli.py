@@ -46,6 +46,7 @@ from zero.trainer.compose import (
 )
 from zero.trainer.config import Config, keys, read
 from zero.trainer.explain import overview
+from zero.trainer.launch.request import no_further_sigint
 
 if TYPE_CHECKING:
     from zero.trainer.job import Train
@@ -77,7 +78,8 @@ def main(arguments: Sequence[str], train: "Train") -> int:
     except KeyboardInterrupt as stopped:
         return _say_stopped(launch.describe(stopped), 130)
     except launch.Interrupted as stopped:
-        return _say_stopped(launch.describe(stopped) + _going_on(arguments, stopped.folder), stopped.exit_code)
+        with no_further_sigint():
+            return _say_stopped(launch.describe(stopped) + _going_on(arguments, stopped.folder), stopped.exit_code)
     except Exception as error:
         return _say(launch.describe(error), getattr(error, "exit_code", 1))
 

@@ -230,7 +230,7 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
             if value is not None and value not in options:
                 return f"{key}={suggest.shown(value)} does not exist; {suggest.nearest(str(value), options)}"
         elif text[0] not in "+~" and key not in keys() and not any(known.startswith(f"{key}.") for known in keys()):
-            named = CONF.glob(f"*/{value}.yaml") if _NAME.fullmatch(str(value)) else ()
+            named = CONF.glob(f"*/{value}.yaml") if "." not in key and _NAME.fullmatch(str(value)) else ()
             having = [path.parent.name for path in named]
             if group := suggest.meant(key, having):  # the value tells more than the letters
                 said = f"unknown key {key}{group.removesuffix('?')}={value}?"
@@ -246,7 +246,7 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
 
 
 def _with_guess_tried(said: str, word: str, overrides: Sequence[str]) -> str:
-    """What is said of an unknown key; if the key that it guesses would be refused with the value, then why."""
+    """What is said of an unknown key; if the key that it guesses would be refused with the value, what holds then."""
     guess, (_, equals, value) = _GUESS.search(said), word.partition("=")
     if guess is None or not equals:
         return said
@@ -254,13 +254,16 @@ def _with_guess_tried(said: str, word: str, overrides: Sequence[str]) -> str:
     refused = refusal_of([write if one == word else one for one in overrides])
     if not refused:
         return said
-    section = _key_of(word).rpartition(".")[0]
+    is_wrong = refused != refusal_of([one for one in overrides if one != word])  # else another word is refused
+    section, name = _key_of(word).rpartition(".")[0], _key_of(write)
     beside = [key for key in keys() if section and key.startswith(f"{section}.")]
-    if beside and "." in guess[1] and guess[1] not in beside:  # a key of another section, which refuses the value
-        return f"{said[: guess.start()]}; there are {', '.join(beside)}"
-    if " in its place: " in refused:  # a guess that needs another guess is none
-        return f"{said[: guess.start()]}; see mode=explain explain.key={_key_of(write).split('.')[0]}"
-    return f"{said[: guess.start()]}; with {suggest.shown(write)} in its place: {refused}"
+    if is_wrong and beside and "." in name and name not in beside:
+        then = f"there are {', '.join(beside)}"
+    elif is_wrong and " in its place: " in refused:  # a guess that needs another guess is none
+        then = f"see mode=explain explain.key={name}"
+    else:
+        then = f"with {suggest.shown(write)} in its place: {refused}"
+    return f"{said[: guess.start()]}; {then}"
 
 
 def _of_another_option(key: str, overrides: Sequence[str]) -> str:

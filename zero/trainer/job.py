@@ -19,6 +19,7 @@ from zero.errors import CheckpointError, MachineError, Preempted
 from zero.platform.run_files import publish, writing
 from zero.trainer import launch
 from zero.trainer.config import Config, read
+from zero.trainer.launch.request import no_further_sigint
 
 if TYPE_CHECKING:
     from zero.tracker.meter import Summary
@@ -113,7 +114,8 @@ def _failing(folder: Path, *, final: bool) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        leave_failure(folder, error, final=final)
+        with no_further_sigint():
+            leave_failure(folder, error, final=final)
         stopped = launch.Interrupted(signal.SIGINT) if isinstance(error, KeyboardInterrupt) else error
         if isinstance(stopped, launch.Interrupted):
             stopped.folder = folder

@@ -156,7 +156,10 @@ def _line(key: str, value: str | None) -> tuple[str, To] | None:
             return pattern, to
     section, _, own = key.rpartition(".")
     found = _line(own, value) if section and key not in keys() else None
-    top = section.split(".")[0]
+    top, dot, rest = section.partition(".")
+    ours = difflib.get_close_matches(top, _sections(), n=1, cutoff=0.8)
+    if ours and f"{ours[0]}{dot}{rest}.{own}" in keys():
+        return None  # a section of ours, misspelt
     if found is None or top not in _sections() or all(one.startswith(f"{top}.") for one in found[1].type.split()):
         return found
     return None

@@ -39,6 +39,7 @@ from zero.trainer.launch.request import (
     STOP_SIGNALS,
     RankRequest,
     Request,
+    import_torch,
     left_to_others,
     signals_waiting,
     stacks_of_ranks,
@@ -81,8 +82,8 @@ def count_ranks(ranks: int | Literal["auto"], device: str = "auto") -> int:
         return ranks
     if device == "cpu" or not (Path("/proc/driver/nvidia/version").exists() or Path("/dev/kfd").exists()):
         return 1
-    with signals_waiting():
-        import torch
+    import_torch()
+    import torch
 
     return max(1, torch.cuda.device_count())
 
@@ -115,8 +116,7 @@ def inside(entry: Callable[..., Any], *args: Any, how: Processes) -> Any:
         is_main = threading.current_thread() is threading.main_thread()  # no other may set handlers
         if is_main:
             stack.enter_context(Request(how.grace_s).handling(*STOP_SIGNALS, *FATAL_SIGNALS))
-        with signals_waiting():
-            import torch  # noqa: F401
+        import_torch()
         stack.enter_context(set_up(how))
         log = stack.enter_context(_log(how.folder, f"rank 0 of 1, process {os.getpid()}"))
         if is_main:

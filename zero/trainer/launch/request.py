@@ -197,31 +197,52 @@ def stacks_of_ranks(board: Board, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def signals_waiting() -> Iterator[None]:
-    """For the time of the body the signals that end a run at once wait: the first is raised after it.
+    """For the time of the body the signals that end a run wait: they are raised after it, in their order.
 
-    For imports of torch: what an exception leaves of one cannot be imported again, and Python's end crashes on it. Only
-    the main thread has signals to handle.
+    Only the main thread has signals to handle.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     came: list[int] = []
-    ending = (*FATAL_SIGNALS, signal.SIGINT)
+    ending = (*STOP_SIGNALS, *FATAL_SIGNALS, signal.SIGINT, signal.SIGALRM)
     before = {signum: signal.signal(signum, lambda number, _: came.append(number)) for signum in ending}
     try:
         yield
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
-    for first in came[:1]:
-        signal.raise_signal(first)
+    for number in came:
+        signal.raise_signal(number)
+
+
+def import_torch() -> None:
+    """Import torch, or what raises in the middle of it leaves a part that cannot be imported again.
+
+    Python's end would crash on that part; and numpy, which torch imports, swallows a KeyboardInterrupt.
+    """
+    with signals_waiting():
+        import torch  # noqa: F401
+
+
+@contextmanager
+def no_further_sigint() -> Iterator[None]:
+    """For the time of the body, in which a run that Ctrl-C has stopped says so: a second one changes nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
 def left_to_others(signum: int) -> Iterator[None]:
     """For the time of the body this thread leaves a signal to other threads; in a process that it starts it waits.
 
-    Python's own handler would show the traceback of a process that is only starting. It unblocks the signal itself.
+    Python's own handler would show the traceback of a process that is only starting. That process unblocks the signal.
     """
     resource_tracker.ensure_running()  # starting it would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signum})

@@ -22,13 +22,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first = words[0] if words else ""
     if first in COMMANDS:
         from zero.trainer.answers import for_a_reader
-        from zero.trainer.launch import import_torch
+        from zero.trainer.launch import signals_waiting
 
         try:
             with for_a_reader():
-                if first != "report":
-                    import_torch()
-                exit_code: int = import_module(f"zero.trainer.commands.{COMMANDS[first]}").main(words[1:])
+                with signals_waiting():  # some import torch
+                    command = import_module(f"zero.trainer.commands.{COMMANDS[first]}")
+                exit_code: int = command.main(words[1:])
         except KeyboardInterrupt:
             print("stopped by SIGINT", file=sys.stderr, flush=True)
             return 130

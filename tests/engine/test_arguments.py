@@ -69,6 +69,29 @@ def test_a_step_in_pieces_says_it_in_its_own_words(run):
     step.abandon()
 
 
+def test_numbers_beside_the_loss_are_read_after_backward(run):
+    """A hook of backward may write them; and what is refused is refused before it, with nothing counted."""
+    norm = torch.zeros(())
+
+    def note(gradient):
+        norm.copy_(gradient.norm())
+
+    step = zero.Step(run.state)
+    step.microbatch()
+    outputs = run.state.model(run.batch)
+    outputs.register_hook(note)
+    loss = outputs.square().mean()
+    with pytest.raises(ConfigError, match="'norm' beside the loss is complex, and it must be one number"):
+        step.backward(loss, {"norm": torch.ones((), dtype=torch.complex64)})
+    with pytest.raises(ConfigError, match="'norm' beside the loss has shape"):
+        step.count(loss, {"norm": torch.ones(2)})
+    assert not step.has_loss
+    step.backward(loss, {"norm": norm, "third": 1 / 3})
+    _, metrics = step.finish()
+    assert metrics.aux == {"norm": float(norm), "third": 1 / 3}
+    assert norm > 0
+
+
 TAKES_A_LIST = "pass a list of them: step(state, [batch])"
 
 

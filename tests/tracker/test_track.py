@@ -284,10 +284,11 @@ def test_a_loop_that_fails_leaves_a_page_that_says_why(tmp_path, error, reason, 
         ({"tracker": {"name": "wandb", "tag": ["x"]}}, "unknown key tag; did you mean tags?"),
         ({"every": 0}, "every=0: must be at least 1"),
         ({"config": {"loop": 1}}, "config has loop"),
-        ({"config": {("lr", 1): 1}}, "config has ('lr', 1) for a name, and names are text"),
+        ({"config": {("lr", 1): 1}}, "config cannot be written as settings: keys must be str"),
         ({"tracker": None}, "tracker is None; it is one of jsonl, wandb, tensorboard, several of them, or settings"),
         ({"flops": "many"}, "flops='many': it is a number above 0"),
-        ({"flops": 1e9, "samples": None}, "flops=1000000000.0: it is a number above 0, of one of samples or tokens"),
+        ({"flops": -1}, "flops=-1: it is a number above 0"),
+        ({"flops": 1e9, "samples": None}, "flops is of one sample or one token; give samples or tokens, too"),
         (
             {"config": argparse.Namespace(lr=1)},
             "config is a Namespace, and settings have names; write config=vars(args)",
@@ -322,7 +323,7 @@ def test_each_step_is_counted_inside_of_the_block_or_refused(tmp_path):
         track(state, metrics, {"loss": 0.5})
     with pytest.raises(ConfigError, match="outside of its block"):
         track(state, metrics)
-    with pytest.raises(ConfigError, match="outside of its block"):
+    with pytest.raises(ConfigError, match=r"track\.saved was called outside of its block"):
         track.saved(tmp_path)
 
     def now_and_then():
@@ -335,6 +336,27 @@ def test_each_step_is_counted_inside_of_the_block_or_refused(tmp_path):
 
     with pytest.raises(ConfigError, match="2 were made since its last call; write track"):
         now_and_then()
+
+
+def test_a_state_of_before_is_tracked_in_a_block_of_its_own(tmp_path):
+    plan, state, step = begun(zero.World.from_env())
+    with zero.track(state, tmp_path / "run", samples=8, every=1) as track:
+        for number in range(4):
+            state, metrics = step(state, [batch()])
+            track(state, metrics)
+            if number == 1:
+                zero.save(state, tmp_path / "checkpoints")
+        checkpoint, _ = zero.open_latest(plan.world, tmp_path / "checkpoints")
+        state = zero.load(state, checkpoint)
+        state, metrics = step(state, [batch()])
+        with pytest.raises(ConfigError, match="this state is at step 3, and track at step 4: leave the block"):
+            track(state, metrics)
+    state = zero.load(state, checkpoint)
+    with zero.track(state, tmp_path / "run", samples=8, every=1) as track:
+        state, metrics = step(state, [batch()])
+        track(state, metrics)
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows][-2:] == [4, 3]
 
 
 def test_charts_are_chosen_by_name_or_by_settings(tmp_path):

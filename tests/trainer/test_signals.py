@@ -29,6 +29,7 @@ from zero.errors import Preempted
 from zero.store import PrefetchStore
 from zero.testing import forked_ranks
 from zero.trainer import checks, cli, job
+from zero.trainer.launch import Interrupted
 from zero.trainer.launch.request import no_further_sigint, signals_waiting
 
 SITES: dict[str, tuple[type, str]] = {
@@ -46,6 +47,9 @@ STEPS, EVERY = 2 * STOPS + 8, 2
 
 TINY = ["debug=tiny", "val.every=0", "sample.tokens=0", "tracker.console=none", "launch.threads=1"]
 TINY += [f"steps={STEPS}", "offload=infinity", "offload.path=.", "offload.page=4KiB", f"checkpoint.every={EVERY}"]
+
+FREE = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+"""A user's environment: tests set how many threads there are."""
 
 MOMENT = "ZERO_TEST_MOMENT"
 """Of the environment: what ranks in processes of their own are told."""
@@ -195,7 +199,7 @@ def interrupted(here: Path, module: str, *words: object, in_a_rank: bool = False
     (here / "sitecustomize.py").write_text(program)
     ended = subprocess.run(
         [sys.executable, *map(str, words)],
-        env=os.environ | {"PYTHONPATH": str(here)},
+        env=FREE | {"PYTHONPATH": str(here)},
         capture_output=True,
         text=True,
         timeout=LONG_S,
@@ -244,6 +248,21 @@ def test_signals_that_waited_come_in_their_order_and_one_that_is_ignored_hides_n
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
+
+
+def test_ctrl_c_while_a_failure_is_being_written_is_not_lost(here: Path) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with patch.object(job, "leave_failure", interrupted):
+            with pytest.raises(KeyboardInterrupt), job._failing(here, final=True):
+                raise ValueError
+            with pytest.raises(Interrupted), job._failing(here, final=True):
+                raise KeyboardInterrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_second_ctrl_c_changes_nothing_while_the_first_is_being_told() -> None:

@@ -204,10 +204,11 @@ def numbers_by_name(given: Mapping[str, Any], where: str = "beside the loss") ->
             number = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
         except (TypeError, ValueError, RuntimeError):
             raise ConfigError(f"{name!r} {where} is {kind_of(value)}, and it must be a number") from None
-        if number.numel() != 1:
-            shape = tuple(number.shape)
-            raise ConfigError(f"{name!r} {where} has shape {shape}, and it must be one number: write its mean()")
-        found[name] = number.double().view(())
+        if number.numel() != 1 or number.is_complex():
+            is_what = f"has shape {tuple(number.shape)}" if number.numel() != 1 else "is complex"
+            advice = ": write its mean()" if number.numel() > 1 else ""
+            raise ConfigError(f"{name!r} {where} {is_what}, and it must be one number{advice}")
+        found[name] = number.double().reshape(())
     return found
 
 

@@ -140,7 +140,7 @@ class Step:
             ConfigError: `loss` is not a scalar tensor, or a value of `aux` not one number.
         """
         check_loss(loss, "step.backward({})")
-        aux = numbers_by_name(aux or {})
+        numbers_by_name(aux or {})  # refused before backward; what backward writes into them is read after it
         if self._plan.params_offloaded:  # host memory is what is short: forward's temporaries, then backward's
             self._plan.world.compute.give_back_memory()
         self._runtime.tape.passed("forward")
@@ -185,8 +185,9 @@ class Step:
         Raises:
             ConfigError: a value of `aux` is not one number.
         """
+        numbers = numbers_by_name(aux or {})
         self._losses[-1].append(loss.detach().double())
-        for name, number in numbers_by_name(aux or {}).items():
+        for name, number in numbers.items():
             self._aux.setdefault(name, []).append(number)
 
     def forget(self) -> None:

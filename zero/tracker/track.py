@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from math import inf
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 import torch
 import yaml
@@ -101,16 +101,19 @@ def track(
             raise ConfigError(f"{name}={value!r}: it is a whole number from 1")
     if not isinstance(config, Mapping):
         raise ConfigError(f"config is {kind_of(config)}, and settings have names; write config=vars(args), or a dict")
-    if strange := [key for key in config if not isinstance(key, str)]:
-        raise ConfigError(f"config has {strange[0]!r} for a name, and names are text")
-    if flops is not None and not (unit and isinstance(flops, int | float) and 0 < flops < inf):
-        raise ConfigError(f"flops={flops!r}: it is a number above 0, of one of samples or tokens; give that too")
+    if flops is not None and not unit:
+        raise ConfigError("flops is of one sample or one token; give samples or tokens, too")
+    if flops is not None and not (isinstance(flops, SupportsFloat) and 0 < float(flops) < inf):
+        raise ConfigError(f"flops={flops!r}: it is a number above 0")
     if taken := {"mode", OWN_LOOP} & set(config):
         raise ConfigError(f"config has {taken.pop()}, which config.yaml uses itself; give it another name")
     refuse_secrets(config, os.environ)
     per_step = (count or 0) * state.plan.world.size
     facts = _facts(state.plan) | ({unit: per_step} if unit else {}) | ({"steps": steps} if steps else {})
-    plain = {"mode": "train", OWN_LOOP: facts, **json.loads(json.dumps(dict(config), default=str))}
+    try:
+        plain = {"mode": "train", OWN_LOOP: facts, **json.loads(json.dumps(dict(config), default=str))}
+    except TypeError as error:
+        raise ConfigError(f"config cannot be written as settings: {one_line(error)}") from None
     store = state.runtime.store
     meter = Meter(
         state.plan.world,
@@ -120,7 +123,7 @@ def track(
         steps=state.tried,
         tokens=state.tried * per_step,
         skipped=state.skipped,
-        flops_per_token=flops if unit else None,
+        flops_per_token=None if flops is None else float(flops),
     )
     return Track(state, Path(folder), settings, meter, unit, steps=steps, config=plain, records=timeline)
 
@@ -190,8 +193,8 @@ class Track:
             )
         if not isinstance(val, Mapping):
             raise ConfigError(f'track takes numbers by name third, and this is {kind_of(val)}; write {{"loss": 2.3}}')
-        self._check_open()
-        self._check_one_step(state.tried - self._meter.steps)
+        self._check_open("track")
+        self._check_next(state.tried)
         numbers = numbers_by_name(val, "of an evaluation")
         self._end_recording()
         self._state, self._aux = state, metrics.aux
@@ -227,7 +230,7 @@ class Track:
         Args:
             checkpoint: the folder that `zero.save` returned.
         """
-        self._check_open()
+        self._check_open("track.saved")
         self._checkpoint = Path(checkpoint)
         self._tracker.saved(self._checkpoint, self._meter.steps)
 
@@ -243,22 +246,24 @@ class Track:
             else:
                 self._fail(error)
 
-    def _check_open(self) -> None:
+    def _check_open(self, call: str) -> None:
         if not self._is_open:
-            raise ConfigError("track was called outside of its block; write with zero.track(state, folder) as track:")
+            raise ConfigError(f"{call} was called outside of its block; write with zero.track(state, folder) as track:")
 
-    @staticmethod
-    def _check_one_step(since: int) -> None:
+    def _check_next(self, step: int) -> None:
         """Refuse a call that is not the first after exactly one step."""
-        if since < 1:
+        counted = self._meter.steps
+        if step == counted:
+            raise ConfigError("track has counted this step already; write track(state, metrics) once after every step")
+        if step < counted:
             raise ConfigError(
-                "track has counted this step already; write track(state, metrics) once after every step, and load a "
-                "checkpoint before zero.track"
+                f"this state is at step {step}, and track at step {counted}: leave the block, load the checkpoint, and "
+                "enter zero.track(state, folder) again"
             )
-        if since > 1:
+        if step > counted + 1:
             raise ConfigError(
-                f"track counts each step, and {since - 1} were made since its last call; write track(state, metrics) "
-                "after every step, and zero.track(..., every=10) for fewer rows; load a checkpoint before zero.track"
+                f"track counts each step, and {step - counted - 1} were made since its last call; write track(state, "
+                "metrics) after every step, and zero.track(..., every=10) for fewer rows; load a checkpoint before it"
             )
 
     # -- rows ----------------------------------------------------------------------------------------------------------

@@ -22,12 +22,12 @@ def answer(config: Config, overrides: Sequence[str], conf: Path) -> int:
         conf: the folder of options.
     """
     if config.mode == "plan":
+        launch.import_torch()
+        from zero.trainer.planning import plan_text
+
         given = config.launch
         how = launch.Processes(Path(), given.threads, given.malloc)
         with launch.set_up(how, ranks=1 if given.ranks == "auto" else given.ranks):  # what is timed is as in a rank
-            launch.import_torch()
-            from zero.trainer.planning import plan_text
-
             text, fits = plan_text(config, overrides)
         exit_code = 0 if fits else ConfigError.exit_code
     elif config.mode == "doctor":

@@ -250,16 +250,18 @@ def _with_guess_tried(said: str, word: str, overrides: Sequence[str]) -> str:
     guess, (_, equals, value) = _GUESS.search(said), word.partition("=")
     if guess is None or not equals:
         return said
+    elsewhere = refusal_of([one for one in overrides if one != word])
+    if elsewhere:  # another word is wrong, too: then nobody can try this one
+        return said if elsewhere.startswith("unknown key") else f"{said} Besides, {elsewhere}"
     write = guess[1] + (guess[2] or f"={value}")
     refused = refusal_of([write if one == word else one for one in overrides])
     if not refused:
         return said
-    is_wrong = refused != refusal_of([one for one in overrides if one != word])  # else another word is refused
     section, name = _key_of(word).rpartition(".")[0], _key_of(write)
     beside = [key for key in keys() if section and key.startswith(f"{section}.")]
-    if is_wrong and beside and "." in name and name not in beside:
+    if beside and "." in name and name not in beside:  # a key of another section
         then = f"there are {', '.join(beside)}"
-    elif is_wrong and " in its place: " in refused:  # a guess that needs another guess is none
+    elif " in its place: " in refused:  # a guess that needs another guess is none
         then = f"see mode=explain explain.key={name}"
     else:
         then = f"with {suggest.shown(write)} in its place: {refused}"

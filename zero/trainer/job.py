@@ -114,7 +114,8 @@ def _failing(folder: Path, *, final: bool) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        with no_further_sigint():
+        by_signal = isinstance(error, KeyboardInterrupt | launch.Interrupted)
+        with no_further_sigint() if by_signal else contextlib.nullcontext():
             leave_failure(folder, error, final=final)
         stopped = launch.Interrupted(signal.SIGINT) if isinstance(error, KeyboardInterrupt) else error
         if isinstance(stopped, launch.Interrupted):

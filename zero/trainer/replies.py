@@ -157,9 +157,9 @@ def _line(key: str, value: str | None) -> tuple[str, To] | None:
     section, _, own = key.rpartition(".")
     found = _line(own, value) if section and key not in keys() else None
     top, dot, rest = section.partition(".")
-    ours = difflib.get_close_matches(top, _sections(), n=1, cutoff=0.8)
-    if ours and f"{ours[0]}{dot}{rest}.{own}" in keys():
-        return None  # a section of ours, misspelt
+    meant = [f"{one}{dot}{rest}.{own}" for one in difflib.get_close_matches(top, _sections(), n=1, cutoff=0.8)]
+    if found and meant and meant[0] in keys() and meant[0] not in [one.split("=")[0] for one in found[1].type.split()]:
+        return None  # a key of ours, its section misspelt
     if found is None or top not in _sections() or all(one.startswith(f"{top}.") for one in found[1].type.split()):
         return found
     return None

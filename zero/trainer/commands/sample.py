@@ -15,6 +15,7 @@ from typing import Any
 
 from zero.platform.installed import as_called
 from zero.trainer.answers import command_line
+from zero.trainer.launch import import_torch
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -68,6 +69,7 @@ def octets(text: str) -> bytes:
 
 def main(words: Sequence[str]) -> int:
     given = arguments(words)
+    import_torch()
     import torch
 
     import zero

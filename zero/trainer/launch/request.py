@@ -205,12 +205,13 @@ def signals_waiting() -> Iterator[None]:
         yield
         return
     came: list[int] = []
-    ending = (*STOP_SIGNALS, *FATAL_SIGNALS, signal.SIGINT, signal.SIGALRM)
-    before = {signum: signal.signal(signum, lambda number, _: came.append(number)) for signum in ending}
+    ending = (signal.SIGINT, *STOP_SIGNALS, *FATAL_SIGNALS, signal.SIGALRM)
+    ours = [signum for signum in ending if signal.getsignal(signum) is not None]  # else a handler that is not Python's
+    before = {signum: signal.signal(signum, lambda number, _: came.append(number)) for signum in ours}
     try:
         yield
     finally:
-        for signum, handler in before.items():
+        for signum, handler in reversed(before.items()):
             signal.signal(signum, handler)
     for number in came:
         signal.raise_signal(number)
@@ -228,7 +229,7 @@ def import_torch() -> None:
 @contextmanager
 def no_further_sigint() -> Iterator[None]:
     """For the time of the body, in which a run that Ctrl-C has stopped says so: a second one changes nothing."""
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
         yield
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

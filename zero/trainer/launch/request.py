@@ -218,9 +218,10 @@ def signals_waiting() -> Iterator[None]:
 
 
 def import_torch() -> None:
-    """Import torch, or what raises in the middle of it leaves a part that cannot be imported again.
+    """Import torch while signals wait.
 
-    Python's end would crash on that part; and numpy, which torch imports, swallows a KeyboardInterrupt.
+    An exception in the middle of it would leave a part that cannot be imported again, and on which Python's end
+    crashes; and numpy, which torch imports, would swallow a KeyboardInterrupt.
     """
     with signals_waiting():
         import torch  # noqa: F401

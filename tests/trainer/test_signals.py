@@ -234,42 +234,41 @@ def test_ctrl_c_ends_an_answer_with_its_line(here: Path, mode: str) -> None:
     assert interrupted(here, "numpy", train.__file__, f"mode={mode}") == (130, "stopped by SIGINT\n")
 
 
-def test_signals_that_waited_come_in_their_order_and_one_that_is_ignored_hides_none() -> None:
-    came: list[int] = []
+@pytest.fixture
+def at_a_terminal() -> Iterator[None]:
+    """Signals are as in a program that somebody looks at, and afterwards as they were."""
     kinds = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-    before = {one: signal.signal(one, lambda signum, _: came.append(signum)) for one in kinds}
-    try:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        with signals_waiting():
-            for one in kinds:
-                signal.raise_signal(one)
-            assert not came
-        assert came == [signal.SIGINT, signal.SIGTERM]
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+    before = {one: signal.signal(one, signal.SIG_DFL) for one in kinds}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for one, handler in before.items():
+        signal.signal(one, handler)
 
 
-def test_ctrl_c_while_a_failure_is_being_written_is_not_lost(here: Path) -> None:
+def test_signals_that_waited_come_in_their_order_and_one_that_is_ignored_hides_none(at_a_terminal: None) -> None:
+    came: list[int] = []
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, lambda signum, _: came.append(signum))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with signals_waiting():
+        for one in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+            signal.raise_signal(one)
+        assert not came
+    assert came == [signal.SIGINT, signal.SIGTERM]
+
+
+def test_ctrl_c_while_a_failure_is_being_written_is_not_lost(here: Path, at_a_terminal: None) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with patch.object(job, "leave_failure", interrupted):
-            with pytest.raises(KeyboardInterrupt), job._failing(here, final=True):
-                raise ValueError
-            with pytest.raises(Interrupted), job._failing(here, final=True):
-                raise KeyboardInterrupt
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with patch.object(job, "leave_failure", interrupted):
+        with pytest.raises(KeyboardInterrupt), job._failing(here, final=True):
+            raise ValueError
+        with pytest.raises(Interrupted), job._failing(here, final=True):
+            raise KeyboardInterrupt
 
 
-def test_a_second_ctrl_c_changes_nothing_while_the_first_is_being_told() -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with no_further_sigint():
-            signal.raise_signal(signal.SIGINT)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+def test_a_second_ctrl_c_changes_nothing_while_the_first_is_being_told(at_a_terminal: None) -> None:
+    with no_further_sigint():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

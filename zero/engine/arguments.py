@@ -190,7 +190,7 @@ def check_loss(loss: object, write: str = "return {}") -> None:
 
 
 def numbers_by_name(given: Mapping[str, Any], where: str = "beside the loss") -> dict[str, Tensor]:
-    """What is logged, each as 0-dim fp64 without a gradient.
+    """What is logged, each as 0-dim tensor without a gradient; Python's numbers in fp64.
 
     Args:
         where: which numbers they are, in a message.
@@ -208,7 +208,7 @@ def numbers_by_name(given: Mapping[str, Any], where: str = "beside the loss") ->
             is_what = f"has shape {tuple(number.shape)}" if number.numel() != 1 else "is complex"
             advice = ": write its mean()" if number.numel() > 1 else ""
             raise ConfigError(f"{name!r} {where} {is_what}, and it must be one number{advice}")
-        found[name] = number.double().reshape(())
+        found[name] = number.reshape(())
     return found
 
 

@@ -188,7 +188,7 @@ class Step:
         numbers = numbers_by_name(aux or {})
         self._losses[-1].append(loss.detach().double())
         for name, number in numbers.items():
-            self._aux.setdefault(name, []).append(number)
+            self._aux.setdefault(name, []).append(number.double())
 
     def forget(self) -> None:
         """Drop the gradients that have arrived in this step; forwards under way may still go backward."""

@@ -284,7 +284,7 @@ class Track:
         if not numbers:
             return {}
         names = sorted(numbers)
-        sums = torch.stack([numbers[name].to(self._world.device) for name in names])
+        sums = torch.stack([numbers[name].to(self._world.device, torch.float64) for name in names])
         self._world.all_reduce(sums, what=f"evaluation: {', '.join(names)}").wait()
         return dict(zip(names, (sums / self._world.size).tolist(), strict=True))
 

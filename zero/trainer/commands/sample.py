@@ -15,7 +15,7 @@ from typing import Any
 
 from zero.platform.installed import as_called
 from zero.trainer.answers import command_line
-from zero.trainer.launch import import_torch
+from zero.trainer.launch import signals_waiting
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -69,8 +69,8 @@ def octets(text: str) -> bytes:
 
 def main(words: Sequence[str]) -> int:
     given = arguments(words)
-    import_torch()
-    import torch
+    with signals_waiting():
+        import torch
 
     import zero
     from zero.errors import CheckpointError, ZeroError

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from zero.trainer.launch.request import signals_waiting
+
 Malloc = Literal["raised", "lean", "default"]
 
 THRESHOLDS: Mapping[Malloc, tuple[int, int]] = {"raised": (4 << 30, 16 << 30), "lean": (2 << 20, 16 << 20)}
@@ -64,7 +66,8 @@ def set_up(how: Processes, ranks: int | None = None) -> AbstractContextManager[N
     """
     _set_thresholds(THRESHOLDS.get(how.malloc, ()))
     if how.threads != "auto" or (ranks is not None and "OMP_NUM_THREADS" not in os.environ):
-        import torch
+        with signals_waiting():
+            import torch
 
         torch.set_num_threads(_threads(how, ranks or 1))
     fixed = how.deterministic and "CUBLAS_WORKSPACE_CONFIG" not in os.environ

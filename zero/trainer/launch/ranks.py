@@ -82,8 +82,8 @@ def count_ranks(ranks: int | Literal["auto"], device: str = "auto") -> int:
         return ranks
     if device == "cpu" or not (Path("/proc/driver/nvidia/version").exists() or Path("/dev/kfd").exists()):
         return 1
-    import_torch()
-    import torch
+    with signals_waiting():
+        import torch
 
     return max(1, torch.cuda.device_count())
 

@@ -18,10 +18,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from zero.trainer.launch.board import Board
 from zero.trainer.launch.ending import Interrupted
@@ -201,18 +201,10 @@ def signals_waiting() -> Iterator[None]:
 
     Only the main thread has signals to handle.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     came: list[int] = []
     ending = (signal.SIGINT, *STOP_SIGNALS, *FATAL_SIGNALS, signal.SIGALRM)
-    ours = [signum for signum in ending if signal.getsignal(signum) is not None]  # else a handler that is not Python's
-    before = {signum: signal.signal(signum, lambda number, _: came.append(number)) for signum in ours}
-    try:
+    with _handled(lambda number, _: came.append(number), *ending):
         yield
-    finally:
-        for signum, handler in reversed(before.items()):
-            signal.signal(signum, handler)
     for number in came:
         signal.raise_signal(number)
 
@@ -227,17 +219,22 @@ def import_torch() -> None:
         import torch  # noqa: F401
 
 
-@contextmanager
-def no_further_sigint() -> Iterator[None]:
+def no_further_sigint() -> AbstractContextManager[None]:
     """For the time of the body, in which a run that Ctrl-C has stopped says so: a second one changes nothing."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return _handled(signal.SIG_IGN, signal.SIGINT)
+
+
+@contextmanager
+def _handled(handler: Callable[[int, Any], Any] | signal.Handlers, *signals: int) -> Iterator[None]:
+    """For the time of the body these signals have this handler, where it is Python in this thread that handles them."""
+    is_main = threading.current_thread() is threading.main_thread()
+    ours = [signum for signum in signals if is_main and signal.getsignal(signum) is not None]
+    before = {signum: signal.signal(signum, handler) for signum in ours}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for signum, kept in reversed(before.items()):
+            signal.signal(signum, kept)
 
 
 @contextmanager

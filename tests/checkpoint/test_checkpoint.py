@@ -619,6 +619,33 @@ def test_a_state_that_was_loaded_into_is_spent(tmp_path: Path):
             _ = state.step
 
 
+def rolled_back(world, setting, folder, way):
+    """Whether this rank computes with what it wrote into a state whose gathers are under way; for several rounds."""
+    options = {"moments": False} if way == "no moments" else {"partial": ["embed.*"]} if way == "partial" else {}
+    same = []
+    with opened(world, setting) as (state, step):
+        for number in range(4):
+            saved, wanted = save(state, folder), full_state_dict(state, "compute")
+            state, _ = trained(world, state, step, [number])
+            if way == "edit":
+                with zero.gathered(state, modify=True) as full:
+                    full.update(wanted)
+            else:
+                state = load(state, open_checkpoint(world, saved), **options)
+            found = full_state_dict(state, "compute")
+            kept = "embed" if way == "partial" else "nothing"
+            same.append(all(torch.equal(found[name], wanted[name]) for name in found if not name.startswith(kept)))
+            state, _ = trained(world, state, step, [number])
+    return same
+
+
+@pytest.mark.parametrize("way", ["load", "no moments", "partial", "edit"])
+@pytest.mark.parametrize("stage", range(4))
+def test_every_rank_computes_with_what_was_written_into_a_state_that_has_stepped(stage, way, tmp_path: Path):
+    told = run_ranks(3, rolled_back, Setting(stage=stage), tmp_path, way)
+    assert told == [[True] * 4] * 3
+
+
 # -- the newest one ----------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from tests.conftest import LONG_S
 from zero.distributed.stalled import PATIENCE_S, PERIOD_S
-from zero.distributed.world import ProcessWorld, SoloWorld, World, ordered_sum
+from zero.distributed.world import ProcessWorld, SoloWorld, World, _ProcessPart, ordered_sum
 from zero.errors import ConfigError, DeadlineError, HandshakeError, LayoutError, RankFailedError, WorldError
 from zero.platform.device import Device
 from zero.testing import run_processes, run_ranks
@@ -147,10 +148,26 @@ class CollectiveWorld(ProcessWorld):
         return True
 
 
+class CollectivePart(_ProcessPart):
+    """The same for some of its ranks."""
+
+    def __init__(self, whole: ProcessWorld, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
+        super().__init__(whole, ranks, "part")
+        self._group = group
+
+    def _by_collective(self, tensor: torch.Tensor) -> bool:
+        return True
+
+
 def laws_and_stories(world: World) -> dict[str, object]:
     seen = all_laws(world)
     with CollectiveWorld(timeout_s=LONG_S, device="cpu") as collective:
         seen["by collective"] = {law.__name__: law(collective) for law in LAWS}
+        ranks, number = (1, 2), torch.tensor([float(world.rank)])
+        group = dist.new_group(ranks)
+        if world.rank in ranks:
+            CollectivePart(collective, ranks, group).broadcast(number, 1).wait()
+        seen["from the second of the last two"] = number.item()
     return seen | {"stories": stories(world)}
 
 
@@ -167,6 +184,11 @@ def outcome(request):
     if size > 0:
         return run_ranks(size, lambda world: {law.__name__: law(world) for law in LAWS})
     return request.getfixturevalue("three_processes") if size == -3 else run_processes(-size, all_laws)
+
+
+@pytest.mark.process
+def test_a_broadcast_in_a_part_comes_from_a_rank_of_the_part(three_processes):
+    assert [rank["from the second of the last two"] for rank in three_processes] == [0, 2, 2]
 
 
 def test_gather_and_reduce_scatter_are_transposes(outcome):

@@ -15,6 +15,7 @@ import torch
 import torch._dynamo  # else torch's checkpoint imports it in the middle of a step, in frames that hold on to tensors
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import zero
@@ -202,6 +203,36 @@ def penalised(model: nn.Module, batch: Batch) -> Tensor:
 
 def by_a_method(model: nn.Module, batch: Batch) -> Tensor:
     return model.head(batch.x).square().mean()
+
+
+class Wrap(torch.autograd.Function):
+    """Into a tensor that wraps others and has no memory of its own, as DTensor and float8 tensors do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return TwoTensor(x, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.a
+
+
+class Unwrap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.a
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return TwoTensor(grad, grad)
+
+
+class KeepsWrapped(Layer):
+    """Autograd keeps a wrapped activation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wrapped = Wrap.apply(super().forward(x))
+        return Unwrap.apply(wrapped * wrapped)
 
 
 class ReturnsItsParameter(nn.Module):
@@ -572,6 +603,7 @@ CASES = [
     Case("reentrant checkpoint inside", lambda: Chain(lambda: CheckpointInside(reentrant=True))),
     Case("no gradients in a checkpoint inside", lambda: Chain(lambda: PartWithoutGradients(reentrant=False))),
     Case("no gradients in a reentrant checkpoint inside", lambda: Chain(lambda: PartWithoutGradients(reentrant=True))),
+    Case("a wrapped activation", lambda: Chain(KeepsWrapped)),
     Case("checkpoints inside", lambda: Chain(lambda: CheckpointInCheckpoint(reentrant=False))),
     Case("reentrant checkpoints inside", lambda: Chain(lambda: CheckpointInCheckpoint(reentrant=True))),
     Case("two names", lambda: Chain(TwoNames)),

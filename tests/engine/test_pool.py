@@ -151,7 +151,7 @@ def test_after_an_error_nobody_holds_anything():
     made = pool(n4=1)
     made.take(0, 4).pins += 1
     made.take(1, 4).pins += 2
-    made.unpin_all()
+    made.reset()
     assert made.pinned == 0
     assert made.allocated_bytes == 4 * 4
 

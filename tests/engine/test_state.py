@@ -1,7 +1,15 @@
 """A state is a value: it is spent once, survives a step that fails, and can be looked at without being changed."""
 
+import contextlib
 import copy
 import math
+import os
+import random
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zero
-from tests.common.small import Setting, Small, slice_of, small_batch, small_loss
+from tests.common.small import KiB, Setting, Small, slice_of, small_batch, small_loss
+from tests.conftest import LONG_S
 from zero.distributed.world import SoloWorld
 from zero.engine.full import digest, full_state_dict
 from zero.errors import ConfigError, HandshakeError, PlanError, RankFailedError, StaleStateError
@@ -460,3 +469,145 @@ def planned_states(world, setting):
     plan = setting.plan(world, lambda: nn.Sequential(nn.Linear(99, 301), nn.Linear(301, 99)))
     device = plan.bytes["device"]
     return sum(device[kind] for kind in ("parameters", "gradients", "master", "moments")), plan.numel
+
+
+class Interrupt:
+    """Ctrl-C at the `line`-th line of the library that this thread runs.
+
+    Attributes:
+        place: file and line where it came; None before.
+        lines: lines run so far.
+    """
+
+    def __init__(self, line: int) -> None:
+        self.line, self.lines, self.place = line, 0, None
+
+    def __call__(self, frame, event, argument):
+        if f"{os.sep}zero{os.sep}" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.line:
+                sys.settrace(None)
+                self.place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                signal.raise_signal(signal.SIGINT)
+        return self
+
+    def during(self, call):
+        """What `call` returns."""
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            return call()
+        finally:
+            sys.settrace(before)
+
+
+@pytest.mark.parametrize("preset", ["none", "nvme", "infinity"])
+def test_after_ctrl_c_at_any_line_of_a_step_the_state_makes_that_step_or_is_spent(preset):
+    """Never another state, and no error of the library's own about what the interrupt left behind."""
+    world, setting = SoloWorld(), Setting(offload=(("preset", preset),), page_bytes=4 * KiB, clip=0.5)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    seed = random.randrange(1000)
+    print(f"seed {seed}")
+
+    def interrupted(line):
+        """The lines of the third step, where the interrupt came, and the digest after it."""
+        state, step = setting.start(world, Fragile, fragile_loss)
+        for number in range(2):
+            state, _ = step(state, fragile_batch(world, number, 1))
+        interrupt = Interrupt(line)
+        with contextlib.closing(state.runtime.store):
+            try:
+                state, _ = interrupt.during(partial(step, state, fragile_batch(world, 2, 1)))
+                assert interrupt.place is None, "an interrupt was lost"
+            except KeyboardInterrupt:
+                if state.spent_:
+                    return interrupt, "spent"
+            try:
+                if interrupt.place:
+                    state, _ = step(state, fragile_batch(world, 2, 1))
+                state, _ = step(state, fragile_batch(world, 3, 1))
+                return interrupt, digest(state)
+            except StaleStateError as error:
+                return interrupt, "spent" if "was interrupted half-way" in str(error) else str(error)
+
+    try:
+        whole, wanted = interrupted(-1)
+        draw, spent = random.Random(seed), 0
+        for line in sorted(draw.sample(range(1, whole.lines), 20)):
+            interrupt, told = interrupted(line)
+            assert told in (wanted, "spent"), f"line {line} of {whole.lines}, {interrupt.place}"
+            spent += told == "spent"
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert spent < 20
+
+
+# -- one thread at a time ----------------------------------------------------------------------------------------------
+
+
+def elsewhere(call):
+    """What `call` raises in a thread of its own, or None."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).exception(timeout=LONG_S)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_while_a_thread_uses_a_state_others_get_an_error_and_change_nothing(stage):
+    """Forwards of several threads at once left wrong parameters behind."""
+    world = SoloWorld()
+    state, step = Setting(stage=stage).start(world, Fragile, fragile_loss)
+    plan, batch = state.plan, fragile_batch(world, 0, 1)
+    forward = zero.make_forward(plan, lambda model, x: model(x, ""))
+    uses = {
+        "forward": lambda: forward(state, batch[0][0]),
+        "step": lambda: step(state, batch),
+        "model": lambda: state.model(batch[0][0], ""),
+        "read": lambda: state.model.layers[0].linear.weight.sum(),
+        "save": lambda: full_state_dict(state),
+    }
+    found = {}
+
+    def loss(model, batch):
+        found.update({name: elsewhere(use) for name, use in uses.items()})
+        return fragile_loss(model, batch)
+
+    state, metrics = zero.make_step(plan, loss)(state, batch)
+    for name, error in found.items():
+        assert isinstance(error, ConfigError), f"{name}: {error!r}"
+        assert "one thread at a time" in str(error)
+    alone, step = Setting(stage=stage).start(world, Fragile, fragile_loss)
+    alone, expected = step(alone, batch)
+    assert (digest(state), metrics) == (digest(alone), expected)
+    assert elsewhere(uses["forward"]) is None, "a thread may use it after another one"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_gets_an_error_instead_of_a_step_that_hangs():
+    """It has none of the store's threads."""
+    world = SoloWorld()
+    state, step = Setting(offload=(("preset", "infinity"),)).start(world, Fragile, fragile_loss)
+    state, _ = step(state, fragile_batch(world, 0, 1))
+    child = os.fork()
+    if not child:
+        try:
+            step(state, fragile_batch(world, 1, 1))
+        except ConfigError as error:
+            os._exit(17 if "forked" in str(error) else 1)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+
+
+def test_a_backward_before_the_first_microbatch_names_the_call_that_is_missing():
+    world = SoloWorld()
+    state, _ = Setting().start(world, Fragile, fragile_loss)
+    step = zero.Step(state)
+    [batch] = fragile_batch(world, 0, 1)
+    for call in (step.backward, step.count):
+        with pytest.raises(ConfigError, match=r"Call step.microbatch\(\) before the forward"):
+            call(fragile_loss(state.model, batch))
+    step.microbatch()
+    step.backward(fragile_loss(state.model, batch))
+    step.finish()

@@ -134,6 +134,22 @@ class Loop(nn.Sequential):
         return super().forward(super().forward(x))
 
 
+class Skipping(nn.Sequential):
+    """Blocks of which some are left out."""
+
+    left_out: tuple[int, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self):
+            if number not in self.left_out:
+                x = block(x)
+        return x
+
+
+SKIPS = ((2,), (1,), (2,), (1, 2), (), (0,))
+"""Blocks that each step leaves out: heads in turn, the last ones, none, the first."""
+
+
 def stack(count: int = 3, kind: type[nn.Sequential] = nn.Sequential) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -176,6 +192,19 @@ def train(world: zero.World, path: Path, *, accumulate: int = 1, count: int = RO
         state, _ = step(state, [rows(accumulate * number + k, world, dtype, count) for k in range(accumulate)])
     if state.plan.update == "serial":
         assert world.compute.is_idle, "serial leaves nothing under way"
+    told = digest(state)
+    state.runtime.store.close()
+    return told
+
+
+def train_and_skip(world: zero.World, path: Path, *, accumulate: int = 1, count: int = ROWS, **given) -> str:
+    """Units are skipped in some steps; where ranks may part, the last rank leaves out others than the rest."""
+    state, step = start(world, path, accumulate=accumulate, kind=Skipping, **given)
+    dtype = state.plan.precision.compute
+    parts = state.plan.resident and world.rank > 0 and world.rank == world.size - 1
+    for number in range(len(SKIPS)):
+        state.model.left_out = SKIPS[number - 2 if parts else number]
+        state, _ = step(state, [rows(accumulate * number + k, world, dtype, count) for k in range(accumulate)])
     told = digest(state)
     state.runtime.store.close()
     return told
@@ -328,7 +357,7 @@ Run = Callable[[zero.World, Path], str]
 
 
 def scenario(run: Callable[..., str] = train, **given) -> Run:
-    return lambda world, path: run(world, path, **given)
+    return partial(run, **given)
 
 
 SCENARIOS: dict[str, Run] = {
@@ -354,6 +383,8 @@ SCENARIOS: dict[str, Run] = {
     "saved, nvme": scenario(train_and_save, preset="nvme"),
     "saved, cpu": scenario(train_and_save, preset="cpu"),
     "saved, infinity": scenario(train_and_save, preset="infinity"),
+    **{f"saved at stage {stage}": scenario(train_and_save, stage=stage) for stage in (1, 2)},
+    "edited at stage 1": scenario(train_and_edit, stage=1),
     "edited": scenario(train_and_edit, preset="infinity"),
     "edited at stage 0": scenario(train_and_edit, stage=0),
     "forgotten": scenario(train_and_forget, stage=0),
@@ -381,6 +412,13 @@ SCENARIOS: dict[str, Run] = {
     "interrupted, cpu": scenario(train_interrupted, preset="cpu"),
     "a loop of one's own": scenario(train_own_loop),
     "a loop of one's own at stage 1": scenario(train_own_loop, stage=1, offload_optimizer={"device": "cpu"}),
+}
+
+
+SCENARIOS |= {
+    f"{name}, units skipped": partial(train_and_skip, **run.keywords)
+    for name, run in SCENARIOS.items()
+    if isinstance(run, partial) and run.func is train and "kind" not in run.keywords and name != "eager"
 }
 
 
@@ -553,6 +591,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "zero/engine/residency.py": ("stage 1",),
     "zero/engine/state.py": ("stage 0",),
     "zero/engine/transfer.py": ("nvme",),
+    "zero/engine/unit_state.py": ("stage 1, two microbatches, units skipped", "cpu, units skipped"),
     "zero/engine/update.py:Updater.apply": ("cpu at stage 1", "nvme at stage 1"),
     "zero/engine/update.py": ("cpu", "cpu, updated by the host", "nvme"),
     "zero/distributed/routes.py": ("two nodes", "two nodes at stage 0"),

@@ -421,7 +421,9 @@ class _Transport(World):
 
     def _broadcast(self, flat: Tensor, source: int, op: str) -> Handle:
         if self._by_collective(flat):
-            return self._collective(lambda out, _, **keywords: dist.broadcast(out, source, **keywords), flat, flat, op)
+            return self._collective(
+                lambda out, _, **keywords: dist.broadcast(out, group_src=source, **keywords), flat, flat, op
+            )
         if self.rank == source:
             return self._messages(op, flat, dict.fromkeys(self._others(), flat), {})
         return self._messages(op, flat, {}, {source: flat})

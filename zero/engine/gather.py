@@ -54,7 +54,7 @@ from zero.engine.graph import (
 from zero.engine.module_copy import Body, Run, call_with
 from zero.engine.placeholder import ParameterPlaceholder, in_backward
 from zero.engine.plan import Plan
-from zero.engine.pool import Buffer
+from zero.engine.pool import Buffer, storage_address
 from zero.engine.recompute import recomputed_call
 from zero.engine.reduce import Reducer
 from zero.engine.residency import Residency
@@ -62,6 +62,7 @@ from zero.engine.saved_tensors import InPlace, Kept
 from zero.engine.unit import Binding, Site
 from zero.engine.unit_state import UnitState
 from zero.errors import OutsideUnitError, StaleStateError
+from zero.platform.threads import OneThread
 from zero.platform.timeline import Tape
 
 
@@ -107,6 +108,7 @@ class Gatherer:
         entering: called before a site runs, or a parameter is read with a history, outside of backward.
         arriving: called when a gradient arrives.
         doubted: paths of sites whose code may write into parameters without being counted by torch.
+        use: held by the thread that uses the state.
         frozen_groups: numbers of the optimizer's groups that do not train in the forwards that come.
     """
 
@@ -144,6 +146,7 @@ class Gatherer:
         self._scaled: set[int] = set()  # those of them that began with the loss scale
         self.arrived = self.unscaled = False
         self.frozen_groups: frozenset[int] = frozenset()
+        self.use = OneThread("a State")
         self._lock = threading.RLock()  # on a GPU backward runs on autograd's own threads
 
     # -- one microbatch ------------------------------------------------------------------------------------------------
@@ -202,10 +205,12 @@ class Gatherer:
     def run(self, site: Site, body: Body, args: Any, kwargs: Any) -> Any:
         """Call a site's module on its gathered parameters."""
         recomputing = in_backward()
-        if not recomputing:
-            self.entering()
-        with nullcontext() if recomputing else self._tape.forward(site.path, self._units[site.units[0]].spec.name):
+        if recomputing:
             return self._run(site, body, args, kwargs, recomputing)
+        with self.use:
+            self.entering()
+            with self._tape.forward(site.path, self._units[site.units[0]].spec.name):
+                return self._run(site, body, args, kwargs, recomputing)
 
     def _run(self, site: Site, body: Body, args: Any, kwargs: Any, recomputing: bool) -> Any:
         pinned: list[Buffer] = []
@@ -354,7 +359,7 @@ class Gatherer:
 
     def _is_resident(self, tensor: Tensor) -> bool:
         """It is in the buffer of a unit that is always loaded."""
-        return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in self._resident_addresses
+        return storage_address(tensor) in self._resident_addresses
 
     def _unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, Packed):
@@ -373,9 +378,9 @@ class Gatherer:
         def view(with_history: bool) -> Tensor:
             unit = self._units[bound.unit]
             recomputing = in_backward()
-            if with_history and not recomputing:
-                self.entering()
-            with self._lock, beneath_transforms():
+            with nullcontext() if recomputing else self.use, self._lock, beneath_transforms():
+                if with_history and not recomputing:
+                    self.entering()
                 if recomputing:
                     flat = self._hold(unit).flat
                 else:  # a tensor that uses it keeps the memory: see `Pool.take`

@@ -58,6 +58,7 @@ class Gradients:
             sums: in the dtype of sums; without, in that of one gradient where it holds no sum yet.
         """
         assert unit.grad is not None
+        unit.await_grad_readers()
         return unit.grad
 
     def park(self, unit: UnitState) -> None:
@@ -115,6 +116,7 @@ class PagedGradients(Gradients):
         return sum(buffer.flat.nbytes for buffers in (*self._free.values(), leaving) for buffer in buffers)
 
     def open(self, unit: UnitState, *, fresh: bool, held: bool = False, sums: bool = True) -> Tensor:
+        unit.await_grad_readers()
         if held:
             self._reduced.add(unit.index)
         elif fresh:
@@ -126,8 +128,8 @@ class PagedGradients(Gradients):
                 self._single.discard(unit.index)
             dtype = self._plan.first_grad_dtype if unit.index in self._single else self._plan.grad_dtype
             buffer = self._take(self._plan.grad_numel(unit.spec))
+            self._open[unit.index] = _Opened(unit, buffer.flat)  # first: `reset` finds it here after an interrupt
             unit.grad = buffer.flat.view(dtype)[: buffer.flat.numel()]
-            self._open[unit.index] = _Opened(unit, buffer.flat)
             if fresh:
                 with self._tape.stream_standing("page out", unit.spec.name):
                     buffer.free.wait()
@@ -145,7 +147,8 @@ class PagedGradients(Gradients):
             return
         with self._device.aside("gradients out") as left, self._tape.streaming("page out", unit.spec.name):
             tickets = [save(self._store, self._device, page, part_K) for page, part_K in self._pages(unit)]
-        buffer, unit.grad = _Buffer(self._open.pop(unit.index).flat, left), None
+        unit.grad = None
+        buffer = _Buffer(self._open.pop(unit.index).flat, left)
         self._held.discard(unit.index)
         self._left[unit.index] = left
         self._leaving.append(_Leaving(buffer, tickets))

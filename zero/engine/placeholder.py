@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.core.tree import replaced, tensors_in
 from zero.engine.empty import Written, written
+from zero.engine.pool import storage_address
 from zero.errors import ConfigError, OutsideUnitError
 
 # What can be read of a parameter that is not gathered: what is known without its values.
@@ -266,10 +267,10 @@ class Part(Tensor):
         if request == "__iter__":
             func, args = Tensor.unbind, args[:1]
         parts = {id(one): one for one in tensors_in((args, kwargs)) if isinstance(one, Part)}
-        names = {_memory_of(one): one.full_name for one in parts.values()}
+        names = {storage_address(one): one.full_name for one in parts.values()}
         args, kwargs = replaced((args, kwargs), {key: one._plain() for key, one in parts.items()})
         result = func(*args, **kwargs)
-        seen = {id(one): cls.of(one, names[_memory_of(one)]) for one in tensors_in(result) if _lies_in(one, names)}
+        seen = {id(one): cls.of(one, names[storage_address(one)]) for one in tensors_in(result) if _lies_in(one, names)}
         result = _for_reading(replaced(result, seen))
         return iter(result) if request == "__iter__" else result
 
@@ -353,7 +354,7 @@ def _read(func: Any, args: Any, kwargs: Any, *, clone: bool) -> Any:
         func, args = Tensor.unbind, args[:1]
     placeholders = {id(one): one for one in tensors_in((args, kwargs)) if isinstance(one, ParameterPlaceholder)}
     values = {key: one.value() for key, one in placeholders.items()}
-    names = {_memory_of(value): placeholders[key].full_name for key, value in values.items()}
+    names = {storage_address(value): placeholders[key].full_name for key, value in values.items()}
     given = {key: value.clone() for key, value in values.items()} if clone else values
     before = {key: version_of(value) for key, value in values.items()}
     args, kwargs = replaced((args, kwargs), given)
@@ -362,7 +363,9 @@ def _read(func: Any, args: Any, kwargs: Any, *, clone: bool) -> Any:
         if version_of(value) != before[key]:
             _refuse_written(placeholders[key].full_name, func.__name__)
     looking = [one for one in tensors_in(result) if _lies_in(one, names)]
-    parts = {id(one): Part.of(one if one.requires_grad else one.clone(), names[_memory_of(one)]) for one in looking}
+    parts = {
+        id(one): Part.of(one if one.requires_grad else one.clone(), names[storage_address(one)]) for one in looking
+    }
     result = _for_reading(replaced(result, parts))
     return iter(result) if walks else result
 
@@ -380,15 +383,10 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _memory_of(tensor: Tensor) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.untyped_storage().data_ptr()
-
-
 def _lies_in(tensor: Tensor, memory: Container[int]) -> bool:
-    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
-    return tensor.numel() > 0 and _memory_of(tensor) in memory
+    return tensor.numel() > 0 and storage_address(tensor) in memory
 
 
 Hooks = tuple[dict[int, Hook], dict[int, Callable[[Tensor], None]]]

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero.distributed.world import Handle
 from zero.platform.device import Device, Event
@@ -50,6 +51,10 @@ class Buffer:
         """Some tensor besides `flat` still uses this memory."""
         return torch._C._storage_Use_Count(self._storage._cdata) > self._alone
 
+    def reset(self) -> None:
+        """Hold no unit, and be used by nobody. What is on its way is still waited for."""
+        self.unit, self.version, self.pins, self.ahead = None, -1, 0, False
+
     def land(self) -> None:
         """Wait for what is on its way into this buffer."""
         self.ready.wait()  # what was enqueued for it, before anything that an arrival enqueues after it
@@ -65,6 +70,17 @@ class Buffer:
     def _watch(self) -> None:
         self._storage = self.flat.untyped_storage()
         self._alone = torch._C._storage_Use_Count(self._storage._cdata)
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Return the address of the memory that holds the tensor's values; 0 if no single storage does.
+
+    A sparse tensor has no storage, and torch raises an error for that of a wrapper such as DTensor.
+    """
+    if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+        return 0
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage().data_ptr()
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: Device) -> Tensor:
@@ -107,10 +123,7 @@ class Pool:
 
     def holding(self, tensor: Tensor) -> Buffer | None:
         """The buffer whose memory `tensor` looks at."""
-        if tensor.layout is not torch.strided:
-            return None
-        address = tensor.untyped_storage().data_ptr()
-        return self._by_address.get(address) if address else None
+        return self._by_address.get(address) if (address := storage_address(tensor)) else None
 
     def has_room(self, numel: int) -> bool:
         return self._least_recent(numel) is not None
@@ -145,11 +158,13 @@ class Pool:
             buffer.ahead = False
             self._drop_extra(buffer)
 
-    def unpin_all(self) -> None:
-        """After an error: no buffer is pinned or gathered ahead."""
+    def reset(self) -> None:
+        """After an error: no buffer holds a unit, or is pinned or gathered ahead."""
+        self._buffers = {numel: [one for one in buffers if not one.extra] for numel, buffers in self._buffers.items()}
+        self._by_unit.clear()
         for buffer in self.buffers:
-            buffer.pins, buffer.ahead = 0, False
-            self._drop_extra(buffer)
+            buffer.reset()
+        self._by_address = {buffer.address: buffer for buffer in self.buffers}
 
     def _least_recent(self, numel: int) -> Buffer | None:
         return min((b for b in self._buffers[numel] if b.is_free), key=lambda b: b.used, default=None)

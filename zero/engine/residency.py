@@ -79,14 +79,14 @@ class Residency:
             self.pool.drop_ahead()
 
     def reset(self) -> None:
-        """After an exception: forget pins and half-made records."""
+        """After an exception: forget pins, half-made records and what buffers hold."""
         for order in self._orders.values():
             order.forget()
         self._ahead.clear()
         for unit in self._units:
             unit.secondary_versions = -1, -1  # what should have filled it may have gone with its buffer
         if self.pool is not None:
-            self.pool.unpin_all()
+            self.pool.reset()
 
     def pin(self, unit: UnitState, *, training: bool) -> Buffer:
         """Gather `unit`, and ahead of time those that come next; returns its buffer, pinned and ready to compute on.
@@ -119,6 +119,12 @@ class Residency:
         self._request(unit)
         return self._arrive(unit).flat
 
+    def land(self) -> None:
+        """Wait for every gather into a buffer that stays: before parameters are written."""
+        for unit in self._units:
+            if unit.resident is not None:
+                unit.resident.land()
+
     def complete(self) -> None:
         """Where units are gathered in order: start the gathers of all that have changed."""
         if self._in_order:
@@ -148,10 +154,12 @@ class Residency:
         buffer = self._find(unit)
         with self._device.aside("gather") as ready:
             tickets: list[Ticket] = []
-            if unit.deferred is not None and self._hand_off is not None:
-                tickets = self._hand_off(unit)
-            else:
-                self._apply(unit)
+            if unit.deferred is not None:
+                if self._hand_off is not None:
+                    tickets = self._hand_off(unit)
+                else:
+                    self._apply(unit)
+                unit.grad_readers += [ready, *tickets]
             if unit.resident is None:
                 assert self.pool is not None
                 buffer = self.pool.take(unit.index, unit.spec.full_numel)

@@ -50,7 +50,8 @@ class Runtime:
     def align(self) -> None:
         """Before what all ranks do together outside of a step: what some have gathered since, in forwards of their own,
         all of them have."""
-        self.gatherer.residency.complete()
+        with self.gatherer.use:
+            self.gatherer.residency.complete()
 
     def come_to_rest(self) -> None:
         """Before pages and parameters are read or written from outside of a step, by the host too: make all deferred
@@ -58,6 +59,7 @@ class Runtime:
         self.align()
         for unit in self.units:
             self.updater.apply(unit)
+        self.gatherer.residency.land()
         self.plan.world.compute.join()  # for the host an update was made when it was launched
 
     def finish_step(self) -> None:

@@ -10,7 +10,7 @@ Source: Rajbhandari et al. 2020, "ZeRO"; Micikevicius et al. 2018, "Mixed Precis
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from zero.engine.arguments import (
 from zero.engine.plan import Plan
 from zero.engine.state import Runtime, State
 from zero.engine.totals import GradientStatus, check_gradients, gather_totals
-from zero.errors import ConfigError, NonFiniteGradientError, PlanError, if_it_fails
+from zero.errors import ConfigError, NonFiniteGradientError, PlanError, StoreError, if_it_fails
 from zero.platform.timeline import Timeline
 
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
@@ -113,14 +113,15 @@ class Step:
 
     def microbatch(self) -> None:
         """Begin the next microbatch; `plan.accumulate` of them make a step."""
-        self.read_groups()  # first: what it refuses has not begun
-        self._end_microbatch()
-        self.microbatches += 1
-        self._in_microbatch = True
-        self._losses.append([])
-        self._runtime.gatherer.begin()
-        self._runtime.reducer.begin(last=self.microbatches == self._plan.accumulate)
-        self._at("forward")
+        with self._runtime.gatherer.use:
+            self.read_groups()  # first: what it refuses has not begun
+            self._end_microbatch()
+            self.microbatches += 1
+            self._in_microbatch = True
+            self._losses.append([])
+            self._runtime.gatherer.begin()
+            self._runtime.reducer.begin(last=self.microbatches == self._plan.accumulate)
+            self._at("forward")
 
     def read_groups(self) -> None:
         """In the forwards from here on each group of the optimizer trains or not as its settings say now."""
@@ -137,16 +138,18 @@ class Step:
             how: for `Tensor.backward`, such as `retain_graph`.
 
         Raises:
-            ConfigError: `loss` is not a scalar tensor, or a value of `aux` not one number.
+            ConfigError: `loss` is not a scalar tensor, a value of `aux` is not one number, or no microbatch has begun.
         """
         check_loss(loss, "step.backward({})")
+        self._check_begun()
         numbers_by_name(aux or {})  # refused before backward; what backward writes into them is read after it
         if self._plan.params_offloaded:  # host memory is what is short: forward's temporaries, then backward's
             self._plan.world.compute.give_back_memory()
         self._runtime.tape.passed("forward")
         self._at("backward")
         self._went_back = True
-        self.scaled(loss).backward(**how)
+        with self._runtime.gatherer.use:
+            self.scaled(loss).backward(**how)
         self._runtime.tape.passed("backward")
         self.count(loss, aux)
 
@@ -183,8 +186,9 @@ class Step:
             aux: as of `backward`.
 
         Raises:
-            ConfigError: a value of `aux` is not one number.
+            ConfigError: a value of `aux` is not one number, or no microbatch has begun.
         """
+        self._check_begun()
         numbers = numbers_by_name(aux or {})
         self._losses[-1].append(loss.detach().double())
         for name, number in numbers.items():
@@ -201,6 +205,8 @@ class Step:
 
     def abandon(self) -> None:
         """After an exception: forget everything that this step did. Not collective."""
+        with suppress(StoreError):  # a broken store is what is being reported already
+            self._runtime.store.drain()
         self._plan.world.compute.join()  # what is under way aside must not write into memory that is given out again
         self._runtime.gatherer.reset()
         self._runtime.reducer.reset()
@@ -265,6 +271,10 @@ class Step:
             )
         return following, metrics
 
+    def _check_begun(self) -> None:
+        if not self.microbatches:
+            raise ConfigError("no microbatch of this step has begun. Call step.microbatch() before the forward.")
+
     def _end_microbatch(self) -> None:
         if self._in_microbatch:
             self._in_microbatch = False
@@ -306,7 +316,14 @@ def _clip(limit: float | None, norm: float) -> float:
 
 
 def _defer_updates(runtime: Runtime, hyper: Hyper) -> None:
-    """Give every unit this step's update to make before its next gather, or make it now."""
+    """Give every unit this step's update to make before its next gather, or make it now.
+
+    Nothing has waited yet for the last update of a unit that this step skipped. That update reads numbers which go with
+    it, and the gather after it reads the shard.
+    """
+    runtime.gatherer.residency.land()
+    for unit in runtime.units:
+        unit.await_grad_readers()
     for unit in runtime.units:
         if not unit.spec.trainable.slots or (runtime.updater.eager_hyper is not None and unit.filled):
             continue
@@ -363,12 +380,13 @@ def make_step(
         check_state(state, "a step", "state, metrics = step(state, [batch])")
         _same_plan(plan, state)
         check_microbatches(microbatches, plan.accumulate)
-        under_way = Step(state)
-        with if_it_fails(under_way.abandon):
-            for microbatch in microbatches:
-                under_way.microbatch()
-                under_way.backward(*loss_and_aux(loss_fn(state.model, microbatch)))
-            return under_way.finish(flag())
+        with state.runtime.gatherer.use:
+            under_way = Step(state)
+            with if_it_fails(under_way.abandon):
+                for microbatch in microbatches:
+                    under_way.microbatch()
+                    under_way.backward(*loss_and_aux(loss_fn(state.model, microbatch)))
+                return under_way.finish(flag())
 
     return step
 
@@ -395,15 +413,16 @@ def make_forward(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
         check_state(state, "a forward", "forward(state, batch)")
         _same_plan(plan, state)
         model = state.model
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
-            with torch.no_grad():
-                state.runtime.gatherer.begin()
-                return fn(model, *args, **kwargs)
-        finally:
-            for module, training in modes:
-                module.training = training
+        with state.runtime.gatherer.use:
+            modes = [(module, module.training) for module in model.modules()]
+            model.eval()
+            try:
+                with torch.no_grad():
+                    state.runtime.gatherer.begin()
+                    return fn(model, *args, **kwargs)
+            finally:
+                for module, training in modes:
+                    module.training = training
 
     return forward
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from zero.core.optim import Hyper
 from zero.engine.pool import Buffer
 from zero.engine.unit import UnitSpec
+from zero.platform.handle import Handle
 from zero.store import Ticket
 
 
@@ -35,6 +36,7 @@ class UnitState:
         deferred: the update that has to be made before the next gather, or None.
         tickets: the parts of that update that the store's threads work on.
         interrupted: that update began and did not end.
+        grad_readers: work that still reads `grad`, see `await_grad_readers`.
         version: how many times the parameters changed.
         frozen_version: how many times the frozen ones did: what a step does leaves them.
         calls: the autograd nodes of this microbatch's forward calls, until all their gradients have arrived.
@@ -57,6 +59,7 @@ class UnitState:
     calls: list[Any] = field(default_factory=list)
     returned: int = 0
     filled: bool = False
+    grad_readers: list[Handle] = field(default_factory=list)
 
     @property
     def index(self) -> int:
@@ -66,6 +69,16 @@ class UnitState:
     def versions(self) -> tuple[int, int]:
         """Of the trainable flat and of the frozen one."""
         return self.version, self.frozen_version
+
+    def await_grad_readers(self) -> None:
+        """Have the current stream wait for the last update, which reads `grad` beside compute.
+
+        Compute waits for a unit that it visits. A unit that a step skips is updated too, and nothing else orders its
+        next gradient after that.
+        """
+        while self.grad_readers:
+            self.grad_readers[-1].wait()  # an interrupt leaves it there, to be waited for again
+            self.grad_readers.pop()
 
     def mark_changed(self, *, resident: bool, frozen: bool = False) -> None:
         """The parameters changed, or also `frozen` ones: gathered copies are stale, except a resident one that was

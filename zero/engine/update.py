@@ -195,10 +195,10 @@ class Updater:
 
         For units that are offloaded entirely: the store shows nobody a page before its update.
         """
-        tickets, unit.tickets = unit.tickets, []
+        tickets = unit.tickets
         self._visited.append(unit.index)
-        unit.deferred = None
-        unit.mark_changed(resident=False)
+        unit.mark_changed(resident=False)  # first: an interrupt must not leave an old copy that counts as current
+        unit.deferred, unit.tickets = None, []
         return tickets
 
     @torch.no_grad()
@@ -226,8 +226,8 @@ class Updater:
             with self._tape.doing("update", unit.spec.name):
                 self._update(unit, hyper, self._device, [self._in_place(unit, part) for part in parts])
         unit.tickets.clear()
+        unit.mark_changed(resident=self._full_update)  # first, as in `hand_off`
         unit.deferred, unit.interrupted = None, False
-        unit.mark_changed(resident=self._full_update)
 
     # -- one part ------------------------------------------------------------------------------------------------------
 

@@ -7,10 +7,14 @@ are daemons which are asked to stop, and waited for, just before: what is under 
 
 import atexit
 import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from zero.errors import ConfigError
 
 log = logging.getLogger("zero")
 
@@ -43,6 +47,55 @@ class Beside(threading.Thread):
             super().run()
         finally:
             self.stop = lambda: None  # as Python lets go of the work: whose thread this was may be gone
+
+
+class OneThread:
+    """A guard that one thread of one process holds at a time, any number of times. It raises an error and never waits.
+
+    Args:
+        name: of what is guarded, for the message.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._lock, self._pid = name, threading.RLock(), os.getpid()
+
+    def __enter__(self) -> None:
+        """Raises:
+        ConfigError: another thread holds the guard, or this process was forked from the one that made it.
+        """
+        if os.getpid() != self._pid:
+            raise ConfigError(
+                f"{self._name} belongs to the process that made it, and this process was forked from that one. Make "
+                "another one here, or use the start method spawn."
+            )
+        if not self._lock.acquire(blocking=False):
+            raise ConfigError(
+                f"{self._name} belongs to one thread at a time, and another thread uses it now. Hold a lock around "
+                "each use."
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let a SIGINT that arrives during the body take effect after it.
+
+    For a change of several steps that an exception in its middle would leave half made. Python handles signals in the
+    main thread only.
+    """
+    if threading.get_ident() != threading.main_thread().ident:
+        yield
+        return
+    arrived: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda signum, _: arrived.append(signum))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if handler is None else handler)
+    if arrived:
+        signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero.errors import StoreError
-from zero.platform.threads import Beside
+from zero.platform.threads import Beside, uninterrupted
 from zero.store.base import Ticket, Watch, nobody
 from zero.store.indexed_schedule import Schedule
 from zero.store.schedule import Action, Copy, Event, Finished, Modify, Move, Read, Transfer, Work, Write
@@ -94,7 +94,7 @@ class WorkerPool:
 
     def post(self, event: Event) -> None:
         """An event that nobody waits for."""
-        with self._lock:
+        with self._lock, uninterrupted():
             self._refuse()
             self._advance(event)
 
@@ -102,28 +102,33 @@ class WorkerPool:
         """A new operation, which gets its number here."""
         with self._lock:
             self._refuse()
-            self._count += 1
-            event = event._replace(number=self._count)
-            ticket = self._tickets[self._count] = _Ticket(self, event, job)
-            self._advance(event)
+            with uninterrupted():
+                self._count += 1
+                event = event._replace(number=self._count)
+                ticket = self._tickets[self._count] = _Ticket(self, event, job)
+                self._advance(event)
         return ticket
 
     def do_here(self, event: Transfer, job: Callable[..., None]) -> None:
         """A transfer in the calling thread, once every earlier operation on its page has ended."""
-        with self._lock:
-            self._refuse()
-            self._wait(lambda: self._schedule.would_start(event), event)
-            self._count += 1
-            move = self._advance(event._replace(number=self._count, here=True), keep_first=True)
-        assert move is not None
+        move: Action | None = None
         try:
+            with self._lock:
+                self._refuse()
+                self._wait(lambda: self._schedule.would_start(event), event)
+                with uninterrupted():
+                    self._count += 1
+                    move = self._advance(event._replace(number=self._count, here=True), keep_first=True)
             with torch.no_grad():
                 job()
         except Exception as error:
-            self._fail(error, move)
+            if move is not None:
+                self._fail(error, move)
             raise
         finally:
-            self._finish(move, keep_first=False)
+            if move is not None:
+                with uninterrupted():
+                    self._finish(move, keep_first=False)
 
     def check(self) -> None:
         """Raise what has failed."""

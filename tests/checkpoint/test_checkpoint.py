@@ -220,6 +220,51 @@ def test_a_resumed_run_ends_as_the_one_that_never_stopped(setting: Setting, prec
     assert now == was
 
 
+class TiedAcross(nn.Module):
+    """An embedding tied to the head, and layers of which two share a weight: units that wait for a second use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 16), nn.Linear(16, 11, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head.weight, self.layers[2].weight = self.embed.weight, self.layers[0].weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def tied_run(world, stage, folder, stop):
+    """The losses and the digest of four steps; with `stop`, the last ones are another run's, from a checkpoint."""
+    setting, told = Setting(stage=stage), []
+
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch[:, 0]), batch[:, 1])
+
+    state, step = setting.start(world, TiedAcross, loss)
+    for number in range(4):
+        if number == stop:
+            path = save(state, folder)
+            state.runtime.store.close()
+            state, step = setting.but(seed=7).start(world, TiedAcross, loss)
+            state = load(state, open_checkpoint(world, path))
+        state, metrics = step(state, slice_of(small_batch(number, 6 * world.size), world, 1))
+        told.append((metrics.loss, metrics.grad_norm))
+    with contextlib.closing(state.runtime.store):
+        return told, digest(state)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("world", [5, 8])
+def test_a_resumed_run_of_tied_units_is_the_one_that_never_stopped(world, stage, tmp_path: Path):
+    """In these worlds all units are of one size once they are padded."""
+    whole = run_ranks(world, tied_run, stage, tmp_path, None)
+    for stop in (1, 2):
+        assert run_ranks(world, tied_run, stage, tmp_path / str(stop), stop) == whole
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("preset", ["none", "infinity"])
 def test_the_same_holds_for_fresh_processes(preset: str, tmp_path: Path):

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,46 @@ def test_a_copy_on_each_node_has_the_law_of_sums_by_node(size, nodes, precision)
         for (_, metrics), (_, wanted) in zip(told, expected, strict=True):  # norms are added up in other pieces
             assert [one.loss for one in metrics] == [one.loss for one in wanted]
             assert [one.grad_norm for one in metrics] == pytest.approx([one.grad_norm for one in wanted], rel=1e-6)
+
+
+class UsedTwice(nn.Module):
+    """Layers of two sizes, which padding makes equal or not, in an order that uses some of them again."""
+
+    def __init__(self, width: int, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.order = order
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=number % 2 == 1) for number in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.order:
+            x = torch.tanh(self.layers[number](x))
+        return x
+
+
+def used_twice(world, width, order, **how):
+    with world.exclusive(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = UsedTwice(width, order)
+    plan = zero.Plan(made, optimizer=zero.adamw(1e-2), world=world, units=["Linear"], **how)
+    state = zero.init(plan, zero.open_store(plan))
+    step = zero.make_step(plan, lambda model, x: model(x).square().mean())
+    for number in range(3):
+        x = torch.randn(4 * world.size, width, generator=torch.Generator().manual_seed(number))
+        state, _ = step(state, [x.chunk(world.size)[world.rank]])
+    return digest(state)
+
+
+@pytest.mark.parametrize("width", [9, 13])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4) * 2, (4, 1, 2, 3, 0, 4), (0, 1, 2, 3, 4, 3, 2, 1, 0)])
+def test_units_that_are_used_twice_have_the_law_of_sums_by_node_too(order, width):
+    """How their gradients are parted does not depend on the sizes of shards."""
+    told = {
+        digest
+        for stage in (0, 3)
+        for how in ({"reduce": "node"}, {"shard": "node"})
+        for digest in run_ranks(4, partial(used_twice, stage=stage, **how), width, order, nodes=2)
+    }
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])

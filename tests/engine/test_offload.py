@@ -306,6 +306,42 @@ def _interrupt(grad):
     raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("drains", [True, False])
+def test_reads_that_an_interrupt_lost_have_ended_before_the_step_is_made_again(drains, monkeypatch):
+    """The interrupt comes after reads were asked for and before anybody could wait for them."""
+    setting = Setting(offload=(("preset", "infinity"),), page_bytes=4 * KiB)
+    state, step = setting.start(SoloWorld(), wide, small_loss)
+    store, residency = state.runtime.store, state.runtime.gatherer.residency
+    asked, drain, fetch = threading.Event(), store.drain, residency._fetch
+    read = NvmeStore.read
+
+    def waits_to_be_drained(disk, page, into):
+        if page.kind == "param" and threading.current_thread() is not threading.main_thread():
+            asked.wait(LONG_S)
+        return read(disk, page, into)
+
+    def asked_to_drain():
+        asked.set()
+        drain()
+
+    def breaks_off(*args):
+        fetch(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(NvmeStore, "read", waits_to_be_drained)
+    if drains:
+        monkeypatch.setattr(store, "drain", asked_to_drain)
+    else:
+        monkeypatch.setattr(store, "drain", lambda: None)
+    monkeypatch.setattr(residency, "_fetch", breaks_off)
+    with pytest.raises(KeyboardInterrupt):
+        step(state, slice_of(small_batch(0, 6), SoloWorld(), 1))
+    assert store._workers._schedule.is_quiet == drains
+    asked.set()
+    drain()
+    store.close()
+
+
 def test_a_store_holds_one_state():
     def rank_main(world):
         plan = Setting().plan(world)

@@ -8,6 +8,9 @@ units' backward runs. Which flat it is:
     several microbatches, not sharded       `grad`, which adds up microbatches; after the last a pooled flat takes it on
     one rank                                `grad` itself, and nothing is reduced
 
+A unit of which something is still to come sends zeros at its turn. Where a third unit of its size begins to fill, the
+oldest is reduced as it stands. So the bits of a sum do not depend on the order of turns.
+
 What comes after a unit's sum has left, as from a second backward in a loop of the user's own, is reduced on its own and
 added.
 
@@ -46,6 +49,10 @@ from zero.engine.visit_order import CollectiveLog
 from zero.errors import WorldError
 from zero.platform.device import PASSED, Event
 from zero.platform.timeline import Tape
+
+MOST_UNFINISHED = 2
+"""Units of one size that are filled at once before the oldest is reduced as it stands. `Facts.flat_counts` counts one
+flat for each, and two for a reduction."""
 
 
 @dataclass(eq=False)
@@ -99,6 +106,8 @@ class Reducer:
         self._full = plan.full_update  # every rank needs the full sum, not its own range
         self._apply, self._final, self._first = updater.apply, updater.final, first
         self._rounds = 1 if self._local else plan.accumulate  # of reductions in a step, as far as is known beforehand
+        self._flat_dtype = plan.flat_dtype
+        self.overflowed = 0  # flats made beyond what the plan counts
         self._turns = Turns([unit.index for unit in units if unit.spec.trainable.slots], self._rounds)
         self._flats = {
             numel: [GradientFlat(self._device.zeros(numel, plan.flat_dtype), PASSED) for _ in range(count)]
@@ -151,7 +160,9 @@ class Reducer:
 
     def begin(self, *, last: bool) -> None:
         """A microbatch starts; `last` says that no other follows in this step."""
-        self._take_turns(self._turns.needed(self._filling))  # each microbatch is added up on its own
+        for index in self._filling:  # each microbatch is added up on its own
+            self._turns.ready(index)
+        self._take_turns(self._turns.needed(self._filling))
         self._last = last
         self._parted.clear()
 
@@ -247,7 +258,7 @@ class Reducer:
             unit.filled = True
             return grad
         if fresh:
-            self._filling[unit.index] = self._take_to_fill(unit.spec.trainable.P)
+            self._filling[unit.index] = self._take_to_fill(unit)
         return self._filling[unit.index].flat_P
 
     def _adds_up(self, unit: UnitState) -> bool:
@@ -286,8 +297,15 @@ class Reducer:
         while self._turns.is_due:
             self._take_turn()
 
-    def _take_turn(self) -> None:
-        """Start the reduction whose turn it is: of what this rank has of its unit, or of zeros."""
+    def _take_turn(self, part: int | None = None) -> int:
+        """Start the reduction whose turn it is, and return its unit.
+
+        A unit that is not ready sends zeros and goes on filling. So turns are of no account to the bits: the sum of a
+        unit does not depend on where its turn comes between its calls.
+
+        Args:
+            part: the unit that sends what has arrived so far.
+        """
         self._flush()
         if self._turns.taken == 0:
             self._first()
@@ -298,7 +316,7 @@ class Reducer:
             last = self._turns.rounds is not None and number + 1 >= max(self._turns.rounds, self._rounds)
         else:
             last = self._last and was_ready
-        if index in self._filling:
+        if index in self._filling and (was_ready or index == part):
             if not was_ready:
                 self._parted.add(index)
             if index in self._unwritten:
@@ -318,6 +336,7 @@ class Reducer:
         self._start(unit, sent, last=last)
         if self._local:
             self._sent.add(index)
+        return index
 
     def _take_turns(self, count: int) -> None:
         while self._turns.taken < count:
@@ -365,6 +384,8 @@ class Reducer:
         sum_S, what = unit.own_grad_S(self._rank), f"the gradient of {unit.spec.name}"
         flats, turn = (sent.flat_P, received.flat_P), self._turns.taken
         of_node = partial_numel(self._world, unit.spec.trainable.P)
+        while self._partials and not self._partials[of_node]:
+            self._complete_oldest()
         partial = self._partials[of_node].pop() if self._partials else None
         [handle] = self._tape.under_way(
             "reduce",
@@ -437,24 +458,42 @@ class Reducer:
         else:
             self._finalise(unit)
 
-    def _take_to_fill(self, numel: int) -> GradientFlat:
-        """A flat to deliver to, leaving those that a reduction needs.
+    def _take_to_fill(self, unit: UnitState) -> GradientFlat:
+        """A flat for a unit to deliver to, leaving those that a reduction needs.
 
-        Where many units are being filled at once, as in a stack that is looped over, the next is reduced as it is.
+        A stack that is looped over fills many units at once. The oldest is then reduced as it stands. Which, and when,
+        depends on what has arrived and on sizes without padding, and so not on turns or the number of ranks.
         """
+        self._flush()
+        numel, size = unit.spec.trainable.P, unit.spec.trainable.numel
+        alike = [index for index in self._filling if self._units[index].spec.trainable.numel == size]
+        unfinished = [index for index in alike if not self._turns.is_ready(index)]
+        if len(unfinished) == MOST_UNFINISHED:
+            while self._take_turn(part=unfinished[0]) != unfinished[0]:
+                pass
         while True:
             free, filling = len(self._free[numel]), sum(one.flat_P.numel() == numel for one in self._filling.values())
             coming = sum(len(one.flats) for one in self._under_way if one.flats[0].flat_P.numel() == numel)
             spare = 1 if filling + 1 == self._count[numel] else 2  # to receive in, and zeros of a unit that has nothing
-            if free + coming <= spare:
+            if free + coming <= spare and self._ready_to_send(numel):
                 self._take_turn()
-            elif free < 2:
+            elif free < 2 and coming:
                 self._complete_oldest()
             else:
                 return self._take(numel)
 
+    def _ready_to_send(self, numel: int) -> bool:
+        """Some flat of this size waits for its turn."""
+        return any(
+            flat.flat_P.numel() == numel and self._turns.is_ready(index) for index, flat in self._filling.items()
+        )
+
     def _take(self, numel: int) -> GradientFlat:
         while not self._free[numel]:
+            if not any(one.flats[0].flat_P.numel() == numel for one in self._under_way):
+                self.overflowed += 1  # zeros of a unit that is filling, or units of this size only with their padding
+                self._flats[numel].append(GradientFlat(self._device.zeros(numel, self._flat_dtype), PASSED))
+                return self._flats[numel][-1]
             self._complete_oldest()
         flat = self._free[numel].pop()
         with self._tape.stream_standing("reduce"):

@@ -84,6 +84,10 @@ class Turns:
         self._used.setdefault(unit, len(self._used))
         self._ready.add(unit)
 
+    def is_ready(self, unit: int) -> bool:
+        """The unit waits for its turn."""
+        return unit in self._ready
+
     @property
     def is_due(self) -> bool:
         """The unit whose turn is next is ready."""

@@ -8,6 +8,7 @@ showing numbers of a later step.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -21,7 +22,7 @@ from zero.engine.reduce import Reducer
 from zero.engine.unit_state import UnitState
 from zero.engine.update import Updater
 from zero.engine.visit_order import CollectiveLog
-from zero.errors import StaleStateError
+from zero.errors import StaleStateError, StoreError
 from zero.platform.timeline import Tape
 from zero.store import PrefetchStore
 
@@ -61,6 +62,11 @@ class Runtime:
             self.updater.apply(unit)
         self.gatherer.residency.land()
         self.plan.world.compute.join()  # for the host an update was made when it was launched
+
+    def drain_store(self) -> None:
+        """After an exception: wait for what the store has under way, of which an interrupt may have lost the tickets."""
+        with suppress(StoreError):  # a broken store is what is being reported already
+            self.store.drain()
 
     def finish_step(self) -> None:
         """Between two steps: make what the last one has deferred, to the last page written. Collective."""

@@ -10,7 +10,7 @@ Source: Rajbhandari et al. 2020, "ZeRO"; Micikevicius et al. 2018, "Mixed Precis
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from zero.engine.arguments import (
 from zero.engine.plan import Plan
 from zero.engine.state import Runtime, State
 from zero.engine.totals import GradientStatus, check_gradients, gather_totals
-from zero.errors import ConfigError, NonFiniteGradientError, PlanError, StoreError, if_it_fails
+from zero.errors import ConfigError, NonFiniteGradientError, PlanError, if_it_fails
 from zero.platform.timeline import Timeline
 
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
@@ -205,8 +205,7 @@ class Step:
 
     def abandon(self) -> None:
         """After an exception: forget everything that this step did. Not collective."""
-        with suppress(StoreError):  # a broken store is what is being reported already
-            self._runtime.store.drain()
+        self._runtime.drain_store()
         self._plan.world.compute.join()  # what is under way aside must not write into memory that is given out again
         self._runtime.gatherer.reset()
         self._runtime.reducer.reset()

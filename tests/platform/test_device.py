@@ -43,26 +43,34 @@ def test_the_peak_is_this_process_alone_and_does_not_fall():
     assert HELD_BYTES <= after - before + 2**20 < 2 * HELD_BYTES
 
 
-def test_threads_that_start_together_leave_the_default_number_of_kernel_threads_alone():
-    default, gate, seen = torch.get_num_threads(), threading.Barrier(16), []
+def test_a_thread_that_works_alone_changes_the_number_of_no_other_thread():
+    """Threads that begin meanwhile, and later ones, compute with the default number: else their sums differ."""
+    default, gate = torch.get_num_threads(), threading.Barrier(16)
+    alone: list[int] = []
+    others: list[int] = []
 
     def worker():
         gate.wait(timeout=LONG_S)
         work_alone()
-        seen.append(torch.get_num_threads())
+        alone.append(torch.get_num_threads())
 
-    for _ in range(20):
-        threads = [threading.Thread(target=worker) for _ in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=LONG_S)
-    later = []
-    one_more = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
-    one_more.start()
-    one_more.join(timeout=LONG_S)
-    assert later == [default]
-    assert set(seen) == {1}
+    def other():
+        gate.wait(timeout=LONG_S)
+        others.append(torch.get_num_threads())
+
+    torch.set_num_threads(2)
+    try:
+        for _ in range(20):
+            threads = [threading.Thread(target=target) for target in (worker, other) * 8]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(timeout=LONG_S)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(default)
+    assert set(alone) == {1}
+    assert set(others) == {2}
 
 
 @pytest.mark.parametrize("view", [memory_of, files.memory_of])

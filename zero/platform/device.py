@@ -26,9 +26,6 @@ from torch import Tensor
 
 from zero.core.sizes import BLOCK_BYTES, round_up
 
-_ONE_AT_A_TIME = threading.Lock()
-"""Held while torch's default number of threads, which is the process's, is another for a moment."""
-
 MEMORY_FILES_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 """Limit and use of a group in the first version of cgroups."""
 
@@ -327,15 +324,13 @@ def _advise(memory: mmap.mmap) -> None:
 def work_alone() -> None:
     """Let kernels that this thread starts run in this thread only: for threads beside the one that trains.
 
-    Torch keeps the number by thread and also as the default of later threads, which must not change: a thread that
-    ends at once sets it back. One thread at a time, or the second would take the first one's 1 for the default.
+    `torch.set_num_threads` also sets the number of every thread that starts its first kernel meanwhile, for good: its
+    sums would be others. OpenMP's call sets this thread's number alone. Without OpenMP the thread keeps the default.
     """
-    with _ONE_AT_A_TIME:
-        default = torch.get_num_threads()
-        torch.set_num_threads(1)
-        restore = threading.Thread(target=torch.set_num_threads, args=(default,))
-        restore.start()
-        restore.join(timeout=60)
+    torch.get_num_threads()  # the first call of a thread sets its number to the default
+    set_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
+    if set_threads is not None:
+        set_threads(1)
 
 
 def give_back_memory() -> None:

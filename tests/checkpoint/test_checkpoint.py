@@ -22,12 +22,13 @@ from tests.common.small import Setting, Small, adamw_in_8bit, adamw_in_bf16, in_
 from tests.conftest import every_other
 from zero.checkpoint import Root, Tensors, begin, load, open_checkpoint, open_latest, save, snapshot_bytes
 from zero.checkpoint.disk import Disk
-from zero.checkpoint.manifest import from_text
+from zero.checkpoint.manifest import from_text, held
 from zero.checkpoint.save import check_shared, version
 from zero.checkpoint.shard import ShardReader, ShardWriter
 from zero.engine.full import digest, full_state_dict
 from zero.engine.module_copy import buffers_of
 from zero.errors import CheckpointError, StaleStateError
+from zero.platform.safetensors_files import offsets
 from zero.testing import run_processes, run_ranks
 from zero.testing.threads import ThreadWorld
 from zero.tracker import Tracker
@@ -318,8 +319,8 @@ def resident_bytes() -> int:
 def test_each_file_is_plain_safetensors(tmp_path: Path):
     (_, path), *_ = run_ranks(2, saved, Setting(precision="bf16"), tmp_path)
     values = run_ranks(2, whole_values, Setting(precision="bf16"), path)[0]
-    manifest = json.loads((path / "manifest.json").read_text())
-    names = {(entry["name"], entry["kind"]) for entry in manifest["entries"]}
+    flats = json.loads((path / "manifest.json").read_text())["flats"]
+    names = {(tensor["name"], kind) for flat in flats for kind in flat["kinds"] for tensor in flat["tensors"]}
     assert {name for name, kind in names if kind == "mu"} == {name for name, kind in names if kind == "parameter"}
     found: dict[str, torch.Tensor] = {}
     for rank in range(2):
@@ -507,6 +508,27 @@ def test_a_dtype_that_no_file_holds_is_refused_by_every_rank_and_leaves_no_folde
     assert not root.exists()
 
 
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        ("zero.checkpoint.manifest.CAP_BYTES", "the manifest would have"),
+        ("zero.platform.safetensors_files.MOST_HEADER_BYTES", "parts need a header of"),
+    ],
+)
+def test_a_save_over_a_limit_fails_on_every_rank_before_a_byte_is_written(limit, said, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(limit, 1000)
+
+    def go(world):
+        with opened(world, Setting()) as (state, _):
+            before = digest(state)
+            with pytest.raises(CheckpointError, match=said):
+                save(state, tmp_path / "root")
+            return digest(state) == before
+
+    assert run_ranks(2, go) == [True, True]
+    assert not (tmp_path / "root").exists()
+
+
 @pytest.mark.parametrize("behind", [False, True])
 def test_whatever_goes_wrong_while_one_rank_writes_all_ranks_hear_of(behind: bool, tmp_path: Path, monkeypatch):
     real = ShardWriter.write
@@ -562,16 +584,16 @@ def test_the_deadline_is_for_waits_and_not_for_work(tmp_path: Path):
 
 
 def test_blocks_are_shared_by_ranks_and_threads_and_damage_is_found_wherever_it_is(tmp_path: Path, monkeypatch):
-    for module in ("hashes", "shard", "open"):
+    for module in ("hashes", "manifest", "shard", "open"):
         monkeypatch.setattr(sys.modules[f"zero.checkpoint.{module}"], "BLOCK_BYTES", 2**20)
     _, path = saved(zero.World.from_env(), Setting(), tmp_path, steps=0, build=lambda: Small(width=500))
     (file,) = path.glob("*.safetensors")
     whole = file.read_bytes()
     assert len(whole) > 6 * 2**20
     read: list[int] = []
-    real = ShardReader.digest
+    real = ShardReader.check
     monkeypatch.setattr(
-        ShardReader, "digest", lambda one, number, block: read.append(number) or real(one, number, block)
+        ShardReader, "check", lambda one, number, block: read.append(number) or real(one, number, block)
     )
 
     def look(world):
@@ -584,7 +606,8 @@ def test_blocks_are_shared_by_ranks_and_threads_and_damage_is_found_wherever_it_
         read.clear()
         assert run_ranks(size, look) == [0] * size
         assert sorted(read) == list(range(-(-len(whole) // 2**20))), "each block once"
-    begins = sorted((one.pieces[0].offset, f"{one.kind}/{one.name}") for one in manifest_of(path).entries if one.pieces)
+    parts = [piece.part for piece in held(from_text((path / "manifest.json").read_bytes()).flats, 0)]
+    begins = list(zip(offsets(parts), (part.key for part in parts), strict=True))
     place = random.randrange(begins[0][0], len(whole))
     mib = place // 2**20 * 2**20
     first = max([begins[0], *(one for one in begins if one[0] <= mib)])[1]
@@ -593,10 +616,6 @@ def test_blocks_are_shared_by_ranks_and_threads_and_damage_is_found_wherever_it_
         for line in run_ranks(size, look):
             assert f"{file}: bytes {mib} to" in line, place
             assert f"in '{first}' or after it" in line, place
-
-
-def manifest_of(path: Path):
-    return from_text((path / "manifest.json").read_bytes())
 
 
 def test_few_files_are_open_at_once(tmp_path: Path):

@@ -21,16 +21,30 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from tests.faults.crash import CrashDisk, Killed, Tree
-from zero.checkpoint.disk import Disk
-from zero.checkpoint.manifest import CAP_BYTES, Entry, Manifest, Piece, file_name, step_name, to_text
+from zero.checkpoint.disk import Disk, read_bytes
+from zero.checkpoint.hashes import FileHash
+from zero.checkpoint.manifest import (
+    CAP_BYTES,
+    FORMAT,
+    File,
+    Flat,
+    Index,
+    Manifest,
+    file_name,
+    index_from_text,
+    index_name,
+    step_name,
+    to_text,
+)
 from zero.checkpoint.publish import MANIFEST_NAME, Root
 from zero.checkpoint.shard import ShardReader, ShardWriter
+from zero.core.layout import Layout
 from zero.errors import CheckpointError, ConfigError
 from zero.platform.safetensors_files import Part, offsets
 
 WORLD = 2
 NUMEL = 1024  # of each rank
-PARTS = (Part("weight", torch.float32, (NUMEL,)),)
+PARTS = (Part("parameter/weight", torch.float32, (NUMEL,)),)
 RUN = Path("/run")
 ROOT = RUN / "checkpoints"
 BARE: Tree = (("run", ()),)
@@ -47,11 +61,9 @@ def contents(step: int, version: int) -> bytes:
     return b"".join(content(step, version, rank) for rank in range(WORLD))
 
 
-def manifest(step: int, files: list, world: int = WORLD) -> Manifest:
-    begin = offsets(PARTS)[0]
-    pieces = tuple(Piece(rank, rank * NUMEL, (rank + 1) * NUMEL, begin) for rank in range(world))
-    entry = Entry("weight", "parameter", "float32", (world * NUMEL,), pieces)
-    return Manifest(1, step, world, (entry,), tuple(files), True, {})
+def manifest(step: int, files: list[File], world: int = WORLD) -> Manifest:
+    layout = Layout.of({"weight": (world * NUMEL,)}, world_size=world)
+    return Manifest(FORMAT, step, world, (Flat({"parameter": "float32"}, layout, 1),), tuple(files), True, {})
 
 
 def write_files(root: Root, tmp: Path, step: int, version: int) -> str:
@@ -62,7 +74,16 @@ def write_files(root: Root, tmp: Path, step: int, version: int) -> str:
         ]
         for rank, writer in enumerate(ranks):
             writer.write(memoryview(content(step, version, rank)))
-        return to_text(manifest(step, [writer.finish() for writer in ranks]))
+        files = [root.write_index(tmp, rank, WORLD, Index(writer.finish(), None)) for rank, writer in enumerate(ranks)]
+        return to_text(manifest(step, files))
+
+
+def hashes_of(root: Root, folder: Path, rank: int, file: File) -> FileHash:
+    """From the index of a rank's file, if the manifest vouches for it."""
+    text = read_bytes(root.disk, folder / index_name(rank, WORLD), 10_000)
+    if sha256(text).hexdigest() != file.index_sha256:
+        raise CheckpointError(f"{folder}: another index")
+    return index_from_text(text, file.size).hashes
 
 
 def save(root: Root, step: int, version: int = 1) -> Path:
@@ -86,7 +107,8 @@ def accepted(root: Root, folder: Path) -> bytes | None:
         data = bytearray(WORLD * 4 * NUMEL)
         for rank, file in enumerate(found.files):
             path = folder / file_name(rank, found.world)
-            with ShardReader(root.disk, path, file, PARTS) as reader, memoryview(data) as view:
+            hashes = hashes_of(root, folder, rank, file)
+            with ShardReader(root.disk, path, hashes, PARTS) as reader, memoryview(data) as view:
                 reader.verify()
                 reader.read(offsets(PARTS)[0], view[rank * 4 * NUMEL : (rank + 1) * 4 * NUMEL])
         return bytes(data)
@@ -242,7 +264,7 @@ def again_where_the_name_was_not_synchronised(story: Story) -> None:
     """The old one is still aside when the step is saved once more."""
     story.save(20)
     story.save(40)
-    story.disk.fail_at = len(story.disk.synced) + 5  # parent, two ranks, manifest, folder, root
+    story.disk.fail_at = len(story.disk.synced) + 7  # parent, two files of two ranks, manifest, folder, root
     with pytest.raises(CheckpointError, match="EIO"):
         story.save(40)
     assert any(name.startswith(".old-") for name in story.disk.names(ROOT))
@@ -315,9 +337,9 @@ def test_each_fsync_protects_what_its_comment_says():
     whole = Story()
     with_retention_of_many(whole)
     roles = [role(path) for path in whole.disk.synced]
-    assert roles == ["parent", "rank", "rank", "manifest", "folder", "root"] * 5 + ["root"]
-    last = len(roles) - 7
-    for number, law in [(0, "lost"), *((last + place, "lost") for place in range(1, 6)), (len(roles) - 1, "partial")]:
+    assert roles == ["parent", *["rank"] * 4, "manifest", "folder", "root"] * 5 + ["root"]
+    last = len(roles) - 9
+    for number, law in [(0, "lost"), *((last + place, "lost") for place in range(1, 8)), (len(roles) - 1, "partial")]:
         story = Story(skip=frozenset({number}))
         with_retention_of_many(story)
         assert law in story.verdict, roles[number]
@@ -611,7 +633,8 @@ def test_what_is_made_belongs_to_its_owner_alone(root):
     assert stat.S_IMODE(os.stat(root.path).st_mode) == 0o700
     assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
     assert {stat.S_IMODE(os.stat(path).st_mode) for path in folder.iterdir()} == {0o600}
-    assert sorted(path.name for path in folder.iterdir()) == [MANIFEST_NAME, file_name(0, 2), file_name(1, 2)]
+    files = {name(rank, 2) for rank in range(2) for name in (file_name, index_name)}
+    assert {path.name for path in folder.iterdir()} == {MANIFEST_NAME, *files}
 
 
 def test_steps_are_in_order_of_numbers(root):
@@ -777,10 +800,8 @@ def retold(change: Callable[[Manifest], Manifest]) -> Callable[[Path], object]:
 
 
 def larger(found: Manifest) -> Manifest:
-    pieces = tuple(piece._replace(start=2 * piece.start, stop=2 * piece.stop) for piece in found.entries[0].pieces)
-    entry = found.entries[0]._replace(shape=(4 * NUMEL,), pieces=pieces)
-    files = tuple(file._replace(size=file.size + 4 * NUMEL) for file in found.files)
-    return found._replace(entries=(entry,), files=files)
+    files = [file._replace(size=file.size + 4 * NUMEL) for file in found.files]
+    return found._replace(files=tuple(files))
 
 
 def reworded(old: str, new: str) -> Callable[[Path], object]:
@@ -797,6 +818,7 @@ def reworded(old: str, new: str) -> Callable[[Path], object]:
 
 
 A, B = file_name(0, WORLD), file_name(1, WORLD)
+INDEX = index_name(1, WORLD)
 DAMAGE = {
     "no manifest": (lambda folder: (folder / MANIFEST_NAME).unlink(), "has no manifest.json"),
     "an empty manifest": (lambda folder: os.truncate(folder / MANIFEST_NAME, 0), "manifest.json: the manifest is cut"),
@@ -813,6 +835,7 @@ DAMAGE = {
         replaced(MANIFEST_NAME, lambda path: path.symlink_to("../elsewhere")),
         "manifest.json: ELOOP",
     ),
+    "a rank's index missing": (lambda folder: (folder / INDEX).unlink(), f"'{INDEX}' is missing, of 2 ranks' files"),
     "a rank's file missing": (lambda folder: (folder / B).unlink(), f"'{B}' is missing, of 2 ranks' files"),
     "no rank's file": (lambda folder: [(folder / name).unlink() for name in (A, B)], r"\(2 files\) are missing"),
     "renamed": (move(B, "rank-00002-of-00002.safetensors"), f"'{B}' is missing"),
@@ -832,15 +855,19 @@ DAMAGE = {
     "shorter": (grow(B, -1), f"{B}: has 8191 bytes, the manifest says 8192"),
     "empty": (grow(B, -8192), f"{B}: has 0 bytes, the manifest says 8192"),
     "a manifest of larger files": (retold(larger), f"{A}: has 8192 bytes, the manifest says 12288"),
-    "a manifest of fewer ranks": (retold(lambda m: manifest(m.step, m.files[:1], 1)), "'rank-00000-of-00001.safetens"),
-    "a manifest of more ranks": (retold(lambda m: manifest(m.step, [m.files[0]] * 9, 9)), r"\(9 files\) are missing"),
+    "a manifest of fewer ranks": (
+        retold(lambda m: manifest(m.step, list(m.files[:1]), 1)),
+        "'rank-00000-of-00001.json",
+    ),
+    "a manifest of more ranks": (retold(lambda m: manifest(m.step, [m.files[0]] * 9, 9)), r"\(18 files\) are missing"),
     "a manifest of another step": (
         retold(lambda m: m._replace(step=60)),
         "0020: holds step 60; it was ren",
     ),
-    "a newer format": (reworded('"format":1', '"format":3'), "format 3, this library reads up to 1"),
+    "a newer format": (reworded('"format":2', '"format":3'), "format 3, this library reads format 2"),
+    "an older format": (reworded('"format":2', '"format":1'), "format 1, this library reads format 2"),
     "a size that is none": (reworded('"size":8192', '"size":-1'), "rank-00000.*size is -1"),
-    "a size beyond all disks": (reworded('"size":8192', f'"size":{2**62}'), "rank-00000.* CRCs for"),
+    "a size beyond all disks": (reworded('"size":8192', f'"size":{2**62}'), f"{A}: has 8192 bytes"),
     "another name": (
         lambda folder: folder.rename(folder.parent / step_name(40)),
         "0040: holds step 20; it was renamed",

@@ -19,6 +19,7 @@ import socket
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from itertools import combinations
+from math import prod
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -51,7 +52,10 @@ class Victim(NamedTuple):
     random: Random
 
     def rank_file(self) -> Path:
-        return self.random.choice(sorted(self.folder.glob("rank-*")))
+        return self.random.choice(sorted(self.folder.glob("rank-*.safetensors")))
+
+    def index(self) -> Path:
+        return self.random.choice(sorted(self.folder.glob("rank-*.json")))
 
     def any_file(self) -> Path:
         return self.random.choice(sorted(self.folder.iterdir()))
@@ -105,6 +109,10 @@ def _flipped_many(victim: Victim) -> str:
 
 def _flipped_manifest(victim: Victim) -> str:
     return _flip(victim.folder / MANIFEST_NAME, victim.random)
+
+
+def _flipped_index(victim: Victim) -> str:
+    return _flip(victim.index(), victim.random)
 
 
 def _cut(path: Path, random: Random) -> str:
@@ -190,14 +198,14 @@ def _block(path: Path, random: Random) -> int:
 
 
 def _exchanged_ranks(victim: Victim) -> None:
-    first, second = victim.random.sample(sorted(victim.folder.glob("rank-*")), 2)
+    first, second = victim.random.sample(sorted(victim.folder.glob("rank-*.safetensors")), 2)
     first.rename(victim.folder / "aside")
     second.rename(first)
     (victim.folder / "aside").rename(second)
 
 
 def _doubled_rank(victim: Victim) -> str:
-    first, second = victim.random.sample(sorted(victim.folder.glob("rank-*")), 2)
+    first, second = victim.random.sample(sorted(victim.folder.glob("rank-*.safetensors")), 2)
     shutil.copyfile(first, second)
     return second.name
 
@@ -361,9 +369,9 @@ def _other_number(value: int, random: Random) -> Any:
     return random.choice([one for one in (*near, *far, *odd) if one is True or one != value])
 
 
-def _with_pieces(body: dict[str, Any], random: Random) -> dict[str, Any]:
-    found: dict[str, Any] = random.choice([entry for entry in body["entries"] if entry["pieces"]])
-    return found
+def _with_tensors(body: dict[str, Any], random: Random) -> dict[str, Any]:
+    flat: dict[str, Any] = random.choice([flat for flat in body["flats"] if flat["tensors"]])
+    return flat
 
 
 def _size_lie(body: dict[str, Any], random: Random) -> None:
@@ -371,118 +379,133 @@ def _size_lie(body: dict[str, Any], random: Random) -> None:
     file["size"] = _other_number(file["size"], random)
 
 
-def _hash_lie(body: dict[str, Any], random: Random) -> None:
-    file = random.choice(body["files"])
-    key = random.choice(["sha256", "crcs"])
-    text = file[key]
+def _other_digits(text: str, random: Random) -> Any:
     place = random.randrange(len(text))
     digit = random.choice([one for one in "0123456789abcdef" if one != text[place]])
     longer = text + "00000000"
-    file[key] = random.choice([text[:place] + digit + text[place + 1 :], longer, text[:-8], text.upper() + "A", "", 7])
+    return random.choice([text[:place] + digit + text[place + 1 :], longer, text[:-8], text.upper() + "A", "", 7])
 
 
-def _piece_lie(body: dict[str, Any], random: Random) -> str:
-    entry = _with_pieces(body, random)
-    piece = random.choice(entry["pieces"])
-    key = random.choice(["rank", "start", "stop", "offset"])
-    piece[key] = _other_number(piece[key], random)
-    return TENSOR
+def _hash_lie(body: dict[str, Any], random: Random) -> None:
+    file = random.choice(body["files"])
+    file["index_sha256"] = _other_digits(file["index_sha256"], random)
 
 
-def _pieces_lie(body: dict[str, Any], random: Random) -> str:
-    entry = _with_pieces(body, random)
-    pieces = entry["pieces"]
-    kind = random.choice(["dropped", "doubled", "none", "extra key", "no list", "cut elsewhere"])
+def _index_lie(victim: Victim) -> str:
+    """An index that the manifest vouches for, with other hashes, generators of no save, or other keys."""
+    path, random = victim.index(), victim.random
+    body = json.loads(path.read_text())
+    key = random.choice(["crcs", "digests", "random", "random", "keys", "text"])
+    text = None
+    if key in ("crcs", "digests"):
+        body[key] = _other_digits(body[key], random)
+    elif key == "random":
+        _odd_value([(body["random"], "python"), (body["random"], "torch"), (body, "random")], random)
+    elif key == "keys":
+        body[random.choice(["path", "size"])] = body.pop(random.choice(sorted(body)))
+    else:
+        text = random.choice(["", "null", "[]", "[" * 3000, '{"crcs":' * 100_000, "\0", body["crcs"], "!!python/none"])
+    path.write_text(json.dumps(body) if text is None else text)
+    manifest = _body(victim)
+    rank = int(path.name.split("-")[1])
+    manifest["files"][rank]["index_sha256"] = sha256(path.read_bytes()).hexdigest()
+    _stamp(victim, manifest)
+    return f"rank-{rank:05d}-of-"
+
+
+def _flat_lie(body: dict[str, Any], random: Random) -> None:
+    flat = _with_tensors(body, random)
+    key = random.choice(["sharers", "copies"])
+    flat[key] = _other_number(flat[key], random)
+
+
+def _tensors_lie(body: dict[str, Any], random: Random) -> str | None:
+    flat = _with_tensors(body, random)
+    tensors = flat["tensors"]
+    kind = random.choice(["dropped", "doubled", "none", "extra key", "no list", "moved"])
     if kind == "dropped":
-        pieces.pop(random.randrange(len(pieces)))
+        tensors.pop(random.randrange(len(tensors)))
     elif kind == "doubled":
-        pieces.append(dict(random.choice(pieces)))
+        tensors.append(dict(random.choice(tensors)))
     elif kind == "none":
-        pieces.clear()
+        tensors.clear()
     elif kind == "extra key":
-        pieces[0]["path"] = "../../../etc/passwd"
+        tensors[0]["path"] = "../../../etc/passwd"
+        return None
     elif kind == "no list":
-        entry["pieces"] = random.choice([None, {}, "pieces", 3, pieces[0], [pieces]])
-    else:  # both halves are at their places: only the header of the file shows it
-        piece = pieces[-1]
-        middle = (piece["start"] + piece["stop"]) // 2
-        if middle == piece["start"]:
-            piece["stop"] += 1
-        else:
-            offset = piece["offset"] + (middle - piece["start"]) * 4
-            pieces.append({**piece, "start": middle, "offset": offset})
-            piece["stop"] = middle
+        flat["tensors"] = random.choice([None, {}, "tensors", 3, tensors[0], [tensors]])
+        return None
+    else:
+        body["flats"][0]["tensors"].append(tensors.pop())
     return TENSOR
 
 
-def _exchanged(*keys: str) -> Callable[[dict[str, Any], Random], None]:
-    """Exchange `keys` of two tensors of one dtype and shape, only in the manifest: the header of the file shows it."""
-
-    def change(body: dict[str, Any], random: Random) -> None:
-        entries = [entry for entry in body["entries"] if entry["pieces"]]
-        first, second = random.choice([pair for pair in combinations(entries, 2) if len(set(map(_extent, pair))) == 1])
-        for key in keys:
-            first[key], second[key] = second[key], first[key]
-
-    return change
+def _exchanged_flats(body: dict[str, Any], random: Random) -> None:
+    flats = body["flats"]
+    first, second = random.sample(range(len(flats)), 2)
+    flats[first], flats[second] = flats[second], flats[first]
 
 
-def _extent(entry: dict[str, Any]) -> tuple[Any, ...]:
-    return entry["dtype"], *entry["shape"]
+def _exchanged_names(body: dict[str, Any], random: Random) -> None:
+    """Exchange the names of two tensors of one shape, only in the manifest: the header of the file shows it."""
+    tensors = [tensor for flat in body["flats"] for tensor in flat["tensors"] if prod(tensor["shape"])]
+    first, second = random.choice([pair for pair in combinations(tensors, 2) if pair[0]["shape"] == pair[1]["shape"]])
+    first["name"], second["name"] = second["name"], first["name"]
 
 
 def _shape_lie(body: dict[str, Any], random: Random) -> str:
-    entry = random.choice(body["entries"])
-    shape = entry["shape"]
+    tensor = random.choice(_with_tensors(body, random)["tensors"])
+    shape = tensor["shape"]
     changed: list[Any] = [[*shape, 1], [1, *shape], [*shape, 0], [*shape, -1], [2**40, 2**40], [1] * 65, None, "3", 7]
     if shape:
         place = random.randrange(len(shape))
         changed += [[*shape[:place], _other_number(shape[place], random), *shape[place + 1 :]]] * 6
     if shape != shape[::-1]:
         changed += [shape[::-1]] * 4
-    entry["shape"] = random.choice(changed)
+    tensor["shape"] = random.choice(changed)
     return TENSOR
 
 
 def _name_lie(body: dict[str, Any], random: Random) -> str:
-    entry = random.choice(body["entries"])
+    tensor = random.choice(_with_tensors(body, random)["tensors"])
     odd = ["../../etc/passwd", "/etc/passwd", "a\0b", "a\nb", "", "x" * 5000, "\ud800", "..", "\x1b[2J", "__metadata__"]
-    entry["name"] = random.choice([*odd, entry["name"] + " ", entry["name"].upper(), 5, None, ["a"], {"a": "b"}])
+    tensor["name"] = random.choice([*odd, tensor["name"] + " ", tensor["name"].upper(), 5, None, ["a"], {"a": "b"}])
     return TENSOR
 
 
-def _kind_lie(body: dict[str, Any], random: Random) -> str:
-    entry = random.choice(body["entries"])
-    kinds = ["parameter", "frozen", "buffer", "mu", "nu", "pickle", "../x", "a\nb", "", "k" * 65, None, 3, ["mu"]]
-    entry["kind"] = random.choice([kind for kind in kinds if kind != entry["kind"]])
-    return TENSOR
+def _kind_lie(body: dict[str, Any], random: Random) -> None:
+    kinds = _with_tensors(body, random)["kinds"]
+    was = random.choice(sorted(kinds))
+    words = ["parameter", "frozen", "buffer", "mu", "nu", "pickle", "../x", "a\nb", "", "k" * 65]
+    kinds[random.choice([word for word in words if word not in kinds])] = kinds.pop(was)
 
 
-def _dtype_lie(body: dict[str, Any], random: Random) -> str:
-    entry = random.choice(body["entries"])
+def _dtype_lie(body: dict[str, Any], random: Random) -> None:
+    kinds = _with_tensors(body, random)["kinds"]
+    kind = random.choice(sorted(kinds))
     dtypes = ["float64", "float16", "int32", "int8", "bool", "bfloat16", "float31", "load", "complex64", "", None, 4]
-    entry["dtype"] = random.choice([dtype for dtype in dtypes if dtype != entry["dtype"]])
-    return TENSOR
+    kinds[kind] = random.choice([dtype for dtype in dtypes if dtype != kinds[kind]])
 
 
-def _entries_lie(body: dict[str, Any], random: Random) -> None:
-    entries = body["entries"]
-    one = random.randrange(len(entries))
+def _flats_lie(body: dict[str, Any], random: Random) -> None:
+    flats = body["flats"]
+    chosen = random.choice([number for number, flat in enumerate(flats) if flat["tensors"]])
     kind = random.choice(["dropped", "doubled", "new", "none", "no list", "no object", "lacks a key", "extra key"])
     if kind == "dropped":
-        entries.pop(one)
+        flats.pop(chosen)
     elif kind == "doubled":
-        entries.append(entries[one])
+        flats.append(flats[chosen])
     elif kind == "new":
-        entries.append({"name": "new", "kind": "parameter", "dtype": "float32", "shape": [0], "pieces": []})
+        tensors = [{"name": "new", "shape": [0]}]
+        flats.append({"copies": 1, "kinds": {"parameter": "float32"}, "sharers": 1, "tensors": tensors})
     elif kind in ("none", "no list"):
-        body["entries"] = [] if kind == "none" else random.choice([None, {}, "all", 3])
+        body["flats"] = [] if kind == "none" else random.choice([None, {}, "all", 3])
     elif kind == "no object":
-        entries[one] = random.choice([None, [], "all", 3])
+        flats[chosen] = random.choice([None, [], "all", 3])
     elif kind == "lacks a key":
-        del entries[one][random.choice(sorted(entries[one]))]
+        del flats[chosen][random.choice(sorted(flats[chosen]))]
     else:
-        entries[one]["file"] = "/etc/passwd"
+        flats[chosen]["file"] = "/etc/passwd"
 
 
 def _world_lie(body: dict[str, Any], random: Random) -> None:
@@ -504,11 +527,11 @@ def _step_lie(body: dict[str, Any], random: Random) -> None:
     body["step"] = _other_number(body["step"], random)
 
 
-def _newer_format(body: dict[str, Any], random: Random) -> str:
-    body["format"] = random.choice([2, 3, 10**9])
-    if random.random() < 0.5:  # a newer format may have other keys
-        body["shards"] = body.pop(random.choice(["entries", "files", "world"]))
-    return f"format {body['format']}, this library reads up to 1"
+def _other_format(body: dict[str, Any], random: Random) -> str:
+    body["format"] = random.choice([1, 3, 10**9])
+    if random.random() < 0.5:  # another format may have other keys
+        body["shards"] = body.pop(random.choice(["flats", "files", "world"]))
+    return f"format {body['format']}, this library reads format 2"
 
 
 def _format_lie(body: dict[str, Any], random: Random) -> None:
@@ -526,10 +549,13 @@ def _top_lie(body: dict[str, Any], random: Random) -> None:
 def _facts_lie(body: dict[str, Any], random: Random) -> None:
     """Invalid facts: of a wrong type, missing, or nested. (Valid but false facts cannot be detected.)"""
     facts = body["facts"]
-    places: list[tuple[dict[str, Any], str]] = [(body, "facts"), (facts, "state"), (facts, "random"), (facts, "given")]
+    places: list[tuple[dict[str, Any], str]] = [(body, "facts"), (facts, "state"), (facts, "given")]
     places += [(facts["state"], key) for key in ("step", "scale", "dynamic")] * 2
-    rank = random.choice(facts["random"])
-    places += [(rank, key) for key in ("python", "torch")] * 2
+    _odd_value(places, random)
+
+
+def _odd_value(places: list[tuple[dict[str, Any], str]], random: Random) -> None:
+    """Put a value at one of the places that none of them can have, or remove the key."""
     where, key = random.choice(places)
     deep: Any = 0
     for _ in range(40):
@@ -587,6 +613,7 @@ KINDS: dict[str, Damage] = {
     "one bit of a header": _flipped_header,
     "many bits": _flipped_many,
     "one bit of the manifest": _flipped_manifest,
+    "one bit of an index": _flipped_index,
     "cut short": _truncated,
     "manifest cut short": _truncated_manifest,
     "emptied": _emptied,
@@ -609,20 +636,21 @@ KINDS: dict[str, Damage] = {
     "nothing that matters": _harmless,
     "lie: size": _lie(_size_lie),
     "lie: hash": _lie(_hash_lie),
-    "lie: piece": _lie(_piece_lie),
-    "lie: pieces": _lie(_pieces_lie),
-    "lie: exchanged pieces": _lie(_exchanged("pieces")),
-    "lie: exchanged names": _lie(_exchanged("name", "kind")),
+    "lie: index": _index_lie,
+    "lie: flat": _lie(_flat_lie),
+    "lie: tensors": _lie(_tensors_lie),
+    "lie: exchanged flats": _lie(_exchanged_flats),
+    "lie: exchanged names": _lie(_exchanged_names),
     "lie: shape": _lie(_shape_lie),
     "lie: name": _lie(_name_lie),
     "lie: kind": _lie(_kind_lie),
     "lie: dtype": _lie(_dtype_lie),
-    "lie: list of tensors": _lie(_entries_lie),
+    "lie: list of flats": _lie(_flats_lie),
     "lie: world": _lie(_world_lie),
     "lie: step": _lie(_step_lie),
     "lie: facts": _lie(_facts_lie),
     "lie: keys": _lie(_top_lie),
-    "format: newer": _lie(_newer_format),
+    "format: another": _lie(_other_format),
     "format: none": _lie(_format_lie),
     "no manifest": _odd_text,
 }
@@ -733,7 +761,8 @@ def _complaint(line: str, root: Path, named: str | None) -> str:
     if str(root / DAMAGED) not in line:
         return "the checkpoint is not named"
     if named == TENSOR:
-        names = {entry["name"] for entry in json.loads((root / GOOD / MANIFEST_NAME).read_text())["entries"]}
+        flats = json.loads((root / GOOD / MANIFEST_NAME).read_text())["flats"]
+        names = {tensor["name"] for flat in flats for tensor in flat["tensors"]}
         if "tensor" not in line and "rank-" not in line and not any(name in line for name in names):
             return "neither tensor nor file is named"
     elif named is not None and named not in line:

@@ -110,8 +110,8 @@ class Starts:
 
     def bits(self) -> list[str]:
         """What the last checkpoint holds."""
-        manifest = json.loads((max(self._root.iterdir()) / "manifest.json").read_text())
-        return [file["sha256"] for file in manifest["files"]]
+        indexes = sorted(max(self._root.iterdir()).glob("rank-*.json"))
+        return [json.loads(index.read_text())["digests"] for index in indexes]
 
 
 def counted(starts: Starts) -> dict[str, int]:

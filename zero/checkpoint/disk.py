@@ -8,9 +8,11 @@ name, and never blocks.
 import errno
 import os
 import stat
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+from zero.errors import CheckpointError
 from zero.platform import files
 from zero.platform.files import FILE_MODE, Files, Transfer
 
@@ -91,3 +93,29 @@ def naming(path: Path, what: str) -> AbstractContextManager[None]:
 def move(call: Transfer, fd: int, block: memoryview, offset: int, path: Path, what: str) -> None:
     """`pread` or `pwrite` all of `block`; an error names the path and the offset."""
     files.move(call, fd, block, offset, lambda place: naming(path, f"{what} at offset {place}"))
+
+
+@contextmanager
+def closing(disk: Disk, fd: int) -> Iterator[int]:
+    try:
+        yield fd
+    finally:
+        disk.close(fd)
+
+
+def write_text(disk: Disk, path: Path, text: str) -> None:
+    """Write a new file and synchronise it; an error names the path."""
+    with naming(path, "writing it"), closing(disk, disk.create(path)) as fd:
+        move(disk.pwrite, fd, memoryview(text.encode()), 0, path, "writing")
+        disk.fsync(fd)
+
+
+def read_bytes(disk: Disk, path: Path, limit: int) -> bytes:
+    """Read a file of at most `limit` bytes; an error names the path."""
+    with naming(path, "reading it"), closing(disk, disk.open(path)) as fd:
+        nbytes = disk.size(fd)
+        if nbytes > limit:
+            raise CheckpointError(f"{path}: has {nbytes} bytes, at most {limit} are read")
+        memory = bytearray(nbytes)
+        move(disk.pread, fd, memoryview(memory), 0, path, "reading")
+    return bytes(memory)

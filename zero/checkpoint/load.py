@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, tensors
-from zero.checkpoint.manifest import Entry
-from zero.checkpoint.open import Checkpoint, Tensors, numbers_of, set_random, weights_of
+from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, flats
+from zero.checkpoint.manifest import Entry, entries
+from zero.checkpoint.open import Checkpoint, Tensors, index_of, numbers_of, set_random, weights_of
 from zero.checkpoint.save import gather_reports
 from zero.core.layout import Slot
 from zero.core.suggest import some
@@ -32,9 +32,6 @@ from zero.progress import Progress, reported, silent
 
 Key = tuple[str, str]
 """Name and kind of a tensor."""
-
-Wanted = tuple[torch.dtype, tuple[int, ...]]
-"""Dtype and shape of a tensor of the state."""
 
 
 def load(
@@ -76,7 +73,7 @@ def load(
     runtime.come_to_rest()
     partial, convert = tuple(partial), tuple(convert)
     buffers = buffers_of(state.model)
-    wanted = {(name, kind): (dtype, shape) for name, kind, dtype, shape in tensors(plan, buffers)}
+    wanted = _tensors(plan, buffers)
     there = _entries(checkpoint, wanted)
     begun = _begun(plan, wanted, there) if moments else {}
     if begun:
@@ -103,16 +100,30 @@ def load(
     stays = _current(state, kept - _untouched(plan, kept))
     scale = plan.precision.scale.resumed(saved.scale, dynamic=saved.dynamic)
     following = state.restored(step=saved.step, scale=scale)
-    gather_reports(plan.world, lambda: _fill(following, checkpoint, there, stays, buffers, kept, progress))
+    generators: list[dict[str, Any] | None] = []
+
+    def fill() -> dict[str, Any]:
+        if checkpoint.manifest.world == plan.world.size:
+            generators.append(index_of(checkpoint, plan.world.rank).random)
+        _fill(following, checkpoint, there, stays, buffers, kept, progress)
+        return {}
+
+    gather_reports(plan.world, fill)
     runtime.updater.resume(saved.rested)
     for unit in runtime.units:
         unit.mark_changed(resident=True, frozen=True)
-    if len(saved.randoms) == plan.world.size:
-        set_random(saved.randoms[plan.world.rank])
+    for random in generators:
+        if random is not None:
+            set_random(random)
     return following
 
 
 # -- what belongs together ---------------------------------------------------------------------------------------------
+
+
+def _tensors(plan: Plan, buffers: Mapping[str, Tensor]) -> dict[Key, Entry]:
+    """Everything that the state of a plan has, empty tensors too."""
+    return {(entry.name, entry.kind): entry for entry in entries(flats(plan, buffers))}
 
 
 def _entries(checkpoint: Checkpoint, wanted: Iterable[Key]) -> dict[Key, Entry]:
@@ -127,7 +138,7 @@ def _entries(checkpoint: Checkpoint, wanted: Iterable[Key]) -> dict[Key, Entry]:
 
 def one_sided(state: State, checkpoint: Checkpoint) -> tuple[str, ...]:
     """What only the model or only the checkpoint has, as patterns for `partial`."""
-    wanted = {(name, kind) for name, kind, *_ in tensors(state.plan, buffers_of(state.model))}
+    wanted = _tensors(state.plan, buffers_of(state.model)).keys()
     return tuple(sorted(escape(f"{kind}/{name}") for name, kind in wanted ^ _entries(checkpoint, wanted).keys()))
 
 
@@ -138,15 +149,15 @@ def _begun(plan: Plan, wanted: Iterable[Key], there: Mapping[Key, Entry]) -> dic
 
 
 def _match(
-    folder: Path, there: Mapping[Key, Entry], wanted: Mapping[Key, Wanted], kept: set[Key], convert: Sequence[str]
+    folder: Path, there: Mapping[Key, Entry], wanted: Mapping[Key, Entry], kept: set[Key], convert: Sequence[str]
 ) -> None:
-    both = {key: (there[key], *wanted[key]) for key in wanted if key in there}
-    recast = {key: one for key, (one, dtype, _) in both.items() if not _may_become(key[1], one.dtype, dtype)}
+    both = {key: (there[key], wanted[key]) for key in wanted if key in there}
+    recast = {key: one for key, (one, to) in both.items() if not _may_become(key[1], one.dtype, to.dtype)}
     wrong = {
         "missing": [_words(key) for key in wanted if key not in there and key not in kept],
         "not in the model": [_words(key) for key in there if key not in wanted],
         "of another shape": [
-            f"{_words(key)} {one.shape} for {to}" for key, (one, _, to) in both.items() if one.shape != to
+            f"{_words(key)} {one.shape} for {to.shape}" for key, (one, to) in both.items() if one.shape != to.shape
         ],
         "of another dtype": [f"{_words(key)} {one.dtype}" for key, one in recast.items() if not _named(key, convert)],
     }
@@ -157,14 +168,14 @@ def _match(
         raise CheckpointError(f"{folder}: {'; '.join(refused)}; if that is meant, name them in {where}")
 
 
-def _may_become(kind: str, saved: str, dtype: torch.dtype) -> bool:
+def _may_become(kind: str, saved: str, dtype: str) -> bool:
     """Frozen parameters and statistics are held in the dtype of compute, and moments in fp32 or bf16 (those in 8 bits
     as fp32), which may be another one than before; the rest is not."""
-    if kind == FROZEN or (kind == BUFFER and dtype.is_floating_point):
+    if kind == FROZEN or (kind == BUFFER and "float" in dtype):
         return "float" in saved
     if kind not in (PARAMETER, BUFFER):
         return saved in ("float32", "bfloat16")
-    return saved == str(dtype).removeprefix("torch.")
+    return saved == dtype
 
 
 def _named(key: Key, patterns: Sequence[str]) -> bool:
@@ -200,7 +211,7 @@ def _fill(
     buffers: Mapping[str, Tensor],
     kept: set[Key],
     progress: Progress,
-) -> dict[str, Any]:
+) -> None:
     plan, store = state.plan, state.runtime.store
     untouched = _untouched(plan, kept)
     with Tensors(checkpoint) as files, torch.no_grad():
@@ -226,7 +237,6 @@ def _fill(
         for name, buffer in buffers.items():
             if (name, BUFFER) not in kept:
                 buffer.copy_(files.read(entries[name, BUFFER], 0, buffer.numel()).view(buffer.shape))
-    return {}
 
 
 def _current(state: State, kept: Set[Key]) -> dict[Key, Tensor]:

@@ -1,7 +1,7 @@
 """Open a checkpoint: find the newest that is valid, read its manifest, compare every byte of it with its hashes.
 
-Hashing is shared out over the ranks. A checkpoint that is open was whole; `Tensors` reads from it what `load` and the
-exports ask for, through the CRC-32 of every MiB.
+Hashing is shared out over the ranks, and each reads the indexes of the files that it hashes. A checkpoint that is open
+was whole; `Tensors` reads from it what `load` and the exports ask for, through the CRC-32 of every MiB.
 """
 
 import itertools
@@ -10,24 +10,37 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zero.checkpoint.contents import PARAMETER, part_of
-from zero.checkpoint.disk import Disk
+from zero.checkpoint.contents import PARAMETER
+from zero.checkpoint.disk import Disk, read_bytes
 from zero.checkpoint.hashes import BLOCK_BYTES
-from zero.checkpoint.manifest import Entry, Manifest, Piece, file_name, step_name, step_of
+from zero.checkpoint.manifest import (
+    Entry,
+    Index,
+    Manifest,
+    file_name,
+    held,
+    index_cap_bytes,
+    index_from_text,
+    index_name,
+    step_name,
+    step_of,
+)
 from zero.checkpoint.publish import MANIFEST_NAME, Root
 from zero.checkpoint.save import by_rank_0, gather_reports, join
-from zero.checkpoint.shard import THREADS, ShardReader, compare
+from zero.checkpoint.shard import THREADS, ShardReader
 from zero.core.loss_scale import LossScale
 from zero.distributed.world import World
 from zero.engine.arguments import check_folder, check_world
 from zero.errors import CheckpointError
 from zero.platform.files import memory_of
+from zero.platform.safetensors_files import offsets
 from zero.progress import Progress, silent
 
 FOLDER = "checkpoints"
@@ -36,8 +49,8 @@ FOLDER = "checkpoints"
 OPEN_FILES = 8
 """Each keeps a descriptor and a MiB."""
 
-Contents = tuple[tuple[tuple[Entry, Piece], ...], ...]
-"""For each rank, the pieces in its file."""
+Places = dict[tuple[str, str], tuple[int, int]]
+"""Name and kind of a tensor -> its first element in a rank's file, and the byte where that lies."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +106,7 @@ def open_checkpoint(
     def read() -> dict[str, Any]:
         found.append(Root(folder.parent, disk).read_manifest(folder))
         numbers_of(folder, found[0])
-        return {"files": [file.sha256 for file in found[0].files]}
+        return {"files": sha256("".join(file.index_sha256 for file in found[0].files).encode()).hexdigest()}
 
     reports = gather_reports(world, read)
     if any(report != reports[0] for report in reports):
@@ -220,43 +233,41 @@ def _verify(world: World, checkpoint: Checkpoint, progress: Progress) -> None:
         CheckpointError: on every rank.
     """
     files = checkpoint.manifest.files
-    blocks = [(file, number) for file, one in enumerate(files) for number in range(-(-one.size // BLOCK_BYTES))]
-    mine = blocks[world.rank * len(blocks) // world.size : (world.rank + 1) * len(blocks) // world.size]
-    contents = checkpoint.manifest.contents()
-    readers = [_Verifying(checkpoint, contents, mine[first::THREADS]) for first in range(min(THREADS, len(mine)))]
+    blocks = ((file, number) for file, one in enumerate(files) for number in range(-(-one.size // BLOCK_BYTES)))
+    count = sum(-(-file.size // BLOCK_BYTES) for file in files)
+    begin, stop = (rank * count // world.size for rank in (world.rank, world.rank + 1))
+    mine = list(itertools.islice(blocks, begin, stop))
+    readers = [_Verifying(checkpoint, mine[first::THREADS]) for first in range(min(THREADS, len(mine)))]
 
     def report_progress() -> None:
-        done = sum(len(reader.digests) for reader in readers)
+        done = sum(reader.done for reader in readers)
         progress(f"verifying {checkpoint.folder.name}", done * BLOCK_BYTES, len(mine) * BLOCK_BYTES)
 
     for reader in readers:
         reader.start()
     join(world, readers, report_progress)
 
-    def found() -> dict[str, Any]:
+    def raise_errors() -> dict[str, Any]:
         for reader in readers:
             if reader.error is not None:
                 raise reader.error
-        return {"digests": [readers[place % THREADS].digests[place // THREADS] for place in range(len(mine))]}
+        return {}
 
-    digests = iter([bytes.fromhex(digest) for report in gather_reports(world, found) for digest in report["digests"]])
-    for rank, file in enumerate(files):
-        name = file_name(rank, checkpoint.manifest.world)
-        compare(checkpoint.folder / name, file, itertools.islice(digests, -(-file.size // BLOCK_BYTES)))
+    gather_reports(world, raise_errors)
 
 
 class _Verifying(threading.Thread):
-    """Reads and hashes some blocks of a checkpoint, file by file.
+    """Reads and compares some blocks of a checkpoint, file by file.
 
     Attributes:
-        digests: hex, of the blocks that are done.
+        done: how many blocks are compared.
         error: what ended it before the last.
     """
 
-    def __init__(self, checkpoint: Checkpoint, contents: Contents, blocks: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, checkpoint: Checkpoint, blocks: Sequence[tuple[int, int]]) -> None:
         super().__init__(name="zero-verify", daemon=True)
-        self._checkpoint, self._contents, self._blocks = checkpoint, contents, blocks
-        self.digests: list[str] = []
+        self._checkpoint, self._blocks = checkpoint, blocks
+        self.done = 0
         self.error: CheckpointError | None = None
 
     def run(self) -> None:
@@ -265,8 +276,11 @@ class _Verifying(threading.Thread):
         block = memoryview(bytearray(min(BLOCK_BYTES, longest)))
         try:
             for file, numbers in itertools.groupby(self._blocks, key=lambda block: block[0]):
-                with _reader(one, file, self._contents) as reader:
-                    self.digests += (reader.digest(number, block).hex() for _, number in numbers)
+                reader, _ = _opened(one, file)
+                with reader:
+                    for _, number in numbers:
+                        reader.check(number, block)
+                        self.done += 1
         except Exception as error:
             self.error = error if isinstance(error, CheckpointError) else CheckpointError(f"{one.folder}: {error!r}")
 
@@ -293,40 +307,64 @@ class Tensors(AbstractContextManager["Tensors"]):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._contents = checkpoint.manifest.contents()
-        self._readers: dict[int, ShardReader] = {}  # by rank, the one that was used last at the end
+        self._files: dict[int, tuple[ShardReader, Places]] = {}  # by rank, the one that was used last at the end
 
     def __exit__(self, *_: object) -> None:
-        for reader in self._readers.values():
-            reader.close()
+        for file in self._files.values():
+            file[0].close()
 
     def read(self, entry: Entry, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a tensor, row-major: 1-D, on the host, in the dtype that they were saved in."""
-        dtype = getattr(torch, entry.dtype)
-        values = torch.empty(stop - start, dtype=dtype)
-        for piece in entry.pieces:
-            first, last = max(start, piece.start), min(stop, piece.stop)
-            if first < last:
-                offset = piece.offset + (first - piece.start) * dtype.itemsize
-                self._reader(piece.rank).read(offset, memory_of(values[first - start : last - start]))
+        values = torch.empty(stop - start, dtype=getattr(torch, entry.dtype))
+        if start < stop:
+            flat = self._checkpoint.manifest.flats[entry.flat]
+            for rank, first, last in flat.holders(entry.start + start, entry.start + stop):
+                reader, places = self._file(rank)
+                begin, offset = places[entry.name, entry.kind]
+                part = values[first - entry.start - start : last - entry.start - start]
+                reader.read(offset + (first - entry.start - begin) * values.itemsize, memory_of(part))
         return values
 
-    def _reader(self, rank: int) -> ShardReader:
-        reader = self._readers.pop(rank, None) or _reader(self._checkpoint, rank, self._contents)
-        self._readers[rank] = reader
-        if len(self._readers) > OPEN_FILES:
-            self._readers.pop(next(iter(self._readers))).close()
-        return reader
+    def _file(self, rank: int) -> tuple[ShardReader, Places]:
+        file = self._files.pop(rank, None) or _opened(self._checkpoint, rank)
+        self._files[rank] = file
+        if len(self._files) > OPEN_FILES:
+            reader, _ = self._files.pop(next(iter(self._files)))
+            reader.close()
+        return file
 
 
-def _reader(checkpoint: Checkpoint, rank: int, contents: Contents) -> ShardReader:
-    parts = [
-        part_of(entry.name, entry.kind, getattr(torch, entry.dtype), entry.shape, piece.stop - piece.start)
-        for entry, piece in contents[rank]
-    ]
+def _opened(checkpoint: Checkpoint, rank: int) -> tuple[ShardReader, Places]:
+    """One rank's file, with its index read."""
     manifest = checkpoint.manifest
+    pieces = held(manifest.flats, rank)
+    parts = [piece.part for piece in pieces]
     path = checkpoint.folder / file_name(rank, manifest.world)
-    return ShardReader(checkpoint.disk, path, manifest.files[rank], parts)
+    reader = ShardReader(checkpoint.disk, path, index_of(checkpoint, rank).hashes, parts)
+    begins = zip(pieces, offsets(parts), strict=True)
+    return reader, {(piece.slot.name, piece.kind): (piece.start, offset) for piece, offset in begins}
+
+
+def index_of(checkpoint: Checkpoint, rank: int) -> Index:
+    """Read the index of a rank's file.
+
+    Raises:
+        CheckpointError: its hash is not that of the manifest, or it says what no save writes.
+    """
+    manifest, file = checkpoint.manifest, checkpoint.manifest.files[rank]
+    path = checkpoint.folder / index_name(rank, manifest.world)
+    text = read_bytes(checkpoint.disk, path, index_cap_bytes(file.size))
+    if sha256(text).hexdigest() != file.index_sha256:
+        raise CheckpointError(f"{path}: is damaged: it does not match the hash in the manifest")
+    try:
+        index = index_from_text(text, file.size)
+        if index.random is not None:
+            set_random(index.random, random.Random(), torch.Generator())
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: the state of the generators is not that of a save") from error
+    return index
 
 
 # -- what is not a tensor ----------------------------------------------------------------------------------------------
@@ -339,21 +377,19 @@ class Numbers(NamedTuple):
         step: of the optimizer.
         scale, dynamic: of the loss, and whether it moved.
         rested: by name of a parameter, the steps in which it did not train.
-        randoms: every rank's generators; none where another program wrote the checkpoint.
     """
 
     step: int
     scale: LossScale
     dynamic: bool
     rested: dict[str, int]
-    randoms: list[Mapping[str, Any]]
 
 
 def numbers_of(folder: Path, manifest: Manifest) -> Numbers:
     """From its manifest; refuses what no save writes."""
     facts = manifest.facts
     try:
-        numbers, randoms = facts["state"], facts["random"]
+        numbers = facts["state"]
         step, scale, dynamic = numbers["step"], LossScale(*numbers["scale"]), numbers["dynamic"]
         rested = numbers.get("rested", {})
         whole = (step, *scale[1:], *rested.values())
@@ -365,16 +401,12 @@ def numbers_of(folder: Path, manifest: Manifest) -> Numbers:
             and scale.scale > 0
             and type(dynamic) is bool
             and type(facts["given"]) is dict
-            and type(randoms) is list
-            and len(randoms) in (0, manifest.world)
         )
-        for one in randoms if sound else []:
-            set_random(one, random.Random(), torch.Generator())
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         sound = False
     if not sound:
-        raise CheckpointError(f"{folder}: its manifest lacks step, loss scale or generators, or has others than a save")
-    return Numbers(step, scale, dynamic, rested, randoms)
+        raise CheckpointError(f"{folder}: its manifest lacks step or loss scale, or has others than a save")
+    return Numbers(step, scale, dynamic, rested)
 
 
 def set_random(state: Mapping[str, Any], python: Any = random, host: torch.Generator | None = None) -> None:

@@ -8,7 +8,7 @@ that step, and the next run's `sweep` gives the old one its name back.
 
 Hashes keep wrong data from being believed, fsyncs keep a save that was acknowledged from being lost. In order:
 
-    a rank's file        its bytes (by each rank, in ShardWriter.finish, before `publish`)
+    a rank's two files   their bytes (by each rank, in ShardWriter.finish and `write_index`, before `publish`)
     the root's parent    the root's own name: without it the root may be gone, with all that is in it
     manifest.json        its bytes: without it a published folder may have half a manifest
     .tmp-...             the names of the files in it: without it a published folder may be empty
@@ -26,12 +26,24 @@ import re
 import secrets
 import stat
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from zero.checkpoint.disk import Disk, move, naming
-from zero.checkpoint.manifest import CAP_BYTES, Manifest, file_name, from_text, step_name, step_of
+from zero.checkpoint.disk import Disk, closing, naming, read_bytes, write_text
+from zero.checkpoint.manifest import (
+    CAP_BYTES,
+    File,
+    Index,
+    Manifest,
+    file_name,
+    from_text,
+    index_name,
+    index_to_text,
+    step_name,
+    step_of,
+)
 from zero.errors import CheckpointError, ConfigError
 from zero.platform.files import named
 
@@ -82,11 +94,21 @@ class Root:
         self._begun.add(tmp)
         return tmp
 
+    def write_index(self, tmp: Path, rank: int, world: int, index: Index) -> File:
+        """Write the index of a rank's file, and synchronise it.
+
+        Returns:
+            The file as the manifest lists it.
+        """
+        text = index_to_text(index)
+        write_text(self.disk, tmp / index_name(rank, world), text)
+        return File(index.hashes.size, sha256(text.encode()).hexdigest())
+
     def publish(self, tmp: Path, step: int, manifest_text: str) -> Path:
         """Give what was begun its name. When this returns, the save is acknowledged: no crash takes it back.
 
         Args:
-            tmp: from `begin`; holds every rank's file, each synchronised by who wrote it, and no manifest yet.
+            tmp: from `begin`; holds every rank's files, each synchronised by who wrote it, and no manifest yet.
 
         Returns:
             The published folder.
@@ -94,10 +116,7 @@ class Root:
         Raises:
             CheckpointError: the save failed; call `abandon`. What was published before is still there.
         """
-        path = tmp / MANIFEST_NAME
-        with naming(path, "writing it"), self._closing(self.disk.create(path)) as fd:
-            move(self.disk.pwrite, fd, memoryview(manifest_text.encode()), 0, path, "writing")
-            self.disk.fsync(fd)  # protects the manifest's bytes
+        write_text(self.disk, tmp / MANIFEST_NAME, manifest_text)
         with naming(tmp, "synchronising it"):
             self.disk.fsync_folder(tmp)  # protects the names of the files, the manifest's among them
         found = self.read_manifest(tmp).step
@@ -198,7 +217,7 @@ class Root:
         _check_names(folder, names, manifest)
         for rank, file in enumerate(manifest.files):
             path = folder / file_name(rank, manifest.world)
-            with naming(path, "asking for its size"), self._closing(self.disk.open(path)) as fd:
+            with naming(path, "asking for its size"), closing(self.disk, self.disk.open(path)) as fd:
                 nbytes = self.disk.size(fd)
             if nbytes != file.size:
                 raise CheckpointError(f"{path}: has {nbytes} bytes, the manifest says {file.size}")
@@ -210,23 +229,11 @@ class Root:
             return [step for step in self.steps() if self._is_folder(self.path / step_name(step))]
 
     def _parsed(self, path: Path) -> Manifest:
-        with naming(path, "reading it"), self._closing(self.disk.open(path)) as fd:
-            nbytes = self.disk.size(fd)
-            if nbytes > CAP_BYTES:
-                raise CheckpointError(f"{path}: has {nbytes} bytes, at most {CAP_BYTES} are read")
-            text = memoryview(bytearray(nbytes))
-            move(self.disk.pread, fd, text, 0, path, "reading")
+        text = read_bytes(self.disk, path, CAP_BYTES)
         try:
-            return from_text(bytes(text))
+            return from_text(text)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
-
-    @contextlib.contextmanager
-    def _closing(self, fd: int) -> Iterator[int]:
-        try:
-            yield fd
-        finally:
-            self.disk.close(fd)
 
     def _refuse_if_writable(self, folder: Path) -> None:
         """Where anybody may put, rename or replace what is in a folder, nobody knows whose checkpoints it holds."""
@@ -327,7 +334,8 @@ def _parse(path: Path) -> _Aside | None:
 
 
 def _check_names(folder: Path, names: Sequence[str], manifest: Manifest) -> None:
-    expected = [MANIFEST_NAME, *(file_name(rank, manifest.world) for rank in range(manifest.world))]
+    ranks, world = range(manifest.world), manifest.world
+    expected = [MANIFEST_NAME, *(name(rank, world) for rank in ranks for name in (file_name, index_name))]
     missing, extra = sorted(set(expected) - set(names)), sorted(set(names) - set(expected))
     if missing:
         whose = "1 rank's" if manifest.world == 1 else f"{manifest.world} ranks'"

@@ -1,4 +1,4 @@
-"""Save a state: every rank writes its file, page by page, and rank 0 publishes them together.
+"""Save a state: every rank writes its file, page by page, and its index, and rank 0 publishes them together.
 
 Waiting updates are made first, so a checkpoint holds what the next forward would see. Pages are read ahead of the
 writer, a few at a time: a state larger than memory passes through a few buffers. What is hashed is what was in memory
@@ -6,8 +6,9 @@ on its way to the disk.
 
 Or the state is copied first, and a thread writes the copy behind the steps that follow.
 
-Ranks exchange their results before any of them returns: a save is acknowledged on all ranks or fails on all of them,
-and what failed is removed.
+Before the first byte is written, each file's header and the manifest are made, and a size over its limit is an error.
+Ranks exchange their results, a hash for each, before any of them returns: a save is acknowledged on all ranks or fails
+on all of them, and what failed is removed.
 
 Source: Mohan et al. 2021, "CheckFreq", for what belongs to a state.
 """
@@ -26,18 +27,17 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from zero.checkpoint.contents import FROZEN, PARAMETER, Held, Stretch, entries, parts
+from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, check, flats
 from zero.checkpoint.disk import naming
-from zero.checkpoint.hashes import FileHash
-from zero.checkpoint.manifest import FORMAT, Entry, Manifest, file_name, to_text
+from zero.checkpoint.manifest import FORMAT, UNWRITTEN, File, Flat, Held, Index, Manifest, file_name, held, to_text
 from zero.checkpoint.publish import Root
 from zero.checkpoint.shard import ShardWriter
-from zero.core.layout import pages
+from zero.core.layout import Layout, pages
 from zero.core.loss_scale import LossScale
 from zero.distributed.failure import first_line, some_ranks
 from zero.distributed.world import World
@@ -48,6 +48,7 @@ from zero.engine.state import State
 from zero.errors import CheckpointError, StoreError, if_it_fails
 from zero.platform.device import work_alone
 from zero.platform.files import memory_of
+from zero.platform.safetensors_files import header
 from zero.platform.threads import Beside
 from zero.progress import Progress, silent
 from zero.store import Page, Ticket
@@ -107,7 +108,7 @@ def facts_of(
 ) -> dict[str, Any]:
     """What a manifest says of a state beside tensors and files, as `load` reads it.
 
-    It lacks `given`, which is whoever saves's, and `random`: the generators, which each rank adds.
+    It lacks `given`, which whoever saves adds.
 
     Args:
         step: updates made.
@@ -130,7 +131,7 @@ def version() -> str | None:
 
 def snapshot_bytes(plan: Plan) -> int:
     """Host memory that a copy of this rank's part takes."""
-    return sum(held.part.nbytes for held, _ in parts(plan, buffers_of(plan.model), plan.world.rank))
+    return sum(piece.part.nbytes for piece in held(flats(plan, buffers_of(plan.model)), plan.world.rank))
 
 
 class Saving:
@@ -138,21 +139,28 @@ class Saving:
 
     def __init__(self, state: State, root: Root, facts: Mapping[str, Any], *, behind: bool, progress: Progress) -> None:
         state.runtime.come_to_rest()
-        buffers = buffers_of(state.model)
-        self._world, self._root, self._step = state.plan.world, root, state.tried
-        self._entries: tuple[Entry, ...] = ()  # by who publishes them
+        plan, buffers = state.plan, buffers_of(state.model)
+        self._world, self._root = plan.world, root
         self._threads: list[threading.Thread] = []
         self._report: dict[str, Any] = {"error": "the thread that writes its file died"}
-        self._world.at(f"step {self._step}, save")
-        self._folder = Path(by_rank_0(self._world, partial(self._prepare, state.plan, buffers)))
+        self._world.at(f"step {state.tried}, save")
+        dynamic, ties = plan.precision.scale.static is None, tied_names(plan.model)
+        numbers = facts_of(state.step, state.scale, dynamic=dynamic, ties=ties, rested=state.runtime.updater.rested)
+        self._manifest = Manifest(
+            format=FORMAT,
+            step=state.tried,
+            world=plan.world.size,
+            flats=flats(plan, buffers),
+            files=(UNWRITTEN,) * plan.world.size,
+            finite=False,
+            facts={**numbers, "given": dict(facts)},
+        )
+        self._held = held(self._manifest.flats, plan.world.rank)
+        gather_reports(self._world, partial(self._check, buffers))
+        self._folder = Path(by_rank_0(self._world, lambda: str(root.begin(state.tried))))
         with if_it_fails(self.abandon):
-            dynamic, ties = state.plan.precision.scale.static is None, tied_names(state.plan.model)
-            numbers = facts_of(state.step, state.scale, dynamic=dynamic, ties=ties, rested=state.runtime.updater.rested)
-            self._facts = {**numbers, "given": dict(facts)}
             self._random = random_state()
-            listed = parts(state.plan, buffers, self._world.rank)
-            self._parts = [held.part for held, _ in listed]
-            values = _all_values(state, buffers, listed)
+            values = _all_values(state, buffers, self._manifest.flats, self._held)
             if behind:
                 with self._reporting():
                     copies = [tensor.clone() for tensor in values]
@@ -184,35 +192,35 @@ class Saving:
             self._root.abandon(self._folder)
 
     def _publish(self, reports: list[dict[str, Any]]) -> Path:
-        manifest = Manifest(
-            format=FORMAT,
-            step=self._step,
-            world=self._world.size,
-            entries=self._entries,
-            files=tuple(FileHash(one["size"], one["sha256"], tuple(one["crcs"])) for one in reports),
-            finite=all(one["finite"] for one in reports),
-            facts={**self._facts, "random": [one["random"] for one in reports]},
-        )
-        return self._root.publish(self._folder, self._step, to_text(manifest))
+        files = tuple(File(*report["file"]) for report in reports)
+        manifest = self._manifest._replace(files=files, finite=all(report["finite"] for report in reports))
+        return self._root.publish(self._folder, manifest.step, to_text(manifest))
 
-    def _prepare(self, plan: Plan, buffers: Mapping[str, Tensor]) -> str:
-        self._entries = entries(plan, buffers)  # first: what no file can hold leaves no folder
-        return str(self._root.begin(self._step))
+    def _check(self, buffers: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Raise before a folder is made what would be raised when everything is written."""
+        check(buffers)
+        header([piece.part for piece in self._held])
+        if self._world.rank == 0:
+            to_text(self._manifest)
+        return {}
 
     def _write_behind(self, copies: list[Tensor]) -> None:
         work_alone()
         self._write(copies, silent)
 
     def _write(self, values: Iterable[Tensor], progress: Progress) -> None:
-        finite, path = True, self._folder / file_name(self._world.rank, self._world.size)
-        done, total = 0, sum(part.nbytes for part in self._parts)
-        with self._reporting(), ShardWriter(self._root.disk, path, self._parts) as writer:
+        rank, world = self._world.rank, self._world.size
+        parts = [piece.part for piece in self._held]
+        finite, done, total = True, 0, sum(part.nbytes for part in parts)
+        with self._reporting(), ShardWriter(self._root.disk, self._folder / file_name(rank, world), parts) as writer:
             for tensor in values:
                 finite = finite and _is_finite(tensor)
                 writer.write(memory_of(tensor))
                 done += tensor.nbytes
                 progress("saving", done, total)
-            self._report = {**writer.finish()._asdict(), "finite": finite, "random": self._random}
+            index = Index(writer.finish(), self._random)
+            file = self._root.write_index(self._folder, rank, world, index)
+            self._report = {"file": file, "finite": finite}
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -304,18 +312,31 @@ def check_shared(world: World, root: Path) -> None:
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
 
+class _Stretch(NamedTuple):
+    """Elements [start, stop) of a unit's flat, without its gaps."""
+
+    unit: int
+    kind: str
+    dtype: torch.dtype
+    layout: Layout
+    start: int
+    stop: int
+
+
 def _all_values(
-    state: State, buffers: Mapping[str, Tensor], listed: list[tuple[Held, Stretch | None]]
+    state: State, buffers: Mapping[str, Tensor], flats: Sequence[Flat], pieces: Iterable[Held]
 ) -> Iterator[Tensor]:
-    """What goes into this rank's file, in its order: contiguous, on the host, each valid until the next."""
-    for stretch, group in itertools.groupby(listed, key=lambda one: one[1]):
-        if stretch is None:
-            yield from (buffers[held.name].detach().cpu().contiguous().view(-1) for held, _ in group)
+    """The contents of this rank's file, in order: contiguous, on the host, each valid until the next."""
+    for (number, kind), group in itertools.groupby(pieces, key=lambda piece: (piece.flat, piece.kind)):
+        if kind == BUFFER:
+            yield from (buffers[piece.slot.name].detach().cpu().contiguous().view(-1) for piece in group)
         else:
-            yield from _values(state, stretch)
+            flat, unit = flats[number], number % len(state.plan.units)
+            dtype = getattr(torch, flat.kinds[kind])
+            yield from _values(state, _Stretch(unit, kind, dtype, flat.layout, *flat.share(state.plan.world.rank)))
 
 
-def _values(state: State, stretch: Stretch) -> Iterator[Tensor]:
+def _values(state: State, stretch: _Stretch) -> Iterator[Tensor]:
     """The elements of a stretch in order, without gaps: contiguous, on the host, each valid until the next."""
     for start, page in _pages(state, stretch):
         first, last = max(start, stretch.start), min(start + page.numel(), stretch.stop)
@@ -324,7 +345,7 @@ def _values(state: State, stretch: Stretch) -> Iterator[Tensor]:
             yield page[begin : begin + piece.slot_stop - piece.slot_start]
 
 
-def _pages(state: State, stretch: Stretch) -> Iterator[tuple[int, Tensor]]:
+def _pages(state: State, stretch: _Stretch) -> Iterator[tuple[int, Tensor]]:
     """What this rank has of the stretch's flat, page by page: the first element's place in the flat, and values."""
     unit, master = state.runtime.units[stretch.unit], state.plan.precision.master
     if stretch.kind == FROZEN:
@@ -342,14 +363,14 @@ def _pages(state: State, stretch: Stretch) -> Iterator[tuple[int, Tensor]]:
             yield start, master.of(param_K, kept_K)
 
 
-def _parameters(state: State, stretch: Stretch) -> Iterator[tuple[int, Tensor]]:
+def _parameters(state: State, stretch: _Stretch) -> Iterator[tuple[int, Tensor]]:
     """The same of what the model computes with."""
     in_memory = state.runtime.units[stretch.unit].own_params(full_update=state.plan.full_update)
     return _kept(state, stretch, "param", state.plan.precision.compute, in_memory)
 
 
 def _kept(
-    state: State, stretch: Stretch, kind: str, dtype: torch.dtype, in_memory: Tensor | None = None
+    state: State, stretch: _Stretch, kind: str, dtype: torch.dtype, in_memory: Tensor | None = None
 ) -> Iterator[tuple[int, Tensor]]:
     """The pages of one kind that the stretch touches: out of memory, or out of the store."""
     plan, layout = state.plan, stretch.layout

@@ -2,8 +2,8 @@
 
 A file is a header, which follows from its parts alone, and the parts' bytes one after the other. So the writer needs
 to know names, dtypes and shapes when it begins, and never goes back; and the reader knows every byte's place without
-believing the file. Hashes are taken from memory on the way to the disk, never by reading back: what the manifest says
-is what was meant to be written. A read delivers only bytes whose CRC-32 is the manifest's.
+believing the file. Hashes are taken from memory on the way to the disk, never by reading back: they are of what was
+meant to be written. A read delivers only bytes whose CRC-32 is right.
 
 Writing goes past the page cache where the file system agrees: a state larger than memory must not push everything else
 out of it, and on a fast disk the cache's copies and pages cost as much as the hashes.
@@ -15,15 +15,22 @@ import contextlib
 import errno
 import mmap
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
-from zlib_ng.zlib_ng import crc32
-
 from zero.checkpoint.disk import Disk, move, naming
-from zero.checkpoint.hashes import BLOCK_BYTES, SPAN_BYTES, BlockHash, FileHash, hash_block, hash_of, sha_of
+from zero.checkpoint.hashes import (
+    BLOCK_BYTES,
+    CRC_BYTES,
+    DIGEST_BYTES,
+    SPAN_BYTES,
+    FileHash,
+    crc_of,
+    hash_block,
+    joined,
+)
 from zero.errors import CheckpointError, if_it_fails
 from zero.platform.safetensors_files import ALIGN_BYTES, Part, header, offsets
 
@@ -85,8 +92,8 @@ class ShardWriter(_OpenFile):
         self._given = 0
         self._block: mmap.mmap | None = None  # a mapping is aligned, and goes back to the system
         self._free: list[mmap.mmap] = []
-        self._running: deque[tuple[mmap.mmap, Future[BlockHash]]] = deque()
-        self._hashes: list[BlockHash] = []
+        self._running: deque[tuple[mmap.mmap, Future[FileHash]]] = deque()
+        self._hashes: list[FileHash] = []
         with naming(path, "making it"):
             self._fd = disk.create(path)
         self._threads = ThreadPoolExecutor(THREADS, "zero-shard")  # starts none before there is work
@@ -130,7 +137,7 @@ class ShardWriter(_OpenFile):
             self._fd = None
             with naming(self._path, "closing"):
                 self._disk.close(fd)
-        return hash_of(self._nbytes, self._hashes)
+        return joined(self._hashes)
 
     def close(self) -> None:
         """Give up, unless it is finished."""
@@ -170,7 +177,7 @@ class ShardWriter(_OpenFile):
         self._hashes.append(future.result())
         self._free.append(block)
 
-    def _settle(self, fd: int, block: mmap.mmap, nbytes: int, end: int) -> BlockHash:
+    def _settle(self, fd: int, block: mmap.mmap, nbytes: int, end: int) -> FileHash:
         """Hash and write a block that ends at `end`. Runs in a thread."""
         with memoryview(block) as whole, whole[:nbytes] as view:
             found = hash_block(view)
@@ -204,7 +211,7 @@ class ShardReader(_OpenFile):
     """Reads any range of a file, and delivers only what its hashes confirm. One thread at a time.
 
     Args:
-        expected: size and hashes, from the manifest.
+        expected: size and hashes, from the rank's index.
         parts: what the manifest says that the file holds, in the file's order.
 
     Raises:
@@ -247,14 +254,11 @@ class ShardReader(_OpenFile):
                 else:
                     self._load(span, target)
 
-    def digest(self, number: int, block: memoryview) -> bytes:
-        """Read one block, and compare each of its MiB with its CRC-32.
+    def check(self, number: int, block: memoryview) -> None:
+        """Read one block, and compare it with all its hashes.
 
         Args:
             block: room for `BLOCK_BYTES`.
-
-        Returns:
-            Its SHA-256, which `compare` wants.
 
         Raises:
             CheckpointError: damage; the line names the first MiB that is not as it was written.
@@ -262,28 +266,23 @@ class ShardReader(_OpenFile):
         start = number * BLOCK_BYTES
         with block[: min(BLOCK_BYTES, self._expected.size - start)] as piece:
             move(self._disk.pread, self._open(), piece, start, self._path, "reading")
-            found = hash_block(piece)
-        for span, crc in enumerate(found.crcs, start // SPAN_BYTES):
-            self._compare(span, crc)
-        return found.digest
+            hashes = hash_block(piece)
+        for place in range(0, len(hashes.crcs), CRC_BYTES):
+            self._compare_span(start // SPAN_BYTES + place // CRC_BYTES, hashes.crcs[place : place + CRC_BYTES])
+        expected = self._expected.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        self._compare("SHA-256", start, start + hashes.size, hashes.digests, expected)
 
     def verify(self) -> None:
-        """Read all of it once, and compare everything that the manifest says of it.
-
-        Raises:
-            CheckpointError: damage, as `digest` and `compare` say.
-        """
+        """Read all of it once, and compare it with all its hashes."""
         block = memoryview(bytearray(min(BLOCK_BYTES, self._expected.size)))
-        blocks = range(-(-self._expected.size // BLOCK_BYTES))
-        compare(self._path, self._expected, [self.digest(number, block) for number in blocks])
+        for number in range(-(-self._expected.size // BLOCK_BYTES)):
+            self.check(number, block)
 
     def _check_size(self) -> None:
         with naming(self._path, "asking for its size"):
             nbytes = self._disk.size(self._open())
         if nbytes != self._expected.size:
             raise CheckpointError(f"{self._path}: has {nbytes} bytes, the manifest says {self._expected.size}")
-        if len(self._expected.crcs) != -(-nbytes // SPAN_BYTES):
-            raise CheckpointError(f"{self._path}: the manifest has {len(self._expected.crcs)} CRC-32 of {nbytes} bytes")
 
     def _check_header(self, parts: Sequence[Part]) -> None:
         try:
@@ -312,15 +311,16 @@ class ShardReader(_OpenFile):
 
     def _load(self, span: int, into: memoryview) -> None:
         move(self._disk.pread, self._open(), into, span * SPAN_BYTES, self._path, "reading")
-        self._compare(span, crc32(into))
+        self._compare_span(span, crc_of(into))
 
-    def _compare(self, span: int, crc: int) -> None:
-        expected = self._expected.crcs[span]
-        if crc != expected:
-            start, stop = self._ends(span)
+    def _compare_span(self, span: int, crc: bytes) -> None:
+        self._compare("CRC-32", *self._ends(span), crc, self._expected.crcs[span * CRC_BYTES : (span + 1) * CRC_BYTES])
+
+    def _compare(self, what: str, start: int, stop: int, found: bytes, expected: bytes) -> None:
+        if found != expected:
             raise CheckpointError(
-                f"{self._path}: bytes {start} to {stop} are damaged (CRC-32 is {crc:08x}, the manifest says "
-                f"{expected:08x}), {self._lies_at(start)}"
+                f"{self._path}: bytes {start} to {stop} are damaged ({what} is {found.hex()}, saved as "
+                f"{expected.hex()}), {self._lies_at(start)}"
             )
 
     def _lies_at(self, place: int) -> str:
@@ -329,14 +329,3 @@ class ShardReader(_OpenFile):
         inside = (part for part, begin in zip(self._parts, begins, strict=True) if begin + part.nbytes > place)
         first = next(inside, None)
         return "in its header" if first is None else f"in {first.key!r} or after it"
-
-
-def compare(path: Path, expected: FileHash, digests: Iterable[bytes]) -> None:
-    """What the file's blocks hash to, in order, and what the manifest says.
-
-    Raises:
-        CheckpointError: they differ, though every CRC-32 was right: a manifest that lies.
-    """
-    found = sha_of(digests)
-    if found != expected.sha256:
-        raise CheckpointError(f"{path}: is damaged (SHA-256 is {found}, the manifest says {expected.sha256})")

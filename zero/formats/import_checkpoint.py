@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from zero.checkpoint import Root
-from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, part_of
+from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, lone
 from zero.checkpoint.hashes import FileHash
-from zero.checkpoint.manifest import FORMAT, Entry, Manifest, Piece, file_name, step_name, to_text
+from zero.checkpoint.manifest import FORMAT, UNWRITTEN, Index, Manifest, file_name, held, step_name, to_text
 from zero.checkpoint.save import facts_of
 from zero.checkpoint.shard import ShardWriter
 from zero.core.precision import Precision
@@ -30,7 +30,7 @@ from zero.formats.stream import Source, Stream, counted
 from zero.formats.torch_file import read as read_torch
 from zero.formats.universal import read as read_deepspeed
 from zero.platform.files import memory_of, naming
-from zero.platform.safetensors_files import NAMES, Part, offsets
+from zero.platform.safetensors_files import NAMES, Part, header
 from zero.progress import Progress, silent
 
 FORMATS = ("hf", "torch", "dcp", "deepspeed")
@@ -225,25 +225,27 @@ def _publish(
     if number in root.steps():
         raise CheckpointError(f"{root.path / name}: exists; give --step or another --out")
     scale = Precision("fp32").scale.start()._replace(skipped=skipped)  # whoever loads it begins with one of its own
+    manifest = Manifest(
+        format=FORMAT,
+        step=number,
+        world=1,
+        flats=tuple(lone(name, kind, stream.dtype, stream.shape) for name, kind, stream in values),
+        files=(UNWRITTEN,),
+        finite=False,
+        facts={**facts_of(step, scale, dynamic=False, ties=ties), "given": {}},
+    )
+    pieces = held(manifest.flats, 0)
+    parts = [piece.part for piece in pieces]
+    header(parts)  # an error before the folder is made
+    to_text(manifest)
     folder = root.begin(number)
     with if_it_fails(partial(root.abandon, folder)):
-        # the widest first: each part then begins at a multiple of its width
-        filled = sorted((one for one in values if one[2].numel), key=lambda one: -one[2].dtype.itemsize)
-        parts = [part_of(name, kind, stream.dtype, stream.shape, stream.numel) for name, kind, stream in filled]
-        streams = counted([stream for _, _, stream in filled], "importing", progress)
-        named = zip((f"{name} ({kind})" for name, kind, _ in filled), streams, strict=True)
-        file, finite = _write(root, folder / file_name(0, 1), parts, named)
-        places = dict(zip(((name, kind) for name, kind, _ in filled), offsets(parts), strict=True))
-        manifest = Manifest(
-            format=FORMAT,
-            step=number,
-            world=1,
-            entries=tuple(_entry(name, kind, stream, places) for name, kind, stream in values),
-            files=(file,),
-            finite=finite,
-            facts={**facts_of(step, scale, dynamic=False, ties=ties), "given": {}, "random": []},
-        )
-        return root.publish(folder, number, to_text(manifest))
+        filled = [values[piece.flat][2] for piece in pieces]
+        streams = counted(filled, "importing", progress)
+        named = zip((f"{piece.slot.name} ({piece.kind})" for piece in pieces), streams, strict=True)
+        hashes, finite = _write(root, folder / file_name(0, 1), parts, named)
+        file = root.write_index(folder, 0, 1, Index(hashes, None))
+        return root.publish(folder, number, to_text(manifest._replace(files=(file,), finite=finite)))
 
 
 def _write(root: Root, path: Path, parts: list[Part], streams: Iterable[tuple[str, Stream]]) -> tuple[FileHash, bool]:
@@ -254,8 +256,3 @@ def _write(root: Root, path: Path, parts: list[Part], streams: Iterable[tuple[st
                 finite = finite and bool(block.isfinite().all())
                 writer.write(memory_of(block))
         return writer.finish(), finite
-
-
-def _entry(name: str, kind: str, stream: Stream, places: Mapping[tuple[str, str], int]) -> Entry:
-    pieces = (Piece(0, 0, stream.numel, places[name, kind]),) if stream.numel else ()
-    return Entry(name, kind, str(stream.dtype).removeprefix("torch."), stream.shape, pieces)

@@ -84,7 +84,7 @@ class Saver:
         self._valid = set() if began_from is None else {began_from.folder.absolute()}  # and what this run publishes
         several = self._world.nodes > 1
         if config.checkpoint.every > 0:
-            check(plan, buffers_of(plan.model))
+            check(buffers_of(plan.model))
             if several and config.mode == "train":
                 check_shared(self._world, self.root.path)
         if began_from is not None:

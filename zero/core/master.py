@@ -80,10 +80,8 @@ class SplitMaster(Master):
 
     @contextmanager
     def opened(self, params: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-        lows = one_after_another(kept)
-        flat = torch.empty_like(lows, dtype=torch.float32)
-        torch._foreach_copy_(cut_as(params, flat), list(params))
-        flat.view(torch.int32).add_(lows)
+        flat = in_fp32(params)
+        flat.view(torch.int32).add_(one_after_another(kept))
         yield cut_as(params, flat)
         torch._foreach_copy_(list(kept), cut_as(kept, flat.view(torch.int32)))
         _round_into(params, [flat])
@@ -115,11 +113,11 @@ def join(param_K: Tensor, low_K: Tensor) -> Tensor:
 def _without_ties(values: Tensor) -> Tensor:
     """Numbers whose nearest bf16 number is the nearest of `values`, and the larger one of two that are as near.
 
-    The lowest bit is set where the lower half is 0x8000 or more: no tie is left, and those that were go up. It moves no
-    other value past a tie, it leaves infinities alone, and NaN stays NaN.
+    Without the lower 15 bits a tie stays a tie, and what is above it becomes one. A 4096th of each value, less than the
+    distance to the next tie, then moves all of these up; how that sum is rounded does not matter. Infinities and NaN
+    stay what they are.
     """
-    bits = values.view(torch.int32)
-    return bits.bitwise_and(0x8000).bitwise_right_shift_(15).bitwise_or_(bits).view(torch.float32)
+    return values.view(torch.int32).bitwise_and(~0x7FFF).view(torch.float32).add_(values, alpha=2**-12)
 
 
 def _round_into(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
@@ -132,6 +130,13 @@ def _round_into(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
 def one_after_another(tensors: Sequence[Tensor]) -> Tensor:
     """One after the other: on a GPU each operator is a launch, so all of them go through at once."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def in_fp32(tensors: Sequence[Tensor]) -> Tensor:
+    """Copies of tensors of one dtype, in fp32 and one after the other: one launch."""
+    flat = torch.empty(sum(one.numel() for one in tensors), dtype=torch.float32, device=tensors[0].device)
+    torch._foreach_copy_(cut_as(tensors, flat), list(tensors))
+    return flat
 
 
 def cut_as(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from zero.core.layout import Layout, pages
+from zero.core.master import cut_as, in_fp32
 from zero.core.optim import Hyper
 from zero.core.updates import Settings, on_device
 from zero.engine.gradient import Gradients
@@ -282,12 +283,14 @@ class Updater:
     ) -> None:
         """Update masters, the first of `tensors`, and moments, the others: for each piece one tensor in fp32."""
         grouped: dict[int, list[list[Tensor]]] = {}  # by number of the group: gradients, masters, moments
-        for piece, *state in zip(pieces, *tensors, strict=True):
-            grad_K = piece.grad_K if piece.grad_K.dtype == torch.float32 else piece.grad_K.float()
-            for a, b, number in layout.segments(piece.first, piece.first + grad_K.numel()):
+        gradients = [one.grad_K for one in pieces]
+        if gradients[0].dtype != torch.float32:
+            gradients = cut_as(gradients, in_fp32(gradients))
+        for piece, *state in zip(pieces, gradients, *tensors, strict=True):
+            for a, b, number in layout.segments(piece.first, piece.first + piece.grad_K.numel()):
                 if hyper.groups[number].trains:
-                    lists = grouped.setdefault(number, [[] for _ in range(1 + len(state))])
-                    for found, one in zip(lists, (grad_K, *state), strict=True):
+                    lists = grouped.setdefault(number, [[] for _ in state])
+                    for found, one in zip(lists, state, strict=True):
                         found.append(one[a - piece.first : b - piece.first])
         for number, (grads, masters, *moments) in grouped.items():
             now = hyper.groups[number]

@@ -64,7 +64,7 @@ class Runtime:
         self.plan.world.compute.join()  # for the host an update was made when it was launched
 
     def drain_store(self) -> None:
-        """After an exception: wait for what the store has under way, of which an interrupt may have lost the tickets."""
+        """After an exception, which may have lost tickets: wait for what the store has under way."""
         with suppress(StoreError):  # a broken store is what is being reported already
             self.store.drain()
 

@@ -4,7 +4,9 @@ Asked to stop by a signal, wherever it arrives, all ranks return from the same s
 """
 
 import ctypes
+import errno
 import itertools
+import multiprocessing.context
 import multiprocessing.util
 import os
 import random
@@ -19,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,7 +29,7 @@ import torch
 import zero
 from tests.conftest import LONG_S, SEED
 from zero import errors
-from zero.errors import ConfigError, DeadlineError, NonFiniteGradientError, NumericsError, RankFailedError
+from zero.errors import ConfigError, DeadlineError, MachineError, NonFiniteGradientError, NumericsError, RankFailedError
 from zero.platform.memory_watch import Reading
 from zero.testing import forked_ranks
 from zero.trainer import launch
@@ -235,6 +238,27 @@ def test_rank_0_answers_and_every_rank_has_a_log(folder: Path, capfd: pytest.Cap
     assert "printed by rank 1" in (folder / "1.log").read_text()
     assert (folder / "0.log").read_text().startswith("rank 0 of 2")
     assert capfd.readouterr() == ("printed by rank 0\n", "")
+
+
+def test_ranks_start_where_another_library_has_set_a_start_method_of_its_own(folder: Path) -> None:
+    """As joblib's workers, of which a new interpreter knows nothing."""
+    before = multiprocessing.get_start_method()
+    method = type("Method", (multiprocessing.context.SpawnContext,), {"_name": "loky"})()
+    try:
+        with patch.dict(multiprocessing.context._concrete_contexts, loky=method):
+            multiprocessing.set_start_method("loky", force=True)
+        assert launch.launch(environment_of_rank, (), ranks=1, how=launch.Processes(folder))["WORLD_SIZE"] == "1"
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
+def test_shared_memory_that_cannot_be_written_is_named(folder: Path) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (
+        patch.object(multiprocessing.context.SpawnContext, "Lock", side_effect=full),
+        pytest.raises(MachineError, match=r"^/dev/shm cannot be written: No space left on device; free or mount"),
+    ):
+        launch.launch(environment_of_rank, (), ranks=2, how=launch.Processes(folder))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="malloc is not glibc's")

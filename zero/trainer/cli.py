@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import zero
 from zero.core import suggest
 from zero.core.secret import refuse_secret_words
-from zero.errors import ConfigError, Preempted, RankFailedError, SettingError, one_line
+from zero.errors import ConfigError, MachineError, Preempted, RankFailedError, SettingError, one_line
 from zero.platform.installed import as_called
 from zero.platform.run_files import making
 from zero.tracker.report import sweep
@@ -72,6 +72,7 @@ def main(arguments: Sequence[str], train: "Train") -> int:
     """
     try:
         refuse_secret_words(arguments, os.environ)
+        _check_surroundings()
         if launch.under_torchrun():
             return _as_one_rank(arguments, train)
         return _with_hydra(arguments, _by_name(train))
@@ -82,6 +83,17 @@ def main(arguments: Sequence[str], train: "Train") -> int:
             return _say_stopped(launch.describe(stopped) + _going_on(arguments, stopped.folder), stopped.exit_code)
     except Exception as error:
         return _say(launch.describe(error), getattr(error, "exit_code", 1))
+
+
+def _check_surroundings() -> None:
+    """Raise MachineError where the working directory was deleted, or where Linux has no /proc."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        folder = os.environ.get("PWD", "the working directory")
+        raise MachineError(f"{folder} was deleted while this shell is in it; cd to a folder that exists") from None
+    if sys.platform == "linux" and not Path("/proc/self").exists():
+        raise MachineError("/proc is not mounted, where memory is read; mount -t proc proc /proc")
 
 
 def _going_on(arguments: Sequence[str], folder: Path | None) -> str:
@@ -324,8 +336,9 @@ def _run_job(composed: Any, train: "Train", codes: list[int]) -> float | None:
         loss = job.run(train, _parse_job(composed, one.folder), one.folder, apart=one.sweep is not None).val_loss
         return loss if math.isfinite(loss) else math.inf  # what diverged is the worst, not a failure
     except Exception as error:
-        says_where = isinstance(error, ConfigError | Preempted | RankFailedError)
-        where = "" if says_where else f" (log: {one.folder}/ranks/0.log)"
+        log = one.folder / "ranks" / "0.log"
+        says_where = isinstance(error, ConfigError | Preempted | RankFailedError) or not log.exists()
+        where = "" if says_where else f" (log: {log})"
         codes.append(_say(launch.describe(error) + where, getattr(error, "exit_code", 1)))
         return None  # the other runs of a sweep go on
     finally:

@@ -227,7 +227,8 @@ def launch(entry: Callable[..., Any], *args: Any, ranks: int, how: Processes, ma
         how.folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         agent_folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zero-ranks-")))
-        board = Board(ranks)
+        with _shared_memory():
+            board = Board(ranks)
         job = _Job(entry, args, ranks, how, agent_folder, board, max_restarts)
         stack.enter_context(environ(environment(ranks, how)))
         # The agent's own error: it ends the children by this signal, which no rank handles, and passes the error on
@@ -241,6 +242,19 @@ def launch(entry: Callable[..., Any], *args: Any, ranks: int, how: Processes, ma
         except SignalException:
             assert request.interrupted is not None
             raise request.interrupted from None
+
+
+@contextmanager
+def _shared_memory() -> Iterator[None]:
+    """Raise MachineError where the board, or a lock such as torch's agent makes, cannot be in shared memory."""
+    try:
+        multiprocessing.get_context("spawn").Lock()
+        yield
+    except OSError as error:
+        raise MachineError(
+            f"/dev/shm cannot be written: {error.strerror}; free or mount shared memory there, in Docker with "
+            "--shm-size=1g"
+        ) from error
 
 
 def _until_done(job: _Job, request: Request) -> Any:
@@ -267,6 +281,9 @@ def _attempt(job: _Job, attempt: int, request: Request) -> Any:
         if request.interrupted is not None or job.board.has_trouble():
             job.board.resume()
 
+    if multiprocessing.get_start_method() not in multiprocessing.get_all_start_methods():
+        # joblib's loky, which a new interpreter looks up by name before it has imported joblib
+        multiprocessing.set_start_method("spawn", force=True)
     memory = MemoryWatch()
     config = LaunchConfig(
         min_nodes=1,

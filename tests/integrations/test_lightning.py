@@ -6,6 +6,7 @@ Clipping divides by a number where torch multiplies, microbatches are divided af
 in their order: 1e-6 of a loss.
 """
 
+import inspect
 import os
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 
 import zero  # noqa: E402
 from zero.errors import CheckpointError, ConfigError  # noqa: E402
+from zero.integrations.engine import PLAN_SETTINGS  # noqa: E402
 from zero.integrations.lightning import ZeroStrategy  # noqa: E402
 from zero.testing import run_processes  # noqa: E402
 
@@ -604,3 +606,36 @@ def test_two_processes_learn_what_ddp_learns_in_two(tmp_path):
     with torch.no_grad():
         wanted = loaded.eval()(rows()[:][0])
     torch.testing.assert_close(torch.stack([first, second], 1).flatten(0, 1), wanted, rtol=1e-5, atol=1e-6)
+
+
+# LightningCLI reads signatures
+
+
+def test_every_setting_of_the_engine_is_a_named_argument():
+    of_plan, of_strategy = (inspect.signature(made).parameters for made in (zero.Plan, ZeroStrategy))
+    settings = set(PLAN_SETTINGS) - {"precision", "weights"}
+    assert settings | {"precision", "weights", "timeout", "unknown"} == set(of_strategy)
+    assert {name: of_strategy[name].default for name in settings} == {name: of_plan[name].default for name in settings}
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lightning_cli_makes_the_strategy():
+    pytest.importorskip("jsonargparse")
+    from jsonargparse import lazy_instance
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    quiet = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+    strategy = ["--trainer.strategy", "ZeroStrategy", "--trainer.strategy.stage", "2"]
+    for words, defaults, stage in (
+        (strategy, quiet, 2),
+        ([], quiet | {"strategy": lazy_instance(ZeroStrategy, stage=1)}, 1),
+    ):
+        how = {
+            "trainer_defaults": defaults | {"fast_dev_run": 1},
+            "save_config_callback": None,
+            "seed_everything_default": 0,
+        }
+        made = LightningCLI(BoringModel, args=["fit", *words], **how)
+        assert made.trainer.strategy.engine.plan.stage == zero.Stage(stage)

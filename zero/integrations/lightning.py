@@ -10,7 +10,7 @@ gradients of microbatches are added. Only ranks are averaged.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -26,12 +26,17 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
+from zero.core.placement import Offload
+from zero.core.precision import Precision as ComputePrecision
+from zero.core.stage import Stage
 from zero.deepspeed.engine import Engine
 from zero.distributed.world import World
+from zero.engine.compile import Backend
 from zero.engine.empty import empty
+from zero.engine.first_values import Weights
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.errors import CheckpointError, ConfigError
 from zero.integrations.engine import STATE_FOLDER, check_precision, check_settings, new_engine
@@ -46,11 +51,12 @@ PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-
 class ZeroStrategy(DDPStrategy):
     """Trains and evaluates a LightningModule on an engine.
 
+    Every argument but two is one of `zero.Plan`. LightningCLI has them all: `--trainer.strategy.stage 3`.
+
     Args:
-        timeout: of every wait for other ranks; 30 minutes.
-        settings: arguments of `zero.Plan`, by name: `stage` (3 where it is not given), `precision` (of the Trainer's
-            where it is not given), `offload`, `units`, `prefetch`, `activations`, `compile`, `update`, `gather`,
-            `reduce`, `shard`; and `weights`, the first values of a model without memory, see `zero.init`.
+        precision: None: the Trainer's.
+        weights: the first values of a model without memory, see `zero.init`.
+        timeout: of every wait for other ranks.
 
     Attributes:
         engine: has the module's calls from the first `fit`, `validate`, `test` or `predict` on; None before. It is a
@@ -66,10 +72,33 @@ class ZeroStrategy(DDPStrategy):
     _in_microbatch = False  # a backward was made since the engine's last step
     _has_updated = False  # ... and no gradient was zeroed since
 
-    def __init__(self, *, timeout: timedelta = timedelta(minutes=30), **settings: Any) -> None:
-        check_settings(settings, "ZeroStrategy({}=...)", "Trainer says")
+    def __init__(
+        self,
+        *,
+        stage: Stage | int = 3,
+        precision: ComputePrecision | str | None = None,
+        offload: Offload | str | None = None,
+        units: Sequence[str | type[nn.Module]] | None = None,
+        prefetch: int = 1,
+        activations: str | Mapping[str, str] = "keep",
+        compile: Backend = False,
+        update: str = "lazy",
+        gather: str = "auto",
+        reduce: str = "world",
+        shard: str = "world",
+        weights: Weights = None,
+        timeout: timedelta = timedelta(minutes=30),
+        **unknown: Any,
+    ) -> None:
+        check_settings(unknown, "ZeroStrategy({}=...)", "Trainer says")
         super().__init__(timeout=timeout)
-        self._settings = settings
+        self._settings: dict[str, Any] = {
+            "stage": stage, "offload": offload, "units": units, "prefetch": prefetch, "activations": activations,
+            "compile": compile, "update": update, "gather": gather, "reduce": reduce, "shard": shard,
+            "weights": weights,
+        }  # fmt: skip
+        if precision is not None:
+            self._settings["precision"] = precision
 
     @property
     def opened(self) -> Engine:

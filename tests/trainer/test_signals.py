@@ -28,9 +28,11 @@ from zero.engine.update import Updater
 from zero.errors import Preempted
 from zero.store import PrefetchStore
 from zero.testing import forked_ranks
-from zero.trainer import checks, cli, job
+from zero.trainer import checks, cli, job, loop
+from zero.trainer.evaluate import sample_text
 from zero.trainer.launch import Interrupted
 from zero.trainer.launch.request import no_further_sigint, signals_waiting
+from zero.trainer.loop import Run
 
 SITES: dict[str, tuple[type, str]] = {
     "forward": (Gatherer, "run"),
@@ -47,6 +49,8 @@ STEPS, EVERY = 2 * STOPS + 8, 2
 
 TINY = ["debug=tiny", "val.every=0", "sample.tokens=0", "tracker.console=none", "launch.threads=1"]
 TINY += [f"steps={STEPS}", "offload=infinity", "offload.path=.", "offload.page=4KiB", f"checkpoint.every={EVERY}"]
+
+TRAIN = train.train
 
 FREE = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 """A user's environment: tests set how many threads there are."""
@@ -266,6 +270,47 @@ def test_ctrl_c_while_a_failure_is_being_written_is_not_lost(here: Path, at_a_te
             raise ValueError
         with pytest.raises(Interrupted), job._failing(here, final=True):
             raise KeyboardInterrupt
+
+
+def train_asked_to_stop_in_the_sample(config: Any, folder: Path) -> Any:
+    def signalled(logits: Any, data: Any, world: Any, config: Any) -> str:
+        if world.rank == world.size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return sample_text(logits, data, world, config)
+
+    with patch.object(loop, "sample_text", signalled):
+        return TRAIN(config, folder)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stop_during_the_final_sample_ends_the_sample_and_not_the_run(
+    here: Path, ranks: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "train", train_asked_to_stop_in_the_sample)
+    words = [*TINY[:2], "steps=2", "sample.tokens=1000000", "launch.grace=5", "hydra.run.dir=run"]
+    with forked_ranks():
+        assert train.main([*words, f"launch.ranks={ranks}"]) == 0
+    assert capsys.readouterr().err == ""
+    assert json.loads(Path("run/summary.json").read_text())["exit_reason"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "; all 2 steps were made; none of them is saved"),
+        (["checkpoint.every=2"], "; all 2 steps were made; the checkpoint is run/checkpoints/step-0000000002"),
+        (["mode=eval", "resume=saved"], ""),
+    ],
+)
+def test_ctrl_c_after_the_last_step_says_what_is_saved(
+    here: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*TINY[:2], "data=synthetic", "steps=2", *words]
+    if "resume=saved" in words:
+        assert train.main([*words[:-2], "checkpoint.every=2", "hydra.run.dir=saved"]) == 0
+    with patch.object(Run, "_finish", side_effect=KeyboardInterrupt):
+        assert train.main([*words, "hydra.run.dir=run"]) == 130
+    assert capsys.readouterr().err == f"stopped by SIGINT{said}\n"
 
 
 def test_a_second_ctrl_c_changes_nothing_while_the_first_is_being_told(at_a_terminal: None) -> None:

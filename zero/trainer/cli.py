@@ -100,11 +100,19 @@ def _going_on(arguments: Sequence[str], folder: Path | None) -> str:
     """What is left of a run that was stopped at once, and the command that goes on from there."""
     if folder is None:
         return ""
+    from zero.checkpoint.manifest import step_of
     from zero.trainer.saver import last_saved
 
-    newest = last_saved(folder)
+    run, newest = read_run(folder), last_saved(folder)
+    if run.config.get("mode") == "eval":
+        return ""
+    last = mapping(run.config.get("debug")).get("stop_at") or run.config.get("steps")
+    has_ended = last is not None and run.summary.get("steps") == last
+    if has_ended and (newest is None or step_of(newest.name) == last):
+        saved = f"the checkpoint is {os.path.relpath(newest)}" if newest else "none of them is saved"
+        return f"; all {last} steps were made; {saved}"
     if newest is None:
-        every = mapping(read_run(folder).config.get("checkpoint")).get("every")
+        every = mapping(run.config.get("checkpoint")).get("every")
         due = f"checkpoint.every={every} was not due yet" if every else "checkpoint.every=100 saves every 100 steps"
         return f"; nothing was saved; {due}, and SIGTERM (not Ctrl-C) saves before it stops"
     command = suggest.command(arguments, resume=os.path.relpath(newest))

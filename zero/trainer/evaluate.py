@@ -14,6 +14,7 @@ from zero.progress import Progress, silent
 from zero.trainer.config import Config
 from zero.trainer.data.source import TextConfig
 from zero.trainer.data.windows import Data
+from zero.trainer.launch import preempted
 from zero.trainer.models import generate
 
 CHUNK_TOKENS = 2048
@@ -47,17 +48,27 @@ def validation_loss(
 def sample_text(logits: Callable[[Tensor], Tensor], data: Data, world: World, config: Config) -> str:
     """The beginning of a function, or of a validation row, continued by the model as `config.sample` says.
 
+    A request to stop, at any rank, ends the sample early: training is over, and nothing is lost.
+
     Args:
         logits: (1, t) int64 on the world's device to (1, t, vocab).
     """
+
+    def stopped() -> bool:
+        requests = torch.tensor([float(preempted())], device=world.device)
+        world.all_reduce(requests, what="asked to stop").wait()
+        return bool(requests)
+
     seq, wanted = config.model.seq, config.sample
     source = config.source()
     if isinstance(source, TextConfig) and source.folder is None:  # the sources of Python's standard library
         prompt = torch.tensor([list(b"def main(")])[:, :seq].to(world.device)
     else:
         prompt = data.validation(0, 1)[:, : min(32, seq)].to(world.device)
-    row = generate(logits, prompt, wanted.tokens, seq=seq, temperature=wanted.temperature, seed=config.seed)[0].cpu()
-    return printable(data.decode(row))
+    continued = generate(
+        logits, prompt, wanted.tokens, seq=seq, temperature=wanted.temperature, seed=config.seed, stopped=stopped
+    )
+    return printable(data.decode(continued[0].cpu()))
 
 
 def printable(text: str) -> str:

@@ -23,6 +23,7 @@ import yaml
 import train
 from tests.conftest import LONG_S
 from zero.errors import MachineError, NumericsError, Preempted, RankFailedError
+from zero.platform.run_files import hold
 from zero.testing import forked_ranks
 from zero.tracker import ROW
 from zero.trainer import cli, job
@@ -203,6 +204,17 @@ def test_a_mistake_is_answered_within_two_seconds_and_without_torch(here, argume
     used_s = after.children_user + after.children_system - before.children_user - before.children_system
     assert min(used_s, time.perf_counter() - begin_s) < 2
     assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize("words", [["hydra.run.dir=two"], ["-m", "seed=1,2", "hydra.sweep.dir=two"]], ids=" ".join)
+def test_a_folder_that_another_run_writes_is_refused_and_left_alone(here, monkeypatch, capsys, words):
+    monkeypatch.setattr(job, "run", lambda *_, **__: SimpleNamespace(val_loss=1.0))
+    other_run = hold("hydra.run.dir", here / "two")
+    assert train.main([*TINY, *words]) == 2
+    assert capsys.readouterr().err == f"{words[-1]}: another run is writing there; give another folder\n"
+    assert not list((here / "two").iterdir())
+    os.close(other_run)
+    assert train.main([*TINY, *words]) == train.main([*TINY, *words]) == 0, "a run goes on where one has ended"
 
 
 def test_a_working_directory_that_was_deleted_is_named(tmp_path, monkeypatch, capsys):

@@ -5,6 +5,7 @@ A call that writes does not say which file it was about, so each file is named w
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -62,6 +63,28 @@ def making(key: str, folder: Path) -> Iterator[None]:
         where = f"{error.filename}: " if inside else ""
         why = "is not a folder" if isinstance(error, FileExistsError) else error.strerror
         raise ConfigError(f"{seen}: {where}{why}; give a folder where this user may write") from error
+
+
+def hold(key: str, folder: Path) -> int:
+    """Make the folder that a setting names and lock it until the returned descriptor is closed.
+
+    A file system without locks lets two runs write there.
+
+    Raises:
+        ConfigError: it cannot be made, or another process has locked it.
+        MachineError: as `making`.
+    """
+    with making(key, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ConfigError(f"{key}={shown(folder)}: another run is writing there; give another folder") from None
+        except OSError:  # NFS locks no folder
+            pass
+    return descriptor
 
 
 def publish(path: Path, text: str) -> None:

@@ -21,7 +21,7 @@ from zero.core import suggest
 from zero.core.secret import refuse_secret_words
 from zero.errors import ConfigError, MachineError, Preempted, RankFailedError, SettingError, one_line
 from zero.platform.installed import as_called
-from zero.platform.run_files import making
+from zero.platform.run_files import hold, making
 from zero.tracker.report import sweep
 from zero.tracker.report.folder import mapping, read_run
 from zero.trainer import job, launch, replies
@@ -203,7 +203,12 @@ def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     sys.argv = [sys.argv[0], *words, *options]  # between options Hydra finds no settings
     try:
-        with for_a_reader() if folder is None else making(key, folder):
+        with contextlib.ExitStack() as stack:
+            if folder is None:
+                stack.enter_context(for_a_reader())
+            else:
+                stack.callback(os.close, hold(key, folder))
+                stack.enter_context(making(key, folder))
             run_jobs(run_one)
     except launch.Interrupted as stopped:
         if folder is None or not given.multirun:

@@ -35,7 +35,7 @@ from zero.core import suggest
 from zero.core.secret import refuse_secrets
 from zero.deepspeed import config as ds_config
 from zero.errors import ConfigError, SettingError, one_line
-from zero.platform.run_files import making
+from zero.platform.run_files import hold, making
 from zero.trainer.checks import parse_config
 from zero.trainer.commands import COMMANDS
 from zero.trainer.config import Config, keys, keys_of, kinds, unknown_key
@@ -351,9 +351,10 @@ def refuse_secrets_of(composed: Any) -> None:
 
 
 def make_folder(composed: Any, overrides: Sequence[str]) -> Path:
-    """What Hydra does for a run that it starts itself."""
+    """What Hydra does for a run that it starts itself. The folder is this process's until it ends."""
     HydraConfig.instance().set_config(composed)
     folder = folder_of(composed, "run")
+    hold("hydra.run.dir", folder)
     record = folder / (composed.hydra.output_subdir or ".hydra")
     with making("hydra.run.dir", folder):
         record.mkdir(parents=True, exist_ok=True)  # a run that is started again in its folder

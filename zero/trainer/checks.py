@@ -60,13 +60,13 @@ def _check_path(offload: Offload) -> None:
 
 def _check_checkpoints(config: Config) -> None:
     """Whether there is something to go on from, and whether a checkpoint can be made where it is wanted."""
-    if config.resume not in ("none", "latest") and not Path(config.resume).exists():
+    if config.resume not in ("none", "latest") and not Path(config.resume).expanduser().exists():
         instead = "" if "/" in config.resume else suggest.meant(config.resume, ("latest", "none"))
         instead = instead or "; give latest, or the folder of a step, a run or several"
         raise ConfigError(f"resume={config.resume} does not exist{instead}")
     if config.checkpoint.dir is None:
         return
-    folder = Path(config.checkpoint.dir)
+    folder = Path(config.checkpoint.dir).expanduser()
     inside = folder if os.path.lexists(folder) else folder.absolute().parent
     if not inside.is_dir():
         what = "is not a folder" if os.path.lexists(inside) else "does not exist"

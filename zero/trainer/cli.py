@@ -30,6 +30,7 @@ from zero.trainer.checks import RUNS_NOTHING, notes_on, parse_config
 from zero.trainer.compose import (
     CONF,
     HYDRA_VERSION,
+    at_home,
     complete,
     compose,
     folder_of,
@@ -73,6 +74,7 @@ def main(arguments: Sequence[str], train: "Train") -> int:
     try:
         refuse_secret_words(arguments, os.environ)
         _check_surroundings()
+        arguments = [at_home(word) for word in arguments]
         if launch.under_torchrun():
             return _as_one_rank(arguments, train)
         return _with_hydra(arguments, _by_name(train))

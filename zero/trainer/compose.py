@@ -9,7 +9,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from zero.core.secret import refuse_secrets
 from zero.deepspeed import config as ds_config
 from zero.errors import ConfigError, SettingError, one_line
 from zero.platform.run_files import hold, making
+from zero.trainer import own_files
 from zero.trainer.checks import parse_config
 from zero.trainer.commands import COMMANDS
 from zero.trainer.config import Config, keys, keys_of, kinds, unknown_key
@@ -93,6 +94,7 @@ def compose(overrides: Sequence[str], config_name: str = "config") -> Any:
     """
     _store_options()
     _refuse_unless_one_option(overrides)
+    _check_own_files(overrides)
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize(config_path=None, job_name="train", **_VERSION_BASE):
@@ -113,12 +115,61 @@ def _refuse_unless_one_option(overrides: Sequence[str]) -> None:
             raise SettingError(f"{text}: a run has one option of {key[1:]}, which is {options}")
 
 
+def _check_own_files(overrides: Sequence[str]) -> None:
+    """Check the user's own files that these words choose, and the files that those choose."""
+    folders = _own_folders(overrides)
+    options = partial(_options_of, own_folders=folders)
+    waiting = [(key, value) for key, _, value in (word.lstrip("+").partition("=") for word in overrides)]
+    checked = set[Path]()
+    while folders and waiting:
+        group, name = waiting.pop()
+        for path in _own_file(folders, group, name):
+            if path in checked or group.startswith("hydra"):
+                continue
+            if name in _options_of(group):
+                raise SettingError(f"{path}: {group}={name} is an option of conf/ already; give the file another name")
+            waiting += own_files.check(path, group, options)
+            checked.add(path)
+
+
+def _own_folders(overrides: Sequence[str]) -> list[Path]:
+    """The folders of `hydra.searchpath`.
+
+    Raises:
+        SettingError: it is not a list, or a folder in it does not exist.
+    """
+    words = [word for word in overrides if _key_of(word) == "hydra.searchpath"]
+    try:
+        values = [override.value() for override in OverridesParser.create().parse_overrides(words)]
+    except HydraException:
+        return []  # said when all words are parsed
+    places: list[str] = []
+    for word, value in zip(words, values, strict=True):
+        if not isinstance(value, list):
+            place = str(value).removeprefix("file://")
+            raise SettingError(f"{word}: must be a list: 'hydra.searchpath=[file://{place}]'")
+        places = [str(place).removeprefix("file://") for place in value]
+    folders = [Path(place) for place in places if not place.startswith("pkg://")]
+    for folder in folders:
+        if not folder.is_dir():
+            raise SettingError(f"hydra.searchpath: {folder} is not a folder")
+    return folders
+
+
+def _own_file(folders: Sequence[Path], group: str, name: str) -> list[Path]:
+    """The file that makes `group=name` an option, in the first folder that has it."""
+    if not (_NAME.fullmatch(name) and group):
+        return []
+    paths = (folder / group / f"{name}.yaml" for folder in folders)
+    return [path for path in paths if path.is_file()][:1]
+
+
 def groups() -> set[str]:
     return {path.name for path in CONF.iterdir() if path.is_dir()}
 
 
-def _options_of(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+def _options_of(group: str, own_folders: Sequence[Path] = ()) -> list[str]:
+    return sorted({path.stem for folder in (CONF, *own_folders) for path in (folder / group).glob("*.yaml")})
 
 
 def settings_in(composed: Any) -> dict[str, Any]:
@@ -190,6 +241,11 @@ def _typed_keys(hydras: Any) -> set[str]:
     return {_key_of(one) for one in hydras.overrides.task}
 
 
+def at_home(word: str) -> str:
+    """Expand ~ where a path begins with it, as a shell does: Hydra's grammar has no ~ in a value."""
+    return _HOME.sub(lambda path: suggest.word(os.path.expanduser(path[0])), word)
+
+
 def notes_of(composed: Any) -> Iterator[str]:
     """What is not as it was typed: words of a ds_config without meaning here, a model that debug=tiny makes small."""
     if composed.ds_config:
@@ -204,14 +260,16 @@ def notes_of(composed: Any) -> Iterator[str]:
             yield f"{by} sets {' '.join(changed)} in place of what model={choices.model} says"
 
 
-_NAME = re.compile(r"\w+")
+_NAME = re.compile(r"[\w-]+")
 """What may be the name of an option."""
+_HOME = re.compile(r"(?<=[=\[,])~[^\],]*")
 _GUESS = re.compile(r"; did you mean ([\w.]+)(=\w+)?\?$")
 
 
 def _explain(overrides: Sequence[str], error: Exception) -> str:
     """Hydra's message takes several lines and advises `+key`; say instead which word is wrong."""
-    parser = OverridesParser.create()
+    parser, folders = OverridesParser.create(), _own_folders(overrides)
+    own_files_of = dict[str, Path]()  # by group
     for text in overrides:
         try:
             override = parser.parse_override(text)
@@ -225,8 +283,11 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
             continue
         if override.is_sweep_override():
             return f"{text} is a list of runs; add -m to run them one after another"
+        if own := _own_file(folders, key, str(value)):
+            own_files_of[key] = own[0]
+            continue
         if (CONF / key).is_dir():
-            options = _options_of(key)
+            options = _options_of(key, folders)
             if value is not None and value not in options:
                 return f"{key}={suggest.shown(value)} does not exist; {suggest.nearest(str(value), options)}"
         elif text[0] not in "+~" and key not in keys() and not any(known.startswith(f"{key}.") for known in keys()):
@@ -241,6 +302,9 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
             return _with_guess_tried(said, text, overrides)
     found = re.match(r"Could not override '([^']+)'", str(error))
     if found and found[1] in keys():
+        group = found[1].split(".")[0]
+        if path := own_files_of.get(group):
+            return f"{path}: {found[1]} is not in it; begin it with defaults: [OPTION], an option of {group}"
         return _of_another_option(found[1], overrides)
     return unknown_key(found[1]) if found else one_line(error)
 

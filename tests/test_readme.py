@@ -162,7 +162,17 @@ def commands(page: Path) -> list[list[str]]:
     """The words that a page types behind train.py; not those that it shows as mistakes, after a `$`."""
     lines = [line for line in page.read_text().splitlines() if not line.startswith("    $")]
     typed = [re.split(r"`|\\|  ", text)[0].split() for line in lines for text in line.split("python train.py ")[1:]]
+    typed = [[word.strip("'") for word in words] for words in typed]
     return [[*itertools.takewhile(lambda word: "=" in word or word.startswith("-"), words)] for words in typed]
+
+
+def write_files_of(page: Path) -> None:
+    """Write the settings files that a page shows, each under the name before it, into the current folder."""
+    for name, text in re.findall(
+        r"`(settings/\S+)`[^`]*(?:`[^`\n]+`[^`]*)*```yaml\n(.*?)```", page.read_text(), flags=re.S
+    ):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
 
 
 OWN = r"(resume|model\.path|data\.path|ds_config)=\S+ (does not exist|is not a file)|hydra/\w+=\S+: this plugin is not"
@@ -171,9 +181,24 @@ OWN = r"(resume|model\.path|data\.path|ds_config)=\S+ (does not exist|is not a f
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
 def test_every_command_of_a_page_is_accepted(page: Path, here: Path):
+    write_files_of(page)
     for words in commands(page):
         refused = compose.refusal_of([word.replace("/mnt/nvme", ".") for word in words])
         assert not refused or re.match(OWN, refused), f"{words}: {refused}"
+
+
+def test_a_settings_file_of_the_docs_counts_and_its_mistake_is_shown_as_it_is_said(here: Path) -> None:
+    page = ROOT / "docs" / "settings-file.md"
+    write_files_of(page)
+    of_file, with_steps, of_group = (
+        compose.settings_in(compose.compose([word for word in words if "=" in word])) for words in commands(page)
+    )
+    assert (of_file["steps"], of_file["zero"]["stage"], of_file["optim"]["lr"]) == (500, 3, 3e-4)
+    assert (of_file["model"]["layers"], of_file["offload"]["optimizer"], with_steps["steps"]) == (12, "cpu", 20)
+    assert of_group["model"] == compose.settings_in(compose.compose(["model=gpt_nano"]))["model"] | {"width": 64}
+    mine = Path("settings/experiment/mine.yaml")
+    mine.write_text(mine.read_text().replace("stage:", "stge:"))
+    assert f"    {compose.refusal_of(commands(page)[0])}\n" in page.read_text()
 
 
 def test_the_blocks_of_own_loop_run(here: Path):

@@ -1,6 +1,7 @@
 """What the README and the docs show runs as it is written, and an example's page shows the example's file."""
 
 import contextlib
+import copy
 import io
 import itertools
 import json
@@ -17,6 +18,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import train
@@ -168,9 +170,7 @@ def commands(page: Path) -> list[list[str]]:
 
 def write_files_of(page: Path) -> None:
     """Write the settings files that a page shows, each under the name before it, into the current folder."""
-    for name, text in re.findall(
-        r"`(settings/\S+)`[^`]*(?:`[^`\n]+`[^`]*)*```yaml\n(.*?)```", page.read_text(), flags=re.S
-    ):
+    for name, text in re.findall(r"`(settings/\S+)`.*?```yaml\n(.*?)```", page.read_text(), flags=re.S):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text)
 
@@ -203,7 +203,7 @@ def test_a_settings_file_of_the_docs_counts_and_its_mistake_is_shown_as_it_is_sa
 
 def test_the_blocks_of_own_loop_run(here: Path):
     names = own_loop(accumulate=2) | {"dataset": torch.randint(256, (40, 9)), "held_out": torch.randint(256, (8, 9))}
-    *before, tracked, text = blocks("docs/own-loop.md")
+    *before, tracked, text, _ = blocks("docs/own-loop.md")
     for source in before:
         run(source, names)
     assert names["weight"].shape == (256, 64)
@@ -222,6 +222,59 @@ def test_the_blocks_of_own_loop_run(here: Path):
     assert not names["full"], "values that were gathered are given back"
     assert (here / "trace.json").exists()
     assert (here / "checkpoints").is_dir()
+
+
+class Reader(nn.Module):
+    """Carries a hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Embedding(64, 16), nn.GRU(16, 16, batch_first=True), nn.Linear(16, 64)
+
+    def forward(self, tokens: torch.Tensor, hidden: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        read, hidden = self.layer(self.embed(tokens), hidden)
+        return self.head(read), hidden
+
+
+def test_hidden_state_of_the_docs_is_carried_as_in_plain_torch():
+    model, pieces = Reader(), torch.randint(64, (4, 41)).unfold(1, 9, 8).unbind(1)
+    plain, world = copy.deepcopy(model), zero.World.from_env()
+    plan = zero.Plan(model, optimizer=zero.sgd(lr=1.0), world=world)
+    names = {"zero": zero, "plan": plan, "state": zero.init(plan, zero.open_store(plan)), "pieces": pieces}
+    run(blocks("docs/own-loop.md")[-1], names)
+    hidden, optimizer = None, torch.optim.SGD(plain.parameters(), lr=1.0)
+    for rows in pieces:
+        logits, hidden = plain(rows[:, :-1], None if hidden is None else hidden.detach())
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).backward()
+        optimizer.step()
+    for name, value in plain.named_parameters():
+        torch.testing.assert_close(zero.get_full(names["state"], name), value.detach(), rtol=0, atol=1e-6)
+
+
+def test_the_ema_of_the_docs_is_saved_and_the_trained_weights_come_back(here: Path):
+    model, config = Reader(), {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0}
+    adam = {"type": "AdamW", "params": {"lr": 1e-2}}
+    engine, *_ = zero.initialize(model=model, config=config | {"optimizer": adam, "zero_optimization": {"stage": 3}})
+    weights = [engine.module_state_dict()]
+    batches = torch.randint(64, (3, 4, 9)).unbind()
+
+    def loss_fn(model: Any, rows: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and engine.global_steps:
+            weights.append(engine.module_state_dict())
+        return nn.functional.cross_entropy(model(rows[:, :-1])[0].flatten(0, 1), rows[:, 1:].flatten())
+
+    names = {"zero": zero, "torch": torch, "engine": engine, "batches": batches, "held_out": batches[0]}
+    run(blocks("docs/coming-from-deepspeed.md")[0], names | {"loss_fn": loss_fn})
+    weights.append(engine.module_state_dict())
+    mean = dict(weights[0])
+    for after in weights[1:]:
+        mean = {name: value.lerp(after[name], 1 - 0.999) for name, value in mean.items()}
+    saved = load_file(here / "ema" / "model.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in mean.items())
+    assert len(weights) == 4
+    assert zero.get_full(engine, "head.weight", "mu").any()
+    engine.destroy()
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
@@ -293,8 +346,13 @@ def test_the_recipe_for_ray_runs_its_rank(here: Path, monkeypatch: pytest.Monkey
 
 def test_every_block_of_the_docs_has_a_test():
     counted = {str(page.relative_to(ROOT)): len(blocks(str(page.relative_to(ROOT)))) for page in PAGES}
-    tested = {"README.md": 2, "docs/own-loop.md": 5, "docs/hugging-face.md": 1, "docs/concepts.md": 1}
-    tested |= {"docs/coming-from-fsdp.md": 1, "docs/scale.md": 1, "docs/hugging-face-trainer.md": 1}
+    tested = {"README.md": 2, "docs/own-loop.md": 6, "docs/hugging-face.md": 1, "docs/concepts.md": 1}
+    tested |= {
+        "docs/coming-from-deepspeed.md": 1,
+        "docs/coming-from-fsdp.md": 1,
+        "docs/scale.md": 1,
+        "docs/hugging-face-trainer.md": 1,
+    }
     assert {page: count for page, count in counted.items() if count} == tested
 
 

@@ -1,6 +1,7 @@
 """DeepSpeed's names: each is here and does what it does there, or answers with what to use instead."""
 
 import io
+import json
 import random
 import subprocess
 import sys
@@ -166,10 +167,81 @@ def test_a_scheduler_takes_what_it_took_there_or_says_what_it_does_not():
     optimizer = torch.optim.SGD(group, lr=0.3)
     again = schedules.WarmupLR(optimizer, warmup_num_steps=4, last_batch_iteration=3)
     assert again.get_last_lr() == [group["lr"] for group in optimizer.param_groups] == [0.3]
-    with pytest.raises(ConfigError, match=r"needs scheduler\.params\.total_num_steps"):
-        schedules.WarmupDecayLR(optimizer)
-    with pytest.raises(ConfigError, match=r"unknown key scheduler\.params\.warmup_max; did you mean"):
-        schedules.WarmupLR(optimizer, warmup_max=0.1)
+    for wrong in ({"warmup_num_steps": 0}, {"warmup_num_steps": 2.5}, {"warmup_type": "cubic"}, {"warmup_max_lr": []}):
+        with pytest.raises(ConfigError, match=f"^{next(iter(wrong))}="):
+            schedules.WarmupLR(optimizer, **wrong)
+    with pytest.raises(ConfigError, match="the first must be above 0"):
+        schedules.OneCycle(optimizer, 0.1, 0.2, cycle_first_step_size=0)
+    with pytest.raises(ConfigError, match="lr_range_test_step_size=0"):
+        schedules.LRRangeTest(optimizer, lr_range_test_step_size=0)
+
+
+OBSERVED = json.loads(Path(__file__).with_name("schedules.json").read_text())
+"""By DeepSpeed 0.19.8, with an Adam of two groups, lr 0.5 and 0.25: rates of both, betas and `last_batch_iteration` at
+first, after nine calls of step(), after step(2), and after load_state_dict({"last_batch_iteration": 4}) and step()."""
+
+
+@pytest.mark.parametrize("case", OBSERVED, ids=lambda case: case["type"])
+def test_their_schedulers_have_the_numbers_of_deepspeed_0_19_8(case):
+    groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": lr} for lr in (0.5, 0.25)]
+    optimizer = torch.optim.Adam(groups)
+    kind = getattr(zero.runtime.lr_schedules, case["type"])
+    scheduler = kind(optimizer, **case["params"])
+    assert isinstance(scheduler, kind)
+    for number, (rates, *betas, iteration) in enumerate(case["rows"]):
+        if number == 10:
+            scheduler.step(2)
+        elif number == 11:
+            assert scheduler.state_dict() == {"last_batch_iteration": 2}
+            scheduler.load_state_dict({"last_batch_iteration": 4})
+            scheduler.step()
+        elif number:
+            scheduler.step()
+        assert scheduler.last_batch_iteration == iteration
+        assert scheduler.get_last_lr() == [group["lr"] for group in optimizer.param_groups] == pytest.approx(rates)
+        assert optimizer.param_groups[1]["betas"] == pytest.approx(betas)
+        if case["type"] == "OneCycle" and number:
+            assert scheduler.get_mom() in (None, [group["betas"] for group in optimizer.param_groups])
+
+
+@pytest.mark.parametrize("case", [case for case in OBSERVED if "[" not in str(case["params"])], ids=lambda c: c["type"])
+def test_the_scheduler_of_a_json_is_an_object_of_its_class_with_the_numbers_of_deepspeed_0_19_8(case):
+    """Also where the decay has no step, and where a cycle has no second half."""
+    params = {key: value or "auto" if key == "warmup_max_lr" else value for key, value in case["params"].items()}
+    params.pop("decay_mom_rate", None)
+    sections = {
+        "optimizer": {"type": "Adam", "params": {"lr": 0.5}},
+        "scheduler": {"type": case["type"], "params": params},
+    }
+    engine, *_, scheduler = zero.initialize(model=net(), config=config(**sections), world=zero.World.from_env())
+    assert type(scheduler) is getattr(zero.runtime.lr_schedules, case["type"])
+    for rates, *_ in case["rows"][:10]:
+        assert engine.get_lr() == pytest.approx(rates[:1])
+        scheduler.step()
+    engine.destroy()
+
+
+def test_a_subclass_of_their_scheduler_says_the_rates():
+    class Halved(zero.runtime.lr_schedules.WarmupLR):
+        def get_lr(self):
+            return [lr / 2 for lr in super().get_lr()]
+
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.4)
+    halved = Halved(optimizer, warmup_num_steps=2)
+    assert isinstance(halved, zero.runtime.lr_schedules.WarmupLR)
+    for _ in range(3):
+        halved.step()
+    assert halved.get_last_lr() == [optimizer.param_groups[0]["lr"]] == [0.2]
+
+
+def test_a_group_whose_rate_is_a_tensor_keeps_it():
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=rate)
+    scheduler = zero.runtime.lr_schedules.WarmupLR(optimizer, warmup_num_steps=2, warmup_type="linear")
+    for expected in (0.0, 0.25, 0.5):
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] is rate
+        assert rate.item() == expected
 
 
 def test_lines_of_some_ranks_and_memory_in_use(caplog, capsys, monkeypatch):

@@ -16,7 +16,7 @@ from typing import Any
 
 from zero.core import schema, suggest
 from zero.core.stage import Stage
-from zero.deepspeed.config_keys import KEYS, Key
+from zero.deepspeed.config_keys import KEYS, Key, Kind
 from zero.deepspeed.config_source import CheckedConfig, check, read_source
 from zero.errors import ConfigError
 from zero.settings import Settings
@@ -36,8 +36,8 @@ class Translation:
         managed: True if the engine counts microbatches; False if the caller decides when to step.
         drop_last: whether a loader leaves out the last, smaller batch.
         casts_inputs: whether floating-point inputs are cast to the dtype of compute; DeepSpeed's default is not to.
-        has_optimizer, has_scheduler: whether the configuration names one.
-        peak_is_for_all: the schedule has a highest learning rate of its own, which is every group's.
+        has_optimizer: whether the configuration names one.
+        scheduler: type and arguments of one of `schedulers.SCHEDULES`; None if there is none or `settings` have it.
     """
 
     settings: Mapping[str, Any]
@@ -46,16 +46,19 @@ class Translation:
     drop_last: bool
     casts_inputs: bool
     has_optimizer: bool
-    has_scheduler: bool
-    peak_is_for_all: bool
+    scheduler: tuple[str, Mapping[str, Any]] | None
 
 
-def translate(raw: Mapping[str, Any] | str | os.PathLike[str], *, world_size: int | None = None) -> Translation:
+def translate(
+    raw: Mapping[str, Any] | str | os.PathLike[str], *, world_size: int | None = None, schedule: bool = True
+) -> Translation:
     """Translate a DeepSpeed configuration.
 
     Args:
         raw: a dict, the path of a JSON file, JSON, or JSON in base64.
         world_size: the number of ranks, to check the batch sizes against; None: they are not known yet.
+        schedule: whether `settings` have the schedule. False: the caller makes `scheduler` of its class, which computes
+            a few schedules that settings cannot say.
 
     Raises:
         ConfigError: one line that begins with the configuration's name.
@@ -64,7 +67,10 @@ def translate(raw: Mapping[str, Any] | str | os.PathLike[str], *, world_size: in
     try:
         config = check(given)
         flat = _direct(KEYS, config.values) | _batch(config, world_size) | _stage(config) | _precision(config)
-        flat |= _offload(config) | _optim(config) | _schedule(config) | _tracker(config)
+        flat |= _offload(config) | _optim(config) | _tracker(config)
+        peak = _noted_peak(config)
+        flat |= _schedule(config, peak) if schedule else {}
+        scheduler = None if schedule or config.scheduler is None else _scheduler(config, config.scheduler)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
     return Translation(
@@ -74,8 +80,7 @@ def translate(raw: Mapping[str, Any] | str | os.PathLike[str], *, world_size: in
         drop_last=config.get("dataloader_drop_last", False),
         casts_inputs=config.get("fp16.auto_cast", True),
         has_optimizer=config.optimizer is not None,
-        has_scheduler=config.scheduler is not None,
-        peak_is_for_all=_peak(config) is not None,
+        scheduler=scheduler,
     )
 
 
@@ -213,20 +218,39 @@ def _peak(config: CheckedConfig) -> float | None:
     return {**config.scheduler.defaults, **config.below("scheduler.params")}.get(key)
 
 
-def _schedule(config: CheckedConfig) -> dict[str, Any]:
-    """The schedule, and the peak learning rate, which DeepSpeed's schedules set themselves."""
+def _noted_peak(config: CheckedConfig) -> float | None:
+    """`_peak`, with a note where it wins over another learning rate."""
+    if config.scheduler is None or (peak := _peak(config)) is None:
+        return None
+    key = _PEAKS.get(config.scheduler.name, "warmup_max_lr")
+    given, lr = config.below("scheduler.params"), config.get("optimizer.params.lr", peak)
+    if key not in given or lr != peak:
+        config.note(f"scheduler.params.{key} is {peak:g}, and wins over optimizer.params.lr, as it does there")
+    return peak
+
+
+def _scheduler(config: CheckedConfig, kind: Kind) -> tuple[str, dict[str, Any]]:
+    """Type and arguments; a peak of "auto" is each group's own rate, and other words "auto" are the defaults."""
+    section, peak_key = "scheduler.params", _PEAKS.get(kind.name, "warmup_max_lr")
+    for key in ("warmup_num_steps", *kind.required):
+        if f"{section}.{key}" in config.autos and key != peak_key:
+            raise ConfigError(f"{section}.{key}=auto: write the number, because nothing fills it in here")
+    arguments = config.below(section)
+    if f"{section}.{peak_key}" in config.autos:
+        arguments[peak_key] = None
+    return config.get("scheduler.type"), arguments
+
+
+def _schedule(config: CheckedConfig, own: float | None) -> dict[str, Any]:
+    """The schedule, and the peak learning rate: the scheduler's `own`, or else the optimizer's."""
     if config.scheduler is None:
         return {} if config.optimizer is None else {"schedule.name": "constant"}
     section = "scheduler.params"
     params = {**config.scheduler.defaults, **config.below(section)}
-    lr = _lr(config)
     name, found = config.scheduler.name, _direct(config.scheduler.keys, params)
-    peak_key, own = _PEAKS.get(name, "warmup_max_lr"), _peak(config)
-    peak = lr if own is None else own
+    peak_key, peak = _PEAKS.get(name, "warmup_max_lr"), _lr(config) if own is None else own
     if own is not None:
         found["optim.lr"] = peak
-        if peak_key not in config.below(section) or ("optimizer.params.lr" in config.values and lr != peak):
-            config.note(f"{section}.{peak_key} is {peak:g}, and wins over optimizer.params.lr, as it does there")
     if peak <= 0:
         raise ConfigError(f"{section}.{peak_key}={peak:g}: must be above 0")
     if name == "one_cycle":
@@ -284,6 +308,8 @@ def _cycle(config: CheckedConfig, params: Mapping[str, Any], peak: float) -> dic
     start = params.get("cycle_min_lr", 0.0) / peak
     if start > 1:
         raise ConfigError(f"scheduler.params.cycle_min_lr={start * peak:g} is above cycle_max_lr={peak:g}")
+    if params.get("cycle_second_step_size") == 0:
+        raise ConfigError("scheduler.params.cycle_second_step_size=0: zero-train falls in 1 step or more; write 1")
     found = {"schedule.start": start}
     if config.optimizer is not None and not any(key.name == "betas" for key in config.optimizer.keys):
         return found | {"schedule.momentum": False}

@@ -430,7 +430,7 @@ SCHEDULERS: Mapping[str, Kind] = {
         Key("cycle_max_lr", NUMBER, "optim.lr"),
         Key("decay_lr_rate", NUMBER, to="schedule.decay_rate"),
         Key("cycle_first_step_size", COUNT, to="schedule.rise"),
-        Key("cycle_second_step_size", COUNT, to="schedule.fall"),
+        Key("cycle_second_step_size", NATURAL, to="schedule.fall"),
         Key("cycle_first_stair_count", NATURAL, to="schedule.rise_stairs"),
         Key("cycle_second_stair_count", NATURAL, to="schedule.fall_stairs"),
         Key("decay_step_size", NATURAL, to="schedule.decay_every"),

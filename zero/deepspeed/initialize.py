@@ -23,7 +23,7 @@ from zero.deepspeed.engine import Engine
 from zero.deepspeed.metrics import RunLog, run_settings
 from zero.deepspeed.model import LEAF_CLASSES, bypass_compiled, uncompiled
 from zero.deepspeed.optimizers import Optimizer, PassedOptimizer, names_of, trained, transform
-from zero.deepspeed.schedulers import ConfigScheduler, Scheduler
+from zero.deepspeed.schedulers import SCHEDULES, Scheduler
 from zero.distributed.world import World, open_default_group
 from zero.engine.first_values import Weights
 from zero.engine.init import init, open_store
@@ -102,13 +102,13 @@ def initialize(
         _refuse_argument(key, value)
     compiled, model = model, uncompiled(model)
     world = world or World.from_env()
-    translation = translate(_one_config(args, config, config_params), world_size=world.size)
+    translation = translate(_one_config(args, config, config_params), world_size=world.size, schedule=False)
     for line in translation.notes if world.rank == 0 else ():
         log.warning("%s", line)
     settings = _settings(translation, world)
     passed, made = _optimizer(optimizer, model_parameters, model, settings, translation)
     recorded = run_settings(settings, made)  # before a scheduler writes into the groups
-    scheduler = _scheduler(lr_scheduler, made, settings, translation) if trained(made) else None
+    scheduler = _scheduler(lr_scheduler, made, translation) if trained(made) else None
     with contextlib.ExitStack() as undo:  # what a refusal half-way must not leave open
         backend, compiled_again = bypass_compiled(compiled)
         undo.callback(compiled_again)
@@ -221,25 +221,13 @@ def _optimizer(
     return _optimizer(passed(listed), None, model, config, translation)
 
 
-def _scheduler(
-    passed: AnyScheduler, optimizer: Optimizer, config: Settings, translation: Translation
-) -> Scheduler | None:
+def _scheduler(passed: AnyScheduler, optimizer: Optimizer, translation: Translation) -> Scheduler | None:
     if callable(passed) and not isinstance(passed, torch.optim.lr_scheduler.LRScheduler):
         return passed(optimizer)
-    if passed is None and translation.has_scheduler:
-        _check_lengths(translation.settings["schedule"])
-        return ConfigScheduler(translation, config, optimizer.param_groups)
+    if passed is None and translation.scheduler is not None:
+        name, arguments = translation.scheduler
+        return SCHEDULES[name](optimizer, **arguments)
     return passed
-
-
-def _check_lengths(schedule: Mapping[str, Any]) -> None:
-    """Refuse a length that is "auto": how many steps a loop of the user's own makes is not known here."""
-    lengths = {"warmup_num_steps": schedule.get("warmup")}
-    if schedule["name"] in ("warmup_linear", "warmup_cosine"):
-        lengths["total_num_steps"] = schedule.get("total", "auto")
-    for key, length in lengths.items():
-        if length == "auto":
-            raise ConfigError(f"scheduler.params.{key}=auto: write the number; how long the loop is, is not known here")
 
 
 def _run_folder(config: Settings, folder: str | PathLike[str] | None) -> Path | None:

@@ -23,6 +23,15 @@ from zero.testing import run_ranks
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
 
+class Fast(zero.ops.adam.FusedAdam):
+    def __init__(self, params) -> None:
+        super().__init__(params, lr=0.1)
+
+
+class MyLion(zero.ops.lion.FusedLion):
+    """A class of one's own."""
+
+
 @pytest.mark.parametrize("path", missing_names.HERE)
 def test_every_name_is_found_by_attribute_and_by_import(path):
     found = zero
@@ -94,18 +103,43 @@ def test_no_name_of_deepspeeds_hides_a_file_of_ours():
         (lambda p: zero.ops.adam.DeepSpeedCPUAdam([{"params": p, "lr": 0.3}], betas=(0.8, 0.9)), "adamw"),
         (lambda p: zero.ops.adagrad.DeepSpeedCPUAdagrad(p), "adagrad"),
         (lambda p: zero.ops.lion.FusedLion(p), "lion"),
+        (lambda p: zero.ops.lion.DeepSpeedCPULion(p), "lion"),
+        (lambda p: Fast(p), "adamw"),
+        (lambda p: MyLion(p, lr=0.1), "lion"),
     ],
 )
-def test_their_classes_of_optimizers_train(make, kind):
+def test_their_classes_of_optimizers_and_subclasses_train(make, kind):
     model, world = net(), zero.World.from_env()
-    engine, optimizer, *_ = zero.initialize(
-        model=model, optimizer=make(list(model.parameters())), config={"train_batch_size": 8}, world=world
-    )
+    made = make(list(model.parameters()))
+    assert isinstance(made, torch.optim.Optimizer)
+    engine, optimizer, *_ = zero.initialize(model=model, optimizer=made, config={"train_batch_size": 8}, world=world)
     assert optimizer.kind == kind
     engine.backward(engine(rows(0, world)))
     engine.step()
     assert not torch.equal(model.first.weight, net().first.weight)
     engine.destroy()
+
+
+def test_their_classes_of_optimizers_answer_isinstance():
+    model = [nn.Parameter(torch.ones(1))]
+    fused, cpu = zero.ops.adam.FusedAdam, zero.ops.adam.DeepSpeedCPUAdam
+    assert isinstance(Fast(model), fused)
+    assert [isinstance(fused(model), kind) for kind in (fused, cpu)] == [True, False]
+    assert [isinstance(cpu(model), kind) for kind in (fused, cpu)] == [False, True]
+    assert isinstance(zero.ops.adagrad.DeepSpeedCPUAdagrad(model), zero.ops.adagrad.DeepSpeedCPUAdagrad)
+
+
+@pytest.mark.parametrize("make", [zero.ops.adam.FusedAdam, torch.optim.AdamW])
+def test_a_subclass_with_an_update_of_its_own_is_refused(make):
+    class Signed(make):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.sub_(parameter.grad.sign())
+
+    model = net()
+    with pytest.raises(ConfigError, match="Signed has no counterpart here"):
+        zero.initialize(model=model, optimizer=Signed(model.parameters()), config=config(), world=zero.World.from_env())
 
 
 @pytest.mark.parametrize("make", [zero.ops.lion.FusedLion, zero.ops.lion.DeepSpeedCPULion])

@@ -26,7 +26,7 @@ HERE: Mapping[str, str] = {
     **_at("accelerator", "get_accelerator", "", "accelerator."),
     **_at("optimizers", "FusedAdam DeepSpeedCPUAdam", "ops.adam."),
     **_at("optimizers", "DeepSpeedCPUAdagrad", "ops.adagrad."),
-    **_at("optimizers", "FusedLion DeepSpeedCPULion=FusedLion", "ops.lion."),
+    **_at("optimizers", "FusedLion DeepSpeedCPULion", "ops.lion."),
     **_at("model", "Init GatheredParameters", "", "zero.", "runtime.zero.", "runtime.zero.partition_parameters."),
     **_at(
         "model",

@@ -2,10 +2,11 @@
 
 `Optimizer` is what `zero.initialize` returns. Schedulers write into its `param_groups`, and the next update reads what
 they wrote. Made of a torch optimizer it shares that one's groups, so a scheduler that holds either writes for both.
-DeepSpeed's own optimizer classes come last, as functions that return torch's: the config says where an update is
-computed, so the fused class and the CPU class are the same here.
+DeepSpeed's own optimizer classes come last, as subclasses of torch's: the config says where an update is computed, so
+the fused class and the CPU class are the same here.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
@@ -87,16 +88,18 @@ class Optimizer(torch.optim.Optimizer):
         """The same groups as `given`, whose dicts are shared.
 
         Raises:
-            ConfigError: a class that has no counterpart here, or an optimizer that has made steps.
+            ConfigError: a class that has no counterpart here, a subclass with a `step` of its own, or an optimizer that
+                has made steps.
         """
         theirs = type(given)
         name = f"torch.optim.{theirs.__name__}" if theirs.__module__.startswith("torch.") else theirs.__qualname__
-        if theirs not in TORCH:
+        known_class: Any = next((base for base in theirs.__mro__ if base in TORCH), None)
+        if known_class is None or inspect.unwrap(theirs.step) is not inspect.unwrap(known_class.step):
             known = ", ".join(sorted(f"torch.optim.{known.__name__}" for known in TORCH))
             raise ConfigError(f"optimizer={name} has no counterpart here; known are {known}, and Lion in the config")
         if any(float(state.get("step", 1)) for state in given.state.values()):  # Adagrad's is there from the start
             raise ConfigError(f"optimizer={name} has made steps already, and its moments would be lost; pass a new one")
-        kind = TORCH[theirs]
+        kind = TORCH[known_class]
         if kind == "adam" and all(group.get("decoupled_weight_decay") for group in given.param_groups):
             kind = "adamw"
         made = cls(given.param_groups, given.defaults, kind)
@@ -321,18 +324,27 @@ def names_of(model: nn.Module) -> dict[int, str]:
 # DeepSpeed's classes
 
 
-def FusedAdam(
-    params: Iterable[Any],
-    lr: float = 1e-3,
-    bias_correction: bool = True,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    adam_w_mode: bool = True,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    set_grad_none: bool = True,
-) -> torch.optim.Optimizer:
-    """`torch.optim.AdamW`, or `torch.optim.Adam` with `adam_w_mode=False`.
+class _Adam(torch.optim.Adam):
+    """Adam by DeepSpeed's arguments; with `decoupled` decay it is AdamW."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        bias_correction: bool,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        amsgrad: bool,
+        decoupled: bool,
+    ) -> None:
+        if not bias_correction:
+            raise ConfigError("bias_correction=False: Adam corrects its first steps here; leave it out")
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=decoupled)
+
+
+class FusedAdam(_Adam):
+    """Torch's AdamW, or its Adam with `adam_w_mode=False`.
 
     Args:
         params: parameters or groups of them.
@@ -344,23 +356,23 @@ def FusedAdam(
     Raises:
         ConfigError: `bias_correction=False`.
     """
-    if not bias_correction:
-        raise ConfigError("bias_correction=False: Adam corrects its first steps here; leave it out")
-    kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
-    return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode)
 
 
-def DeepSpeedCPUAdam(
-    model_params: Iterable[Any],
-    lr: float = 1e-3,
-    bias_correction: bool = True,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    adamw_mode: bool = True,
-    fp32_optimizer_states: bool = True,
-) -> torch.optim.Optimizer:
+class DeepSpeedCPUAdam(_Adam):
     """`FusedAdam`, with its arguments in another order.
 
     Args:
@@ -370,36 +382,46 @@ def DeepSpeedCPUAdam(
     Raises:
         ConfigError: `bias_correction=False` or `fp32_optimizer_states=False`.
     """
-    if not fp32_optimizer_states:
-        raise ConfigError("DeepSpeedCPUAdam(fp32_optimizer_states=False): moments are kept in fp32; leave it out")
-    return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        if not fp32_optimizer_states:
+            raise ConfigError("DeepSpeedCPUAdam(fp32_optimizer_states=False): moments are kept in fp32; leave it out")
+        super().__init__(model_params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adamw_mode)
 
 
-def DeepSpeedCPUAdagrad(
-    model_params: Iterable[Any],
-    lr: float = 1e-2,
-    eps: float = 1e-10,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    fp32_optimizer_states: bool = True,
-) -> torch.optim.Optimizer:
-    """`torch.optim.Adagrad`.
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+    """Torch's Adagrad.
 
     Args:
         model_params: parameters or groups of them.
         lr, eps, weight_decay: as torch's.
         amsgrad, fp32_optimizer_states: for old calls; they have no effect.
     """
-    return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
-def FusedLion(
-    params: Iterable[Any],
-    lr: float = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
-    weight_decay: float = 0.0,
-    set_grad_none: bool = True,
-) -> torch.optim.Optimizer:
+class FusedLion(Optimizer):
     """Lion, which torch does not have.
 
     Args:
@@ -407,4 +429,32 @@ def FusedLion(
         lr, betas, weight_decay: as the Lion paper's (Chen et al. 2023); the defaults are DeepSpeed's.
         set_grad_none: for old calls; it has no effect.
     """
-    return Optimizer(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, "lion")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, "lion")
+
+
+class DeepSpeedCPULion(Optimizer):
+    """`FusedLion`, without its last argument.
+
+    Args:
+        model_params, lr, betas, weight_decay: as `FusedLion`'s.
+        fp32_optimizer_states: for old calls; it has no effect.
+    """
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(model_params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, "lion")

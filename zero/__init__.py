@@ -105,7 +105,7 @@ def __getattr__(name: str) -> Any:
     if name in missing_names.HERE:
         return missing_names.found(name)
     if missing_names.answer(name) is not None:
-        raise missing_names.missing("zero", name)
+        raise missing_names.missing(name)
     if name == "losses" or name in renamed.MODULES:
         return import_module(f"zero.{name}")
     if name not in _HOME:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zero
-from zero.deepspeed import missing_names
+from zero.deepspeed import missing_names, public_names
 from zero.deepspeed.engine import MANY_FORWARDS
 from zero.deepspeed.optimizers import Optimizer
 from zero.errors import CheckpointError, ConfigError
@@ -1238,7 +1238,7 @@ def test_a_name_that_is_not_here_says_what_to_use_instead():
     engine, *_ = zero.initialize(model=net(), config=settings, world=zero.World.from_env())
     for owner, holder, table, theirs in (
         ("zero", zero, missing_names.OF_THE_MODULE, "deepspeed"),
-        ("engine", engine, missing_names.OF_THE_ENGINE, "DeepSpeed's"),
+        ("engine", engine, public_names.NOT_HERE, "DeepSpeed's"),
     ):
         for name, instead in table.items():
             with pytest.raises(AttributeError) as refused:
@@ -1248,6 +1248,62 @@ def test_a_name_that_is_not_here_says_what_to_use_instead():
                 assert getattr({"zero": zero, "engine": engine}[word[0]], word[1]) is not None
     engine.module.monitor = "the model's own"
     assert engine.monitor == "the model's own"
+    with pytest.raises(AttributeError, match="neither the engine nor its model, a Net, has 'nothing'"):
+        _ = engine.nothing
+    engine.destroy()
+
+
+THERE = json.loads(Path(__file__).with_name("engine.json").read_text())
+"""By DeepSpeed 0.19.8: public names of an engine, and what they report under two configs."""
+
+
+@pytest.mark.parametrize("which", ["first", "second"])
+def test_public_names_of_an_engine_report_what_they_report_in_deepspeed_0_19_8(which):
+    """The names of features that are not here raise a line; those of its inside raise that there is no such name."""
+    model = nn.Sequential(nn.Linear(WIDTH, 1))
+    engine, *_ = zero.initialize(model=model, config=THERE[which], world=zero.World.from_env())
+    reports = THERE["reports"] | (THERE["changed"] if which == "second" else {})
+    answered = 0
+    for typed, expected in reports.items():
+        name = typed.removesuffix("()")
+        try:
+            found = getattr(engine, name)
+        except AttributeError as error:
+            expected_line = f"engine has no {name}, as" if name in public_names.NOT_HERE else "neither the engine"
+            refused = str(error).startswith(expected_line)
+            assert refused, name
+            continue
+        assert (found() if typed.endswith("()") else found) == expected, name
+        answered += 1
+    assert answered > 100
+    assert engine.empty_partition_cache() is None
+    engine.destroy()
+
+
+def test_an_engine_is_a_module_around_its_model():
+    model = net()
+    engine, *_ = zero.initialize(model=model, config=config(), world=zero.World.from_env())
+    assert isinstance(engine, nn.Module)
+    assert isinstance(engine, zero.DeepSpeedEngine)
+    assert engine.data_parallel_group is torch.distributed.group.WORLD
+    assert list(engine.children()) == [engine.module] == [model]
+    assert [name for name, _ in engine.named_parameters()] == [f"module.{name}" for name, _ in model.named_parameters()]
+    assert all(a is b for a, b in zip(engine.parameters(), model.parameters(), strict=True))
+    assert engine.eval() is engine
+    assert not any(module.training for module in engine.modules())
+    assert all(module.training for module in engine.train().modules())
+    called = []
+    engine.register_forward_hook(lambda *_: called.append("forward"))
+    batch = rows(0, engine.plan.world)
+    engine.backward(engine(batch))
+    assert called == ["forward"]
+    assert engine.to("cpu") is engine.float() is engine
+    for change in (engine.half, engine.compile):
+        with pytest.raises(ConfigError):
+            change()
+    engine.step()
+    engine.requires_grad_(False)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
     engine.destroy()
 
 

@@ -496,6 +496,23 @@ def test_full_values_are_read_and_written_by_the_parameter_itself():
         utils.safe_get_full_fp32_param(nn.Parameter(torch.ones(2)))
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_frozen_parameter_has_no_full_values_of_its_training(stage):
+    """As in DeepSpeed: None, and not an error, for a script that reads every parameter."""
+    model, utils = net(), zero.utils
+    model.first.requires_grad_(False)
+    engine, *_ = zero.initialize(model=model, config=config(stage=stage), world=zero.World.from_env())
+    engine.backward(engine(rows(0, engine.plan.world)))
+    reads = (
+        utils.safe_get_full_grad,
+        utils.safe_get_full_fp32_param,
+        lambda parameter: utils.safe_get_full_optimizer_state(parameter, "exp_avg"),
+    )
+    for parameter in model.parameters():
+        assert [read(parameter) is not None for read in reads] == [parameter.requires_grad] * 3
+    engine.destroy()
+
+
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -514,15 +531,31 @@ class Mixture(Net):
         return super().forward(self.mixture(batch))
 
 
-@pytest.mark.parametrize("by", ["json", "call"])
+class Sparse(Experts):
+    """A subclass."""
+
+
+LEAVES = {
+    "class": lambda model: zero.utils.set_z3_leaf_modules(model, [Experts]),
+    "name": lambda model: zero.utils.set_z3_leaf_modules(model, ["Sparse"]),
+    "qualified name": lambda model: zero.utils.set_z3_leaf_modules(model, [f"{__name__}.Sparse"]),
+    "path": lambda model: zero.utils.set_z3_leaf_modules_by_name(model, ["mixture"])[0],
+    "suffix": lambda model: zero.utils.set_z3_leaf_modules_by_suffix(model, ["ture"])[0],
+    "flag": lambda model: zero.utils.set_z3_leaf_module(model.mixture, True) or [model.mixture],
+}
+
+
+@pytest.mark.parametrize("by", ["json", *LEAVES])
 def test_a_leaf_module_is_gathered_whole(by):
     model, world = Mixture(), zero.World.from_env()
+    model.mixture = Sparse()
     settings = config()
     if by == "json":
-        settings["zero_optimization"]["leaf_module"] = {"classes": ["Experts"]}
+        settings["zero_optimization"]["leaf_module"] = {"classes": [f"{__name__}.Sparse", "NotThere"]}
     else:
-        assert zero.utils.set_z3_leaf_modules(model, [Experts]) == [model.mixture]
+        assert LEAVES[by](model) == [model.mixture]
     engine, *_ = zero.initialize(model=model, config=settings, world=world)
+    assert zero.utils.get_z3_leaf_modules(engine.module) == [model.mixture]
     names = [unit.name for unit in engine.plan.units]
     assert "mixture" in names
     assert not any(name.startswith("mixture.") for name in names)
@@ -530,8 +563,20 @@ def test_a_leaf_module_is_gathered_whole(by):
     engine.backward(engine(rows(0, world)))
     engine.step()
     engine.destroy()
-    with pytest.raises(ConfigError, match="no module of class Expert"):
-        zero.utils.set_z3_leaf_modules(Mixture(), ["Expert"])
+
+
+def test_leaf_modules_that_are_not_there_are_named_or_left_out():
+    model, utils = Mixture(), zero.utils
+    with pytest.raises(ConfigError, match="the model has no module Expert"):
+        utils.set_z3_leaf_modules(model, ["Expert"])
+    with pytest.raises(ConfigError, match=r"the model has no module mixture\.gate"):
+        utils.set_z3_leaf_modules_by_name(model, ["mixture.gate"])
+    assert utils.set_z3_leaf_modules(model, ["Expert"], raise_if_not_found=False) == []
+    found = utils.set_z3_leaf_modules_by_suffix(model, ["gate", "mixture"], raise_if_not_found=False)
+    assert found == ([model.mixture], ["gate"])
+    assert utils.z3_leaf_module(model.mixture)
+    assert utils.unset_z3_leaf_modules(model, [Experts]) == [model.mixture]
+    assert utils.get_z3_leaf_modules(model) == []
 
 
 def test_what_an_engine_is_asked_by_scripts(tmp_path: Path):

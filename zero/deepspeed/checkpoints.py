@@ -69,12 +69,30 @@ class EngineCheckpoints(EngineInfo, ABC):
     micro_steps: int
     _run_log: RunLog | None
 
-    def module_state_dict(self) -> dict[str, Tensor]:
-        """Every parameter in fp32 and every buffer, by all their names, in full, on every rank's CPU. Collective."""
-        state = self.state
-        return _with_buffers_and_ties(state, full_state_dict(state))
+    def module_state_dict(
+        self,
+        destination: dict[str, Tensor] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Tensor]:
+        """Every parameter in fp32 and every buffer, by all their names, in full, on every rank's CPU. Collective.
 
-    state_dict = module_state_dict
+        Args:
+            destination: filled and returned; None: a new dict.
+            prefix: in front of every name.
+            keep_vars: for old calls; the tensors are copies.
+            exclude_frozen_parameters: leave out parameters that do not require a gradient.
+        """
+        state, without = self.state, self._frozen() if exclude_frozen_parameters else ()
+        full = _with_buffers_and_ties(state, full_state_dict(state))
+        found = {} if destination is None else destination
+        found.update({f"{prefix}{name}": value for name, value in full.items() if name not in without})
+        return found
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """`module_state_dict`, by the names of the model."""
+        return self.module_state_dict(*args, **kwargs)
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
         """Set parameters and buffers by name. Collective.
@@ -88,7 +106,16 @@ class EngineCheckpoints(EngineInfo, ABC):
         """
         return _load_model(self.state, state_dict, strict=strict)
 
-    def save_16bit_model(self, save_dir: str | PathLike[str], save_filename: str = "model.safetensors") -> Path:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:  # type: ignore[override]
+        """`load_module_state_dict`."""
+        return self.load_module_state_dict(state_dict, strict)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> Path:
         """Write parameters in the dtype that the model computes in, and buffers, to one file. Collective.
 
         Rank 0 holds all of it for a moment; `zero-train export` writes a checkpoint as files, piece by piece.
@@ -96,6 +123,7 @@ class EngineCheckpoints(EngineInfo, ABC):
         Args:
             save_dir: folder of the file; made if it is missing.
             save_filename: must end with `.safetensors`.
+            exclude_frozen_parameters: leave out parameters that do not require a gradient.
 
         Raises:
             ConfigError: another kind of file: DeepSpeed's `pytorch_model.bin` is a pickle, and none is written here.
@@ -103,7 +131,7 @@ class EngineCheckpoints(EngineInfo, ABC):
         path = Path(save_dir) / save_filename
         if path.suffix != ".safetensors":
             raise ConfigError(f"save_16bit_model(save_filename={path.name!r}): it must end with .safetensors")
-        full = self._consolidated_16bit_state_dict()
+        full = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
         def write() -> None:
             assert full is not None
@@ -113,6 +141,8 @@ class EngineCheckpoints(EngineInfo, ABC):
 
         by_rank_0(self.plan.world, write)
         return path
+
+    save_fp16_model = save_16bit_model
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """True: a full model can be saved, whatever the config says."""

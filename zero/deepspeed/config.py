@@ -32,6 +32,7 @@ class Translation:
     Attributes:
         settings: nested, for `Settings.read`; only what the configuration says. If it has neither an `optimizer` nor a
             `scheduler` there is no `schedule`, and `optim` has only a name and a clip.
+        values: keys of the configuration, dotted, and what they say.
         notes: one line for each key without meaning, and for each default that may surprise.
         managed: True if the engine counts microbatches; False if the caller decides when to step.
         drop_last: whether a loader leaves out the last, smaller batch.
@@ -41,6 +42,7 @@ class Translation:
     """
 
     settings: Mapping[str, Any]
+    values: Mapping[str, Any]
     notes: tuple[str, ...]
     managed: bool
     drop_last: bool
@@ -75,6 +77,7 @@ def translate(
         raise ConfigError(f"{name}: {error}") from None
     return Translation(
         settings=_nested({key: flat[key] for key in schema.keys(Settings) if key in flat}),
+        values=config.values,
         notes=tuple(f"{name}: {note}" for note in config.notes),
         managed=config.get("managed_gradient_accumulation", True),
         drop_last=config.get("dataloader_drop_last", False),

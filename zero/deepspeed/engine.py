@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.core.tree import replaced, tensors_in
-from zero.deepspeed import missing_names
+from zero.deepspeed import public_names
 from zero.deepspeed.checkpoints import EngineCheckpoints
 from zero.deepspeed.metrics import RunLog, Throughput
 from zero.deepspeed.model import Grads
@@ -43,6 +43,7 @@ class Engine(EngineCheckpoints):
     Attributes:
         module: the model, which runs on gathered parameters.
         optimizer: its `param_groups` are read at every update.
+        client_optimizer: the torch optimizer that was passed; None if there was none.
         lr_scheduler: stepped after each update that was really made; None if there is none.
         metrics: results of the last step; None before the first.
         micro_steps: calls of `step()`.
@@ -63,10 +64,12 @@ class Engine(EngineCheckpoints):
         managed: bool,
         casts_inputs: bool = True,
         run_log: RunLog | None,
+        json: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(config, state, optimizer)
+        super().__init__(config, state, optimizer, json or {})
         self.lr_scheduler, self._managed, self._casts_inputs = lr_scheduler, managed, casts_inputs
         self._passed, self._run_log = passed, run_log
+        self.client_optimizer = None if passed is None else passed.given
         self._step: Step | None = None
         self._in_microbatch = self._in_no_sync = self._applied = False
         self._forwards = 0  # in this microbatch
@@ -108,8 +111,6 @@ class Engine(EngineCheckpoints):
             args, kwargs = self._cast((args, kwargs))
         with if_it_fails(self._abort):
             return self._call(args, kwargs)
-
-    __call__ = forward
 
     def backward(
         self,
@@ -204,15 +205,6 @@ class Engine(EngineCheckpoints):
         finally:
             self._in_no_sync = before
 
-    def train(self, mode: bool = True) -> "Engine":
-        """Set the model's training mode, as torch does."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> "Engine":
-        """Set the model's evaluation mode, in which a forward begins no microbatch."""
-        return self.train(False)
-
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` updates the parameters."""
         if self._boundary is not None:
@@ -249,14 +241,21 @@ class Engine(EngineCheckpoints):
         return self._state
 
     def __getattr__(self, name: str) -> Any:
+        with suppress(AttributeError):
+            return super().__getattr__(name)  # the module
         if name.startswith("_"):
             raise AttributeError(name)
-        if name not in missing_names.OF_THE_ENGINE:
+        if name in public_names.METHODS:
+            return partial(public_names.METHODS[name], self)
+        if name in public_names.ATTRIBUTES:
+            return public_names.ATTRIBUTES[name](self)
+        with suppress(AttributeError):
             return getattr(self.module, name)
-        if name not in vars(nn.Module):  # every module has those, and this one must not use them
-            with suppress(AttributeError):
-                return getattr(self.module, name)
-        raise missing_names.missing("engine", name)
+        raise public_names.missing(name, type(self.module).__name__)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Raise ConfigError: torch's compiler would trace how parameters are gathered."""
+        raise ConfigError("engine.compile(): not supported; call model.compile() before zero.initialize")
 
     # -- what the optimizer calls --------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from zero.core.optim import Transform
 from zero.deepspeed.config import Translation, translate
 from zero.deepspeed.engine import Engine
 from zero.deepspeed.metrics import RunLog, run_settings
-from zero.deepspeed.model import LEAF_CLASSES, bypass_compiled, uncompiled
+from zero.deepspeed.model import bypass_compiled, get_z3_leaf_modules, set_z3_leaf_modules, uncompiled
 from zero.deepspeed.optimizers import Optimizer, PassedOptimizer, names_of, trained, transform
 from zero.deepspeed.schedulers import SCHEDULES, Scheduler
 from zero.distributed.world import World, open_default_group
@@ -132,6 +132,7 @@ def initialize(
         managed=translation.managed,
         casts_inputs=translation.casts_inputs,
         run_log=run_log,
+        json=translation.values,
     )
     loader = None
     if training_data is not None:
@@ -200,9 +201,11 @@ def _settings(translation: Translation, world: World) -> Settings:
 
 
 def _units(translation: Translation, model: nn.Module) -> list[str]:
-    """Classes of units by the JSON and by `set_z3_leaf_modules`; none: the default policy."""
-    leaves = vars(model).get(LEAF_CLASSES, [])
-    return [*translation.settings.get("zero", {}).get("units", ["auto"] if leaves else []), *leaves]
+    """Classes of units by the JSON and of leaf modules; none: the default policy."""
+    json = translation.values
+    set_z3_leaf_modules(model, json.get("zero_optimization.leaf_module.classes", ()), raise_if_not_found=False)
+    leaves = {type(module).__name__ for module in get_z3_leaf_modules(model)}
+    return [*json.get("zero_optimization.units", ["auto"] if leaves else []), *sorted(leaves)]
 
 
 def _optimizer(

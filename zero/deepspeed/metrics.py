@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 import yaml
+from torch import nn
 
 from zero.checkpoint.disk import naming
 from zero.checkpoint.json_values import to_json
 from zero.checkpoint.save import by_rank_0
 from zero.deepspeed.optimizers import Optimizer, settings_of
-from zero.distributed.world import World
+from zero.distributed.world import World, default_group
 from zero.engine.state import State
 from zero.engine.step import Metrics
 from zero.settings import Settings
@@ -37,18 +38,21 @@ WARM_UP_STEPS = 2
 """Steps at the beginning that a speed leaves out."""
 
 
-class EngineInfo:
-    """The part of an engine that only reports.
+class EngineInfo(nn.Module):
+    """The part of an engine that only reports; see also `public_names`.
 
     Attributes:
         module: the model, which runs on gathered parameters.
+        json: keys of the configuration, dotted, and what they say.
         device: the device of this rank.
         local_rank: the index of this rank's GPU; the rank itself where there is none.
         global_rank: the rank, from 0.
         world_size, dp_world_size: the number of ranks.
     """
 
-    def __init__(self, config: Settings, state: State, optimizer: Optimizer) -> None:
+    def __init__(self, config: Settings, state: State, optimizer: Optimizer, json: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.json = json
         self.config, self.plan, self.optimizer, self._state = config, state.plan, optimizer, state
         self.module, world = state.model, self.plan.world
         self.device, self.global_rank = world.device, world.rank
@@ -82,6 +86,11 @@ class EngineInfo:
     def overflow(self) -> bool:
         """Whether the last update was skipped because a gradient was not finite."""
         return self.metrics is not None and self.metrics.skipped
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """Torch's group of all ranks; None where `torch.distributed` is not open."""
+        return default_group()
 
     def gradient_accumulation_steps(self) -> int:
         """Microbatches of a step."""

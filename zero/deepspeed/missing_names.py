@@ -1,6 +1,6 @@
 """DeepSpeed's names: where each is here, or what does it instead.
 
-`zero.NAME`, `from zero.ops.adam import NAME` and `engine.NAME` find what `HERE` has, and answer with a line for the
+`zero.NAME` and `from zero.ops.adam import NAME` find what `HERE` has, and answer with a line for the
 rest: by attribute an AttributeError, so that a script may ask whether a name is there, and by import an ImportError.
 docs/coming-from-deepspeed.md shows them. Nothing is imported before it is asked for.
 """
@@ -12,6 +12,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from zero.deepspeed.public_names import LOADER, MONITOR, NO_PIPELINE, TIERS, by_name
 from zero.platform.installed import page
 
 
@@ -32,7 +33,9 @@ HERE: Mapping[str, str] = {
         "model",
         "register_external_parameter unregister_external_parameter unwrap_model_for_generation "
         "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
-        "safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state set_z3_leaf_modules",
+        "safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state "
+        "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
+        "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module",
         *("zero.", "utils.", "runtime.zero."),
     ),
     **_at("model", "ZeroParamStatus", "runtime.zero.partition_parameters."),
@@ -63,19 +66,9 @@ HERE: Mapping[str, str] = {
 log = logging.getLogger("zero")
 
 
-def _by_name(names_of: Mapping[str, str]) -> dict[str, str]:
-    """Reason -> names, as name -> reason."""
-    return {name: reason for reason, names in names_of.items() for name in names.split()}
-
-
-_MONITOR = "zero.initialize(folder=...): metrics.jsonl, and W&B if the config has it"
-_NO_PIPELINE = "there is no pipeline parallelism"
-_TIERS = "offload_optimizer and offload_param in the config; or save_checkpoint and destroy"
-_LOADER = "zero.initialize(training_data=...) returns the loader"
-
-OF_THE_MODULE: Mapping[str, str] = _by_name(
+OF_THE_MODULE: Mapping[str, str] = by_name(
     {
-        _MONITOR: "monitor",
+        MONITOR: "monitor",
         "zero.get_full: a shard has no shape of its own here": (
             "utils.safe_get_local_fp32_param utils.safe_get_local_grad utils.safe_get_local_optimizer_state"
         ),
@@ -83,9 +76,7 @@ OF_THE_MODULE: Mapping[str, str] = _by_name(
             "utils.safe_set_local_fp32_param utils.safe_set_local_grad utils.safe_set_local_optimizer_state"
         ),
         "safe_get_full_grad and safe_set_full_grad of each parameter": "utils.safe_update_full_grad_vectorized",
-        "set_z3_leaf_modules(model, [Class]), before zero.initialize": (
-            "utils.set_z3_leaf_module utils.set_z3_leaf_modules_by_name utils.unset_z3_leaf_modules"
-        ),
+        "parameters of get_z3_leaf_modules(model)": "utils.z3_leaf_parameter",
         "nothing to do: every parameter reads in full": "runtime.zero.utils",
         "with zero.empty(): for meta, with torch.device(...): for others": "OnDevice",
         "torch.nn.Linear: it is gathered with its unit": "zero.TiledLinear runtime.zero.tiling",
@@ -95,7 +86,7 @@ OF_THE_MODULE: Mapping[str, str] = _by_name(
             "DeepSpeedHybridEngine"
         ),
         "zero.initialize takes the JSON as it is": "DeepSpeedConfig runtime.config",
-        _NO_PIPELINE: "pipe PipelineModule PipelineEngine",
+        NO_PIPELINE: "pipe PipelineModule PipelineEngine",
         "experts are modules like others: a block is gathered as one unit": "moe",
         "there is no tensor parallelism": "tp_model_init set_autotp_mode runtime.tensor_parallel runtime.domino",
         "there is no sequence parallelism": "sequence runtime.sequence_parallel",
@@ -112,11 +103,11 @@ OF_THE_MODULE: Mapping[str, str] = _by_name(
             "runtime.zero.stage3 runtime.zero.stage_1_and_2"
         ),
         "engine.zero_optimization_stage(), which is a number": "runtime.zero.config",
-        _TIERS: "runtime.zero.offload_config",
+        TIERS: "runtime.zero.offload_config",
         "gradient_clipping in the config, and engine.get_global_grad_norm()": "runtime.utils.clip_grad_norm_",
         "torch.manual_seed(seed) and random.seed(seed)": "runtime.utils.set_random_seed",
         "the scheduler in the config": "add_tuning_arguments",
-        _LOADER: "DeepSpeedDataLoader runtime.dataloader.DeepSpeedDataLoader",
+        LOADER: "DeepSpeedDataLoader runtime.dataloader.DeepSpeedDataLoader",
         "data comes from the loader as it is": "runtime.data_pipeline",
         "there is no compression": "compression",
         "PEFT's adapters, on the model before zero.initialize": "linear",
@@ -135,45 +126,15 @@ OF_THE_MODULE: Mapping[str, str] = _by_name(
 )
 """DeepSpeed's name, or that of a module that it is in -> what to write."""
 
-OF_THE_ENGINE: Mapping[str, str] = _by_name(
-    {
-        "zero.initialize has placed the model; the config's bf16 or fp16 says what it computes in": (
-            "to cuda cpu half bfloat16 float double"
-        ),
-        "zero.compile=true of zero-train compiles what a unit computes; the config has no key for it": "compile",
-        "the model that was passed: its flags are followed": "requires_grad_",
-        "engine.load_module_state_dict, or engine.load_checkpoint": "load_state_dict",
-        "the plan fixes it: save, and initialize again with another config": (
-            "set_train_batch_size set_train_micro_batch_size"
-        ),
-        "backward reduces them": "allreduce_gradients",
-        "a unit's gradients are reduced together, once per microbatch or step": "coalesce_grad_reduction",
-        _TIERS: "offload_states reload_states",
-        "no gathered parameter outlives its use": "empty_partition_cache",
-        _LOADER: "deepspeed_io",
-        _MONITOR: "monitor",
-        f"{_NO_PIPELINE}: engine(batch), engine.backward(loss), engine.step()": "train_batch",
-        f"{_NO_PIPELINE}: engine.eval() and engine(batch)": "eval_batch",
-        "engine.save_16bit_model": "save_fp16_model",
-        "engine.optimizer.kind": "optimizer_name",
-        "type(engine.lr_scheduler).__name__": "scheduler_name",
-        "engine.zero_optimization_stage(): any, from 2, 3": (
-            "zero_optimization zero_optimization_partition_gradients zero_optimization_partition_weights"
-        ),
-        "engine.config, engine.plan": "dump_state",
-    }
-)
-
 
 def answer(path: str) -> str | None:
     """What to write in place of a name of `deepspeed`; None where that is not known."""
     return next((instead for name, instead in OF_THE_MODULE.items() if f"{path}.".startswith(f"{name}.")), None)
 
 
-def missing(owner: str, name: str) -> AttributeError:
-    """What to raise where `owner`, "zero" or "engine", is asked for `name`."""
-    theirs, instead = ("deepspeed", answer(name)) if owner == "zero" else ("DeepSpeed's", OF_THE_ENGINE[name])
-    return AttributeError(f"{owner} has no {name}, as {theirs} has; in its place: {instead}")
+def missing(name: str) -> AttributeError:
+    """The error for a name of `deepspeed` that is not here."""
+    return AttributeError(f"zero has no {name}, as deepspeed has; in its place: {answer(name)}")
 
 
 class Names(ModuleType):
@@ -184,7 +145,7 @@ class Names(ModuleType):
         if path in HERE:
             return found(path)
         if answer(path) is not None:
-            raise missing("zero", path)
+            raise missing(path)
         if path == f"comm.{name}" and not name.startswith("__"):  # whose other names are torch's
             return getattr(import_module("torch.distributed"), name)
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}{_see()}")
@@ -205,7 +166,7 @@ class Unfound:
             return
         path = name.removeprefix("zero.")
         if answer(path) is not None:
-            raise ImportError(str(missing("zero", path)), name=name)
+            raise ImportError(str(missing(path)), name=name)
         if isinstance(sys.modules.get(above), Names):
             raise ImportError(f"{above} has no {own}{_see()}", name=name)
 

@@ -6,7 +6,7 @@ A model that was compiled comes first, then the names of `deepspeed.zero` and `d
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
@@ -22,8 +22,6 @@ from zero.engine.full import Source, gathered, get_full, set_full
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.errors import ConfigError, StaleStateError
 
-LEAF_CLASSES = "_leaf_classes"
-"""The attribute of a model with the classes that `set_z3_leaf_modules` was given."""
 MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "mu"}
 """Torch's names of what an optimizer keeps of a parameter -> this library's."""
 
@@ -140,7 +138,7 @@ def GatheredParameters(
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """(shape of the parameter) the fp32 master of `param`, on its device. Collective."""
+    """(shape of the parameter) the fp32 master of `param`, on its device; None if it is not trained. Collective."""
     return _read(param, "param")
 
 
@@ -153,7 +151,10 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """(shape of the parameter) fp32, a moment of `param`: exp_avg, exp_avg_sq or momentum_buffer. Collective."""
+    """(shape of the parameter) fp32, a moment of `param`: exp_avg, exp_avg_sq or momentum_buffer. Collective.
+
+    None if the parameter is not trained.
+    """
     return _read(param, MOMENTS.get(optim_state_key, optim_state_key))
 
 
@@ -184,29 +185,106 @@ def unwrap_model_for_generation(model: Any, *_: Any, **__: Any) -> AbstractConte
     return nullcontext(getattr(model, "module", model))
 
 
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
+# Leaf modules: a unit of the plan is of a class, so that a leaf makes units of all modules of its class
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
     """Gather modules of these classes as units, never in parts. Call it before `zero.initialize`.
 
     Args:
         model: the model.
-        leaf_module_classes: classes, or their names.
+        leaf_module_classes: classes, whose subclasses count, or names of classes, also with their module in front.
+        raise_if_not_found: raise where the model has no module of any of them.
 
     Returns:
         The modules of these classes.
 
     Raises:
-        ConfigError: the model has no module of a class.
+        ConfigError: there is none.
     """
-    names = [one if isinstance(one, str) else one.__name__ for one in leaf_module_classes]
-    present = {type(module).__name__ for module in model.modules()}
-    if unknown := [name for name in names if name not in present]:
-        raise ConfigError(f"set_z3_leaf_modules: the model has no module of class {unknown[0]}")
-    model.__dict__[LEAF_CLASSES] = [*vars(model).get(LEAF_CLASSES, ()), *names]
-    return [module for module in model.modules() if type(module).__name__ in names]
+    return _flag_classes(model, list(leaf_module_classes), True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Take back `set_z3_leaf_modules`, whose arguments these are."""
+    return _flag_classes(model, list(leaf_module_classes), False, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """`set_z3_leaf_modules` for modules by their names in `model.named_modules()`; also returns unknown names."""
+    modules = dict(model.named_modules())
+    names = list(module_names)
+    found = [modules[name] for name in names if name in modules]
+    return _flagged(found, flag), _missing([name for name in names if name not in modules], raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """`set_z3_leaf_modules_by_name` for the ends of names."""
+    suffixes = tuple(module_name_suffixes)
+    found = {name: module for name, module in model.named_modules() if name.endswith(suffixes)}
+    unknown = [suffix for suffix in suffixes if not any(name.endswith(suffix) for name in found)]
+    return _flagged(list(found.values()), flag), _missing(unknown, raise_if_not_found)
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Make one module a leaf, or not."""
+    _flagged([model], flag)
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether the module is a leaf."""
+    return vars(model).get("_z3_leaf", False)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """The leaves in `model`."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def _flag_classes(
+    model: nn.Module, classes: Sequence[type[nn.Module] | str], flag: bool, raise_if_not_found: bool
+) -> list[nn.Module]:
+    types = tuple(one for one in classes if isinstance(one, type))
+    names = {one for one in classes if isinstance(one, str)}
+
+    def is_meant(module: nn.Module) -> bool:
+        kind = type(module)
+        return isinstance(module, types) or not names.isdisjoint(
+            {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+        )
+
+    found = [module for module in model.modules() if is_meant(module)]
+    _missing([] if found else sorted([*names, *(kind.__name__ for kind in types)]), raise_if_not_found)
+    return _flagged(found, flag)
+
+
+def _flagged(modules: list[nn.Module], flag: bool) -> list[nn.Module]:
+    for module in modules:
+        module.__dict__["_z3_leaf"] = flag
+    return modules
+
+
+def _missing(unknown: list[str], raise_if_not_found: bool) -> list[str]:
+    if unknown and raise_if_not_found:
+        raise ConfigError(f"leaf modules: the model has no module {', '.join(unknown)}")
+    return unknown
 
 
 def _read(param: Tensor, kind: str) -> Tensor | None:
-    return get_full(*_home_of(param), kind).to(param.device)
+    engine, name = _home_of(param)
+    return get_full(engine, name, kind).to(param.device) if _is_trained(engine, name) else None
+
+
+def _is_trained(engine: Source, name: str) -> bool:
+    return any(slot.name == name for unit in engine.state.plan.units for slot in unit.trainable.slots)
 
 
 def _home_of(param: Tensor) -> tuple[Source, str]:
@@ -241,7 +319,7 @@ class Grads:
             ConfigError: gradients are sharded.
         """
         plan = self._engine.state.plan
-        if not any(slot.name == name for unit in plan.units for slot in unit.trainable.slots):
+        if not _is_trained(self._engine, name):
             return None
         if plan.stage.gradients:
             raise ConfigError(

@@ -659,6 +659,11 @@ def open_default_group() -> None:
         dist.init_process_group(world.compute.backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
+def default_group() -> dist.ProcessGroup | None:
+    """Torch's default process group; None where it is not open."""
+    return dist.group.WORLD
+
+
 def _open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
     """The store at MASTER_ADDR:MASTER_PORT, once every rank is there.
 

@@ -377,6 +377,42 @@ def test_a_model_is_saved_in_sixteen_bits(tmp_path: Path):
         assert torch.equal(found[name], value.detach().bfloat16()), name
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_frozen_parameters_are_left_out_where_a_script_says_so(stage: int, tmp_path: Path):
+    def run(world):
+        with world.exclusive():
+            model = net()
+            model.first.requires_grad_(False)
+        engine, *_ = zero.initialize(model=model, config=config(stage=stage), world=world)
+        path = engine.save_16bit_model(tmp_path, exclude_frozen_parameters=True)
+        into = {"mine": torch.ones(1)}
+        found = engine.module_state_dict(into, "model.", exclude_frozen_parameters=True)
+        whole = engine.module_state_dict()
+        engine.destroy()
+        return path, found is into, found, whole
+
+    frozen = {"first.weight", "first.bias"}
+    every = dict(net().named_parameters())
+    for path, is_into, found, whole in run_ranks(2, run):
+        assert is_into
+        assert set(load_file(path)) == set(every) - frozen
+        assert set(found) == {"mine"} | {f"model.{name}" for name in set(every) - frozen}
+        assert set(whole) == set(every)
+        assert all(torch.equal(found[f"model.{name}"], every[name]) for name in set(every) - frozen)
+
+
+def test_no_folder_and_a_function_that_loads_are_one_line(tmp_path: Path):
+    engine, *_ = zero.initialize(model=net(), config=config(), world=zero.World.from_env())
+    for folder in ("", None):
+        for use in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
+            with pytest.raises(ConfigError, match=f"is {folder!r}: not a folder"):
+                use(folder)
+    engine.save_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=r"custom_load_fn.*engine\.load_module_state_dict"):
+        engine.load_checkpoint(tmp_path, custom_load_fn=lambda src, dst: dst.load_state_dict(src))
+    engine.destroy()
+
+
 def test_no_sync_adds_up_and_refuses_to_step():
     world = zero.World.from_env()
     engine, *_ = zero.initialize(model=net(), config=config(gradient_accumulation_steps=1), world=world)

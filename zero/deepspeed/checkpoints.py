@@ -126,9 +126,10 @@ class EngineCheckpoints(EngineInfo, ABC):
             exclude_frozen_parameters: leave out parameters that do not require a gradient.
 
         Raises:
-            ConfigError: another kind of file: DeepSpeed's `pytorch_model.bin` is a pickle, and none is written here.
+            ConfigError: no folder, or another kind of file: DeepSpeed's `pytorch_model.bin` is a pickle, and none is
+                written here.
         """
-        path = Path(save_dir) / save_filename
+        path = _root(save_dir, save_filename)
         if path.suffix != ".safetensors":
             raise ConfigError(f"save_16bit_model(save_filename={path.name!r}): it must end with .safetensors")
         full = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
@@ -214,6 +215,7 @@ class EngineCheckpoints(EngineInfo, ABC):
 
         Raises:
             CheckpointError: it cannot be written; on every rank.
+            ConfigError: no folder.
         """
         if exclude_frozen_parameters:
             self._warn_once("save_checkpoint(exclude_frozen_parameters=True): a checkpoint holds the whole model here")
@@ -237,6 +239,7 @@ class EngineCheckpoints(EngineInfo, ABC):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        custom_load_fn: None = None,
     ) -> tuple[Path | None, dict[str, Any]]:
         """Go on from the newest valid checkpoint in a folder. Collective.
 
@@ -250,14 +253,21 @@ class EngineCheckpoints(EngineInfo, ABC):
                 checkpoint's, and Adam corrects its moments from step 1 again.
             load_lr_scheduler_states: load the scheduler's state.
             load_module_only: load neither of these, and count steps from 0.
+            custom_load_fn: must be None.
 
         Returns:
             Its folder and the client state; (None, {}) and a warning if there is none.
 
         Raises:
             CheckpointError: there are checkpoints, and none is valid or of this model; or they are DeepSpeed's.
+            ConfigError: no folder, or a `custom_load_fn`.
         """
         world, folder = self.state.plan.world, _root(load_dir, tag)
+        if custom_load_fn is not None:
+            raise ConfigError(
+                "load_checkpoint(custom_load_fn=...): values load by name here; change those of "
+                "get_fp32_state_dict_from_zero_checkpoint, and give them to engine.load_module_state_dict"
+            )
         self._abort()
         found, notes = checkpoint.newest(world, folder, below=tag is None)
         for line in notes:
@@ -315,6 +325,15 @@ def _zero_moments(state: State) -> None:
 
 
 def _root(folder: str | PathLike[str], tag: str | None) -> Path:
+    """The folder of a tag.
+
+    Raises:
+        ConfigError: `folder` is None or empty.
+    """
+    if folder is None or not str(folder):
+        raise ConfigError(
+            f"save_dir or load_dir is {folder!r}: not a folder. Write its path, or '.' for the current one."
+        )
     return Path(folder) if tag is None else Path(folder) / str(tag)
 
 

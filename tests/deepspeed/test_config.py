@@ -11,6 +11,7 @@ import importlib.util
 import json
 import math
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pytest
 import yaml
 
 import train
+from zero.deepspeed import config_source
 from zero.deepspeed.config import differing, overrides, translate
 from zero.deepspeed.config_keys import ALIASES, FEATURES, KEYS, OPTIMIZERS, SCHEDULERS
 from zero.errors import ConfigError
@@ -253,12 +255,56 @@ def test_a_schedule_without_a_peak_takes_the_one_that_deepspeed_takes():
         ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, 4, (32, 4, 2)),
         ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, 4, (24, 2, 3)),
         ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 1}, 5, (5, 1, 1)),
+        (
+            {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3},
+            4,
+            (24, 2, 3),
+        ),
+        (
+            {"train_batch_size": 24, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 3},
+            4,
+            (24, 2, 3),
+        ),
+        (
+            {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto"},
+            4,
+            (24, 2, 3),
+        ),
     ],
 )
 def test_two_of_the_batch_give_the_third(given, ranks, expected):
     for world_size in (None, ranks):
         config = read(translate(given, world_size=world_size).settings).on(ranks)
         assert config.batch.numbers() == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "same"),
+    [
+        ({"zero_optimization": True}, {"zero_optimization": {"stage": 1}}),
+        ({"zero_optimization": False}, {"zero_optimization": {"stage": 0}}),
+        (
+            {"_note": 1, "//": "why", "zero_optimization": {"stage": 1, "_was": 3, "#stage": 2}},
+            {"zero_optimization": {"stage": 1}},
+        ),
+        (
+            {"optimizer": {"type": "Adam", "params": {"lr": 0.1, "_lr": 1}}},
+            {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}},
+        ),
+        ({"steps_per_print": math.inf}, {"steps_per_print": sys.maxsize}),
+    ],
+)
+def test_older_spellings_comments_and_never_are_read(written, same):
+    for raw in (of(**written), json.dumps(of(**written))):
+        told, expected = translate(raw), translate(of(**same))
+        assert (told.settings, told.notes) == (expected.settings, expected.notes)
+
+
+def test_comments_in_the_text_need_hjson_and_the_line_names_it(monkeypatch):
+    text = '{\n  "train_batch_size": 8, // rows\n  "gradient_clipping": 1.0,\n}'
+    monkeypatch.setattr(config_source, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"line 2, column 26: not JSON: .* need hjson: pip install hjson"):
+        translate(text)
 
 
 def test_every_key_without_meaning_is_answered_with_one_line():
@@ -367,8 +413,13 @@ MISTAKES = [
     (scheduled("WarmupLR", total_num_steps=5), "unknown key scheduler.params.total_num_steps"),
     # no value of this kind
     (of(zero_optimization={"stage": 4}), "zero_optimization.stage=4: must be 0, 1, 2 or 3"),
-    (of(zero_optimization={"stage": "3"}), "zero_optimization.stage=3: must be 0, 1, 2 or 3"),
-    (of(zero_optimization=True), "zero_optimization=true: must be a section of keys"),
+    (of(zero_optimization={"stage": "3"}), 'zero_optimization.stage="3": must be 0, 1, 2 or 3, without quotes'),
+    (of(zero_optimization={"reduce_bucket_size": "5e8"}), '="5e8": must be a whole number from 0, without quotes'),
+    (of(zero_optimization=2), 'zero_optimization=2: must be a section of keys, such as {"stage": 2}'),
+    (of(zero_optimization={"offload_optimizer": True}), 'must be a section of keys, such as {"device": "cpu"}'),
+    (of(bf16=True), 'bf16=true: must be a section of keys, such as {"enabled": true}'),
+    (of(optimizer="AdamW"), 'optimizer=AdamW: must be a section of keys, such as {"type": "AdamW"}'),
+    (of(flops_profiler=True), "flops_profiler=true: must be a section of keys"),
     (of(train_batch_size=0), "train_batch_size=0: must be a whole number from 1"),
     (of(train_batch_size=1.5), "train_batch_size=1.5: must be a whole number from 1"),
     (of(gradient_clipping=-1), "gradient_clipping=-1: must be a number from 0"),
@@ -402,6 +453,8 @@ MISTAKES = [
     (of(amp={"enabled": 1}), "amp.enabled=1: must be true or false"),
     (of(gradient_allreduce_op="sum"), "gradient_allreduce_op=sum is not supported: gradients are averaged"),
     (of(optimizer={"type": "AdamW", "params": {"max_grad_norm": 1}}), "gradient_clipping, a key beside"),
+    (of(max_grad_norm=1.0), "ds_config: max_grad_norm: unknown key; gradient_clipping limits the norm"),
+    (scheduled("OneCycle", cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_second_step_size=0), "in 1 step or more; write 1"),
     (of(optimizer={"type": "AdamW", "params": {"amsgrad": True}}), "amsgrad=true is not supported"),
     (of(zero_optimization={"legacy_stage1": True}), "legacy_stage1=true is not supported"),
     # no configuration at all

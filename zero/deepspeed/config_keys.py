@@ -45,6 +45,11 @@ def _are_betas(value: Any) -> bool:
 
 BOOL = ValueType("true or false", lambda value: type(value) is bool)
 COUNT = _whole("a whole number from 1", 1)
+EVERY = ValueType(
+    "a whole number from 1, or infinite",
+    lambda value: value == float("inf") or COUNT.accepts(value),
+    lambda value: sys.maxsize if value == float("inf") else int(value),
+)
 NATURAL = _whole("a whole number from 0", 0)
 WHOLE = _whole("a whole number")
 NUMBER = _number("a number from 0", 0)
@@ -121,7 +126,7 @@ KEYS: tuple[Key, ...] = (
     *_ignored(IMPLEMENTATION, BOOL, "optimizer.legacy_fusion"),
     Key("scheduler.type", TEXT, "`schedule`"),
     Key("scheduler.params", ANY, "`schedule.*` and `optim.lr`"),
-    Key("steps_per_print", COUNT, to="tracker.every"),
+    Key("steps_per_print", EVERY, to="tracker.every"),
     Key("dataloader_drop_last", BOOL, "`zero.initialize`: whether its loader leaves out the last, smaller batch"),
     *_section(
         "fp16",

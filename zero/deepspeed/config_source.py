@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zero.core import suggest
-from zero.deepspeed.config_keys import ALIASES, FEATURES, KEYS, OPTIMIZERS, SCHEDULERS, Feature, Key, Kind
+from zero.deepspeed.config_keys import ALIASES, DEVICE, FEATURES, KEYS, OPTIMIZERS, SCHEDULERS, Feature, Key, Kind
 from zero.errors import ConfigError
 
 AUTO = "auto"
@@ -59,6 +59,8 @@ class CheckedConfig:
             self.autos.add(key.name)
             return
         if not key.type.accepts(value):
+            if key.type.accepts(_unquoted(value)):
+                raise ConfigError(f'{typed}="{value}": must be {key.type.words}, without quotes')
             raise ConfigError(f"{typed}={suggest.shown(value)}: must be {key.type.words}")
         found = key.type.read(value)
         if key.only and found not in key.only:
@@ -114,7 +116,8 @@ def _parsed(name: str, text: str) -> tuple[str, Mapping[str, Any]]:
         at = vars(error)
         if "lineno" not in at:
             raise ConfigError(f"{name}: holds a number of thousands of digits") from None
-        raise ConfigError(f"{name}: line {at['lineno']}, column {at['colno']}: not JSON: {at['msg']}") from None
+        hint = "" if find_spec("hjson") else "; comments and trailing commas need hjson: pip install hjson"
+        raise ConfigError(f"{name}: line {at['lineno']}, column {at['colno']}: not JSON: {at['msg']}{hint}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{name}: holds {suggest.shown(found)}; it must be an object of keys, {{...}}")
     return name, found
@@ -150,7 +153,7 @@ def check(settings: Mapping[str, Any]) -> CheckedConfig:
         ConfigError: an unknown key, a value that its key does not take, or one that asks for other numbers.
     """
     found = CheckedConfig()
-    for typed, name, value in _walk(settings, "", ""):
+    for typed, name, value in _walk(_without_comments(settings), "", ""):
         if name in _FEATURES:
             found.notes += _feature(_FEATURES[name], typed, value)
         else:
@@ -164,6 +167,13 @@ _PLAIN: Mapping[str, Key] = {key.name: key for key in KEYS}
 _FEATURES: Mapping[str, Feature] = {feature.name: feature for feature in FEATURES}
 
 
+def _without_comments(node: Any) -> Any:
+    """A configuration without keys that begin with _, // or #."""
+    if not isinstance(node, Mapping):
+        return node
+    return {key: _without_comments(value) for key, value in node.items() if not str(key).startswith(("_", "//", "#"))}
+
+
 def _walk(node: Mapping[str, Any], typed_prefix: str, prefix: str) -> Iterator[tuple[str, str, Any]]:
     """(as typed, as in the table, value) of every key."""
     for key, value in node.items():
@@ -171,18 +181,40 @@ def _walk(node: Mapping[str, Any], typed_prefix: str, prefix: str) -> Iterator[t
         name = ALIASES.get(name, name)
         if name in _PLAIN or name in _FEATURES:
             yield typed, name, value
+        elif name == "zero_optimization" and type(value) is bool:  # DeepSpeed's oldest spelling of stages 0 and 1
+            yield typed, "zero_optimization.stage", int(value)
+        elif name == "max_grad_norm":
+            raise ConfigError(f"{typed}: unknown key; gradient_clipping limits the norm")
         elif name not in _KNOWN:
             raise ConfigError(suggest.unknown(typed, _KNOWN))
         else:
-            yield from _walk(_section(typed, value), f"{typed}.", f"{name}.")
+            yield from _walk(_section(typed, value, name), f"{typed}.", f"{name}.")
 
 
-def _section(typed: str, value: Any) -> Mapping[str, Any]:
+def _section(typed: str, value: Any, name: str = "") -> Mapping[str, Any]:
+    """The keys of a section; `name` is its name in the table."""
     if value is None or value == AUTO:
         return {}
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{typed}={suggest.shown(value)}: must be a section of keys")
+        first = next((key for key in KEYS if name and key.name.startswith(f"{name}.")), None)
+        raise ConfigError(f"{typed}={suggest.shown(value)}: must be a section of keys{_example(first, value)}")
     return value
+
+
+def _example(first: Key | None, value: Any) -> str:
+    """The section to write in place of a value: its first key, with that value where the key takes it."""
+    if first is None:
+        return ""
+    taken = json.dumps(value) if first.type.accepts(value) else '"cpu"' if first.type is DEVICE else "..."
+    return f', such as {{"{first.name.rpartition(".")[2]}": {taken}}}'
+
+
+def _unquoted(value: Any) -> Any:
+    """The number or word that a text holds; None if it holds none."""
+    try:
+        return json.loads(value) if isinstance(value, str) else None
+    except ValueError:
+        return None
 
 
 def _above(name: str) -> list[str]:

@@ -98,7 +98,7 @@ METHODS: Mapping[str, Report] = {
     "optimizer_name": lambda engine: (
         type(engine.client_optimizer).__name__
         if engine.client_optimizer
-        else engine.json.get("optimizer.type", "").lower()
+        else engine.json.get("optimizer.type", "").lower() or None
     ),
     "optimizer_params": lambda engine: _section(engine, "optimizer.params."),
     "scheduler_name": lambda engine: engine.json.get("scheduler.type"),

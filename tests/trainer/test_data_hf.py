@@ -270,7 +270,7 @@ def test_what_datasets_saved_is_checked_without_it(config, tmp_path, monkeypatch
     text, number = {"dtype": "string", "_type": "Value"}, {"dtype": "int64", "_type": "Value"}
     saved = replace(config, path=saved_by_datasets(tmp_path / "saved", {"body": text, "n": number}))
     refused(saved, "data.column=text is not a column of", "it has body, n")
-    refused(replace(saved, column="n"), "data.column=n of", "holds int64, not text")
+    refused(replace(saved, column="n"), "data.column=n holds int64, not text; body holds text")
     broken = tmp_path / "broken"
     saved_by_datasets(broken, [])
     refused(replace(config, path=str(broken)), "dataset_info.json is not that of datasets")
@@ -308,6 +308,27 @@ def test_texts_that_cannot_be_read_are_refused_in_one_line(config, tmp_path):
     (tmp_path / "empty").mkdir()
     refused(replace(config, path=str(tmp_path / "empty")), "holds no text")
     refused(replace(config, path="wikitext"), "data.path=wikitext does not exist", "nothing is fetched from the hub")
+
+
+CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+
+
+@pytest.mark.parametrize("column", ["text", "messages"])
+def test_a_chat_without_text_is_refused_with_what_makes_text_of_it(config, tmp_path, column):
+    """Whichever column is named: leaving data.column out must not lead back to naming it."""
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT}))
+    message = {"role": {"dtype": "string", "_type": "Value"}, "content": {"dtype": "string", "_type": "Value"}}
+    lists = {"old": [message], "new": {"feature": message, "_type": "List"}}  # datasets 3 and 4
+    saved = [saved_by_datasets(tmp_path / name, {"messages": chat}) for name, chat in lists.items()]
+    for path in (str(tmp_path / "chat.jsonl"), *saved):
+        refused(replace(config, path=path, column=column), f"data.column={column}", "tokenizer.apply_chat_template")
+
+
+def test_a_column_without_text_is_refused_with_those_that_hold_text(config, tmp_path):
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT, "prompt": "hello", "source": "forum"}))
+    chat = replace(config, path=str(tmp_path / "chat.jsonl"), column="messages")
+    refused(chat, "line 1: data.column=messages holds list, not text; prompt, source hold text")
+    check_data(replace(chat, column="prompt"), SEQ)
 
 
 def test_tokenizers_that_cannot_be_used_are_refused_in_one_line(config, tmp_path, monkeypatch):

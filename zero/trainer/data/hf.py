@@ -21,11 +21,12 @@ import shutil
 import sys
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from zero.core.suggest import some
 from zero.errors import ConfigError, MachineError, in_short
 from zero.progress import Progress
 from zero.trainer.data.source import HFTextConfig, TextFile, TokensConfig, check_length, drawn, text_files
@@ -42,6 +43,9 @@ TRAIN, HELD, ABOUT = "train.bin", "held.bin", "about.json"
 RECORDS = (".jsonl", ".ndjson", ".json")
 SAVED, SPLITS = "dataset_info.json", "dataset_dict.json"
 """Names that `save_to_disk` gives: beside the rows of one dataset, and beside the folders of several."""
+
+TEXT = ("str", "string", "large_string")
+"""Types of text: Python's, and those of datasets."""
 
 PIECE = 2**16
 BATCH = 2**20
@@ -268,9 +272,9 @@ def _of_records(file: TextFile, config: HFTextConfig) -> Iterator[_Piece]:
                 raise ConfigError(f"data.path: {where} is no JSON: {in_short(error)}") from error
             if not isinstance(record, dict):
                 raise ConfigError(f"data.path: {where} is not a record such as {{{config.column!r}: ..}}")
-            if config.column not in record:
-                raise _no_column(config, where, list(record))
-            yield from _of_value(record[config.column], config, where)
+            if not isinstance(record.get(config.column), str):
+                raise _no_text_in(config, where, {name: type(value).__name__ for name, value in record.items()})
+            yield from _of_value(record[config.column], where)
 
 
 def _of_dataset(config: HFTextConfig) -> Iterator[_Piece]:
@@ -285,15 +289,13 @@ def _of_dataset(config: HFTextConfig) -> Iterator[_Piece]:
     number = 0
     for batch in rows.iter(batch_size=ROWS):
         for value in batch[config.column]:
-            yield from _of_value(value, config, f"{config.path}, row {number}")
+            if value is None:
+                raise _no_text_in(config, f"{config.path}, row {number}", {config.column: "NoneType"})
+            yield from _of_value(value, f"{config.path}, row {number}")
             number += 1
 
 
-def _of_value(value: Any, config: HFTextConfig, where: str) -> Iterator[_Piece]:
-    if not isinstance(value, str):
-        raise ConfigError(
-            f"data.path: {where}: data.column={config.column} holds {type(value).__name__}, not text; leave it out"
-        )
+def _of_value(value: str, where: str) -> Iterator[_Piece]:
     if value:
         try:
             yield _Piece(value, drawn(value.encode()), True)
@@ -307,21 +309,35 @@ def _is_saved(root: Path) -> bool:
 
 def _check_saved(config: HFTextConfig) -> None:
     try:
-        columns = json.loads((config.root / SAVED).read_bytes())["features"]
-        kind = columns.get(config.column, {}).get("dtype")
+        features = json.loads((config.root / SAVED).read_bytes())["features"]
+        columns = {
+            name: str(about.get("dtype", about.get("_type"))) if isinstance(about, dict) else type(about).__name__
+            for name, about in features.items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"data.path={config.path}: {SAVED} is not that of datasets ({in_short(error)})") from error
-    if config.column not in columns:
-        raise _no_column(config, config.path, columns)
-    if kind not in ("string", "large_string"):
-        raise ConfigError(f"data.column={config.column} of data.path={config.path} holds {kind}, not text")
+    if columns.get(config.column) not in TEXT:
+        raise _no_text_in(config, config.path, columns)
     if importlib.util.find_spec("datasets") is None:
         raise missing("datasets")
 
 
-def _no_column(config: HFTextConfig, where: str, columns: Sequence[str] | dict[str, Any]) -> ConfigError:
-    known = ", ".join(list(columns)[:8]) or "none"
-    return ConfigError(f"data.column={config.column} is not a column of {where}; it has {known}")
+def _no_text_in(config: HFTextConfig, where: str, columns: Mapping[str, str]) -> ConfigError:
+    """What to say of a record or a dataset whose `data.column` is missing or holds no text.
+
+    Args:
+        columns: name to type.
+    """
+    texts = [name for name, held in columns.items() if held in TEXT]
+    holding = f"{some(texts)} {'hold' if len(texts) > 1 else 'holds'} text"
+    chat = "no column holds text: write one with the text of each chat, which tokenizer.apply_chat_template makes"
+    held = columns.get(config.column)
+    if held is None:
+        known = ", ".join(list(columns)[:8]) or "none"
+        end = "" if texts else f"; {chat}"
+        return ConfigError(f"data.column={config.column} is not a column of {where}; it has {known}{end}")
+    end = "leave it out" if held == "NoneType" else holding if texts else chat
+    return ConfigError(f"data.path: {where}: data.column={config.column} holds {held}, not text; {end}")
 
 
 def _no_text(config: HFTextConfig) -> ConfigError:

@@ -22,6 +22,7 @@ from tests.conftest import LONG_S
 from zero import errors
 from zero.core.schema import Key, walk
 from zero.core.settings import words
+from zero.core.suggest import values_in
 from zero.errors import ConfigError, ZeroError
 from zero.platform.run_files import folders_of
 from zero.trainer import cli, job
@@ -98,7 +99,7 @@ HYDRA = [
     (["--zero.stage=3"], "--zero.stage=3: settings are written without dashes: zero.stage=3"),
     (["tracker=wandb", "tracker.run=a b=c"], "tracker.run=a b=c cannot be read; write key=value, and quote"),
     (["data=tokens"], "data=tokens needs data.path=FILE"),
-    (["optim=[adamw,lion]"], "optim=[adamw,lion]: choose one option of optim"),
+    (["optim=[adamw,lion]"], "choose one option of optim; -m optim=adamw,lion makes a run of each\n"),
     (["tracker=[wandb,tensorboard]"], "one option of tracker; for both, tracker=wandb tracker.tensorboard=true"),
     (["zero.stage=3", "zero.stage"], "zero.stage cannot be read; write key=value"),
 ]
@@ -274,6 +275,48 @@ def test_no_bad_value_is_accepted(key):
         else:
             accepted.append(kind)
     assert not accepted, f"{key.name} accepts {accepted}, and says it takes {words(key.field)}"
+
+
+NUMBERS = [key for key in DECLARED if {int, float} & kinds_in(key.field.annotation)]
+
+
+@pytest.mark.parametrize("key", NUMBERS, ids=lambda key: f"{key.section.__name__}:{key.name}")
+def test_several_values_for_a_number_are_answered_with_the_sweep_over_them(key):
+    value = key.field.json_schema_extra["example"].split()[0]
+    for several in (values_in(f"{value},{value}"), f"{value}..{value}", f"{value},{value}"):
+        said = refusal_of(put(base(key), key.name, several))
+        assert f"; -m {key.name}=" in said
+        sweep = said.rpartition("; -m ")[2].split()[0]
+        assert len(list(cli.runs_in([sweep]))) == 2, said
+
+
+OF_A_PATH = [
+    ("data", "{}", "data=text data.folder={0}, data=hf data.path={0} or data=tokens data.path={0}"),
+    ("data", "./{}", "data=text data.folder={0}, data=hf data.path={0} or data=tokens data.path={0}"),
+    ("model", "{}", "model=hf model.path={0}"),
+    ("offload", "{}", "offload.path={0}"),
+    ("offload", "no/such/{}", "offload.path={0}"),
+]
+
+
+@pytest.mark.parametrize(("group", "path", "typed"), OF_A_PATH)
+@pytest.mark.parametrize("name", ["texts", "texts.jsonl"])
+def test_a_path_given_to_a_group_is_answered_with_the_keys_that_take_it(here, group, path, typed, name, capsys):
+    (here / "texts").mkdir()
+    (here / "texts.jsonl").write_text("{}")
+    path = path.format(name)
+    assert train.main([f"{group}={path}"]) == 2
+    assert capsys.readouterr().err == f"{group}={path} is a path, not an option of {group}; type {typed.format(path)}\n"
+
+
+PATHS = dict.fromkeys(key.name for key in DECLARED if words(key.field).startswith("a path"))
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_a_pattern_where_a_path_belongs_is_refused_before_what_its_option_needs(here, key, capsys):
+    assert len(PATHS) > 7
+    assert train.main([f"{key}=*.txt"]) == 2
+    assert capsys.readouterr().err.startswith(f"{key}=*.txt: is a pattern, and must be one path; give the folder")
 
 
 @pytest.mark.parametrize("key", keys())

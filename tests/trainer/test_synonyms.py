@@ -32,9 +32,8 @@ VALUES = {
 
 FULL = {
     "model=*/*": "model=org/other", "model=/*": "model=/weights", "model=./*": "model=./weights",
-    "launch.device=gpu:*": "launch.device=gpu:0",
-    "model=../*": "model=../here/weights", "data=*/*": "data=org/corpus", "data=/*": "data=/usr/include",
-    "data=./*": "data=./texts", "offload=/*": "offload=/tmp", "launch.device=cuda:*": "launch.device=cuda:0",
+    "model=../*": "model=../here/weights",
+    "launch.device=gpu:*": "launch.device=gpu:0", "launch.device=cuda:*": "launch.device=cuda:0",
     "model=gpt2-*": "model=gpt2-xl", "launch.ranks=[[]*": "launch.ranks=[0,1]", "launch.ranks=0,*": "launch.ranks=0,1",
     "betas=*,*": "betas=[0.9,0.95]",
     "adam_betas=*,*": "adam_betas=0.9,0.95", "sample=*/*": "sample=runs/x",

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from zero.core import suggest
 from zero.errors import ConfigError, SettingError
@@ -26,6 +27,9 @@ class Section(BaseModel):
 
     section_key: ClassVar[str] = ""
     """The dotted key of this section in a run's settings; "" for a whole run, and where a message needs none."""
+
+    for_several: ClassVar[str] = ""
+    """What a message adds where a key that takes one value got several, with {key} and {values}; "": nothing."""
 
     first: ClassVar[tuple[str, ...]] = ()
     """The fields that a reader meets first, in this order; the others follow as they are declared."""
@@ -78,14 +82,13 @@ def sentence(model: type[Section], refused: ValidationError, raw: Mapping[str, A
     """
     errors = refused.errors(include_url=False)
     error = min(errors, key=lambda error: error["type"] != "extra_forbidden")
-    # pydantic puts the tag of a union into the path: keep only what the user typed
-    path = [at] if at else []
-    node: Any = raw
-    for part in error["loc"]:
-        if isinstance(node, Mapping) and part in node:
-            path.append(str(part))
-            node = node[part]
-    key, kind, limits = ".".join(path), error["type"], error.get("ctx", {})
+    text, several = _sentence(model, error, raw, at), _if_several(model, error, raw)
+    return text.partition("; did you mean")[0] + several if several else text
+
+
+def _sentence(model: type[Section], error: ErrorDetails, raw: Mapping[str, Any], at: str) -> str:
+    path, node = _typed(error, raw)
+    key, kind, limits = ".".join([*filter(None, [at]), *path]), error["type"], error.get("ctx", {})
     seen = f"{key}={suggest.shown(node)}"
     if kind == "extra_forbidden":
         return unknown_key(model, key, at)
@@ -121,6 +124,43 @@ def sentence(model: type[Section], refused: ValidationError, raw: Mapping[str, A
     optional = any(type(None) in typing.get_args(one.field.annotation) for one in walk(model, at) if one.name == key)
     text = f"{texts.get(kind, error['msg'])}{', or null' if optional else ''}"
     return f"{seen}: {text}{_as_whole(key, node, text)}"
+
+
+def _typed(error: ErrorDetails, raw: Mapping[str, Any]) -> tuple[list[str], Any]:
+    """The path of a wrong value, and the value: pydantic puts the tag of a union, which nobody typed, into the path."""
+    path: list[str] = []
+    node: Any = raw
+    for part in error["loc"]:
+        if isinstance(node, Mapping) and part in node:
+            path.append(str(part))
+            node = node[part]
+    return path, node
+
+
+def _if_several(model: type[Section], error: ErrorDetails, raw: Mapping[str, Any]) -> str:
+    """The end of a sentence about a list or a range, where the key takes each of its values alone."""
+    path, typed = _typed(error, raw)
+    values = suggest.values_in(typed) if model.for_several else []
+    if len(values) < 2 or any(_is_refused(model, path, _with(raw, path, value)) for value in values):
+        return ""
+    return model.for_several.format(key=".".join(path), values=",".join(map(suggest.word, values)))
+
+
+def _is_refused(model: type[Section], path: list[str], raw: Mapping[str, Any]) -> bool:
+    """Whether the value at `path` is wrong, whatever the others are."""
+    try:
+        model.model_validate(raw)
+    except ValidationError as refused:
+        return any(_typed(error, raw)[0] == path for error in refused.errors(include_url=False))
+    except ConfigError:  # it does not go together with another value
+        return False
+    return False
+
+
+def _with(raw: Mapping[str, Any], path: list[str], value: object) -> dict[str, Any]:
+    """`raw` with another value at `path`."""
+    first, *rest = path
+    return {**raw, first: _with(raw[first], rest, value) if rest else value}
 
 
 def _as_whole(key: str, value: object, text: str) -> str:

@@ -175,6 +175,8 @@ def _place(value: object) -> str:
     text = text_of(value)
     if len(text.encode()) > 4095 or any(len(part.encode()) > 255 for part in text.split("/")):
         raise ValueError("is too long for a path")
+    if "*" in text or "?" in text:
+        raise ValueError("is a pattern, and must be one path; give the folder of the files")
     return text
 
 

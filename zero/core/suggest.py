@@ -1,5 +1,6 @@
 """Did you mean: the nearest known word for a wrong one; and values and names on one line, as a person types them."""
 
+import contextlib
 import difflib
 import inspect
 import re
@@ -16,6 +17,8 @@ SHOWN = 5
 
 _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*")
 _SHELL_LEAVES = re.compile(r"[\w@%+=:,./\[\]-]+")
+_BETWEEN = re.compile(r"\.{2,}|[,;:]|(?<=\d)-(?=\d)")
+"""What stands between the values of a list or the ends of a range."""
 _NO_TEXT = ("true", "false", "null", "inf", "nan")
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
@@ -121,6 +124,21 @@ def shown(value: object) -> str:
     # one line, whatever was typed, and nothing that a terminal would obey
     text = "".join(letter if letter.isprintable() else "?" for letter in " ".join(str(value).split()))
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def values_in(typed: object) -> list[object]:
+    """The values of a list, or of text such as 1,2 or 1e-4..1e-2; none of a single value."""
+    if isinstance(typed, list | tuple):
+        return list(typed)
+    parts = _BETWEEN.split(typed) if isinstance(typed, str) else []
+    return [_as_number(part.strip()) for part in parts] if len(parts) > 1 else []
+
+
+def _as_number(text: str) -> object:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def command(words: Iterable[str], **instead: object) -> str:

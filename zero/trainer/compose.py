@@ -108,8 +108,9 @@ def _refuse_unless_one_option(overrides: Sequence[str]) -> None:
     for text in overrides:
         key, _, value = text.partition("=")
         if value.startswith("[") and key in groups():
-            both = "; for both, tracker=wandb tracker.tensorboard=true" if key == "tracker" else ""
-            raise SettingError(f"{text}: choose one option of {key}{both}")
+            each = Config.for_several.format(key=key, values=",".join(map(str.strip, value.strip("[] ").split(","))))
+            end = "; for both, tracker=wandb tracker.tensorboard=true" if key == "tracker" else each
+            raise SettingError(f"{text}: choose one option of {key}{end}")
         if key.startswith("~") and key[1:] in groups() - set(PRESETS):
             options = suggest.alternatives(_options_of(key[1:]))
             raise SettingError(f"{text}: a run has one option of {key[1:]}, which is {options}")
@@ -289,7 +290,8 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
         if (CONF / key).is_dir():
             options = _options_of(key, folders)
             if value is not None and value not in options:
-                return f"{key}={suggest.shown(value)} does not exist; {suggest.nearest(str(value), options)}"
+                seen = f"{key}={suggest.shown(value)}"
+                return _of_a_path(key, str(value)) or f"{seen} does not exist; {suggest.nearest(str(value), options)}"
         elif text[0] not in "+~" and key not in keys() and not any(known.startswith(f"{key}.") for known in keys()):
             named = CONF.glob(f"*/{value}.yaml") if "." not in key and _NAME.fullmatch(str(value)) else ()
             having = [path.parent.name for path in named]
@@ -307,6 +309,20 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
             return f"{path}: {found[1]} is not in it; begin it with defaults: [OPTION], an option of {group}"
         return _of_another_option(found[1], overrides)
     return unknown_key(found[1]) if found else one_line(error)
+
+
+def _of_a_path(group: str, value: str) -> str:
+    """What to say of a path as the value of a group: each option's first key that takes one; "" of other values."""
+    if "/" not in value and not Path(value).expanduser().exists():
+        return ""
+    by_option: dict[str, str] = {}
+    for entry in entries():
+        if entry.group == group and entry.takes.startswith("a path"):
+            for option in options_with(entry.key, CONF) if entry.options else [""]:
+                chosen = f"{group}={option} " if option else ""
+                by_option.setdefault(option, chosen + suggest.typed(f"{entry.key}={value}"))
+    typed = suggest.alternatives(list(by_option.values()))
+    return f"{group}={suggest.shown(value)} is a path, not an option of {group}; type {typed}" if typed else ""
 
 
 def _with_guess_tried(said: str, word: str, overrides: Sequence[str]) -> str:
@@ -350,6 +366,8 @@ def _of_another_option(key: str, overrides: Sequence[str]) -> str:
         words.insert(0, "tracker.tensorboard=true")  # it was asked for, and W&B can have it beside
     write = [f"{group}={fitting[0]}", *words]
     refused = refusal_of([*others, *write])
+    if any(refused.startswith(f"{word}: ") for word in words):
+        return refused
     typed = " ".join(map(suggest.typed, write))
     return f"{said}; with {typed} in its place: {refused}" if refused else f"{said}; type {typed}"
 

@@ -29,6 +29,7 @@ Model = Annotated[GPTConfig | HFConfig, Field(discriminator="name"), BeforeValid
 class Config(Settings):
     """A whole run. `Config()` is the default run."""
 
+    for_several = "; -m {key}={values} makes a run of each"
     first = ("mode", "resume", "steps", "seed", "deterministic", "profile", "zero", "batch", "model", "data")
 
     mode: Literal["train", "eval", "plan", "doctor", "explain"] = key(

@@ -17,7 +17,7 @@ import pytest
 
 from tests.conftest import LONG_S
 
-WIDTHS = (500, 1400)
+WIDTHS = (390, 500, 1400)
 DARK, LIGHT = "0", "1"
 """As chromium's `preferredColorScheme` has them."""
 
@@ -38,7 +38,7 @@ function look(frame, roots) {
     const own = shades(style(e).backgroundColor)
     return own.length == 3 || own[3] == 1 || !e.parentElement ? own : over(own, paper(e.parentElement))
   }
-  const found = {page: frame.dataset.page, width: seen, cut: [], split: [], pale: [], font: 99}
+  const found = {page: frame.dataset.page, width: seen, cut: [], split: [], pale: [], behind: [], font: 99}
   found.paper = style(page.body).backgroundColor
   found.scrolls = root.scrollWidth - seen
   for (const e of page.querySelectorAll(roots.map(one => `${one}, ${one} *`).join())) {
@@ -46,7 +46,9 @@ function look(frame, roots) {
     const box = e.getBoundingClientRect(), chart = e.closest("svg")
     const has = [...e.childNodes].some(n => n.nodeType == 3 && n.data.trim())
     if (box.width && (box.left < -.5 || box.right > seen + .5) && !scrolls(e)) found.cut.push(said(e))
-    if (!chart && /hidden|clip/.test(style(e).overflowX) && e.scrollWidth > e.clientWidth + 1) found.cut.push(said(e))
+    const hides = e.scrollWidth > e.clientWidth + 1
+    if (/auto|scroll/.test(style(e).overflowX) && hides) found.behind.push(said(e.firstElementChild))
+    if (!chart && /hidden|clip/.test(style(e).overflowX) && hides) found.cut.push(said(e))
     if (chart && e.tagName == "text") {
       const frame = chart.getBoundingClientRect()
       if (box.left < frame.left - 1 || box.right > frame.right + 1) found.cut.push(said(e))
@@ -81,6 +83,7 @@ class Seen(NamedTuple):
         cut: elements that stick out of it, or whose text does not fit them, and no part of the page scrolls to them;
             and labels of a chart that lie on one another.
         split: short words of code in a table that go on in a second line, because their column is too narrow.
+        behind: the contents of parts of the page that scroll sideways.
         pale: texts with too little contrast to what is behind them.
         font: the smallest text of a chart, in pixels; 99 without a chart.
     """
@@ -92,6 +95,7 @@ class Seen(NamedTuple):
     cut: list[str]
     split: list[str]
     pale: list[str]
+    behind: list[str]
     font: float
 
 

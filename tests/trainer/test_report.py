@@ -204,7 +204,7 @@ def test_a_long_line_keeps_its_ends_and_extremes(seed, length):
     (path,) = tags(root, "path")
     heights = [y for _, y in coordinates(path)]
     assert len(heights) <= 1.1 * chart.MANY
-    axis = scale.linear(values, 236 - 36, 10, count=5)
+    axis = scale.linear(values, 236 - 44, 10, count=5)
     expected = [round(axis.at(value), 2) for value in (values[0], values[-1], max(values), min(values))]
     assert [heights[0], heights[-1], min(heights), max(heights)] == expected
 
@@ -612,10 +612,11 @@ def test_nothing_is_cut_in_a_narrow_or_a_wide_window(finished, tmp_path, scheme,
     for name, text in pages.items():
         (tmp_path / f"{name}.html").write_text(text)
     found = shown([tmp_path / f"{name}.html" for name in pages], scheme, tmp_path)
-    assert [(seen.page, seen.width) for seen in found] == [(f"{p}.html", w) for w in (500, 1400) for p in pages]
+    assert [(seen.page, seen.width) for seen in found] == [(f"{p}.html", w) for w in (390, 500, 1400) for p in pages]
     for seen in found:
         assert (seen.paper, seen.scrolls, seen.cut, seen.split, seen.pale) == (paper, 0, [], [], []), seen
         assert 7.5 < seen.font < 99
+        assert all('viewBox="0 0 1120 ' in one for one in seen.behind), "only a chart for a whole page scrolls"
 
 
 @needs_chromium

@@ -16,11 +16,11 @@ from zero.tracker.report.scale import Scale, duration_unit, finite, linear, loga
 
 WIDTH = 560.0
 
-SMALLEST, SMALLEST_WIDE = 0.64, 0.75
-"""How far a page may shrink a chart before the chart scrolls, so that its text stays legible: one that a phone shows
-whole, and one for the width of a page, which scrolls there anyway."""
+SMALLEST, SMALLEST_WIDE = 0.53, 0.75
+"""How far a page may shrink a chart before the chart scrolls, so that its text stays legible: one that a phone of 360
+pixels shows whole, and one for the width of a page, which scrolls there anyway."""
 
-LARGEST = 13.5
+LARGEST = 15.5
 """Font size of a tick or a legend on a narrow page, where charts shrink; there has to be room for it."""
 
 COLOURS = ("blue", "amber", "green", "purple", "teal", "rose", "slate")
@@ -122,7 +122,7 @@ def lines(
     legend, top = _legend([(one.name, one.colour, 1.0) for one in series] if len(series) > 1 else [], width)
     right = width - 18
     height = max(height, top + 120)
-    top, bottom = top + 10, height - 36
+    top, bottom = top + 10, height - 44
     y_values = [y for one in series for _, y in one.points]
     y = logarithmic(y_values, bottom, top) if log else linear(
         y_values, bottom, top, from_zero=from_zero, binary=binary, count=4 if height < 200 else 5
@@ -154,7 +154,7 @@ def bars(rows: Sequence[Bar], *, title: str, order: Sequence[str] = ()) -> str:
     in_order = dict.fromkeys(name for name in [*order, *shown] if name in shown)
     legend, top = _legend([shown[name] for name in in_order], WIDTH)
     top += 8
-    left = 14 + max((min(150.0, _text_width(bar.name, 12.5)) for bar in kept), default=0.0)
+    left = 14 + max((min(150.0, _text_width(bar.name, LARGEST)) for bar in kept), default=0.0)
     totals = [min(1e300, sum(part.value for part in bar.parts)) for bar in kept]
     right = WIDTH - 16 - max((_text_width(size(total), LARGEST) for total in totals), default=0.0)
     x = linear([0, *totals], left, right, binary=True, count=4, snug=True)
@@ -162,7 +162,7 @@ def bars(rows: Sequence[Bar], *, title: str, order: Sequence[str] = ()) -> str:
     body = [_ticks_below(x, top, bottom), legend]
     for index, (bar, total) in enumerate(zip(kept, totals, strict=True)):
         y = top + 32 * index + 5
-        body.append(_text(left - 8, y + 15, _fit(bar.name, 150, 12.5), "end", "name"))
+        body.append(_text(left - 8, y + 15, _fit(bar.name, 150, LARGEST), "end", "tick name"))
         end = 0.0
         for part in bar.parts:
             begin, end = end, end + part.value
@@ -352,8 +352,8 @@ def _grid(x: Scale, y: Scale, left: float, right: float, bottom: float, x_name: 
         parts += [_rule(kind, left, at, right, at), _text(left - 7, at + 4, name, "end")]
     for value, name in x.ticks:
         at = x.at(value)
-        parts += [_rule("axis", at, bottom, at, bottom + 4), _text(at, bottom + 17, name, "middle")]
-    return "".join(parts) + _text(right, bottom + 32, x_name, "end")
+        parts += [_rule("axis", at, bottom, at, bottom + 4), _text(at, bottom + 21, name, "middle")]
+    return "".join(parts) + _text(right, bottom + 39, x_name, "end")
 
 
 def _panel_grid(x: Scale, y: Scale, right: float, top: float, bottom: float, *, first: bool) -> str:

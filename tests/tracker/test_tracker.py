@@ -189,6 +189,23 @@ def test_a_terminal_gets_one_line_that_it_has_room_for(monkeypatch, columns):
     assert ("12/34/100 GiB" in line) == (columns >= 120)
 
 
+@pytest.mark.parametrize("columns", [40, 80, 200])
+@pytest.mark.parametrize("view", [Lines, Bar])
+def test_a_terminal_breaks_lines_at_spaces_only(monkeypatch, columns, view):
+    """A number or a path that it broke itself could be read as another one."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream, path = Terminal(), "/runs/" + 12 * "averylongname/"
+    note = f"stage 3, 2 ranks, bfloat16 compute, update lazy, 124,475,904 parameters in 14 units\nresuming from {path}"
+    console = view(20000, stream, Clock())
+    console.note(note)
+    console.log(FULL)
+    console.close({}, 0)
+    lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).splitlines()]
+    assert [line for line in lines if len(line) > columns and line != path] == []
+    assert " ".join(note.split()) in " ".join(" ".join(lines).split())
+    assert any("loss 2.3456" in line for line in lines)
+
+
 def test_a_window_that_gets_narrower_keeps_no_half_of_the_line(monkeypatch):
     """The terminal has wrapped what it shows, so the line is two rows high when it is drawn again."""
     monkeypatch.setenv("COLUMNS", "120")

@@ -1078,6 +1078,18 @@ def test_a_plan_says_which_memory_is_too_small_and_proposes_nothing_where_nothin
     assert "a rank needs at least" in answer.replace("\n ", "")
 
 
+def test_a_plan_on_a_narrow_terminal_says_the_same_and_breaks_no_number(monkeypatch):
+    settings = config(plan={"ranks": 2, "device_memory": "2MiB", "host_memory": "4MiB", "disk": "1MiB"})
+    texts = []
+    for columns in (200, 80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        texts.append(planning.plan_text(settings)[0])
+    wide, narrow = texts
+    assert max(map(len, wide.splitlines())) > 80
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert narrow.split() == wide.split()
+
+
 def settings_in(line: str) -> list[tuple[int, str]]:
     """Stages and presets of a line of the table, where they are told once: 0-3 none, cpu."""
     found = re.match(r"[* ] ([\d, -]+?) +((?:none|cpu|nvme|infinity)(?:, (?:none|cpu|nvme|infinity))*)", line)

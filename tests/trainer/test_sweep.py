@@ -164,6 +164,9 @@ def test_a_terminal_gets_the_table_with_the_figures_looked_at_first(tmp_path):
     assert [row.split()[:2] for row in rows] == [["0", "1"], ["1", "3"], ["2", "0"]]
     assert [row.split()[-1] for row in rows][1:] == ["best", "failed"]
     assert max(map(len, [head, *rows])) <= 80
+    narrow = sweep.plain(sweep.write(tmp_path), 40)
+    assert narrow.splitlines()[0].split() == ["run", "zero.stage", "val", "loss"]
+    assert max(map(len, narrow.splitlines())) <= 40
 
 
 def test_a_half_done_sweep_can_be_read(tmp_path):

@@ -6,6 +6,7 @@ that is about the whole run, and stands below. In a pipe there is one line per r
 
 import math
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
@@ -46,7 +47,7 @@ class Word(NamedTuple):
 
 
 class Lines(View):
-    """A plain line per row, for pipes and files.
+    """A plain line per row, for pipes and files, and for a loop whose end nobody knows.
 
     Args:
         steps: of the whole run; None where only a loop of the user's own knows when it ends.
@@ -54,6 +55,7 @@ class Lines(View):
 
     def __init__(self, steps: int | None, stream: TextIO, clock: Clock = time.monotonic) -> None:
         self._of, self._stream = "" if steps is None else f"/{steps}", stream
+        self._console = Console(file=stream)
         self._left = None if steps is None else _Left(steps, clock)
         self._work, self._clock = _Work(clock), clock
         self._said_s: float | None = None  # when a line about this work was printed
@@ -61,10 +63,12 @@ class Lines(View):
     def log(self, row: Row) -> None:
         step = Word(f"step {row['step']}{self._of}", 0)
         left = [] if self._left is None else [self._left.after(row)]
-        self.note(fit([step, *words(row), *left], PIPE_COLUMNS))
+        columns = self._console.width if self._stream.isatty() else PIPE_COLUMNS
+        print(fit([step, *words(row), *left], columns), file=self._stream, flush=True)
 
     def note(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        shown = at_spaces(text, self._console.width) if self._stream.isatty() else text
+        print(shown, file=self._stream, flush=True)
 
     def progress(self, what: str, done: int, total: int) -> None:
         if self._work.goes_on(what, done, total):
@@ -104,7 +108,7 @@ class Bar(View):
             self._console.print(self._newest(self._console.width - SPARE_COLUMNS))
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(at_spaces(text, self._console.width), markup=False, highlight=False, soft_wrap=True)
 
     def progress(self, what: str, done: int, total: int) -> None:
         self._work.goes_on(what, done, total)
@@ -177,6 +181,15 @@ def fit(words: Sequence[Word], columns: int) -> str:
                 return line
         kept.remove(max(kept, key=lambda word: word.rank))
     return kept[0].text[:columns] if kept else ""
+
+
+def at_spaces(text: str, columns: int) -> str:
+    """Text with its long lines broken at spaces, where a terminal would break them inside a number."""
+    lines = [
+        textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False) if len(line) > columns else line
+        for line in text.split("\n")
+    ]
+    return "\n".join(lines)
 
 
 _WORDS: tuple[tuple[str, int, Callable[[float], str]], ...] = (

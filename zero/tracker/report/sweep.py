@@ -232,11 +232,22 @@ def markdown(jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> str:
     return "\n".join([counts(jobs), "", top, rule, *lines]) + "\n"
 
 
-def plain(found: Sweep) -> str:
-    """A table for a terminal: what tells the jobs apart, and the figures that are looked at first."""
-    fields = [
-        field for field in ("val_loss", "tokens_per_s", "step_s", "host_peak_bytes") if field in _measured(found.jobs)
-    ]
+LOOKED_AT_FIRST = ("val_loss", "tokens_per_s", "step_s", "host_peak_bytes")
+
+ANY_COLUMNS = 10_000
+"""Of a table that no terminal shows."""
+
+
+def plain(found: Sweep, columns: int = ANY_COLUMNS) -> str:
+    """A table for a terminal: what tells the jobs apart, and as many figures as have room."""
+    fields = [field for field in LOOKED_AT_FIRST if field in _measured(found.jobs)]
+    table = _plain(found, fields)
+    while fields and max(map(len, table.splitlines())) > columns:
+        table = _plain(found, fields := fields[:-1])
+    return table
+
+
+def _plain(found: Sweep, fields: Sequence[str]) -> str:
     rows = [["run", *found.keys, *(HEAD[field] for field in fields), ""]]
     for job in found.jobs:
         note = "best" if job is found.best else "" if job.status == "finished" else job.status

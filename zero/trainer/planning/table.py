@@ -1,5 +1,6 @@
 """What mode=plan prints: every stage and preset side by side, what fits; and a plan against what was measured."""
 
+import shutil
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -25,7 +26,7 @@ from zero.trainer.planning.resolve_activations import resolve_activations
 from zero.trainer.task import build_task
 
 COLUMNS = 80
-"""Of sentences, and of tables but for what is lacking; what is to be copied stays on a line."""
+"""Of sentences and tables, on a terminal that is no wider; what is to be copied stays on a line."""
 
 NOT_REPEATED = (
     *("mode", "zero.stage", "offload", "offload.optimizer", "offload.param", "offload.grad"),
@@ -155,11 +156,20 @@ def _summary(found: Sequence[Choice], machine: Machine) -> Iterator[str]:
     for same in _alike(found, lambda one: _cells(one, tiers)):
         mark = "*" if any(one is winner for one in same) else " "
         presets = ", ".join(dict.fromkeys(one.preset for one in same))
-        yield f"{mark} {_stages(same):<6}{presets:<10}{_cells(same[0], tiers)}"
+        yield from _row(f"{mark} {_stages(same):<6}{presets:<10}{_cells(same[0], tiers)}")
     shown_above = None if winner else nearest(found).refusal
     for refusal in dict.fromkeys(one.refusal for one in found if one.refusal and not one.lacks):
         if refusal != shown_above:
             yield from _sentence(f"no: {refusal}")
+
+
+def _row(line: str) -> Iterator[str]:
+    """A line of the table; what is lacking follows below where the terminal would break it."""
+    if len(line) > shutil.get_terminal_size((len(line), 24)).columns:
+        line, _, lacks = line.partition(" lacks ")
+        yield line
+        line = f"{'':8}lacks {lacks}"
+    yield line
 
 
 def _cells(one: Choice, tiers: Sequence[str]) -> str:

@@ -1,13 +1,15 @@
 """Export a checkpoint to a format of another library: full parameters and buffers, under all names of the model.
 
-    scripts/export runs/2026-01-31/12-00-00 --to hf       # the newest valid checkpoint of a run, to exported-hf in it
+    scripts/export runs/2026-01-31/12-00-00 --to torch    # the newest valid checkpoint of a run, beside its checkpoints
     scripts/export runs/x/checkpoints/step-0000000020 --to torch --out model.pt
+    scripts/export runs/x --to hf                         # for from_pretrained, of a run with model=hf
     scripts/export runs/x --to dcp --out model-dcp --dtype bf16
     scripts/export runs/x --to hf --weights ema           # the moving average of the parameters, with optim.ema
 
 hf     folder: model-00001-of-0000N.safetensors and model.safetensors.index.json. For a run with model=hf also the
-       config and tokenizer of model.path, so that from_pretrained loads it. For a run with model=gpt a config.json with
-       its sizes, for zero.trainer.models.GPTConfig: transformers has no class for this model
+       config and tokenizer of model.path, so that from_pretrained loads it. Of a run with model=gpt from_pretrained
+       loads nothing, because transformers has no class for this model: config.json has the sizes for
+       zero.trainer.models.GPTConfig
 torch  file: a state dict for torch.load(..., weights_only=True, mmap=True); tied weights share their memory
 dcp    folder of torch.distributed.checkpoint
 
@@ -44,7 +46,9 @@ def size(text: str) -> int:
 def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = command_line("export", __doc__)
     parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, a run, or checkpoints")
-    parser.add_argument("--to", required=True, choices=FORMATS, help="the format")
+    parser.add_argument(
+        "--to", required=True, choices=FORMATS, help="the format; hf is for transformers only with model=hf"
+    )
     parser.add_argument("--out", type=Path, help="new file or folder; default: exported-TO in the run")
     parser.add_argument("--weights", default="parameter", choices=("parameter", "ema"), help=MEAN)
     parser.add_argument(

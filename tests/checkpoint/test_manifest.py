@@ -36,7 +36,6 @@ from zero.checkpoint.manifest import (
     index_name,
     index_to_text,
     step_name,
-    step_of,
     to_text,
 )
 from zero.checkpoint.save import random_state
@@ -44,6 +43,7 @@ from zero.core.layout import Layout
 from zero.core.placement import NO_LIMIT
 from zero.errors import CheckpointError
 from zero.platform.safetensors_files import header
+from zero.platform.step_folders import step_of
 from zero.trainer.planning import PaperWorld
 
 SHA = "0123456789abcdef" * 4

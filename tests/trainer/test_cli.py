@@ -139,6 +139,26 @@ REFUSALS = [
     (["-m", "mode=train,plan"], "mode=plan runs nothing, so it cannot be part of a sweep; ask it by itself"),
     (["resume=nowhere"], "resume=nowhere does not exist; give latest, or the folder of a step, a run or several"),
     (["resume=lastest"], "resume=lastest does not exist; did you mean latest?"),
+    (["resume=empty"], "resume=empty: there is no checkpoint; give a step, a run or a folder of checkpoints\n"),
+    (["mode=eval", "resume=empty"], "resume=empty: there is no checkpoint; give a step, a run"),
+    (["offload=nvme", "offload.path=/proc"], "offload.path=/proc is not writable; give a folder where this"),
+    (["checkpoint.dir=/proc"], "checkpoint.dir=/proc: /proc is not writable; give a folder"),
+    (["data=tokens", "data.path=empty/file"], "data.path=empty/file has 1 bytes, not a multiple of 2"),
+    (["data=tokens", "data.path=/dev/null"], "data.path=/dev/null is not a file"),
+    (["data=tokens", "data.path=empty/tokens"], "data.path=empty/tokens leaves 95 tokens for training, fewer than one"),
+    (
+        ["data=tokens", "data.path=empty/many"],
+        "set model.vocab=50304, or data.vocab=256 if the file has no larger numbers\n",
+    ),
+    (["mode=plan", "data=tokens", "data.path=nowhere"], "set model.vocab=50304, or data.vocab=256 if"),
+    (
+        ["--config", "my.yaml"],
+        "--config: no option names a file of settings; options of your own are found with 'hydra",
+    ),
+    (["--config=my.yaml"], "--config=my.yaml: no option names a file of settings; options of your own are found"),
+    (["--config-file", "x"], "--config-file: no option names a file of settings; options of your own are found"),
+    (["-c", "my.yml"], "my.yml: no option names a file of settings; options of your own are found"),
+    (["my.yaml", "steps=9"], "my.yaml: no option names a file of settings; options of your own are found"),
     (["checkpoint.dir=no/such/folder"], "no/such does not exist; give a folder on a disk that all ranks share"),
     (["checkpoint.dir=empty/file"], "checkpoint.dir=empty/file: is not a folder"),
     (["checkpoint.dir=/proc/self/new"], "is not writable; give a folder where this user may write"),
@@ -169,6 +189,8 @@ REFUSALS = [
 def test_a_mistake_is_one_line_exit_code_2_and_no_folder(here, arguments, said, capsys):
     (here / "empty").mkdir()
     (here / "empty" / "file").write_bytes(b"\0")
+    (here / "empty" / "tokens").write_bytes(200 * b"\0")
+    (here / "empty" / "many").write_bytes(20_000 * b"\0")
     (here / "empty" / "loop").symlink_to("loop")
     (here / "empty" / "nothing").symlink_to("nowhere")
     assert train.main(arguments) == 2

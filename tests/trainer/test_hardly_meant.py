@@ -1,5 +1,6 @@
 """What is hardly meant: a disk that is memory is warned of once, and two numbers of ranks are refused."""
 
+import os
 import warnings
 
 import pytest
@@ -34,6 +35,21 @@ def test_a_disk_that_is_memory_is_warned_of_once(here, tmpfs, capsys):
     assert printed.count("is memory") == 1
     assert printed.startswith(f"warning: offload.path={here} {WARNING}, or offload=cpu")
     assert printed.count("\n") == 1
+
+
+def test_more_ranks_than_start_within_seconds_are_warned_of_at_once(here, capsys, monkeypatch):
+    cores = len(os.sched_getaffinity(0))
+    started = []
+    monkeypatch.setattr(job, "run", lambda *args, **how: started.append(capsys.readouterr().err) or 1 / 0)
+    for ranks in (4 * cores, 32 * cores):
+        train.main([*QUIET, f"launch.ranks={ranks}", f"batch.global={ranks}"])
+        capsys.readouterr()
+    few, many = started
+    assert few == ""
+    assert many.startswith(
+        f"warning: launch.ranks={32 * cores} on {cores} cores: to start, each rank takes about 2.5 s"
+    )
+    assert many.endswith(f"at most launch.ranks={4 * cores} start here within seconds\n")
 
 
 @pytest.mark.parametrize("words", [["offload=none"], ["offload=cpu"], ["offload=auto"], []], ids=str)

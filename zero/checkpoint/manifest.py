@@ -215,12 +215,6 @@ def step_name(step: int) -> str:
     return f"step-{_integer(step, 'the step', 0, MAX_STEP):010d}"
 
 
-def step_of(name: str) -> int | None:
-    """The step that a folder's name says; None for every name that `step_name` does not give."""
-    found = re.fullmatch(r"step-([0-9]{10})", name)
-    return int(found[1]) if found else None
-
-
 def to_text(manifest: Manifest) -> str:
     """Write it down; equal manifests have equal texts.
 

@@ -8,7 +8,7 @@ import itertools
 import random
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -30,9 +30,8 @@ from zero.checkpoint.manifest import (
     index_from_text,
     index_name,
     step_name,
-    step_of,
 )
-from zero.checkpoint.publish import MANIFEST_NAME, Root
+from zero.checkpoint.publish import Root
 from zero.checkpoint.save import by_rank_0, gather_reports, join
 from zero.checkpoint.shard import THREADS, ShardReader
 from zero.core.loss_scale import LossScale
@@ -41,10 +40,8 @@ from zero.engine.arguments import check_folder, check_world
 from zero.errors import CheckpointError
 from zero.platform.files import memory_of
 from zero.platform.safetensors_files import offsets
+from zero.platform.step_folders import is_step, missing, root_at
 from zero.progress import Progress, silent
-
-FOLDER = "checkpoints"
-"""Of a run, inside its folder, unless configured otherwise."""
 
 OPEN_FILES = 8
 """Each keeps a descriptor and a MiB."""
@@ -179,27 +176,10 @@ def open_at(world: World, path: Path, progress: Progress = silent) -> tuple[Chec
     """
     if is_step(path):
         return open_checkpoint(world, path, progress=progress), []
-    found, rejected = open_latest(world, path / FOLDER if (path / FOLDER).is_dir() else path, progress=progress)
+    found, rejected = open_latest(world, root_at(path), progress=progress)
     if found is None:
-        example = by_rank_0(world, lambda: _newest_run(path))
-        raise CheckpointError(f"{path}: there is no checkpoint; give a step, a run or a folder of checkpoints{example}")
+        raise CheckpointError(by_rank_0(world, lambda: missing(path)))
     return found, rejected
-
-
-def _newest_run(path: Path) -> str:
-    """For those who gave the folder of all runs: of those that saved, the one that did so last."""
-    saves_s = {root: last_save_s(root) for depth in ("*", "*/*") for root in path.glob(f"{depth}/{FOLDER}")}
-    newest = max(saves_s, key=lambda root: saves_s[root], default=None)
-    return f", such as {newest.parent}" if newest is not None and saves_s[newest] else ""
-
-
-def last_save_s(root: Path) -> float:
-    """When something was published there; 0: never."""
-    last_s = 0.0
-    for path in root.glob("step-*"):
-        with suppress(FileNotFoundError):  # its run has removed it meanwhile
-            last_s = max(last_s, path.lstat().st_mtime if step_of(path.name) is not None else 0.0)
-    return last_s
 
 
 def newest(world: World, folder: Path, *, below: bool) -> tuple[Checkpoint | None, list[str]]:
@@ -216,11 +196,6 @@ def newest(world: World, folder: Path, *, below: bool) -> tuple[Checkpoint | Non
         return [path for _, path in sorted(steps, reverse=True)]
 
     return open_first(world, [Path(path) for path in by_rank_0(world, newest_first)])
-
-
-def is_step(path: Path) -> bool:
-    """It is meant to be one checkpoint, not a folder of them."""
-    return step_of(path.name) is not None or (path / MANIFEST_NAME).exists()
 
 
 # -- whether it is whole -----------------------------------------------------------------------------------------------

@@ -42,12 +42,10 @@ from zero.checkpoint.manifest import (
     index_name,
     index_to_text,
     step_name,
-    step_of,
 )
 from zero.errors import CheckpointError, ConfigError
 from zero.platform.files import named
-
-MANIFEST_NAME = "manifest.json"
+from zero.platform.step_folders import MANIFEST_NAME, step_of
 
 _ASIDE = re.compile(r"\.(tmp|old|del)-([0-9]{10})-[0-9a-f]{16}")
 

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -100,6 +101,15 @@ def publish(path: Path, text: str) -> None:
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
+
+
+def takes_files(folder: Path) -> bool:
+    """Whether a file can be made in a folder. `os.access` says so of any to root, also of /proc."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
 
 
 def folders_of(paths: Sequence[str]) -> list[Path]:

@@ -8,14 +8,22 @@ from typing import Any
 from zero.core import suggest
 from zero.core.placement import Offload
 from zero.errors import ConfigError
-from zero.platform.run_files import folders_of, in_memory
+from zero.platform import step_folders
+from zero.platform.run_files import folders_of, in_memory, takes_files
 from zero.trainer import launch
 from zero.trainer.config import Config, read
 from zero.trainer.data import check_data
+from zero.trainer.data.source import TokensConfig
 from zero.trainer.models.hf_config import HFConfig
 
 RUNS_NOTHING = ("plan", "doctor", "explain")
 """Modes that print an answer."""
+
+RANKS_PER_CORE = 4
+"""More start so slowly, or take so much memory, that they are warned of."""
+
+START_S, START_MIB = 2.5, 250
+"""What a rank takes to import torch, measured with torch 2.13 for CPUs."""
 
 
 def parse_config(raw: Mapping[str, Any]) -> Config:
@@ -26,6 +34,8 @@ def parse_config(raw: Mapping[str, Any]) -> Config:
     """
     config = read(raw)
     if config.mode in RUNS_NOTHING:  # nothing is run, and a doctor is asked because something may be wrong
+        if isinstance(config.data, TokensConfig):
+            config.check_tokens()
         return config
     config.on(launch.count_ranks(config.launch.ranks, config.launch.device))
     if isinstance(config.model, HFConfig):
@@ -38,11 +48,24 @@ def parse_config(raw: Mapping[str, Any]) -> Config:
 
 
 def notes_on(config: Config) -> list[str]:
-    """What is accepted, and is hardly what was meant."""
+    """Settings that are accepted and probably mistakes."""
     offload = config.offload
     uses_disk = "nvme" in offload.kinds or ("auto" in offload.kinds and offload.path is not None)
-    is_run = config.mode not in ("doctor", "explain")
-    return [note for note in [in_memory(folders_of(offload.paths))] if note] if is_run and uses_disk else []
+    notes = [in_memory(folders_of(offload.paths)) if uses_disk and config.mode not in ("doctor", "explain") else ""]
+    if config.mode not in RUNS_NOTHING:
+        notes.append(_crowded(config.launch.ranks))
+    return [note for note in notes if note]
+
+
+def _crowded(ranks: int | str) -> str:
+    """A warning about more ranks than a machine starts within seconds; "" where there are fewer."""
+    cores = launch.cores()
+    if ranks == "auto" or int(ranks) <= RANKS_PER_CORE * cores or launch.under_torchrun():
+        return ""
+    return (
+        f"launch.ranks={ranks} on {cores} core{'s' * (cores != 1)}: to start, each rank takes about {START_S:g} s of a "
+        f"core and {START_MIB} MiB; at most launch.ranks={RANKS_PER_CORE * cores} start here within seconds"
+    )
 
 
 def _check_path(offload: Offload) -> None:
@@ -54,7 +77,7 @@ def _check_path(offload: Offload) -> None:
             raise ConfigError(f"offload.path={folder} does not exist; give a folder on a fast local disk")
         if not folder.is_dir():
             raise ConfigError(f"offload.path={folder} is not a folder; give the folder that the file is to be made in")
-        if not os.access(folder, os.W_OK | os.X_OK):
+        if not takes_files(folder):
             raise ConfigError(f"offload.path={folder} is not writable; give a folder where this user may make a file")
 
 
@@ -64,6 +87,8 @@ def _check_checkpoints(config: Config) -> None:
         instead = "" if "/" in config.resume else suggest.meant(config.resume, ("latest", "none"))
         instead = instead or "; give latest, or the folder of a step, a run or several"
         raise ConfigError(f"resume={config.resume} does not exist{instead}")
+    if config.resume not in ("none", "latest") and (nothing := step_folders.missing(Path(config.resume))):
+        raise ConfigError(f"resume={nothing}")
     if config.checkpoint.dir is None:
         return
     folder = Path(config.checkpoint.dir).expanduser()
@@ -72,5 +97,5 @@ def _check_checkpoints(config: Config) -> None:
         what = "is not a folder" if os.path.lexists(inside) else "does not exist"
         what = what if inside == folder else f"{inside} {what}"
         raise ConfigError(f"checkpoint.dir={folder}: {what}; give a folder on a disk that all ranks share")
-    if not os.access(inside, os.W_OK | os.X_OK):
+    if not takes_files(inside):
         raise ConfigError(f"checkpoint.dir={folder}: {inside} is not writable; give a folder where this user may write")

@@ -10,6 +10,7 @@ import itertools
 import math
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -250,14 +251,15 @@ def _options(arguments: Sequence[str]) -> Any:
             raise ConfigError(f"{argument}: settings are written without dashes{end}")
     if (plain := _without_dashes(arguments)) != list(arguments):
         _refuse_synonyms(plain, "settings are written without dashes; ", sweep=sweep)
+    plain_words = [one for one in arguments if "=" not in one or one.startswith("-")]
+    if of_a_file := [one for one in plain_words if one.startswith("--conf") or one.endswith((".yaml", ".yml"))]:
+        raise ConfigError(
+            f"{of_a_file[0]}: no option names a file of settings; options of your own are found with "
+            "'hydra.searchpath=[file:///FOLDER]', for instance FOLDER/experiment/NAME.yaml with experiment=NAME"
+        )
     parser = parser_of_options()
     parser.error = refuse  # type: ignore[method-assign]
     given, unknown = parser.parse_known_intermixed_args(list(arguments))
-    if given.config_dir or given.config_path or given.config_name:
-        raise ConfigError(
-            "--config-dir, --config-path and --config-name are not here: options of your own are found with "
-            "'hydra.searchpath=[file:///FOLDER]', for instance FOLDER/experiment/NAME.yaml with experiment=NAME"
-        )
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]}; settings are written key=value, and --help lists them")
     return given
@@ -380,7 +382,8 @@ def _report_sweep(folder: Path, *, reported: bool) -> list[int]:
 def _print_sweep(folder: Path) -> sweep.Sweep:
     """The table so far, and where its page is."""
     found = sweep.write(folder)
-    print(f"\n{sweep.plain(found)}\n\n{sweep.counts(found.jobs)}: {found.page}")
+    table = sweep.plain(found, shutil.get_terminal_size((sweep.ANY_COLUMNS, 24)).columns)
+    print(f"\n{table}\n\n{sweep.counts(found.jobs)}: {found.page}")
     if any(folder.glob("*/wandb/offline-run-*")):
         print(f"to send the runs to W&B: wandb sync {os.path.relpath(folder)}/*/wandb/offline-run-*")
     return found

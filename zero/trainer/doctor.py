@@ -30,7 +30,7 @@ from zero.errors import MachineError, StoreError, if_it_fails
 from zero.platform.device import memory_groups
 from zero.platform.files import DIRECT, Files, named, open_and_unlink, open_nameless
 from zero.platform.installed import install
-from zero.platform.run_files import MEMORY, folders_of, mount_of
+from zero.platform.run_files import MEMORY, folders_of, mount_of, takes_files
 from zero.store.nvme import probe
 from zero.tracker.settings import Wandb
 from zero.tracker.wandb import has_key, mode_of
@@ -372,7 +372,7 @@ def _disk(config: Config, host: Host) -> Iterator[Check]:
 def _disk_of(config: Config, host: Host, folder: Path) -> Iterator[Check]:
     wanted = bool({"nvme", "auto"} & {config.offload.optimizer, config.offload.param, config.offload.grad})
     state: State = "bad" if wanted or config.offload.path else "warn"
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+    if not folder.is_dir() or not takes_files(folder):
         why = "is not writable" if folder.is_dir() else "is not a folder" if folder.exists() else "does not exist"
         yield Check("offload.path", state, f"{folder} {why}", "set offload.path to a folder on a fast local disk")
         return
@@ -433,7 +433,7 @@ def _checkpoints(config: Config, host: Host) -> Iterator[Check]:
     folder = Path(config.checkpoint.dir or ".").expanduser().absolute()
     there = next(one for one in (folder, *folder.parents) if one.exists())
     kind, free = _file_system(host, there)
-    if not os.access(there, os.W_OK | os.X_OK):
+    if not takes_files(there):
         yield Check("checkpoints", "bad", f"{folder} is not writable", "set checkpoint.dir to a folder of this user")
         return
     yield _judge(

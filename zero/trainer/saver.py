@@ -20,8 +20,7 @@ from typing import Any
 from zero.checkpoint import Checkpoint, Root, Saving, begin, open_at, open_first, open_latest, snapshot_bytes
 from zero.checkpoint.contents import check
 from zero.checkpoint.disk import naming
-from zero.checkpoint.manifest import step_name, step_of
-from zero.checkpoint.open import FOLDER, is_step, last_save_s
+from zero.checkpoint.manifest import step_name
 from zero.checkpoint.save import by_rank_0, check_shared
 from zero.core.placement import size_text
 from zero.distributed.world import World
@@ -31,6 +30,7 @@ from zero.engine.state import State
 from zero.errors import CheckpointError
 from zero.platform.device import free_host_bytes
 from zero.platform.run_files import writing
+from zero.platform.step_folders import FOLDER, is_step, last_save_s, step_of
 from zero.progress import Progress
 from zero.tracker import Tracker
 from zero.trainer.config import Config

@@ -14,7 +14,7 @@ from zero.core.settings import Place, key
 from zero.errors import ConfigError
 from zero.settings import Settings
 from zero.trainer.config.sections import Checkpoint, Debug, Explain, Launch, Machine, Sample, Val
-from zero.trainer.data.source import DataConfig, HFTextConfig, TextConfig
+from zero.trainer.data.source import DataConfig, HFTextConfig, TextConfig, TokensConfig
 from zero.trainer.models.gpt_config import UNIT_CLASSES, GPTConfig
 from zero.trainer.models.hf_config import HFConfig
 
@@ -92,7 +92,7 @@ class Config(Settings):
         norm, absent = ("RMSNorm", "LayerNorm") if model.norm == "rms" else ("LayerNorm", "RMSNorm")
         if absent in self.zero.units:
             raise ConfigError(f"zero.units: a model with model.norm={model.norm} has no {absent}; write {norm}")
-        if not isinstance(self.data, HFTextConfig):
+        if not isinstance(self.data, HFTextConfig | TokensConfig):  # the file may be what is wrong: see parse_config
             self.check_tokens()
 
     def check_tokens(self) -> None:
@@ -109,9 +109,10 @@ class Config(Settings):
                 f"data.path={self.data.folder or 'TEXTS'}"
             )
         if isinstance(self.model, GPTConfig) and self.vocab > self.model.vocab:
+            fewer = f", or data.vocab={self.model.vocab} if the file has no larger numbers"
             raise ConfigError(
                 f"model.vocab={self.model.vocab} is smaller than the {self.vocab} tokens of data={self.data.name}; "
-                f"set model.vocab={self.vocab}"
+                f"set model.vocab={self.vocab}{fewer if isinstance(self.data, TokensConfig) else ''}"
             )
 
     def source(self) -> DataConfig:

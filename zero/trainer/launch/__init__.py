@@ -2,12 +2,12 @@
 
 from zero.trainer.launch.begun import Begun, notes_on_torchrun, own_begun
 from zero.trainer.launch.ending import Interrupted, describe
-from zero.trainer.launch.process import MALLOC_VARIABLES, THRESHOLDS, Processes, environment, set_up
+from zero.trainer.launch.process import MALLOC_VARIABLES, THRESHOLDS, Processes, cores, environment, set_up
 from zero.trainer.launch.ranks import count_ranks, inside, joined, launch, restart_count, tell_torchrun, under_torchrun
 from zero.trainer.launch.request import import_torch, preempted, signals_waiting
 
 __all__ = [
-    "MALLOC_VARIABLES", "THRESHOLDS", "Begun", "Interrupted", "Processes", "count_ranks", "describe", "environment",
-    "import_torch", "inside", "joined", "launch", "notes_on_torchrun", "own_begun", "preempted", "restart_count",
-    "set_up", "signals_waiting", "tell_torchrun", "under_torchrun",
+    "MALLOC_VARIABLES", "THRESHOLDS", "Begun", "Interrupted", "Processes", "cores", "count_ranks", "describe",
+    "environment", "import_torch", "inside", "joined", "launch", "notes_on_torchrun", "own_begun", "preempted",
+    "restart_count", "set_up", "signals_waiting", "tell_torchrun", "under_torchrun",
 ]  # fmt: skip

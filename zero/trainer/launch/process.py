@@ -75,7 +75,7 @@ def set_up(how: Processes, ranks: int | None = None) -> AbstractContextManager[N
 
 
 def _threads(how: Processes, ranks: int) -> int:
-    return max(1, _cores() // ranks) if how.threads == "auto" else how.threads
+    return max(1, cores() // ranks) if how.threads == "auto" else how.threads
 
 
 def redirect(path: Path, *, stdout: bool, further: bool = False) -> None:
@@ -119,7 +119,8 @@ def environ(changes: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 

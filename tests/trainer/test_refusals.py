@@ -100,6 +100,10 @@ HYDRA = [
     (["tracker=wandb", "tracker.run=a b=c"], "tracker.run=a b=c cannot be read; write key=value, and quote"),
     (["data=tokens"], "data=tokens needs data.path=FILE"),
     (["optim=[adamw,lion]"], "choose one option of optim; -m optim=adamw,lion makes a run of each\n"),
+    (
+        ["-m", "optim.lr=interval(1e-4,1e-2)"],
+        "hydra/sweeper=optuna draws from a range; -m optim.lr=0.0001,0.01 makes a run of each\n",
+    ),
     (["tracker=[wandb,tensorboard]"], "one option of tracker; for both, tracker=wandb tracker.tensorboard=true"),
     (["zero.stage=3", "zero.stage"], "zero.stage cannot be read; write key=value"),
 ]
@@ -294,8 +298,8 @@ OF_A_PATH = [
     ("data", "{}", "data=text data.folder={0}, data=hf data.path={0} or data=tokens data.path={0}"),
     ("data", "./{}", "data=text data.folder={0}, data=hf data.path={0} or data=tokens data.path={0}"),
     ("model", "{}", "model=hf model.path={0}"),
-    ("offload", "{}", "offload.path={0}"),
-    ("offload", "no/such/{}", "offload.path={0}"),
+    ("offload", "{}", "offload.path={0} beside offload=auto, cpu, infinity, none or nvme"),
+    ("offload", "no/such/{}", "offload.path={0} beside offload=auto, cpu, infinity, none or nvme"),
 ]
 
 

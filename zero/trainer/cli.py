@@ -39,6 +39,7 @@ from zero.trainer.compose import (
     notes_of,
     parser_of_options,
     refusal_of,
+    refuse_ranges,
     refuse_secrets_of,
     run_jobs,
     runs_in,
@@ -309,6 +310,7 @@ def _parse_runs(given: Any) -> tuple[list[tuple[Config, Sequence[str]]], Path]:
         try:
             composed = compose(overrides)
             refuse_secrets_of(composed)
+            refuse_ranges(composed, given.overrides)
             folders.append(folder_of(composed, "sweep" if given.multirun else "run"))
             settings = settings_in(composed)
             notes |= dict.fromkeys(notes_of(composed))

@@ -27,6 +27,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
@@ -319,8 +320,9 @@ def _of_a_path(group: str, value: str) -> str:
     for entry in entries():
         if entry.group == group and entry.takes.startswith("a path"):
             for option in options_with(entry.key, CONF) if entry.options else [""]:
-                chosen = f"{group}={option} " if option else ""
-                by_option.setdefault(option, chosen + suggest.typed(f"{entry.key}={value}"))
+                path = suggest.typed(f"{entry.key}={value}")
+                beside = f"{path} beside {group}={suggest.alternatives(_options_of(group))}"
+                by_option.setdefault(option, f"{group}={option} {path}" if option else beside)
     typed = suggest.alternatives(list(by_option.values()))
     return f"{group}={suggest.shown(value)} is a path, not an option of {group}; type {typed}" if typed else ""
 
@@ -413,6 +415,23 @@ def runs_in(overrides: Sequence[str], limit: int = 64) -> Iterator[list[str]]:
         if one.is_discrete_sweep() or not one.is_sweep_override()
     ]
     return ([str(text) for text in run] for run in itertools.islice(itertools.product(*choices), limit))
+
+
+def refuse_ranges(composed: Any, overrides: Sequence[str]) -> None:
+    """Refuse interval(LOW,HIGH) where the sweeper takes lists only.
+
+    Raises:
+        SettingError: one line about the first of them.
+    """
+    if "BasicSweeper" not in composed.hydra.sweeper._target_:
+        return
+    for one in OverridesParser.create().parse_overrides(list(overrides)):
+        value = one.value()
+        if isinstance(value, IntervalSweep):
+            each = Config.for_several.format(key=one.key_or_group, values=f"{value.start},{value.end}")
+            raise SettingError(
+                f"{one.input_line}: only a sweeper such as hydra/sweeper=optuna draws from a range{each}"
+            )
 
 
 def folder_of(composed: Any, kind: str) -> Path:

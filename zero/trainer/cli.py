@@ -104,7 +104,7 @@ def _going_on(arguments: Sequence[str], folder: Path | None) -> str:
     """What is left of a run that was stopped at once, and the command that goes on from there."""
     if folder is None:
         return ""
-    from zero.checkpoint.manifest import step_of
+    from zero.platform.step_folders import step_of
     from zero.trainer.saver import last_saved
 
     run, newest = read_run(folder), last_saved(folder)

@@ -354,7 +354,12 @@ class Loader:
         elif world.size > 1 and world.rank == 0:
             log.warning("training_data is an IterableDataset: it has to give each rank its own rows")
         self.batches: DataLoader[Any] = DataLoader(
-            data, batch_size=rows, sampler=self._sampler, collate_fn=collate, drop_last=drop_last
+            data,
+            batch_size=rows,
+            sampler=self._sampler,
+            collate_fn=collate,
+            drop_last=drop_last,
+            generator=torch.Generator().manual_seed(seed),  # None: each epoch would draw from the global generator
         )
 
     def __len__(self) -> int:

@@ -3,9 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-from rich import progress as rich_progress
-from rich.console import Console
-
+from zero.platform.rich import Console, progress as rich_progress
 from zero.progress import Progress, silent
 
 

@@ -11,14 +11,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
-from rich.console import Console, Group, RenderableType
-from rich.control import Control
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.segment import ControlType
-from rich.table import Table
-from rich.text import Text
-
+from zero.platform.rich import (
+    Console,
+    Control,
+    ControlType,
+    Group,
+    Live,
+    ProgressBar,
+    RenderableType,
+    Table,
+    Text,
+)
 from zero.tracker.view import ROW, Row, View
 
 PIPE_COLUMNS = 120

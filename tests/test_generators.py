@@ -1,0 +1,189 @@
+"""No public call draws from a global generator or seeds it; loading a checkpoint sets those that it saved.
+
+A script that calls the library goes through the same random numbers as without it: its augmentations, dropout and
+shuffling do not depend on what the library imports, prints or saves.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from tests.conftest import LONG_S
+
+CONFIG = {
+    "train_batch_size": 4,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}},
+    "zero_optimization": {"stage": 3},
+    "steps_per_print": 1,
+    "tensorboard": {"enabled": True},
+}
+
+
+def test_no_public_call_draws_from_a_global_generator_or_seeds_it(tmp_path: Path):
+    """In a process of its own, because the first call of a function imports what it needs."""
+    subprocess.run([sys.executable, "-m", "tests.test_generators", tmp_path], check=True, timeout=LONG_S)
+
+
+def generators() -> dict[str, Any]:
+    """Where the global generators are, each as a comparable value."""
+    import random
+
+    import numpy
+    import torch
+
+    name, words, *rest = numpy.random.get_state()
+    states = {
+        "random": random.getstate(),
+        "numpy": (name, bytes(words), *rest),
+        "torch": torch.get_rng_state().numpy().tobytes(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
+    return states
+
+
+@contextmanager
+def unmoved(call: str) -> Iterator[None]:
+    """The body leaves every global generator as it was."""
+    before = generators()
+    yield
+    moved = [name for name, state in generators().items() if state != before[name]]
+    assert not moved, f"{call} moves {', '.join(moved)}"
+
+
+def model() -> Any:
+    """A model whose constructor draws nothing."""
+    import torch
+    from torch import nn
+
+    linear = [torch.nn.utils.skip_init(nn.Linear, 8, 8) for _ in range(3)]
+    for layer in linear:
+        for parameter in layer.parameters():
+            parameter.data.copy_(torch.linspace(-0.3, 0.3, parameter.numel()).view(parameter.shape))
+    return nn.Sequential(*linear)
+
+
+def loss_fn(model: Any, rows: Any) -> Any:
+    return model(rows).square().mean()
+
+
+def functions(folder: Path) -> None:
+    """A loop of `make_step`, with everything that a loop may call."""
+    import torch
+    from torch import nn
+
+    import zero
+
+    rows = torch.linspace(0, 1, 32, dtype=torch.float16).view(4, 8)
+    with zero.World.from_env() as world:
+        with zero.empty():
+            empty = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        zero.Stage(2), zero.linear_warmup(1e-3, 2), zero.warmup_cosine(1e-3, 2, 4)
+        for optimizer in (zero.adam(1e-3), zero.sgd(1e-3), zero.lion(1e-4), zero.adagrad(1e-3)):
+            zero.Plan(empty, optimizer=optimizer, world=world)
+        groups = [zero.Group("0.*", lr=zero.warmup_linear(1e-3, 2, 4))]
+        optimizer = zero.with_ema(zero.with_moments(zero.adamw(1e-3, groups=groups), "bf16"))
+        plan = zero.Plan(
+            empty,
+            optimizer=optimizer,
+            world=world,
+            stage=3,
+            precision=zero.Precision("fp16", scale=zero.LossScaling()),
+            offload=zero.Offload("nvme", path=str(folder)),
+        )
+        state = zero.init(plan, zero.open_store(plan), seed=3)
+        step = zero.make_step(plan, loss_fn)
+        with zero.track(state, folder / "track", samples=4, every=1, tracker="tensorboard") as track:
+            for _ in range(4):
+                state, metrics = step(state, [rows])
+                track(state, metrics)
+            track.saved(zero.save(state, folder / "functions"))
+        pieces = zero.Step(state)
+        pieces.microbatch()
+        pieces.backward(loss_fn(state.model, rows))
+        state, _ = pieces.finish()
+        with zero.record(state) as timeline:
+            zero.make_forward(plan, loss_fn)(state, rows)
+        timeline.write(folder / "trace.json")
+        name = next(iter(zero.full_state_dict(state)))
+        zero.set_full(state, name, zero.get_full(state, name))
+        with zero.gathered(state, [name], modify=True):
+            pass
+        found, _ = zero.open_latest(world, folder / "functions")
+        zero.load(state, zero.open_checkpoint(world, found.folder)).runtime.store.close()
+
+
+def engine(folder: Path) -> None:
+    """A loop of DeepSpeed's names."""
+    import argparse
+
+    import torch
+    from torch.utils.data import TensorDataset
+
+    import zero
+
+    zero.init_distributed()
+    zero.add_config_arguments(argparse.ArgumentParser())
+    with zero.Init():
+        torch.nn.Linear(8, 8)
+    data = TensorDataset(torch.linspace(0, 1, 64).view(8, 8))
+    engine, _, loader, _ = zero.initialize(
+        model=model(), config=CONFIG, training_data=data, folder=folder / "engine", seed=5
+    )
+    for _, (rows,) in zip(range(3), zero.utils.RepeatingLoader(loader), strict=False):
+        engine.backward(engine(rows).square().mean())
+        engine.step()
+    weight = engine.module[0].weight
+    with zero.zero.GatheredParameters(weight, modifier_rank=0):
+        weight.data.mul_(2)
+    zero.utils.safe_set_full_fp32_param(weight, zero.utils.safe_get_full_fp32_param(weight))
+    engine.save_checkpoint(folder / "engine", client_state={"epoch": 1})
+    engine.save_16bit_model(folder / "engine")
+    engine.load_checkpoint(folder / "engine")
+    engine.load_module_state_dict(engine.module_state_dict())
+    engine.eval()
+    engine(rows)
+    engine.destroy()
+    zero.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder / "engine")
+    zero.get_accelerator().synchronize()
+    zero.runtime.utils.see_memory_usage("end", force=True)
+
+
+def codes(name: str) -> set[CodeType]:
+    """The code of a public name: of a function, or of a class and its methods."""
+    import inspect
+
+    import zero
+
+    public = inspect.unwrap(getattr(zero, name))
+    inside = [public, *vars(public).values()] if isinstance(public, type) else [public]
+    return {one.__code__ for one in map(inspect.unwrap, inside) if inspect.isfunction(one)}
+
+
+def main(folder: Path) -> None:
+    ran = set[CodeType]()
+    scenarios: list[Callable[[Path], None]] = [functions, engine]
+    sys.setprofile(lambda frame, event, _: ran.add(frame.f_code) if event == "call" else None)
+    with unmoved("import zero"):
+        import zero
+    from zero.deepspeed import missing_names
+
+    for path in missing_names.HERE:
+        with unmoved(path):
+            missing_names.found(path)
+    for scenario in scenarios:
+        with unmoved(scenario.__name__):
+            scenario(folder)
+    sys.setprofile(None)
+    untried = [name for name in zero.__all__ if (parts := codes(name)) and not parts & ran]
+    assert not untried, f"not called here: {', '.join(untried)}"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

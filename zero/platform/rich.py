@@ -1,0 +1,28 @@
+"""The names of `rich` that this library uses, imported without moving the user's generator.
+
+`rich.style` draws from Python's `random` as it is imported.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def _generator_kept() -> Iterator[None]:
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+with _generator_kept():
+    from rich import progress as progress
+    from rich.console import Console as Console, Group as Group, RenderableType as RenderableType
+    from rich.control import Control as Control
+    from rich.live import Live as Live
+    from rich.progress_bar import ProgressBar as ProgressBar
+    from rich.segment import ControlType as ControlType
+    from rich.table import Table as Table
+    from rich.text import Text as Text

@@ -670,6 +670,14 @@ def test_a_model_that_was_compiled_before_is_taken_over_and_its_units_are_compil
     engine.destroy()
 
 
+@pytest.mark.parametrize("part", [lambda engine: engine, lambda engine: engine.module])
+def test_what_is_compiled_too_late_says_when_to_compile(part):
+    engine = begin(zero.World.from_env(), net(), 3)
+    with pytest.raises(ConfigError, match=r"Write zero\.initialize\(model=torch\.compile\(model\)"):
+        torch.compile(part(engine), backend="eager")
+    engine.destroy()
+
+
 def test_a_compiled_model_that_is_refused_is_left_compiled():
     model = torch.compile(net(), backend="eager")
     forward = model.forward

@@ -161,6 +161,10 @@ CALLS = [
     (lambda run: zero.open_latest(run.world, None), "zero.open_latest takes a folder second, and this is None"),
     (lambda run: zero.open_checkpoint(run.folder, run.world), "write checkpoint = zero.open_checkpoint(world, folder)"),
     (lambda run: zero.save(run.state, None), "this is None; write zero.save(state, folder)"),
+    (lambda run: zero.save(run.state), "zero.save needs root; write zero.save(state, folder)"),
+    (lambda run: zero.load(run.state), "zero.load needs checkpoint; write state = zero.load(state, checkpoint)"),
+    (lambda run: zero.open_latest(run.world), "write checkpoint, rejected = zero.open_latest(world, folder)"),
+    (lambda run: zero.adam(1e-3, decay="all"), "decay='all': it must be a function of a parameter's name and shape"),
     (lambda run: zero.track(run.state, run.world), "zero.track takes a folder second, and this is a SoloWorld"),
     # an optimizer whose steps would change nothing
     (lambda run: torch.optim.SGD(run.state.model.parameters(), lr=1.0), "write state, metrics = step(state, [batch])"),

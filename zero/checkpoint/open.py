@@ -35,6 +35,7 @@ from zero.checkpoint.publish import Root
 from zero.checkpoint.save import by_rank_0, gather_reports, join
 from zero.checkpoint.shard import THREADS, ShardReader
 from zero.core.loss_scale import LossScale
+from zero.core.suggest import own_arguments
 from zero.distributed.world import World
 from zero.engine.arguments import check_folder, check_world
 from zero.errors import CheckpointError
@@ -77,6 +78,7 @@ class Checkpoint:
         return numbers_of(self.folder, self.manifest).scale.skipped
 
 
+@own_arguments({"folder": "checkpoint = zero.open_checkpoint(world, folder)"})
 def open_checkpoint(
     world: World, folder: Path | str, disk: Disk | None = None, progress: Progress = silent
 ) -> Checkpoint:
@@ -113,6 +115,7 @@ def open_checkpoint(
     return checkpoint
 
 
+@own_arguments({"path": "checkpoint, rejected = zero.open_latest(world, folder)"})
 def open_latest(world: World, path: Path | str, *, progress: Progress = silent) -> tuple[Checkpoint | None, list[str]]:
     """The newest valid checkpoint under `path`, and why newer ones were rejected. Collective.
 

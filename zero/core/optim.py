@@ -335,6 +335,11 @@ def _transform(
     groups: Sequence[Group],
 ) -> Transform:
     """Each group twice, what does not decay and what does: number 2 i and 2 i + 1 of group i, the default one first."""
+    if not callable(decay):
+        raise ConfigError(
+            f"decay={decay!r}: it must be a function of a parameter's name and shape. Write decay=lambda name, shape: "
+            "True for all of them."
+        )
     groups, default = listed(groups), Group((), lr, weight_decay, tuple(betas.values()))
     for key, value in {"lr": lr, "weight_decay": weight_decay, **betas}.items():
         if not callable(value):

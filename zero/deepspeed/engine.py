@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -240,6 +240,10 @@ class Engine(EngineCheckpoints):
             raise ConfigError("this engine was destroyed; make another one with zero.initialize")
         return self._state
 
+    @property
+    def _torchdynamo_orig_callable(self) -> NoReturn:
+        _refuse_compiler(self)
+
     def __getattr__(self, name: str) -> Any:
         with suppress(AttributeError):
             return super().__getattr__(name)  # the module
@@ -397,16 +401,25 @@ def _take_over(model: nn.Module, engine: Engine) -> Callable[[Any, Any], Any]:
             )
         return self
 
-    methods: dict[str, Callable[..., Any]] = {
+    methods = {
         "zero_grad": lambda self, set_to_none=True: living().zero_grad(set_to_none),
         "load_state_dict": lambda self, *args, **kwargs: living().load_module_state_dict(*args, **kwargs),
         "_apply": moved,
+        "_torchdynamo_orig_callable": property(_refuse_compiler),
     }
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, ParameterPlaceholder)
         parameter.gradient = partial(lambda name: living().gradient_of(name), name)
         parameter.source = living
     return call_through(model, lambda args, kwargs: living().forward(*args, **kwargs), methods=methods)
+
+
+def _refuse_compiler(_: object) -> NoReturn:
+    """Raise ConfigError: `torch.compile` looks for `_torchdynamo_orig_callable` of what it is given."""
+    raise ConfigError(
+        "torch.compile after zero.initialize: the compiler cannot trace how units are gathered. Write "
+        "zero.initialize(model=torch.compile(model), ...)."
+    )
 
 
 def _entering(held: "weakref.ref[Engine]") -> Callable[[], None]:

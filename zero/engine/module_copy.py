@@ -195,13 +195,13 @@ def call_through(
     module: nn.Module,
     run: Callable[[Any, Any], Any],
     kinds: dict[type[nn.Module], type[nn.Module]] | None = None,
-    methods: Mapping[str, Callable[..., Any]] | None = None,
+    methods: Mapping[str, Any] | None = None,
 ) -> Callable[[Any, Any], Any]:
     """Send calls of `module` to `run(args, kwargs)`; returns what was called before.
 
     Args:
         kinds: classes that were made for others already.
-        methods: in place of its own.
+        methods: and properties, in place of its own.
     """
     kind = type(module)
     before = vars(module).get("_called_through") or (lambda args, kwargs: kind.__call__(module, *args, **kwargs))
@@ -210,7 +210,7 @@ def call_through(
     return before
 
 
-def _called_otherwise(kind: type[nn.Module], methods: Mapping[str, Callable[..., Any]]) -> type[nn.Module]:
+def _called_otherwise(kind: type[nn.Module], methods: Mapping[str, Any]) -> type[nn.Module]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._called_through(args, kwargs)
 

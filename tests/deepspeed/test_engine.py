@@ -5,6 +5,9 @@ import gc
 import json
 import os
 import re
+import socket
+import subprocess
+import sys
 import textwrap
 import threading
 from pathlib import Path
@@ -18,6 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zero
+from tests.conftest import LONG_S
 from zero.deepspeed import missing_names, public_names
 from zero.deepspeed.engine import MANY_FORWARDS
 from zero.deepspeed.optimizers import Optimizer
@@ -1364,6 +1368,68 @@ def test_init_distributed_opens_the_group_that_scripts_ask_for_their_rank():
         trained(zero.World.from_env(), config(), steps=1)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["initialize", "Init"])
+def test_a_script_of_one_rank_may_ask_torch_for_its_rank(how: str):
+    assert not torch.distributed.is_initialized()
+    if how == "Init":
+        with zero.Init():
+            assert zero.comm.get_rank() == 0
+    else:
+        engine, *_ = zero.initialize(model=net(), config=config())
+        engine.destroy()
+    total = torch.ones(1)
+    zero.comm.all_reduce(total)
+    assert (zero.comm.get_rank(), zero.comm.get_world_size(), float(total)) == (0, 1, 1.0)
+
+
+REFUSED = """
+import gc, sys, threading
+import torch
+import zero
+
+config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "gradient_clipping": 0.0}
+wrong = [config | {"train_batch_size": 3}, config | {"nonsense": 1}]
+for number in range(12):
+    try:
+        zero.initialize(model=torch.nn.Linear(2, 2), config=wrong[number % 2])
+    except zero.ZeroError as error:
+        assert "ds_config" in str(error)
+    else:
+        raise AssertionError("accepted")
+    gc.collect()
+    if number == 0 and sys.argv[1] == "0":  # the host of the store is late: the other rank opens its next world first
+        input()
+assert not torch.distributed.is_initialized()
+for _ in range(3):
+    engine, *_ = zero.initialize(model=torch.nn.Linear(2, 2), config=config)
+    engine.destroy()
+assert torch.distributed.get_world_size() == 2
+torch.distributed.barrier()
+threads = {thread.name for thread in threading.enumerate()} - {"MainThread"}
+assert not threads, threads
+"""
+
+
+@pytest.mark.process
+def test_a_call_that_is_refused_leaves_nothing_open():
+    """Two processes, the first of which hosts the store; worlds left open would abort one as it ends."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", REFUSED, str(rank)],
+            env={**shared, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.communicate("go on\n", timeout=LONG_S)
+    assert [rank.returncode for rank in ranks] == [0, 0]
 
 
 # Mistakes

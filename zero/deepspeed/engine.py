@@ -24,6 +24,7 @@ from zero.deepspeed.metrics import RunLog, Throughput
 from zero.deepspeed.model import Grads
 from zero.deepspeed.optimizers import Optimizer, PassedOptimizer
 from zero.deepspeed.schedulers import Scheduler
+from zero.distributed.world import World
 from zero.engine.module_copy import call_through
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.state import State
@@ -65,14 +66,16 @@ class Engine(EngineCheckpoints):
         casts_inputs: bool = True,
         run_log: RunLog | None,
         json: Mapping[str, Any] | None = None,
+        opened: World | None = None,
     ) -> None:
         super().__init__(config, state, optimizer, json or {})
         self.lr_scheduler, self._managed, self._casts_inputs = lr_scheduler, managed, casts_inputs
-        self._passed, self._run_log = passed, run_log
+        self._passed, self._run_log, self._opened = passed, run_log, opened
         self.client_optimizer = None if passed is None else passed.given
         self._step: Step | None = None
         self._in_microbatch = self._in_no_sync = self._applied = False
         self._forwards = 0  # in this microbatch
+        self._backwards = 0  # since the last update
         self.tput_timer = Throughput(self.train_batch_size())
         self._boundary: bool | None = None
         self.micro_steps = 0
@@ -309,6 +312,8 @@ class Engine(EngineCheckpoints):
         if self._passed is not None:
             self._passed.release()
         _close("finished", self._state.runtime.store, self._run_log)
+        if self._opened is not None:
+            self._opened.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

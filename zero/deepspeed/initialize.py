@@ -81,7 +81,7 @@ def initialize(
         collate_fn: makes a batch of a list of rows of `training_data`; None: torch's.
         config: a `ds_config.json`: its path, its text, or a dict.
         config_params: an older name of `config`.
-        world: the ranks; None: those of the environment.
+        world: the ranks; None: those of the environment, and torch's default process group is open afterwards.
         weights: first values in place of rank 0's model: a file, a mapping or a function, see `zero.init`.
         seed: of first values and of the loader's order.
         folder: where rank 0 writes rows and settings, and W&B its files. If another run has written there, and no
@@ -101,15 +101,22 @@ def initialize(
     for key, value in others.items():
         _refuse_argument(key, value)
     compiled, model = model, uncompiled(model)
-    world = world or World.from_env()
-    translation = translate(_one_config(args, config, config_params), world_size=world.size, schedule=False)
-    for line in translation.notes if world.rank == 0 else ():
-        log.warning("%s", line)
-    settings = _settings(translation, world)
-    passed, made = _optimizer(optimizer, model_parameters, model, settings, translation)
-    recorded = run_settings(settings, made)  # before a scheduler writes into the groups
-    scheduler = _scheduler(lr_scheduler, made, translation) if trained(made) else None
     with contextlib.ExitStack() as undo:  # what a refusal half-way must not leave open
+        opened = None
+        if world is None:
+            world = opened = World.from_env()
+            undo.callback(opened.close)
+        translation = translate(_one_config(args, config, config_params), world_size=world.size, schedule=False)
+        for line in translation.notes if world.rank == 0 else ():
+            log.warning("%s", line)
+        settings = _settings(translation, world)
+        passed, made = _optimizer(optimizer, model_parameters, model, settings, translation)
+        recorded = run_settings(settings, made)  # before a scheduler writes into the groups
+        scheduler = _scheduler(lr_scheduler, made, translation) if trained(made) else None
+        loader = None
+        if training_data is not None:
+            rows, drop_last = settings.batch.numbers()[1], translation.drop_last
+            loader = Loader(training_data, world, rows=rows, seed=seed, collate=collate_fn, drop_last=drop_last)
         backend, compiled_again = bypass_compiled(compiled)
         undo.callback(compiled_again)
         units = _units(translation, model)
@@ -122,6 +129,9 @@ def initialize(
         place = _run_folder(settings, folder)
         is_asked = place is not None or "every" in translation.settings.get("tracker", {})
         run_log = RunLog(settings, recorded, state, place, tokens_per_row) if is_asked else None
+        if opened is not None:
+            open_default_group()
+            opened.keeps_default_group = True
         undo.pop_all()
     engine = Engine(
         settings,
@@ -133,12 +143,9 @@ def initialize(
         casts_inputs=translation.casts_inputs,
         run_log=run_log,
         json=translation.values,
+        opened=opened,
     )
-    loader = None
-    if training_data is not None:
-        rows, drop_last = engine.train_micro_batch_size_per_gpu(), translation.drop_last
-        loader = Loader(training_data, world, rows=rows, seed=seed, collate=collate_fn, drop_last=drop_last)
-        engine.training_dataloader = loader
+    engine.training_dataloader = loader
     return engine, made if trained(made) else None, loader, scheduler
 
 

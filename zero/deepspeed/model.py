@@ -16,6 +16,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from zero.distributed.world import open_default_group
 from zero.engine.compile import Backend
 from zero.engine.empty import empty
 from zero.engine.full import Source, gathered, get_full, set_full
@@ -84,7 +85,7 @@ ZeroParamStatus = Enum("ZeroParamStatus", "AVAILABLE NOT_AVAILABLE INFLIGHT")
 
 @contextmanager
 def Init(module: nn.Module | None = None, *ignored: Any, enabled: bool = True, **others: Any) -> Iterator[None]:
-    """`zero.empty()`: inside, modules are made with parameters on meta.
+    """`zero.empty()`: inside, modules are made with parameters on meta; torch's default process group is open.
 
     Args:
         module: must be None.
@@ -99,6 +100,8 @@ def Init(module: nn.Module | None = None, *ignored: Any, enabled: bool = True, *
         raise ConfigError(
             "zero.Init(module=...): the model has its parameters already; give it to zero.initialize as it is"
         )
+    if enabled:
+        open_default_group()
     with empty() if enabled else nullcontext():
         yield
 

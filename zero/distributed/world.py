@@ -24,6 +24,7 @@ import ipaddress
 import json
 import os
 import socket
+import threading
 import time
 import zlib
 from abc import abstractmethod
@@ -102,7 +103,10 @@ class World(contextlib.AbstractContextManager["World"]):
         compute: the same, for the engine: streams, memory, readings.
         timeout_s: the longest wait for another rank, until it is said which one does not come; in seconds.
         traffic: what gathers and reductions have moved.
+        keeps_default_group: `close` leaves torch's default process group open, because the script may use it.
     """
+
+    keeps_default_group = False
 
     def __new__(cls, *_: Any, **__: Any) -> "World":
         if cls is World:
@@ -581,6 +585,8 @@ class ProcessWorld(_Transport):
             group, self._group = self._group, None
             failed = self._failure is not None or self._raised  # here or elsewhere
             for one in (*self._communicators.values(), group):
+                if self.keeps_default_group and self._owns_default and one is group:
+                    continue
                 if failed and not self.compute.shares_memory:
                     _abort(one)  # to destroy it would wait for kernels whose other half never comes
                 else:
@@ -650,13 +656,19 @@ def _abort(group: dist.ProcessGroup) -> None:
     dist.distributed_c10d._abort_process_group(group)
 
 
+_OPENING = threading.Lock()
+_HOSTED: dict[tuple[str, int], dist.Store] = {}
+"""Stores that this process hosts until it ends: a rank may open its next world before this one has left the last."""
+
+
 def open_default_group() -> None:
     """Have torch's default process group open, in a world of one too: for scripts that ask torch for their rank."""
-    if dist.is_initialized():
-        return
-    world = World.from_env()
-    if world.size == 1:
-        dist.init_process_group(world.compute.backend, store=dist.HashStore(), rank=0, world_size=1)
+    with _OPENING:  # ranks may be threads
+        if dist.is_initialized():
+            return
+        world = World.from_env()
+        if world.size == 1:
+            dist.init_process_group(world.compute.backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def default_group() -> dist.ProcessGroup | None:
@@ -675,6 +687,8 @@ def _open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
     timeout = timedelta(seconds=timeout_s)
     try:
         server = dist.TCPStore(host, port, size, hosting, timeout, wait_for_workers=False, multi_tenant=True)
+        if hosting:
+            _HOSTED[host, port] = server
         # A second world in the same processes must not find the first one's keys, nor a later start, in an agent's
         # store, those of an earlier one. Without that the ranks of two nodes may have counted different restarts.
         start = "0" if hosting_is_ours else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

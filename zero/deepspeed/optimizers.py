@@ -8,9 +8,10 @@ the fused class and the CPU class are the same here.
 
 import inspect
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,11 @@ from zero.settings import Settings
 from zero.settings.build import build_optimizer
 
 log = logging.getLogger("zero")
+
+NO_STATE_DICT = (
+    "the optimizer's state dict: moments are sharded over ranks. Call engine.save_checkpoint(folder) and "
+    "engine.load_checkpoint(folder), which have the whole state."
+)
 
 ParamGroup = dict[str, Any]
 """One of `param_groups`."""
@@ -81,7 +87,7 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, groups: Iterable[Any], defaults: Mapping[str, Any], kind: str) -> None:
         self.engine: OptimizerEngine | None = None
         super().__init__(groups, dict(defaults))
-        self.kind = kind
+        self.kind, self.state = kind, ShardedState()
 
     @classmethod
     def of(cls, given: torch.optim.Optimizer) -> "Optimizer":
@@ -172,22 +178,13 @@ class Optimizer(torch.optim.Optimizer):
         if self.engine is not None:
             self.engine.forget()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The settings of the groups; moments are in the engine's checkpoints."""
-        return {"param_groups": settings_of(self.param_groups)}
+    def state_dict(self) -> NoReturn:
+        """Raise ConfigError: a rank has a shard of the moments, and its dict would load without the others."""
+        raise ConfigError(NO_STATE_DICT)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the settings of the groups.
-
-        Args:
-            state_dict: what `state_dict` returned.
-
-        Raises:
-            ConfigError: it has moments, as a torch optimizer's has, or another number of groups.
-        """
-        if state_dict.get("state"):
-            raise ConfigError("optimizer.load_state_dict: moments are sharded; engine.load_checkpoint loads them")
-        restore(self.param_groups, state_dict["param_groups"])
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> NoReturn:
+        """Raise ConfigError: `engine.load_checkpoint` loads moments and the settings of the groups."""
+        raise ConfigError(NO_STATE_DICT)
 
     def _engine(self) -> OptimizerEngine:
         if self.engine is None:
@@ -195,15 +192,30 @@ class Optimizer(torch.optim.Optimizer):
         return self.engine
 
 
+class ShardedState(defaultdict[Tensor, Any]):
+    """The `state` of an optimizer whose moments the engine keeps: empty, and reading a parameter's raises."""
+
+    def __missing__(self, parameter: Tensor) -> NoReturn:
+        raise ConfigError(
+            "optimizer.state: moments are sharded over ranks. Read them with "
+            "zero.utils.safe_get_full_optimizer_state(parameter, 'exp_avg')."
+        )
+
+
 class PassedOptimizer:
-    """The torch optimizer that the script passed: its groups are used, and its own `step` is refused.
+    """The torch optimizer that the script passed: its groups are used, and its own `step` and state dict raise.
 
     It holds no engine, so it keeps none alive.
     """
 
     def __init__(self, given: torch.optim.Optimizer) -> None:
-        self.given, self._is_ours = given, False
-        self._hook = given.register_step_pre_hook(self._refuse)
+        self.given, self._is_ours, self._state = given, False, given.state
+        given.state = ShardedState()
+        self._hooks = (
+            given.register_step_pre_hook(self._refuse),
+            given.register_state_dict_pre_hook(_refuse_state_dict),
+            given.register_load_state_dict_pre_hook(_refuse_state_dict),
+        )
 
     def step(self) -> None:
         """Call its `step`, because torch's schedulers look for the call. No parameter has a gradient there."""
@@ -212,12 +224,18 @@ class PassedOptimizer:
         self._is_ours = False
 
     def release(self) -> None:
-        """Allow its `step` again."""
-        self._hook.remove()
+        """Allow all of it again."""
+        self.given.state = self._state
+        for hook in self._hooks:
+            hook.remove()
 
     def _refuse(self, *_: Any) -> None:
         if not self._is_ours:
             raise ConfigError("this optimizer was taken over by zero.initialize: call engine.step() instead")
+
+
+def _refuse_state_dict(*_: Any) -> NoReturn:
+    raise ConfigError(NO_STATE_DICT)
 
 
 def transform(optimizer: Optimizer, names: Mapping[int, str], clip: float | None) -> Transform:

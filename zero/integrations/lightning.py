@@ -229,8 +229,8 @@ class ZeroStrategy(DDPStrategy):
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Settings of the groups; moments are the engine's."""
-        return self.opened.optimizer.state_dict()
+        """Nothing: the engine saves moments and settings of the groups."""
+        return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """A folder with the training state in shards; of `weights_only=True` a file as Lightning's. Collective.
@@ -251,7 +251,7 @@ class ZeroStrategy(DDPStrategy):
         part, files = path.with_name(f"{path.name}.part"), TorchCheckpointIO()
         if self.is_global_zero:
             files.remove_checkpoint(part)  # of a run that ended while it wrote
-        self.opened.save_checkpoint(part, STATE_FOLDER)
+        self.opened.save_checkpoint(part, STATE_FOLDER, save_latest=False)
         if self.is_global_zero:
             files.save_checkpoint(checkpoint, part / LOOP_FILE, storage_options)
             files.remove_checkpoint(path)

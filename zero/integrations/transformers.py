@@ -165,10 +165,10 @@ class ZeroTrainerMixin(_Base):
             self.model.config.save_pretrained(output_dir or self.args.output_dir)  # it has written that of compute
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)  # settings of the groups, and the schedule
+        super()._save_optimizer_and_scheduler(output_dir)  # the schedule
         if self.args.should_save:  # that of an earlier run, which may count more steps
             shutil.rmtree(Path(output_dir) / STATE_FOLDER, ignore_errors=True)
-        self.open_engine().save_checkpoint(output_dir, STATE_FOLDER)
+        self.open_engine().save_checkpoint(output_dir, STATE_FOLDER, save_latest=False)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """The engine reads the weights, too, once it is there."""
@@ -301,6 +301,13 @@ class EngineOptimizer(AcceleratedOptimizer):
         self.engine.step()
         assert self.engine.metrics is not None
         self.grad_norm.fill_(self.engine.metrics.grad_norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the engine saves moments and settings of the groups."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Nothing: the engine loads them."""
 
     @property
     def step_was_skipped(self) -> bool:

@@ -1036,6 +1036,81 @@ def test_without_a_tag_the_newest_of_all_tags_is_loaded_and_a_checkpoint_by_its_
     engine.destroy()
 
 
+def test_the_checkpoint_that_was_saved_last_is_loaded_unless_its_save_says_otherwise(tmp_path: Path, caplog):
+    """As in DeepSpeed, by the file `latest`: another tag may have more steps."""
+
+    def run(world):
+        with world.exclusive():
+            model = net()
+        engine, *_ = zero.initialize(model=model, config=config(), world=world)
+
+        def saved(tag, **how):
+            engine.backward(engine(rows(0, world)))
+            engine.step()
+            return engine.save_checkpoint(tmp_path, tag, **how)
+
+        first, more = saved(None), [saved("more"), saved("more")]
+        assert engine.load_checkpoint(tmp_path)[0] == more[1]
+        engine.load_checkpoint(first)
+        last = saved("last")
+        unnamed = [saved("other", save_latest=False), saved(None, save_latest=False), saved("more", save_latest=False)]
+        values = {name: value.clone() for name, value in engine.module_state_dict().items()}
+        world.barrier("earlier lines are logged")
+        caplog.clear()
+        assert engine.load_checkpoint(tmp_path)[0] == last
+        assert engine.global_steps == 2
+        world.barrier("rank 0 has logged")
+        assert caplog.messages == [f"load_checkpoint: loaded {last}, of step 2"]
+        whole = zero.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+        assert all(torch.equal(value, whole[name]) for name, value in engine.module_state_dict().items())
+        assert any(not torch.equal(value, whole[name]) for name, value in values.items())
+        engine.destroy()
+        return last, unnamed[1]
+
+    last, newest = run_ranks(2, run)[0]
+    assert (tmp_path / "latest").read_text() == os.path.relpath(last, tmp_path)
+    damaged = next(last.glob("*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    engine, *_ = zero.initialize(model=net(), config=config(), world=zero.World.from_env())
+    caplog.clear()
+    assert engine.load_checkpoint(tmp_path)[0] == newest
+    assert [str(last) in caplog.messages[0], str(newest) in caplog.messages[1]] == [True, True]
+    engine.destroy()
+
+
+@pytest.mark.parametrize("managed", [True, False])
+def test_global_samples_are_the_rows_of_the_microbatches_that_were_run(managed: bool, tmp_path: Path):
+    """However many of them the caller makes a step of; rows of metrics and a checkpoint count the same."""
+    settings = config(gradient_accumulation_steps=2, managed_gradient_accumulation=managed, steps_per_print=1)
+    counts = [2, 2, 2] if managed else [1, 3, 4]
+
+    def run(world):
+        with world.exclusive():
+            model = net()
+        engine, *_ = zero.initialize(model=model, config=settings, world=world, folder=tmp_path / "run")
+        for count in counts:
+            engine.backward(engine(rows(0, world)))
+            engine.zero_grad()
+            if managed:
+                engine.step()
+            for _ in range(count - managed):
+                engine.backward(engine(rows(0, world)))
+                if managed:
+                    engine.step()
+            if not managed:
+                engine.step()
+        samples = engine.global_samples
+        engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+        assert engine.global_samples == samples
+        engine.destroy()
+        return samples
+
+    assert run_ranks(2, run) == [sum(counts) * ROWS // 2] * 2
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["tokens"] for line in lines] == [sum(counts[: number + 1]) * ROWS // 2 for number in range(3)]
+
+
 def test_a_client_may_use_any_word(tmp_path: Path):
     world, said = zero.World.from_env(), {"number": 3, "zero: a number": "text", "list": [1.5, None]}
     engine, *_ = zero.initialize(model=net(), config=config(), world=world)

@@ -6,6 +6,7 @@ last: one process is enough for them, however many ranks have saved.
 """
 
 import logging
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from os import PathLike
@@ -35,12 +36,16 @@ from zero.formats.export_checkpoint import export_checkpoint, whole
 
 log = logging.getLogger("zero")
 
+LATEST = "latest"
+"""The file in a folder of checkpoints that names the one that was saved last."""
+
 
 class LoopState(NamedTuple):
     """What a checkpoint keeps of a loop beside the state; empty where no engine has made it."""
 
     client_state: dict[str, Any]
     micro_steps: int = 0
+    global_samples: int | None = None
     param_groups: list[dict[str, Any]] | None = None
     lr_scheduler: dict[str, Any] | None = None
 
@@ -210,7 +215,7 @@ class EngineCheckpoints(EngineInfo, ABC):
             save_dir: the folder of checkpoints; made if it is missing.
             tag: a folder in `save_dir` to use instead.
             client_state: what `load_checkpoint` gives back: JSON values, tensors, anything that needs no pickle.
-            save_latest: for old calls; the newest checkpoint is found by its number of steps.
+            save_latest: name it in the file `latest`, which `load_checkpoint` follows.
             exclude_frozen_parameters: for old calls; a checkpoint holds the whole model.
 
         Raises:
@@ -223,10 +228,12 @@ class EngineCheckpoints(EngineInfo, ABC):
         make_folder(self.plan.world, root)
         schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
         groups = settings_of(self.optimizer.param_groups)
-        facts = LoopState(dict(client_state or {}), self.micro_steps, groups, schedule).facts
+        facts = LoopState(dict(client_state or {}), self.micro_steps, self.global_samples, groups, schedule).facts
         if self._run_log is not None:
             facts["wandb"] = self._run_log.run_id
         path = checkpoint.save(state, root, facts)
+        if save_latest:
+            by_rank_0(self.plan.world, lambda: _write_latest(Path(save_dir), path))
         if self._run_log is not None:
             self._run_log.log_checkpoint(path)
         return path
@@ -241,12 +248,14 @@ class EngineCheckpoints(EngineInfo, ABC):
         load_module_only: bool = False,
         custom_load_fn: None = None,
     ) -> tuple[Path | None, dict[str, Any]]:
-        """Go on from the newest valid checkpoint in a folder. Collective.
+        """Go on from the checkpoint that was saved last, and log which it is. Collective.
+
+        Without a `tag` that is the one that the file `latest` in `load_dir` names. Without the file, or if the one that
+        it names is damaged, it is the valid one with the most steps: of `load_dir`, or else of all its tags.
 
         Args:
-            load_dir: a folder of checkpoints, or one checkpoint. If there is none in it and no `tag` is given, the
-                newest of all its tags is loaded.
-            tag: the folder in `load_dir` to look into.
+            load_dir: a folder of checkpoints, or one checkpoint.
+            tag: the folder in `load_dir` whose checkpoint with the most steps is loaded.
             load_module_strict: False leaves parameters that only one side has as they are, and logs them; shapes must
                 agree.
             load_optimizer_states: load moments and settings of groups. Without them the number of steps is the
@@ -269,7 +278,7 @@ class EngineCheckpoints(EngineInfo, ABC):
                 "get_fp32_state_dict_from_zero_checkpoint, and give them to engine.load_module_state_dict"
             )
         self._abort()
-        found, notes = checkpoint.newest(world, folder, below=tag is None)
+        found, notes = _open(world, load_dir, tag)
         for line in notes:
             log.warning("%s", line)
         if found is None:
@@ -281,15 +290,17 @@ class EngineCheckpoints(EngineInfo, ABC):
         groups = saved.param_groups if moments else None
         if groups is not None:  # before anything is changed
             check_group_count(self.optimizer.param_groups, groups)
-        self._load_state(found, moments=moments, counts=not load_module_only, strict=load_module_strict)
+        self._load_state(found, saved, moments=moments, counts=not load_module_only, strict=load_module_strict)
         self.micro_steps = saved.micro_steps
         if groups is not None:
             restore(self.optimizer.param_groups, groups)
         if self.lr_scheduler is not None and saved.lr_scheduler and load_lr_scheduler_states and not load_module_only:
             self.lr_scheduler.load_state_dict(saved.lr_scheduler)
+        if world.rank == 0:
+            log.warning("load_checkpoint: loaded %s, of step %d", found.folder, found.step)
         return found.folder, saved.client_state
 
-    def _load_state(self, found: Checkpoint, *, moments: bool, counts: bool, strict: bool) -> None:
+    def _load_state(self, found: Checkpoint, saved: LoopState, *, moments: bool, counts: bool, strict: bool) -> None:
         """Replace the state by a checkpoint's."""
         has_trained = self._state.step > 0
         partial = () if strict else one_sided(self._state, found)
@@ -300,8 +311,10 @@ class EngineCheckpoints(EngineInfo, ABC):
             self._state = self._state.restored(step=0, scale=self.plan.precision.scale.start())
             if has_trained:
                 _zero_moments(self._state)
+        counted = saved.global_samples if counts else 0
+        self.global_samples = self.global_steps * self.train_batch_size() if counted is None else counted
         if self._run_log is not None:
-            self._run_log.start_from(self.global_steps, self.skipped_steps)
+            self._run_log.start_from(self.global_steps, self.skipped_steps, self.global_samples)
             if moments:
                 self._run_log.continue_run(found.facts.get("wandb"))
 
@@ -335,6 +348,37 @@ def _root(folder: str | PathLike[str], tag: str | None) -> Path:
             f"save_dir or load_dir is {folder!r}: not a folder. Write its path, or '.' for the current one."
         )
     return Path(folder) if tag is None else Path(folder) / str(tag)
+
+
+def _write_latest(folder: Path, path: Path) -> None:
+    """Name a checkpoint below `folder` in its file `latest`."""
+    latest = folder / LATEST
+    unfinished = latest.with_name(f".{LATEST}.{os.getpid()}")
+    with naming(latest, "writing it"):
+        unfinished.write_text(os.path.relpath(path, folder))
+        unfinished.replace(latest)
+
+
+def _open(world: World, load_dir: str | PathLike[str], tag: str | None) -> tuple[Checkpoint | None, list[str]]:
+    """Open the checkpoint that `load_checkpoint` describes; and why others were rejected. Collective."""
+    folder = _root(load_dir, tag)
+    latest = folder / LATEST
+
+    def named() -> str:
+        with naming(latest, "reading it"):
+            return latest.read_text().strip() if latest.is_file() else ""
+
+    name = by_rank_0(world, named) if tag is None else ""
+    if not name:
+        return checkpoint.newest(world, folder, below=tag is None)
+    try:
+        return checkpoint.open_checkpoint(world, folder / name), []
+    except CheckpointError as error:
+        _refuse_deepspeed_folder(world, folder)
+        found, notes = checkpoint.newest(world, folder, below=True)
+        if found is None:
+            raise
+        return found, [str(error), *notes]
 
 
 def _refuse_deepspeed_folder(world: World, folder: Path) -> None:
@@ -405,7 +449,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     Args:
         checkpoint_dir: the folder that `engine.save_checkpoint` was given.
-        tag: the folder in it to look into; None: the newest checkpoint of all tags.
+        tag: the folder in it to look into; None: the checkpoint that its file `latest` names.
         exclude_frozen_parameters: leave out parameters that were not trained.
         lazy_mode: for old calls, which call `.contiguous()` on every value; a tensor has that, too.
 
@@ -468,7 +512,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 def _newest(folder: str | PathLike[str], tag: str | None) -> Checkpoint:
     root = _root(folder, tag)
-    found, _ = checkpoint.newest(SoloWorld(), root, below=tag is None)
+    found, _ = _open(SoloWorld(), folder, tag)
     if found is None:
         raise CheckpointError(
             f"{root}: there is no checkpoint; give the folder that engine.save_checkpoint was given; one of "

@@ -144,6 +144,7 @@ class Engine(EngineCheckpoints):
         mean = loss if scale_wrt_gas else loss * count
         with if_it_fails(self._abort):
             self._current_step("backward").backward(mean, retain_graph=retain_graph)
+        self._backwards += 1
         return mean.detach() / count
 
     def scale(self, loss: Tensor, *, already: bool = False) -> Tensor:
@@ -161,6 +162,7 @@ class Engine(EngineCheckpoints):
         """
         step = self._current_step("scale")
         self._grads.take_back()
+        self._backwards += 1
         if loss.numel() == 1 and not already:
             step.count(loss)
         return step.scaled(loss, already=already)
@@ -196,6 +198,7 @@ class Engine(EngineCheckpoints):
             set_to_none: for old calls; it has no effect.
         """
         self._grads.drop()
+        self._backwards = 0
         if self._step is not None:
             self._step.forget()
 
@@ -275,13 +278,16 @@ class Engine(EngineCheckpoints):
             self._state, self.metrics = step.finish()
             self._gather_ahead()
             self._grads.drop()
-        self._step, self._in_microbatch = None, False
+        microbatches = step.microbatches if self._managed else self._backwards
+        rows = microbatches * self.train_micro_batch_size_per_gpu() * self.world_size
+        self.global_samples += rows
+        self._step, self._in_microbatch, self._backwards = None, False, 0
         if self._passed is not None:
             self._passed.step()
         self._applied = not self.metrics.skipped
         self.tput_timer.stop(global_step=True)
         if self._run_log is not None:
-            self._run_log.log_step(self.metrics, has_loss=step.has_loss)
+            self._run_log.log_step(self.metrics, has_loss=step.has_loss, rows=rows)
 
     def forget(self) -> None:
         """`optimizer.zero_grad()`, a habit before every backward: the sum of earlier microbatches is kept."""
@@ -364,7 +370,7 @@ class Engine(EngineCheckpoints):
 
     def _abort(self) -> None:
         step, self._step = self._step, None
-        self._in_microbatch = False
+        self._in_microbatch, self._backwards = False, 0
         self._grads.drop()
         if step is not None:
             step.abandon()

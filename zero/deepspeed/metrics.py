@@ -48,6 +48,7 @@ class EngineInfo(nn.Module):
         local_rank: the index of this rank's GPU; the rank itself where there is none.
         global_rank: the rank, from 0.
         world_size, dp_world_size: the number of ranks.
+        global_samples: rows of all steps, on all ranks.
     """
 
     def __init__(self, config: Settings, state: State, optimizer: Optimizer, json: Mapping[str, Any]) -> None:
@@ -59,18 +60,13 @@ class EngineInfo(nn.Module):
         self.local_rank = world.rank if world.device.index is None else world.device.index
         self.world_size = self.dp_world_size = world.size
         self.metrics: Metrics | None = None
-        self._steps_before = 0
+        self._steps_before = self.global_samples = 0
         self._warned: set[str] = set()
 
     @property
     def global_steps(self) -> int:
         """Steps tried, skipped ones included, and those of a checkpoint that was loaded without its optimizer."""
         return self._steps_before + self._state.tried
-
-    @property
-    def global_samples(self) -> int:
-        """Rows of those steps, on all ranks."""
-        return self.global_steps * self.train_batch_size()
 
     @property
     def skipped_steps(self) -> int:
@@ -225,11 +221,12 @@ class RunLog:
         plan, store = state.plan, state.runtime.store
         self._config, self._settings, self._plan = config, settings, plan
         self._folder = folder if plan.world.rank == 0 else None
-        self._tokens = config.batch.numbers()[0] * tokens_per_row
-        self._meter = partial(Meter, plan.world, plan, tokens_per_step=self._tokens, traffic=lambda: store.traffic)
+        self._tokens_per_row = tokens_per_row
+        tokens = config.batch.numbers()[0] * tokens_per_row
+        self._meter = partial(Meter, plan.world, plan, tokens_per_step=tokens, traffic=lambda: store.traffic)
         self._run_id: str | None = None
         self._has_begun = self._continues = False
-        self.start_from(0, 0)
+        self.start_from(0, 0, 0)
         make_folder(plan.world, self._folder)
         self.tracker = Tracker()
 
@@ -239,9 +236,9 @@ class RunLog:
         self._begin()
         return self.tracker.run_id
 
-    def start_from(self, steps: int, skipped: int) -> None:
-        """Count on from these numbers of steps and of skipped ones."""
-        self.meter = self._meter(steps=steps, tokens=steps * self._tokens, skipped=skipped)
+    def start_from(self, steps: int, skipped: int, rows: int) -> None:
+        """Count on from these numbers of steps, of skipped ones and of rows on all ranks."""
+        self.meter = self._meter(steps=steps, tokens=rows * self._tokens_per_row, skipped=skipped)
         if self._has_begun:
             self._look_back()
 
@@ -249,10 +246,10 @@ class RunLog:
         """Append to the run of a checkpoint that was loaded; `run_id` is W&B's name of it."""
         self._continues, self._run_id = True, run_id
 
-    def log_step(self, metrics: Metrics, *, has_loss: bool) -> None:
-        """Count a step, and write a row if one is due; its loss is null where the engine was given none."""
+    def log_step(self, metrics: Metrics, *, has_loss: bool, rows: int) -> None:
+        """Count a step of `rows` on all ranks, and write a row of metrics if one is due; null for the loss if none."""
         self._begin()
-        self.meter.count(metrics)
+        self.meter.count(metrics, rows * self._tokens_per_row)
         if self.meter.steps % self._config.tracker.every == 0:
             row = self.meter.row(validated=False) | ({} if has_loss else {"train/loss": None})
             self._write_summary(RUNNING)

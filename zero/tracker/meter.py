@@ -131,6 +131,7 @@ class Meter:
         self.steps = self._since_step = self._steps_before = steps
         self._untimed = 0  # of the steps since the last row
         self.tokens, self.skipped = tokens, skipped
+        self._since_tokens = tokens
         self.last: Metrics | None = None
         self.train_loss = self.val_loss = float("nan")
         self.best_train_loss = self.best_val_loss = inf
@@ -155,10 +156,15 @@ class Meter:
         self.best_val_loss = min(self.best_val_loss, *(one.best_val_loss for one in behind))
         self._before_s = max(self._before_s, *(one.seconds for one in behind))
 
-    def count(self, metrics: Metrics) -> None:
-        """One more step has been made."""
+    def count(self, metrics: Metrics, tokens: int | None = None) -> None:
+        """Count a step.
+
+        Args:
+            metrics: of the step.
+            tokens: of the step, over all ranks; None: `tokens_per_step`.
+        """
         self.steps += 1
-        self.tokens += self._tokens_per_step
+        self.tokens += self._tokens_per_step if tokens is None else tokens
         self.skipped += metrics.skipped
         self.last, self.train_loss = metrics, metrics.loss
         self.best_train_loss = min(self.best_train_loss, metrics.loss)
@@ -199,8 +205,9 @@ class Meter:
         timed = steps - self._untimed
         step_s = (now_s - self._since_s) / timed if timed else nan
         moved = figures(self._collect(now), steps=steps, timed=max(1, timed), step_s=step_s, numel=self._plan.numel)
+        tokens_per_s = (self.tokens - self._since_tokens) / steps / step_s
         self._since_s, self._since_step, self._since, self._untimed = now_s, self.steps, now, 0
-        tokens_per_s = self._tokens_per_step / step_s
+        self._since_tokens = self.tokens
         if timed:
             self._speeds.append(tokens_per_s)
             self._wait_s += float(moved["speed/stall_fraction"] or 0) * step_s * timed

@@ -82,6 +82,17 @@ def test_a_row_counts_its_own_steps_only():
     assert summary.endurance == endurance(1600 / 3), "but no step wrote them"
 
 
+def test_a_speed_is_of_the_tokens_that_the_steps_had():
+    meter = meter_of(zero.World.from_env(), Counted())
+    for counts in ((None, None), (64, 192), (32,)):
+        for tokens in counts:
+            meter.count(METRICS, tokens)
+        row = meter.row(validated=False)
+        mean = sum(64 if tokens is None else tokens for tokens in counts) / len(counts)
+        assert row["speed/tokens_per_s"] * row["speed/step_s"] == pytest.approx(mean)
+    assert meter.tokens == row["tokens"] == 416
+
+
 def test_the_first_row_after_a_start_says_of_how_many_steps_it_is():
     """A run that goes on from step 25 has its first row at step 30."""
     plan = SimpleNamespace(numel=100, trains=False, bytes={})

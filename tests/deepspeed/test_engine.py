@@ -1475,7 +1475,7 @@ import zero
 
 config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "gradient_clipping": 0.0}
 wrong = [config | {"train_batch_size": 3}, config | {"nonsense": 1}]
-for number in range(12):
+for number in range(4):
     try:
         zero.initialize(model=torch.nn.Linear(2, 2), config=wrong[number % 2])
     except zero.ZeroError as error:
@@ -1486,13 +1486,17 @@ for number in range(12):
     if number == 0 and sys.argv[1] == "0":  # the host of the store is late: the other rank opens its next world first
         input()
 assert not torch.distributed.is_initialized()
-for _ in range(3):
+for _ in range(2):
     engine, *_ = zero.initialize(model=torch.nn.Linear(2, 2), config=config)
     engine.destroy()
-assert torch.distributed.get_world_size() == 2
-torch.distributed.barrier()
-threads = {thread.name for thread in threading.enumerate()} - {"MainThread"}
-assert not threads, threads
+for _ in range(2):
+    assert torch.distributed.get_world_size() == 2
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    zero.init_distributed()
+for thread in set(threading.enumerate()) - {threading.main_thread()}:
+    thread.join(30)  # of those that stop when a world is closed
+    assert not thread.is_alive(), thread.name
 """
 
 

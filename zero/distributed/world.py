@@ -669,6 +669,8 @@ def open_default_group() -> None:
         world = World.from_env()
         if world.size == 1:
             dist.init_process_group(world.compute.backend, store=dist.HashStore(), rank=0, world_size=1)
+        world.keeps_default_group = True
+        world.close()
 
 
 def default_group() -> dist.ProcessGroup | None:

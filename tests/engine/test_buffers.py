@@ -75,7 +75,7 @@ def test_a_sparse_tensor_may_be_saved_inside_a_unit():
         def __init__(self) -> None:
             super().__init__()
             self.layers = nn.ModuleList([nn.Linear(4, 4)])
-            self.register_buffer("graph", torch.eye(3).to_sparse())
+            self.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)
 
         def forward(self, x: Tensor) -> Tensor:
             return torch.sparse.mm(self.graph, self.layers[0](x))

@@ -454,6 +454,10 @@ def test_what_is_wrong_with_files_is_said_by_name(tmp_path):
         first_values({})
     with pytest.raises(PlanError, match=r"weights hold norm.running_mean as \(3,\), the model has \(4,\)"):
         first_values(in_files(tmp_path / "other", values | {"norm.running_mean": torch.zeros(3)}))
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        rounded = values | {"norm.weight": values["norm.weight"].to(dtype)}
+        with pytest.raises(PlanError, match=rf"weights hold norm.weight as {dtype}: .* scales applied"):
+            first_values(in_files(tmp_path / str(dtype), rounded))
     folder = in_files(tmp_path / "cut", values)
     whole = (folder / "model-0.safetensors").read_bytes()
     for kept in (whole[:-1], whole[:20], whole[:3], b"\xff" * 8 + whole[8:], whole.replace(b"F32", b"F8x")):

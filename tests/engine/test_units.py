@@ -5,7 +5,10 @@ import weakref
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zero
 from zero.engine.module_copy import attach, detached_copy
@@ -159,11 +162,110 @@ def test_a_model_without_parameters_is_refused():
         zero.Plan(nn.ReLU(), optimizer=zero.sgd(0.1), world=zero.World.from_env())
 
 
-def test_what_cannot_be_a_parameter_is_refused_by_name():
+class Params4bit(nn.Parameter):
+    """A class of the name and home of bitsandbytes' own, whose values are in whatever dtype it stores."""
+
+    __module__ = "bitsandbytes.nn.modules"
+
+
+def frozen(values: Tensor, kind: type[nn.Parameter] = nn.Parameter) -> nn.Parameter:
+    return kind(values, requires_grad=False)
+
+
+PARAMETERS = {
+    "int8": (lambda: frozen(torch.zeros(3, dtype=torch.int8)), "is torch.int8: load the model in bf16 or fp32"),
+    "packed": (lambda: frozen(torch.zeros(3, dtype=torch.uint8)), "is torch.uint8: load the model in bf16 or fp32"),
+    "float8": (lambda: nn.Parameter(torch.zeros(3).to(torch.float8_e4m3fn)), "is torch.float8_e4m3fn: load the model"),
+    "complex": (
+        lambda: nn.Parameter(torch.zeros(3, dtype=torch.complex64)),
+        "is torch.complex64: keep",
+    ),
+    "float64": (lambda: nn.Parameter(torch.zeros(3).double()), r"is torch\.float64, .*; write model\.float\(\) first"),
+    "float64, frozen": (
+        lambda: frozen(torch.zeros(3).double()),
+        r"is torch\.float64, .*; write model\.float\(\) first",
+    ),
+    "sparse": (lambda: nn.Parameter(torch.eye(3).to_sparse()), "is torch.sparse_coo: keep it dense"),
+    "4 bits in uint8": (
+        lambda: frozen(torch.zeros(3, dtype=torch.uint8), Params4bit),
+        "is a Params4bit of bitsandbytes, .*; load the model in bf16 or fp32, without quantization_config",
+    ),
+    "4 bits in bf16": (
+        lambda: frozen(torch.zeros(3, dtype=torch.bfloat16), Params4bit),
+        "is a Params4bit of bitsandbytes, .*; load the model in bf16 or fp32, without quantization_config",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "said"), PARAMETERS.values(), ids=PARAMETERS)
+def test_a_parameter_that_cannot_be_sharded_is_rejected_by_name_with_what_to_do(make, said):
     model = Block()
-    model.inner[0].codes = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(PlanError, match=r"parameter inner\.0\.codes is torch\.int8: register it as a buffer"):
+    model.inner[0].codes = make()
+    for in_place in (False, True):
+        with pytest.raises(PlanError, match=rf"^parameter inner\.0\.codes of a Linear {said}"):
+            zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.World.from_env(), in_place=in_place)
+
+
+@pytest.fixture
+def one_rank_group():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def parallel(model: nn.Module) -> nn.Module:
+    parallelize_module(model.inner[0], init_device_mesh("cpu", (1,)), ColwiseParallel())
+    return model
+
+
+SHARDED = {
+    "fully_shard": (
+        lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,))),
+        r"^the model is a FSDPBlock, .* pass the model as it is before FSDP$",
+    ),
+    "parallelize_module": (parallel, r"^parameter inner\.0\.weight of a Linear is a DTensor, .* before fully_shard or"),
+    "DistributedDataParallel": (
+        nn.parallel.DistributedDataParallel,
+        r"^the model is a Distributed.* pass its \.module$",
+    ),
+}
+
+
+@pytest.mark.parametrize(("shard", "said"), SHARDED.values(), ids=SHARDED)
+def test_a_model_that_torch_distributed_has_already_is_rejected(one_rank_group, shard, said):
+    model = shard(Block())
+    for in_place in (False, True):
+        with pytest.raises(PlanError, match=said):
+            zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.World.from_env(), in_place=in_place)
+
+
+BUFFERS = [
+    torch.zeros(3, dtype=torch.complex128),
+    torch.eye(3).to_sparse(),
+    torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    torch.zeros(3, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+]
+
+
+@pytest.mark.parametrize("buffer", BUFFERS, ids=["complex128", "sparse", "jagged", "float8_e8m0fnu"])
+def test_a_buffer_that_no_checkpoint_holds_is_rejected_unless_it_is_not_saved(buffer):
+    model = Block()
+    model.inner[0].register_buffer("table", buffer)
+    with pytest.raises(PlanError, match=r"^buffer inner\.0\.table is .*register it with persistent=False"):
         split(model, world_size=1)
+    model.inner[0].register_buffer("table", buffer, persistent=False)
+    split(model, world_size=1)
+
+
+@pytest.mark.parametrize("name", ["a\n", "\x00", "\x7f", "\ud800", "\u200b"], ids=ascii)
+def test_a_name_that_no_checkpoint_holds_is_rejected(name):
+    parameter, buffer, module = Block(), Block(), Block()
+    parameter.inner[0].register_parameter(name, nn.Parameter(torch.zeros(1)))
+    buffer.inner[0].register_buffer(name, torch.zeros(1))
+    module.add_module(name, nn.Linear(1, 1))
+    for model in (parameter, buffer, module):
+        with pytest.raises(PlanError, match=r"^'.*' has a character that cannot be printed, .*rename it$"):
+            split(model, world_size=1)
 
 
 # -- empty -------------------------------------------------------------------------------------------------------------

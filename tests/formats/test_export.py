@@ -637,6 +637,12 @@ def a_pt(folder: Path, value) -> Path:
     return folder / "model.pt"
 
 
+def a_float8(folder: Path) -> Path:
+    tensors = {"a": torch.ones(2).to(torch.float8_e4m3fn), "a_scale": torch.ones(1)}
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 WRONG = {
     "no such folder": ("hf", lambda f: f / "nothing", "nothing"),
     "an empty folder": ("hf", lambda f: f, "model.safetensors"),
@@ -651,7 +657,8 @@ WRONG = {
     "a short zip": ("torch", lambda f: cut_short(a_pt(f, {"a": torch.ones(9)})), "model.pt"),
     "no tensor": ("torch", lambda f: a_pt(f, {"a": 3}), "no tensor"),
     "a sparse tensor": ("torch", lambda f: a_pt(f, {"a": torch.eye(2).to_sparse()}), "dense"),
-    "complex numbers": ("torch", lambda f: a_pt(f, {"a": torch.ones(2, dtype=torch.complex64)}), "complex"),
+    "complex numbers": ("torch", lambda f: a_pt(f, {"a": torch.ones(2, dtype=torch.complex128)}), "complex"),
+    "float8 without its scale": ("hf", a_float8, "a (parameter): is torch.float8_e4m3fn"),
     "no metadata": ("dcp", lambda f: f, ".metadata"),
     "a file elsewhere": ("dcp", lambda f: lying_dcp(f, elsewhere), "../secret"),
     "a size that is a lie": ("dcp", lambda f: lying_dcp(f, larger), "a"),

@@ -331,7 +331,8 @@ def _all_values(
     """The contents of this rank's file, in order: contiguous, on the host, each valid until the next."""
     for (number, kind), group in itertools.groupby(pieces, key=lambda piece: (piece.flat, piece.kind)):
         if kind == BUFFER:
-            yield from (buffers[piece.slot.name].detach().cpu().contiguous().view(-1) for piece in group)
+            for piece in group:
+                yield buffers[piece.slot.name].detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
         else:
             flat, unit = flats[number], number % len(state.plan.units)
             dtype = getattr(torch, flat.kinds[kind])
@@ -422,6 +423,9 @@ def random_state() -> dict[str, Any]:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    if not tensor.dtype.is_floating_point or not tensor.numel():
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if not tensor.is_floating_point() or not tensor.numel():
         return True
-    return all(math.isfinite(end) for end in torch.aminmax(tensor))
+    wide = tensor.float() if tensor.itemsize == 1 else tensor  # torch has no extremes of float8
+    return all(math.isfinite(end) for end in torch.aminmax(wide))

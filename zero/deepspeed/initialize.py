@@ -27,7 +27,7 @@ from zero.deepspeed.schedulers import SCHEDULES, Scheduler
 from zero.distributed.world import World, open_default_group
 from zero.engine.first_values import Weights
 from zero.engine.init import init, open_store
-from zero.engine.module_copy import buffers_of
+from zero.engine.module_copy import buffers_of, same_bits
 from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.errors import ConfigError
@@ -315,9 +315,10 @@ def _values_of_rank_0(model: nn.Module, world: World) -> Weights:
 def _broadcast_buffers(model: nn.Module, world: World) -> None:
     """Give every rank rank 0's buffers."""
     for name, buffer in buffers_of(model).items():
-        full = buffer.contiguous()
+        full = buffer.resolve_conj().resolve_neg().contiguous()
+        before = full.clone()
         world.broadcast(full, what=f"buffer {name}").wait()
-        if not torch.equal(full, buffer):
+        if not same_bits(full, before):
             buffer.copy_(full)
 
 

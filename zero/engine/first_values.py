@@ -338,7 +338,10 @@ class _OthersUntouched(TorchFunctionMode):
 
 def _named(weights: Mapping[str, Tensor], names: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:
     known = next(name for name in names if name in weights)
-    return _checked(known, weights[known], shape).detach()
+    value = _checked(known, weights[known], shape).detach()
+    if value.itemsize == 1 or value.is_complex():
+        raise PlanError(f"weights hold {known} as {value.dtype}: give them in bf16 or fp32, scales applied")
+    return value
 
 
 def _refuse_missing(weights: Mapping[str, Tensor], wanted: Iterable[tuple[str, ...]]) -> None:

@@ -57,7 +57,7 @@ def call_with(
             own, (version, values) = name.rpartition("module.")[2], before[name]
             if isinstance(values, int) and values != _checksum(given):
                 _refuse_change(f"{own} of {path or 'the model'} was written to in place")
-            if isinstance(values, Tensor) and not _same_bits(given.detach(), values):
+            if isinstance(values, Tensor) and not same_bits(given.detach(), values):
                 given.data.copy_(values)
                 _refuse_change(f"{own} of {path or 'the model'} was written to in place")
             if version_of(given) != version:
@@ -78,7 +78,8 @@ def _checksum(tensor: Tensor) -> int:
     return zlib.crc32(memory_of(held))
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors of one dtype and shape are equal in every bit; torch compares no float8."""
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 

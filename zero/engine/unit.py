@@ -17,12 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from zero.core.layout import Layout
 from zero.core.suggest import meant
+from zero.engine.unsupported import check_model
 from zero.errors import PlanError
 
 AUTO = "auto"
@@ -138,11 +137,9 @@ def split(
         group: parameter name and shape to the number of its optimizer group.
 
     Raises:
-        PlanError: no parameters, a class name that no module has, a parameter that is not floating point, or a buffer
-            without values.
+        PlanError: no parameters, a class name that no module has, or a part that `unsupported` rejects.
     """
-    for path, module in model.named_modules():
-        _refuse_kind(module, path)
+    check_model(model)
     roots = _roots(model, class_names or (AUTO,))
     found, needs, owners = _walk(model, roots)
     if not found:
@@ -212,18 +209,10 @@ def _walk(
             site, local = sites.setdefault(id(module), path), ""
         own = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
         for name, parameter in own:
-            if not parameter.is_floating_point():
-                raise PlanError(f"parameter {path}.{name} is {parameter.dtype}: register it as a buffer")
             found.setdefault(id(parameter), _Found(f"{path}.{name}" if path else name, parameter, site))
             if (site, id(module)) not in bound:
                 needs.setdefault(site, {})[local + name] = id(parameter)
         bound.add((site, id(module)))
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                raise PlanError(
-                    f"buffer {path}.{name} is on meta and has no values; build the model under zero.empty(), which "
-                    "sends only parameters to meta, and do not compute buffers from parameters there"
-                )
         if own:
             owners.append((path, [(name, id(parameter)) for name, parameter in own]))
         for name, child in module._modules.items():
@@ -232,17 +221,6 @@ def _walk(
 
     visit(model, "", "", "")
     return found, needs, owners
-
-
-def _refuse_kind(module: nn.Module, path: str) -> None:
-    """Refuse a module whose parameters cannot be replaced from outside, or do not exist yet."""
-    where = f"{path or 'the model'} is a {type(module).__name__}"
-    if isinstance(module, torch.jit.ScriptModule):
-        raise PlanError(f"{where}: compiled code that keeps its own parameters; give the module that it was made from")
-    if any(one is not None and is_lazy(one) for one in (*module._parameters.values(), *module._buffers.values())):
-        raise PlanError(
-            f"{where} whose sizes are not known yet; run one batch through the model before the plan is made"
-        )
 
 
 def _depth(sites: Sequence[Site]) -> int:

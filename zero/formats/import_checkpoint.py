@@ -182,15 +182,15 @@ def _values(source: Source, kinds: Mapping[str, str], moments: tuple[str, ...]) 
     found = []
     for name, kind in kinds.items():
         stream = source.tensors[name]
+        is_float8 = stream.dtype.is_floating_point and stream.dtype.itemsize == 1  # its scale is another tensor
+        if stream.dtype not in NAMES or is_float8:
+            raise CheckpointError(f"{name} ({kind}): is {stream.dtype}, which is not imported; import a bf16 copy")
         found.append((name, kind, stream.to(torch.float32, name) if kind == PARAMETER else stream))
         for moment in moments if kind == PARAMETER else ():
             own = source.moments.get((name, moment), Stream.read_by(torch.float32, stream.shape, _zeros))
             if own.shape != stream.shape:
                 raise CheckpointError(f"{name}: its {moment} has shape {own.shape}, itself {stream.shape}")
             found.append((name, moment, own.to(torch.float32, f"{moment} of {name}")))
-    for name, kind, stream in found:
-        if stream.dtype not in NAMES:
-            raise CheckpointError(f"{name} ({kind}): is {stream.dtype}, which a checkpoint does not hold")
     return found
 
 

@@ -29,8 +29,10 @@ from zero.formats.stream import Source, Stream, new_file, put
 from zero.platform.files import naming
 from zero.platform.safetensors_files import NAMES
 
-STORAGES = {dtype: getattr(torch, torch.storage._dtype_to_storage_type_map()[dtype]) for dtype in NAMES}
-"""The class that torch.save names for values of a dtype, of those that a checkpoint may hold."""
+_CLASSES = torch.storage._dtype_to_storage_type_map()
+
+STORAGES = {dtype: getattr(torch, _CLASSES[dtype]) for dtype in NAMES if dtype in _CLASSES}
+"""The class that torch.save names for values of a dtype, of those that a checkpoint may hold; float8 has none."""
 
 ALIGN_BYTES = 64
 """Of each record, as torch.save does it: so that a mapped file holds aligned tensors."""
@@ -78,7 +80,13 @@ def write(path: Path, tensors: Mapping[str, Stream], ties: Mapping[str, str]) ->
     Args:
         path: does not exist.
         ties: further name -> name; both are in `tensors`.
+
+    Raises:
+        CheckpointError: a tensor of a dtype that torch.save has no class for.
     """
+    for name, stream in tensors.items():
+        if stream.dtype not in STORAGES:
+            raise CheckpointError(f"{name} is {stream.dtype}, which is not written here; export --to hf holds it")
     own = [name for name in tensors if name not in ties]
     wholes = {name: _Whole(_Record(str(number), tensors[name])) for number, name in enumerate(own)}
     text = BytesIO()

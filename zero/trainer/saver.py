@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from zero.checkpoint import Checkpoint, Root, Saving, begin, open_at, open_first, open_latest, snapshot_bytes
-from zero.checkpoint.contents import check
 from zero.checkpoint.disk import naming
 from zero.checkpoint.manifest import step_name
 from zero.checkpoint.save import by_rank_0, check_shared
 from zero.core.placement import size_text
 from zero.distributed.world import World
-from zero.engine.module_copy import buffers_of
 from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.errors import CheckpointError
@@ -59,9 +57,6 @@ class Saver:
         facts: what a checkpoint holds beside the state.
         stop_requested: whether a stop of this rank was requested.
         began_from: the checkpoint that the run goes on from, with all its bytes verified.
-
-    Raises:
-        CheckpointError: the run is to save, and no checkpoint could hold its state.
     """
 
     def __init__(
@@ -83,10 +78,8 @@ class Saver:
         self.last_published: Path | None = None
         self._valid = set() if began_from is None else {began_from.folder.absolute()}  # and what this run publishes
         several = self._world.nodes > 1
-        if config.checkpoint.every > 0:
-            check(buffers_of(plan.model))
-            if several and config.mode == "train":
-                check_shared(self._world, self.root.path)
+        if config.checkpoint.every > 0 and several and config.mode == "train":
+            check_shared(self._world, self.root.path)
         if began_from is not None:
             for line in differences(began_from.facts, self._facts(), began_from.step, began_from.skipped):
                 tracker.note(line)

@@ -1,0 +1,88 @@
+"""Reject a model that cannot be sharded, computed in a plan's precision, or saved, before anything is allocated.
+
+Classes of other libraries are recognised by the name of their module, so that nothing is imported for them.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from zero.errors import PlanError
+from zero.platform.safetensors_files import NAMES
+
+WRAPPERS = (
+    ("torch.distributed.fsdp", "which shards it already; pass the model as it is before FSDP"),
+    ("torch.nn.parallel", "which reduces gradients itself; pass its .module"),
+)
+"""The module that a wrapper's class is from -> the rest of the message."""
+
+ROUNDED = "load the model in bf16 or fp32, without quantization_config, load_in_4bit or load_in_8bit"
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise PlanError, with the name of the part, unless all of `model` can be sharded, computed with and saved."""
+    for path, module in model.named_modules():
+        _check_module(module, f"{path or 'the model'} is a {type(module).__name__}")
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                _check_parameter(parameter, f"{path}.{name}".lstrip("."), type(module).__name__)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                _check_buffer(
+                    buffer, f"{path}.{name}".lstrip("."), saved=name not in module._non_persistent_buffers_set
+                )
+
+
+def _check_module(module: nn.Module, what: str) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise PlanError(f"{what}: compiled code that keeps its own parameters; give the module that it was made from")
+    if any(one is not None and is_lazy(one) for one in (*module._parameters.values(), *module._buffers.values())):
+        raise PlanError(
+            f"{what} whose sizes are not known yet; run one batch through the model before the plan is made"
+        )
+    for home, line in WRAPPERS:
+        if type(module).__module__.startswith(home):
+            raise PlanError(f"{what}, {line}")
+
+
+def _check_parameter(parameter: nn.Parameter, name: str, owner: str) -> None:
+    kind = type(parameter)
+    library, what = kind.__module__.partition(".")[0], f"parameter {name} of a {owner} is"
+    _check_name(name)
+    if kind.__module__.startswith("torch.distributed"):
+        raise PlanError(
+            f"{what} a {kind.__name__}, sharded already; pass the model as it is before "
+            "fully_shard or parallelize_module"
+        )
+    if library == "bitsandbytes" or not issubclass(kind, nn.Parameter):
+        raise PlanError(f"{what} a {kind.__name__} of {library}, whose values zero cannot shard; {ROUNDED}")
+    if parameter.is_complex():
+        raise PlanError(f"{what} {parameter.dtype}: keep torch.view_as_real(it), and view it as complex in forward")
+    if parameter.dtype == torch.float64:
+        raise PlanError(f"{what} torch.float64, and training keeps at most fp32; write model.float() first")
+    if not parameter.is_floating_point() or parameter.itemsize < 2:
+        raise PlanError(f"{what} {parameter.dtype}: {ROUNDED}; in a module of your own register it as a buffer")
+    if parameter.layout is not torch.strided:
+        raise PlanError(f"{what} {parameter.layout}: keep it dense")
+
+
+def _check_buffer(buffer: Tensor, name: str, *, saved: bool) -> None:
+    if buffer.is_meta:
+        raise PlanError(
+            f"buffer {name} is on meta and has no values; build the model under zero.empty(), which "
+            "sends only parameters to meta, and do not compute buffers from parameters there"
+        )
+    if not saved:
+        return
+    _check_name(name)
+    if buffer.dtype not in NAMES or buffer.layout is not torch.strided or buffer.is_nested:
+        form = "nested" if buffer.is_nested else buffer.dtype if buffer.dtype not in NAMES else buffer.layout
+        raise PlanError(
+            f"buffer {name} is {form}, which a checkpoint cannot hold; register it with persistent=False, and compute "
+            "it in the constructor"
+        )
+
+
+def _check_name(name: str) -> None:
+    if not name.isprintable():  # no lone surrogates either: they have no bytes
+        raise PlanError(f"{name!r} has a character that cannot be printed, and a checkpoint needs names; rename it")

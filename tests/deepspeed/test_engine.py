@@ -25,7 +25,7 @@ from tests.conftest import LONG_S
 from zero.deepspeed import missing_names, public_names
 from zero.deepspeed.engine import MANY_FORWARDS
 from zero.deepspeed.optimizers import Optimizer
-from zero.errors import CheckpointError, ConfigError
+from zero.errors import CheckpointError, ConfigError, OutsideUnitError
 from zero.testing import run_ranks
 from zero.tracker import RUNNING
 from zero.tracker.report import run as report
@@ -713,6 +713,53 @@ def test_a_parameter_that_an_autograd_function_is_given_gets_its_gradient(stage:
         optimizer.step()
     for full in run_ranks(ranks, run):
         torch.testing.assert_close(full, dict(plain.named_parameters()), rtol=0, atol=1e-6)
+
+
+def clip(scaler, engine, optimizer):
+    nn.utils.clip_grad_norm_(engine.module.parameters(), 0.05)
+
+
+def unscale(scaler, engine, optimizer):
+    scaler.unscale_(optimizer)
+
+
+LEFTOVER = {
+    clip: "set gradient_clipping in the config, which clips by the norm, and delete this line",
+    unscale: "fp16 in the config scales the loss: delete the GradScaler",
+}
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("left", "said"), LEFTOVER.items(), ids=["clip_grad_norm_", "GradScaler"])
+def test_torchs_clipping_and_scaler_act_as_in_torch_or_say_what_to_write_instead(left, said, stage: int):
+    """Below stage 2, where gradients are whole, they act as in torch."""
+
+    def training(module, forward, optimizer):
+        scaler = torch.amp.GradScaler("cpu", enabled=left is unscale)
+        scaler.scale(forward(rows(0, zero.World.from_env()))).backward()
+        left(scaler, SimpleNamespace(module=module), optimizer)
+        scaler.step(optimizer)
+
+    model, plain = net(), net()
+    settings = config(stage=stage)
+    settings.pop("optimizer")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, optimizer, *_ = zero.initialize(model=model, optimizer=sgd, config=settings)
+    if stage < 2:
+        training(model, engine, optimizer)
+        training(plain, plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        torch.testing.assert_close(zero.full_state_dict(engine), dict(plain.named_parameters()))
+    else:
+        with pytest.raises(ConfigError, match=rf"that of first\.weight is in shards.*{said}"):
+            training(model, engine, optimizer)
+    engine.destroy()
+
+
+def test_a_write_past_an_absent_parameter_names_the_engine_that_a_script_has():
+    engine, *_ = zero.initialize(model=net(), config=config())
+    with torch.no_grad(), pytest.raises(OutsideUnitError, match=r"zero\.gathered\(state or engine, names, modify=True"):
+        engine.module.first.weight.mul_(2)
+    engine.destroy()
 
 
 def test_numbers_keep_their_dtype_where_tensors_are_cast():

@@ -31,6 +31,14 @@ def loss_fn(model, batch):
     return model(batch).square().mean()
 
 
+def unscaled(model):
+    """As an optimizer does that was made before the model was."""
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    scaler.scale(torch.ones(()))
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    scaler.unscale_(optimizer)
+
+
 LOSSES = [
     (lambda loss: {"loss": loss}, 'the loss is a dict, and it must be a tensor; write return outputs["loss"]'),
     (lambda loss: loss.item(), "the loss is a float, and it must be a tensor; write return loss, without .item()"),
@@ -175,6 +183,7 @@ CALLS = [
         "that of 0.weight is in shards: nothing would be; each step clips by the norm over all ranks with optimizer=",
     ),
     (lambda run: nn.utils.clip_grad_value_(run.state.model.parameters(), 1.0), "in the plan; by value it cannot"),
+    (lambda run: unscaled(run.state.model), 'precision="fp16" in the plan scales the loss: delete the GradScaler'),
     # a function of other arguments
     (lambda run: zero.make_step(run.plan, lambda batch: batch), f"<lambda> takes (batch); {LOSS_FN}"),
     (lambda run: zero.make_step(run.plan, lambda model, x, y: x), f"<lambda> takes (model, x, y); {LOSS_FN}"),

@@ -235,6 +235,30 @@ class KeepsWrapped(Layer):
         return Unwrap.apply(wrapped * wrapped)
 
 
+class Product(torch.autograd.Function):
+    """x W' of a user's own: it is given the parameter itself, and reads it in its forward and its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+def by_a_function(model: nn.Module, batch: Batch) -> Tensor:
+    return Product.apply(model(batch), model.layers[0].linear.weight).square().mean()
+
+
+def in_chunks(model: nn.Module, batch: Batch) -> Tensor:
+    """The head and its loss in one, outside of the head."""
+    head = model.layers[2].linear
+    return zero.losses.linear_cross_entropy(model(batch), head.weight, torch.arange(ROWS), 2, bias=head.bias)
+
+
 class ReturnsItsParameter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -611,6 +635,8 @@ CASES = [
     Case("reads outside", ReadsOutside),
     Case("reads outside, by a method alone", ReadsOutside, by_a_method),
     Case("reads outside, by the loss", ReadsOutside, penalised),
+    Case("reads outside, by an autograd function", Chain, by_a_function),
+    Case("reads outside, by a loss in chunks", Chain, in_chunks),
     Case("reads outside, nested", RootOwns, penalised, units=("RootOwns", "Nested", "Layer", "Linear")),
     Case("reads outside, tied", Tied, penalised),
     Case("returned view", UsesAReturnedView),

@@ -86,7 +86,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def _refuse_change(what: str) -> None:
     raise StaleStateError(
         f"{what} by its own forward; only the optimizer changes parameters, so keep such a tensor in a buffer, and "
-        "write into parameters between steps: with zero.gathered(state, names, modify=True)"
+        "write into parameters between steps: with zero.gathered(state or engine, names, modify=True)"
     )
 
 

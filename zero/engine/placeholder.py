@@ -62,10 +62,8 @@ class ParameterPlaceholder(nn.Parameter):
     _arrived: list[Tensor | None]
 
     def __new__(cls, name: str, like: Tensor, dtype: torch.dtype, home: torch.device) -> "ParameterPlaceholder":
-        placeholder = Tensor._make_subclass(
-            cls, torch.empty(like.shape, dtype=dtype, device="meta"), like.requires_grad
-        )
-        return placeholder._begin(name, home, written(like))
+        placeholder = Tensor._make_subclass(cls, _stand_in(like, dtype, home), like.requires_grad)
+        return placeholder._begin(name, home, written(like))._passing_on()
 
     @classmethod
     def taken(
@@ -74,18 +72,13 @@ class ParameterPlaceholder(nn.Parameter):
         """Turn a parameter itself into a placeholder, wherever it is held. Only the caller may keep its values."""
         hooks, afterwards = hooks_of(parameter)
         parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-        where = parameter.device if parameter.is_meta else home
         parameter.grad = None
-        parameter.data = torch.full((), torch.nan, dtype=dtype, device=where).expand(parameter.shape)
+        parameter.data = _stand_in(parameter, dtype, parameter.device if parameter.is_meta else home)
         parameter.__class__ = cls  # as torch does with parameters that get their size later
         placeholder = cast(ParameterPlaceholder, parameter)._begin(name, home, written(parameter))
         placeholder.hooks.update(hooks)
         placeholder.afterwards.update(afterwards)
-        with torch._C.DisableTorchFunctionSubclass():
-            trains, _ = parameter.requires_grad, parameter.requires_grad_(True)  # a constant takes no hook
-            nn.Parameter.register_post_accumulate_grad_hook(parameter, _pass_on)
-            parameter.requires_grad_(trains)
-        return placeholder
+        return placeholder._passing_on()
 
     def given_back(self, kind: type[nn.Parameter], values: Tensor) -> None:
         """Turn it back into the parameter that it was."""
@@ -105,6 +98,14 @@ class ParameterPlaceholder(nn.Parameter):
         self.gradient = self.source = self.full_value = None
         self.hooks, self.afterwards, self._arrived = OrderedDict(), OrderedDict(), []
         self.is_constant = False
+        return self
+
+    def _passing_on(self) -> "ParameterPlaceholder":
+        """Have autograd call `_pass_on` with a gradient of its own."""
+        with torch._C.DisableTorchFunctionSubclass():
+            trains, _ = self.requires_grad, self.requires_grad_(True)  # a constant takes no hook
+            nn.Parameter.register_post_accumulate_grad_hook(self, _pass_on)
+            self.requires_grad_(trains)
         return self
 
     @property
@@ -150,8 +151,8 @@ class ParameterPlaceholder(nn.Parameter):
 
     def constant(self) -> "ParameterPlaceholder":
         """The same parameter as a constant."""
-        made = ParameterPlaceholder(self.full_name, self, self.dtype, self.home)
-        made.requires_grad_(False)
+        with torch._C.DisableTorchFunctionSubclass():
+            made = Tensor._make_subclass(ParameterPlaceholder, self.data, False)._begin(self.full_name, self.home, ())
         made.regather, made.full_value, made.is_constant = self.regather, self.full_value, True
         return made
 
@@ -171,7 +172,9 @@ class ParameterPlaceholder(nn.Parameter):
     def value(self, *, constant: bool = False) -> Tensor:
         """A view of the gathered parameter; with a history where it trains and gradients are on, unless `constant`."""
         if self.regather is None:
-            raise OutsideUnitError(f"parameter {self.full_name} has no values yet; zero.init makes them")
+            raise OutsideUnitError(
+                f"parameter {self.full_name} has no values yet; zero.init and zero.initialize make them"
+            )
         return self.regather(not constant and self.requires_grad and torch.is_grad_enabled())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -191,9 +194,14 @@ class ParameterPlaceholder(nn.Parameter):
         if request == "grad" and is_attribute:
             if func.__name__ == "__set__":
                 return args[0]._local_grad(*args[1:])
-            grad = args[0]._local_grad()
+            asking = sys._getframe(1).f_globals.get("__name__", "")
+            try:
+                grad = args[0]._local_grad()
+            except ConfigError:
+                _refuse_leftover(args[0], asking)
+                raise
             if grad is None and args[0].source is None and args[0].trains:
-                _refuse_clipping(args[0], sys._getframe(1).f_globals.get("__name__", ""))
+                _refuse_leftover(args[0], asking)
             return grad
         if request == "stride" or request == "is_contiguous":  # those of the gathered one
             args = (torch.empty(args[0].shape, device="meta"), *args[1:])
@@ -210,6 +218,11 @@ class ParameterPlaceholder(nn.Parameter):
         if request in ("detach", "data"):
             return args[0].constant()
         return _read(func, args, kwargs, clone=request in _MEMORY)
+
+
+def _stand_in(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(shape of `like`) NaN, one element of memory: a gradient can be added up where it is."""
+    return torch.full((), torch.nan, dtype=dtype, device=device).expand(like.shape)
 
 
 def _pass_on(placeholder: ParameterPlaceholder) -> None:
@@ -293,7 +306,7 @@ def _refuse_writing(kind: type[ParameterPlaceholder | Part], func: Any, request:
 def _refuse_written(name: str, by: str) -> None:
     raise OutsideUnitError(
         f"parameter {name} was written to by {by}, and it lies in shards; write into it with "
-        "zero.gathered(state, names, modify=True) or zero.set_full, or into a clone() of what was read"
+        "zero.gathered(state or engine, names, modify=True) or zero.set_full, or into a clone() of what was read"
     )
 
 
@@ -336,13 +349,22 @@ def _refuse_optimizer(placeholder: ParameterPlaceholder, asking: str) -> None:
         )
 
 
-def _refuse_clipping(placeholder: ParameterPlaceholder, module: str) -> None:
-    """Likewise torch's clipping of a state's gradients: it passes over parameters without one."""
-    if module == "torch.nn.utils.clip_grad":
-        raise ConfigError(
-            f"gradients were to be clipped, and that of {placeholder.full_name} is in shards: nothing would be; "
-            "each step clips by the norm over all ranks with optimizer=zero.adamw(lr, clip=1.0) in the plan; by "
+def _refuse_leftover(placeholder: ParameterPlaceholder, asking: str) -> None:
+    """Raise ConfigError where a module of torch, `asking`, would clip or unscale gradients that are in shards."""
+    name, is_of_engine = placeholder.full_name, placeholder.source is not None
+    if asking == "torch.nn.utils.clip_grad":
+        instead = (
+            "set gradient_clipping in the config, which clips by the norm, and delete this line"
+            if is_of_engine
+            else "each step clips by the norm over all ranks with optimizer=zero.adamw(lr, clip=1.0) in the plan; by "
             "value it cannot"
+        )
+        raise ConfigError(f"gradients were to be clipped, and that of {name} is in shards: nothing would be; {instead}")
+    if asking == "torch.amp.grad_scaler":
+        setting = "fp16 in the config" if is_of_engine else 'precision="fp16" in the plan'
+        raise ConfigError(
+            f"a GradScaler was to unscale gradients, and that of {name} is in shards; {setting} scales the loss: "
+            "delete the GradScaler"
         )
 
 

@@ -436,17 +436,40 @@ def without(model: nn.Module) -> None:
     model.blocks[0][0].bias = None
 
 
+def nested() -> nn.Module:
+    torch.manual_seed(0)
+    return Nested()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (another_module, r"blocks\.0\.0\.weight \(12, 12\) was exchanged for \(12, 12\), blocks\.0\.0\.bias"),
+        (tied, r"blocks\.0\.0\.weight vanished"),
+        (without, r"blocks\.0\.0\.bias vanished"),
+    ],
+)
+def test_another_parameter_that_is_put_into_a_unit_later_is_named_by_step_and_save(change, said, tmp_path):
+    """It would not train, and a checkpoint would hold the one that is gone."""
+    model = nested()
+    engine = begin(zero.World.from_env(), model, 3)
+    change(model)
+    for call in (
+        lambda: train(engine, model, 1),
+        lambda: engine.save_checkpoint(tmp_path),
+        lambda: engine.module_state_dict(),
+    ):
+        with pytest.raises(ConfigError, match=rf"^the model was changed after zero took it over: {said}"):
+            call()
+    engine.destroy()
+
+
 @STAGES
 @RANKS
-@pytest.mark.parametrize("change", [another_module, another_place, tied, without])
-def test_what_is_put_into_a_unit_later_counts(change, ranks, stage):
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return Nested()
-
-    expected = build()
+def test_a_module_that_moves_within_a_unit_later_counts(ranks, stage):
+    expected = nested()
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    change(expected)
+    another_place(expected)
     for step in range(2):
         optimizer.zero_grad()
         expected(rows(step, _One())).backward()
@@ -454,10 +477,10 @@ def test_what_is_put_into_a_unit_later_counts(change, ranks, stage):
 
     def rank_main(world):
         with world.exclusive():
-            model = build()
+            model = nested()
         engine = begin(world, model, stage, activation_checkpointing={"partition_activations": True})
         with world.exclusive():
-            change(model)
+            another_place(model)
         world.barrier()  # recomputation takes torch's generator back, and the other rank may be drawing
         train(engine, model)
         return {name: one.detach().clone() for name, one in model.named_parameters()}

@@ -22,7 +22,7 @@ import zero
 from zero.distributed.world import SoloWorld
 from zero.engine.pool import Pool
 from zero.engine.recompute import UNCOUNTED_NUMEL
-from zero.errors import StaleStateError, WorldError
+from zero.errors import ConfigError, StaleStateError, WorldError
 from zero.testing import run_ranks
 from zero.trainer.models.gpt import GPT, loss as gpt_loss
 from zero.trainer.models.gpt_config import GPTConfig
@@ -1046,6 +1046,48 @@ class BackwardParts(Chain):
 def test_ranks_whose_backward_visits_different_units_are_refused_by_name_where_those_are_sharded():
     with pytest.raises(WorldError, match="layers"):
         sharded(BackwardParts(), stage=3)
+
+
+# -- dtypes that do not go together ------------------------------------------------------------------------------------
+
+
+class Router(nn.Module):
+    """fp32 inside a model of any dtype, with its own weight or with that of a layer within it."""
+
+    def __init__(self, *, within: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.weight = None if within else nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.gate.weight if self.weight is None else self.weight
+        return F.linear(x.float(), weight).to(x.dtype)
+
+
+MIXED = {
+    "own": (lambda: Chain(lambda: Router(within=False)), r"layers\.0\.weight, layers\.0\.gate\.weight"),
+    "within": (lambda: Chain(lambda: Router(within=True)), r"layers\.0\.gate\.weight"),
+    "in a layer": (Chain, r"layers\.0\.linear\.weight, layers\.0\.linear\.bias"),
+    "at the root": (lambda: Router(within=False), "weight, gate.weight"),
+}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("build", "names"), MIXED.values(), ids=MIXED)
+def test_a_parameter_that_meets_another_dtype_is_named_with_its_own_and_the_setting(build, names, precision):
+    model, compute = build(), zero.Precision(precision).compute
+    plan = zero.Plan(model, optimizer=zero.sgd(LR), world=SoloWorld(), precision=precision)
+    state = zero.init(plan, zero.open_store(plan))
+    given = torch.ones(ROWS, WIDTH, dtype=torch.float32 if build is Chain else compute)
+    x = given if isinstance(model, Router) else Batch(given, 0, 0)
+    said = (
+        rf"^{names} in {compute}, by precision={precision} or .* self\.weight\.float\(\).*keep_in_fp32_modules has no"
+    )
+    if precision == "fp32":
+        assert state.model(x).dtype == compute
+        return
+    with pytest.raises(ConfigError, match=said):
+        state.model(x)
 
 
 # -- buffers of the model, sparse gradients ----------------------------------------------------------------------------

@@ -611,3 +611,84 @@ def test_a_backward_before_the_first_microbatch_names_the_call_that_is_missing()
     step.microbatch()
     step.backward(fragile_loss(state.model, batch))
     step.finish()
+
+
+# -- a model that changes after its state was made ---------------------------------------------------------------------
+
+
+def exchanged(model: nn.Module) -> None:
+    model.head = nn.Linear(13, 12)
+
+
+def registered(model: nn.Module) -> None:
+    model.blocks[1].register_parameter("shift", nn.Parameter(torch.zeros(3)))
+
+
+def nested_later(model: nn.Module) -> None:
+    model.extra = nn.Module()
+    model.extra.inner = nn.ModuleList([nn.Linear(2, 2, bias=False)])
+
+
+def deleted(model: nn.Module) -> None:
+    model.norm = nn.Identity()
+
+
+def untied(model: nn.Module) -> None:
+    model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+
+
+def adapted(model: nn.Module) -> None:
+    peft = pytest.importorskip("peft")
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=r"blocks\.0\.linear"))
+
+
+CHANGES = {
+    exchanged: r"head\.bias \(11,\) was exchanged for \(12,\)",
+    registered: r"blocks\.1\.shift appeared",
+    nested_later: r"extra\.inner\.0\.weight appeared",
+    deleted: r"norm\.weight vanished, norm\.bias vanished",
+    untied: r"head\.weight appeared",
+    adapted: r"blocks\.0\.linear\.lora_A\.default\.weight appeared, blocks\.0\.linear\.lora_B",
+}
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in place"])
+@pytest.mark.parametrize(("change", "said"), CHANGES.items(), ids=[change.__name__ for change in CHANGES])
+def test_a_parameter_that_the_plan_does_not_have_ends_the_next_step_save_and_load(change, said, in_place, tmp_path):
+    plan = zero.Plan(Small(), optimizer=zero.adamw(1e-2), world=zero.World.from_env(), in_place=in_place)
+    with contextlib.closing(zero.open_store(plan)) as store:
+        state, step = zero.init(plan, store), zero.make_step(plan, small_loss)
+        state, _ = step(state, [small_batch(0, 12)])
+        checkpoint = zero.open_checkpoint(plan.world, zero.save(state, tmp_path))
+        change(state.model)
+        for call in (
+            lambda: step(state, [small_batch(1, 12)]),
+            lambda: zero.save(state, tmp_path),
+            lambda: zero.load(state, checkpoint),
+            lambda: zero.full_state_dict(state),
+        ):
+            with pytest.raises(
+                ConfigError, match=rf"^the model was changed after .*: ({said}).* Change it before zero"
+            ):
+                call()
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in place"])
+def test_modules_may_move_and_those_without_parameters_may_change(in_place):
+    def trained(change) -> dict[str, Tensor]:
+        with zero.empty():
+            model = Small()
+        plan = zero.Plan(model, optimizer=zero.adamw(1e-2), world=zero.World.from_env(), in_place=in_place)
+        with contextlib.closing(zero.open_store(plan)) as store:
+            state, step = zero.init(plan, store), zero.make_step(plan, small_loss)
+            for number in range(3):
+                state, _ = step(state, [small_batch(number, 12)])
+                change(state.model)
+            return full_state_dict(state)
+
+    def moves(model: nn.Module) -> None:
+        model.before = model.blocks[0]  # under a second name
+        model.blocks[0] = nn.Sequential(model.blocks[0], nn.Identity())
+        model.blocks.append(nn.Identity())
+
+    torch.testing.assert_close(trained(moves), trained(lambda model: None), rtol=0, atol=0)

@@ -602,3 +602,18 @@ def test_text_is_generated_between_steps_by_an_engine():
         optimizer.zero_grad()
     for told in run_ranks(RANKS, run):
         assert all(torch.equal(one, other) for one, other in zip(told, wanted, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_padded_encoder_has_torchs_outputs_where_nothing_is_padded():
+    """In eval mode torch gives 0 at padded positions, and zero numbers: docs/troubleshooting.md says so."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    x, padded = torch.randn(2, 5, 8), torch.tensor([[False] * 3 + [True] * 2, [False] * 4 + [True]])
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=padded)
+    plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.World.from_env())
+    state = zero.init(plan, zero.open_store(plan))
+    found = zero.make_forward(plan, lambda model: model(x, src_key_padding_mask=padded))(state)
+    torch.testing.assert_close(found[~padded], expected[~padded])
+    assert found.shape == expected.shape

@@ -168,6 +168,12 @@ class Params4bit(nn.Parameter):
     __module__ = "bitsandbytes.nn.modules"
 
 
+class Packed(Tensor):
+    """A tensor of another library, which keeps values in a way of its own."""
+
+    __module__ = "torchao.dtypes"
+
+
 def frozen(values: Tensor, kind: type[nn.Parameter] = nn.Parameter) -> nn.Parameter:
     return kind(values, requires_grad=False)
 
@@ -186,6 +192,7 @@ PARAMETERS = {
         r"is torch\.float64, .*; write model\.float\(\) first",
     ),
     "sparse": (lambda: nn.Parameter(torch.eye(3).to_sparse()), "is torch.sparse_coo: keep it dense"),
+    "packed by torchao": (lambda: nn.Parameter(torch.zeros(3).as_subclass(Packed)), "is a Packed of torchao, .*; load"),
     "4 bits in uint8": (
         lambda: frozen(torch.zeros(3, dtype=torch.uint8), Params4bit),
         "is a Params4bit of bitsandbytes, .*; load the model in bf16 or fp32, without quantization_config",

@@ -33,7 +33,16 @@ from zero.checkpoint.manifest import from_text, to_text
 from zero.engine.full import full_state_dict
 from zero.engine.module_copy import buffers_of
 from zero.errors import CheckpointError, ConfigError, ZeroError
-from zero.formats import Choice, export_checkpoint, hf, import_checkpoint, open_newest, progress_bar, read_source
+from zero.formats import (
+    Choice,
+    export_checkpoint,
+    hf,
+    import_checkpoint,
+    open_newest,
+    progress_bar,
+    read_source,
+    torch_file,
+)
 from zero.formats.hf import _shared_out
 from zero.formats.stream import Source, Stream
 from zero.testing import run_ranks
@@ -674,6 +683,21 @@ def test_a_wrong_source_gets_one_line_and_leaves_nothing(what: str, tmp_path: Pa
     path = make(tmp_path)
     refused(ZeroError, lambda: import_checkpoint(read_source(from_, path), tmp_path / "root"), word)
     assert not list(tmp_path.glob("root/*"))
+
+
+def test_a_dtype_that_torch_saves_otherwise_is_refused_before_the_file_exists(tmp_path: Path):
+    values = torch.ones(2).to(torch.float8_e4m3fn)
+    tensors = {"table": Stream.of(values.dtype, (2,), lambda: values)}
+    refused(
+        CheckpointError, lambda: torch_file.write(tmp_path / "a.pt", tensors, {}), "table is torch.float8", "--to hf"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_conjugate_that_is_a_mere_mark_is_read_by_value(tmp_path: Path):
+    values = torch.tensor([1 + 2j, 3j], dtype=torch.complex64).conj()
+    source = read_source("torch", a_pt(tmp_path, {"table": values}))
+    assert source.tensors["table"].whole("table").view(torch.float32).tolist() == [1.0, -2.0, 0.0, -3.0]
 
 
 def test_a_manifest_that_ties_names_to_nothing_is_refused(one, tmp_path: Path):

@@ -71,6 +71,7 @@ def load(
             "state = zero.load(state, zero.open_checkpoint(world, folder))"
         )
     runtime, plan = state.runtime, state.plan
+    runtime.tree.check()
     runtime.come_to_rest()
     partial, convert = tuple(partial), tuple(convert)
     buffers = buffers_of(state.model)

@@ -140,6 +140,7 @@ class Saving:
     """A save under way: this rank's file is written at once, or by a thread. Its arguments are those of `begin`."""
 
     def __init__(self, state: State, root: Root, facts: Mapping[str, Any], *, behind: bool, progress: Progress) -> None:
+        state.runtime.tree.check()
         state.runtime.come_to_rest()
         plan, buffers = state.plan, buffers_of(state.model)
         self._world, self._root = plan.world, root

@@ -111,6 +111,9 @@ ANYWORLD = "a checkpoint loads into any world and stage, and every save publishe
 MASTER = "the master copy is fp32"
 MOMENTS = "moments are fp32"
 BUFFERS = "buffers of the model keep their own"
+FP32_MODULES = (
+    "all parameters compute in the type of fp16 or bf16; where a forward needs fp32 write self.weight.float()"
+)
 IMPLEMENTATION = "there is one implementation of each optimizer"
 ORDER = "gradients are added in fp32 in the order of ranks, then divided"
 REMAT = "`zero.activations=remat`"
@@ -153,7 +156,7 @@ KEYS: tuple[Key, ...] = (
     *_ignored("parameters compute in the type of fp16 or bf16; the master copy is fp32", DTYPE,
               "data_types.param_dtype"),
     *_ignored(BUFFERS, DTYPE, "data_types.buffer_dtype"),
-    *_ignored(BUFFERS, LIST, "data_types.keep_in_fp32_modules"),
+    *_ignored(FP32_MODULES, LIST, "data_types.keep_in_fp32_modules"),
     Key("communication_data_type", DTYPE, to="precision.reduce"),
     *_ignored("there is no sequence parallelism", DTYPE, "seq_parallel_communication_data_type"),
     Key("sequence_parallel_size", COUNT, why="there is no sequence parallelism", only=(1,)),

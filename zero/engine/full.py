@@ -69,7 +69,7 @@ def full_state_dict(source: Source, kind: str = "param") -> dict[str, Tensor]:
         Full name to an fp32 tensor of the parameter's shape on the CPU.
 
     Raises:
-        ConfigError: nothing of this kind is held.
+        ConfigError: nothing of this kind is held; or the model gained, lost or exchanged a parameter.
         StaleStateError: the state is spent; a gradient, and no step is between backward and its end.
     """
     return dict(full_values(_state_of(source, "zero.full_state_dict", "zero.full_state_dict(state)"), kind))
@@ -77,6 +77,7 @@ def full_state_dict(source: Source, kind: str = "param") -> dict[str, Tensor]:
 
 def full_values(state: State, kind: str, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
     """The same, one after the other: no more than a unit is gathered at a time, and none for names in `without`."""
+    state.runtime.tree.check()
     state.runtime.come_to_rest()
     names = set(_names(state, None, kind)) - set(without)
     yield from _values(state, kind, names)

@@ -61,6 +61,7 @@ from zero.engine.residency import Residency
 from zero.engine.saved_tensors import InPlace, Kept
 from zero.engine.unit import Binding, Site
 from zero.engine.unit_state import UnitState
+from zero.engine.unsupported import check_dtypes
 from zero.errors import OutsideUnitError, StaleStateError
 from zero.platform.threads import OneThread
 from zero.platform.timeline import Tape
@@ -121,7 +122,7 @@ class Gatherer:
         activations: InPlace,
         tape: Tape,
     ) -> None:
-        self._tape = tape
+        self._tape, self._precision = tape, plan.precision
         self._units, self.residency, self.pool = units, residency, residency.pool
         self._accumulate, self._deliver, self._start_reduce = plan.accumulate, reducer.deliver, reducer.start_reduce
         self.activations, self._policies = activations, plan.activations
@@ -241,6 +242,9 @@ class Gatherer:
                 for node in nodes_of(outputs) - before:
                     node.register_prehook(partial(check_same_parameters, made_with))
             return self._own(outputs)
+        except RuntimeError as error:
+            check_dtypes(error, body.module, site.path, self._precision)
+            raise
         finally:
             for own, name, parameter in found:  # whatever happened: what stays would be taken for the user's
                 own[name] = parameter

@@ -17,6 +17,7 @@ from zero.engine.first_values import Values, Weights, empty_unit, fill, values_i
 from zero.engine.gather import Gatherer, bind_placeholders
 from zero.engine.gradient import Gradients, PagedGradients
 from zero.engine.module_copy import attach, detached_copy, take_over
+from zero.engine.module_tree import ModuleTree
 from zero.engine.placing import THREADS
 from zero.engine.plan import Plan
 from zero.engine.reduce import Reducer
@@ -242,7 +243,8 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
     bind_placeholders(copied, plan.splitting.sites, gatherer)
     attach(copied, plan.splitting, gatherer.runner)
     originals = {name: one for name, one in plan.model.named_parameters() if not (plan.in_place or one.is_meta)}
-    return Runtime(plan, copied, originals, store, units, routes, gatherer, gradients, reducer, updater, log, tape)
+    parts = store, units, routes, gatherer, gradients, reducer, updater, log, tape
+    return Runtime(plan, copied, ModuleTree(copied), originals, *parts)
 
 
 def _fetch(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:

@@ -17,6 +17,7 @@ from zero.core.loss_scale import LossScale
 from zero.distributed.routes import Routes
 from zero.engine.gather import Gatherer
 from zero.engine.gradient import Gradients
+from zero.engine.module_tree import ModuleTree
 from zero.engine.plan import Plan
 from zero.engine.reduce import Reducer
 from zero.engine.unit_state import UnitState
@@ -32,11 +33,13 @@ class Runtime:
     """What every state of one run shares: the copied model and the parts that run it.
 
     Attributes:
+        tree: compares the model with what it was when the state was made.
         originals: parameters of the model that was given, by name, which a gradient could reach by mistake.
     """
 
     plan: Plan
     model: nn.Module
+    tree: ModuleTree
     originals: Mapping[str, nn.Parameter]
     store: PrefetchStore
     units: tuple[UnitState, ...]

@@ -231,7 +231,7 @@ class Step:
 
         Raises:
             ConfigError: no gradient has arrived on any rank, or in fp16 one without the loss scale; or one arrived at
-                the model that was given.
+                the model that was given; or the model gained, lost or exchanged a parameter.
             WorldError: the ranks visited different units.
             NonFiniteGradientError: `zero.update=eager` and a gradient that is not finite.
         """
@@ -239,6 +239,7 @@ class Step:
             _warn_renamed("Step.finish(word)", "Step.finish(flag)")
             flag = word
         plan, state, runtime = self._plan, self.state, self._runtime
+        runtime.tree.check()  # not before: a forward may be inside torch.func.functional_call
         self._end_microbatch()
         hyper = runtime.updater.eager_hyper or self._hyper()
         self._at("norm")

@@ -1,13 +1,18 @@
-"""Reject a model that cannot be sharded, computed in a plan's precision, or saved, before anything is allocated.
+"""Reject what of a model cannot be sharded, computed in a plan's precision, or saved, by name.
 
 Classes of other libraries are recognised by the name of their module, so that nothing is imported for them.
 """
+
+import re
+from traceback import walk_tb
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from zero.errors import PlanError
+from zero.core.precision import DTYPES, Precision
+from zero.core.suggest import some
+from zero.errors import ConfigError, PlanError
 from zero.platform.safetensors_files import NAMES
 
 WRAPPERS = (
@@ -17,6 +22,9 @@ WRAPPERS = (
 """The module that a wrapper's class is from -> the rest of the message."""
 
 ROUNDED = "load the model in bf16 or fp32, without quantization_config, load_in_4bit or load_in_8bit"
+
+_MIXED = re.compile(r"mixed dtype|\bfloat\b.*(BFloat16|Half)|(BFloat16|Half).*\bfloat\b", re.IGNORECASE | re.DOTALL)
+"""What torch says of operands of two dtypes."""
 
 
 def check_model(model: nn.Module) -> None:
@@ -86,3 +94,26 @@ def _check_buffer(buffer: Tensor, name: str, *, saved: bool) -> None:
 def _check_name(name: str) -> None:
     if not name.isprintable():  # no lone surrogates either: they have no bytes
         raise PlanError(f"{name!r} has a character that cannot be printed, and a checkpoint needs names; rename it")
+
+
+# -- in a forward ------------------------------------------------------------------------------------------------------
+
+
+def check_dtypes(error: RuntimeError, site: nn.Module, path: str, precision: Precision) -> None:
+    """Raise ConfigError, with the parameters' names, if torch has rejected operands of two dtypes.
+
+    Args:
+        error: from a call of the module `site`, which is at `path`.
+    """
+    if not _MIXED.search(str(error)):
+        return
+    paths = {module: f"{path}.{name}".strip(".") for name, module in site.named_modules()}
+    callers = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+    owner = [one for one in callers if isinstance(one, nn.Module) and one in paths][-1:] or [site]
+    names = [name for name, _ in owner[0].named_parameters(prefix=paths[owner[0]])]
+    setting = next(name for name, dtype in DTYPES.items() if dtype == precision.compute)
+    raise ConfigError(
+        f"{some(names)} in {precision.compute}, by precision={setting} or the config's {setting}, met another dtype. "
+        "Cast the input to self.weight.dtype, or write self.weight.float() to compute in fp32; keep_in_fp32_modules "
+        "has no effect, because masters are fp32"
+    ) from error

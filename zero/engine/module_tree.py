@@ -1,0 +1,53 @@
+"""Notice parameters that a model gained, lost or exchanged after its state was made: those would not train."""
+
+from itertools import chain
+from operator import attrgetter
+
+from torch import nn
+
+from zero.core.suggest import some
+from zero.errors import ConfigError
+
+_TABLES = attrgetter("_parameters", "_modules")
+
+
+class ModuleTree:
+    """The parameters of `model` when its state was made. Modules may move, and those without parameters may change."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._then = dict(model.named_parameters())
+        self._modules = list(model.modules())
+        self._version = self._ids()
+
+    def check(self) -> None:
+        """Raise ConfigError, with their names, unless the model still has the same parameters.
+
+        As long as no module has got another child or parameter this takes 0.2 us for each module.
+        """
+        if self._ids() == self._version:
+            return
+        known = {id(parameter) for parameter in self._then.values()}
+        now = dict(self._model.named_parameters())
+        new = [name for name, parameter in now.items() if id(parameter) not in known]
+        left = {id(parameter) for parameter in now.values()}
+        gone = [name for name, parameter in self._then.items() if id(parameter) not in left]
+        changes = [
+            f"{name} {tuple(self._then[name].shape)} was exchanged for {tuple(now[name].shape)}"
+            for name in new
+            if name in gone
+        ]
+        changes += [f"{name} appeared" for name in new if name not in gone]
+        changes += [f"{name} vanished" for name in gone if name not in new]
+        if changes:
+            raise ConfigError(
+                f"the model was changed after zero took it over: {some(changes)}. Change it before zero.initialize or "
+                "zero.Plan, or save, change it and begin again with the saved weights"
+            )
+        self._modules = list(self._model.modules())
+        self._version = self._ids()
+
+    def _ids(self) -> list[int]:
+        """Of every module's parameters and children, all of which are held here."""
+        tables = chain.from_iterable(map(_TABLES, self._modules))
+        return list(map(id, chain.from_iterable(map(dict.values, tables))))

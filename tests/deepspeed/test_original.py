@@ -1,10 +1,12 @@
 """The model that was given to zero.initialize is the one that trains: what a script does with it means what it did."""
 
+import contextlib
 import copy
 import gc
 import pickle
 import threading
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -707,3 +709,186 @@ def test_a_compiled_model_that_is_refused_is_left_compiled():
     with pytest.raises(ConfigError, match="no module of class Missing"):
         begin(zero.World.from_env(), model, 3, zero_optimization={"stage": 3, "units": ["Missing"]})
     assert model.forward is forward
+
+
+# -- what is written before zero.initialize ----------------------------------------------------------------------------
+
+
+class ByRank(nn.Module):
+    """Values that differ by rank, and some that only rank 0 sets."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1.0 + rank))
+        self.register_buffer("before", self.first.weight.detach().clone() * (1 + rank))
+        nn.init.orthogonal_(self.first.weight)
+        nn.init.trunc_normal_(self.last.weight, std=0.1)
+        if rank == 0:
+            with torch.no_grad():
+                self.first.bias[0] = 5.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x * self.scale)).square().mean()
+
+
+def in_rank_0(model: nn.Module, rank: int) -> None:
+    with zero.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        if rank == 0:
+            model.load_state_dict({name: one + float(one.sum()) for name, one in model.state_dict().items()})
+            model.last.weight.data = model.last.weight.data * 2
+
+
+def in_all_ranks(model: nn.Module, rank: int) -> None:
+    with zero.zero.GatheredParameters(model.parameters(), modifier_rank=0):
+        model.apply(lambda module: nn.init.normal_(module.weight) if isinstance(module, nn.Linear) else None)
+        model.first.bias.data.fill_(3.0)
+        model.scale.data.copy_(torch.rand(WIDTH))
+
+
+def moved(model: nn.Module, rank: int) -> None:
+    model.half().cpu().to("cpu")
+    model.load_state_dict(model.float().state_dict())
+
+
+@pytest.mark.parametrize("write", [lambda model, rank: None, in_rank_0, in_all_ranks, moved])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_under_init_training_begins_with_what_rank_0_wrote(write, stage):
+    """Bit by bit as without it, and other ranks' generators go on alike where all ranks draw."""
+
+    def built(rank: int, context=contextlib.nullcontext) -> nn.Module:
+        torch.manual_seed(5)
+        with context():
+            model = ByRank(rank)
+        write(model, rank)
+        return model
+
+    plain, drawn = built(0), torch.get_rng_state()
+
+    def rank_main(world):
+        with world.exclusive():
+            model = built(world.rank, partial(zero.Init, world=world, config_dict_or_path={}))
+            generator = torch.get_rng_state()
+        engine = begin(world, model, stage)
+        values, buffer = whole(engine), model.before.clone()
+        train(engine, model, 1)
+        engine.destroy()
+        return values, buffer, generator
+
+    for values, buffer, generator in run_ranks(2, rank_main):
+        assert all(torch.equal(values[name], one) for name, one in plain.named_parameters())
+        assert torch.equal(buffer, plain.before)
+        assert torch.equal(generator, drawn)
+
+
+def test_under_init_other_ranks_hold_no_values_and_say_so():
+    def rank_main(world):
+        with world.exclusive(), zero.Init(world=world):
+            model = ByRank(world.rank)
+        if world.rank == 0:
+            return float(model.scale.detach().sum())
+        assert sum(one.untyped_storage().nbytes() for one in model.parameters() if one.is_cpu) == 0
+        with pytest.raises(ConfigError, match=r"modifier_rank=1: before zero\.initialize rank 0 alone has the values"):
+            zero.zero.GatheredParameters(model.parameters(), modifier_rank=1).__enter__()
+        with pytest.raises(OutsideUnitError, match=r"whose values rank 0 alone has until zero\.initialize"):
+            float(model.scale.detach().sum())
+        return WIDTH
+
+    assert run_ranks(2, rank_main) == [WIDTH, WIDTH]
+
+
+def test_initialize_may_be_called_within_init_and_init_with_a_module():
+    def rank_main(world):
+        with world.exclusive(), zero.Init(world=world):
+            torch.manual_seed(5)
+            model = net()
+            zero.Init(module=model, world=world)
+            engine = begin(world, model, 3)
+        train(engine, model)
+        return whole(engine)
+
+    (values,) = run_ranks(1, rank_main)
+    close(values, dict(plain().named_parameters()))
+
+
+def test_from_pretrained_under_init_trains_the_files_values(tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 8, "eos_token_id": 0}
+    saved = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0))
+    saved.save_pretrained(tmp_path)
+
+    def rank_main(world):
+        with world.exclusive(), zero.Init(world=world):
+            model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        return whole(begin(world, model, 3))
+
+    for values in run_ranks(2, rank_main):
+        assert all(torch.equal(values[name], one) for name, one in saved.named_parameters())
+
+
+# -- edits in a block of GatheredParameters ----------------------------------------------------------------------------
+
+
+@STAGES
+@pytest.mark.parametrize("bf16", [False, True])
+def test_whatever_reads_within_the_block_reads_the_edit(stage, bf16, tmp_path: Path):
+    """An average is swapped in on rank 0, which evaluates it alone; all save it; the weights come back bit by bit."""
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    average = {name: torch.full_like(one, 0.125) for name, one in net().state_dict().items()}
+    swapped = net()
+    swapped.load_state_dict(average)
+    swapped.to(dtype).eval()
+    expected = swapped(torch.ones(2, WIDTH, dtype=dtype))
+
+    def rank_main(world):
+        with world.exclusive():
+            model = net()
+        engine = begin(world, model, stage, bf16={"enabled": bf16})
+        train(engine, model, 1)
+        raw = whole(engine)
+        with zero.zero.GatheredParameters(model.parameters(), modifier_rank=0):
+            if world.rank == 0:
+                for name, one in model.named_parameters():
+                    one.data.copy_(average[name])
+                with torch.no_grad():
+                    assert torch.equal(model(torch.ones(2, WIDTH)), expected)
+                read = model.state_dict()
+                assert all(torch.equal(read[name], one) for name, one in swapped.state_dict().items())
+            path = engine.save_16bit_model(tmp_path)
+            assert all(bool((one == 0.125).all()) for one in whole(engine).values())
+            if world.rank == 0:
+                assert all(bool((one == 0.125).all()) for one in load_file(path).values())
+                assert model.load_state_dict(raw)
+        assert all(torch.equal(one, raw[name]) for name, one in whole(engine).items())
+        train(engine, model, 1)
+        engine.destroy()
+
+    run_ranks(2, rank_main)
+
+
+@STAGES
+def test_one_rank_may_load_a_state_dict_within_the_block(stage):
+    def rank_main(world):
+        with world.exclusive():
+            model, other = net(), net(3)
+        engine = begin(world, model, stage)
+        with zero.zero.GatheredParameters(model.parameters(), modifier_rank=0):
+            if world.rank == 0:
+                model.load_state_dict(other.state_dict())
+        values = whole(engine)
+        engine.destroy()
+        return values
+
+    for values in run_ranks(2, rank_main):
+        assert all(torch.equal(values[name], one) for name, one in net(3).named_parameters())
+
+
+def test_what_a_block_cannot_do_is_said():
+    model = net()
+    engine = begin(zero.World.from_env(), model, 3)
+    block = partial(zero.zero.GatheredParameters, list(model.parameters()), modifier_rank=0)
+    with pytest.raises(OutsideUnitError, match=r"used with gradients on while its values may be edited"), block():
+        model(torch.ones(2, WIDTH))
+    with block(), pytest.raises(ConfigError, match="is in a block of GatheredParameters already; leave it out"):
+        block().__enter__()
+    engine.destroy()

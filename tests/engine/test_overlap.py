@@ -1,12 +1,14 @@
 """What should happen meanwhile does happen meanwhile: an engine that did all in a row would give the same bits."""
 
 import gc
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import zero
+from zero.engine.empty import Operation, Root
 from zero.testing import run_ranks
 
 WIDTH, LAYERS = 16, 5
@@ -131,6 +133,22 @@ def test_what_waits_after_a_step(update):
     assert run_ranks(2, rank_main)[0] == {update == "lazy"}
 
 
+def test_recorded_first_values_are_made_one_owner_at_a_time(monkeypatch):
+    real: list[int] = []
+    run = Operation.run
+
+    def counted(operation: Operation, values: dict[Root, Tensor]) -> Any:
+        real.append(sum(one.numel() for one in values.values()))
+        return run(operation, values)
+
+    with zero.empty():
+        model = Stack()
+    monkeypatch.setattr(Operation, "run", counted)
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=zero.World.from_env())
+    zero.init(plan, zero.open_store(plan))
+    assert real == [WIDTH * WIDTH + WIDTH] * (2 * LAYERS)
+
+
 def test_nothing_is_ever_whole_at_stage_3(monkeypatch):
     """While `init` runs, one owner at a time has real parameters; afterwards a rank holds its shards."""
     real: list[int] = []
@@ -141,7 +159,7 @@ def test_nothing_is_ever_whole_at_stage_3(monkeypatch):
         everywhere = [one for one in gc.get_objects() if type(one) is nn.Parameter]
         real.append(sum(one.numel() for one in everywhere if not one.is_meta))
 
-    with zero.empty():
+    with torch.device("meta"):
         model = Stack()
     monkeypatch.setattr(nn.Linear, "reset_parameters", counted)
     before = sum(one.numel() for one in gc.get_objects() if type(one) is nn.Parameter and not one.is_meta)

@@ -24,6 +24,7 @@ transformers = pytest.importorskip("transformers")
 
 import train  # noqa: E402
 import zero  # noqa: E402
+from zero.engine.empty import is_meta  # noqa: E402
 from zero.engine.full import full_state_dict  # noqa: E402
 from zero.errors import CheckpointError, ConfigError, PlanError  # noqa: E402
 from zero.formats import export_checkpoint, open_newest  # noqa: E402
@@ -302,7 +303,7 @@ def test_an_engine_trains_adapters_and_peft_saves_and_loads_them(saved, tmp_path
 def test_a_model_type_is_built_without_memory_and_without_values():
     model = hf.build("gpt2")
     assert type(model).__name__ == "GPT2LMHeadModel"
-    assert all(one.is_meta for one in model.parameters())
+    assert all(is_meta(one) for one in model.parameters())
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
@@ -346,6 +347,7 @@ class Outer(nn.Module):
         super().__init__()
         self.inner, self.linear, self.knows = nn.Module(), nn.Linear(3, 3), knows
         self.inner.scale = nn.Parameter(torch.empty(3))
+        self.apply(self._init_weights)
 
     def _init_weights(self, module):
         if module is self.inner and self.knows:
@@ -369,6 +371,20 @@ def test_init_weights_has_the_last_word_and_whom_it_leaves_out_is_named():
         PlanError, match=r"Module at inner holds inner\.scale and _init_weights around it leaves it out"
     ):
         zero.init(plan, zero.open_store(plan))
+
+
+def test_from_pretrained_keeps_the_files_values_and_makes_what_they_lack(tmp_path):
+    torch.manual_seed(1)
+    wanted = new_model("gpt2")
+    wanted.save_pretrained(tmp_path)
+    with zero.empty():
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=50)
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-2), world=zero.World.from_env())
+    found = full_state_dict(zero.init(plan, zero.open_store(plan)))
+    values = wanted.state_dict()
+    assert [name for name in found if name not in values] == ["score.weight"]
+    assert all(torch.equal(found[name], values[name]) for name in found if name in values)
+    assert float(found["score.weight"].std()) == pytest.approx(model.config.initializer_range, rel=0.3)
 
 
 def built(make, *args):

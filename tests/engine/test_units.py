@@ -1,7 +1,9 @@
 """Any model splits into units: every parameter in exactly one, every reader covered, the user's model untouched."""
 
 import copy
+import io
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zero
+from zero.engine.empty import is_meta
 from zero.engine.module_copy import attach, detached_copy
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.unit import Splitting, split
@@ -281,10 +284,10 @@ def test_a_name_that_no_checkpoint_holds_is_rejected(name):
 def test_empty_sends_parameters_to_meta_and_nothing_else():
     with zero.empty():
         model = Bare()
-    assert all(parameter.is_meta for parameter in model.parameters())
+    assert all(is_meta(parameter) for parameter in model.parameters())
     assert torch.equal(model.table, torch.arange(4.0))
     assert torch.equal(model.norm.running_var, torch.ones(WIDTH))
-    assert not any(parameter.is_meta for parameter in Bare().parameters())
+    assert not any(is_meta(parameter) for parameter in Bare().parameters())
 
 
 def test_empty_keeps_ties_whichever_way_they_are_made():
@@ -499,6 +502,7 @@ def test_a_parameter_under_two_names_of_one_owner_keeps_its_value():
             super().__init__()
             self.a = nn.Parameter(torch.zeros(3))
             self.b = self.a
+            self.reset_parameters()
 
         def reset_parameters(self) -> None:
             nn.init.ones_(self.a)
@@ -601,7 +605,7 @@ def first_values(build) -> dict[str, Tensor]:
     def values(world: zero.World) -> dict[str, Tensor]:
         with world.exclusive(), zero.empty():
             model = nn.Sequential(build())
-        assert all(parameter.is_meta for parameter in model.parameters())
+        assert all(is_meta(parameter) for parameter in model.parameters())
         plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=world)
         return zero.full_state_dict(zero.init(plan, zero.open_store(plan)))
 
@@ -637,14 +641,11 @@ class Scaled(nn.Linear):
         self.weight.data = self.weight.data * 0.5
 
 
-def test_what_is_computed_from_empty_parameters_is_refused_unless_it_changes_nothing():
+def test_what_is_computed_from_empty_parameters_is_computed_from_their_values():
     made = first_values(Padded)
     assert bool((made["0.bias"] == 1).all())
     assert made["0.weight"].any()
-    with pytest.raises(
-        PlanError, match=r"parameter of shape \(4, 3\) with what it computed from parameters, which have"
-    ):
-        first_values(Scaled)
+    assert torch.equal(first_values(Scaled)["0.weight"] * 2, first_values(partial(nn.Linear, 3, 4))["0.weight"])
 
 
 def test_who_writes_last_counts():
@@ -668,3 +669,146 @@ def test_an_owner_whose_reset_leaves_something_out_is_refused_by_name():
 
     with pytest.raises(PlanError, match=r"Forgets at 0 holds 0\.more and its reset_parameters\(\) leaves it out"):
         first_values(Forgets)
+
+
+# -- what is written after the constructor -----------------------------------------------------------------------------
+
+
+def _init_weights(module: nn.Module) -> None:
+    """A function of the script, which no model knows."""
+    if isinstance(module, nn.Linear):
+        nn.init.constant_(module.weight, 0.25)
+        module.bias.data.zero_()
+
+
+def replace_data(model: nn.Module) -> None:
+    model.up.weight.data = torch.full((WIDTH, WIDTH), 3.0)
+    model.up.weight.data = model.up.weight.data.t() / 3
+
+
+def round_to_half(model: nn.Module) -> None:
+    nn.init.constant_(model.up.weight, 0.1)
+    model.half().to("cpu").cpu()
+
+
+def compute(model: nn.Module) -> None:
+    nn.init.eye_(model.down.weight)
+    with torch.no_grad():
+        model.up.weight.copy_(model.down.weight * torch.arange(float(WIDTH)))
+        torch.add(model.up.weight, 1, out=model.up.weight)
+        first, last = model.up.weight.split([1, WIDTH - 1])
+        last += first
+
+
+WRITES = [
+    lambda model: nn.init.ones_(model.up.weight),
+    lambda model: model.up.weight.data.fill_(2.0).mul_(3),
+    lambda model: model.load_state_dict(
+        {name: torch.full_like(one, 4.0) for name, one in Writes().state_dict().items()}
+    ),
+    lambda model: model.apply(_init_weights),
+    replace_data,
+    round_to_half,
+    compute,
+]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_written_into_empty_parameters_is_what_training_begins_with(write, inside, recwarn):
+    def build() -> nn.Module:
+        model = Writes()
+        if inside:
+            write(model)
+        return model
+
+    def values(world: zero.World) -> dict[str, Tensor]:
+        with world.exclusive(), zero.empty():
+            model = build()
+        if not inside:
+            write(model)
+        plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=world)
+        return zero.full_state_dict(zero.init(plan, zero.open_store(plan)))
+
+    plain = Writes()
+    write(plain)
+    for made in run_ranks(2, values):
+        for name in ("up.weight", "up.bias", "own"):
+            assert torch.equal(made[name], plain.state_dict()[name].float()), name
+    assert not recwarn.list
+
+
+VALUE_READS = [
+    lambda weight: float(weight.sum()),
+    lambda weight: weight.tolist(),
+    lambda weight: bool((weight > 0).all()),
+    lambda weight: weight.detach().cpu().numpy(),
+    lambda weight: torch.zeros(WIDTH, WIDTH).copy_(weight),
+    lambda weight: torch.save(weight, io.BytesIO()),
+]
+
+
+@pytest.mark.parametrize("read", VALUE_READS)
+def test_reading_an_empty_parameter_says_when_there_are_values(read):
+    with zero.empty():
+        model = Writes()
+    with pytest.raises(
+        OutsideUnitError, match=r"of a parameter without values: zero\.empty\(\) leaves them to zero\.init"
+    ):
+        read(model.up.weight.data)
+
+
+def test_an_empty_parameter_is_the_object_that_was_registered():
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            held = nn.Parameter(torch.empty(3))
+            held.mark = "kept"
+            self.weight = held
+            nn.init.constant_(held, 3.0)
+            assert self.weight is held
+
+    with zero.empty():
+        assert Holds().weight.mark == "kept"
+    assert bool((first_values(Holds)["0.weight"] == 3).all())
+
+
+class Copies(nn.Module):
+    """Layers that begin alike: a copy of a module, and of the values of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Linear(WIDTH, WIDTH)
+        self.online, self.target = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([copy.deepcopy(layer) for _ in range(2)])
+        self.target.load_state_dict(self.online.state_dict())
+        nn.init.zeros_(self.online.bias)
+
+
+def test_layers_that_begin_alike_in_torch_begin_alike():
+    made = first_values(Copies)
+    assert torch.equal(made["0.online.weight"], made["0.target.weight"])
+    assert torch.equal(made["0.layers.0.weight"], made["0.layers.1.weight"])
+    assert not torch.equal(made["0.layers.0.weight"], made["0.online.weight"])
+    assert made["0.target.bias"].any()
+    assert not made["0.online.bias"].any()
+
+
+class Special(nn.Module):
+    """Initialised by functions that look at values, and skip tensors on meta."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut, self.turned = nn.Linear(WIDTH, 64), nn.Linear(WIDTH, WIDTH)
+        nn.init.trunc_normal_(self.cut.weight, a=-0.5, b=0.5)
+        nn.init.trunc_normal_(self.cut.bias, a=2.0, b=3.0)
+        nn.init.orthogonal_(self.turned.weight)
+
+
+def test_initialisers_that_look_at_values_are_recorded_whole():
+    made = first_values(Special)
+    assert 0.1 < float(made["0.cut.weight"].std()) < 0.5
+    assert float(made["0.cut.weight"].abs().max()) <= 0.5
+    assert bool(((made["0.cut.bias"] >= 2) & (made["0.cut.bias"] <= 3)).all())
+    turned = made["0.turned.weight"]
+    torch.testing.assert_close(turned @ turned.t(), torch.eye(WIDTH))

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -412,9 +412,16 @@ def _take_over(model: nn.Module, engine: Engine) -> Callable[[Any, Any], Any]:
             )
         return self
 
-    methods = {
+    load_in_torch = type(model).load_state_dict
+
+    def load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Into full values in a block of `GatheredParameters`, by any rank; else into the engine, by all of them."""
+        is_open = any(cast(ParameterPlaceholder, one).full_value is not None for one in self.parameters())
+        return (partial(load_in_torch, self) if is_open else living().load_module_state_dict)(*args, **kwargs)
+
+    methods: dict[str, Any] = {
         "zero_grad": lambda self, set_to_none=True: living().zero_grad(set_to_none),
-        "load_state_dict": lambda self, *args, **kwargs: living().load_module_state_dict(*args, **kwargs),
+        "load_state_dict": load_state_dict,
         "_apply": moved,
         "_torchdynamo_orig_callable": property(_refuse_compiler),
     }

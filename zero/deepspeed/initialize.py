@@ -25,6 +25,7 @@ from zero.deepspeed.model import bypass_compiled, get_z3_leaf_modules, set_z3_le
 from zero.deepspeed.optimizers import Optimizer, PassedOptimizer, names_of, trained, transform
 from zero.deepspeed.schedulers import SCHEDULES, Scheduler
 from zero.distributed.world import World, open_default_group
+from zero.engine.empty import is_meta, lacks_values
 from zero.engine.first_values import Weights
 from zero.engine.init import init, open_store
 from zero.engine.module_copy import buffers_of, same_bits
@@ -276,6 +277,7 @@ def shard(
     """
     with contextlib.ExitStack() as undo:
         with _others_frozen(model, trained(optimizer)):
+            _allocate_absent_buffers(model)
             plan = make_plan(transform(optimizer, names_of(model), clip))
             store = open_store(plan)
             undo.callback(store.close)
@@ -300,16 +302,25 @@ def _others_frozen(model: nn.Module, chosen: set[int]) -> Iterator[None]:
 
 
 def _values_of_rank_0(model: nn.Module, world: World) -> Weights:
-    """Rank 0's values, one parameter at a time; None where any parameter is on meta."""
-    values = {name: parameter.detach() for name, parameter in model.named_parameters()}  # before it is taken over
-    if any(value.is_meta for value in values.values()):
+    """Rank 0's values, one parameter at a time; None where any parameter's are still to be made."""
+    if any(lacks_values(parameter) for parameter in model.parameters()):
         return None
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}  # before it is taken over
 
     def fill(name: str, tensor: torch.Tensor) -> None:
-        tensor.copy_(values[name])
+        if world.rank == 0:
+            tensor.copy_(values[name])
         world.broadcast(tensor, what=f"first values of {name}").wait()
 
     return fill
+
+
+def _allocate_absent_buffers(model: nn.Module) -> None:
+    """Make room for persistent buffers that a constructor computed from parameters which only rank 0 has."""
+    for name, buffer in buffers_of(model).items():
+        if is_meta(buffer) and not lacks_values(buffer):
+            owner, _, own = name.rpartition(".")
+            model.get_submodule(owner)._buffers[own] = torch.zeros(buffer.shape, dtype=buffer.dtype)
 
 
 def _broadcast_buffers(model: nn.Module, world: World) -> None:

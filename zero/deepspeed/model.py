@@ -16,9 +16,9 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from zero.distributed.world import open_default_group
+from zero.distributed.world import World, open_default_group, rank_of_process
 from zero.engine.compile import Backend
-from zero.engine.empty import empty
+from zero.engine.empty import Unmade, absent
 from zero.engine.full import Source, gathered, get_full, set_full
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.errors import ConfigError, StaleStateError
@@ -83,27 +83,29 @@ ZeroParamStatus = Enum("ZeroParamStatus", "AVAILABLE NOT_AVAILABLE INFLIGHT")
 """For scripts that compare `ds_status` where a parameter has a `ds_id`: none has one here, each reads in full."""
 
 
-@contextmanager
-def Init(module: nn.Module | None = None, *ignored: Any, enabled: bool = True, **others: Any) -> Iterator[None]:
-    """`zero.empty()`: inside, modules are made with parameters on meta; torch's default process group is open.
+def Init(
+    module: nn.Module | None = None,
+    *ignored: Any,
+    enabled: bool = True,
+    world: World | None = None,
+    **others: Any,
+) -> AbstractContextManager[None]:
+    """Inside, rank 0 makes modules as usual, and other ranks make them without values or memory.
+
+    `zero.initialize` gives every rank its part of rank 0's values. Until then all that rank 0 writes counts; writes of
+    other ranks have no effect, and reading raises there. `zero.empty()` takes no memory on rank 0 either.
 
     Args:
-        module: must be None.
-        enabled: False makes modules as usual.
+        module: for old calls: it keeps its values.
         *ignored: for old calls; `zero.initialize` decides all of it.
-        **others: likewise.
-
-    Raises:
-        ConfigError: a module was passed.
+        enabled: False makes modules as usual.
+        world: the ranks; None: those of the environment.
+        **others: for old calls.
     """
-    if module is not None:
-        raise ConfigError(
-            "zero.Init(module=...): the model has its parameters already; give it to zero.initialize as it is"
-        )
-    if enabled:
+    if enabled and world is None:
         open_default_group()
-    with empty() if enabled else nullcontext():
-        yield
+    rank = rank_of_process() if world is None else world.rank
+    return absent() if enabled and module is None and rank != 0 else nullcontext()
 
 
 @contextmanager
@@ -115,29 +117,45 @@ def GatheredParameters(
 ) -> Iterator[None]:
     """Inside, parameters are full fp32 tensors on every rank, to read and, on `modifier_rank`, to write. Collective.
 
+    Whatever reads them in the block reads the edits: `state_dict()`, a forward without gradients, a save. Modules of
+    which all parameters are full may be read, run and loaded by one rank alone.
+
     Args:
-        params: one or several; those that belong to no engine are left as they are.
+        params: one or several; those that belong to no engine are left as they are. Before `zero.initialize` only
+            rank 0 reads and writes them.
         modifier_rank: the rank whose writes all ranks get at the end; None: nothing may be written.
         fwd_module: for old calls; it has no effect.
         enabled: False has no effect.
 
     Raises:
-        ConfigError: a write without `modifier_rank`, or a parameter whose engine does not exist yet.
+        ConfigError: a write without `modifier_rank`, or parameters of a block around this one.
     """
-    given = [params] if isinstance(params, Tensor) else params
+    given = [params] if isinstance(params, Tensor) else list(params)
+    if enabled and modifier_rank and any(isinstance(one, Unmade) for one in given):
+        raise ConfigError(
+            f"modifier_rank={modifier_rank}: before zero.initialize rank 0 alone has the values; write modifier_rank=0"
+        )
     held = [one for one in given if isinstance(one, ParameterPlaceholder)]
     if not enabled or not held:
         yield
         return
+    if outer := [one.full_name for one in held if one.full_value is not None]:
+        raise ConfigError(f"{outer[0]} is in a block of GatheredParameters already; leave it out of the inner one")
     modify = False if modifier_rank is None else modifier_rank
-    with gathered(_home_of(held[0])[0], [one.full_name for one in held], modify) as full:
-        try:
-            for one in held:
-                one.full_value = full[one.full_name]
-            yield
-        finally:
-            for one in held:
-                one.full_value = None
+    engines = {id(engine): engine for engine in (_home_of(one)[0] for one in held)}
+    with ExitStack() as blocks:
+        for engine in engines.values():
+            own = [one for one in held if _home_of(one)[0] is engine]
+            full = blocks.enter_context(gathered(engine, [one.full_name for one in own], modify))
+            blocks.callback(_close_full, own)
+            for one in own:
+                one.full_value, one.may_be_edited = full[one.full_name], modify is not False
+        yield
+
+
+def _close_full(placeholders: Iterable[ParameterPlaceholder]) -> None:
+    for one in placeholders:
+        one.full_value, one.may_be_edited = None, False
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:

@@ -661,6 +661,11 @@ _HOSTED: dict[tuple[str, int], dist.Store] = {}
 """Stores that this process hosts until it ends: a rank may open its next world before this one has left the last."""
 
 
+def rank_of_process() -> int:
+    """This process's rank, which is known before there is a world."""
+    return dist.get_rank() if dist.is_initialized() else _env_int("RANK", "0")
+
+
 def open_default_group() -> None:
     """Have torch's default process group open, in a world of one too: for scripts that ask torch for their rank."""
     with _OPENING:  # ranks may be threads

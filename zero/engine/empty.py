@@ -1,27 +1,27 @@
-"""Build a model without allocating it: parameters on meta, and a record of what constructors wrote into them.
+"""Build a model without allocating it: parameters on meta, each with a record of how its values are made.
 
-`zero.init` makes first values owner by owner, by `reset_parameters` and `_init_weights`. What else a constructor does
-to a parameter that is registered (`nn.init.normal_(self.up.weight, std=0.02)`) is kept as a call and made again after
-those. One that is registered with a value of its own (`nn.Parameter(torch.ones(3))`) begins with it, which takes its
-memory meanwhile.
+A parameter that is registered inside `zero.empty()` becomes `Unmade`. Every operation on it is recorded, inside the
+block and after it: `nn.init`, `.data.zero_()`, `load_state_dict`, `.half()`, a parameter computed from another.
+`zero.init` runs the records, owner by owner. Reading a value before that raises.
+
+A value that a parameter is registered with, as by `from_pretrained`, takes its memory until then.
 """
 
 import itertools
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from operator import methodcaller
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from zero.errors import PlanError
+from zero.core.tree import replaced, tensors_in
+from zero.errors import OutsideUnitError
 from zero.platform.device import aligned_zeros
 
 MAPPED_BYTES = 1 << 20
@@ -32,182 +32,94 @@ MAPPED_BYTES = 1 << 20
 def empty() -> Iterator[None]:
     """Inside, parameters are created on meta, so that a model never takes its full memory; buffers stay real.
 
-    What constructors write into them (`nn.init`, `.data.zero_()`) is written again when first values are made.
+    What is written into them, inside the block or later, is written again when first values are made.
 
-    `torch.device("meta")` would also destroy tables that a constructor computes. Ties survive: a parameter registered
-    twice becomes one meta parameter. torch's hook is process-wide: ranks that are threads take turns
-    (`world.exclusive()`).
+    `torch.device("meta")` would also destroy tables that a constructor computes. Each parameter stays the object that
+    it is, so ties survive. torch's hook is process-wide: ranks that are threads take turns (`world.exclusive()`).
 
         with zero.empty():
             model = GPT(config)
     """
-    known: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+    with _unmade(kept=True):
+        yield
 
-    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta:
-            return None
-        alive, meta = known.get(id(parameter), (None, None))
-        if meta is None or alive is None or alive() is not parameter:
-            meta = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-            vars(meta)[KEPT] = kept = _Known(weakref.ref(meta), [])
-            if untouched.has_value(parameter):
-                kept.writes.append(Written(BEGIN, (), methodcaller("copy_", parameter.detach())))
-            known[id(parameter)] = weakref.ref(parameter), meta
-        return meta
 
-    untouched = _Untouched()
-    handle = nn.modules.module.register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+@contextmanager
+def absent() -> Iterator[None]:
+    """Inside, parameters are created on meta, and writes to them have no effect: another rank has the values."""
+    with _unmade(kept=False):
+        yield
+
+
+@contextmanager
+def _unmade(*, kept: bool) -> Iterator[None]:
+    empties = _Empties()
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if type(parameter) is not nn.Parameter:
+            return
+        begin = parameter.detach() if kept and not is_meta(parameter) and empties.has_value(parameter) else None
+        unmade = Unmade.of(torch.empty_like(parameter, device="meta"), Recipe(Root(parameter.shape, kept, begin)))
+        unmade._is_param = True  # it is an nn.Parameter to isinstance
+        vars(unmade).update(vars(parameter))
+        try:
+            torch.utils.swap_tensors(parameter, unmade.requires_grad_(parameter.requires_grad))
+        except RuntimeError:
+            return  # a graph uses it: it stays real
+
+    _dispatch_trunc_normal()
+    handle = nn.modules.module.register_module_parameter_registration_hook(to_meta)
     try:
-        with untouched:
+        with empties:
             yield
     finally:
         handle.remove()
 
 
-class _Untouched(TorchFunctionMode):
-    """What a constructor makes and `empty` throws away at once costs no memory.
+@cache
+def _dispatch_trunc_normal() -> None:
+    """Have `nn.init.trunc_normal_` call `__torch_function__`, as torch's `normal_` does.
 
-    Draws for a tensor on meta go nowhere: torch would import its compiler for them, 80 MB and two seconds. Large empty
-    tensors are mappings of their own: in the heap each would leave a hole in which the next no longer fits, a gigabyte
-    of holes for 340 million parameters, and training would touch them all.
+    It draws again what it rejects, so it cannot be recorded operation by operation.
+    """
+    plain = nn.init._no_grad_trunc_normal_
+
+    def dispatched(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(tensor, Unmade):
+            return plain(tensor, *args, **kwargs)
+        return Unmade.__torch_function__(plain, (), (tensor, *args), kwargs)
+
+    nn.init._no_grad_trunc_normal_ = dispatched
+
+
+class _Empties(TorchFunctionMode):
+    """Know what `torch.empty` made and nobody has written to: its values need not be kept.
+
+    Large empty tensors are mappings of their own: in the heap each would leave a hole in which the next no longer fits,
+    a gigabyte of holes for 340 million parameters, and training would touch them all.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._unwritten: dict[int, StorageWeakRef] = {}  # which keep the address from being given to another one
+        self._unwritten: dict[int, StorageWeakRef] = {}  # a reference keeps the address from being reused
 
     def has_value(self, parameter: nn.Parameter) -> bool:
-        """Whether it is more than what `torch.empty` makes."""
+        """Whether it holds more than what `torch.empty` makes, or somebody else may still write into its memory."""
         storage = parameter.untyped_storage()._cdata
-        return self._unwritten.pop(storage, None) is None or parameter._version > 0
+        is_empty = self._unwritten.pop(storage, None) is not None and parameter._version == 0
+        return not is_empty or torch._C._storage_Use_Count(storage) > HOLDERS
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.empty:
-            made = _mapped_empty(*args, **kwargs)
-            storage = made.untyped_storage()
-            self._unwritten[storage._cdata] = StorageWeakRef(storage)
-            return made
-        first = next(iter((*args, *kwargs.values())), None)
-        if not isinstance(first, Tensor) or not first.is_meta:
-            return func(*args, **kwargs)
-        known = _known(first)
-        if func is F.pad and not any(args[1] if len(args) > 1 else kwargs["pad"]):
-            return first  # as transformers does with a head's bias, for `bias.data = ...`
-        name = func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__
-        writes = func.__name__ == "__set__" or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if known is not None and writes and name not in ("requires_grad", "requires_grad_", "grad"):
-            known.remember(func, args, kwargs)
-        draws = func in (Tensor.normal_, Tensor.uniform_) or getattr(func, "__module__", "") == "torch.nn.init"
-        if draws:
-            return first
-        result = func(*args, **kwargs)
-        if known is not None and isinstance(result, Tensor) and _is_view(result, first):
-            vars(result)[KEPT] = known.seen_through(func, args[1:], kwargs)
-        return result
+        if func is not torch.empty:
+            return func(*args, **(kwargs or {}))
+        made = _mapped_empty(*args, **(kwargs or {}))
+        storage = made.untyped_storage()
+        self._unwritten[storage._cdata] = StorageWeakRef(storage)
+        return made
 
 
-class Written(NamedTuple):
-    """One write of a constructor into a parameter on meta: how to come to what was written to, and the call."""
-
-    number: int
-    way: tuple[Callable[[Tensor], Tensor], ...]
-    write: Callable[[Tensor], Any]
-
-
-@dataclass
-class _Known:
-    """A parameter on meta, or a view of it."""
-
-    parameter: weakref.ref[nn.Parameter]
-    writes: list[Written]
-    way: tuple[Callable[[Tensor], Tensor], ...] = ()
-
-    def seen_through(self, func: Any, args: Any, kwargs: Any) -> "_Known":
-        return replace(self, way=(*self.way, lambda tensor: func(tensor, *args, **kwargs)))
-
-    def remember(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Unless who writes is called again when first values are made; that comes after what was written before."""
-        if _is_made_again(self.parameter()):
-            self.writes[:] = [one for one in self.writes if one.number == BEGIN]
-            return
-        rest, named = args[1:], dict(kwargs)
-        key = None if args else next(iter(named))
-        others = [one for one in (*rest, *named.values()) if isinstance(one, Tensor) and one.is_meta][key is not None :]
-        if any(_is_all_of(one, self) for one in others):
-            return  # its own values
-
-        def write(tensor: Tensor) -> Any:
-            if others:
-                raise PlanError(
-                    f"a constructor of the model calls {func.__name__} on a parameter of shape {tuple(tensor.shape)} "
-                    "with what it computed from parameters, which have no values under zero.empty(); build the model "
-                    "without it, or pass weights= to zero.init"
-                )
-            return func(tensor, *rest, **named) if key is None else func(**{**named, key: tensor})
-
-        self.writes.append(Written(next(_count), self.way, write))
-
-
-_count = itertools.count()
-
-KEPT = "_written_on_meta"
-"""The attribute of a parameter on meta, and of its views, with what was written into it."""
-
-BEGIN = -1
-"""The number of what comes before `reset_parameters`."""
-
-RESETS = ("reset_parameters", "_reset_parameters")
-"""Methods of an owner that make its first values; and `_init_weights` of a module around it."""
-
-
-def written(parameter: Tensor) -> Sequence[Written]:
-    """What a constructor has written into a parameter on meta, and `reset_parameters` will not write again."""
-    known = _known(parameter)
-    return [] if known is None else known.writes
-
-
-def write_again(target: Tensor, writes: Sequence[Written]) -> None:
-    """Give a parameter with values what was written into it on meta."""
-    with torch.no_grad():
-        for one in writes:
-            place = target
-            for step in one.way:
-                place = step(place)
-            one.write(place)
-
-
-def _known(tensor: Tensor) -> _Known | None:
-    found: _Known | None = vars(tensor).get(KEPT)
-    return found
-
-
-def _is_view(result: Tensor, of: Tensor) -> bool:
-    return result is not of and result.is_meta and result.untyped_storage()._cdata == of.untyped_storage()._cdata
-
-
-def _is_all_of(tensor: Tensor, known: _Known) -> bool:
-    """Whether a tensor on meta is all of a known parameter as it is, such as its `data`."""
-    own, parameter = _known(tensor), known.parameter()
-    if own is None or parameter is None or own.parameter is not known.parameter:
-        return False
-    return tensor.shape == parameter.shape and tensor.is_contiguous()
-
-
-def _is_made_again(parameter: nn.Parameter | None) -> bool:
-    frame = sys._getframe(2)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if frame.f_code.co_name == "_init_weights":
-            return True
-        if (
-            frame.f_code.co_name in RESETS
-            and isinstance(owner, nn.Module)
-            and any(one is parameter for one in owner._parameters.values())
-        ):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+HOLDERS = 2
+"""References to the memory of a parameter that nobody else holds: its own, and that of the asking."""
 
 
 def _mapped_empty(*args: Any, **kwargs: Any) -> Tensor:
@@ -217,3 +129,287 @@ def _mapped_empty(*args: Any, **kwargs: Any) -> Tensor:
     if shape.layout is not torch.strided or not shape.is_contiguous() or shape.nbytes < MAPPED_BYTES:
         return torch.empty(*args, **kwargs)
     return aligned_zeros(shape.numel(), shape.dtype, torch.device("cpu")).view(shape.shape)
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Root:
+    """Memory that does not exist yet.
+
+    Attributes:
+        shape: of the parameter that it is the memory of, or of an operation's result.
+        kept: operations on it are recorded.
+        begin: the value that the parameter was registered with.
+        maker: the operation whose result it is, and the number of the tensor in it; None for a parameter.
+        writes: operations that wrote into it, in order.
+    """
+
+    shape: torch.Size
+    kept: bool = True
+    begin: Tensor | None = None
+    maker: "tuple[Operation, int] | None" = None
+    writes: "list[Operation]" = field(default_factory=list)
+
+    @property
+    def operations(self) -> "list[Operation]":
+        return [*([self.maker[0]] if self.maker is not None else []), *self.writes]
+
+    @property
+    def is_written(self) -> bool:
+        return self.begin is not None or bool(self.operations)
+
+
+class Operation:
+    """One recorded call of a torch function.
+
+    Args:
+        target: the memory that it writes into, which refers to it; None: it makes tensors of its own.
+
+    Attributes:
+        number: its place in the order of all recorded calls.
+    """
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, target: Root | None = None) -> None:
+        self.number, self._func = next(_count), func
+        self._target = None if target is None else weakref.ref(target)
+        given = {id(one): one for one in tensors_in((args, kwargs)) if isinstance(one, Unmade)}
+        meta = {key: _plainly(one.detach) for key, one in given.items()}
+        self._call = replaced((args, kwargs), meta)
+        self._held = [_Held.of(meta[key], one.recipe, target) for key, one in given.items()]
+
+    @property
+    def roots(self) -> list[Root]:
+        """What it reads beside its target."""
+        return [held.root for held in self._held if held.root is not None]
+
+    def run(self, values: dict[Root, Tensor]) -> Any:
+        """Make the call with values in place of parameters; returns its result."""
+        target = None if self._target is None else self._target()
+        tensors = {}
+        for meta, root, views in self._held:
+            root = root or target
+            assert root is not None
+            tensors[id(meta)] = Recipe(root, views).of(values)
+        return self._called(tensors)
+
+    def view(self, of: "Recipe", number: int) -> Callable[[Tensor], Tensor]:
+        """The call as a view of its argument `of`: the tensor `number` of the result."""
+        key = next(id(held.meta) for held in self._held if held.root is of.root and held.views is of.views)
+        return lambda tensor: tensors_in(self._called({key: tensor}))[number]
+
+    def _called(self, tensors: dict[int, Tensor]) -> Any:
+        args, kwargs = replaced(self._call, tensors)
+        return self._func(*args, **kwargs)
+
+
+Views = tuple[Callable[[Tensor], Tensor], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """A root, and the views of it that lead to a tensor."""
+
+    root: Root
+    views: Views = ()
+
+    def of(self, values: dict[Root, Tensor]) -> Tensor:
+        """The tensor itself."""
+        tensor = values[self.root]
+        for view in self.views:
+            tensor = view(tensor)
+        return tensor
+
+
+class _Held(NamedTuple):
+    """A tensor among an operation's arguments; no root: its target."""
+
+    meta: Tensor
+    root: Root | None
+    views: Views
+
+    @classmethod
+    def of(cls, meta: Tensor, recipe: Recipe, target: Root | None) -> "_Held":
+        return cls(meta, None if recipe.root is target else recipe.root, recipe.views)
+
+
+_count = itertools.count()
+
+
+class Unmade(Tensor):
+    """A tensor on meta that knows how its values are made."""
+
+    recipe: Recipe
+
+    @classmethod
+    def of(cls, meta: Tensor, recipe: Recipe) -> "Unmade":
+        made = meta.as_subclass(cls)
+        made.recipe = recipe
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Unmade":
+        copied: Unmade = self.detach().clone().requires_grad_(self.requires_grad)  # type: ignore[assignment]
+        vars(copied).update({key: value for key, value in vars(self).items() if key != "recipe"})
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _refuse_reading(self, "saving")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, (name, is_attribute) = kwargs or {}, requested(func)
+        first = next(iter((*args, *kwargs.values())), None)
+        if (name == "data" and func.__name__ == "__set__") or (name == "set_" and isinstance(args[1], Tensor)):
+            _rebind(*args)
+            return first
+        if name in _ITS_OWN or (is_attribute and func.__name__ == "__set__"):
+            return _plainly(func, *args, **kwargs)
+        if name in _AS_ON_CPU:
+            return _AS_ON_CPU[name]
+        if name in ("to", "cpu", "cuda") and isinstance(first, Unmade):
+            func, args, kwargs = _only_dtype(func, args, kwargs)
+            if not args:
+                return first
+        target = kwargs.get("out") if "out" in kwargs else first if writes(name) else None
+        if target is None:
+            return _result(func, args, kwargs)
+        if not isinstance(target, Unmade):
+            _refuse_reading(next(one for one in tensors_in((args, kwargs)) if isinstance(one, Unmade)), name)
+        _write(target, func, args, kwargs)
+        return target
+
+
+_AS_ON_CPU = {"device": torch.device("cpu"), "is_cpu": True, "is_meta": False}
+"""On meta torch skips `orthogonal_` and warns in `load_state_dict`, and adapters of PEFT follow their layer there."""
+
+_ITS_OWN = frozenset(
+    {"grad", "_grad", "_base", "grad_fn", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
+    | {"untyped_storage", "_backward_hooks", "_post_accumulate_grad_hooks", "retain_grad", "detach_"}
+)
+"""What concerns the tensor on meta itself."""
+
+_VIEWS = frozenset({"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"})
+"""Change only how a tensor looks at its memory."""
+
+_DRAWS = frozenset(
+    {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
+)
+
+
+def is_meta(tensor: Tensor) -> bool:
+    """`tensor.is_meta`, of an `Unmade` too."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.is_meta
+
+
+def lacks_values(parameter: Tensor) -> bool:
+    """Whether its values are still to be made, on this rank."""
+    return is_meta(parameter) and not (isinstance(parameter, Unmade) and not parameter.recipe.root.kept)
+
+
+def _plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _rebind(tensor: Unmade, value: Tensor) -> None:
+    """`tensor.data = value`."""
+    root = tensor.recipe.root
+    if isinstance(value, Unmade):
+        tensor.recipe = value.recipe
+    else:
+        tensor.recipe = Recipe(Root(value.shape, root.kept, value.detach() if root.kept else None))
+    _plainly(Tensor.data.__set__, tensor, value if is_meta(value) else torch.empty_like(value, device="meta"))  # type: ignore[attr-defined]
+
+
+def _only_dtype(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """`to` without its device: the call that changes the dtype; no arguments where nothing is to change."""
+    there = func(torch.empty(0, dtype=args[0].dtype, device="cpu"), *args[1:], **kwargs)
+    return Tensor.to, () if there.dtype == args[0].dtype else (args[0], there.dtype), {}
+
+
+def _write(target: Unmade, func: Any, args: Any, kwargs: Any) -> None:
+    name, root = requested(func)[0], target.recipe.root
+    if name in _VIEWS:
+        operation = Operation(getattr(Tensor, name.removesuffix("_")), args, kwargs)
+        _plainly(func, *args, **kwargs)
+        target.recipe = Recipe(root, (*target.recipe.views, operation.view(target.recipe, 0)))
+        return
+    if name.startswith("resize_"):
+        raise OutsideUnitError(f"{name} of a parameter without values: write parameter.data = value instead")
+    if name == "copy_":
+        _plainly(func, *args, **kwargs)  # compares shapes
+    given = [one for one in tensors_in((args, kwargs)) if isinstance(one, Unmade)]
+    if not all(one.recipe.root.kept for one in given):
+        root.kept = False
+    if root.kept:
+        root.writes.append(Operation(func, args, kwargs, root))
+    elif name in _DRAWS or getattr(func, "__module__", "") == "torch.nn.init":
+        shaped = {id(one): torch.empty(one.shape, dtype=one.dtype) for one in given}
+        args, kwargs = replaced((args, kwargs), shaped)
+        func(*args, **kwargs)  # the generator goes on as on the rank that has the values
+
+
+def _result(func: Any, args: Any, kwargs: Any) -> Any:
+    given = [one for one in tensors_in((args, kwargs)) if isinstance(one, Unmade)]
+    real = {id(one): one.to("meta") for one in tensors_in((args, kwargs)) if _is_real(one)}
+    meta_args, meta_kwargs = replaced((args, kwargs), real)
+    try:
+        result = _plainly(func, *meta_args, **meta_kwargs)
+    except (RuntimeError, TypeError) as error:
+        if "meta" not in str(error).lower():
+            raise
+        _refuse_reading(given[0], requested(func)[0])
+    known = {id(one) for one in tensors_in((args, kwargs))}
+    if not any(is_meta(one) and id(one) not in known for one in tensors_in(result)):
+        return result
+    recipes = {one.untyped_storage()._cdata: one.recipe for one in given}
+    kept = all(one.recipe.root.kept for one in given)
+    operation = Operation(func, args, kwargs)
+    new: dict[int, Tensor] = {}
+    for number, tensor in enumerate(tensors_in(result)):
+        if not is_meta(tensor) or id(tensor) in known:
+            continue
+        source = recipes.get(tensor.untyped_storage()._cdata)
+        if source is not None:
+            recipe = Recipe(source.root, (*source.views, operation.view(source, number)))
+        else:
+            recipe = Recipe(Root(tensor.shape, kept, maker=(operation, number) if kept else None))
+        new[id(tensor)] = Unmade.of(tensor, recipe)
+    return replaced(result, new)
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return not is_meta(tensor) and tensor.ndim > 0
+
+
+def _refuse_reading(tensor: Unmade, by: str) -> NoReturn:
+    if tensor.recipe.root.kept:
+        raise OutsideUnitError(
+            f"{by} of a parameter without values: zero.empty() leaves them to zero.init; read them after it, or build "
+            "the model without zero.empty()"
+        )
+    raise OutsideUnitError(
+        f"{by} of a parameter whose values rank 0 alone has until zero.initialize; read it there: if rank == 0"
+    )
+
+
+# -- names of functions ------------------------------------------------------------------------------------------------
+
+
+def requested(func: Any) -> tuple[str, bool]:
+    """The name of what `func` does, and whether it reads or sets an attribute."""
+    is_attribute = func.__name__ in ("__get__", "__set__")
+    return func.__self__.__name__ if is_attribute else func.__name__, is_attribute
+
+
+def writes(name: str) -> bool:
+    """Whether a function writes into its first argument, by torch's rule for names."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NO_WRITERS)
+    return name.partition(".")[0].endswith("_")  # the name of an overload of torch.ops follows a dot
+
+
+_NO_WRITERS = ("__invert__", "__int__", "__index__", "__iter__")

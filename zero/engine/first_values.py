@@ -1,10 +1,12 @@
 """First values, one parameter at a time, the same for every stage, world and choice of units.
 
-A model that was built with values keeps them. Values of parameters on meta are made on the CPU in fp32: each
-owner (a module that holds parameters directly) gets real parameters for a moment, its `reset_parameters` runs with a
-generator seeded from (seed, owner's path), and the values are taken out. A tied parameter is made by its first owner.
-Where a module around it has `_init_weights(module)`, as models of transformers do, that has the last word: it is called
-with the owner and with every module around it, as `apply` would, and what it does to others than the owner is dropped.
+A model that was built with values keeps them. Values of parameters on meta are made on the CPU in fp32, owner by owner
+(a module that holds parameters directly), with a generator seeded from (seed, owner's path): the operations that were
+recorded on them run in their order, see `empty`. A tied parameter is made by its first owner.
+
+Parameters that nobody wrote to, such as those of a model that was built under `torch.device("meta")`, are made by their
+owner's `reset_parameters`. Where a module around it has `_init_weights(module)`, as models of transformers do, it is
+called next with the owner and with every module around it, as `apply` would; it changes no other parameters then.
 
 Values run through as a stream: every rank makes them all, each keeps its own range, page by page, and nothing larger
 than one owner ever exists.
@@ -13,6 +15,7 @@ than one owner ever exists.
 import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -25,8 +28,9 @@ from torch.overrides import TorchFunctionMode
 from zero.core.layout import Layout, pages
 from zero.core.master import rounded
 from zero.core.suggest import meant, some
+from zero.core.tree import tensors_in
 from zero.distributed.world import World
-from zero.engine.empty import BEGIN, write_again
+from zero.engine.empty import Operation, Recipe, Root, is_meta
 from zero.engine.module_copy import buffers_of
 from zero.engine.page_table import SECONDARY
 from zero.engine.placeholder import ParameterPlaceholder
@@ -65,8 +69,8 @@ def values_of(
     """
     shapes = {slot.name: slot.shape for unit in splitting.units for layout in unit.layouts for slot in layout.slots}
     if weights is None:
-        reset = _Reset(splitting, model, seed, world)
-        return lambda name: given[name] if name in given else reset(name)
+        made = _Made(splitting, model, seed, world)
+        return lambda name: given[name] if name in given else made(name)
     if callable(weights):
         return lambda name: _filled(weights, name, shapes[name])
     found = weights if isinstance(weights, Mapping) else StoredWeights(Path(weights).expanduser())
@@ -227,85 +231,163 @@ def values_in(model: nn.Module, splitting: Splitting) -> dict[str, Tensor]:
         held = model.get_submodule(owner.path)._parameters
         for own, name in owner.slots:
             parameter = held[own]
-            if parameter is not None and not parameter.is_meta:
+            if parameter is not None and not is_meta(parameter):
                 given.setdefault(name, parameter.detach())
     return given
 
 
-class _Reset:
-    """Values that owners make with their own methods; those of the last owner are kept until another is needed."""
+class _Made:
+    """Values that recorded operations make; those of the last owner are kept until another is needed.
 
-    def __init__(self, splitting: Splitting, copied: nn.Module, seed: int, world: World) -> None:
-        self._copied, self._seed, self._world = copied, seed, world
+    The memory that operations use, and no parameter has, belongs to the first owner whose values depend on it.
+    """
+
+    def __init__(self, splitting: Splitting, model: nn.Module, seed: int, world: World) -> None:
+        self._model, self._seed, self._world = model, seed, world
         self._owner_of: dict[str, Owner] = {}
+        self._recipes: dict[str, Recipe] = {}
+        self._path_of: dict[Root, str] = {}
+        self._roots_of: dict[str, list[Root]] = {}
         for owner in splitting.owners:
-            for _, name in owner.slots:
-                self._owner_of.setdefault(name, owner)
+            for own, name in owner.slots:
+                if name in self._owner_of:
+                    continue
+                self._owner_of[name] = owner
+                placeholder = model.get_submodule(owner.path)._parameters[own]
+                assert isinstance(placeholder, ParameterPlaceholder)
+                recipe = placeholder.recipe or Recipe(Root(placeholder.shape))
+                self._recipes[name] = recipe
+                self._assign(recipe.root, owner.path)
+        for root, path in list(self._path_of.items()):
+            for further in _reached([root]):
+                self._assign(further, path)
         self._last: tuple[str, dict[str, Tensor]] | None = None
+
+    def _assign(self, root: Root, path: str) -> None:
+        if self._path_of.setdefault(root, path) == path:
+            self._roots_of.setdefault(path, []).append(root)
 
     def __call__(self, name: str) -> Tensor:
         owner = self._owner_of[name]
         if self._last is None or self._last[0] != owner.path:
             self._last = None  # freed before the next are made
-            with self._world.exclusive(), torch.random.fork_rng(devices=[]):
-                digest = hashlib.sha256(f"{self._seed}/{owner.path}".encode()).digest()
-                # not torch.manual_seed: it seeds every kind of device, a millisecond each time where there is none
-                torch.default_generator.manual_seed(int.from_bytes(digest[:7], "big"))
-                self._last = owner.path, _made_by(owner, self._copied)
+            with self._world.exclusive(), torch.random.fork_rng(devices=[]), torch.no_grad():
+                self._last = owner.path, self._made_by(owner)
         return self._last[1][name]
 
+    def _made_by(self, owner: Owner) -> dict[str, Tensor]:
+        """Run all operations that the owner's values depend on.
 
-def _made_by(owner: Owner, copied: nn.Module) -> dict[str, Tensor]:
-    """Give the owner real parameters, have them filled, and take them away again."""
-    module = copied.get_submodule(owner.path)
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    after = list(_initialisers(copied, owner.path))
+        Every owner's generator draws in the same order, whoever depends on its values: so all of its memory is made.
+        """
+        paths = {owner.path}
+        while further := {self._path_of[root] for path in paths for root in _reached(self._roots_of[path])} - paths:
+            paths |= further
+        values = {root: _begun(root) for path in paths for root in self._roots_of[path] if root.maker is None}
+        generators = {path: self._generator(path) for path in paths}
+        module = self._model.get_submodule(owner.path)
+        recipes = {name: self._recipes[name] for _, name in owner.slots if self._owner_of[name] is owner}
+        if not all(recipe.root.is_written for recipe in recipes.values()):
+            with _drawing(generators, owner.path):
+                _reset(module, owner, self._model, {name: recipe.of(values) for name, recipe in recipes.items()})
+        operations: dict[Operation, str] = {}
+        made_by: dict[Operation, list[tuple[Root, int]]] = {}
+        for path in paths:
+            for root in self._roots_of[path]:
+                operations |= dict.fromkeys(root.operations, path)
+                if root.maker is not None:
+                    made_by.setdefault(root.maker[0], []).append((root, root.maker[1]))
+        for operation, path in sorted(operations.items(), key=lambda each: each[0].number):
+            with _drawing(generators, path):
+                result = tensors_in(operation.run(values))
+            values.update({root: result[number] for root, number in made_by.get(operation, ())})
+        made = {name: recipe.of(values).detach() for name, recipe in recipes.items()}
+        _refuse_left_out(module, owner, self._model, made)
+        return made
+
+    def _generator(self, path: str) -> Tensor:
+        """The state that torch's generator begins an owner's values with."""
+        digest = hashlib.sha256(f"{self._seed}/{path}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big")).get_state()
+
+
+def _reached(roots: Iterable[Root]) -> Iterable[Root]:
+    """`roots`, and all that their values depend on."""
+    found = dict.fromkeys(roots)
+    waiting = list(found)
+    while waiting:
+        for operation in waiting.pop().operations:
+            new = [root for root in operation.roots if root not in found]
+            found.update(dict.fromkeys(new))
+            waiting += new
+    return found
+
+
+@contextmanager
+def _drawing(states: dict[str, Tensor], path: str) -> Iterator[None]:
+    """Inside, torch's generator is that of an owner."""
+    torch.default_generator.set_state(states[path])
+    yield
+    states[path] = torch.default_generator.get_state()
+
+
+def _begun(root: Root) -> Tensor:
+    """Memory with the value that a parameter was registered with, else NaN, which shows who was left out."""
+    if not root.kept:
+        raise PlanError(
+            "parameters of zero.Init() have their values on rank 0 alone; give the model to zero.initialize"
+        )
+    memory = aligned_zeros(root.shape.numel(), torch.float32, torch.device("cpu")).view(root.shape)
+    return memory.fill_(torch.nan) if root.begin is None else memory.copy_(root.begin)
+
+
+def _reset(module: nn.Module, owner: Owner, model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Have the owner's `reset_parameters`, and `_init_weights` around it, fill `values`."""
+    reset = _reset_of(module)
     placeholders = dict(module._parameters)
-    filled: dict[int, nn.Parameter] = {}  # a parameter under two names is one
+    filled = {name: nn.Parameter(value) for name, value in values.items()}  # a parameter under two names is one
+    for own, name in owner.slots:
+        held = placeholders[own]
+        if held is not None and name not in filled:  # made by another owner
+            filled[name] = nn.Parameter(torch.zeros(held.shape))
     try:
-        for own, parameter in placeholders.items():
-            if parameter is not None:
-                zeros = aligned_zeros(parameter.numel(), torch.float32, torch.device("cpu")).view(parameter.shape)
-                module._parameters[own] = filled.setdefault(id(parameter), nn.Parameter(zeros))
-        with torch.no_grad():
-            for parameter in filled.values():
-                parameter.fill_(torch.nan)  # shows who was left out
-        _write_again(module._parameters, placeholders, begin=True)
-        if reset is not None:
-            reset()
-        with torch.no_grad(), _OthersUntouched():
-            for initialise in after:
+        module._parameters.update({own: filled[name] for own, name in owner.slots})
+        with torch.enable_grad():
+            if reset is not None:
+                reset()
+        with _OthersUntouched():
+            for initialise in _initialisers(model, owner.path):
                 initialise()
-        _write_again(module._parameters, placeholders, begin=False)
-        made = {name: one.detach() for own, name in owner.slots if (one := module._parameters[own]) is not None}
+        for own, name in owner.slots:
+            now = module._parameters[own]
+            if now is not None and name in values:
+                values[name].copy_(now)
     finally:
         module._parameters.update(placeholders)
+
+
+def _reset_of(module: nn.Module) -> Callable[[], None] | None:
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
+def _refuse_left_out(module: nn.Module, owner: Owner, model: nn.Module, made: Mapping[str, Tensor]) -> None:
     left_out = [name for name, value in made.items() if value.isnan().any()]
     if left_out:
+        reset = _reset_of(module)
         made_by = "its reset_parameters() leaves it out" if reset is not None else "has no reset_parameters()"
-        who = "_init_weights around it leaves it out" if after and reset is None else made_by
+        initialised = reset is None and any(True for _ in _initialisers(model, owner.path))
+        who = "_init_weights around it leaves it out" if initialised else made_by
         raise PlanError(
             f"{type(module).__name__} at {owner.path or '(root)'} holds {', '.join(left_out)} and {who}; "
             "give it a reset_parameters(), or pass weights= to zero.init"
         )
-    return made
 
 
-def _write_again(
-    filled: Mapping[str, nn.Parameter | None], placeholders: Mapping[str, nn.Parameter | None], *, begin: bool
-) -> None:
-    """What the parameters began with, or what the constructor wrote into them later, in its order."""
-    writes = [
-        (one.number, own, one)
-        for own, parameter in placeholders.items()
-        if isinstance(parameter, ParameterPlaceholder)
-        for one in parameter.writes
-        if (one.number == BEGIN) == begin
-    ]
-    for _, own, one in sorted(writes, key=lambda each: each[0]):
-        target = filled[own]
-        assert target is not None
-        write_again(target, [one])
+def forget_recipes(model: nn.Module) -> None:
+    """Free what was recorded, once the values are made."""
+    for parameter in model.parameters():
+        assert isinstance(parameter, ParameterPlaceholder)
+        parameter.recipe = None
 
 
 def _initialisers(copied: nn.Module, path: str) -> Iterator[Callable[[], None]]:
@@ -327,7 +409,7 @@ class _OthersUntouched(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = next(iter((*args, *(kwargs or {}).values())), None)
-        if not isinstance(first, ParameterPlaceholder) and not (isinstance(first, Tensor) and first.is_meta):
+        if not isinstance(first, ParameterPlaceholder) and not (isinstance(first, Tensor) and is_meta(first)):
             return func(*args, **(kwargs or {}))
         name = func.__name__
         if (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__"):

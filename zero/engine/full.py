@@ -135,8 +135,8 @@ def gathered(
             for tensor in full.values():
                 tensor.clamp_(min=0.1)
 
-    The dict is emptied at the end, so what was not kept elsewhere is freed. An exception in the block writes nothing.
-    Collective.
+    The dict is emptied at the end, so what was not kept elsewhere is freed. Edits are written at the end, and before a
+    save or another collective read within the block. An exception writes nothing. Collective.
 
     Args:
         source: a `State`, a `Step` under way, or an engine of `zero.initialize`.
@@ -163,12 +163,25 @@ def gathered(
     wanted = set(_names(state, patterns, kind))
     _check_modify(state, wanted, kind, modify)
     full = dict(_values(state, kind, wanted))
-    before = {name: _Seen(tensor.shape, _print(tensor), _is_finite(tensor)) for name, tensor in full.items()}
+    before = {name: _Seen.of(tensor) for name, tensor in full.items()}
+
+    def write() -> None:
+        _write(state, _agreed(state, full, before, kind, modify), kind)
+
+    def write_early() -> None:
+        write()
+        before.update({name: _Seen.of(tensor) for name, tensor in full.items() if name in before})
+
+    open_edits = state.runtime.open_edits
+    if modify is not False:
+        open_edits.append(write_early)
     try:
         yield full
-        _write(state, _agreed(state, full, before, kind, modify), kind)
+        write()
     finally:
         full.clear()
+        if modify is not False:
+            open_edits.remove(write_early)
 
 
 def set_full(source: Source, name: str | Tensor, value: Tensor, kind: str = "param") -> None:
@@ -194,6 +207,11 @@ class _Seen(NamedTuple):
     shape: torch.Size
     print: str
     finite: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Seen":
+        tensor = tensor.detach().to("cpu", torch.float32)
+        return cls(tensor.shape, _print(tensor), _is_finite(tensor))
 
 
 def _print(tensor: Tensor) -> str:

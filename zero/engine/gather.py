@@ -217,15 +217,17 @@ class Gatherer:
         pinned: list[Buffer] = []
         places = self._places_of[site.path]
         found = [(own, name, own[name]) for _, own, name, _ in places if name in own]
+        is_in_full = all(place.placeholder.full_value is not None for place in places) and not torch.is_grad_enabled()
         try:
             with beneath_transforms() as transformed:
-                for index in site.units:
+                for index in () if is_in_full else site.units:
                     if recomputing:  # held for the pass, but also pinned for the call: holding one may let another go
                         pinned.append(self._hold(self._units[index]))
                         pinned[-1].pins += 1
                     else:
                         pinned.append(self.residency.pin(self._units[index], training=torch.is_grad_enabled()))
-                parameters = self._parameters(site, body.module, recomputing)
+                make = self._parameters_in_full if is_in_full else partial(self._parameters, recomputing=recomputing)
+                parameters = make(site, body.module)
             if transformed:
                 return self._own(call_with(parameters, body, args, kwargs, path=site.path))
             watched = site.path, torch.is_grad_enabled()  # code that is not found by reading is seen the first time
@@ -275,13 +277,24 @@ class Gatherer:
             if place.is_in(module)
         }
 
+    def _parameters_in_full(self, site: Site, module: nn.Module) -> dict[str, Tensor]:
+        """The same where all of them have full values: nothing is gathered, so one rank may call the site alone."""
+        places = zip(site.bindings, self._places_of[site.path], strict=True)
+        return {
+            f"module.{bound.local}": self._given(bound, place, place.placeholder.value())
+            for bound, place in places
+            if place.is_in(module)
+        }
+
     def _given(self, bound: Binding, place: Place, ours: Tensor) -> Tensor:
-        """What the user put in a parameter's place, else `ours`."""
+        """What the user put in a parameter's place, else its full value in a block that has it, else `ours`."""
         there = place.parameters[place.name]
         if (
             isinstance(there, ParameterPlaceholder) and there is not place.placeholder
         ):  # another parameter, or this one as a constant
             return there.value()
+        if there is place.placeholder and (full := place.placeholder.seen_in_full()) is not None:
+            return full
         places = self._places[bound.unit, bound.trainable, bound.slot]
         held = (place.parameters.get(place.name) for place in places)
         given = next((one for one in held if one is not None and not isinstance(one, ParameterPlaceholder)), ours)

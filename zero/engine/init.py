@@ -12,8 +12,9 @@ from torch import nn
 from zero.core.sizes import GiB, size_text
 from zero.distributed.routes import Routes
 from zero.engine.arguments import check_plan, kind_of
+from zero.engine.empty import is_meta
 from zero.engine.fetch import Fetch, gathering, lending, reading
-from zero.engine.first_values import Values, Weights, empty_unit, fill, values_in, values_of
+from zero.engine.first_values import Values, Weights, empty_unit, fill, forget_recipes, values_in, values_of
 from zero.engine.gather import Gatherer, bind_placeholders
 from zero.engine.gradient import Gradients, PagedGradients
 from zero.engine.module_copy import attach, detached_copy, take_over
@@ -193,6 +194,7 @@ def init(
     given = values_in(plan.model, plan.splitting)  # before it is taken over
     with _model_of(plan) as model:
         units = _filled(plan, store, values_of(plan.splitting, given, model, seed, weights, plan.world), progress)
+        forget_recipes(model)
     del given
     give_back_memory()  # first values were fp32, and the largest tensors that a run ever has on the host
     runtime = _wire(plan, store, units, model)
@@ -242,7 +244,7 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
     gatherer = Gatherer(plan, units, residency, reducer, activations, tape)
     bind_placeholders(copied, plan.splitting.sites, gatherer)
     attach(copied, plan.splitting, gatherer.runner)
-    originals = {name: one for name, one in plan.model.named_parameters() if not (plan.in_place or one.is_meta)}
+    originals = {name: one for name, one in plan.model.named_parameters() if not (plan.in_place or is_meta(one))}
     parts = store, units, routes, gatherer, gradients, reducer, updater, log, tape
     return Runtime(plan, copied, ModuleTree(copied), originals, *parts)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.core.tree import replaced, tensors_in
-from zero.engine.empty import Written, written
+from zero.engine.empty import Recipe, is_meta, requested, writes
 from zero.engine.pool import storage_address
 from zero.errors import ConfigError, OutsideUnitError
 
@@ -43,7 +43,8 @@ class ParameterPlaceholder(nn.Parameter):
         gradient: gives what `grad` is; None: nothing.
         source: gives the engine that it belongs to; None: none.
         full_value: is read and written in its place; None: nothing is.
-        writes: what its constructor wrote into it on meta.
+        may_be_edited: what is written into `full_value` counts.
+        recipe: how its first values are made; None: not recorded.
         hooks: what its gradient goes through, in order, before it leaves this rank.
         afterwards: called after them, with `grad` in place.
         is_constant: it is the parameter without its history, as `detach` gives it.
@@ -55,7 +56,8 @@ class ParameterPlaceholder(nn.Parameter):
     gradient: Callable[[], Tensor | None] | None
     source: Callable[[], Any] | None
     full_value: Tensor | None
-    writes: Sequence[Written]
+    may_be_edited: bool
+    recipe: Recipe | None
     hooks: "OrderedDict[int, Hook]"
     afterwards: "OrderedDict[int, Callable[[Tensor], None]]"
     is_constant: bool
@@ -63,7 +65,7 @@ class ParameterPlaceholder(nn.Parameter):
 
     def __new__(cls, name: str, like: Tensor, dtype: torch.dtype, home: torch.device) -> "ParameterPlaceholder":
         placeholder = Tensor._make_subclass(cls, _stand_in(like, dtype, home), like.requires_grad)
-        return placeholder._begin(name, home, written(like))._passing_on()
+        return placeholder._begin(name, home, vars(like).get("recipe"))._passing_on()
 
     @classmethod
     def taken(
@@ -72,10 +74,12 @@ class ParameterPlaceholder(nn.Parameter):
         """Turn a parameter itself into a placeholder, wherever it is held. Only the caller may keep its values."""
         hooks, afterwards = hooks_of(parameter)
         parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        where = torch.device("meta") if is_meta(parameter) else home
         parameter.grad = None
-        parameter.data = _stand_in(parameter, dtype, parameter.device if parameter.is_meta else home)
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.data = _stand_in(parameter, dtype, where)
         parameter.__class__ = cls  # as torch does with parameters that get their size later
-        placeholder = cast(ParameterPlaceholder, parameter)._begin(name, home, written(parameter))
+        placeholder = cast(ParameterPlaceholder, parameter)._begin(name, home, vars(parameter).get("recipe"))
         placeholder.hooks.update(hooks)
         placeholder.afterwards.update(afterwards)
         return placeholder._passing_on()
@@ -92,12 +96,12 @@ class ParameterPlaceholder(nn.Parameter):
         for call in self.afterwards.values():
             self.register_post_accumulate_grad_hook(call)
 
-    def _begin(self, name: str, home: torch.device, writes: Sequence[Written]) -> "ParameterPlaceholder":
-        self.writes = writes
+    def _begin(self, name: str, home: torch.device, recipe: Recipe | None) -> "ParameterPlaceholder":
+        self.recipe = recipe
         self.full_name, self.home, self.regather = name, home, None
         self.gradient = self.source = self.full_value = None
         self.hooks, self.afterwards, self._arrived = OrderedDict(), OrderedDict(), []
-        self.is_constant = False
+        self.is_constant = self.may_be_edited = False
         return self
 
     def _passing_on(self) -> "ParameterPlaceholder":
@@ -152,7 +156,7 @@ class ParameterPlaceholder(nn.Parameter):
     def constant(self) -> "ParameterPlaceholder":
         """The same parameter as a constant."""
         with torch._C.DisableTorchFunctionSubclass():
-            made = Tensor._make_subclass(ParameterPlaceholder, self.data, False)._begin(self.full_name, self.home, ())
+            made = Tensor._make_subclass(ParameterPlaceholder, self.data, False)._begin(self.full_name, self.home, None)
         made.regather, made.full_value, made.is_constant = self.regather, self.full_value, True
         return made
 
@@ -171,11 +175,31 @@ class ParameterPlaceholder(nn.Parameter):
 
     def value(self, *, constant: bool = False) -> Tensor:
         """A view of the gathered parameter; with a history where it trains and gradients are on, unless `constant`."""
+        if (full := self.seen_in_full(constant=constant)) is not None:
+            return full
         if self.regather is None:
             raise OutsideUnitError(
                 f"parameter {self.full_name} has no values yet; zero.init and zero.initialize make them"
             )
         return self.regather(not constant and self.requires_grad and torch.is_grad_enabled())
+
+    def seen_in_full(self, *, constant: bool = False) -> Tensor | None:
+        """`full_value` as the gathered parameter: on its device, in its dtype. None where there is none, or a gradient
+        is wanted of what it cannot differ from.
+
+        Raises:
+            OutsideUnitError: a gradient is wanted, and it may have been edited.
+        """
+        if self.full_value is None:
+            return None
+        if not constant and self.trains and torch.is_grad_enabled():
+            if self.may_be_edited:
+                raise OutsideUnitError(
+                    f"{self.full_name} was used with gradients on while its values may be edited; use it under "
+                    "torch.no_grad(), or after the block of GatheredParameters"
+                )
+            return None
+        return self.full_value.detach().to(self.home, self.dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.value().detach().clone().__reduce_ex__(protocol)
@@ -187,7 +211,7 @@ class ParameterPlaceholder(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs, (request, is_attribute) = kwargs or {}, _requested(func)
+        kwargs, (request, is_attribute) = kwargs or {}, requested(func)
         if request in ("device", "is_meta", "is_cuda", "is_cpu"):  # its own is meta, which nobody needs to know
             home = args[0].home
             return home if request == "device" else home.type == request.removeprefix("is_")
@@ -272,7 +296,7 @@ class Part(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs, (request, _) = kwargs or {}, _requested(func)
+        kwargs, (request, _) = kwargs or {}, requested(func)
         if request in _METADATA or request in ("grad", "retain_grad", "register_hook"):  # of itself
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -288,15 +312,9 @@ class Part(Tensor):
         return iter(result) if request == "__iter__" else result
 
 
-def _requested(func: Any) -> tuple[str, bool]:
-    """The name of what `func` does, and whether it reads or sets an attribute."""
-    is_attribute = func.__name__ in ("__get__", "__set__")
-    return func.__self__.__name__ if is_attribute else func.__name__, is_attribute
-
-
 def _refuse_writing(kind: type[ParameterPlaceholder | Part], func: Any, request: str, args: Any, kwargs: Any) -> None:
     first = next(iter((*args, *kwargs.values())), None)
-    for one in tensors_in([kwargs.get("out"), first if func.__name__ == "__set__" or _writes(request) else None]):
+    for one in tensors_in([kwargs.get("out"), first if func.__name__ == "__set__" or writes(request) else None]):
         if isinstance(one, kind):
             _refuse_written(one.full_name, request)
     if kwargs.get("inplace") and isinstance(first, kind):
@@ -308,16 +326,6 @@ def _refuse_written(name: str, by: str) -> None:
         f"parameter {name} was written to by {by}, and it lies in shards; write into it with "
         "zero.gathered(state or engine, names, modify=True) or zero.set_full, or into a clone() of what was read"
     )
-
-
-def _writes(name: str) -> bool:
-    """Whether a function writes into its first argument, by torch's rule for names."""
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in _NO_WRITERS)
-    return name.partition(".")[0].endswith("_")  # those of torch.ops have the name of their overload behind it
-
-
-_NO_WRITERS = ("__invert__", "__int__", "__index__", "__iter__")
 
 
 def _refuse_gradient(func: Any, request: str, args: Any, kwargs: Any) -> None:

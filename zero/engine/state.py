@@ -7,7 +7,7 @@ showing numbers of a later step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -35,6 +35,7 @@ class Runtime:
     Attributes:
         tree: compares the model with what it was when the state was made.
         originals: parameters of the model that was given, by name, which a gradient could reach by mistake.
+        open_edits: of blocks of `zero.gathered` that edit, each writes what was edited so far. Collective.
     """
 
     plan: Plan
@@ -50,6 +51,7 @@ class Runtime:
     updater: Updater
     log: CollectiveLog
     tape: Tape
+    open_edits: list[Callable[[], None]] = field(default_factory=list)
 
     def align(self) -> None:
         """Before what all ranks do together outside of a step: what some have gathered since, in forwards of their own,
@@ -58,8 +60,14 @@ class Runtime:
             self.gatherer.residency.complete()
 
     def come_to_rest(self) -> None:
-        """Before pages and parameters are read or written from outside of a step, by the host too: make all deferred
-        updates, and wait for the device."""
+        """Before pages and parameters are read or written from outside of a step, by the host too: write open edits,
+        make all deferred updates, and wait for the device. Collective."""
+        for write in self.open_edits:
+            write()
+        self.rest()
+
+    def rest(self) -> None:
+        """Make all deferred updates, and wait for the device."""
         self.align()
         for unit in self.units:
             self.updater.apply(unit)
@@ -73,7 +81,7 @@ class Runtime:
 
     def finish_step(self) -> None:
         """Between two steps: make what the last one has deferred, to the last page written. Collective."""
-        self.come_to_rest()
+        self.rest()
         self.store.drain()
 
 

@@ -336,7 +336,7 @@ def _defer_updates(runtime: Runtime, hyper: Hyper) -> None:
         for unit in runtime.units:
             runtime.updater.apply(unit)
         runtime.store.drain()
-        runtime.come_to_rest()
+        runtime.rest()
 
 
 def make_step(

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from zero.core.precision import DTYPES, Precision
 from zero.core.suggest import some
+from zero.engine.empty import is_meta
 from zero.errors import ConfigError, PlanError
 from zero.platform.safetensors_files import NAMES
 
@@ -75,7 +76,7 @@ def _check_parameter(parameter: nn.Parameter, name: str, owner: str) -> None:
 
 
 def _check_buffer(buffer: Tensor, name: str, *, saved: bool) -> None:
-    if buffer.is_meta:
+    if is_meta(buffer):
         raise PlanError(
             f"buffer {name} is on meta and has no values; build the model under zero.empty(), which "
             "sends only parameters to meta, and do not compute buffers from parameters there"

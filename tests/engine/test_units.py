@@ -700,7 +700,13 @@ def compute(model: nn.Module) -> None:
         last += first
 
 
-WRITES = [
+def through_scratch(model: nn.Module) -> None:
+    scratch = torch.full((WIDTH, WIDTH), 6.0)
+    model.up.weight.data.copy_(scratch)
+    scratch.zero_()
+
+
+FIRST_WRITES = [
     lambda model: nn.init.ones_(model.up.weight),
     lambda model: model.up.weight.data.fill_(2.0).mul_(3),
     lambda model: model.load_state_dict(
@@ -710,11 +716,12 @@ WRITES = [
     replace_data,
     round_to_half,
     compute,
+    through_scratch,
 ]
 
 
 @pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("write", FIRST_WRITES)
 def test_what_is_written_into_empty_parameters_is_what_training_begins_with(write, inside, recwarn):
     def build() -> nn.Module:
         model = Writes()

@@ -174,9 +174,11 @@ class Operation:
     def __init__(self, func: Any, args: Any, kwargs: Any, target: Root | None = None) -> None:
         self.number, self._func = next(_count), func
         self._target = None if target is None else weakref.ref(target)
-        given = {id(one): one for one in tensors_in((args, kwargs)) if isinstance(one, Unmade)}
+        tensors = {id(one): one for one in tensors_in((args, kwargs))}
+        given = {key: one for key, one in tensors.items() if isinstance(one, Unmade)}
         meta = {key: _plainly(one.detach) for key, one in given.items()}
-        self._call = replaced((args, kwargs), meta)
+        others = {key: one.detach().clone() for key, one in tensors.items() if key not in given}  # as they are now
+        self._call = replaced((args, kwargs), meta | others)
         self._held = [_Held.of(meta[key], one.recipe, target) for key, one in given.items()]
 
     @property
@@ -276,7 +278,7 @@ class Unmade(Tensor):
         if target is None:
             return _result(func, args, kwargs)
         if not isinstance(target, Unmade):
-            _refuse_reading(next(one for one in tensors_in((args, kwargs)) if isinstance(one, Unmade)), name)
+            _refuse_reading(_unmade_in(args, kwargs)[0], name)
         _write(target, func, args, kwargs)
         return target
 
@@ -294,7 +296,8 @@ _VIEWS = frozenset({"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "u
 """Change only how a tensor looks at its memory."""
 
 _DRAWS = frozenset(
-    {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
+    {"normal", "uniform", "random", "bernoulli", "exponential", "log_normal", "cauchy", "geometric"}
+    | {"rand_like", "randn_like", "randint_like"}
 )
 
 
@@ -306,7 +309,7 @@ def is_meta(tensor: Tensor) -> bool:
 
 def lacks_values(parameter: Tensor) -> bool:
     """Whether its values are still to be made, on this rank."""
-    return is_meta(parameter) and not (isinstance(parameter, Unmade) and not parameter.recipe.root.kept)
+    return is_meta(parameter) and (not isinstance(parameter, Unmade) or parameter.recipe.root.kept)
 
 
 def _plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -341,19 +344,27 @@ def _write(target: Unmade, func: Any, args: Any, kwargs: Any) -> None:
         raise OutsideUnitError(f"{name} of a parameter without values: write parameter.data = value instead")
     if name == "copy_":
         _plainly(func, *args, **kwargs)  # compares shapes
-    given = [one for one in tensors_in((args, kwargs)) if isinstance(one, Unmade)]
-    if not all(one.recipe.root.kept for one in given):
-        root.kept = False
+    root.kept = all(one.recipe.root.kept for one in _unmade_in(args, kwargs))
     if root.kept:
         root.writes.append(Operation(func, args, kwargs, root))
-    elif name in _DRAWS or getattr(func, "__module__", "") == "torch.nn.init":
-        shaped = {id(one): torch.empty(one.shape, dtype=one.dtype) for one in given}
+    else:
+        _draw_alike(func, args, kwargs)
+
+
+def _draw_alike(func: Any, args: Any, kwargs: Any) -> None:
+    """Draw what the rank that has the values draws, so that torch's generators stay alike."""
+    if requested(func)[0].removesuffix("_") in _DRAWS or getattr(func, "__module__", "") == "torch.nn.init":
+        shaped = {id(one): torch.empty(one.shape, dtype=one.dtype) for one in _unmade_in(args, kwargs)}
         args, kwargs = replaced((args, kwargs), shaped)
-        func(*args, **kwargs)  # the generator goes on as on the rank that has the values
+        func(*args, **kwargs)
+
+
+def _unmade_in(args: Any, kwargs: Any) -> list["Unmade"]:
+    return [one for one in tensors_in((args, kwargs)) if isinstance(one, Unmade)]
 
 
 def _result(func: Any, args: Any, kwargs: Any) -> Any:
-    given = [one for one in tensors_in((args, kwargs)) if isinstance(one, Unmade)]
+    given = _unmade_in(args, kwargs)
     real = {id(one): one.to("meta") for one in tensors_in((args, kwargs)) if _is_real(one)}
     meta_args, meta_kwargs = replaced((args, kwargs), real)
     try:
@@ -367,6 +378,8 @@ def _result(func: Any, args: Any, kwargs: Any) -> Any:
         return result
     recipes = {one.untyped_storage()._cdata: one.recipe for one in given}
     kept = all(one.recipe.root.kept for one in given)
+    if not kept:
+        _draw_alike(func, args, kwargs)
     operation = Operation(func, args, kwargs)
     new: dict[int, Tensor] = {}
     for number, tensor in enumerate(tensors_in(result)):

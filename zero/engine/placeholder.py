@@ -202,10 +202,10 @@ class ParameterPlaceholder(nn.Parameter):
         return self.full_value.detach().to(self.home, self.dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.value().detach().clone().__reduce_ex__(protocol)
+        return self.value(constant=True).detach().clone().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return nn.Parameter(self.value().detach().clone(), self.requires_grad)
+        return nn.Parameter(self.value(constant=True).detach().clone(), self.requires_grad)
 
     @classmethod
     def __torch_function__(

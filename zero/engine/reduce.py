@@ -107,7 +107,7 @@ class Reducer:
         self._apply, self._final, self._first = updater.apply, updater.final, first
         self._rounds = 1 if self._local else plan.accumulate  # of reductions in a step, as far as is known beforehand
         self._flat_dtype = plan.flat_dtype
-        self.overflowed = 0  # flats made beyond what the plan counts
+        self._extra = False  # a flat was made beyond those that the plan counts; `finish` drops it
         self._turns = Turns([unit.index for unit in units if unit.spec.trainable.slots], self._rounds)
         self._flats = {
             numel: [GradientFlat(self._device.zeros(numel, plan.flat_dtype), PASSED) for _ in range(count)]
@@ -216,6 +216,9 @@ class Reducer:
                 self._complete_gather(index)
         with self._tape.stream_standing("reduce"):
             self._done.wait()
+        if self._extra:
+            self._free_all(PASSED)
+            self._extra = False
 
     def forget(self) -> None:
         """Drop what has arrived in this step, on every rank. Collective."""
@@ -491,9 +494,8 @@ class Reducer:
     def _take(self, numel: int) -> GradientFlat:
         while not self._free[numel]:
             if not any(one.flats[0].flat_P.numel() == numel for one in self._under_way):
-                self.overflowed += 1  # zeros of a unit that is filling, or units of this size only with their padding
-                self._flats[numel].append(GradientFlat(self._device.zeros(numel, self._flat_dtype), PASSED))
-                return self._flats[numel][-1]
+                self._extra = True  # zeros of the only unit of its size, which is filling
+                return GradientFlat(self._device.zeros(numel, self._flat_dtype), PASSED)
             self._complete_oldest()
         flat = self._free[numel].pop()
         with self._tape.stream_standing("reduce"):

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from zero.core.precision import DTYPES, Precision
 from zero.core.suggest import some
-from zero.engine.empty import is_meta
+from zero.engine.empty import Unmade, is_meta
 from zero.errors import ConfigError, PlanError
 from zero.platform.safetensors_files import NAMES
 
@@ -63,7 +63,7 @@ def _check_parameter(parameter: nn.Parameter, name: str, owner: str) -> None:
             f"{what} a {kind.__name__}, sharded already; pass the model as it is before "
             "fully_shard or parallelize_module"
         )
-    if library == "bitsandbytes" or not issubclass(kind, nn.Parameter):
+    if library == "bitsandbytes" or not issubclass(kind, nn.Parameter | Unmade):
         raise PlanError(f"{what} a {kind.__name__} of {library}, whose values zero cannot shard; {ROUNDED}")
     if parameter.is_complex():
         raise PlanError(f"{what} {parameter.dtype}: keep torch.view_as_real(it), and view it as complex in forward")

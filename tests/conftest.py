@@ -62,6 +62,7 @@ inspect.stack = _stack
 # of the two copies was a quarter of the time of composing.
 ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
 
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it for its workers: a test would see another terminal than alone
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the programs that tests start; many would spin for the same cores
 
 

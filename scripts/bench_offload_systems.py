@@ -1,8 +1,7 @@
 """The systems that `bench_offload` compares, one function for each. This program runs one system.
 
-All train the same GPT on the same rows: bf16 with an fp32 master or fp32, AdamW, clipping at norm 1 (except eager), one
-rank.
-The lower bounds are compute alone, and the file traffic alone: no system can be faster than either.
+All train the same GPT on the same rows: bf16 with an fp32 master or fp32, AdamW, clipping at norm 1, one rank. The
+lower bounds are compute alone, and the file traffic alone: no system can be faster than either.
 
 What DeepSpeed's NVMe offload needs on a CPU (0.19.8): `DS_ACCELERATOR=cpu`, and three extensions that it compiles on
 first use into ~/.cache/torch_extensions: async_io (needs Debian's libaio-dev), pin_memory, and cpu_adam for
@@ -141,7 +140,6 @@ def _plan(
     preset: str,
     *,
     verify: bool = True,
-    clip: float | None = CLIP,
     master: str = "auto",
     moments: str = "fp32",
     disks: int = 1,
@@ -153,7 +151,7 @@ def _plan(
     paths = [job.path, job.second_path][:disks]
     with zero.empty():
         model = GPT(job.config())
-    optimizer = zero.adamw(LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY, clip=clip)
+    optimizer = zero.adamw(LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY, clip=CLIP)
     return zero.Plan(
         model,
         optimizer=zero.with_moments(optimizer, moments),
@@ -464,9 +462,6 @@ SYSTEMS: dict[str, System] = {
     "zero-nvme-8bit": System(partial(ours, preset="nvme", moments="8bit"), "offload=nvme, optim.moments=8bit"),
     "zero-nvme-two-disks": System(partial(ours, preset="nvme", disks=2), "offload=nvme, offload.path=[A,B]"),
     "zero-nvme-serial": System(partial(ours, preset="nvme", update="serial"), "offload=nvme, update=serial"),
-    "zero-nvme-eager": System(
-        partial(ours, preset="nvme", update="eager", clip=None), "offload=nvme, update=eager, no clipping"
-    ),
     "zero-nvme-unverified": System(
         partial(ours, preset="nvme", verify=False), "offload=nvme, update=lazy, offload.verify=false"
     ),

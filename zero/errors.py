@@ -10,7 +10,6 @@
     ├── MachineError             3  this machine cannot do what was asked
     │   └── StoreError              a page that cannot be read or written
     ├── NumericsError            6  the numbers have gone wrong, and more steps will not mend them
-    │   └── NonFiniteGradientError  an eager update met a gradient that is not finite
     ├── CheckpointError          4  a checkpoint that is damaged, does not fit, or cannot be written
     ├── Preempted                75 the run was asked to stop, and has saved
     └── WorldError               5  ranks that cannot go on together
@@ -75,10 +74,6 @@ class NumericsError(ZeroError):
     """The numbers have gone wrong, and more steps will not mend them."""
 
     exit_code = 6
-
-
-class NonFiniteGradientError(NumericsError):
-    """`zero.update=eager` met a gradient that is not finite: some units are updated already."""
 
 
 class CheckpointError(ZeroError):

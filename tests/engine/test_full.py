@@ -466,14 +466,3 @@ def test_a_gradient_is_there_from_backward_to_the_end_of_the_step(stage, preset)
     found = run_ranks(2, look_at_gradients, setting)
     assert [told for told, _ in found] == run_ranks(2, straight_on)
     assert 0 < found[0][1].norm() < found[0][0][1] < 100
-
-
-def eager(world):
-    state, _ = at(3, clip=None, update="eager").start(world)
-    step = passed(state, batch_for(world, 0)[0])
-    with pytest.raises(StaleStateError, match=r"zero.update=eager uses a gradient up as soon as it is complete"):
-        zero.get_full(step, "embed.weight", "grad")
-
-
-def test_an_eager_update_leaves_no_gradient():
-    run_ranks(1, eager)

@@ -52,7 +52,7 @@ def offloaded(setting: Setting, number: int) -> Setting:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("size", "nodes"), [(4, 2), (6, 3), (6, 2)])
 def test_parameters_by_node_change_no_bit(size, nodes, precision):
-    first, *others = (setting.but(precision=precision, clip=0.5) for setting in placements(eager=False))
+    first, *others = (setting.but(precision=precision, clip=0.5) for setting in placements())
     expected = run_ranks(size, train_small, first, nodes=nodes)
     for number, other in enumerate(others[::2] if size == 4 else others[2::5]):
         other = offloaded(other, number).but(between=("node", "world"))
@@ -79,7 +79,7 @@ def test_secondary_shards_of_offloaded_parameters_change_no_bit(offload, accumul
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("size", "nodes"), [(4, 2), (6, 3), (6, 2)])
 def test_sums_by_node_have_one_law_for_every_placement(size, nodes, precision):
-    first, *others = (setting.but(precision=precision, clip=0.5) for setting in placements(eager=False))
+    first, *others = (setting.but(precision=precision, clip=0.5) for setting in placements())
     expected = run_ranks(size, train_small, first.but(between=("world", "node")), nodes=nodes)
     for number, other in enumerate(others[::2] if size == 4 else others[2::5]):
         other = offloaded(other, number).but(between=(("node", "world")[number % 2], "node"))
@@ -92,7 +92,7 @@ def test_sums_by_node_have_one_law_for_every_placement(size, nodes, precision):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("size", "nodes"), [(4, 2), (6, 3), (6, 2)])
 def test_a_copy_on_each_node_has_the_law_of_sums_by_node(size, nodes, precision):
-    first, *others = (setting.but(precision=precision) for setting in placements(eager=True))
+    first, *others = (setting.but(precision=precision) for setting in placements())
     expected = run_ranks(size, train_small, first.but(between=("world", "node")), nodes=nodes)
     for number, other in enumerate((first, *(others[::3] if size == 4 else others[2::5]))):
         other = offloaded(other, number).but(shard="node")
@@ -145,7 +145,7 @@ def test_units_that_are_used_twice_have_the_law_of_sums_by_node_too(order, width
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_copies_on_nodes_have_one_law_with_clipping(clip):
-    settings = [setting.but(clip=clip, shard="node") for setting in placements(eager=False)]
+    settings = [setting.but(clip=clip, shard="node") for setting in placements()]
     first, *others = settings[::3]
     expected = run_ranks(4, train_small, first, nodes=2)
     for number, other in enumerate(others):

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import zero
 from tests.common.small import Setting, slice_of
 from zero.engine.full import digest
-from zero.errors import NonFiniteGradientError, StaleStateError
 from zero.testing import run_processes, run_ranks
 
 KiB = 1024
@@ -198,32 +197,3 @@ def test_a_real_overflow_is_skipped_until_the_scale_fits():
         assert not skipped[-1]
         assert skipped == sorted(skipped, reverse=True), "once it fits, it fits"
         assert scale == 2.0 ** (16 - sum(skipped))
-
-
-# -- eager -------------------------------------------------------------------------------------------------------------
-
-
-def eager_outcome(world, stage, name):
-    """What each rank gets to see, and whether the run was good before."""
-    state, step = Setting(stage=stage, update="eager").start(world, Layers, loss_fn)
-    state, metrics = step(state, batch_for(world, 0))
-    assert not metrics.skipped
-    try:
-        step(state, batch_for(world, 1, poisoned=name))
-    except NonFiniteGradientError as error:
-        with pytest.raises(StaleStateError):
-            digest(state)
-        return error.exit_code, str(error)
-    return None
-
-
-@pytest.mark.parametrize("name", [NAMES[0], NAMES[-1]])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_eager_ends_the_run_on_every_rank(stage, name):
-    """Units are updated already: nothing can be undone, so the run ends with exit code 6 and the unit's name."""
-    for outcome in run_ranks(2, eager_outcome, stage, name):
-        assert outcome is not None
-        code, message = outcome
-        assert code == 6
-        assert name.rpartition(".")[0] in message
-        assert "zero.update=lazy" in message

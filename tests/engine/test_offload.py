@@ -118,11 +118,10 @@ def test_no_tier_changes_a_bit(case, size, stage, precision, accumulate, clip):
     """
     plain = Setting(stage=stage, precision=precision, accumulate=accumulate, clip=clip)
     expected = run_ranks(size, train_small, plain, 20)
-    updates = ("lazy", "serial", "eager") if clip is None else ("lazy", "serial", "lazy")
     for number, offload in every_other(list(enumerate(offloads(stage))), case):
         setting = plain.but(
             offload=tuple(offload.items()),
-            update=updates[number % 3],
+            update=("lazy", "serial", "lazy")[number % 3],
             page_bytes=(4 * KiB, 8 * KiB, 16 * 1024 * KiB)[number % 3],
             master=("auto", "whole")[number % 2],
             read_ahead=(number + size) % 5,
@@ -149,7 +148,7 @@ def test_units_of_many_pages(size, stage, precision, accumulate, clip):
     for number, offload in enumerate(offloads(stage)):
         setting = plain.but(
             offload=tuple(offload.items()),
-            update=("lazy", "serial" if clip else "eager")[number % 2],
+            update=("lazy", "serial")[number % 2],
             page_bytes=4 * KiB,
             master=("whole", "auto")[number % 2],
             read_ahead=number % 3,
@@ -249,7 +248,7 @@ def test_what_gradients_move_is_what_their_sum_needs(accumulate, precision, sing
 
 
 @pytest.mark.by_turns(3)
-@pytest.mark.parametrize("update", ["lazy", "serial", "eager"])
+@pytest.mark.parametrize("update", ["lazy", "serial"])
 @pytest.mark.parametrize("seed", range(2))
 def test_no_order_of_completion_changes_a_bit(seed, update):
     plain = Setting(precision="bf16", accumulate=2, clip=None, page_bytes=4 * KiB)
@@ -603,10 +602,9 @@ def step_s(update: str, traffic_s: float, ideal_s: float, most_steps: int = MOST
     def rank_main(world):
         with zero.empty():
             model = SlowStack(BLOCKS, BLOCK_WIDTH, BLOCK_S)
-        clip = None if update == "eager" else 1.0
         plan = zero.Plan(
             model,
-            optimizer=zero.adamw(1e-3, clip=clip),
+            optimizer=zero.adamw(1e-3, clip=1.0),
             world=world,
             update=update,
             offload=zero.Offload("nvme", page_bytes=128 * KiB, threads=4, read_ahead=READ_AHEAD),
@@ -645,12 +643,3 @@ def test_a_lazy_update_hides_behind_the_next_forward(traffic_s):
     assert lazy <= 1.15 * bound
     assert serial >= 0.95 * (total - read_ahead_s)
     assert lazy / serial <= bound / total / 0.9375  # where traffic is as long as the forward: 0.8
-
-
-@pytest.mark.alone
-def test_an_eager_update_hides_behind_the_whole_step():
-    traffic_s = 2.5
-    bound = max(C_FORWARD_S + C_BACKWARD_S, traffic_s)
-    eager = step_s("eager", traffic_s, bound)
-    print(f"eager {eager:.3f} s, bound {bound:.3f} s")
-    assert eager <= 1.3 * bound

@@ -119,7 +119,7 @@ def test_an_update_waits_for_its_unit(stage):
         assert number == 1 or update > events.index(f"forward {number - 2}")
 
 
-@pytest.mark.parametrize("update", ["lazy", "serial", "eager"])
+@pytest.mark.parametrize("update", ["lazy", "serial"])
 def test_what_waits_after_a_step(update):
     def rank_main(world: zero.World) -> set[bool]:
         with world.exclusive(), zero.empty():

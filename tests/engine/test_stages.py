@@ -17,15 +17,14 @@ from zero.trainer.models import GPT, GPTConfig, loss as gpt_loss
 KiB = 1024
 
 
-def placements(*, eager: bool) -> list[Setting]:
+def placements() -> list[Setting]:
     """16 placements in which every pair of choices of any two columns occurs: an orthogonal array over GF(4)."""
     times = ((0, 0, 0, 0), (0, 1, 2, 3), (0, 2, 3, 1), (0, 3, 1, 2))
-    updates = ("lazy", "serial", "lazy", "eager" if eager else "serial")
     return [
         Setting(
             stage=a,
             prefetch=b,
-            update=updates[a ^ b],
+            update=("lazy", "serial")[(a ^ b) % 2],
             activations=("keep", "remat")[(a ^ times[2][b]) % 2],
             page_bytes=(8 * KiB, 16 * KiB)[(a ^ times[3][b]) % 2],
         )
@@ -36,12 +35,11 @@ def placements(*, eager: bool) -> list[Setting]:
 
 def test_the_placements_cover_every_pair():
     """The array is what it says: every stage meets every prefetch, update, kind of activations and page size."""
-    for eager, updates in ((True, 3), (False, 2)):
-        rows = placements(eager=eager)
-        for key, count in (("prefetch", 4), ("update", updates), ("activations", 2), ("page_bytes", 2)):
-            assert len({(row.stage, getattr(row, key)) for row in rows}) == 4 * count
-        assert len({(row.update, row.activations) for row in rows}) == updates * 2
-        assert len({(row.prefetch, row.activations) for row in rows}) == 8
+    rows = placements()
+    for key, count in (("prefetch", 4), ("update", 2), ("activations", 2), ("page_bytes", 2)):
+        assert len({(row.stage, getattr(row, key)) for row in rows}) == 4 * count
+    assert len({(row.update, row.activations) for row in rows}) == 4
+    assert len({(row.prefetch, row.activations) for row in rows}) == 8
 
 
 PLACED = [
@@ -59,8 +57,7 @@ def test_no_placement_changes_a_bit(case, size, precision, clip):
 
     Each case has half of the placements, the next one the others; the day says which. On 8 ranks it is one for a stage.
     """
-    eager = clip is None and precision != "fp16"
-    first, *others = (setting.but(precision=precision, clip=clip) for setting in placements(eager=eager))
+    first, *others = (setting.but(precision=precision, clip=clip) for setting in placements())
     expected = run_ranks(size, train_small, first)
     chosen = others[3::4] if size == 8 else every_other(others, case)
     for number, other in enumerate(chosen):
@@ -72,9 +69,7 @@ def test_no_placement_changes_a_bit(case, size, precision, clip):
 @pytest.mark.parametrize("size", [1, 3])
 def test_no_placement_changes_a_bit_of_moments_in_fewer_bits(size, optimizer):
     """Random bits belong to a parameter's element and to the step, whatever holds it and however it is cut."""
-    first, *others = (
-        setting.but(precision="bf16", clip=None, optimizer=optimizer) for setting in placements(eager=True)
-    )
+    first, *others = (setting.but(precision="bf16", clip=None, optimizer=optimizer) for setting in placements())
     expected = run_ranks(size, train_small, first)
     assert run_ranks(size, train_small, first.but(optimizer=zero.adamw)) != expected, "they do round"
     for other in every_other(others, size // 2):
@@ -191,13 +186,13 @@ def over_gloo(world, settings):
 def test_processes_agree_with_threads():
     """Gloo moves bytes and the ranks add in order, so processes give the bits that threads give.
 
-    Every precision with clipping and without, eager where there is none, and microbatches added before ranks and after.
+    Every precision with clipping and without, and microbatches added before ranks and after.
     """
     expected: list[Setting] = []
     asked: list[Setting] = []
     for precision in ("fp32", "bf16", "fp16"):
         for clip in (None, 0.5):
-            for row in placements(eager=clip is None and precision != "fp16")[::3]:
+            for row in placements()[::3]:
                 asked.append(row.but(precision=precision, clip=clip))
                 expected.append(Setting(precision=precision, clip=clip, stage=0, update="serial"))
         for stage in range(4):

@@ -149,29 +149,6 @@ def test_a_step_that_fails_on_every_rank_leaves_the_state_good(stage, where):
         assert run_ranks(size, stumble, setting, where) == run_ranks(size, stumble, setting, "")
 
 
-def eager_stumble(world, where):
-    """Whether the state may be used after a step that failed, and whether it still holds what it held."""
-    state, step = Setting(update="eager").start(world, Fragile, fragile_loss)
-    state, _ = step(state, fragile_batch(world, 0, 1))
-    before = digest(state)
-    with pytest.raises(ArithmeticError):
-        step(state, fragile_batch(world, 1, 1, where))
-    try:
-        return digest(state) == before
-    except StaleStateError:
-        return "spent"
-
-
-@pytest.mark.parametrize("where", ["before", "forward", "after"])
-def test_an_eager_step_that_fails_before_backward_leaves_the_state_good(where):
-    assert run_ranks(2, eager_stumble, where) == [True, True]
-
-
-def test_an_eager_step_that_fails_in_backward_spends_the_state():
-    """Some units are updated already: half a step must not pass for the old state."""
-    assert run_ranks(1, eager_stumble, "backward") == ["spent"]
-
-
 def bits_here(state):
     """What this rank holds, read without the other ranks."""
     units = state.runtime.units

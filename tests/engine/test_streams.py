@@ -371,7 +371,6 @@ SCENARIOS: dict[str, Run] = {
     **{f"{preset} at stage 1": scenario(preset=preset, stage=1, accumulate=2) for preset in ("cpu", "nvme")},
     "cpu, updated by the host": scenario(preset="cpu", compute="host"),
     "serial": scenario(preset="nvme", update="serial"),
-    "eager": scenario(preset="nvme", update="eager", optimizer=zero.adamw(1e-2)),
     "fp32": scenario(preset="infinity", precision="fp32"),
     "whole master, updated by the host": scenario(
         preset="cpu", compute="host", precision=zero.Precision("bf16", master="whole")
@@ -422,7 +421,7 @@ SCENARIOS: dict[str, Run] = {
 SCENARIOS |= {
     f"{name}, units skipped": partial(train_and_skip, **run.keywords)
     for name, run in SCENARIOS.items()
-    if isinstance(run, partial) and run.func is train and "kind" not in run.keywords and name != "eager"
+    if isinstance(run, partial) and run.func is train and "kind" not in run.keywords
 }
 
 

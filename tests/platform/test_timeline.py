@@ -275,10 +275,10 @@ def check_laws(timeline: Timeline, rank: int) -> None:
     assert names <= set(ROWS) - {"compute"}
 
 
-@pytest.mark.parametrize("update", ["lazy", "serial", "eager"])
+@pytest.mark.parametrize("update", ["lazy", "serial"])
 def test_every_page_moves_and_every_unit_is_updated_once_a_step(update):
     def rank_main(world):
-        setting = PAGED.but(update=update, clip=None if update == "eager" else 1.0)
+        setting = PAGED.but(update=update, clip=1.0)
         timeline, gathers, state = record_steps(world, setting, steps=2)
         state.runtime.store.close()
         return timeline, gathers, state.plan

@@ -25,7 +25,7 @@ import zero
 from tests.common import wandb_file
 from tests.common.wandb_sweeps import Sweeps, serving
 from tests.conftest import LONG_S
-from zero.errors import ConfigError, NonFiniteGradientError, Preempted
+from zero.errors import ConfigError, NumericsError, Preempted
 from zero.tracker import ROW, Lines, Tracker, open_tracker
 from zero.tracker.behind import Behind
 from zero.tracker.wandb import has_key, mode_of, name_and_group, run_id_of
@@ -245,7 +245,7 @@ def rank_of_a_run(folder: Path, how: str) -> None:
         if world.rank == 0:
             until(lambda: any(folder.glob("wandb/*run-*/*.wandb")))
             if how == "crash":
-                raise NonFiniteGradientError("injected")
+                raise NumericsError("injected")
         world.barrier("until rank 0 is here, or gone")
         os.kill(os.getpid(), signal.SIGTERM)
         until(launch.preempted)

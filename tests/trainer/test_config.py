@@ -34,15 +34,7 @@ MISTAKES = [
         {"zero": {"activations": "remet"}},
         "zero.activations=remet: must be one of keep, remat, offload, auto; did you mean",
     ),
-    ({"zero": {"update": "laxy"}}, "zero.update=laxy: must be one of lazy, serial, eager; did you mean lazy?"),
-    (
-        {"zero": {"update": "eager"}, "optim": {"name": "adamw", "clip": 1.0}},
-        "set optim.clip=null or zero.update=lazy",
-    ),
-    (
-        {"zero": {"update": "eager"}, "precision": {"compute": "fp16"}, "optim": {"name": "adamw", "clip": None}},
-        "cannot undo an overflow",
-    ),
+    ({"zero": {"update": "eager"}}, "zero.update=eager: must be lazy or serial"),
     ({"optim": {"name": "adamm"}}, "optim.name=adamm does not exist; did you mean adam"),
     ({"optim": {"name": "sgd", "beta1": 0.9}}, "optim.beta1 is not a key of the option chosen for optim"),
     ({"optim": {"name": "sgd", "momentum": 0, "nesterov": True}}, "optim.nesterov=true needs optim.momentum=0.9"),

@@ -29,7 +29,7 @@ import torch
 import zero
 from tests.conftest import LONG_S, SEED
 from zero import errors
-from zero.errors import ConfigError, DeadlineError, MachineError, NonFiniteGradientError, NumericsError, RankFailedError
+from zero.errors import ConfigError, DeadlineError, MachineError, NumericsError, RankFailedError
 from zero.platform.memory_watch import Reading
 from zero.testing import forked_ranks
 from zero.trainer import launch
@@ -286,7 +286,7 @@ def test_a_deterministic_run_fixes_the_workspace_of_cublas(folder: Path, monkeyp
     ("rank", "error", "cause", "exit_code"),
     [
         (0, ValueError("two\nlines"), "rank 0 failed: ValueError: two lines", 1),
-        (1, NonFiniteGradientError("blocks.0"), "rank 1 failed: blocks.0", 6),
+        (1, NumericsError("blocks.0"), "rank 1 failed: blocks.0", 6),
     ],
 )
 def test_a_rank_that_raises_ends_all(
@@ -571,7 +571,7 @@ def test_what_another_start_would_meet_again_is_not_restarted(folder: Path, erro
 
 def test_only_what_may_pass_is_restarted() -> None:
     final = (errors.LayoutError, errors.HandshakeError, errors.StoreError, errors.CheckpointError, errors.Preempted)
-    assert {error.exit_code for error in (*final, NonFiniteGradientError)} == set(FINAL)
+    assert {error.exit_code for error in (*final, NumericsError)} == set(FINAL)
     assert not {errors.ZeroError.exit_code, DeadlineError.exit_code, RankFailedError.exit_code} & set(FINAL)
 
 

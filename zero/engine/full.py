@@ -439,10 +439,6 @@ def _summed(state: State) -> Collection[int]:
     parts = state.runtime
     parts.gatherer.reduce_arrived()
     parts.reducer.finish()
-    if state.plan.update == "eager":
-        raise StaleStateError(
-            "zero.update=eager uses a gradient up as soon as it is complete; zero.update=lazy keeps it"
-        )
     if not parts.updater.sums or not parts.reducer.has_gradients:
         raise StaleStateError(
             "there is no gradient: it is there between backward and the end of the step, so take the step in pieces, "
@@ -494,5 +490,5 @@ def _write_gradient(state: State, unit: UnitState, edits: Mapping[str, Tensor]) 
             held, wanted = own[place : place + b - a], edits[slot.name].view(-1)[a:b]
             now = held.to("cpu", torch.float32)
             held.copy_(torch.where(wanted == now / divisor, now, wanted * divisor))
-    parts.updater.final(unit)  # the norm is of what was written
+    parts.updater.measure(unit)  # the norm is of what was written
     parts.gradients.park(unit)

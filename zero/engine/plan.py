@@ -36,7 +36,7 @@ from zero.errors import ConfigError, PlanError
 from zero.platform.device import free_host_bytes
 from zero.store import Page
 
-Update = Literal["lazy", "serial", "eager"]
+Update = Literal["lazy", "serial"]
 
 KINDS = (
     *("parameters", "gathered units", "secondary shards", "gradients", "gradient flats", "node sums"),
@@ -83,7 +83,7 @@ class Plan(PageTable):
             counts, and what none fits is kept.
         compile: run what each unit computes through `torch.compile`: True, or a backend's name; False: not.
         update: "lazy" hides each unit's update before its next gather, "serial" does all right after backward (same
-            bits), "eager" during backward, without clipping or loss scaling only.
+            bits).
         accumulate: microbatches of a step, 1 or more.
         in_place: `zero.init` takes the model over instead of copying it: the model itself trains, and its parameters
             are in shards. For models that cannot be copied, and scripts that go on using theirs.
@@ -161,12 +161,6 @@ class Plan(PageTable):
         precision = precision if isinstance(precision, Precision) else Precision(precision)
         offload = offload if isinstance(offload, Offload) else Offload(offload or "none")
         offload = offload.at(parameters_sharded=stage.parameters)
-        if update == "eager" and (optimizer.clip is not None or precision.scale.static != 1.0):
-            what = "clipping" if optimizer.clip is not None else "loss scaling"
-            raise PlanError(
-                f"zero.update=eager updates before the global norm is known, so it cannot go with {what}; "
-                'write update="lazy", or an optimizer with clip=None in fp32 or bf16'
-            )
         splitting = split(model, world_size=sharers(world, shard), class_names=_names(units), group=optimizer.group)
         if not in_place:
             detached_copy(model, splitting, precision.compute, torch.device("meta"))  # refuses what cannot be copied

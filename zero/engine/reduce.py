@@ -104,7 +104,7 @@ class Reducer:
         self._world, self._rank, self._device, self._gradients = plan.world, plan.rank, plan.world.compute, gradients
         self._local = plan.local_sum  # microbatches are added up in `grad`, which is reduced after the last one
         self._full = plan.full_update  # every rank needs the full sum, not its own range
-        self._apply, self._final, self._first = updater.apply, updater.final, first
+        self._apply, self._measure, self._first = updater.apply, updater.measure, first
         self._rounds = 1 if self._local else plan.accumulate  # of reductions in a step, as far as is known beforehand
         self._flat_dtype = plan.flat_dtype
         self._extra = False  # a flat was made beyond those that the plan counts; `finish` drops it
@@ -433,7 +433,7 @@ class Reducer:
         self._finalise(unit)
 
     def _finalise(self, unit: UnitState) -> None:
-        self._final(unit)
+        self._measure(unit)
         self._park(unit)
 
     def _park(self, unit: UnitState) -> None:

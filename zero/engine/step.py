@@ -30,7 +30,7 @@ from zero.engine.arguments import (
 from zero.engine.plan import Plan
 from zero.engine.state import Runtime, State
 from zero.engine.totals import GradientStatus, check_gradients, gather_totals
-from zero.errors import ConfigError, NonFiniteGradientError, PlanError, if_it_fails
+from zero.errors import ConfigError, PlanError, if_it_fails
 from zero.platform.timeline import Timeline
 
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
@@ -80,8 +80,7 @@ class Step:
         state, metrics = step.finish()
 
     `state` is good until `finish` returns the next one; after an exception call `abandon`, which forgets the gradients,
-    and begin another step. Buffers such as running statistics have seen the microbatches then; and with
-    `zero.update=eager` the state is spent if backward has updated a unit.
+    and begin another step. Buffers such as running statistics have seen the microbatches then.
 
     Args:
         state: that the step begins from.
@@ -108,7 +107,7 @@ class Step:
         if self._runtime.reducer.is_busy:  # a backward that belonged to no step
             self._runtime.reducer.reset()
         self._runtime.reducer.clear()
-        self._runtime.updater.begin(self._hyper(), eager=self._plan.update == "eager")
+        self._runtime.updater.begin()
         self._runtime.tape.passed("before the step")
 
     def microbatch(self) -> None:
@@ -197,7 +196,6 @@ class Step:
     def forget(self) -> None:
         """Drop the gradients that have arrived in this step; forwards under way may still go backward."""
         self._dropped = self._dropped or self._runtime.gatherer.arrived
-        self._spend_if_updated()
         self._runtime.reducer.forget()
         self._runtime.updater.sums.clear()
         self._losses, self._aux = [[] for _ in self._losses], {}
@@ -209,13 +207,7 @@ class Step:
         self._plan.world.compute.join()  # what is under way aside must not write into memory that is given out again
         self._runtime.gatherer.reset()
         self._runtime.reducer.reset()
-        self._spend_if_updated()
         self._runtime.updater.sums.clear()
-
-    def _spend_if_updated(self) -> None:
-        """Eager updates cannot be taken back."""
-        if self._runtime.updater.eager_hyper is not None and self._runtime.updater.sums and not self.state.spent_:
-            self.state.spend()
 
     def finish(self, flag: float = 0.0, *, word: float | None = None) -> tuple[State, Metrics]:
         """End the step: every unit's update is deferred to its next gather, or the step is skipped. Collective.
@@ -233,7 +225,6 @@ class Step:
             ConfigError: no gradient has arrived on any rank, or in fp16 one without the loss scale; or one arrived at
                 the model that was given; or the model gained, lost or exchanged a parameter.
             WorldError: the ranks visited different units.
-            NonFiniteGradientError: `zero.update=eager` and a gradient that is not finite.
         """
         if word is not None:
             _warn_renamed("Step.finish(word)", "Step.finish(flag)")
@@ -241,7 +232,7 @@ class Step:
         plan, state, runtime = self._plan, self.state, self._runtime
         runtime.tree.check()  # not before: a forward may be inside torch.func.functional_call
         self._end_microbatch()
-        hyper = runtime.updater.eager_hyper or self._hyper()
+        hyper = self._hyper()
         self._at("norm")
         runtime.reducer.finish()
         runtime.log.note(repr(hyper))
@@ -264,11 +255,6 @@ class Step:
         following = state.advance(scale=plan.precision.scale.advance(state.scale, finite), finite=finite)
         if finite:
             _defer_updates(runtime, hyper._replace(divisor=hyper.divisor / _clip(plan.optimizer.clip, norm)))
-        elif plan.update == "eager":
-            raise NonFiniteGradientError(
-                f"step {hyper.step}: the gradient of {totals.nonfinite_unit} is not finite, and zero.update=eager has "
-                "updated units already; use zero.update=lazy, which skips such a step"
-            )
         return following, metrics
 
     def _check_begun(self) -> None:
@@ -324,8 +310,9 @@ def _defer_updates(runtime: Runtime, hyper: Hyper) -> None:
     runtime.gatherer.residency.land()
     for unit in runtime.units:
         unit.await_grad_readers()
+    hyper = runtime.updater.decide(hyper)
     for unit in runtime.units:
-        if not unit.spec.trainable.slots or (runtime.updater.eager_hyper is not None and unit.filled):
+        if not unit.spec.trainable.slots:
             continue
         if not unit.filled:  # not visited: the last update may still be deferred, and this one has no gradient
             runtime.updater.apply(unit)
@@ -349,8 +336,7 @@ def make_step(
     """Make the training step: `state, metrics = step(state, microbatches)`.
 
     The step takes `plan.accumulate` microbatches of this rank and returns the next state; the old one is spent. If it
-    raises, the old state is still good, except that buffers such as running statistics have seen the microbatches; and
-    except with `zero.update=eager` once backward has updated a unit, which spends the state.
+    raises, the old state is still good, except that buffers such as running statistics have seen the microbatches.
 
     Args:
         plan: that the states are made from.
@@ -366,7 +352,6 @@ def make_step(
             scalar, or no gradient. Or what was given is no state, or no list of microbatches.
         StaleStateError: the state is spent.
         WorldError: the ranks visited different units.
-        NonFiniteGradientError: `zero.update=eager` and a gradient that is not finite.
     """
     if word is not None:
         _warn_renamed("make_step(word=...)", "make_step(flag=...)")

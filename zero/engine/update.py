@@ -108,22 +108,17 @@ class Updater:
         self._order = [unit.index for unit in units]
         self._visited: list[int] = []
         self.sums: dict[int, Tensor] = {}  # by unit: sum of squares of this rank's range, fp64
-        self.eager_hyper: Hyper | None = None  # what to update with as soon as a gradient is final
         self._trains = [True] * len(plan.optimizer.groups)  # in this step
-        self._rested, self._counted = [0] * len(plan.optimizer.groups), 0  # steps without it, and until which step
-        self._numbers: Mapping[float, Tensor] = {}  # of this step's updates, made on the stream that decides them
+        self._rested = [0] * len(plan.optimizer.groups)  # steps without it
+        self._numbers: Mapping[float, Tensor] = {}  # kept until the next decision: other streams read them
         self._expect()
 
     # -- what a step decides -------------------------------------------------------------------------------------------
 
-    def begin(self, hyper: Hyper, *, eager: bool) -> None:
-        """A step starts. `eager`: update with `hyper` as soon as a gradient is final, without the norm.
-
-        Updates are expected in the order of the last step, as far as that is known.
-        """
+    def begin(self) -> None:
+        """Begin a step: updates are expected in the order of the last one, as far as that is known."""
         self.sums.clear()
-        self._trains = [False] * len(hyper.groups)
-        self.eager_hyper = hyper if eager else None
+        self._trains = [False] * len(self._trains)
         self._order = list(dict.fromkeys([*self._visited, *self._order]))
         self._visited.clear()
         self._expect()
@@ -132,26 +127,22 @@ class Updater:
         """A forward comes: what trains in one of a step's forwards has a gradient, and is updated."""
         self._trains = [before or now.trains for before, now in zip(self._trains, groups, strict=True)]
 
-    def final(self, unit: UnitState) -> None:
-        """The unit's gradient is final: take its sum of squares, and with eager updates let its update begin.
-
-        Raises:
-            StaleStateError: an eager update was made already, and then more gradient came.
-        """
-        if self.eager_hyper is not None and unit.index in self.sums:
-            raise StaleStateError(
-                f"{unit.spec.name} got a gradient after zero.update=eager had updated it; use zero.update=lazy"
-            )
+    def measure(self, unit: UnitState) -> None:
+        """Take the sum of squares of the unit's gradient, which is final."""
         self.sums[unit.index] = self._sum_of_squares(unit)
-        if self.eager_hyper is not None:
-            self._gradients.park(unit)
-            self.schedule_update(unit, self.eager_hyper)
-            if all(part.on_device for part in self._parts[unit.index]):
-                self.apply(unit)
+
+    def decide(self, hyper: Hyper) -> Hyper:
+        """Add to a step's numbers what trains in it: each group with its own count of updates."""
+        self._rested = [n + (not trains) for n, trains in zip(self._rested, self._trains, strict=True)]
+        each = zip(hyper.groups, self._trains, self._rested, strict=True)
+        groups = tuple(one._replace(trains=trains, step=hyper.step - n) for one, trains, n in each)
+        values = {float(hyper.divisor), *(float(one.step) for one in groups)}
+        self._numbers = {value: on_device(value, self._device.device) for value in values}
+        return hyper._replace(groups=groups, numbers=self._numbers)
 
     def schedule_update(self, unit: UnitState, hyper: Hyper) -> None:
         """Defer an update with `hyper` to the next gather of `unit`; the store's threads begin their parts of it."""
-        hyper = unit.deferred = self._with_groups(hyper)
+        unit.deferred = hyper
         parts = [part for part in self._parts[unit.index] if not part.on_device]
         if not parts:
             return
@@ -167,18 +158,6 @@ class Updater:
         ticket = self._store.modify(part.group, work, (place, part.group.number))
         return ticket if end is None else Launched(ticket, end)
 
-    def _with_groups(self, hyper: Hyper) -> Hyper:
-        """With the groups that train in this step, each with its own count of updates."""
-        if hyper.step != self._counted:
-            self._counted = hyper.step
-            self._rested = [n + (not trains) for n, trains in zip(self._rested, self._trains, strict=True)]
-        each = zip(hyper.groups, self._trains, self._rested, strict=True)
-        groups = tuple(one._replace(trains=trains, step=hyper.step - n) for one, trains, n in each)
-        needed = {float(hyper.divisor), *(float(one.step) for one in groups)}
-        if self._numbers.keys() != needed:
-            self._numbers = {value: on_device(value, self._device.device) for value in needed}
-        return hyper._replace(groups=groups, numbers=self._numbers)
-
     @property
     def rested(self) -> dict[str, int]:
         """Names of parameters to steps in which their group did not train, where there are any."""
@@ -187,7 +166,7 @@ class Updater:
 
     def resume(self, rested: Mapping[str, int]) -> None:
         """Go on with the counts of another run; where a group's parameters differ, as its youngest."""
-        self._rested, self._counted = [0] * len(self._rested), 0
+        self._rested = [0] * len(self._rested)
         for slot in (slot for unit in self._plan.units for slot in unit.trainable.slots):
             self._rested[slot.group] = max(self._rested[slot.group], rested.get(slot.name, 0))
 
@@ -322,9 +301,8 @@ class Updater:
         return [None if one is None else one[part.start : part.stop] for one in own]
 
     def _expect(self) -> None:
-        """Tell the store what will be updated, so that it reads ahead: eager updates come in backward's order."""
-        order = reversed(self._order) if self._plan.update == "eager" else self._order
-        groups = [part.group for index in order for part in self._parts[index] if not part.on_device]
+        """Tell the store what will be updated, so that it reads ahead."""
+        groups = [part.group for index in self._order for part in self._parts[index] if not part.on_device]
         if groups:
             self._store.expect(groups)
 

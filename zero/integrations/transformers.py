@@ -92,7 +92,7 @@ class ZeroTrainerMixin(_Base):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Trainer makes its accelerator; here it becomes one that prepares engines."""
-        _check_arguments(self.args, self._plan_settings)
+        _check_arguments(self.args)
         super().create_accelerator_and_postprocess()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # by its configuration, without an argument of Trainer
             raise ConfigError("accelerate launch was told to use DeepSpeed or FSDP: start with torchrun, zero shards")
@@ -318,18 +318,13 @@ class EngineOptimizer(AcceleratedOptimizer):
 # Inside
 
 
-def _check_arguments(args: transformers.TrainingArguments, settings: Mapping[str, Any]) -> None:
+def _check_arguments(args: transformers.TrainingArguments) -> None:
     for key, instead in REFUSED.items():
         if getattr(args, key, None) not in (None, False, [], "", {}):
             raise ConfigError(f"TrainingArguments({key}=...): {instead}")
     if args.n_gpu > 1:
         start = f"torchrun --nproc-per-node {args.n_gpu}"
         raise ConfigError(f"one process sees {args.n_gpu} GPUs: start a process for each with {start}")
-    if settings.get("update") == "eager" and args.max_grad_norm:
-        raise ConfigError(
-            f"zero={{'update': 'eager'}} cannot wait for the norm that TrainingArguments(max_grad_norm="
-            f"{args.max_grad_norm:g}) needs; set max_grad_norm=0, or leave out update"
-        )
 
 
 def _check_precision(mixed: str, settings: Mapping[str, Any]) -> None:

@@ -39,14 +39,6 @@ class Settings(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         self.offload.at(parameters_sharded=self.zero.stage == "auto" or Stage(self.zero.stage).parameters)
-        eager = self.zero.update == "eager"
-        if eager and self.optim.clip is not None:
-            raise ConfigError(
-                f"zero.update=eager cannot wait for the norm that optim.clip={self.optim.clip:g} needs; "
-                "set optim.clip=null or zero.update=lazy"
-            )
-        if eager and self.precision.compute == "fp16":
-            raise ConfigError("zero.update=eager cannot undo an overflow of fp16; set zero.update=lazy")
         self._schedule_agrees()
         return self
 

@@ -99,13 +99,11 @@ class Zero(Section):
         trades="time at the first steps, and memory of the compiler, against faster steps; the last bits differ",
         example="true",
     )
-    update: Literal["lazy", "serial", "eager"] = key(
+    update: Literal["lazy", "serial"] = key(
         "lazy",
-        "when a unit's update runs: lazy (before its next gather), serial (right after backward), "
-        "eager (in backward; needs optim.clip=null and no loss scaling)",
-        trades="lazy and serial give the same bits, lazy hides the update behind the next forward; eager holds no "
-        "gradient from backward to update",
-        example="eager optim.clip=null",
+        "when a unit's update runs: lazy (before its next gather) or serial (right after backward)",
+        trades="the bits are the same, and lazy hides the update behind the next forward",
+        example="serial",
     )
 
 

@@ -84,15 +84,11 @@ def step_seconds(plan: Plan, rates: Rates, forward: Work, backward: Work) -> flo
         hidden_s, exposed_s = _moving(load, rates, on_cpu)
         return max(compute_s, hidden_s, others_s) + exposed_s
 
-    late_s = offload_s if plan.update == "lazy" else 0.0
+    late_s, serial_s = (offload_s, 0.0) if plan.update == "lazy" else (0.0, offload_s)
     first_s = beside(forward_s, moved.forward + moved.first, late_s)
     middle_s = (count - 1) * (beside(forward_s, moved.forward) + beside(backward_s, moved.backward))
     last_s = beside(backward_s, moved.backward + moved.last)
-    if plan.update == "serial":
-        return first_s + middle_s + last_s + offload_s + in_place_s
-    if plan.update == "eager":
-        return max(first_s + middle_s + last_s, offload_s) + in_place_s
-    return first_s + middle_s + last_s + in_place_s
+    return first_s + middle_s + last_s + serial_s + in_place_s
 
 
 def _moving(load: Load, rates: Rates, on_cpu: bool) -> tuple[float, float]:

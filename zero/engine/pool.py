@@ -51,10 +51,6 @@ class Buffer:
         """Some tensor besides `flat` still uses this memory."""
         return torch._C._storage_Use_Count(self._storage._cdata) > self._alone
 
-    def reset(self) -> None:
-        """Hold no unit, and be used by nobody. What is on its way is still waited for."""
-        self.unit, self.version, self.pins, self.ahead = None, -1, 0, False
-
     def land(self) -> None:
         """Wait for what is on its way into this buffer."""
         self.ready.wait()  # what was enqueued for it, before anything that an arrival enqueues after it
@@ -139,7 +135,8 @@ class Pool:
             self._by_address.pop(buffer.address, None)
             buffer.renew()
             self._by_address[buffer.address] = buffer
-        buffer.unit, buffer.version = unit, -1
+        buffer.version = -1  # first: an interrupt must not leave another unit's version
+        buffer.unit = unit
         self._by_unit[unit] = buffer
         self.touch(buffer)
         return buffer
@@ -159,12 +156,12 @@ class Pool:
             self._drop_extra(buffer)
 
     def reset(self) -> None:
-        """After an error: no buffer holds a unit, or is pinned or gathered ahead."""
+        """After an error: no buffer is pinned or gathered ahead, and no record is half made."""
         self._buffers = {numel: [one for one in buffers if not one.extra] for numel, buffers in self._buffers.items()}
-        self._by_unit.clear()
-        for buffer in self.buffers:
-            buffer.reset()
+        self._by_unit = {buffer.unit: buffer for buffer in self.buffers if buffer.unit is not None}
         self._by_address = {buffer.address: buffer for buffer in self.buffers}
+        for buffer in self.buffers:
+            buffer.pins, buffer.ahead = 0, False
 
     def _least_recent(self, numel: int) -> Buffer | None:
         return min((b for b in self._buffers[numel] if b.is_free), key=lambda b: b.used, default=None)

@@ -79,7 +79,7 @@ class Residency:
             self.pool.drop_ahead()
 
     def reset(self) -> None:
-        """After an exception: forget pins, half-made records and what buffers hold."""
+        """After an exception: forget pins and half-made records."""
         for order in self._orders.values():
             order.forget()
         self._ahead.clear()

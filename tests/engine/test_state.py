@@ -560,6 +560,20 @@ def test_while_a_thread_uses_a_state_others_get_an_error_and_change_nothing(stag
     assert elsewhere(uses["forward"]) is None, "a thread may use it after another one"
 
 
+def test_a_step_does_not_end_while_another_thread_runs_the_model():
+    """A forward under way would go on with other parameters."""
+    state, _ = Setting().start(SoloWorld(), Fragile, fragile_loss)
+    [batch] = fragile_batch(SoloWorld(), 0, 1)
+    step = zero.Step(state)
+    step.microbatch()
+    step.backward(fragile_loss(state.model, batch))
+    forward = zero.make_forward(state.plan, lambda model: [elsewhere(use) for use in (step.finish, step.forget)])
+    for error in forward(state):
+        assert isinstance(error, ConfigError)
+        assert "one thread at a time" in str(error)
+    step.finish()
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_gets_an_error_instead_of_a_step_that_hangs():
     """It has none of the store's threads."""

@@ -450,6 +450,7 @@ class Reducer:
         self._closed.add(unit.index)
         grad = self._gradients.open(unit, fresh=False)
         if self._full and self._world.size > 1:
+            self._advance()  # between nodes a gather waits for another rank, which may wait for these first
             own_S, what = unit.own_grad_S(self._rank), f"the gradient of {unit.spec.name}"
             turn = self._turns.taken
             [handle] = self._tape.under_way(

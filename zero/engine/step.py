@@ -7,11 +7,12 @@ calls backward.
 Source: Rajbhandari et al. 2020, "ZeRO"; Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
 """
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,9 @@ from zero.engine.state import Runtime, State
 from zero.engine.totals import GradientStatus, check_gradients, gather_totals
 from zero.errors import ConfigError, PlanError, if_it_fails
 from zero.platform.timeline import Timeline
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
 
@@ -67,6 +71,19 @@ class Metrics(NamedTuple):
         """The name of `nonfinite_unit` in 0.1."""
         _warn_renamed("Metrics.blame", "Metrics.nonfinite_unit")
         return self.nonfinite_unit
+
+
+def _by_one_thread(
+    method: Callable[Concatenate["Step", Arguments], Result],
+) -> Callable[Concatenate["Step", Arguments], Result]:
+    """Raise ConfigError if another thread uses the state now."""
+
+    @functools.wraps(method)
+    def guarded(step: "Step", *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with step._runtime.gatherer.use:
+            return method(step, *args, **kwargs)
+
+    return guarded
 
 
 class Step:
@@ -110,17 +127,17 @@ class Step:
         self._runtime.updater.begin()
         self._runtime.tape.passed("before the step")
 
+    @_by_one_thread
     def microbatch(self) -> None:
         """Begin the next microbatch; `plan.accumulate` of them make a step."""
-        with self._runtime.gatherer.use:
-            self.read_groups()  # first: what it refuses has not begun
-            self._end_microbatch()
-            self.microbatches += 1
-            self._in_microbatch = True
-            self._losses.append([])
-            self._runtime.gatherer.begin()
-            self._runtime.reducer.begin(last=self.microbatches == self._plan.accumulate)
-            self._at("forward")
+        self.read_groups()  # first: what it refuses has not begun
+        self._end_microbatch()
+        self.microbatches += 1
+        self._in_microbatch = True
+        self._losses.append([])
+        self._runtime.gatherer.begin()
+        self._runtime.reducer.begin(last=self.microbatches == self._plan.accumulate)
+        self._at("forward")
 
     def read_groups(self) -> None:
         """In the forwards from here on each group of the optimizer trains or not as its settings say now."""
@@ -128,6 +145,7 @@ class Step:
         self._runtime.updater.train(groups)
         self._runtime.gatherer.frozen_groups = frozenset(number for number, one in enumerate(groups) if not one.trains)
 
+    @_by_one_thread
     def backward(self, loss: Tensor, aux: Mapping[str, Any] | None = None, **how: Any) -> None:
         """Backward from a scalar, the mean over its rows; several losses of a microbatch add up.
 
@@ -147,8 +165,7 @@ class Step:
         self._runtime.tape.passed("forward")
         self._at("backward")
         self._went_back = True
-        with self._runtime.gatherer.use:
-            self.scaled(loss).backward(**how)
+        self.scaled(loss).backward(**how)
         self._runtime.tape.passed("backward")
         self.count(loss, aux)
 
@@ -193,6 +210,7 @@ class Step:
         for name, number in numbers.items():
             self._aux.setdefault(name, []).append(number.double())
 
+    @_by_one_thread
     def forget(self) -> None:
         """Drop the gradients that have arrived in this step; forwards under way may still go backward."""
         self._dropped = self._dropped or self._runtime.gatherer.arrived
@@ -209,6 +227,7 @@ class Step:
         self._runtime.reducer.reset()
         self._runtime.updater.sums.clear()
 
+    @_by_one_thread
     def finish(self, flag: float = 0.0, *, word: float | None = None) -> tuple[State, Metrics]:
         """End the step: every unit's update is deferred to its next gather, or the step is skipped. Collective.
 

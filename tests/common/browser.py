@@ -47,7 +47,7 @@ function look(frame, roots) {
     const has = [...e.childNodes].some(n => n.nodeType == 3 && n.data.trim())
     if (box.width && (box.left < -.5 || box.right > seen + .5) && !scrolls(e)) found.cut.push(said(e))
     const hides = e.scrollWidth > e.clientWidth + 1
-    if (/auto|scroll/.test(style(e).overflowX) && hides) found.behind.push(said(e.firstElementChild))
+    if (/auto|scroll/.test(style(e).overflowX) && hides) found.behind.push(said(e.firstElementChild ?? e))
     if (!chart && /hidden|clip/.test(style(e).overflowX) && hides) found.cut.push(said(e))
     if (chart && e.tagName == "text") {
       const frame = chart.getBoundingClientRect()

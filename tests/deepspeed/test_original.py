@@ -885,6 +885,21 @@ def test_one_rank_may_load_a_state_dict_within_the_block(stage):
         assert all(torch.equal(values[name], one) for name, one in net(3).named_parameters())
 
 
+@pytest.mark.parametrize("build", [contextlib.nullcontext, zero.zero.Init, zero.empty])
+def test_a_write_in_a_block_without_modifier_rank_raises_before_initialize_too(build):
+    with build():
+        model = net()
+    weight = next(model.parameters())
+    with (
+        pytest.raises(ConfigError, match="Pass modifier_rank=0"),
+        zero.zero.GatheredParameters([weight]),
+        torch.no_grad(),
+    ):
+        weight.add_(1.0)
+    with zero.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+        weight.add_(1.0)
+
+
 def test_what_a_block_cannot_do_is_said():
     model = net()
     engine = begin(zero.World.from_env(), model, 3)

@@ -819,3 +819,9 @@ def test_initialisers_that_look_at_values_are_recorded_whole():
     assert bool(((made["0.cut.bias"] >= 2) & (made["0.cut.bias"] <= 3)).all())
     turned = made["0.turned.weight"]
     torch.testing.assert_close(turned @ turned.t(), torch.eye(WIDTH))
+
+
+def test_a_model_that_is_named_as_a_unit_is_one():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=zero.World.from_env(), units=["auto", "Sequential"])
+    assert [unit.numel for unit in (unit.trainable for unit in plan.units)] == [12]

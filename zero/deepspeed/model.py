@@ -137,7 +137,12 @@ def GatheredParameters(
         )
     held = [one for one in given if isinstance(one, ParameterPlaceholder)]
     if not enabled or not held:
+        before = [_writes(parameter) for parameter in given]
         yield
+        if enabled and modifier_rank is None and before != [_writes(parameter) for parameter in given]:
+            raise ConfigError(
+                "GatheredParameters: a parameter was written in the block. Pass modifier_rank=0 to keep it."
+            )
         return
     if outer := [one.full_name for one in held if one.full_value is not None]:
         raise ConfigError(f"{outer[0]} is in a block of GatheredParameters already; leave it out of the inner one")
@@ -151,6 +156,11 @@ def GatheredParameters(
             for one in own:
                 one.full_value, one.may_be_edited = full[one.full_name], modify is not False
         yield
+
+
+def _writes(parameter: Tensor) -> int:
+    """Count the writes to a parameter of no engine."""
+    return len(parameter.recipe.root.writes) if isinstance(parameter, Unmade) else parameter._version
 
 
 def _close_full(placeholders: Iterable[ParameterPlaceholder]) -> None:

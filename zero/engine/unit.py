@@ -245,6 +245,8 @@ def _by_class(model: nn.Module, class_names: Sequence[str]) -> set[int]:
 
 
 def _by_default(model: nn.Module, named: set[int]) -> set[int]:
+    if id(model) in named:
+        return {id(model)}
     roots: set[int] = set()
 
     def place(module: nn.Module) -> None:

@@ -368,7 +368,11 @@ SCENARIOS: dict[str, Run] = {
     **{f"{preset}": scenario(preset=preset) for preset in ("cpu", "nvme", "infinity")},
     "infinity, gradients on the device": scenario(preset="infinity", grad="none"),
     **{f"{preset}, two microbatches": scenario(preset=preset, accumulate=2) for preset in ("cpu", "infinity")},
-    **{f"{preset} at stage 1": scenario(preset=preset, stage=1, accumulate=2) for preset in ("cpu", "nvme")},
+    **{
+        f"{preset} at stage {stage}": scenario(preset=preset, stage=stage, accumulate=2)
+        for preset in ("cpu", "nvme")
+        for stage in range(3)
+    },
     "cpu, updated by the host": scenario(preset="cpu", compute="host"),
     "serial": scenario(preset="nvme", update="serial"),
     "fp32": scenario(preset="infinity", precision="fp32"),

@@ -44,7 +44,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check(buffers: Mapping[str, Tensor]) -> None:
-    """Raise at once what every save would raise.
+    """Raise at once the error of every save.
 
     Raises:
         CheckpointError: a buffer of a dtype that no file holds.

@@ -18,7 +18,7 @@ SPAN_BYTES = 2**20
 
 DIGEST_BYTES = 32
 CRC_BYTES = 4
-"""Big-endian."""
+"""Bytes of a CRC-32, big-endian."""
 
 
 class FileHash(NamedTuple):
@@ -51,5 +51,5 @@ def hash_block(block: memoryview) -> FileHash:
 def joined(blocks: Iterable[FileHash]) -> FileHash:
     """The hash of a file from those of its blocks, in order; every block but the last is full."""
     hashes = list(blocks)
-    digests, crcs = (b"".join(part) for part in ([one.digests for one in hashes], [one.crcs for one in hashes]))
-    return FileHash(sum(one.size for one in hashes), digests, crcs)
+    digests, crcs = (b"".join(part) for part in ([block.digests for block in hashes], [block.crcs for block in hashes]))
+    return FileHash(sum(block.size for block in hashes), digests, crcs)

@@ -154,14 +154,18 @@ def _match(
     folder: Path, there: Mapping[Key, Entry], wanted: Mapping[Key, Entry], kept: set[Key], convert: Sequence[str]
 ) -> None:
     both = {key: (there[key], wanted[key]) for key in wanted if key in there}
-    recast = {key: one for key, (one, to) in both.items() if not _may_become(key[1], one.dtype, to.dtype)}
+    recast = {key: saved for key, (saved, to) in both.items() if not _may_become(key[1], saved.dtype, to.dtype)}
     wrong = {
         "missing": [_words(key) for key in wanted if key not in there and key not in kept],
         "not in the model": [_words(key) for key in there if key not in wanted],
         "of another shape": [
-            f"{_words(key)} {one.shape} for {to.shape}" for key, (one, to) in both.items() if one.shape != to.shape
+            f"{_words(key)} {saved.shape} for {to.shape}"
+            for key, (saved, to) in both.items()
+            if saved.shape != to.shape
         ],
-        "of another dtype": [f"{_words(key)} {one.dtype}" for key, one in recast.items() if not _named(key, convert)],
+        "of another dtype": [
+            f"{_words(key)} {saved.dtype}" for key, saved in recast.items() if not _named(key, convert)
+        ],
     }
     refused = [f"{some(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in wrong.items() if names]
     if refused:

@@ -39,7 +39,7 @@ FORMAT = 2
 """The format that this library writes and reads."""
 
 CAP_BYTES = 64 * 2**20
-"""No manifest is longer. Read no more than this and one byte."""
+"""The limit for the text of a manifest. Read no more than this and one byte."""
 
 ITEM_BYTES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in NAMES}
 """The dtypes that a checkpoint may hold, and the bytes of one element."""
@@ -140,7 +140,7 @@ class File(NamedTuple):
 
 
 UNWRITTEN = File(_MAX_INT, "0" * 64)
-"""Takes as much room in a manifest as any file."""
+"""A placeholder that takes as much room in a manifest as any file."""
 
 
 class Manifest(NamedTuple):
@@ -237,7 +237,7 @@ def from_text(text: bytes | str) -> Manifest:
     """Read what `to_text` wrote; nothing in it is trusted.
 
     Raises:
-        CheckpointError: it is damaged, of another format, or says what cannot be true; one line, naming the tensor or
+        CheckpointError: it is damaged, of another format, or contradicts itself; one line that names the tensor or
             the file.
     """
     body = _parse(_vouched(text))
@@ -286,7 +286,7 @@ def index_from_text(text: bytes, size: int) -> Index:
     """Read the index of a file of `size` bytes.
 
     Raises:
-        CheckpointError: it is none; one line. The state of the generators is not looked at.
+        CheckpointError: the text is not an index; one line. The state of the generators is not checked.
     """
     body = _object(_parse(_ascii(text)), ("crcs", "digests", "random"), "the index")
     crcs = _octets(body["crcs"], CRC_BYTES * -(-size // SPAN_BYTES), "its CRCs")

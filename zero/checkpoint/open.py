@@ -179,10 +179,10 @@ def open_at(world: World, path: Path, progress: Progress = silent) -> tuple[Chec
     """
     if is_step(path):
         return open_checkpoint(world, path, progress=progress), []
-    found, rejected = open_latest(world, root_at(path), progress=progress)
-    if found is None:
+    checkpoint, rejected = open_latest(world, root_at(path), progress=progress)
+    if checkpoint is None:
         raise CheckpointError(by_rank_0(world, lambda: missing(path)))
-    return found, rejected
+    return checkpoint, rejected
 
 
 def newest(world: World, folder: Path, *, below: bool) -> tuple[Checkpoint | None, list[str]]:
@@ -211,7 +211,7 @@ def _verify(world: World, checkpoint: Checkpoint, progress: Progress) -> None:
         CheckpointError: on every rank.
     """
     files = checkpoint.manifest.files
-    blocks = ((file, number) for file, one in enumerate(files) for number in range(-(-one.size // BLOCK_BYTES)))
+    blocks = ((rank, number) for rank, file in enumerate(files) for number in range(-(-file.size // BLOCK_BYTES)))
     count = sum(-(-file.size // BLOCK_BYTES) for file in files)
     begin, stop = (rank * count // world.size for rank in (world.rank, world.rank + 1))
     mine = list(itertools.islice(blocks, begin, stop))

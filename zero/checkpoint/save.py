@@ -110,7 +110,7 @@ def facts_of(
 ) -> dict[str, Any]:
     """What a manifest says of a state beside tensors and files, as `load` reads it.
 
-    It lacks `given`, which whoever saves adds.
+    The caller adds `given`.
 
     Args:
         step: updates made.
@@ -200,7 +200,7 @@ class Saving:
         return self._root.publish(self._folder, manifest.step, to_text(manifest))
 
     def _check(self, buffers: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Raise before a folder is made what would be raised when everything is written."""
+        """Raise the errors of a save that depend on no value, before a folder is made."""
         check(buffers)
         header([piece.part for piece in self._held])
         if self._world.rank == 0:

@@ -316,10 +316,10 @@ class ShardReader(_OpenFile):
     def _compare_span(self, span: int, crc: bytes) -> None:
         self._compare("CRC-32", *self._ends(span), crc, self._expected.crcs[span * CRC_BYTES : (span + 1) * CRC_BYTES])
 
-    def _compare(self, what: str, start: int, stop: int, found: bytes, expected: bytes) -> None:
-        if found != expected:
+    def _compare(self, what: str, start: int, stop: int, actual: bytes, expected: bytes) -> None:
+        if actual != expected:
             raise CheckpointError(
-                f"{self._path}: bytes {start} to {stop} are damaged ({what} is {found.hex()}, saved as "
+                f"{self._path}: bytes {start} to {stop} are damaged ({what} is {actual.hex()}, saved as "
                 f"{expected.hex()}), {self._lies_at(start)}"
             )
 

@@ -134,7 +134,7 @@ def one_after_another(tensors: Sequence[Tensor]) -> Tensor:
 
 def in_fp32(tensors: Sequence[Tensor]) -> Tensor:
     """Copies of tensors of one dtype, in fp32 and one after the other: one launch."""
-    flat = tensors[0].new_empty(sum(one.numel() for one in tensors), dtype=torch.float32)
+    flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors), dtype=torch.float32)
     torch._foreach_copy_(cut_as(tensors, flat), list(tensors))
     return flat
 

@@ -29,7 +29,7 @@ class Section(BaseModel):
     """The dotted key of this section in a run's settings; "" for a whole run, and where a message needs none."""
 
     for_several: ClassVar[str] = ""
-    """What a message adds where a key that takes one value got several, with {key} and {values}; "": nothing."""
+    """The end of a message for a key that takes one value and got several, with {key} and {values}; "": none."""
 
     first: ClassVar[tuple[str, ...]] = ()
     """The fields that a reader meets first, in this order; the others follow as they are declared."""
@@ -147,12 +147,12 @@ def _if_several(model: type[Section], error: ErrorDetails, raw: Mapping[str, Any
 
 
 def _is_refused(model: type[Section], path: list[str], raw: Mapping[str, Any]) -> bool:
-    """Whether the value at `path` is wrong, whatever the others are."""
+    """Return whether the value at `path` itself is wrong."""
     try:
         model.model_validate(raw)
     except ValidationError as refused:
         return any(_typed(error, raw)[0] == path for error in refused.errors(include_url=False))
-    except ConfigError:  # it does not go together with another value
+    except ConfigError:  # the value is right, and conflicts with another one
         return False
     return False
 

@@ -18,7 +18,7 @@ SHOWN = 5
 _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*")
 _SHELL_LEAVES = re.compile(r"[\w@%+=:,./\[\]-]+")
 _BETWEEN = re.compile(r"\.{2,}|[,;:]|(?<=\d)-(?=\d)")
-"""What stands between the values of a list or the ends of a range."""
+"""The separators between the values of a list or the ends of a range."""
 _NO_TEXT = ("true", "false", "null", "inf", "nan")
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")

@@ -91,12 +91,12 @@ class EngineCheckpoints(EngineInfo, ABC):
         """
         state, without = self.state, self._frozen() if exclude_frozen_parameters else ()
         full = _with_buffers_and_ties(state, full_state_dict(state))
-        found = {} if destination is None else destination
-        found.update({f"{prefix}{name}": value for name, value in full.items() if name not in without})
-        return found
+        values = {} if destination is None else destination
+        values.update({f"{prefix}{name}": value for name, value in full.items() if name not in without})
+        return values
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """`module_state_dict`, by the names of the model."""
+        """Return `module_state_dict`, by the names of the model."""
         return self.module_state_dict(*args, **kwargs)
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
@@ -112,7 +112,7 @@ class EngineCheckpoints(EngineInfo, ABC):
         return _load_model(self.state, state_dict, strict=strict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:  # type: ignore[override]
-        """`load_module_state_dict`."""
+        """Call `load_module_state_dict`."""
         return self.load_module_state_dict(state_dict, strict)
 
     def save_16bit_model(
@@ -250,8 +250,8 @@ class EngineCheckpoints(EngineInfo, ABC):
     ) -> tuple[Path | None, dict[str, Any]]:
         """Go on from the checkpoint that was saved last, and log which it is. Collective.
 
-        Without a `tag` that is the one that the file `latest` in `load_dir` names. Without the file, or if the one that
-        it names is damaged, it is the valid one with the most steps: of `load_dir`, or else of all its tags.
+        Without a `tag` the file `latest` in `load_dir` names the checkpoint. Without the file, or if that checkpoint is
+        damaged, load the valid one with the most steps: of `load_dir`, or else of all its tags.
 
         Args:
             load_dir: a folder of checkpoints, or one checkpoint.
@@ -278,33 +278,33 @@ class EngineCheckpoints(EngineInfo, ABC):
                 "get_fp32_state_dict_from_zero_checkpoint, and give them to engine.load_module_state_dict"
             )
         self._abort()
-        found, notes = _open(world, load_dir, tag)
+        opened, notes = _open(world, load_dir, tag)
         for line in notes:
             log.warning("%s", line)
-        if found is None:
+        if opened is None:
             _refuse_deepspeed_folder(world, folder)
             where = f"{folder} and its tags" if tag is None else str(folder)
             self._warn_once(f"load_checkpoint: there is no checkpoint in {where}; training goes on with what is here")
             return None, {}
-        moments, saved = load_optimizer_states and not load_module_only, LoopState.of(found)
+        moments, saved = load_optimizer_states and not load_module_only, LoopState.of(opened)
         groups = saved.param_groups if moments else None
         if groups is not None:  # before anything is changed
             check_group_count(self.optimizer.param_groups, groups)
-        self._load_state(found, saved, moments=moments, counts=not load_module_only, strict=load_module_strict)
+        self._load_state(opened, saved, moments=moments, counts=not load_module_only, strict=load_module_strict)
         self.micro_steps = saved.micro_steps
         if groups is not None:
             restore(self.optimizer.param_groups, groups)
         if self.lr_scheduler is not None and saved.lr_scheduler and load_lr_scheduler_states and not load_module_only:
             self.lr_scheduler.load_state_dict(saved.lr_scheduler)
         if world.rank == 0:
-            log.warning("load_checkpoint: loaded %s, of step %d", found.folder, found.step)
-        return found.folder, saved.client_state
+            log.warning("load_checkpoint: loaded %s, of step %d", opened.folder, opened.step)
+        return opened.folder, saved.client_state
 
-    def _load_state(self, found: Checkpoint, saved: LoopState, *, moments: bool, counts: bool, strict: bool) -> None:
+    def _load_state(self, opened: Checkpoint, saved: LoopState, *, moments: bool, counts: bool, strict: bool) -> None:
         """Replace the state by a checkpoint's."""
         has_trained = self._state.step > 0
-        partial = () if strict else one_sided(self._state, found)
-        self._state = checkpoint.load(self._state, found, partial=partial, moments=moments, note=self._warn_once)
+        partial = () if strict else one_sided(self._state, opened)
+        self._state = checkpoint.load(self._state, opened, partial=partial, moments=moments, note=self._warn_once)
         self._steps_before = 0
         if not moments:  # a new optimizer: the corrections of its moments count from the beginning
             self._steps_before = self._state.tried if counts else 0
@@ -316,7 +316,7 @@ class EngineCheckpoints(EngineInfo, ABC):
         if self._run_log is not None:
             self._run_log.start_from(self.global_steps, self.skipped_steps, self.global_samples)
             if moments:
-                self._run_log.continue_run(found.facts.get("wandb"))
+                self._run_log.continue_run(opened.facts.get("wandb"))
 
     @property
     @abstractmethod
@@ -375,10 +375,10 @@ def _open(world: World, load_dir: str | PathLike[str], tag: str | None) -> tuple
         return checkpoint.open_checkpoint(world, folder / name), []
     except CheckpointError as error:
         _refuse_deepspeed_folder(world, folder)
-        found, notes = checkpoint.newest(world, folder, below=True)
-        if found is None:
+        opened, notes = checkpoint.newest(world, folder, below=True)
+        if opened is None:
             raise
-        return found, [str(error), *notes]
+        return opened, [str(error), *notes]
 
 
 def _refuse_deepspeed_folder(world: World, folder: Path) -> None:
@@ -512,10 +512,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 def _newest(folder: str | PathLike[str], tag: str | None) -> Checkpoint:
     root = _root(folder, tag)
-    found, _ = _open(SoloWorld(), folder, tag)
-    if found is None:
+    opened, _ = _open(SoloWorld(), folder, tag)
+    if opened is None:
         raise CheckpointError(
             f"{root}: there is no checkpoint; give the folder that engine.save_checkpoint was given; one of "
             "DeepSpeed's is read by its own zero_to_fp32, or comes here by zero-train import --from deepspeed"
         )
-    return found
+    return opened

@@ -226,8 +226,8 @@ def _noted_peak(config: CheckedConfig) -> float | None:
     if config.scheduler is None or (peak := _peak(config)) is None:
         return None
     key = _PEAKS.get(config.scheduler.name, "warmup_max_lr")
-    given, lr = config.below("scheduler.params"), config.get("optimizer.params.lr", peak)
-    if key not in given or lr != peak:
+    params, lr = config.below("scheduler.params"), config.get("optimizer.params.lr", peak)
+    if key not in params or lr != peak:
         config.note(f"scheduler.params.{key} is {peak:g}, and wins over optimizer.params.lr, as it does there")
     return peak
 

@@ -71,7 +71,7 @@ class Engine(EngineCheckpoints):
         super().__init__(config, state, optimizer, json or {})
         self.lr_scheduler, self._managed, self._casts_inputs = lr_scheduler, managed, casts_inputs
         self._passed, self._run_log, self._opened = passed, run_log, opened
-        self.client_optimizer = None if passed is None else passed.given
+        self.client_optimizer = None if passed is None else passed.optimizer
         self._step: Step | None = None
         self._in_microbatch = self._in_no_sync = self._applied = False
         self._forwards = 0  # in this microbatch
@@ -252,7 +252,7 @@ class Engine(EngineCheckpoints):
 
     def __getattr__(self, name: str) -> Any:
         with suppress(AttributeError):
-            return super().__getattr__(name)  # the module
+            return super().__getattr__(name)
         if name.startswith("_"):
             raise AttributeError(name)
         if name in public_names.METHODS:
@@ -378,7 +378,7 @@ class Engine(EngineCheckpoints):
     def _check(self, step: Step) -> None:
         """Refuse an update that is not what the script means."""
         wanted = [id(group) for group in self._groups]
-        for one in (self.optimizer, *([self._passed.given] if self._passed is not None else [])):
+        for one in (self.optimizer, *([self._passed.optimizer] if self._passed is not None else [])):
             if [id(group) for group in one.param_groups] != wanted:
                 raise ConfigError(
                     "the optimizer got other groups than zero.initialize was given (add_param_group, load_state_dict): "
@@ -415,8 +415,8 @@ def _take_over(model: nn.Module, engine: Engine) -> Callable[[Any, Any], Any]:
     load_in_torch = type(model).load_state_dict
 
     def load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Into full values in a block of `GatheredParameters`, by any rank; else into the engine, by all of them."""
-        is_open = any(cast(ParameterPlaceholder, one).full_value is not None for one in self.parameters())
+        """Load into full values in a block of `GatheredParameters`, on any rank; else into the engine, on all ranks."""
+        is_open = any(cast(ParameterPlaceholder, parameter).full_value is not None for parameter in self.parameters())
         return (partial(load_in_torch, self) if is_open else living().load_module_state_dict)(*args, **kwargs)
 
     methods: dict[str, Any] = {
@@ -433,7 +433,7 @@ def _take_over(model: nn.Module, engine: Engine) -> Callable[[Any, Any], Any]:
 
 
 def _refuse_compiler(_: object) -> NoReturn:
-    """Raise ConfigError: `torch.compile` looks for `_torchdynamo_orig_callable` of what it is given."""
+    """Raise ConfigError: `torch.compile` reads `_torchdynamo_orig_callable` of its argument."""
     raise ConfigError(
         "torch.compile after zero.initialize: the compiler cannot trace how units are gathered. Write "
         "zero.initialize(model=torch.compile(model), ...)."

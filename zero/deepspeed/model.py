@@ -130,12 +130,12 @@ def GatheredParameters(
     Raises:
         ConfigError: a write without `modifier_rank`, or parameters of a block around this one.
     """
-    given = [params] if isinstance(params, Tensor) else list(params)
-    if enabled and modifier_rank and any(isinstance(one, Unmade) for one in given):
+    tensors = [params] if isinstance(params, Tensor) else list(params)
+    if enabled and modifier_rank and any(isinstance(tensor, Unmade) for tensor in tensors):
         raise ConfigError(
             f"modifier_rank={modifier_rank}: before zero.initialize rank 0 alone has the values; write modifier_rank=0"
         )
-    held = [one for one in given if isinstance(one, ParameterPlaceholder)]
+    held = [tensor for tensor in tensors if isinstance(tensor, ParameterPlaceholder)]
     if not enabled or not held:
         before = [_writes(parameter) for parameter in given]
         yield
@@ -144,17 +144,17 @@ def GatheredParameters(
                 "GatheredParameters: a parameter was written in the block. Pass modifier_rank=0 to keep it."
             )
         return
-    if outer := [one.full_name for one in held if one.full_value is not None]:
+    if outer := [placeholder.full_name for placeholder in held if placeholder.full_value is not None]:
         raise ConfigError(f"{outer[0]} is in a block of GatheredParameters already; leave it out of the inner one")
     modify = False if modifier_rank is None else modifier_rank
-    engines = {id(engine): engine for engine in (_home_of(one)[0] for one in held)}
+    engines = {id(engine): engine for engine in (_home_of(placeholder)[0] for placeholder in held)}
     with ExitStack() as blocks:
         for engine in engines.values():
-            own = [one for one in held if _home_of(one)[0] is engine]
-            full = blocks.enter_context(gathered(engine, [one.full_name for one in own], modify))
-            blocks.callback(_close_full, own)
-            for one in own:
-                one.full_value, one.may_be_edited = full[one.full_name], modify is not False
+            of_engine = [placeholder for placeholder in held if _home_of(placeholder)[0] is engine]
+            full = blocks.enter_context(gathered(engine, [placeholder.full_name for placeholder in of_engine], modify))
+            blocks.callback(_close_full, of_engine)
+            for placeholder in of_engine:
+                placeholder.full_value, placeholder.may_be_edited = full[placeholder.full_name], modify is not False
         yield
 
 
@@ -164,8 +164,8 @@ def _writes(parameter: Tensor) -> int:
 
 
 def _close_full(placeholders: Iterable[ParameterPlaceholder]) -> None:
-    for one in placeholders:
-        one.full_value, one.may_be_edited = None, False
+    for placeholder in placeholders:
+        placeholder.full_value, placeholder.may_be_edited = None, False
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
@@ -216,7 +216,7 @@ def unwrap_model_for_generation(model: Any, *_: Any, **__: Any) -> AbstractConte
     return nullcontext(getattr(model, "module", model))
 
 
-# Leaf modules: a unit of the plan is of a class, so that a leaf makes units of all modules of its class
+# Leaf modules. A plan names units by class, so a leaf makes every module of its class a unit.
 
 
 def set_z3_leaf_modules(
@@ -251,8 +251,8 @@ def set_z3_leaf_modules_by_name(
     """`set_z3_leaf_modules` for modules by their names in `model.named_modules()`; also returns unknown names."""
     modules = dict(model.named_modules())
     names = list(module_names)
-    found = [modules[name] for name in names if name in modules]
-    return _flagged(found, flag), _missing([name for name in names if name not in modules], raise_if_not_found)
+    leaves = [modules[name] for name in names if name in modules]
+    return _flagged(leaves, flag), _missing([name for name in names if name not in modules], raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
@@ -260,9 +260,9 @@ def set_z3_leaf_modules_by_suffix(
 ) -> tuple[list[nn.Module], list[str]]:
     """`set_z3_leaf_modules_by_name` for the ends of names."""
     suffixes = tuple(module_name_suffixes)
-    found = {name: module for name, module in model.named_modules() if name.endswith(suffixes)}
-    unknown = [suffix for suffix in suffixes if not any(name.endswith(suffix) for name in found)]
-    return _flagged(list(found.values()), flag), _missing(unknown, raise_if_not_found)
+    leaves = {name: module for name, module in model.named_modules() if name.endswith(suffixes)}
+    unknown = [suffix for suffix in suffixes if not any(name.endswith(suffix) for name in leaves)]
+    return _flagged(list(leaves.values()), flag), _missing(unknown, raise_if_not_found)
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
@@ -271,7 +271,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether the module is a leaf."""
+    """Return whether the module is a leaf."""
     return vars(model).get("_z3_leaf", False)
 
 
@@ -283,8 +283,8 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 def _flag_classes(
     model: nn.Module, classes: Sequence[type[nn.Module] | str], flag: bool, raise_if_not_found: bool
 ) -> list[nn.Module]:
-    types = tuple(one for one in classes if isinstance(one, type))
-    names = {one for one in classes if isinstance(one, str)}
+    types = tuple(item for item in classes if isinstance(item, type))
+    names = {item for item in classes if isinstance(item, str)}
 
     def is_meant(module: nn.Module) -> bool:
         kind = type(module)
@@ -292,9 +292,9 @@ def _flag_classes(
             {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
         )
 
-    found = [module for module in model.modules() if is_meant(module)]
-    _missing([] if found else sorted([*names, *(kind.__name__ for kind in types)]), raise_if_not_found)
-    return _flagged(found, flag)
+    leaves = [module for module in model.modules() if is_meant(module)]
+    _missing([] if leaves else sorted([*names, *(kind.__name__ for kind in types)]), raise_if_not_found)
+    return _flagged(leaves, flag)
 
 
 def _flagged(modules: list[nn.Module], flag: bool) -> list[nn.Module]:

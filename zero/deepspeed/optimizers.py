@@ -208,24 +208,24 @@ class PassedOptimizer:
     It holds no engine, so it keeps none alive.
     """
 
-    def __init__(self, given: torch.optim.Optimizer) -> None:
-        self.given, self._is_ours, self._state = given, False, given.state
-        given.state = ShardedState()
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self._is_ours, self._state = optimizer, False, optimizer.state
+        optimizer.state = ShardedState()
         self._hooks = (
-            given.register_step_pre_hook(self._refuse),
-            given.register_state_dict_pre_hook(_refuse_state_dict),
-            given.register_load_state_dict_pre_hook(_refuse_state_dict),
+            optimizer.register_step_pre_hook(self._refuse),
+            optimizer.register_state_dict_pre_hook(_refuse_state_dict),
+            optimizer.register_load_state_dict_pre_hook(_refuse_state_dict),
         )
 
     def step(self) -> None:
         """Call its `step`, because torch's schedulers look for the call. No parameter has a gradient there."""
         self._is_ours = True
-        self.given.step()
+        self.optimizer.step()
         self._is_ours = False
 
     def release(self) -> None:
-        """Allow all of it again."""
-        self.given.state = self._state
+        """Remove the hooks and restore the state."""
+        self.optimizer.state = self._state
         for hook in self._hooks:
             hook.remove()
 

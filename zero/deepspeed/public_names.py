@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Report = Callable[[Any], Any]
-"""The answer of an engine, whose `json` has the checked keys of the JSON, dotted."""
+"""Engine -> reported value. The engine's `json` has the checked keys of the JSON, dotted."""
 
 
 def _keys(method: str, key: str, **defaults: Any) -> dict[str, Report]:
-    """Names after `method` report the key after `key`, or the default."""
+    """For each default: the name after `method` reports the key after `key`, or else the default."""
 
     def report(path: str, default: Any) -> Report:
         return lambda engine: engine.json.get(path, default)
@@ -23,8 +23,8 @@ def _keys(method: str, key: str, **defaults: Any) -> dict[str, Report]:
 
 def _section(engine: Any, name: str) -> dict[str, Any] | None:
     """A section of the JSON, without its own name; None where it has no key."""
-    found = {key.removeprefix(name): value for key, value in engine.json.items() if key.startswith(name)}
-    return found or None
+    section = {key.removeprefix(name): value for key, value in engine.json.items() if key.startswith(name)}
+    return section or None
 
 
 def _constant(names: str, value: Any) -> dict[str, Report]:

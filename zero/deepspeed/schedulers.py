@@ -66,7 +66,7 @@ class _Schedule:
         self._write()
 
     def state_dict(self) -> dict[str, Any]:
-        """`last_batch_iteration`, by its name."""
+        """Return `last_batch_iteration` by its name."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: Mapping[str, Any]) -> None:
@@ -306,7 +306,7 @@ class OneCycle(_Schedule):
 
 
 class LRRangeTest(_Schedule):
-    """A test of rates: from the lowest up, without an end.
+    """A range test: rates rise from the lowest, without a limit.
 
     Args:
         optimizer: its groups get the rates.
@@ -353,7 +353,7 @@ class LRRangeTest(_Schedule):
 SCHEDULES = {
     schedule.__name__: schedule for schedule in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
-"""By the `type` of a config."""
+"""`type` of a config -> class."""
 
 
 def _of_each_group(optimizer: torch.optim.Optimizer, key: str, rates: Rates) -> list[float]:
@@ -376,7 +376,7 @@ def _warmup(steps: int, curve: str) -> tuple[int, str]:
 
 
 def _risen(done: int, steps: int, curve: str) -> float:
-    """The share of a rise that is behind: 0 to 1."""
+    """The share of a rise that is done: 0 to 1."""
     if done >= steps:
         return 1.0
     return math.log(done + 1) / math.log(steps) if curve == "log" else done / steps

@@ -32,7 +32,7 @@ MAPPED_BYTES = 1 << 20
 def empty() -> Iterator[None]:
     """Inside, parameters are created on meta, so that a model never takes its full memory; buffers stay real.
 
-    What is written into them, inside the block or later, is written again when first values are made.
+    Operations that write into them, inside the block or later, run when first values are made.
 
     `torch.device("meta")` would also destroy tables that a constructor computes. Each parameter stays the object that
     it is, so ties survive. torch's hook is process-wide: ranks that are threads take turns (`world.exclusive()`).
@@ -93,7 +93,7 @@ def _dispatch_trunc_normal() -> None:
 
 
 class _Empties(TorchFunctionMode):
-    """Know what `torch.empty` made and nobody has written to: its values need not be kept.
+    """Tensors of `torch.empty` that were never written to: their values need not be kept.
 
     Large empty tensors are mappings of their own: in the heap each would leave a hole in which the next no longer fits,
     a gigabyte of holes for 340 million parameters, and training would touch them all.
@@ -104,7 +104,7 @@ class _Empties(TorchFunctionMode):
         self._unwritten: dict[int, StorageWeakRef] = {}  # a reference keeps the address from being reused
 
     def has_value(self, parameter: nn.Parameter) -> bool:
-        """Whether it holds more than what `torch.empty` makes, or somebody else may still write into its memory."""
+        """Return whether the parameter was written to, or other code may still write into its memory."""
         storage = parameter.untyped_storage()._cdata
         is_empty = self._unwritten.pop(storage, None) is not None and parameter._version == 0
         return not is_empty or torch._C._storage_Use_Count(storage) > HOLDERS
@@ -119,7 +119,7 @@ class _Empties(TorchFunctionMode):
 
 
 HOLDERS = 2
-"""References to the memory of a parameter that nobody else holds: its own, and that of the asking."""
+"""References to the memory of a parameter that nothing else uses: its own, and the one that the count takes."""
 
 
 def _mapped_empty(*args: Any, **kwargs: Any) -> Tensor:
@@ -174,16 +174,16 @@ class Operation:
     def __init__(self, func: Any, args: Any, kwargs: Any, target: Root | None = None) -> None:
         self.number, self._func = next(_count), func
         self._target = None if target is None else weakref.ref(target)
-        tensors = {id(one): one for one in tensors_in((args, kwargs))}
-        given = {key: one for key, one in tensors.items() if isinstance(one, Unmade)}
-        meta = {key: _plainly(one.detach) for key, one in given.items()}
-        others = {key: one.detach().clone() for key, one in tensors.items() if key not in given}  # as they are now
+        tensors = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
+        unmade = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Unmade)}
+        meta = {key: _plainly(tensor.detach) for key, tensor in unmade.items()}
+        others = {key: tensor.detach().clone() for key, tensor in tensors.items() if key not in unmade}
         self._call = replaced((args, kwargs), meta | others)
-        self._held = [_Held.of(meta[key], one.recipe, target) for key, one in given.items()]
+        self._held = [_Held.of(meta[key], tensor.recipe, target) for key, tensor in unmade.items()]
 
     @property
     def roots(self) -> list[Root]:
-        """What it reads beside its target."""
+        """The memory that the call reads, except its target."""
         return [held.root for held in self._held if held.root is not None]
 
     def run(self, values: dict[Root, Tensor]) -> Any:
@@ -217,7 +217,7 @@ class Recipe:
     views: Views = ()
 
     def of(self, values: dict[Root, Tensor]) -> Tensor:
-        """The tensor itself."""
+        """Return the tensor: the views of its root, one after the other."""
         tensor = values[self.root]
         for view in self.views:
             tensor = view(tensor)
@@ -290,10 +290,10 @@ _ITS_OWN = frozenset(
     {"grad", "_grad", "_base", "grad_fn", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
     | {"untyped_storage", "_backward_hooks", "_post_accumulate_grad_hooks", "retain_grad", "detach_"}
 )
-"""What concerns the tensor on meta itself."""
+"""Names that concern the tensor on meta itself."""
 
 _VIEWS = frozenset({"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"})
-"""Change only how a tensor looks at its memory."""
+"""Operations that change only how a tensor looks at its memory."""
 
 _DRAWS = frozenset(
     {"normal", "uniform", "random", "bernoulli", "exponential", "log_normal", "cauchy", "geometric"}
@@ -302,13 +302,13 @@ _DRAWS = frozenset(
 
 
 def is_meta(tensor: Tensor) -> bool:
-    """`tensor.is_meta`, of an `Unmade` too."""
+    """Return `tensor.is_meta`, also for an `Unmade`."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.is_meta
 
 
 def lacks_values(parameter: Tensor) -> bool:
-    """Whether its values are still to be made, on this rank."""
+    """Return whether this rank still has to make the values of the parameter."""
     return is_meta(parameter) and (not isinstance(parameter, Unmade) or parameter.recipe.root.kept)
 
 
@@ -318,7 +318,7 @@ def _plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _rebind(tensor: Unmade, value: Tensor) -> None:
-    """`tensor.data = value`."""
+    """Set `tensor.data` to `value`."""
     root = tensor.recipe.root
     if isinstance(value, Unmade):
         tensor.recipe = value.recipe
@@ -328,7 +328,7 @@ def _rebind(tensor: Unmade, value: Tensor) -> None:
 
 
 def _only_dtype(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """`to` without its device: the call that changes the dtype; no arguments where nothing is to change."""
+    """Return a call of `to` without its device; it has no arguments if the dtype stays."""
     there = func(torch.empty(0, dtype=args[0].dtype, device="cpu"), *args[1:], **kwargs)
     return Tensor.to, () if there.dtype == args[0].dtype else (args[0], there.dtype), {}
 
@@ -344,7 +344,7 @@ def _write(target: Unmade, func: Any, args: Any, kwargs: Any) -> None:
         raise OutsideUnitError(f"{name} of a parameter without values: write parameter.data = value instead")
     if name == "copy_":
         _plainly(func, *args, **kwargs)  # compares shapes
-    root.kept = all(one.recipe.root.kept for one in _unmade_in(args, kwargs))
+    root.kept = all(tensor.recipe.root.kept for tensor in _unmade_in(args, kwargs))
     if root.kept:
         root.writes.append(Operation(func, args, kwargs, root))
     else:
@@ -354,30 +354,30 @@ def _write(target: Unmade, func: Any, args: Any, kwargs: Any) -> None:
 def _draw_alike(func: Any, args: Any, kwargs: Any) -> None:
     """Draw what the rank that has the values draws, so that torch's generators stay alike."""
     if requested(func)[0].removesuffix("_") in _DRAWS or getattr(func, "__module__", "") == "torch.nn.init":
-        shaped = {id(one): torch.empty(one.shape, dtype=one.dtype) for one in _unmade_in(args, kwargs)}
+        shaped = {id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in _unmade_in(args, kwargs)}
         args, kwargs = replaced((args, kwargs), shaped)
         func(*args, **kwargs)
 
 
 def _unmade_in(args: Any, kwargs: Any) -> list["Unmade"]:
-    return [one for one in tensors_in((args, kwargs)) if isinstance(one, Unmade)]
+    return [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, Unmade)]
 
 
 def _result(func: Any, args: Any, kwargs: Any) -> Any:
-    given = _unmade_in(args, kwargs)
-    real = {id(one): one.to("meta") for one in tensors_in((args, kwargs)) if _is_real(one)}
+    unmade = _unmade_in(args, kwargs)
+    real = {id(tensor): tensor.to("meta") for tensor in tensors_in((args, kwargs)) if _is_real(tensor)}
     meta_args, meta_kwargs = replaced((args, kwargs), real)
     try:
         result = _plainly(func, *meta_args, **meta_kwargs)
     except (RuntimeError, TypeError) as error:
         if "meta" not in str(error).lower():
             raise
-        _refuse_reading(given[0], requested(func)[0])
-    known = {id(one) for one in tensors_in((args, kwargs))}
-    if not any(is_meta(one) and id(one) not in known for one in tensors_in(result)):
+        _refuse_reading(unmade[0], requested(func)[0])
+    known = {id(tensor) for tensor in tensors_in((args, kwargs))}
+    if not any(is_meta(tensor) and id(tensor) not in known for tensor in tensors_in(result)):
         return result
-    recipes = {one.untyped_storage()._cdata: one.recipe for one in given}
-    kept = all(one.recipe.root.kept for one in given)
+    recipes = {tensor.untyped_storage()._cdata: tensor.recipe for tensor in unmade}
+    kept = all(tensor.recipe.root.kept for tensor in unmade)
     if not kept:
         _draw_alike(func, args, kwargs)
     operation = Operation(func, args, kwargs)
@@ -413,13 +413,13 @@ def _refuse_reading(tensor: Unmade, by: str) -> NoReturn:
 
 
 def requested(func: Any) -> tuple[str, bool]:
-    """The name of what `func` does, and whether it reads or sets an attribute."""
+    """Return the name of the function or attribute, and whether `func` reads or sets an attribute."""
     is_attribute = func.__name__ in ("__get__", "__set__")
     return func.__self__.__name__ if is_attribute else func.__name__, is_attribute
 
 
 def writes(name: str) -> bool:
-    """Whether a function writes into its first argument, by torch's rule for names."""
+    """Return whether a function writes into its first argument, by torch's rule for names."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in _NO_WRITERS)
     return name.partition(".")[0].endswith("_")  # the name of an overload of torch.ops follows a dot

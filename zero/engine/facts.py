@@ -176,7 +176,7 @@ class Facts:
         return after_forward, {index for numel, count in counts for index in of_size[numel][:count]}
 
     def flat_counts(self) -> dict[int, int]:
-        """Gradient flats: elements of one to how many; one for each unit that fills, and two for a reduction.
+        """Number of elements -> number of gradient flats: one for each unit that fills, and two for a reduction.
 
         Two units of a size fill at once, and sizes that only padding makes equal count apart, see `Reducer`.
         """

@@ -306,33 +306,33 @@ class _Made:
         return made
 
     def _generator(self, path: str) -> Tensor:
-        """The state that torch's generator begins an owner's values with."""
+        """Return the state of torch's generator at the beginning of an owner's values."""
         digest = hashlib.sha256(f"{self._seed}/{path}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big")).get_state()
 
 
 def _reached(roots: Iterable[Root]) -> Iterable[Root]:
-    """`roots`, and all that their values depend on."""
-    found = dict.fromkeys(roots)
-    waiting = list(found)
+    """Return `roots` and all roots that their values depend on."""
+    reached = dict.fromkeys(roots)
+    waiting = list(reached)
     while waiting:
         for operation in waiting.pop().operations:
-            new = [root for root in operation.roots if root not in found]
-            found.update(dict.fromkeys(new))
+            new = [root for root in operation.roots if root not in reached]
+            reached.update(dict.fromkeys(new))
             waiting += new
-    return found
+    return reached
 
 
 @contextmanager
 def _drawing(states: dict[str, Tensor], path: str) -> Iterator[None]:
-    """Inside, torch's generator is that of an owner."""
+    """Inside, torch draws from the generator of the owner at `path`."""
     torch.default_generator.set_state(states[path])
     yield
     states[path] = torch.default_generator.get_state()
 
 
 def _begun(root: Root) -> Tensor:
-    """Memory with the value that a parameter was registered with, else NaN, which shows who was left out."""
+    """Memory with the value that a parameter was registered with, else NaN, which shows elements that nothing fills."""
     if not root.kept:
         raise PlanError(
             "parameters of zero.Init() have their values on rank 0 alone; give the model to zero.initialize"
@@ -384,7 +384,7 @@ def _refuse_left_out(module: nn.Module, owner: Owner, model: nn.Module, made: Ma
 
 
 def forget_recipes(model: nn.Module) -> None:
-    """Free what was recorded, once the values are made."""
+    """Free the recorded operations, once the values are made."""
     for parameter in model.parameters():
         assert isinstance(parameter, ParameterPlaceholder)
         parameter.recipe = None

@@ -278,7 +278,7 @@ class Gatherer:
         }
 
     def _parameters_in_full(self, site: Site, module: nn.Module) -> dict[str, Tensor]:
-        """The same where all of them have full values: nothing is gathered, so one rank may call the site alone."""
+        """The parameters of `site` from their full values. It gathers nothing, so one rank may call the site alone."""
         places = zip(site.bindings, self._places_of[site.path], strict=True)
         return {
             f"module.{bound.local}": self._given(bound, place, place.placeholder.value())
@@ -287,7 +287,7 @@ class Gatherer:
         }
 
     def _given(self, bound: Binding, place: Place, ours: Tensor) -> Tensor:
-        """What the user put in a parameter's place, else its full value in a block that has it, else `ours`."""
+        """Return the tensor that the user put in a parameter's place, else its full value in a block, else `ours`."""
         there = place.parameters[place.name]
         if (
             isinstance(there, ParameterPlaceholder) and there is not place.placeholder

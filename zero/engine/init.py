@@ -244,7 +244,11 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
     gatherer = Gatherer(plan, units, residency, reducer, activations, tape)
     bind_placeholders(copied, plan.splitting.sites, gatherer)
     attach(copied, plan.splitting, gatherer.runner)
-    originals = {name: one for name, one in plan.model.named_parameters() if not (plan.in_place or is_meta(one))}
+    originals = {
+        name: parameter
+        for name, parameter in plan.model.named_parameters()
+        if not (plan.in_place or is_meta(parameter))
+    }
     parts = store, units, routes, gatherer, gradients, reducer, updater, log, tape
     return Runtime(plan, copied, ModuleTree(copied), originals, *parts)
 

@@ -1,4 +1,4 @@
-"""Notice parameters that a model gained, lost or exchanged after its state was made: those would not train."""
+"""Notice parameters that a model gained, lost or exchanged after its state was made, because they would not train."""
 
 from itertools import chain
 from operator import attrgetter
@@ -48,6 +48,6 @@ class ModuleTree:
         self._version = self._ids()
 
     def _ids(self) -> list[int]:
-        """Of every module's parameters and children, all of which are held here."""
+        """Return the ids of every module's parameters and children. This object keeps all of them alive."""
         tables = chain.from_iterable(map(_TABLES, self._modules))
         return list(map(id, chain.from_iterable(map(dict.values, tables))))

@@ -184,8 +184,9 @@ class ParameterPlaceholder(nn.Parameter):
         return self.regather(not constant and self.requires_grad and torch.is_grad_enabled())
 
     def seen_in_full(self, *, constant: bool = False) -> Tensor | None:
-        """`full_value` as the gathered parameter: on its device, in its dtype. None where there is none, or a gradient
-        is wanted of what it cannot differ from.
+        """Return `full_value` on the device and in the dtype of the gathered parameter.
+
+        None if there is no full value, or if a gradient is wanted and the gathered parameter has the same value.
 
         Raises:
             OutsideUnitError: a gradient is wanted, and it may have been edited.
@@ -303,20 +304,24 @@ class Part(Tensor):
         _refuse_writing(cls, func, request, args, kwargs)
         if request == "__iter__":
             func, args = Tensor.unbind, args[:1]
-        parts = {id(one): one for one in tensors_in((args, kwargs)) if isinstance(one, Part)}
-        names = {storage_address(one): one.full_name for one in parts.values()}
-        args, kwargs = replaced((args, kwargs), {key: one._plain() for key, one in parts.items()})
+        parts = {id(part): part for part in tensors_in((args, kwargs)) if isinstance(part, Part)}
+        names = {storage_address(part): part.full_name for part in parts.values()}
+        args, kwargs = replaced((args, kwargs), {key: part._plain() for key, part in parts.items()})
         result = func(*args, **kwargs)
-        seen = {id(one): cls.of(one, names[storage_address(one)]) for one in tensors_in(result) if _lies_in(one, names)}
+        seen = {
+            id(tensor): cls.of(tensor, names[storage_address(tensor)])
+            for tensor in tensors_in(result)
+            if _lies_in(tensor, names)
+        }
         result = _for_reading(replaced(result, seen))
         return iter(result) if request == "__iter__" else result
 
 
 def _refuse_writing(kind: type[ParameterPlaceholder | Part], func: Any, request: str, args: Any, kwargs: Any) -> None:
     first = next(iter((*args, *kwargs.values())), None)
-    for one in tensors_in([kwargs.get("out"), first if func.__name__ == "__set__" or writes(request) else None]):
-        if isinstance(one, kind):
-            _refuse_written(one.full_name, request)
+    for tensor in tensors_in([kwargs.get("out"), first if func.__name__ == "__set__" or writes(request) else None]):
+        if isinstance(tensor, kind):
+            _refuse_written(tensor.full_name, request)
     if kwargs.get("inplace") and isinstance(first, kind):
         _refuse_written(first.full_name, f"{request}(inplace=True)")
 
@@ -392,9 +397,10 @@ def _read(func: Any, args: Any, kwargs: Any, *, clone: bool) -> Any:
     for key, value in values.items():
         if version_of(value) != before[key]:
             _refuse_written(placeholders[key].full_name, func.__name__)
-    looking = [one for one in tensors_in(result) if _lies_in(one, names)]
+    looking = [tensor for tensor in tensors_in(result) if _lies_in(tensor, names)]
     parts = {
-        id(one): Part.of(one if one.requires_grad else one.clone(), names[storage_address(one)]) for one in looking
+        id(tensor): Part.of(tensor if tensor.requires_grad else tensor.clone(), names[storage_address(tensor)])
+        for tensor in looking
     }
     result = _for_reading(replaced(result, parts))
     return iter(result) if walks else result

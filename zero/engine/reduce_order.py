@@ -85,7 +85,7 @@ class Turns:
         self._ready.add(unit)
 
     def is_ready(self, unit: int) -> bool:
-        """The unit waits for its turn."""
+        """Return whether the unit waits for its turn."""
         return unit in self._ready
 
     @property

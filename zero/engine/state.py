@@ -60,8 +60,10 @@ class Runtime:
             self.gatherer.residency.complete()
 
     def come_to_rest(self) -> None:
-        """Before pages and parameters are read or written from outside of a step, by the host too: write open edits,
-        make all deferred updates, and wait for the device. Collective."""
+        """Write open edits, make all deferred updates, and wait for the device. Collective.
+
+        Call it before pages and parameters are read or written outside of a step, also by the host.
+        """
         for write in self.open_edits:
             write()
         self.rest()
@@ -75,8 +77,8 @@ class Runtime:
         self.plan.world.compute.join()  # for the host an update was made when it was launched
 
     def drain_store(self) -> None:
-        """After an exception, which may have lost tickets: wait for what the store has under way."""
-        with suppress(StoreError):  # a broken store is what is being reported already
+        """Wait for all work of the store, after an exception that may have lost tickets."""
+        with suppress(StoreError):  # the caller raises the error of a broken store
             self.store.drain()
 
     def finish_step(self) -> None:

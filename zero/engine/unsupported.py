@@ -1,4 +1,4 @@
-"""Reject what of a model cannot be sharded, computed in a plan's precision, or saved, by name.
+"""Reject, by name, parts of a model that cannot be sharded, computed in a plan's precision, or saved.
 
 Classes of other libraries are recognised by the name of their module, so that nothing is imported for them.
 """
@@ -25,7 +25,7 @@ WRAPPERS = (
 ROUNDED = "load the model in bf16 or fp32, without quantization_config, load_in_4bit or load_in_8bit"
 
 _MIXED = re.compile(r"mixed dtype|\bfloat\b.*(BFloat16|Half)|(BFloat16|Half).*\bfloat\b", re.IGNORECASE | re.DOTALL)
-"""What torch says of operands of two dtypes."""
+"""Messages of torch about operands of two dtypes."""
 
 
 def check_model(model: nn.Module) -> None:
@@ -45,7 +45,8 @@ def check_model(model: nn.Module) -> None:
 def _check_module(module: nn.Module, what: str) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise PlanError(f"{what}: compiled code that keeps its own parameters; give the module that it was made from")
-    if any(one is not None and is_lazy(one) for one in (*module._parameters.values(), *module._buffers.values())):
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    if any(tensor is not None and is_lazy(tensor) for tensor in tensors):
         raise PlanError(
             f"{what} whose sizes are not known yet; run one batch through the model before the plan is made"
         )
@@ -110,7 +111,7 @@ def check_dtypes(error: RuntimeError, site: nn.Module, path: str, precision: Pre
         return
     paths = {module: f"{path}.{name}".strip(".") for name, module in site.named_modules()}
     callers = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
-    owner = [one for one in callers if isinstance(one, nn.Module) and one in paths][-1:] or [site]
+    owner = [module for module in callers if isinstance(module, nn.Module) and module in paths][-1:] or [site]
     names = [name for name, _ in owner[0].named_parameters(prefix=paths[owner[0]])]
     setting = next(name for name, dtype in DTYPES.items() if dtype == precision.compute)
     raise ConfigError(

@@ -132,11 +132,11 @@ class Updater:
         self.sums[unit.index] = self._sum_of_squares(unit)
 
     def decide(self, hyper: Hyper) -> Hyper:
-        """Add to a step's numbers what trains in it: each group with its own count of updates."""
+        """Add the groups that train in a step to its numbers, each with its own count of updates."""
         self._rested = [n + (not trains) for n, trains in zip(self._rested, self._trains, strict=True)]
         each = zip(hyper.groups, self._trains, self._rested, strict=True)
-        groups = tuple(one._replace(trains=trains, step=hyper.step - n) for one, trains, n in each)
-        values = {float(hyper.divisor), *(float(one.step) for one in groups)}
+        groups = tuple(group._replace(trains=trains, step=hyper.step - n) for group, trains, n in each)
+        values = {float(hyper.divisor), *(float(group.step) for group in groups)}
         self._numbers = {value: on_device(value, self._device.device) for value in values}
         return hyper._replace(groups=groups, numbers=self._numbers)
 
@@ -262,15 +262,15 @@ class Updater:
     ) -> None:
         """Update masters, the first of `tensors`, and moments, the others: for each piece one tensor in fp32."""
         grouped: dict[int, list[list[Tensor]]] = {}  # by number of the group: gradients, masters, moments
-        gradients = [one.grad_K for one in pieces]
+        gradients = [piece.grad_K for piece in pieces]
         if gradients[0].dtype != torch.float32:
             gradients = cut_as(gradients, in_fp32(gradients))
         for piece, *state in zip(pieces, gradients, *tensors, strict=True):
             for a, b, number in layout.segments(piece.first, piece.first + piece.grad_K.numel()):
                 if hyper.groups[number].trains:
                     lists = grouped.setdefault(number, [[] for _ in state])
-                    for found, one in zip(lists, state, strict=True):
-                        found.append(one[a - piece.first : b - piece.first])
+                    for parts, tensor in zip(lists, state, strict=True):
+                        parts.append(tensor[a - piece.first : b - piece.first])
         for number, (grads, masters, *moments) in grouped.items():
             now = hyper.groups[number]
             self._transform.update(masters, grads, tuple(moments), now, hyper.divisor, hyper.numbers)
@@ -301,7 +301,7 @@ class Updater:
         return [None if one is None else one[part.start : part.stop] for one in own]
 
     def _expect(self) -> None:
-        """Tell the store what will be updated, so that it reads ahead."""
+        """Name the coming updates to the store, so that it reads ahead."""
         groups = [part.group for index in self._order for part in self._parts[index] if not part.on_device]
         if groups:
             self._store.expect(groups)

@@ -37,7 +37,7 @@ class Stream:
         """Of a tensor that can only be had whole; a mapped one is not in memory for that."""
 
         def cut() -> Iterator[Tensor]:
-            flat = whole().detach().resolve_conj().resolve_neg().reshape(-1)  # a view may have a mere mark
+            flat = whole().detach().resolve_conj().resolve_neg().reshape(-1)  # a view may only be marked as conjugate
             for start in range(0, flat.numel(), BLOCK_NUMEL):
                 yield flat[start : start + BLOCK_NUMEL].contiguous()  # every second element is a view, and 1-D
 

@@ -229,7 +229,7 @@ class ZeroStrategy(DDPStrategy):
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing: the engine saves moments and settings of the groups."""
+        """Return {}, because the engine saves moments and settings of the groups."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

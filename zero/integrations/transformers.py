@@ -303,11 +303,11 @@ class EngineOptimizer(AcceleratedOptimizer):
         self.grad_norm.fill_(self.engine.metrics.grad_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the engine saves moments and settings of the groups."""
+        """Return {}, because the engine saves moments and settings of the groups."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Nothing: the engine loads them."""
+        """Do nothing, because the engine loads them."""
 
     @property
     def step_was_skipped(self) -> bool:

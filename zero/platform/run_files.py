@@ -104,7 +104,7 @@ def publish(path: Path, text: str) -> None:
 
 
 def takes_files(folder: Path) -> bool:
-    """Whether a file can be made in a folder. `os.access` says so of any to root, also of /proc."""
+    """Return whether a file can be made in a folder. For root `os.access` allows every folder, also /proc."""
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError:

@@ -5,45 +5,45 @@ from contextlib import suppress
 from pathlib import Path
 
 FOLDER = "checkpoints"
-"""Of a run, inside its folder, unless configured otherwise."""
+"""The default folder of checkpoints inside the folder of a run."""
 
 MANIFEST_NAME = "manifest.json"
 
 
 def step_of(name: str) -> int | None:
-    """The step that a folder's name says; None for every name that `step_name` does not give."""
-    found = re.fullmatch(r"step-([0-9]{10})", name)
-    return int(found[1]) if found else None
+    """Return the step in a folder's name; None for every name that `step_name` does not make."""
+    match = re.fullmatch(r"step-([0-9]{10})", name)
+    return int(match[1]) if match else None
 
 
 def is_step(path: Path) -> bool:
-    """It is meant to be one checkpoint, not a folder of them."""
+    """Return whether `path` is meant as one checkpoint, and not as a folder of them."""
     return step_of(path.name) is not None or (path / MANIFEST_NAME).exists()
 
 
 def root_at(path: Path) -> Path:
-    """The folder of checkpoints that a person means by the folder of a run, or by the folder itself."""
+    """Return the folder of checkpoints inside the folder of a run, or `path` itself."""
     return path / FOLDER if (path / FOLDER).is_dir() else path
 
 
 def missing(path: Path) -> str:
-    """What to say of a path without a checkpoint; "" where there is a step, a run or a folder of checkpoints."""
-    if is_step(path) or any(step_of(one.name) is not None for one in root_at(path).glob("step-*")):
+    """Return a message about a path without a checkpoint; "" for a step, a run or a folder of checkpoints."""
+    if is_step(path) or any(step_of(folder.name) is not None for folder in root_at(path).glob("step-*")):
         return ""
     return f"{path}: there is no checkpoint; give a step, a run or a folder of checkpoints{_newest_run(path)}"
 
 
 def last_save_s(root: Path) -> float:
-    """When something was published there; 0: never."""
+    """Return the time of the last checkpoint in `root`, as seconds since 1970; 0 if there is none."""
     last_s = 0.0
     for path in root.glob("step-*"):
-        with suppress(FileNotFoundError):  # its run has removed it meanwhile
+        with suppress(FileNotFoundError):  # the run may remove a checkpoint meanwhile
             last_s = max(last_s, path.lstat().st_mtime if step_of(path.name) is not None else 0.0)
     return last_s
 
 
 def _newest_run(path: Path) -> str:
-    """For those who gave the folder of all runs: of those that saved, the one that did so last."""
+    """Return the end of the message for the folder of all runs: the run that saved last; "" if none did."""
     saves_s = {root: last_save_s(root) for depth in ("*", "*/*") for root in path.glob(f"{depth}/{FOLDER}")}
     newest = max(saves_s, key=lambda root: saves_s[root], default=None)
     return f", such as {newest.parent}" if newest is not None and saves_s[newest] else ""

@@ -53,15 +53,17 @@ class OneThread:
     """A guard that one thread of one process holds at a time, any number of times. It raises an error and never waits.
 
     Args:
-        name: of what is guarded, for the message.
+        name: the guarded object, for the message.
     """
 
     def __init__(self, name: str) -> None:
         self._name, self._lock, self._pid = name, threading.RLock(), os.getpid()
 
     def __enter__(self) -> None:
-        """Raises:
-        ConfigError: another thread holds the guard, or this process was forked from the one that made it.
+        """Take the guard.
+
+        Raises:
+            ConfigError: another thread holds the guard, or this process was forked from the one that made it.
         """
         if os.getpid() != self._pid:
             raise ConfigError(
@@ -82,8 +84,8 @@ class OneThread:
 def uninterrupted() -> Iterator[None]:
     """Let a SIGINT that arrives during the body take effect after it.
 
-    For a change of several steps that an exception in its middle would leave half made. Python handles signals in the
-    main thread only.
+    Use it for a change of several steps that an exception would leave half made. Python handles signals in the main
+    thread only.
     """
     if threading.get_ident() != threading.main_thread().ident:
         yield

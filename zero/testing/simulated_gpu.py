@@ -518,7 +518,7 @@ def count_launches(run: Callable[[], object]) -> Counter[str]:
 
 
 def _is_launch(event: "torch.autograd.profiler_util.FunctionEvent") -> bool:
-    """It is the outermost operator with a kernel: `to` has none itself, and what it calls to convert has."""
+    """Return whether it is the outermost operator with a kernel. `to` has none, but the copy that it calls has."""
     caller = event.cpu_parent
     while caller is not None and (not caller.name.startswith("aten::") or caller.name in WITHOUT_KERNEL):
         caller = caller.cpu_parent

@@ -50,7 +50,7 @@ class Word(NamedTuple):
 
 
 class Lines(View):
-    """A plain line per row, for pipes and files, and for a loop whose end nobody knows.
+    """A plain line per row, for pipes and files, and for a loop of unknown length.
 
     Args:
         steps: of the whole run; None where only a loop of the user's own knows when it ends.

@@ -20,10 +20,10 @@ RUNS_NOTHING = ("plan", "doctor", "explain")
 """Modes that print an answer."""
 
 RANKS_PER_CORE = 4
-"""More start so slowly, or take so much memory, that they are warned of."""
+"""Above this limit a run warns, because ranks start slowly and take much memory."""
 
 START_S, START_MIB = 2.5, 250
-"""What a rank takes to import torch, measured with torch 2.13 for CPUs."""
+"""Core seconds and MiB that a rank takes to import torch, measured with torch 2.13 for CPUs."""
 
 
 def parse_config(raw: Mapping[str, Any]) -> Config:

@@ -252,18 +252,18 @@ def _options(arguments: Sequence[str]) -> Any:
             raise ConfigError(f"{argument}: settings are written without dashes{end}")
     if (plain := _without_dashes(arguments)) != list(arguments):
         _refuse_synonyms(plain, "settings are written without dashes; ", sweep=sweep)
-    plain_words = [one for one in arguments if "=" not in one or one.startswith("-")]
-    if of_a_file := [one for one in plain_words if one.startswith("--conf") or one.endswith((".yaml", ".yml"))]:
+    plain_words = [word for word in arguments if "=" not in word or word.startswith("-")]
+    if of_a_file := [word for word in plain_words if word.startswith("--conf") or word.endswith((".yaml", ".yml"))]:
         raise ConfigError(
             f"{of_a_file[0]}: no option names a file of settings; options of your own are found with "
             "'hydra.searchpath=[file:///FOLDER]', for instance FOLDER/experiment/NAME.yaml with experiment=NAME"
         )
     parser = parser_of_options()
     parser.error = refuse  # type: ignore[method-assign]
-    given, unknown = parser.parse_known_intermixed_args(list(arguments))
+    options, unknown = parser.parse_known_intermixed_args(list(arguments))
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]}; settings are written key=value, and --help lists them")
-    return given
+    return options
 
 
 def _without_dashes(arguments: Sequence[str]) -> list[str]:

@@ -144,7 +144,7 @@ def _own_folders(overrides: Sequence[str]) -> list[Path]:
     try:
         values = [override.value() for override in OverridesParser.create().parse_overrides(words)]
     except HydraException:
-        return []  # said when all words are parsed
+        return []  # `compose` parses all words and reports the error
     places: list[str] = []
     for word, value in zip(words, values, strict=True):
         if not isinstance(value, list):
@@ -313,7 +313,7 @@ def _explain(overrides: Sequence[str], error: Exception) -> str:
 
 
 def _of_a_path(group: str, value: str) -> str:
-    """What to say of a path as the value of a group: each option's first key that takes one; "" of other values."""
+    """Return a message about a path as the value of a group: the keys that take one; "" for other values."""
     if "/" not in value and not Path(value).expanduser().exists():
         return ""
     by_option: dict[str, str] = {}
@@ -418,19 +418,19 @@ def runs_in(overrides: Sequence[str], limit: int = 64) -> Iterator[list[str]]:
 
 
 def refuse_ranges(composed: Any, overrides: Sequence[str]) -> None:
-    """Refuse interval(LOW,HIGH) where the sweeper takes lists only.
+    """Reject interval(LOW,HIGH) if the sweeper takes lists only.
 
     Raises:
-        SettingError: one line about the first of them.
+        SettingError: one line about the first such override.
     """
     if "BasicSweeper" not in composed.hydra.sweeper._target_:
         return
-    for one in OverridesParser.create().parse_overrides(list(overrides)):
-        value = one.value()
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        value = override.value()
         if isinstance(value, IntervalSweep):
-            each = Config.for_several.format(key=one.key_or_group, values=f"{value.start},{value.end}")
+            each = Config.for_several.format(key=override.key_or_group, values=f"{value.start},{value.end}")
             raise SettingError(
-                f"{one.input_line}: only a sweeper such as hydra/sweeper=optuna draws from a range{each}"
+                f"{override.input_line}: only a sweeper such as hydra/sweeper=optuna draws from a range{each}"
             )
 
 
@@ -452,7 +452,7 @@ def refuse_secrets_of(composed: Any) -> None:
 
 
 def make_folder(composed: Any, overrides: Sequence[str]) -> Path:
-    """What Hydra does for a run that it starts itself. The folder is this process's until it ends."""
+    """Make the folder of a run as Hydra makes it, and lock it until this process ends."""
     HydraConfig.instance().set_config(composed)
     folder = folder_of(composed, "run")
     hold("hydra.run.dir", folder)

@@ -51,7 +51,7 @@ class Entry(NamedTuple):
 
     @property
     def choices(self) -> list[str]:
-        """The words that it takes, where there are several: auto, world and node of "auto, world or node"."""
+        """The words that the key takes, if there are several: auto, world and node of "auto, world or node"."""
         found = re.split(r",? or |, ", self.takes.split(" such as ")[0])
         words = [one for one in found if " " not in one and one not in ("null", "text")]
         return words if len(words) > 1 else []

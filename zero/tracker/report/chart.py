@@ -17,8 +17,8 @@ from zero.tracker.report.scale import Scale, duration_unit, finite, linear, loga
 WIDTH = 560.0
 
 SMALLEST, SMALLEST_WIDE = 0.53, 0.75
-"""How far a page may shrink a chart before the chart scrolls, so that its text stays legible: one that a phone of 360
-pixels shows whole, and one for the width of a page, which scrolls there anyway."""
+"""The smallest scale of a chart before it scrolls, so that its text stays legible: for a chart that fits 360 pixels,
+and for a chart of the page's width, which scrolls on a phone anyway."""
 
 LARGEST = 15.5
 """Font size of a tick or a legend on a narrow page, where charts shrink; there has to be room for it."""

@@ -235,26 +235,26 @@ def markdown(jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> str:
 LOOKED_AT_FIRST = ("val_loss", "tokens_per_s", "step_s", "host_peak_bytes")
 
 ANY_COLUMNS = 10_000
-"""Of a table that no terminal shows."""
+"""Columns that are enough for every table."""
 
 
-def plain(found: Sweep, columns: int = ANY_COLUMNS) -> str:
-    """A table for a terminal: what tells the jobs apart, and as many figures as have room."""
-    fields = [field for field in LOOKED_AT_FIRST if field in _measured(found.jobs)]
-    table = _plain(found, fields)
+def plain(sweep: Sweep, columns: int = ANY_COLUMNS) -> str:
+    """Return a table for a terminal: the settings that differ between jobs, and as many figures as fit."""
+    fields = [field for field in LOOKED_AT_FIRST if field in _measured(sweep.jobs)]
+    table = _plain(sweep, fields)
     while fields and max(map(len, table.splitlines())) > columns:
-        table = _plain(found, fields := fields[:-1])
+        table = _plain(sweep, fields := fields[:-1])
     return table
 
 
-def _plain(found: Sweep, fields: Sequence[str]) -> str:
-    rows = [["run", *found.keys, *(HEAD[field] for field in fields), ""]]
-    for job in found.jobs:
-        note = "best" if job is found.best else "" if job.status == "finished" else job.status
+def _plain(sweep: Sweep, fields: Sequence[str]) -> str:
+    rows = [["run", *sweep.keys, *(HEAD[field] for field in fields), ""]]
+    for job in sweep.jobs:
+        note = "best" if job is sweep.best else "" if job.status == "finished" else job.status
         figures = (_written(field, getattr(job, field)) for field in fields)
-        rows.append([job.name, *(job.overrides.get(key, "") for key in found.keys), *figures, note])
+        rows.append([job.name, *(job.overrides.get(key, "") for key in sweep.keys), *figures, note])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    pads = [str.ljust] * (1 + len(found.keys)) + [str.rjust] * len(fields) + [str.ljust]
+    pads = [str.ljust] * (1 + len(sweep.keys)) + [str.rjust] * len(fields) + [str.ljust]
     return "\n".join(
         "  ".join(pad(text, width) for pad, text, width in zip(pads, row, widths, strict=True)).rstrip() for row in rows
     )

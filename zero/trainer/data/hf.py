@@ -323,7 +323,7 @@ def _check_saved(config: HFTextConfig) -> None:
 
 
 def _no_text_in(config: HFTextConfig, where: str, columns: Mapping[str, str]) -> ConfigError:
-    """What to say of a record or a dataset whose `data.column` is missing or holds no text.
+    """Return the error for a record or a dataset whose `data.column` is missing or holds no text.
 
     Args:
         columns: name to type.

@@ -26,7 +26,7 @@ from zero.trainer.planning.resolve_activations import resolve_activations
 from zero.trainer.task import build_task
 
 COLUMNS = 80
-"""Of sentences and tables, on a terminal that is no wider; what is to be copied stays on a line."""
+"""Width of sentences and tables, for terminals of 80 columns. Text to copy stays on one line."""
 
 NOT_REPEATED = (
     *("mode", "zero.stage", "offload", "offload.optimizer", "offload.param", "offload.grad"),
@@ -164,7 +164,7 @@ def _summary(found: Sequence[Choice], machine: Machine) -> Iterator[str]:
 
 
 def _row(line: str) -> Iterator[str]:
-    """A line of the table; what is lacking follows below where the terminal would break it."""
+    """A line of the table. If the terminal would break it, the part about lacking memory is on the next line."""
     if len(line) > shutil.get_terminal_size((len(line), 24)).columns:
         line, _, lacks = line.partition(" lacks ")
         yield line

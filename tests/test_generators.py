@@ -26,12 +26,12 @@ CONFIG = {
 
 
 def test_no_public_call_draws_from_a_global_generator_or_seeds_it(tmp_path: Path):
-    """In a process of its own, because the first call of a function imports what it needs."""
+    """The calls run in a process of their own, because the first call of a function imports its modules."""
     subprocess.run([sys.executable, "-m", "tests.test_generators", tmp_path], check=True, timeout=LONG_S)
 
 
 def generators() -> dict[str, Any]:
-    """Where the global generators are, each as a comparable value."""
+    """Return the states of the global generators as comparable values."""
     import random
 
     import numpy
@@ -116,8 +116,8 @@ def functions(folder: Path) -> None:
         zero.set_full(state, name, zero.get_full(state, name))
         with zero.gathered(state, [name], modify=True):
             pass
-        found, _ = zero.open_latest(world, folder / "functions")
-        zero.load(state, zero.open_checkpoint(world, found.folder)).runtime.store.close()
+        latest, _ = zero.open_latest(world, folder / "functions")
+        zero.load(state, zero.open_checkpoint(world, latest.folder)).runtime.store.close()
 
 
 def engine(folder: Path) -> None:
@@ -164,7 +164,7 @@ def codes(name: str) -> set[CodeType]:
 
     public = inspect.unwrap(getattr(zero, name))
     inside = [public, *vars(public).values()] if isinstance(public, type) else [public]
-    return {one.__code__ for one in map(inspect.unwrap, inside) if inspect.isfunction(one)}
+    return {function.__code__ for function in map(inspect.unwrap, inside) if inspect.isfunction(function)}
 
 
 def main(folder: Path) -> None:

@@ -240,7 +240,7 @@ class TiedAcross(nn.Module):
 
 def tied_run(world, stage, folder, stop):
     """The losses and the digest of four steps; with `stop`, the last ones are another run's, from a checkpoint."""
-    setting, told = Setting(stage=stage), []
+    setting, history = Setting(stage=stage), []
 
     def loss(model, batch):
         return nn.functional.cross_entropy(model(batch[:, 0]), batch[:, 1])
@@ -253,9 +253,9 @@ def tied_run(world, stage, folder, stop):
             state, step = setting.but(seed=7).start(world, TiedAcross, loss)
             state = load(state, open_checkpoint(world, path))
         state, metrics = step(state, slice_of(small_batch(number, 6 * world.size), world, 1))
-        told.append((metrics.loss, metrics.grad_norm))
+        history.append((metrics.loss, metrics.grad_norm))
     with contextlib.closing(state.runtime.store):
-        return told, digest(state)
+        return history, digest(state)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -611,7 +611,7 @@ def test_blocks_are_shared_by_ranks_and_threads_and_damage_is_found_wherever_it_
     read: list[int] = []
     real = ShardReader.check
     monkeypatch.setattr(
-        ShardReader, "check", lambda one, number, block: read.append(number) or real(one, number, block)
+        ShardReader, "check", lambda reader, number, block: read.append(number) or real(reader, number, block)
     )
 
     def look(world):
@@ -702,7 +702,7 @@ def test_a_state_that_was_loaded_into_is_spent(tmp_path: Path):
 
 
 def rolled_back(world, setting, folder, way):
-    """Whether this rank computes with what it wrote into a state whose gathers are under way; for several rounds."""
+    """Return, for each round, whether this rank computes with the values that it wrote while gathers are under way."""
     options = {"moments": False} if way == "no moments" else {"partial": ["embed.*"]} if way == "partial" else {}
     same = []
     with opened(world, setting) as (state, step):
@@ -714,9 +714,9 @@ def rolled_back(world, setting, folder, way):
                     full.update(wanted)
             else:
                 state = load(state, open_checkpoint(world, saved), **options)
-            found = full_state_dict(state, "compute")
+            values = full_state_dict(state, "compute")
             kept = "embed" if way == "partial" else "nothing"
-            same.append(all(torch.equal(found[name], wanted[name]) for name in found if not name.startswith(kept)))
+            same.append(all(torch.equal(values[name], wanted[name]) for name in values if not name.startswith(kept)))
             state, _ = trained(world, state, step, [number])
     return same
 
@@ -724,8 +724,8 @@ def rolled_back(world, setting, folder, way):
 @pytest.mark.parametrize("way", ["load", "no moments", "partial", "edit"])
 @pytest.mark.parametrize("stage", range(4))
 def test_every_rank_computes_with_what_was_written_into_a_state_that_has_stepped(stage, way, tmp_path: Path):
-    told = run_ranks(3, rolled_back, Setting(stage=stage), tmp_path, way)
-    assert told == [[True] * 4] * 3
+    results = run_ranks(3, rolled_back, Setting(stage=stage), tmp_path, way)
+    assert results == [[True] * 4] * 3
 
 
 # -- the newest one ----------------------------------------------------------------------------------------------------

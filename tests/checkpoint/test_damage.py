@@ -101,8 +101,8 @@ def test_files_of_several_mib_are_no_different(tmp_path: Path):
 def test_the_trial_sees_what_loads_silently(kept: Path, monkeypatch: pytest.MonkeyPatch):
     """Without the hashes of the blocks and the MiB, the fuzz above would not pass."""
     monkeypatch.setattr("zero.checkpoint.shard.ShardReader._compare", lambda *_: None)
-    found = Counter(one.outcome for one in fuzz(1, start_of(), kept, cases(2 * len(KINDS), SEED)))
-    assert found["silent"] >= 4
+    outcomes = Counter(result.outcome for result in fuzz(1, start_of(), kept, cases(2 * len(KINDS), SEED)))
+    assert outcomes["silent"] >= 4
 
 
 @pytest.mark.parametrize("number", [1, 3])

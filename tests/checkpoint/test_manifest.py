@@ -114,16 +114,16 @@ def restamped(body: dict | str) -> str:
 def painted(manifest: Manifest) -> None:
     """Every element of every tensor is in one rank's file once, and each tensor begins there once."""
     if any(entry.numel > 10**5 for entry in manifest.entries):
-        return  # no file is so long: who opens the files compares their lengths
-    found = {(entry.name, entry.kind): bytearray(entry.numel) for entry in manifest.entries}
+        return  # no file is so long, and opening a file compares its length
+    written = {(entry.name, entry.kind): bytearray(entry.numel) for entry in manifest.entries}
     for rank in range(manifest.world):
         pieces = held(manifest.flats, rank)
         assert len({piece.part.key for piece in pieces}) == len(pieces)
         for piece in pieces:
             assert piece.part.nbytes == (piece.stop - piece.start) * getattr(torch, piece.dtype).itemsize
             for element in range(piece.start, piece.stop):
-                found[piece.slot.name, piece.kind][element] += 1
-    assert all(count == 1 for counts in found.values() for count in counts)
+                written[piece.slot.name, piece.kind][element] += 1
+    assert all(count == 1 for counts in written.values() for count in counts)
 
 
 def refusal_of(text: bytes | str) -> str:
@@ -478,7 +478,7 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize(("width", "depth", "ranks"), [(16_384, 126, 1024), (25_600, 128, 4096)], ids=["405B", "1T"])
 def test_rank_0_makes_the_manifest_of_the_largest_model_in_two_seconds(width: int, depth: int, ranks: int):
-    """All that rank 0 alone does in a save but to open files: it checks sizes before, and publishes after."""
+    """Rank 0 alone checks sizes before a save and publishes after it. Time all of that except opening files."""
     with torch.device("meta"):
         model = Model(width, depth)
     world = PaperWorld(ranks, local_size=8, device="cpu")
@@ -496,8 +496,8 @@ def test_rank_0_makes_the_manifest_of_the_largest_model_in_two_seconds(width: in
     print(f"{taken_s:.2f} s, {len(text)} bytes")
     assert taken_s < 2
     assert len(text) <= len(before) < 8e6
-    assert sum(entry.numel for entry in read.entries) == 3 * sum(one.numel() for one in model.parameters())
-    assert size * ranks > 12 * sum(one.numel() for one in model.parameters())
+    assert sum(entry.numel for entry in read.entries) == 3 * sum(parameter.numel() for parameter in model.parameters())
+    assert size * ranks > 12 * sum(parameter.numel() for parameter in model.parameters())
     assert index_cap_bytes(size) < 2e6
 
 

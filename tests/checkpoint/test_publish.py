@@ -79,7 +79,7 @@ def write_files(root: Root, tmp: Path, step: int, version: int) -> str:
 
 
 def hashes_of(root: Root, folder: Path, rank: int, file: File) -> FileHash:
-    """From the index of a rank's file, if the manifest vouches for it."""
+    """Return the hashes in the index of a rank's file, if the manifest has its hash."""
     text = read_bytes(root.disk, folder / index_name(rank, WORLD), 10_000)
     if sha256(text).hexdigest() != file.index_sha256:
         raise CheckpointError(f"{folder}: another index")

@@ -296,8 +296,8 @@ def test_two_of_the_batch_give_the_third(given, ranks, expected):
 )
 def test_older_spellings_comments_and_never_are_read(written, same):
     for raw in (of(**written), json.dumps(of(**written))):
-        told, expected = translate(raw), translate(of(**same))
-        assert (told.settings, told.notes) == (expected.settings, expected.notes)
+        translated, expected = translate(raw), translate(of(**same))
+        assert (translated.settings, translated.notes) == (expected.settings, expected.notes)
 
 
 def test_comments_in_the_text_need_hjson_and_the_line_names_it(monkeypatch):

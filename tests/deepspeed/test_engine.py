@@ -390,19 +390,19 @@ def test_frozen_parameters_are_left_out_where_a_script_says_so(stage: int, tmp_p
         engine, *_ = zero.initialize(model=model, config=config(stage=stage), world=world)
         path = engine.save_16bit_model(tmp_path, exclude_frozen_parameters=True)
         into = {"mine": torch.ones(1)}
-        found = engine.module_state_dict(into, "model.", exclude_frozen_parameters=True)
+        values = engine.module_state_dict(into, "model.", exclude_frozen_parameters=True)
         whole = engine.module_state_dict()
         engine.destroy()
-        return path, found is into, found, whole
+        return path, values is into, values, whole
 
     frozen = {"first.weight", "first.bias"}
     every = dict(net().named_parameters())
-    for path, is_into, found, whole in run_ranks(2, run):
+    for path, is_into, values, whole in run_ranks(2, run):
         assert is_into
         assert set(load_file(path)) == set(every) - frozen
-        assert set(found) == {"mine"} | {f"model.{name}" for name in set(every) - frozen}
+        assert set(values) == {"mine"} | {f"model.{name}" for name in set(every) - frozen}
         assert set(whole) == set(every)
-        assert all(torch.equal(found[f"model.{name}"], every[name]) for name in set(every) - frozen)
+        assert all(torch.equal(values[f"model.{name}"], every[name]) for name in set(every) - frozen)
 
 
 def test_no_folder_and_a_function_that_loads_are_one_line(tmp_path: Path):
@@ -505,18 +505,18 @@ def test_what_a_scheduler_wants_to_be_told_is_passed_on():
     engine.destroy()
 
 
-@pytest.mark.parametrize("how", ["returned", "given"])
+@pytest.mark.parametrize("how", ["returned", "passed"])
 def test_groups_that_come_too_late_are_refused(how: str):
     world, model = zero.World.from_env(), net()
-    given = TORCH["AdamW"](model)
-    engine, returned, _, _ = zero.initialize(model=model, optimizer=given, config=config(), world=world)
+    passed = TORCH["AdamW"](model)
+    engine, returned, _, _ = zero.initialize(model=model, optimizer=passed, config=config(), world=world)
     engine.backward(engine(rows(0, world)))
     late = {"params": [nn.Parameter(torch.ones(1))]}
     if how == "returned":
         with pytest.raises(ConfigError, match="give every group"):
             returned.add_param_group(late)
     else:
-        given.add_param_group(late)
+        passed.add_param_group(late)
         with pytest.raises(ConfigError, match="got other groups"):
             engine.step()
     engine.destroy()
@@ -732,7 +732,7 @@ LEFTOVER = {
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(("left", "said"), LEFTOVER.items(), ids=["clip_grad_norm_", "GradScaler"])
 def test_torchs_clipping_and_scaler_act_as_in_torch_or_say_what_to_write_instead(left, said, stage: int):
-    """Below stage 2, where gradients are whole, they act as in torch."""
+    """Gradients are whole below stage 2, so both act as in torch there."""
 
     def training(module, forward, optimizer):
         scaler = torch.amp.GradScaler("cpu", enabled=left is unscale)
@@ -940,7 +940,7 @@ def test_the_optimizer_that_was_passed_cannot_be_stepped_in_vain():
 @pytest.mark.parametrize("kind", ["AdamW", "Adagrad"])
 @pytest.mark.parametrize("whose", ["returned", "passed"])
 def test_no_state_of_the_optimizer_is_read_made_or_loaded_without_moments(whose: str, kind: str):
-    """A dict without them would load without a word, and training would go on with zeros."""
+    """A dict without moments would load without an error, and training would go on with zeros."""
     model = net()
     passed = getattr(torch.optim, kind)(model.parameters())
     saved = passed.state_dict()
@@ -1084,7 +1084,7 @@ def test_without_a_tag_the_newest_of_all_tags_is_loaded_and_a_checkpoint_by_its_
 
 
 def test_the_checkpoint_that_was_saved_last_is_loaded_unless_its_save_says_otherwise(tmp_path: Path, caplog):
-    """As in DeepSpeed, by the file `latest`: another tag may have more steps."""
+    """The file `latest` decides, as in DeepSpeed, although another tag may have more steps."""
 
     def run(world):
         with world.exclusive():
@@ -1127,7 +1127,7 @@ def test_the_checkpoint_that_was_saved_last_is_loaded_unless_its_save_says_other
 
 @pytest.mark.parametrize("managed", [True, False])
 def test_global_samples_are_the_rows_of_the_microbatches_that_were_run(managed: bool, tmp_path: Path):
-    """However many of them the caller makes a step of; rows of metrics and a checkpoint count the same."""
+    """A step may have any number of microbatches. Rows of metrics and a checkpoint have the same count."""
     settings = config(gradient_accumulation_steps=2, managed_gradient_accumulation=managed, steps_per_print=1)
     counts = [2, 2, 2] if managed else [1, 3, 4]
 
@@ -1425,12 +1425,12 @@ def test_a_name_that_is_not_here_says_what_to_use_instead():
 
 
 THERE = json.loads(Path(__file__).with_name("engine.json").read_text())
-"""By DeepSpeed 0.19.8: public names of an engine, and what they report under two configs."""
+"""Public names of the engine of DeepSpeed 0.19.8, and their values under two configs."""
 
 
 @pytest.mark.parametrize("which", ["first", "second"])
 def test_public_names_of_an_engine_report_what_they_report_in_deepspeed_0_19_8(which):
-    """The names of features that are not here raise a line; those of its inside raise that there is no such name."""
+    """Names of missing features raise a line with an alternative. Internal names raise that there is no such name."""
     model = nn.Sequential(nn.Linear(WIDTH, 1))
     engine, *_ = zero.initialize(model=model, config=THERE[which], world=zero.World.from_env())
     reports = THERE["reports"] | (THERE["changed"] if which == "second" else {})
@@ -1438,13 +1438,13 @@ def test_public_names_of_an_engine_report_what_they_report_in_deepspeed_0_19_8(w
     for typed, expected in reports.items():
         name = typed.removesuffix("()")
         try:
-            found = getattr(engine, name)
+            value = getattr(engine, name)
         except AttributeError as error:
             expected_line = f"engine has no {name}, as" if name in public_names.NOT_HERE else "neither the engine"
             refused = str(error).startswith(expected_line)
             assert refused, name
             continue
-        assert (found() if typed.endswith("()") else found) == expected, name
+        assert (value() if typed.endswith("()") else value) == expected, name
         answered += 1
     assert answered > 100
     assert engine.empty_partition_cache() is None

@@ -211,7 +211,7 @@ def test_a_scheduler_takes_what_it_took_there_or_says_what_it_does_not():
 
 
 OBSERVED = json.loads(Path(__file__).with_name("schedules.json").read_text())
-"""By DeepSpeed 0.19.8, with an Adam of two groups, lr 0.5 and 0.25: rates of both, betas and `last_batch_iteration` at
+"""DeepSpeed 0.19.8 with an Adam of two groups, lr 0.5 and 0.25: rates of both, betas and `last_batch_iteration` at
 first, after nine calls of step(), after step(2), and after load_state_dict({"last_batch_iteration": 4}) and step()."""
 
 
@@ -240,7 +240,7 @@ def test_their_schedulers_have_the_numbers_of_deepspeed_0_19_8(case):
 
 @pytest.mark.parametrize("case", [case for case in OBSERVED if "[" not in str(case["params"])], ids=lambda c: c["type"])
 def test_the_scheduler_of_a_json_is_an_object_of_its_class_with_the_numbers_of_deepspeed_0_19_8(case):
-    """Also where the decay has no step, and where a cycle has no second half."""
+    """Cases include a decay without a step and a cycle without a second half."""
     params = {key: value or "auto" if key == "warmup_max_lr" else value for key, value in case["params"].items()}
     params.pop("decay_mom_rate", None)
     sections = {
@@ -498,7 +498,7 @@ def test_full_values_are_read_and_written_by_the_parameter_itself():
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_frozen_parameter_has_no_full_values_of_its_training(stage):
-    """As in DeepSpeed: None, and not an error, for a script that reads every parameter."""
+    """The functions return None as in DeepSpeed, because scripts read every parameter."""
     model, utils = net(), zero.utils
     model.first.requires_grad_(False)
     engine, *_ = zero.initialize(model=model, config=config(stage=stage), world=zero.World.from_env())
@@ -572,8 +572,8 @@ def test_leaf_modules_that_are_not_there_are_named_or_left_out():
     with pytest.raises(ConfigError, match=r"the model has no module mixture\.gate"):
         utils.set_z3_leaf_modules_by_name(model, ["mixture.gate"])
     assert utils.set_z3_leaf_modules(model, ["Expert"], raise_if_not_found=False) == []
-    found = utils.set_z3_leaf_modules_by_suffix(model, ["gate", "mixture"], raise_if_not_found=False)
-    assert found == ([model.mixture], ["gate"])
+    leaves = utils.set_z3_leaf_modules_by_suffix(model, ["gate", "mixture"], raise_if_not_found=False)
+    assert leaves == ([model.mixture], ["gate"])
     assert utils.z3_leaf_module(model.mixture)
     assert utils.unset_z3_leaf_modules(model, [Experts]) == [model.mixture]
     assert utils.get_z3_leaf_modules(model) == []

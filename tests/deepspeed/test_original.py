@@ -453,7 +453,7 @@ def nested() -> nn.Module:
     ],
 )
 def test_another_parameter_that_is_put_into_a_unit_later_is_named_by_step_and_save(change, said, tmp_path):
-    """It would not train, and a checkpoint would hold the one that is gone."""
+    """The new parameter would not train, and a checkpoint would hold the old one."""
     model = nested()
     engine = begin(zero.World.from_env(), model, 3)
     change(model)
@@ -712,7 +712,7 @@ def test_a_compiled_model_that_is_refused_is_left_compiled():
     assert model.forward is forward
 
 
-# -- what is written before zero.initialize ----------------------------------------------------------------------------
+# -- writes before zero.initialize -------------------------------------------------------------------------------------
 
 
 class ByRank(nn.Module):
@@ -736,7 +736,7 @@ class ByRank(nn.Module):
 def in_rank_0(model: nn.Module, rank: int) -> None:
     with zero.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
         if rank == 0:
-            model.load_state_dict({name: one + float(one.sum()) for name, one in model.state_dict().items()})
+            model.load_state_dict({name: value + float(value.sum()) for name, value in model.state_dict().items()})
             model.last.weight.data = model.last.weight.data * 2
 
 
@@ -755,7 +755,7 @@ def moved(model: nn.Module, rank: int) -> None:
 @pytest.mark.parametrize("write", [lambda model, rank: None, in_rank_0, in_all_ranks, moved])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_under_init_training_begins_with_what_rank_0_wrote(write, stage):
-    """Bit by bit as without it, and other ranks' generators go on alike where all ranks draw."""
+    """Values have the bits of a run without `Init`. If all ranks draw, their generators stay equal."""
 
     def built(rank: int, context=contextlib.nullcontext) -> nn.Module:
         torch.manual_seed(5)
@@ -777,7 +777,7 @@ def test_under_init_training_begins_with_what_rank_0_wrote(write, stage):
         return values, buffer, generator
 
     for values, buffer, generator in run_ranks(2, rank_main):
-        assert all(torch.equal(values[name], one) for name, one in plain.named_parameters())
+        assert all(torch.equal(values[name], value) for name, value in plain.named_parameters())
         assert torch.equal(buffer, plain.before)
         assert torch.equal(generator, drawn)
 
@@ -788,7 +788,7 @@ def test_under_init_other_ranks_hold_no_values_and_say_so():
             model = ByRank(world.rank)
         if world.rank == 0:
             return float(model.scale.detach().sum())
-        assert all(is_meta(one) for one in model.parameters())
+        assert all(is_meta(parameter) for parameter in model.parameters())
         with pytest.raises(ConfigError, match=r"modifier_rank=1: before zero\.initialize rank 0 alone has the values"):
             zero.zero.GatheredParameters(model.parameters(), modifier_rank=1).__enter__()
         with pytest.raises(OutsideUnitError, match=r"whose values rank 0 alone has until zero\.initialize"):
@@ -824,7 +824,7 @@ def test_from_pretrained_under_init_trains_the_files_values(tmp_path: Path):
         return whole(begin(world, model, 3))
 
     for values in run_ranks(2, rank_main):
-        assert all(torch.equal(values[name], one) for name, one in saved.named_parameters())
+        assert all(torch.equal(values[name], value) for name, value in saved.named_parameters())
 
 
 # -- edits in a block of GatheredParameters ----------------------------------------------------------------------------
@@ -835,7 +835,7 @@ def test_from_pretrained_under_init_trains_the_files_values(tmp_path: Path):
 def test_whatever_reads_within_the_block_reads_the_edit(stage, bf16, tmp_path: Path):
     """An average is swapped in on rank 0, which evaluates it alone; all save it; the weights come back bit by bit."""
     dtype = torch.bfloat16 if bf16 else torch.float32
-    average = {name: torch.full_like(one, 0.125) for name, one in net().state_dict().items()}
+    average = {name: torch.full_like(value, 0.125) for name, value in net().state_dict().items()}
     swapped = net()
     swapped.load_state_dict(average)
     swapped.to(dtype).eval()
@@ -849,19 +849,19 @@ def test_whatever_reads_within_the_block_reads_the_edit(stage, bf16, tmp_path: P
         raw = whole(engine)
         with zero.zero.GatheredParameters(model.parameters(), modifier_rank=0):
             if world.rank == 0:
-                for name, one in model.named_parameters():
-                    one.data.copy_(average[name])
+                for name, parameter in model.named_parameters():
+                    parameter.data.copy_(average[name])
                 with torch.no_grad():
                     assert torch.equal(model(torch.ones(2, WIDTH)), expected)
                 assert bool((copy.deepcopy(model.first.weight) == 0.125).all())
                 read = model.state_dict()
-                assert all(torch.equal(read[name], one) for name, one in swapped.state_dict().items())
+                assert all(torch.equal(read[name], value) for name, value in swapped.state_dict().items())
             path = engine.save_16bit_model(tmp_path)
-            assert all(bool((one == 0.125).all()) for one in whole(engine).values())
+            assert all(bool((value == 0.125).all()) for value in whole(engine).values())
             if world.rank == 0:
-                assert all(bool((one == 0.125).all()) for one in load_file(path).values())
+                assert all(bool((value == 0.125).all()) for value in load_file(path).values())
                 assert model.load_state_dict(raw)
-        assert all(torch.equal(one, raw[name]) for name, one in whole(engine).items())
+        assert all(torch.equal(value, raw[name]) for name, value in whole(engine).items())
         train(engine, model, 1)
         engine.destroy()
 
@@ -882,7 +882,7 @@ def test_one_rank_may_load_a_state_dict_within_the_block(stage):
         return values
 
     for values in run_ranks(2, rank_main):
-        assert all(torch.equal(values[name], one) for name, one in net(3).named_parameters())
+        assert all(torch.equal(values[name], value) for name, value in net(3).named_parameters())
 
 
 @pytest.mark.parametrize("build", [contextlib.nullcontext, zero.zero.Init, zero.empty])

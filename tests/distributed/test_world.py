@@ -149,7 +149,7 @@ class CollectiveWorld(ProcessWorld):
 
 
 class CollectivePart(_ProcessPart):
-    """The same for some of its ranks."""
+    """A `CollectiveWorld` of some of its ranks."""
 
     def __init__(self, whole: ProcessWorld, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
         super().__init__(whole, ranks, "part")

@@ -32,7 +32,7 @@ def loss_fn(model, batch):
 
 
 def unscaled(model):
-    """As an optimizer does that was made before the model was."""
+    """Unscale with an optimizer that was made before the model was."""
     scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD([torch.zeros(1)], lr=0.1)
     scaler.scale(torch.ones(()))
     optimizer.param_groups[0]["params"] = list(model.parameters())

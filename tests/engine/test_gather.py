@@ -206,7 +206,7 @@ def by_a_method(model: nn.Module, batch: Batch) -> Tensor:
 
 
 class Wrap(torch.autograd.Function):
-    """Into a tensor that wraps others and has no memory of its own, as DTensor and float8 tensors do."""
+    """Return a tensor that wraps others and has no memory of its own, such as a DTensor or a float8 tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -1052,7 +1052,7 @@ def test_ranks_whose_backward_visits_different_units_are_refused_by_name_where_t
 
 
 class Router(nn.Module):
-    """fp32 inside a model of any dtype, with its own weight or with that of a layer within it."""
+    """Compute in fp32 inside a model of any dtype, with its own weight or with the weight of an inner layer."""
 
     def __init__(self, *, within: bool) -> None:
         super().__init__()
@@ -1078,8 +1078,8 @@ def test_a_parameter_that_meets_another_dtype_is_named_with_its_own_and_the_sett
     model, compute = build(), zero.Precision(precision).compute
     plan = zero.Plan(model, optimizer=zero.sgd(LR), world=SoloWorld(), precision=precision)
     state = zero.init(plan, zero.open_store(plan))
-    given = torch.ones(ROWS, WIDTH, dtype=torch.float32 if build is Chain else compute)
-    x = given if isinstance(model, Router) else Batch(given, 0, 0)
+    batch = torch.ones(ROWS, WIDTH, dtype=torch.float32 if build is Chain else compute)
+    x = batch if isinstance(model, Router) else Batch(batch, 0, 0)
     said = (
         rf"^{names} in {compute}, by precision={precision} or .* self\.weight\.float\(\).*keep_in_fp32_modules has no"
     )

@@ -133,14 +133,14 @@ def used_twice(world, width, order, **how):
 @pytest.mark.parametrize("width", [9, 13])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4) * 2, (4, 1, 2, 3, 0, 4), (0, 1, 2, 3, 4, 3, 2, 1, 0)])
 def test_units_that_are_used_twice_have_the_law_of_sums_by_node_too(order, width):
-    """How their gradients are parted does not depend on the sizes of shards."""
-    told = {
+    """The split of their gradients does not depend on the sizes of shards."""
+    digests = {
         digest
         for stage in (0, 3)
         for how in ({"reduce": "node"}, {"shard": "node"})
         for digest in run_ranks(4, partial(used_twice, stage=stage, **how), width, order, nodes=2)
     }
-    assert len(told) == 1
+    assert len(digests) == 1
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])

@@ -307,7 +307,7 @@ def _interrupt(grad):
 
 @pytest.mark.parametrize("drains", [True, False])
 def test_reads_that_an_interrupt_lost_have_ended_before_the_step_is_made_again(drains, monkeypatch):
-    """The interrupt comes after reads were asked for and before anybody could wait for them."""
+    """The interrupt arrives after reads have started and before any wait for them."""
     setting = Setting(offload=(("preset", "infinity"),), page_bytes=4 * KiB)
     state, step = setting.start(SoloWorld(), wide, small_loss)
     store, residency = state.runtime.store, state.runtime.gatherer.residency

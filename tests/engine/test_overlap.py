@@ -138,7 +138,7 @@ def test_recorded_first_values_are_made_one_owner_at_a_time(monkeypatch):
     run = Operation.run
 
     def counted(operation: Operation, values: dict[Root, Tensor]) -> Any:
-        real.append(sum(one.numel() for one in values.values()))
+        real.append(sum(value.numel() for value in values.values()))
         return run(operation, values)
 
     with zero.empty():

@@ -471,7 +471,7 @@ class Interrupt:
         return self
 
     def during(self, call):
-        """What `call` returns."""
+        """Return the result of `call`."""
         before = sys.gettrace()
         sys.settrace(self)
         try:
@@ -482,7 +482,7 @@ class Interrupt:
 
 @pytest.mark.parametrize("preset", ["none", "nvme", "infinity"])
 def test_after_ctrl_c_at_any_line_of_a_step_the_state_makes_that_step_or_is_spent(preset):
-    """Never another state, and no error of the library's own about what the interrupt left behind."""
+    """The step never makes another state, and the library raises no error about a half-made change."""
     world, setting = SoloWorld(), Setting(offload=(("preset", preset),), page_bytes=4 * KiB, clip=0.5)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     seed = random.randrange(1000)
@@ -513,9 +513,9 @@ def test_after_ctrl_c_at_any_line_of_a_step_the_state_makes_that_step_or_is_spen
         whole, wanted = interrupted(-1)
         draw, spent = random.Random(seed), 0
         for line in sorted(draw.sample(range(1, whole.lines), 20)):
-            interrupt, told = interrupted(line)
-            assert told in (wanted, "spent"), f"line {line} of {whole.lines}, {interrupt.place}"
-            spent += told == "spent"
+            interrupt, outcome = interrupted(line)
+            assert outcome in (wanted, "spent"), f"line {line} of {whole.lines}, {interrupt.place}"
+            spent += outcome == "spent"
     finally:
         signal.signal(signal.SIGINT, handler)
     assert spent < 20
@@ -525,7 +525,7 @@ def test_after_ctrl_c_at_any_line_of_a_step_the_state_makes_that_step_or_is_spen
 
 
 def elsewhere(call):
-    """What `call` raises in a thread of its own, or None."""
+    """Return the error that `call` raises in a thread of its own, or None."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(call).exception(timeout=LONG_S)
 
@@ -544,14 +544,14 @@ def test_while_a_thread_uses_a_state_others_get_an_error_and_change_nothing(stag
         "read": lambda: state.model.layers[0].linear.weight.sum(),
         "save": lambda: full_state_dict(state),
     }
-    found = {}
+    errors = {}
 
     def loss(model, batch):
-        found.update({name: elsewhere(use) for name, use in uses.items()})
+        errors.update({name: elsewhere(use) for name, use in uses.items()})
         return fragile_loss(model, batch)
 
     state, metrics = zero.make_step(plan, loss)(state, batch)
-    for name, error in found.items():
+    for name, error in errors.items():
         assert isinstance(error, ConfigError), f"{name}: {error!r}"
         assert "one thread at a time" in str(error)
     alone, step = Setting(stage=stage).start(world, Fragile, fragile_loss)
@@ -576,7 +576,7 @@ def test_a_step_does_not_end_while_another_thread_runs_the_model():
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_gets_an_error_instead_of_a_step_that_hangs():
-    """It has none of the store's threads."""
+    """A forked process has none of the store's threads."""
     world = SoloWorld()
     state, step = Setting(offload=(("preset", "infinity"),)).start(world, Fragile, fragile_loss)
     state, _ = step(state, fragile_batch(world, 0, 1))

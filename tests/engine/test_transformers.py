@@ -303,7 +303,7 @@ def test_an_engine_trains_adapters_and_peft_saves_and_loads_them(saved, tmp_path
 def test_a_model_type_is_built_without_memory_and_without_values():
     model = hf.build("gpt2")
     assert type(model).__name__ == "GPT2LMHeadModel"
-    assert all(is_meta(one) for one in model.parameters())
+    assert all(is_meta(parameter) for parameter in model.parameters())
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
@@ -380,11 +380,11 @@ def test_from_pretrained_keeps_the_files_values_and_makes_what_they_lack(tmp_pat
     with zero.empty():
         model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=50)
     plan = zero.Plan(model, optimizer=zero.adamw(1e-2), world=zero.World.from_env())
-    found = full_state_dict(zero.init(plan, zero.open_store(plan)))
+    first = full_state_dict(zero.init(plan, zero.open_store(plan)))
     values = wanted.state_dict()
-    assert [name for name in found if name not in values] == ["score.weight"]
-    assert all(torch.equal(found[name], values[name]) for name in found if name in values)
-    assert float(found["score.weight"].std()) == pytest.approx(model.config.initializer_range, rel=0.3)
+    assert [name for name in first if name not in values] == ["score.weight"]
+    assert all(torch.equal(first[name], values[name]) for name in first if name in values)
+    assert float(first["score.weight"].std()) == pytest.approx(model.config.initializer_range, rel=0.3)
 
 
 def built(make, *args):
@@ -630,6 +630,6 @@ def test_a_padded_encoder_has_torchs_outputs_where_nothing_is_padded():
         expected = model(x, src_key_padding_mask=padded)
     plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.World.from_env())
     state = zero.init(plan, zero.open_store(plan))
-    found = zero.make_forward(plan, lambda model: model(x, src_key_padding_mask=padded))(state)
-    torch.testing.assert_close(found[~padded], expected[~padded])
-    assert found.shape == expected.shape
+    output = zero.make_forward(plan, lambda model: model(x, src_key_padding_mask=padded))(state)
+    torch.testing.assert_close(output[~padded], expected[~padded])
+    assert output.shape == expected.shape

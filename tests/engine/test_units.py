@@ -710,7 +710,7 @@ FIRST_WRITES = [
     lambda model: nn.init.ones_(model.up.weight),
     lambda model: model.up.weight.data.fill_(2.0).mul_(3),
     lambda model: model.load_state_dict(
-        {name: torch.full_like(one, 4.0) for name, one in Writes().state_dict().items()}
+        {name: torch.full_like(value, 4.0) for name, value in Writes().state_dict().items()}
     ),
     lambda model: model.apply(_init_weights),
     replace_data,
@@ -802,7 +802,7 @@ def test_layers_that_begin_alike_in_torch_begin_alike():
 
 
 class Special(nn.Module):
-    """Initialised by functions that look at values, and skip tensors on meta."""
+    """A module that is initialised by functions that read values and skip tensors on meta."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -351,7 +351,7 @@ def test_a_model_made_without_memory_gets_its_values_from_weights(tmp_path):
     ours = fitted(tmp_path, {"stage": 3, "weights": weights}, Lazily)
     assert losses(ours) == losses(fitted(tmp_path))
     with trainer(tmp_path, {"stage": 3}).init_module(empty_init=True):
-        assert all(is_meta(one) for one in Regression().parameters())
+        assert all(is_meta(parameter) for parameter in Regression().parameters())
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

@@ -177,17 +177,17 @@ LAUNCHES = {
     ("infinity", "fp32"): (325, 325), ("infinity", "bf16"): (505, 505), ("infinity", "8bit"): (1015, 1015),
 }  # fmt: skip
 """By preset and moments: launches of a step with a split master, below stage 3 and at it, beside forward and backward.
-Of three units in five page groups each. They may only fall."""
+The model has three units in five page groups each. A change may only lower a number."""
 
 
 @pytest.mark.parametrize(("preset", "moments"), LAUNCHES)
 def test_a_step_launches_no_more_than_it_did(preset, moments, tmp_path):
     plain = plain_launches(128)
     for stage in range(3 if preset == "infinity" else 0, 4):
-        given = {"stage": stage, "moments": moments, "page_bytes": 64 * 1024, "path": tmp_path}
-        count, groups = launches(128, preset, **given)
+        settings = {"stage": stage, "moments": moments, "page_bytes": 64 * 1024, "path": tmp_path}
+        count, groups = launches(128, preset, **settings)
         assert groups == (0 if preset == "none" else 15)
-        assert count - plain <= LAUNCHES[preset, moments][stage == 3], given
+        assert count - plain <= LAUNCHES[preset, moments][stage == 3], settings
 
 
 @pytest.mark.parametrize(("stage", "most"), [(0, 68), (1, 68), (2, 68), (3, 73)])

@@ -192,7 +192,7 @@ def test_a_terminal_gets_one_line_that_it_has_room_for(monkeypatch, columns):
 @pytest.mark.parametrize("columns", [40, 80, 200])
 @pytest.mark.parametrize("view", [Lines, Bar])
 def test_a_terminal_breaks_lines_at_spaces_only(monkeypatch, columns, view):
-    """A number or a path that it broke itself could be read as another one."""
+    """A number or a path that the terminal breaks looks like another one."""
     monkeypatch.setenv("COLUMNS", str(columns))
     stream, path = Terminal(), "/runs/" + 12 * "averylongname/"
     note = f"stage 3, 2 ranks, bfloat16 compute, update lazy, 124,475,904 parameters in 14 units\nresuming from {path}"

@@ -315,7 +315,7 @@ CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "
 
 @pytest.mark.parametrize("column", ["text", "messages"])
 def test_a_chat_without_text_is_refused_with_what_makes_text_of_it(config, tmp_path, column):
-    """Whichever column is named: leaving data.column out must not lead back to naming it."""
+    """The message is the same for any column, so that leaving data.column out is not followed by naming it again."""
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT}))
     message = {"role": {"dtype": "string", "_type": "Value"}, "content": {"dtype": "string", "_type": "Value"}}
     lists = {"old": [message], "new": {"feature": message, "_type": "List"}}  # datasets 3 and 4

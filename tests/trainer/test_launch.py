@@ -241,7 +241,7 @@ def test_rank_0_answers_and_every_rank_has_a_log(folder: Path, capfd: pytest.Cap
 
 
 def test_ranks_start_where_another_library_has_set_a_start_method_of_its_own(folder: Path) -> None:
-    """As joblib's workers, of which a new interpreter knows nothing."""
+    """joblib sets `loky`, and a new interpreter does not know that method."""
     before = multiprocessing.get_start_method()
     method = type("Method", (multiprocessing.context.SpawnContext,), {"_name": "loky"})()
     try:

@@ -1,4 +1,4 @@
-"""A file of settings of one's own is an option, and a mistake in it is one line with its name and the line."""
+"""A settings file of the user's own is an option. A mistake in it is one line with file and line number."""
 
 from itertools import pairwise
 from pathlib import Path

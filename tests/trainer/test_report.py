@@ -616,7 +616,7 @@ def test_nothing_is_cut_in_a_narrow_or_a_wide_window(finished, tmp_path, scheme,
     for seen in found:
         assert (seen.paper, seen.scrolls, seen.cut, seen.split, seen.pale) == (paper, 0, [], [], []), seen
         assert 7.5 < seen.font < 99
-        assert all('viewBox="0 0 1120 ' in one for one in seen.behind), "only a chart for a whole page scrolls"
+        assert all('viewBox="0 0 1120 ' in chart for chart in seen.behind), "only a chart for a whole page scrolls"
 
 
 @needs_chromium

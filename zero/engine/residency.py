@@ -120,7 +120,7 @@ class Residency:
         return self._arrive(unit).flat
 
     def land(self) -> None:
-        """Wait for every gather into a buffer that stays: before parameters are written."""
+        """Wait for every gather into a buffer that stays, before parameters are written."""
         for unit in self._units:
             if unit.resident is not None:
                 unit.resident.land()

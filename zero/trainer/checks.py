@@ -87,7 +87,7 @@ def _check_checkpoints(config: Config) -> None:
         instead = "" if "/" in config.resume else suggest.meant(config.resume, ("latest", "none"))
         instead = instead or "; give latest, or the folder of a step, a run or several"
         raise ConfigError(f"resume={config.resume} does not exist{instead}")
-    if config.resume not in ("none", "latest") and (nothing := step_folders.missing(Path(config.resume))):
+    if config.resume not in ("none", "latest") and (nothing := step_folders.missing(Path(config.resume).expanduser())):
         raise ConfigError(f"resume={nothing}")
     if config.checkpoint.dir is None:
         return

@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+import math
 import os
 import re
 import socket
@@ -1622,6 +1623,16 @@ def test_a_forgotten_step_is_said_once(caplog):
 def test_wrong_arguments_are_one_line(how, says: str):
     with pytest.raises(ConfigError, match=re.escape(says)):
         zero.initialize(**{"model": net(), "config": config(), "world": zero.World.from_env(), **how})
+
+
+@pytest.mark.parametrize("text", [False, True], ids=["a dict", "JSON"])
+def test_steps_per_print_of_infinity_trains_and_prints_no_row(text: bool, capsys):
+    settings, world = config(steps_per_print=math.inf), zero.World.from_env()
+    engine, *_ = zero.initialize(model=net(), config=json.dumps(settings) if text else settings, world=world)
+    engine.backward(engine(rows(0, world)))
+    engine.step()
+    assert (engine.global_steps, capsys.readouterr().out) == (1, "")
+    engine.destroy()
 
 
 def test_an_engine_is_destroyed_once_and_says_so(tmp_path: Path):

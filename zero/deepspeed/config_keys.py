@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from zero.core.settings import MOST
+
 
 class ValueType(NamedTuple):
     """A kind of value: its description, what is one, and how that is read."""
@@ -48,7 +50,7 @@ COUNT = _whole("a whole number from 1", 1)
 EVERY = ValueType(
     "a whole number from 1, or infinite",
     lambda value: value == float("inf") or COUNT.accepts(value),
-    lambda value: sys.maxsize if value == float("inf") else int(value),
+    lambda value: MOST if value == float("inf") else int(value),
 )
 NATURAL = _whole("a whole number from 0", 0)
 WHOLE = _whole("a whole number")

@@ -61,7 +61,7 @@ from zero.engine.residency import Residency
 from zero.engine.saved_tensors import InPlace, Kept
 from zero.engine.unit import Binding, Site
 from zero.engine.unit_state import UnitState
-from zero.engine.unsupported import check_dtypes
+from zero.engine.unsupported import note_dtypes
 from zero.errors import OutsideUnitError, StaleStateError
 from zero.platform.threads import OneThread
 from zero.platform.timeline import Tape
@@ -245,7 +245,7 @@ class Gatherer:
                     node.register_prehook(partial(check_same_parameters, made_with))
             return self._own(outputs)
         except RuntimeError as error:
-            check_dtypes(error, body.module, site.path, self._precision)
+            note_dtypes(error, [place.placeholder.full_name for place in places], self._precision)
             raise
         finally:
             for own, name, parameter in found:  # whatever happened: what stays would be taken for the user's

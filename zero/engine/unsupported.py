@@ -4,7 +4,7 @@ Classes of other libraries are recognised by the name of their module, so that n
 """
 
 import re
-from traceback import walk_tb
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from zero.core.precision import DTYPES, Precision
 from zero.core.suggest import some
 from zero.engine.empty import Unmade, is_meta
-from zero.errors import ConfigError, PlanError
+from zero.errors import PlanError
 from zero.platform.safetensors_files import NAMES
 
 WRAPPERS = (
@@ -24,8 +24,7 @@ WRAPPERS = (
 
 ROUNDED = "load the model in bf16 or fp32, without quantization_config, load_in_4bit or load_in_8bit"
 
-_MIXED = re.compile(r"mixed dtype|\bfloat\b.*(BFloat16|Half)|(BFloat16|Half).*\bfloat\b", re.IGNORECASE | re.DOTALL)
-"""Messages of torch about operands of two dtypes."""
+_ABOUT_DTYPES = re.compile(r"\bdtypes?\b|scalar type|type \(c10::")
 
 
 def check_model(model: nn.Module) -> None:
@@ -101,21 +100,18 @@ def _check_name(name: str) -> None:
 # -- in a forward ------------------------------------------------------------------------------------------------------
 
 
-def check_dtypes(error: RuntimeError, site: nn.Module, path: str, precision: Precision) -> None:
-    """Raise ConfigError, with the parameters' names, if torch has rejected operands of two dtypes.
+def note_dtypes(error: RuntimeError, names: Sequence[str], precision: Precision) -> None:
+    """Add a note with the parameters of a site to an error of torch about dtypes, where they are not fp32.
 
     Args:
-        error: from a call of the module `site`, which is at `path`.
+        error: from a call of the site; an inner site may have added its note already.
+        names: of the site's parameters.
     """
-    if not _MIXED.search(str(error)):
+    is_noted = bool(getattr(error, "__notes__", ()))
+    if precision.compute == torch.float32 or not names or is_noted or not _ABOUT_DTYPES.search(str(error)):
         return
-    paths = {module: f"{path}.{name}".strip(".") for name, module in site.named_modules()}
-    callers = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
-    owner = [module for module in callers if isinstance(module, nn.Module) and module in paths][-1:] or [site]
-    names = [name for name, _ in owner[0].named_parameters(prefix=paths[owner[0]])]
     setting = next(name for name, dtype in DTYPES.items() if dtype == precision.compute)
-    raise ConfigError(
-        f"{some(names)} in {precision.compute}, by precision={setting} or the config's {setting}, met another dtype. "
-        "Cast the input to self.weight.dtype, or write self.weight.float() to compute in fp32; keep_in_fp32_modules "
-        "has no effect, because masters are fp32"
-    ) from error
+    error.add_note(
+        f"{some(names)} compute in {precision.compute}, by precision={setting} or the config's {setting}. "
+        "Cast the input or the weight in the forward; keep_in_fp32_modules has no effect"
+    )

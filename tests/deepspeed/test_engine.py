@@ -1635,6 +1635,16 @@ def test_steps_per_print_of_infinity_trains_and_prints_no_row(text: bool, capsys
     engine.destroy()
 
 
+def test_parameters_and_modules_are_not_set_on_the_engine():
+    engine, *_ = zero.initialize(model=net(), config=config(), world=zero.World.from_env())
+    for value in (nn.Linear(2, 2), nn.Parameter(torch.ones(2)), engine.module.first, engine.module.first.weight):
+        with pytest.raises(ConfigError, match=r"^engine\.extra: a \w+ on the engine is not .* before zero\.initialize"):
+            engine.extra = value
+    engine.extra = torch.ones(2)
+    assert set(engine.state_dict()) == set(net().state_dict())
+    engine.destroy()
+
+
 def test_an_engine_is_destroyed_once_and_says_so(tmp_path: Path):
     engine, *_ = zero.initialize(model=net(), config=config(), world=zero.World.from_env(), folder=tmp_path / "run")
     engine.destroy()

@@ -263,6 +263,14 @@ class Engine(EngineCheckpoints):
             return getattr(self.module, name)
         raise public_names.missing(name, type(self.module).__name__)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Parameter | nn.Module) and name != "module":
+            raise ConfigError(
+                f"engine.{name}: a {type(value).__name__} on the engine is not trained and not saved. "
+                "Put it on engine.module before zero.initialize."
+            )
+        super().__setattr__(name, value)
+
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Raise ConfigError: torch's compiler would trace how parameters are gathered."""
         raise ConfigError("engine.compile(): not supported; call model.compile() before zero.initialize")

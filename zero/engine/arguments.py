@@ -70,7 +70,7 @@ def check_world(given: object, call: str, line: str) -> None:
 
 
 def check_folder(given: object, call: str, line: str) -> None:
-    """Refuse what is no path, where `call` takes one second.
+    """Raise ConfigError unless `given`, the second argument of `call`, is a path that is not empty.
 
     Args:
         call: the function, as a user writes it.
@@ -81,6 +81,8 @@ def check_folder(given: object, call: str, line: str) -> None:
     """
     if not isinstance(given, str | os.PathLike):
         raise ConfigError(f"{call} takes a folder second, and this is {kind_of(given)}; write {line}")
+    if given == "":
+        raise ConfigError(f"{call}: the folder is ''. Write its path, or '.' for the current one.")
 
 
 def check_function(given: object, key: str, line: str) -> None:

@@ -1598,6 +1598,7 @@ def test_a_forgotten_step_is_said_once(caplog):
         ({"mpu": object()}, "model parallelism"),
         ({"modle": 1}, "no argument modle"),
         ({"config": config(train_batch_size="auto")}, "train_batch_size=auto: write the rows"),
+        ({"config": {"train_micro_batch_size_per_gpu": "auto"}}, "train_micro_batch_size_per_gpu=auto: write the rows"),
         ({"config": config(zero_optimization={"stage": "auto"})}, "stage=auto: write the number"),
         (
             {"config": config(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}})},
@@ -1615,6 +1616,7 @@ def test_a_forgotten_step_is_said_once(caplog):
         "mpu",
         "a typo",
         "auto rows",
+        "auto rows of a microbatch",
         "auto stage",
         "auto warm-up",
         "auto total",

@@ -98,7 +98,7 @@ def _batch(config: CheckedConfig, world_size: int | None) -> dict[str, Any]:
     total, micro, accumulate = (config.get(name) for name in names)
     if total is None and micro is None:
         if config.autos & set(names[:2]):
-            return {}  # ours are auto too
+            return {} if names[0] in config.autos else {"batch.micro": "auto"}
         raise ConfigError("train_batch_size and train_micro_batch_size_per_gpu are both missing; give one of them")
     if total is None:
         return {"batch.global": "auto", "batch.accumulate": accumulate or 1}

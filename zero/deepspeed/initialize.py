@@ -203,8 +203,10 @@ def _settings(translation: Translation, world: World) -> Settings:
         raise ConfigError("zero_optimization.stage=auto: write the number; zero-train mode=plan compares them")
     rows = settings.get("batch", {})
     if not isinstance(rows.get("global"), int) and not isinstance(rows.get("micro"), int):
+        key = "train_micro_batch_size_per_gpu" if "micro" in rows else "train_batch_size"
         raise ConfigError(
-            "train_batch_size=auto: write the rows of a step, or train_micro_batch_size_per_gpu, as a number"
+            f"{key}=auto: write the rows of a step (train_batch_size) or of a microbatch "
+            "(train_micro_batch_size_per_gpu) as a number"
         )
     own = {key: value for key, value in settings.get("zero", {}).items() if key != "units"}  # of the user's classes
     return Settings.read({**settings, "zero": own}).on(world.size)

@@ -281,8 +281,8 @@ def _edits(
             continue
         if modify is False:
             raise ConfigError(
-                f"{name} was edited, but it is a copy; pass modify=True if every rank makes the same edit, or "
-                "modify=RANK to take that rank's"
+                f"{name} was edited, but it is a copy; pass modify=True if every rank makes the same edit, modify=RANK "
+                "to take that rank's, or modifier_rank=0 to GatheredParameters"
             )
         narrow = rounded(edited, state.plan.precision.compute) if kind == "param" else edited
         if kind != "grad" and seen.finite and not _is_finite(narrow):

@@ -137,9 +137,9 @@ def GatheredParameters(
         )
     held = [tensor for tensor in tensors if isinstance(tensor, ParameterPlaceholder)]
     if not enabled or not held:
-        before = [_writes(parameter) for parameter in given]
+        before = [_writes(parameter) for parameter in tensors]
         yield
-        if enabled and modifier_rank is None and before != [_writes(parameter) for parameter in given]:
+        if enabled and modifier_rank is None and before != [_writes(parameter) for parameter in tensors]:
             raise ConfigError(
                 "GatheredParameters: a parameter was written in the block. Pass modifier_rank=0 to keep it."
             )

@@ -671,6 +671,20 @@ def test_an_owner_whose_reset_leaves_something_out_is_refused_by_name():
         first_values(Forgets)
 
 
+@pytest.mark.parametrize("build", [Scratch, Half])
+def test_a_real_value_beside_empty_parameters_is_kept_whether_or_not_its_owner_can_reset_itself(build):
+    with zero.empty():
+        model = build()
+    model.extra = nn.Parameter(torch.arange(3.0))
+    with zero.World.from_env() as world:
+        plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=world)
+        made = zero.full_state_dict(zero.init(plan, zero.open_store(plan)))
+    assert torch.equal(made.pop("extra"), torch.arange(3.0))
+    whole = build().state_dict()
+    assert made.keys() == whole.keys()
+    assert all(torch.equal(made[name], whole[name]) for name in made)
+
+
 # -- what is written after the constructor -----------------------------------------------------------------------------
 
 

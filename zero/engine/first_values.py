@@ -69,7 +69,7 @@ def values_of(
     """
     shapes = {slot.name: slot.shape for unit in splitting.units for layout in unit.layouts for slot in layout.slots}
     if weights is None:
-        made = _Made(splitting, model, seed, world)
+        made = _Made(splitting, model, given, seed, world)
         return lambda name: given[name] if name in given else made(name)
     if callable(weights):
         return lambda name: _filled(weights, name, shapes[name])
@@ -242,7 +242,9 @@ class _Made:
     The memory that operations use, and no parameter has, belongs to the first owner whose values depend on it.
     """
 
-    def __init__(self, splitting: Splitting, model: nn.Module, seed: int, world: World) -> None:
+    def __init__(
+        self, splitting: Splitting, model: nn.Module, given: Mapping[str, Tensor], seed: int, world: World
+    ) -> None:
         self._model, self._seed, self._world = model, seed, world
         self._owner_of: dict[str, Owner] = {}
         self._recipes: dict[str, Recipe] = {}
@@ -255,7 +257,7 @@ class _Made:
                 self._owner_of[name] = owner
                 placeholder = model.get_submodule(owner.path)._parameters[own]
                 assert isinstance(placeholder, ParameterPlaceholder)
-                recipe = placeholder.recipe or Recipe(Root(placeholder.shape))
+                recipe = placeholder.recipe or Recipe(Root(placeholder.shape, begin=given.get(name)))
                 self._recipes[name] = recipe
                 self._assign(recipe.root, owner.path)
         for root, path in list(self._path_of.items()):

@@ -339,6 +339,20 @@ def test_a_buffer_without_values_is_refused_by_name():
         split(model, world_size=1)
 
 
+def test_a_buffer_computed_from_empty_parameters_is_rejected_and_its_module_may_be_built_outside():
+    def normed() -> nn.Module:
+        return nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
+
+    with zero.empty():
+        model = nn.Sequential(nn.Linear(3, 3), normed())
+    with pytest.raises(
+        PlanError, match=r"_u is computed from parameters, .*; build its module without zero\.empty\(\)"
+    ):
+        split(model, world_size=1)
+    model[1] = normed()
+    split(model, world_size=1)
+
+
 # -- the copy ----------------------------------------------------------------------------------------------------------
 
 

@@ -76,10 +76,15 @@ def _check_parameter(parameter: nn.Parameter, name: str, owner: str) -> None:
 
 
 def _check_buffer(buffer: Tensor, name: str, *, saved: bool) -> None:
+    if isinstance(buffer, Unmade):
+        raise PlanError(
+            f"buffer {name} is computed from parameters, which have no values under zero.empty(); build its module "
+            "without zero.empty()"
+        )
     if is_meta(buffer):
         raise PlanError(
             f"buffer {name} is on meta and has no values; build the model under zero.empty(), which "
-            "sends only parameters to meta, and do not compute buffers from parameters there"
+            "sends only parameters to meta"
         )
     if not saved:
         return

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -182,6 +184,11 @@ def main(folder: Path) -> None:
         with unmoved(scenario.__name__):
             scenario(folder)
     sys.setprofile(None)
+    for name in ("transformers", "lightning"):
+        if find_spec(name):
+            import_module(name)  # lightning itself draws from `random` here
+            with unmoved(f"import zero.integrations.{name}"):
+                import_module(f"zero.integrations.{name}")
     untried = [name for name in zero.__all__ if (parts := codes(name)) and not parts & ran]
     assert not untried, f"not called here: {', '.join(untried)}"
 

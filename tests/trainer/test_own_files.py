@@ -14,6 +14,13 @@ NESTED = "".join(f"{name}: &{name} [{9 * f'*{before}, '}x]\n" for before, name i
 MISTAKES = {
     "no package": ("steps: 2\n", ", line 1: the first line must be # @package _global_"),
     "empty": ("", ", line 1: the first line must be # @package _global_"),
+    "a comment before the package": (
+        f"# mine\n{GLOBAL}steps: 2\n",
+        ", line 1: the first line must be # @package _global_",
+    ),
+    "a package of two words": (f"{GLOBAL.strip()} steps\n", ", line 1: the first line must be # @package _global_"),
+    "a bracket open on an earlier line": (f"{GLOBAL}steps: [1\nseed: 3\n", ", line 2: expected ',' or ']', but got"),
+    "an open quote": (f"{GLOBAL}mode: 'train\nsteps: 2\n", ", line 2: found unexpected end of stream"),
     "an open bracket": (f"{GLOBAL}steps: 2\nzero: {{stage: 3\n", ", line 3: expected ',' or '}', but got"),
     "a tab": (f"{GLOBAL}zero:\n\tstage: 3\n", ", line 3: found character '\\t' that cannot start any token"),
     "twice": (f"{GLOBAL}steps: 2\nsteps: 3\n", ", line 3: steps is there twice"),
@@ -24,6 +31,14 @@ MISTAKES = {
     "a section": (f"{GLOBAL}zero: 3\n", ", line 2: zero is a section; write its keys on the next lines, indented"),
     "no override": (f"{GLOBAL}defaults:\n  - /model: gpt_124m\n", ", line 3: write - override /model: gpt_124m"),
     "no slash": (f"{GLOBAL}defaults:\n  - override model: gpt_124m\n", ", line 3: write - override /model: gpt_124m"),
+    "no slash before hydra": (
+        f"{GLOBAL}defaults:\n  - override hydra/launcher: basic\n",
+        ", line 3: write - override /hydra/launcher: basic",
+    ),
+    "an override before a base": (
+        f"{GLOBAL}defaults:\n  - override /model: gpt_nano\n  - gpt_1b\n",
+        ", line 4: write - gpt_1b above the entries that begin with override",
+    ),
     "no list": (
         f"{GLOBAL}override /model: gpt_124m\n",
         ", line 2: write - override /model in the list under defaults:",

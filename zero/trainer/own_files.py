@@ -18,7 +18,8 @@ from zero.trainer.config import Config, keys, unknown_key
 MAX_BYTES, MAX_VALUES = 2**20, 10_000
 """Limits of a file, and of the values in it once its aliases are written out. The default run has 110 values."""
 
-_GLOBAL = re.compile(r"#\s*@package\s+_global_\s*")
+_HEADER, _GLOBAL = re.compile(r"(#\s*@.*)?"), re.compile(r"#\s*@package +_global_")
+"""Lines of Hydra's header, which ends at any other comment, and its line for a file of several sections."""
 _NOT_SETTINGS = ("defaults", "hydra", "ds_config")
 
 
@@ -33,8 +34,8 @@ def check(path: Path, group: str, options: Callable[[str], list[str]]) -> list[t
         SettingError: one line with file and line number.
     """
     text, root = _parsed(path)
-    head = takewhile(lambda line: not line or line.startswith("#"), map(str.strip, text.splitlines()))
-    is_global = any(map(_GLOBAL.fullmatch, head))
+    header = takewhile(_HEADER.fullmatch, map(str.strip, text.splitlines()))
+    is_global = any(map(_GLOBAL.fullmatch, header))
     if not is_global and (group in ("experiment", "debug") or group not in Config.model_fields):
         raise SettingError(f"{path}, line 1: the first line must be # @package _global_")
     if root is None:
@@ -57,7 +58,8 @@ def _parsed(path: Path) -> tuple[str, Node | None]:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         expanded = 0 if root is None else _count(root, {})
     except yaml.MarkedYAMLError as error:
-        mark = error.context_mark if "<stream end>" in str(error.problem) else error.problem_mark
+        is_bracket_or_quote = any(word in str(error.context) for word in ("flow", "quoted"))
+        mark = error.context_mark if is_bracket_or_quote else error.problem_mark
         line = f", line {mark.line + 1}" if mark else ""
         raise SettingError(f"{path}{line}: {suggest.shown(error.problem)}") from None
     except UnicodeDecodeError:
@@ -85,19 +87,26 @@ def _defaults(
     path: Path, group: str, entries: SequenceNode, options: Callable[[str], list[str]]
 ) -> Iterator[tuple[str, str]]:
     """The options that the list of defaults chooses."""
+    overrides = False
     for entry in entries.value:
         if isinstance(entry, ScalarNode):
             name, option = group, entry.value
-            if option == "_self_" or "/" in option:
+            if option == "_self_":
+                continue
+            if overrides:
+                raise _error(path, entry, f"write - {option} above the entries that begin with override")
+            if "/" in option:
                 continue
         elif isinstance(entry, MappingNode) and len(entry.value) == 1 and isinstance(entry.value[0][1], ScalarNode):
             (typed, value) = entry.value[0]
             *words, named = typed.value.split() or [""]
             name, option = named.lstrip("/"), value.value
+            is_override = words == ["override"]
+            if (options(name) and not is_override) or (is_override and not named.startswith("/")):
+                raise _error(path, typed, f"write - override /{name}: {option}")
+            overrides |= is_override
             if name.startswith("hydra/") or value.tag.endswith(":null"):
                 continue
-            if options(name) and (words != ["override"] or not named.startswith("/")):
-                raise _error(path, typed, f"write - override /{name}: {option}")
         else:
             continue
         if not options(name):

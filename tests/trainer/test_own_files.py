@@ -18,7 +18,6 @@ MISTAKES = {
         f"# mine\n{GLOBAL}steps: 2\n",
         ", line 1: the first line must be # @package _global_",
     ),
-    "a package of two words": (f"{GLOBAL.strip()} steps\n", ", line 1: the first line must be # @package _global_"),
     "a bracket open on an earlier line": (f"{GLOBAL}steps: [1\nseed: 3\n", ", line 2: expected ',' or ']', but got"),
     "an open quote": (f"{GLOBAL}mode: 'train\nsteps: 2\n", ", line 2: found unexpected end of stream"),
     "an open bracket": (f"{GLOBAL}steps: 2\nzero: {{stage: 3\n", ", line 3: expected ',' or '}', but got"),

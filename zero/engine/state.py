@@ -91,6 +91,8 @@ class Runtime:
 class State:
     """The training state after `step` updates. `zero.init` makes the first one, and every step the next.
 
+    One thread of one process may use it at a time; another thread gets ConfigError.
+
     Attributes:
         step: updates made, the skipped ones not counted.
         scale: the loss scale and its counters.

@@ -386,8 +386,8 @@ class Engine(EngineCheckpoints):
     def _check(self, step: Step) -> None:
         """Refuse an update that is not what the script means."""
         wanted = [id(group) for group in self._groups]
-        for one in (self.optimizer, *([self._passed.optimizer] if self._passed is not None else [])):
-            if [id(group) for group in one.param_groups] != wanted:
+        for optimizer in (self.optimizer, *([self._passed.optimizer] if self._passed is not None else [])):
+            if [id(group) for group in optimizer.param_groups] != wanted:
                 raise ConfigError(
                     "the optimizer got other groups than zero.initialize was given (add_param_group, load_state_dict): "
                     "edit those that are there, give all of them to zero.initialize, and load with load_checkpoint"

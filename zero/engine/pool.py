@@ -157,7 +157,9 @@ class Pool:
 
     def reset(self) -> None:
         """After an error: no buffer is pinned or gathered ahead, and no record is half made."""
-        self._buffers = {numel: [one for one in buffers if not one.extra] for numel, buffers in self._buffers.items()}
+        self._buffers = {
+            numel: [buffer for buffer in buffers if not buffer.extra] for numel, buffers in self._buffers.items()
+        }
         self._by_unit = {buffer.unit: buffer for buffer in self.buffers if buffer.unit is not None}
         self._by_address = {buffer.address: buffer for buffer in self.buffers}
         for buffer in self.buffers:

@@ -494,7 +494,7 @@ class Reducer:
 
     def _take(self, numel: int) -> GradientFlat:
         while not self._free[numel]:
-            if not any(one.flats[0].flat_P.numel() == numel for one in self._under_way):
+            if not any(reduction.flats[0].flat_P.numel() == numel for reduction in self._under_way):
                 self._extra = True  # zeros of the only unit of its size, which is filling
                 return GradientFlat(self._device.zeros(numel, self._flat_dtype), PASSED)
             self._complete_oldest()

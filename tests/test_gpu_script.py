@@ -20,7 +20,8 @@ from tests.conftest import LONG_S
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "gpu"
-sys.path.append(str(SCRIPT.parent))
+PARTS = str(ROOT / "benchmarks")
+sys.path.append(PARTS)
 
 from gpu_parts.page import HEADING, NONE_YET, page, row_text  # noqa: E402 - found through the line above
 
@@ -216,7 +217,7 @@ run_all(tasks, ledger, Budget(54.2), log=out / "log.txt", missing=["zlib_ng"])
 
 def test_a_task_that_hangs_or_crashes_costs_only_itself(tmp_path):
     program = tmp_path / "broken.py"
-    program.write_text(f"import sys\nsys.path.append({str(SCRIPT.parent)!r})\n{BROKEN}")
+    program.write_text(f"import sys\nsys.path.append({PARTS!r})\n{BROKEN}")
     printed = run(program, tmp_path / "out").stdout
     results = json.loads((tmp_path / "out" / "gpu.json").read_text())
     ends = {task["name"]: task["status"] for task in results["tasks"]}
@@ -286,7 +287,7 @@ def test_cuda_is_not_initialized_before_processes_are_forked():
 
 def test_works_forked_says_whether_a_forked_process_succeeds():
     program = (
-        f"import sys; sys.path.append({str(SCRIPT.parent)!r}); from gpu_parts.run import works_forked\n"
+        f"import sys; sys.path.append({PARTS!r}); from gpu_parts.run import works_forked\n"
         "print(works_forked(int), works_forked(lambda: 1 / 0))"
     )
     assert run("-c", program).stdout == "True False\n"

@@ -230,7 +230,7 @@ def test_the_top_level_is_what_the_readme_says():
     top = {line.split("/")[0] for line in listed.stdout.splitlines()}
     allowed = {"zero", "conf", "train.py", "tests", "scripts", "docs", "pyproject.toml", "README.md", "ARCHITECTURE.md"}
     allowed |= {"CHANGELOG.md", "LICENSE", ".ci", ".github", ".gitignore", ".pre-commit-config.yaml"}
-    allowed |= {"CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "mkdocs.yml"}
+    allowed |= {"benchmarks", "examples", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "mkdocs.yml"}
     assert top <= allowed
 
 

@@ -14,7 +14,8 @@ from tests.conftest import LONG_S
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
-sys.path.append(str(SCRIPTS))
+PARTS = str(ROOT / "benchmarks")
+sys.path.append(PARTS)
 
 from node_parts.nodes import Nodes, Wire, remove_left_behind, why_not  # noqa: E402 - found through the line above
 from node_parts.run import Job, ranks_of, rows_in  # noqa: E402
@@ -95,7 +96,7 @@ def test_what_a_killed_program_leaves_is_removed():
     """Its processes are gone with it; the names of its namespaces stay for the next one to find."""
     program = f"""
 import subprocess, sys
-sys.path.insert(0, {str(SCRIPTS)!r})
+sys.path.insert(0, {PARTS!r})
 from node_parts.nodes import Nodes, Wire
 nodes = Nodes([Wire(delay_s=0.001)])
 up = nodes.start(0, ["sh", "-c", "echo up; exec sleep 1000"], stdout=subprocess.PIPE)

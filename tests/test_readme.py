@@ -30,7 +30,7 @@ from zero.trainer import compose
 from zero.trainer.models import GPT, GPTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES = ROOT / "scripts" / "examples"
+EXAMPLES = ROOT / "examples"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKING = [*PAGES, *(ROOT / f"{name}.md" for name in ("ARCHITECTURE", "CHANGELOG", "CONTRIBUTING", "SECURITY"))]
 SHOWN = {"own_loop": "own-loop.md", "initialize": "coming-from-deepspeed.md", "hugging_face": "hugging-face.md"}

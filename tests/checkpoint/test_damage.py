@@ -1,6 +1,6 @@
 """A damaged checkpoint never loads, a crafted one runs nothing, and a save that fails costs nothing but itself.
 
-`scripts/fuzz_checkpoint` does the first part at any length.
+`benchmarks/fuzz_checkpoint.py` does the first part at any length.
 """
 
 import contextlib

@@ -531,7 +531,7 @@ def test_train_py_takes_a_folder_and_scripts_export_gives_one_back(saved, here, 
     assert "model=hf" not in told.err
     assert f"weights of {folder}: " in told.out
     assert "warning: optim.lr=0.001 is for fresh weights and would undo these; a hundredth is usual" in told.out
-    export_script = loaded("export")
+    export_script = loaded("scripts/export")
     monkeypatch.setattr("sys.argv", ["export", "run", "--to", "hf"])
     assert export_script.main() == 0
     again = transformers.AutoModelForCausalLM.from_pretrained(here / "run" / "exported-hf")
@@ -564,7 +564,7 @@ def test_what_train_py_cannot_train_is_one_line(family, words, told, saved, here
 
 def loaded(name):
     """A script as a module."""
-    path = Path(__file__).resolve().parents[2] / "scripts" / name
+    path = Path(__file__).resolve().parents[2] / name
     loader = importlib.machinery.SourceFileLoader(path.name, str(path))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(path.name, loader))
     loader.exec_module(module)
@@ -572,7 +572,7 @@ def loaded(name):
 
 
 def test_the_example_trains_a_llama_from_folder_to_folder(tmp_path, capsys):
-    example = loaded("bench_llama")
+    example = loaded("benchmarks/llama.py")
     assert example.main(["--small", "--offload", "infinity", "--folder", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "in 6 files" in told

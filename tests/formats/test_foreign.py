@@ -1,6 +1,6 @@
 """What comes from elsewhere is refused in one line, or is what was there: nothing of it is believed unseen.
 
-`scripts/fuzz_checkpoint --foreign` does the second part at any length.
+`benchmarks/fuzz_checkpoint.py --foreign` does the second part at any length.
 """
 
 import contextlib

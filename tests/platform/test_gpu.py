@@ -1,6 +1,6 @@
 """What a GPU would be asked for, as far as it can be seen without one: on a simulated GPU, or by the call that is made.
 
-A test with a real GPU is marked `gpu`. `scripts/launches` prints the table that the budgets here keep.
+A test with a real GPU is marked `gpu`. `benchmarks/launches.py` prints the table that the budgets here keep.
 """
 
 import gc

@@ -472,7 +472,7 @@ def test_the_commit_and_the_packages_are_kept_unless_switched_off(tmp_path, monk
 
 # Sweeps of W&B
 
-SWEEP = Path(__file__).resolve().parents[2] / "scripts" / "examples" / "wandb_sweep.yaml"
+SWEEP = Path(__file__).resolve().parents[2] / "examples" / "wandb_sweep.yaml"
 
 
 def words_of_the_agent(chosen):

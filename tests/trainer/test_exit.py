@@ -153,6 +153,6 @@ def test_so_do_ranks_and_a_script_with_wandb(kind):
     """And the script that tries many."""
     if "W&B" in kind:
         pytest.importorskip("wandb")
-    script = [sys.executable, ROOT / "scripts" / "exit_test", "--count", "1", "--busy", "0", "--only", kind]
+    script = [sys.executable, ROOT / "benchmarks" / "exits.py", "--count", "1", "--busy", "0", "--only", kind]
     done = subprocess.run(script, capture_output=True, text=True, timeout=LONG_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

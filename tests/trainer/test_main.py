@@ -69,9 +69,9 @@ def test_a_run_is_trained_and_reported_by_the_module(here):
     assert (here / "run" / "report.html").exists()
 
 
-WITHOUT_TORCH = ["train.py", "scripts/sample", "scripts/from_deepspeed"]
-WITHOUT_TORCH += [f"scripts/{name}" for name in ("bench_step", "nodes", "tutorial", "pictures", "fuzz_checkpoint")]
-WITHOUT_TORCH += [f"scripts/{name}" for name in ("bench_checkpoint", "bench_nodes", "bench_offload", "node_faults")]
+WITHOUT_TORCH = ["train.py", "scripts/sample", "scripts/from_deepspeed", "scripts/nodes", "scripts/tutorial"]
+WITHOUT_TORCH += [f"benchmarks/{name}.py" for name in ("step", "pictures", "fuzz_checkpoint", "checkpoint", "nodes")]
+WITHOUT_TORCH += [f"benchmarks/{name}.py" for name in ("offload", "node_faults")]
 
 
 @pytest.mark.parametrize("script", WITHOUT_TORCH)
@@ -83,7 +83,11 @@ def test_without_torch_the_line_to_type_is_said(script):
     assert "has no torch: type `source .venv/bin/activate`" in done.stderr.splitlines()[-1]
 
 
-PROGRAMS = [one for one in [ROOT / "train.py", *sorted((ROOT / "scripts").iterdir())] if one.is_file()]
+PROGRAMS = [
+    one
+    for one in [ROOT / "train.py", *sorted((ROOT / "scripts").iterdir()), *sorted((ROOT / "benchmarks").iterdir())]
+    if one.is_file()
+]
 PROGRAMS = [one for one in PROGRAMS if b"python3" in one.read_bytes()[:32]]
 
 

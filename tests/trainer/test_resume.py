@@ -306,7 +306,7 @@ def test_a_signal_saves_on_all_ranks_and_exits_with_75(to_a_rank, here):
 @pytest.mark.process
 def test_killed_ranks_start_again_and_lose_nothing():
     seed = random.randrange(10**6)
-    script = [sys.executable, str(ROOT / "scripts" / "crash_test"), "--kills", "5", "--seed", str(seed)]
+    script = [sys.executable, str(ROOT / "benchmarks" / "crashes.py"), "--kills", "5", "--seed", str(seed)]
     done = subprocess.run(script, capture_output=True, text=True, timeout=LONG_S)
     print(done.stdout, done.stderr)
     assert done.returncode == 0

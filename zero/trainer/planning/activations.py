@@ -18,7 +18,7 @@ from zero.trainer.task import loss_of
 
 HEAP: Mapping[str, float] = {"keep": 1.5, "remat": 2.5}
 """By `zero.activations`: how much the heap of a process grows for a byte of activations on a CPU, because freed tensors
-leave holes that others do not fit in. Measured with `scripts/check_plan` under glibc 2.36 and `launch.malloc=raised`:
+leave holes that others do not fit in. Measured with `benchmarks/plan_memory.py`, glibc 2.36, `launch.malloc=raised`:
 1.4 to 1.7 and 2.5 to 3.4, the higher the smaller the model. With `lean`, which maps large tensors apart, it is 1."""
 
 

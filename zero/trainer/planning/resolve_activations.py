@@ -24,7 +24,7 @@ from zero.trainer.planning.machine import Machine
 
 CPU_LIBRARIES_BYTES = 16 * MiB
 """Of the memory of a process that computes on a CPU, what is left to matrix products, code and threads, which no plan
-counts: 5 to 8 MB in `scripts/bench_activations`. A GPU's libraries have `offload.reserve`.
+counts: 5 to 8 MB in `benchmarks/activations.py`. A GPU's libraries have `offload.reserve`.
 """
 
 

@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""Measure a save: its rate compared with a plain copy on the same disk, its memory, and its time for hashing.
+
+    benchmarks/checkpoint.py --path /mnt/nvme              the 340M GPT, offload=nvme
+    benchmarks/checkpoint.py --path /mnt/nvme --layers 2   a quick run
+
+A save reads every page of the state, hashes it and writes it. The copy is `cp` of a file of the same size that is not
+in the page cache, and fsync. Each round makes a save, a save without hashes and a copy; medians are compared. Peaks are
+the process's resident memory according to the kernel, before and after the first save.
+"""
+
+import argparse
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import zero  # noqa: E402 - first: where nothing is installed it says what to type
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--path", default=".", help="folder on the disk to measure; needs 40 bytes per parameter")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=1536)
+    parser.add_argument("--offload", default="nvme")
+    parser.add_argument("--rounds", type=int, default=3)
+    return parser.parse_args()
+
+
+def seconds(work: Callable[[], object]) -> float:
+    begin_s = time.perf_counter()
+    work()
+    return time.perf_counter() - begin_s
+
+
+def copy(source: Path, target: Path) -> None:
+    subprocess.run(["cp", "--reflink=never", source, target], check=True)
+    with target.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def drop_from_cache(path: Path) -> None:
+    """Drop the file from the page cache, where the state was not either before it was saved."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@contextlib.contextmanager
+def unhashed():
+    """Make saves in the block without hashes, to measure hashing. Such checkpoints cannot be loaded."""
+    from zero.checkpoint import hashes, shard
+
+    real = shard.hash_block
+    shard.hash_block = lambda block: hashes.BlockHash(b"\0" * 32, (0,) * -(-len(block) // hashes.SPAN_BYTES))
+    try:
+        yield
+    finally:
+        shard.hash_block = real
+
+
+def main() -> int:
+    given = arguments()
+    import torch
+
+    from zero.platform.device import host_peak_bytes
+    from zero.trainer.models import GPT, GPTConfig, loss
+
+    torch.set_num_threads(2)
+    sizes = GPTConfig(width=given.width, layers=given.layers, heads=12, seq=512, vocab=256, mlp="gelu")
+    with tempfile.TemporaryDirectory(prefix="bench_checkpoint_", dir=given.path) as top:
+        world = zero.World.from_env()
+        with zero.empty():
+            model = GPT(sizes)
+        plan = zero.Plan(
+            model,
+            optimizer=zero.adamw(1e-4, clip=1.0),
+            world=world,
+            precision="bf16",
+            offload=zero.Offload(given.offload, path=given.path),
+        )
+        rows = torch.randint(0, 256, (2, 513))
+        with contextlib.closing(zero.open_store(plan)) as store:
+            state, step = zero.init(plan, store), zero.make_step(plan, loss)
+            for _ in range(3):
+                state, _ = step(state, [rows])
+            training = host_peak_bytes()
+            path = zero.save(state, Path(top, "first"))
+            peak = host_peak_bytes()
+            source = path / "rank-00000-of-00001.safetensors"
+            nbytes = source.stat().st_size
+            times: dict[str, list[float]] = {"save": [], "save without hashes": [], "copy": []}
+            for number in range(given.rounds):
+                drop_from_cache(source)
+                times["save"].append(seconds(lambda: zero.save(state, Path(top, "a"))))
+                with unhashed():
+                    times["save without hashes"].append(seconds(lambda: zero.save(state, Path(top, "b"))))
+                times["copy"].append(seconds(lambda: copy(source, Path(top, "copy"))))
+                Path(top, "copy").unlink()
+                print(f"round {number + 1}: " + ", ".join(f"{what} {one[-1]:.2f} s" for what, one in times.items()))
+            middle = {what: statistics.median(one) for what, one in times.items()}
+    print(f"\n{plan.numel / 1e6:,.0f} M parameters, offload={given.offload}, {nbytes / 1e9:.2f} GB\n")
+    print("| | median s | GB/s |\n|---|---:|---:|")
+    for what, median_s in middle.items():
+        print(f"| {what} | {median_s:.2f} | {nbytes / median_s / 1e9:.2f} |")
+    ratio, share = middle["copy"] / middle["save"], 1 - middle["save without hashes"] / middle["save"]
+    print("\n| figure | reached | goal | |\n|---|---:|---:|---|")
+    print(f"| rate of a save / rate of a copy | {ratio:.2f} | 0.8 | {'reached' if ratio >= 0.8 else 'missed'} |")
+    more = (peak - training) / 2**20
+    print(
+        f"| memory of a save above training's peak | {more:,.0f} MiB | 256 | {'reached' if more <= 256 else 'missed'} |"
+    )
+    print(f"| hashing, as a share of a save | {share:.2f} | | |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

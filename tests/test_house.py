@@ -1,11 +1,17 @@
-"""The house: who may know whom. Each rule says why in its failure message."""
+"""The rules of the house: which file may import which, and how files are written. Each rule gives its reason."""
 
 import ast
 import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+import zero
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "zero"
@@ -32,60 +38,61 @@ ROOMS = [
     "__main__",
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))
-DEVICES = ("platform/device.py", "platform/cuda.py", "testing/simulated_gpu.py", "testing/operators.py")
 
 
 def name_of(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
+def room_of(path: Path) -> str:
+    return name_of(path).split(".")[0]
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> list[str]:
-    """Every module that a file imports, deferred imports and those for types included."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Return every module that a file imports, deferred imports and those for types included."""
+    modules = []
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            modules += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module == "zero":
-            found += [f"zero.{alias.name}" for alias in node.names]
+            modules += [f"zero.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.append(node.module)
-    return found
+            modules.append(node.module)
+    return modules
 
 
 def zero_imports(path: Path) -> list[str]:
     return [name.removeprefix("zero.") for name in imports(path) if name.startswith("zero.")]
 
 
-def room_of(name: str) -> str:
-    return name.split(".")[0]
+def docstrings(node: ast.AST) -> Iterator[str]:
+    """Yield the texts that stand alone in the body of a module, class or function: also those of attributes."""
+    for statement in getattr(node, "body", []) if not isinstance(node, ast.Lambda | ast.IfExp) else []:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            yield str(statement.value.value)
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p != PACKAGE / "__init__.py"], ids=name_of)
-def test_arrows_point_downward(path):
-    name = name_of(path)
-    assert room_of(name) in ROOMS, (
-        f"zero/{room_of(name)} is no room of the house: say in ARCHITECTURE.md what it is for"
-    )
-    for other in zero_imports(path):
-        assert ROOMS.index(room_of(other)) <= ROOMS.index(room_of(name)), (
-            f"zero/{name} imports zero/{other}, which stands above it: a file that knows its users cannot be read alone"
-        )
+def test_arrows_point_downward():
+    upward = []
+    for path in set(FILES) - {PACKAGE / "__init__.py"}:
+        assert room_of(path) in ROOMS, f"zero/{room_of(path)} is no room: say in ARCHITECTURE.md what it is for"
+        height = ROOMS.index(room_of(path))
+        upward += [(name_of(path), other) for other in zero_imports(path) if ROOMS.index(other.split(".")[0]) > height]
+    assert not upward, "a file that knows its users cannot be read alone"
 
 
 def test_no_import_goes_in_a_circle():
-    """Not within a room either. A folder's own list of names may show what is inside."""
-    graph = {
-        name_of(path): {other for other in zero_imports(path) if other != name_of(path)}
-        for path in FILES
-        if path.name != "__init__.py"
-    }
-    order = list(TopologicalSorter({name: others & set(graph) for name, others in graph.items()}).static_order())
-    assert len(order) == len(graph)
+    """The rule holds within a room, too. A folder's `__init__` may show what is inside."""
+    graph = {name_of(path): {*zero_imports(path)} - {name_of(path)} for path in FILES if path.name != "__init__.py"}
+    assert [*TopologicalSorter({name: others & set(graph) for name, others in graph.items()}).static_order()]
 
 
 def test_every_folder_is_in_the_wheel():
-    import tomllib
-
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {".".join(path.parent.relative_to(ROOT).parts) for path in FILES}
     assert set(packages) == folders | {"zero.application"}, "see packages in pyproject.toml"
@@ -102,12 +109,10 @@ def test_tests_stand_where_the_code_stands():
     assert folders - {"common", "faults"} <= set(ROOMS)
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "core").glob("*.py")), ids=name_of)
-def test_arithmetic_touches_nothing_outside(path):
+def test_arithmetic_touches_nothing_outside():
     outside = {"os", "time", "threading", "socket", "subprocess", "pathlib", "psutil", "torch.distributed"}
-    assert not outside & set(imports(path)), (
-        f"zero/{name_of(path)} is arithmetic: no ranks, no files, no clock, so that it needs no mock"
-    )
+    users = {name_of(path): outside & {*imports(path)} for path in FILES if room_of(path) == "core"}
+    assert not any(users.values()), "core is arithmetic: no ranks, no files, no clock, so that it needs no mock"
 
 
 @pytest.mark.parametrize(
@@ -132,124 +137,166 @@ def test_one_file_owns_each_outside_thing(module, allowed, why):
     assert users <= allowed, f"{module} is imported in {sorted(users - allowed)}: {why}"
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "store").glob("*.py")), ids=name_of)
-def test_a_store_knows_keys_and_bytes(path):
+def test_a_store_knows_keys_and_bytes():
     below = ("store", "errors", "core.sizes", "platform.files", "platform.handle", "platform.threads")
-    known = [other for other in zero_imports(path) if not other.startswith(below)]
-    assert not known, f"zero/{name_of(path)} imports {known}: a store does not know what its pages mean"
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_stage_is_three_booleans(path):
-    if name_of(path) in (
-        "core.stage",
-        "core.settings",
-        "settings.sections",
-        "trainer.config",
-        "core.schema",
-    ):
-        return
-    text = path.read_text()
-    asked = re.findall(r"(?:level|stage)\s*(?:==|>=|<=|!=|>|<|in)\s*[\[({]?\d", text)
-    assert not asked, f"{asked}: ask stage.moments, .gradients or .parameters; only stage.py knows the numbers"
+    pairs = [(name_of(path), other) for path in FILES if room_of(path) == "store" for other in zero_imports(path)]
+    assert not [pair for pair in pairs if not pair[1].startswith(below)], "a store does not know what its pages mean"
 
 
 def test_threads_that_may_be_inside_torch_are_waited_for():
     without_torch = {"platform.threads", "distributed.failure", "platform.memory_watch", "platform.device"}
     without_torch |= {"store.nvme", "checkpoint.open", "trainer.launch.request", "trainer.launch.ranks"}
     users = {name_of(path) for path in FILES if re.search(r"\bThread[()]", path.read_text())}
-    own = {name for name in users - without_torch if not name.startswith("testing.")}
-    assert not own, (
-        f"{sorted(own)} starts a thread: a zero.platform.threads.Beside does not abort the process when Python ends"
+    others = {name for name in users - without_torch if not name.startswith("testing.")}
+    assert not others, (
+        f"{sorted(others)} starts a thread: a zero.platform.threads.Beside does not abort the process when Python ends"
     )
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_nothing_is_asked_by_hasattr(path):
-    assert "hasattr(" not in path.read_text(), "decide once from data, then act"
+STAGE_FILES = ("core.stage", "core.setting_types", "core.schema", "settings.sections", "trainer.config")
+DEVICE_FILES = ("platform.device", "platform.cuda", "testing.simulated_gpu", "testing.operators")
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_module_holds_mutable_state(path):
-    for node in ast.parse(path.read_text()).body:
-        value = getattr(node, "value", None)
-        names = [t.id for t in getattr(node, "targets", [getattr(node, "target", None)]) if isinstance(t, ast.Name)]
-        if isinstance(value, ast.List | ast.Dict | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp):
-            constant = all(name.strip("_").isupper() or name == "__all__" for name in names)
-            assert constant, f"{names} in zero/{name_of(path)} is module state: pass it as an argument"
+@pytest.mark.parametrize(
+    ("pattern", "exempt", "why"),
+    [
+        (
+            r"(?:level|stage)\s*(?:==|>=|<=|!=|>|<|in)\s*[\[({]?\d",
+            STAGE_FILES,
+            "ask stage.moments, .gradients or .parameters; only core/stage.py knows the numbers",
+        ),
+        (r"hasattr\(", (), "decide once from data, then act"),
+        (
+            r"\bdevice\.type\b|\bis_cuda\b(?!\")|torch\.cuda\.(Stream|Event|stream|synchronize|mem_get_info)\b",
+            DEVICE_FILES,
+            "ask zero.platform.device.Device, which a simulated GPU can stand for",
+        ),
+    ],
+)
+def test_no_file_decides_for_itself(pattern, exempt, why):
+    users = [(name_of(path), re.findall(pattern, path.read_text())) for path in FILES if name_of(path) not in exempt]
+    assert not [user for user in users if user[1]], why
 
 
-@pytest.mark.parametrize("path", [*FILES, ROOT / "train.py"], ids=str)
-def test_one_word_for_each_thing(path):
+def test_no_module_holds_mutable_state():
+    for path in FILES:
+        for node in tree_of(path).body:
+            value = getattr(node, "value", None)
+            names = [t.id for t in getattr(node, "targets", [getattr(node, "target", None)]) if isinstance(t, ast.Name)]
+            if isinstance(value, ast.List | ast.Dict | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp):
+                constant = all(name.strip("_").isupper() or name == "__all__" for name in names)
+                assert constant, f"{names} in zero/{name_of(path)} is module state: pass it as an argument"
+
+
+def test_one_word_for_each_thing():
     others = ["partition", "swap", "manager", "helper", "utils", "swapper", "engine_"]
     names = {
         node.name
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path in (*FILES, ROOT / "train.py")
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-    } | {path.stem}
+    } | {path.stem for path in FILES}
     used = [name for name in names if any(word in name.lower() for word in others)]
     assert not used, f"{used}: see the vocabulary in ARCHITECTURE.md"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_file_begins_with_its_idea(path):
-    assert ast.get_docstring(ast.parse(path.read_text())), f"zero/{name_of(path)} does not say what it is"
+def test_a_file_begins_with_its_idea():
+    silent = [name_of(path) for path in FILES if not ast.get_docstring(tree_of(path))]
+    assert not silent, "the first line of a file says what it is"
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if room_of(name_of(path)) != "trainer"], ids=name_of)
-def test_a_library_advises_nothing_that_only_a_checkout_has(path):
+NOT_YET = """
+    __init__
+    checkpoint.disk checkpoint.json_values checkpoint.load checkpoint.manifest checkpoint.open checkpoint.publish
+    checkpoint.save checkpoint.shard
+    core.groups core.kept core.layout core.loss_scale core.master core.moments core.optim core.placement core.precision
+    core.schema core.secret core.setting_types core.stage core.suggest core.tree core.updates
+    deepspeed.accelerator deepspeed.checkpoints deepspeed.config deepspeed.config_keys deepspeed.config_source
+    deepspeed.engine deepspeed.initialize deepspeed.metrics deepspeed.missing_names deepspeed.model deepspeed.optimizers
+    deepspeed.schedulers
+    distributed.failure distributed.routes distributed.stalled distributed.world
+    engine.arguments engine.compile engine.copyable engine.facts engine.fetch engine.first_values engine.full
+    engine.functions engine.gather engine.gradient engine.graph engine.init engine.measured engine.module_copy
+    engine.page_table engine.placeholder engine.placing engine.plan engine.reduce engine.reduce_order engine.residency
+    engine.saved_tensors engine.state engine.step engine.totals engine.traffic engine.unit engine.update
+    engine.visit_order
+    errors
+    formats.dcp formats.export_checkpoint formats.hf formats.import_checkpoint formats.stream formats.torch_file
+    formats.universal
+    integrations.lightning integrations.transformers
+    losses
+    platform.cuda platform.device platform.files platform.installed platform.peak_flops platform.run_files
+    platform.safetensors_files platform.threads platform.timeline
+    renamed
+    settings.build settings.schedule settings.sections
+    store.base store.events store.indexed_schedule store.nvme store.prefetch store.tiers store.traffic_counter
+    testing.handoffs testing.operators testing.processes testing.races testing.simulated_gpu testing.store_contract
+    testing.streams testing.thread_world
+    tracker tracker.console tracker.earlier tracker.meter tracker.report.chart tracker.report.folder tracker.report.page
+    tracker.report.run tracker.report.scale tracker.report.sweep tracker.settings tracker.tensorboard tracker.track
+    tracker.view tracker.wandb
+    trainer.answers trainer.cli trainer.commands trainer.commands.export_checkpoint trainer.compose trainer.config
+    trainer.config.sections trainer.data trainer.data.source trainer.data.tokenizer trainer.data.windows trainer.doctor
+    trainer.evaluate trainer.explain trainer.job trainer.launch.begun trainer.launch.process trainer.launch.ranks
+    trainer.loop trainer.models.hf trainer.models.hf_config trainer.planning trainer.planning.activations
+    trainer.planning.choices trainer.planning.cost trainer.planning.machine trainer.planning.out_of_memory
+    trainer.planning.rates trainer.planning.resolve_activations trainer.planning.resolve_auto trainer.planning.shapes
+    trainer.planning.table trainer.planning.tracing trainer.replies trainer.saver trainer.synonyms trainer.task
+"""
+"""Files with docstrings or names that break the next rule. Take a file out when it keeps the rule; add none."""
+
+
+def test_docstrings_and_names_are_plain():
+    headless = re.compile(r"\s*(What|Those|Whoever|That|Which|Where|It)\b(?!')")
+    broken = {}
+    for path in FILES:
+        nodes = list(ast.walk(tree_of(path)))
+        lines = [text.strip().split("\n")[0] for node in nodes for text in docstrings(node) if headless.match(text)]
+        names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        names |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        if (lines or names & {"one", "found"}) and (name_of(path) or "__init__") not in NOT_YET.split():
+            broken[name_of(path)] = [*lines, *(names & {"one", "found"})]
+    assert not broken, (
+        "begin a function's docstring with a verb and any other with a noun, not with a headless clause, and name a "
+        "binding after what it holds, not `one` or `found`"
+    )
+
+
+def test_a_library_advises_nothing_that_only_a_checkout_has():
     """What `trainer` prints goes through `as_called`; an error of the library is seen as it was written."""
-    tree = ast.parse(path.read_text())
-    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
-    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    texts = [node.value for node in texts if id(node) not in alone]
-    found = [text for text in texts if re.search(r"\bscripts/|\bdocs/|\btrain\.py\b", text)]
-    if name_of(path) not in ("platform.installed", "core.suggest"):  # the place that knows, and a command for it
-        assert not found, "say `zero-train export`, and zero.platform.installed.page() for a page"
+    advice = []
+    for path in FILES:
+        if room_of(path) == "trainer" or name_of(path) in ("platform.installed", "core.suggest"):
+            continue
+        nodes = list(ast.walk(tree_of(path)))
+        alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
+        texts = [node.value for node in nodes if isinstance(node, ast.Constant) and id(node) not in alone]
+        advice += [text for text in texts if re.search(r"\bscripts/|\bdocs/|\btrain\.py\b", str(text))]
+    assert not advice, "say `zero-train export`, and zero.platform.installed.page() for a page"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_the_rest_of_the_arguments_has_an_entry_of_its_own(path):
+def test_the_rest_of_the_arguments_has_an_entry_of_its_own():
     """The site looks the name of each entry up in the signature, and `args, kwargs` is not there."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in (node for path in FILES for node in ast.walk(tree_of(path))):
         made = node.body if isinstance(node, ast.ClassDef) else [node]  # a class documents its __init__
         for function in made:
             if isinstance(function, ast.FunctionDef) and (function is node or function.name == "__init__"):
                 groups = re.findall(r"^ +(\w+(?:, \w+)+): ", ast.get_docstring(node, clean=False) or "", re.MULTILINE)
-                rest = {one.arg for one in (function.args.vararg, function.args.kwarg) if one is not None}
-                found = [group for group in groups if rest & set(group.split(", "))]
-                assert not found, f"{node.name}: one entry for each, with its stars"
+                rest = {arg.arg for arg in (function.args.vararg, function.args.kwarg) if arg is not None}
+                assert not [group for group in groups if rest & {*group.split(", ")}], f"{node.name}: an entry for each"
 
 
 def test_the_top_level_is_what_the_readme_says():
-    import subprocess
-
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("not a git checkout")
-    top = {line.split("/")[0] for line in listed.stdout.splitlines()}
-    allowed = {"zero", "conf", "train.py", "tests", "scripts", "docs", "pyproject.toml", "README.md", "ARCHITECTURE.md"}
-    allowed |= {"CHANGELOG.md", "LICENSE", ".ci", ".github", ".gitignore", ".pre-commit-config.yaml"}
-    allowed |= {"benchmarks", "examples", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "mkdocs.yml"}
-    assert top <= allowed
+    allowed = {"zero", "conf", "train.py", "tests", "scripts", "benchmarks", "docs", "pyproject.toml", "README.md"}
+    allowed |= {"ARCHITECTURE.md", "CHANGELOG.md", "LICENSE", ".ci", ".github", ".gitignore", ".pre-commit-config.yaml"}
+    allowed |= {"CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "mkdocs.yml", "examples"}
+    assert {line.split("/")[0] for line in listed.stdout.splitlines()} <= allowed
 
 
 def test_public_names_tell_the_story():
-    import zero
-
     assert set(zero.__all__) == set(zero._HOME)
     for name in zero.__all__:
         assert getattr(zero, name).__doc__, f"zero.{name} has no docstring"
-
-
-ASKED_OF_THE_DOOR = re.compile(
-    r"\bdevice\.type\b|\bis_cuda\b(?!\")|torch\.cuda\.(Stream|Event|stream|synchronize|mem_get_info)\b"
-)
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(PACKAGE).as_posix())
-def test_what_the_device_is_only_its_doors_know(file):
-    """Streams, events and what a decision depends on are asked of `Device`, which a simulated GPU can stand for."""
-    if file.relative_to(PACKAGE).as_posix() not in DEVICES:
-        found = [line.strip() for line in file.read_text().splitlines() if ASKED_OF_THE_DOOR.search(line)]
-        assert not found, "ask zero.platform.device.Device instead"

@@ -31,7 +31,7 @@ from zero.engine.module_copy import buffers_of
 from zero.errors import CheckpointError, StaleStateError
 from zero.platform.safetensors_files import NAMES, offsets
 from zero.testing import run_processes, run_ranks
-from zero.testing.threads import ThreadWorld
+from zero.testing.thread_world import ThreadWorld
 from zero.tracker import Tracker
 from zero.trainer.config import Config
 from zero.trainer.saver import Saver, open_named

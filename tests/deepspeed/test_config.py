@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 import train
-from zero.core.settings import MOST
+from zero.core.setting_types import MOST
 from zero.deepspeed import config_source
 from zero.deepspeed.config import differing, overrides, translate
 from zero.deepspeed.config_keys import ALIASES, FEATURES, KEYS, OPTIMIZERS, SCHEDULERS

@@ -31,7 +31,7 @@ from zero.distributed.world import World
 from zero.engine.full import digest
 from zero.engine.state import State
 from zero.errors import CheckpointError
-from zero.testing.threads import run_ranks
+from zero.testing.thread_world import run_ranks
 
 GOOD, DAMAGED = step_name(10), step_name(20)
 BLOCK_BYTES = 512

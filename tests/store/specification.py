@@ -1,6 +1,6 @@
 """The schedule of the store as one pure function: (state, event) -> (state, actions).
 
-`zero.store.schedule` has the words. This defines what is right: it is searched in every order of events, and the
+`zero.store.events` has the words. This defines what is right: it is searched in every order of events, and the
 schedule that the store runs, `zero.store.indexed_schedule`, takes the same actions. Each event costs
 O(loaded groups + operations).
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 from zero.store.base import Page
-from zero.store.schedule import (
+from zero.store.events import (
     Action,
     Copy,
     Event,

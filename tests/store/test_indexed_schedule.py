@@ -8,8 +8,8 @@ import pytest
 
 from tests.store import specification
 from tests.store.test_schedule import SCENARIOS, due, get, put
+from zero.store.events import Expect, Finished, Group
 from zero.store.indexed_schedule import Schedule
-from zero.store.schedule import Expect, Finished, Group
 
 PAGES, IN_PLACE = "abcdefgh", 2
 

@@ -16,8 +16,8 @@ from tests.conftest import LONG_S
 from zero.errors import StoreError
 from zero.store import MemoryStore, NvmeStore, Page, Store
 from zero.store.base import Ticket
+from zero.store.events import Group
 from zero.store.prefetch import PrefetchStore
-from zero.store.schedule import Group
 from zero.testing import StoreContract
 
 BLOCK_BYTES = 4096

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.store import specification as schedule
-from zero.store.schedule import Copy, Expect, Finished, Group, Modify, Move, Phase, Read, Transfer, Work, Write
+from zero.store.events import Copy, Expect, Finished, Group, Modify, Move, Phase, Read, Transfer, Work, Write
 
 # Pages are opaque to the schedule: letters are quick to hash.
 A = Group(0, 0, ("a",))

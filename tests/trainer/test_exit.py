@@ -32,7 +32,7 @@ def native():
 
 WORK = """
 from zero.store import MemoryStore, Page
-from zero.store.schedule import Group
+from zero.store.events import Group
 from zero.store.prefetch import PrefetchStore
 
 begun, ended = [], []

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tests.conftest import LONG_S
 from zero.core.schema import walk
-from zero.core.settings import Reads, words
+from zero.core.setting_types import Reads, words
 from zero.errors import ConfigError
 from zero.trainer.compose import CONF, compose, settings_in
 from zero.trainer.config import Config, keys, read

@@ -21,7 +21,7 @@ import train
 from tests.conftest import LONG_S
 from zero import errors
 from zero.core.schema import Key, walk
-from zero.core.settings import words
+from zero.core.setting_types import words
 from zero.core.suggest import values_in
 from zero.errors import ConfigError, ZeroError
 from zero.platform.run_files import folders_of

@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from zero.core.schema import Section
-from zero.core.settings import Whole, in_fp32, key
+from zero.core.setting_types import Whole, in_fp32, key
 from zero.errors import ConfigError
 
 

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
 from zero.core.schema import Section
-from zero.core.settings import Places, bytes_of, key, memory_of, or_auto, whole_or_auto
+from zero.core.setting_types import Places, bytes_of, key, memory_of, or_auto, whole_or_auto
 from zero.core.sizes import BLOCK_BYTES, GiB, size_text
 from zero.errors import ConfigError, SettingError
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from zero.core.settings import MOST
+from zero.core.setting_types import MOST
 
 
 class ValueType(NamedTuple):

@@ -17,7 +17,7 @@ from zero.engine.plan import Plan
 from zero.engine.transfer import load
 from zero.engine.unit_state import UnitState
 from zero.platform.device import PASSED, Device
-from zero.store import Page, PrefetchStore, Ticket
+from zero.store import Page, PageKind, PrefetchStore, Ticket
 
 Fetch = Callable[[UnitState, Tensor, Sequence[Ticket], bool], Sequence[Handle]]
 """(unit, its buffer, tickets of its update, whether the host may have to wait for them) to what to wait for."""
@@ -100,7 +100,10 @@ class _PagedShard(NamedTuple):
 
 def _paged_shards(plan: Plan, routes: Routes, unit: UnitState, full: Tensor) -> list[_PagedShard]:
     split = unit.spec.trainable.P
-    parts = (("param", unit.spec.trainable, full[:split]), ("frozen", unit.spec.frozen, full[split:]))
+    parts = (
+        (PageKind.PARAM, unit.spec.trainable, full[:split]),
+        (PageKind.FROZEN, unit.spec.frozen, full[split:]),
+    )
     found = []
     for number, (kind, layout, full_P) in enumerate(parts):
         pages = [Page(unit.index, kind, n) for n in range(len(plan.cut(layout.S)))]

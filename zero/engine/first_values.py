@@ -32,7 +32,6 @@ from zero.core.tree import tensors_in
 from zero.distributed.world import World
 from zero.engine.empty import Operation, Recipe, Root, is_meta
 from zero.engine.module_copy import buffers_of
-from zero.engine.page_table import SECONDARY
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.plan import Plan
 from zero.engine.pool import Buffer
@@ -42,7 +41,7 @@ from zero.errors import PlanError
 from zero.platform.device import Device, aligned_zeros
 from zero.platform.files import memory_of
 from zero.platform.safetensors_files import StoredWeights
-from zero.store import Page, Store
+from zero.store import Page, PageKind, Store
 
 ZEROS = torch.zeros(64)
 """What gaps are filled with, as often as it takes."""
@@ -157,7 +156,7 @@ def empty_unit(plan: Plan, store: Store, spec: UnitSpec) -> UnitState:
     keeps_grad = spec.trainable.slots and not plan.grads_offloaded
     grad = device.zeros(plan.grad_numel(spec), plan.grad_dtype) if keeps_grad else None
     trainable, frozen = (
-        store.in_place(Page(spec.index, SECONDARY, number)) if plan.secondary_numel(layout) else None
+        store.in_place(Page(spec.index, PageKind.SECONDARY, number)) if plan.secondary_numel(layout) else None
         for number, layout in enumerate(spec.layouts)
     )
     return UnitState(spec, resident, shards[0], shards[1], grad, (trainable, frozen))
@@ -167,7 +166,10 @@ def fill(plan: Plan, store: Store, unit: UnitState, values: Values) -> str:
     """Give a unit its first values, in memory and in the store; returns a checksum of all of it."""
     checks = []
     copies = [sink for kind in plan.optimizer.copies for sink in sinks_of(plan, store, unit, kind)]
-    for kind, layout, further in (("param", unit.spec.trainable, copies), ("frozen", unit.spec.frozen, [])):
+    for kind, layout, further in (
+        (PageKind.PARAM, unit.spec.trainable, copies),
+        (PageKind.FROZEN, unit.spec.frozen, []),
+    ):
         checks.append(f"{stream(layout, values, [*sinks_of(plan, store, unit, kind), *further]):08x}")
     return " ".join(checks)
 
@@ -180,24 +182,24 @@ def sinks_of(plan: Plan, store: Store, unit: UnitState, kind: str, *, at: int | 
         at: the element that the sinks begin with; None: the first that any of them wants.
     """
     spec = unit.spec
-    layout = spec.frozen if kind == "frozen" else spec.trainable
+    layout = spec.frozen if kind == PageKind.FROZEN else spec.trainable
     own, full = layout.shard(plan.rank), (0, layout.P)
     updated = full if plan.full_update else own
     wanted: list[tuple[tuple[int, int], Callable[[int, Tensor], None]]] = []
-    if kind not in ("param", "frozen"):
+    if kind not in (PageKind.PARAM, PageKind.FROZEN):
         wanted.append((updated, _to_pages(store, unit.index, kind, plan.optimizer.form(kind).page_of)))
     elif plan.params_offloaded:
         narrow = partial(rounded, dtype=plan.precision.compute)
         wanted.append((own, _to_pages(store, unit.index, kind, narrow)))
     elif unit.resident is not None:
-        first = spec.trainable.P if kind == "frozen" else 0
+        first = spec.trainable.P if kind == PageKind.FROZEN else 0
         wanted.append((full, _to_memory(unit.resident.flat[first : first + layout.P], plan.page_numel)))
     else:
-        shard_S = unit.frozen_S if kind == "frozen" else unit.shard_S
+        shard_S = unit.frozen_S if kind == PageKind.FROZEN else unit.shard_S
         assert shard_S is not None
         wanted.append((own, _to_memory(shard_S, plan.page_numel)))
     master = plan.precision.master
-    if kind == "param" and master.kind is not None:
+    if kind == PageKind.PARAM and master.kind is not None:
         wanted.append((updated, _to_pages(store, unit.index, master.kind, master.page_of)))
     first = min(extent[0] for extent, _ in wanted) if at is None else at
     return [

@@ -36,7 +36,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from zero.core.settings import Activations
+from zero.core.setting_types import Activations
 from zero.core.tree import replaced, tensors_in
 from zero.engine.compile import Compiler
 from zero.engine.functions import may_write_uncounted

@@ -29,7 +29,7 @@ from zero.engine.unit_state import UnitState
 from zero.errors import StoreError
 from zero.platform.device import PASSED, Event
 from zero.platform.timeline import Tape
-from zero.store import Page, PrefetchStore, Ticket
+from zero.store import Page, PageKind, PrefetchStore, Ticket
 
 
 class Gradients:
@@ -219,7 +219,8 @@ class PagedGradients(Gradients):
 
     def _pages(self, unit: UnitState) -> Iterator[tuple[Page, Tensor]]:
         assert unit.grad is not None
-        kind = "first_grad" if unit.index in self._single and "first_grad" in self._plan.grad_dtypes else "grad"
+        single = unit.index in self._single and PageKind.FIRST_GRAD in self._plan.grad_dtypes
+        kind = PageKind.FIRST_GRAD if single else PageKind.GRAD
         ranges = self._plan.grad_ranges(unit.spec)
         if unit.index in self._reduced:
             ranges = ranges[: self._plan.updated_pages(unit.spec)]

@@ -17,9 +17,8 @@ from zero.core.placement import Tier
 from zero.core.sizes import round_up
 from zero.engine.facts import Facts
 from zero.engine.unit import UnitSpec
-from zero.store import Page
+from zero.store import Page, PageKind
 
-SECONDARY = "secondary"
 """The kind of secondary shards' pages: number 0 is of the trainable flat, 1 of the frozen one."""
 
 
@@ -53,13 +52,13 @@ class PageTable(Facts):
     def state_kinds(self) -> tuple[str, ...]:
         """What the update reads and writes in the store, number by number."""
         master = self.precision.master
-        params = ("param",) if self.params_offloaded and master.reads_params else ()
+        params = (PageKind.PARAM,) if self.params_offloaded and master.reads_params else ()
         return (*params, *self.kept.dtypes)
 
     @property
     def written_kinds(self) -> tuple[str, ...]:
         """What the update writes in the store without reading it."""
-        return ("param",) if self.params_offloaded and not self.precision.master.reads_params else ()
+        return (PageKind.PARAM,) if self.params_offloaded and not self.precision.master.reads_params else ()
 
     @cached_property
     def kept(self) -> Kept:
@@ -73,7 +72,8 @@ class PageTable(Facts):
         In memory what is narrower than the sum lies in the first bytes of the sum's page.
         """
         apart = self.grad_tier == "nvme" and self.first_grad_dtype != self.grad_dtype
-        return {"grad": self.grad_dtype} | ({"first_grad": self.first_grad_dtype} if apart else {})
+        dtypes: dict[str, torch.dtype] = {PageKind.GRAD: self.grad_dtype}
+        return dtypes | {PageKind.FIRST_GRAD: self.first_grad_dtype} if apart else dtypes
 
     def is_updated(self, page: Page) -> bool:
         """It is of the master or of a moment."""
@@ -115,8 +115,8 @@ class PageTable(Facts):
             for kind, dtype in self.grad_dtypes.items():
                 ranges[kind], dtypes[kind] = self.grad_ranges(unit), dtype
         if self.params_offloaded:
-            ranges |= {"param": self.cut(unit.trainable.S), "frozen": self.cut(unit.frozen.S)}
-            dtypes |= {"param": self.precision.compute, "frozen": self.precision.compute}
+            ranges |= {PageKind.PARAM: self.cut(unit.trainable.S), PageKind.FROZEN: self.cut(unit.frozen.S)}
+            dtypes |= {PageKind.PARAM: self.precision.compute, PageKind.FROZEN: self.precision.compute}
         for kind, cuts in ranges.items():
             for number, (start, stop) in enumerate(cuts):
                 numel = self.kept.numel(kind, stop - start)
@@ -124,7 +124,7 @@ class PageTable(Facts):
         for number, layout in enumerate(unit.layouts):
             if self.secondary_numel(layout):
                 spec = PageSpec(self.secondary_numel(layout), self.precision.compute)
-                yield Page(unit.index, SECONDARY, number), spec
+                yield Page(unit.index, PageKind.SECONDARY, number), spec
 
     def copied_pages(self) -> int:
         """Pages of frozen parameters that pass through slots of the arena, on their way from a file to a GPU."""
@@ -138,10 +138,10 @@ class PageTable(Facts):
     def slot_bytes(self) -> int:
         """A slot of the arena: everything that the update of one page number needs, each page on its own blocks."""
         numel = min(self.page_numel, max(self.update_numel(unit) for unit in self.units))
-        dtypes = self.kept.dtypes | {"grad": self.grad_dtype, "param": self.precision.compute}
-        kinds = (*self.state_kinds, *("grad",) * self.grads_offloaded, *self.written_kinds)
+        dtypes = self.kept.dtypes | {PageKind.GRAD: self.grad_dtype, PageKind.PARAM: self.precision.compute}
+        kinds = (*self.state_kinds, *(PageKind.GRAD,) * self.grads_offloaded, *self.written_kinds)
         group = sum(round_up(dtypes[kind].itemsize * self.kept.numel(kind, numel)) for kind in kinds)
-        moving = (spec.block_bytes for page, spec in self.store_pages().items() if page.kind != SECONDARY)
+        moving = (spec.block_bytes for page, spec in self.store_pages().items() if page.kind != PageKind.SECONDARY)
         return max([group, *moving])
 
     def bytes_on(self, spec: PageSpec, tier: Tier) -> int:
@@ -151,7 +151,7 @@ class PageTable(Facts):
     def param_bytes(self) -> int:
         """Parameters of this rank, in pages or in memory of the device."""
         if self.params_offloaded:
-            return self._paged_bytes("param", "frozen")
+            return self._paged_bytes(PageKind.PARAM, PageKind.FROZEN)
         layouts = [layout for unit in self.units for layout in unit.layouts]
         return self.precision.compute.itemsize * sum(one.P if self.resident else one.S for one in layouts)
 
@@ -193,7 +193,7 @@ class PageTable(Facts):
     def secondary_bytes(self, tier: Tier) -> int:
         """Secondary shards of this rank on a tier."""
         pages = self.store_pages().items() if tier == self.secondary else ()
-        return sum(self.bytes_on(spec, tier) for page, spec in pages if page.kind == SECONDARY)
+        return sum(self.bytes_on(spec, tier) for page, spec in pages if page.kind == PageKind.SECONDARY)
 
     def _paged_bytes(self, *kinds: str) -> int:
         return sum(spec.block_bytes for page, spec in self.store_pages().items() if page.kind in kinds)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zero.core.optim import Transform
 from zero.core.placement import Offload, Room, Tier, usable_bytes, usable_host_bytes
 from zero.core.precision import Precision
-from zero.core.settings import Activations
+from zero.core.setting_types import Activations
 from zero.core.sizes import size_text
 from zero.core.stage import Stage
 from zero.core.suggest import own_arguments, some
@@ -28,13 +28,13 @@ from zero.distributed.world import World
 from zero.engine.compile import Backend, check_backend
 from zero.engine.facts import Facts, Scope, sharers
 from zero.engine.module_copy import detached_copy
-from zero.engine.page_table import SECONDARY, PageTable
+from zero.engine.page_table import PageTable
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.placing import auto_page_bytes, has_many_pages, lowest_tiers, place_pages
 from zero.engine.unit import Splitting, split
 from zero.errors import ConfigError, PlanError
 from zero.platform.device import free_host_bytes
-from zero.store import Page
+from zero.store import Page, PageKind
 
 Update = Literal["lazy", "serial"]
 
@@ -207,9 +207,9 @@ class Plan(PageTable):
 
     def tier(self, page: Page) -> Tier:
         """Where a page is."""
-        if page.kind in ("param", "frozen"):
+        if page.kind in (PageKind.PARAM, PageKind.FROZEN):
             return self.placement.param
-        if page.kind == SECONDARY:
+        if page.kind == PageKind.SECONDARY:
             assert self.secondary is not None
             return self.secondary
         return (
@@ -220,7 +220,7 @@ class Plan(PageTable):
         """What `bytes` counts a page as."""
         if self.is_updated(page):
             return "master" if page.kind == self.precision.master.kind else "moments"
-        if page.kind == SECONDARY:
+        if page.kind == PageKind.SECONDARY:
             return "secondary shards"
         return "gradients" if page.kind in self.grad_dtypes else "parameters"
 
@@ -247,7 +247,7 @@ class Plan(PageTable):
         held[self.placement.param]["parameters"] = self.param_bytes()
         held[self.placement.grad]["gradients"] = self.grad_bytes()
         for page, spec in self.store_pages().items():
-            if self.is_updated(page) or page.kind == SECONDARY:
+            if self.is_updated(page) or page.kind == PageKind.SECONDARY:
                 tier = self.tier(page)
                 held[tier][self.kind(page)] += self.bytes_on(spec, tier)
         held["host"].update(arena=self.arena_bytes, activations=self.host_activation_bytes)

@@ -9,9 +9,9 @@ import torch
 
 from zero.core.layout import VECTOR
 from zero.core.placement import Tier
-from zero.engine.page_table import SECONDARY
 from zero.engine.plan import Plan
 from zero.engine.unit import UnitSpec
+from zero.store import PageKind
 
 
 class Load(NamedTuple):
@@ -59,17 +59,18 @@ def traffic(plan: Plan) -> Traffic:
     passing: dict[int, Load] = defaultdict(Load)  # by unit, from the store: parameters, and secondary shards
     offloaded_numel, updated_grads = 0, Load()
     device_is_host = plan.world.compute.shares_memory
-    counted = next((kind for kind in plan.state_kinds if kind != "param"), "param")  # there is one per update
+    # a kind that has one page per update
+    counted = next((kind for kind in plan.state_kinds if kind != PageKind.PARAM), PageKind.PARAM)
     for page, spec in plan.store_pages().items():
         moved = _moved(plan.tier(page), spec.nbytes, device_is_host)
         by_kind["state" if plan.is_updated(page) else page.kind] += moved
-        if page.kind in ("param", "frozen", SECONDARY):
+        if page.kind in (PageKind.PARAM, PageKind.FROZEN, PageKind.SECONDARY):
             passing[page.unit] += moved
-        if page.kind == "grad" and page.number < plan.updated_pages(plan.units[page.unit]):
+        if page.kind == PageKind.GRAD and page.number < plan.updated_pages(plan.units[page.unit]):
             updated_grads += moved
         if page.kind == counted and moved != Load():  # a page may take more than one element for each parameter
             offloaded_numel += spec.numel * VECTOR // plan.kept.numel(counted, VECTOR)
-    states, grads = by_kind["state"], by_kind["grad"]
+    states, params, grads = by_kind["state"], by_kind[PageKind.PARAM], by_kind[PageKind.GRAD]
     trainable_numel = sum(unit.trainable.P for unit in plan.units)
     reduction = _sum(plan, trainable_numel)
     last = reduction if plan.local_sum else Load()
@@ -85,7 +86,7 @@ def traffic(plan: Plan) -> Traffic:
     kept = Load(copy=plan.host_activation_bytes)  # out in forward, in again in backward
     return Traffic(
         # what was read goes back; new parameters out, gradients in
-        update=states.times(2) + by_kind["param"].times(1 + ("param" in plan.state_kinds)) + updated_grads,
+        update=states.times(2) + params.times(1 + (PageKind.PARAM in plan.state_kinds)) + updated_grads,
         forward=forward + kept,
         backward=backward + kept + arriving + (Load() if plan.local_sum else reduction),
         first=first,

@@ -33,7 +33,7 @@ from zero.engine.unit_state import UnitState
 from zero.errors import StaleStateError
 from zero.platform.device import Device, Event
 from zero.platform.timeline import Tape
-from zero.store import Group, Page, PrefetchStore, Ticket
+from zero.store import Group, Page, PageKind, PrefetchStore, Ticket
 
 
 class Part(NamedTuple):
@@ -231,7 +231,7 @@ class Updater:
         """Update one part on `where`; what lies elsewhere is copied there and back."""
         named = {page.kind: one_K for page, one_K in zip(part.group.all, tensors, strict=True)}
         param_K, grad_K = self._in_memory(unit, part)
-        param_K, grad_K = named.pop("param", param_K), named.pop("grad", grad_K)
+        param_K, grad_K = named.pop(PageKind.PARAM, param_K), named.pop(PageKind.GRAD, grad_K)
         assert param_K is not None
         assert grad_K is not None
         kept = list(named.values())
@@ -285,7 +285,7 @@ class Updater:
                 index,
                 number,
                 tuple(Page(index, kind, number) for kind in plan.state_kinds),
-                (Page(index, "grad", number),) if plan.grads_offloaded else (),
+                (Page(index, PageKind.GRAD, number),) if plan.grads_offloaded else (),
                 tuple(Page(index, kind, number) for kind in plan.written_kinds),
             )
             in_place = [self._store.in_place(page) for page in group.pages]

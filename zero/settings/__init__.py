@@ -14,7 +14,7 @@ from pydantic import model_validator
 from zero.core.placement import Offload
 from zero.core.schema import Section
 from zero.core.secret import refuse_secrets
-from zero.core.settings import Natural, Whole, key
+from zero.core.setting_types import Natural, Whole, key
 from zero.core.stage import Stage
 from zero.errors import ConfigError
 from zero.settings.optim import SGD, Adagrad, AdamW, Optim

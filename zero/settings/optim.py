@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from zero.core.schema import Section
-from zero.core.settings import Fraction, NonNegative, Positive, Rate, key
+from zero.core.setting_types import Fraction, NonNegative, Positive, Rate, key
 from zero.errors import ConfigError
 
 

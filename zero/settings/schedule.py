@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from zero.core.schema import Section
-from zero.core.settings import MOST, Count, Fraction, Natural, NonNegative, Share, Steps, Whole, key
+from zero.core.setting_types import MOST, Count, Fraction, Natural, NonNegative, Share, Steps, Whole, key
 from zero.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from zero.core.loss_scale import LossScaling
 from zero.core.schema import Section
-from zero.core.settings import Count, Natural, Reads, UnitActivations, key, or_auto
+from zero.core.setting_types import Count, Natural, Reads, UnitActivations, key, or_auto
 from zero.errors import ConfigError
 
 

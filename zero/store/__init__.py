@@ -1,13 +1,13 @@
 """Pages on tiers. A tier is a class that passes `zero.testing.StoreContract`."""
 
 from zero.platform.files import REQUEST_BYTES
-from zero.store.base import Page, Store, Ticket
+from zero.store.base import Page, PageKind, Store, Ticket
+from zero.store.events import Group
 from zero.store.memory import MemoryStore
 from zero.store.nvme import NvmeStore, Speed, probe
 from zero.store.prefetch import PrefetchStore
-from zero.store.schedule import Group
 from zero.store.tiers import Tiers, spread
-from zero.store.traffic import Traffic
+from zero.store.traffic_counter import Traffic
 
 __all__ = [
     "REQUEST_BYTES",
@@ -15,6 +15,7 @@ __all__ = [
     "MemoryStore",
     "NvmeStore",
     "Page",
+    "PageKind",
     "PrefetchStore",
     "Speed",
     "Store",

@@ -8,6 +8,7 @@ Every tier passes the same tests, `zero.testing.StoreContract`.
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
+from enum import StrEnum
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -19,12 +20,27 @@ from zero.platform.handle import Handle
 Held = TypeVar("Held")
 
 
+class PageKind(StrEnum):
+    """The contents of a page that has neither a master nor a moment; those are named by precision and optimizer."""
+
+    PARAM = "param"
+    FROZEN = "frozen"
+    GRAD = "grad"
+    FIRST_GRAD = "first_grad"
+    SECONDARY = "secondary"
+
+
 class Page(NamedTuple):
-    """The key of one page: unit index, what it holds ("master", "mu", ...), and its number within the shard."""
+    """The key of one page."""
 
     unit: int
     kind: str
+    """A `PageKind`, or the name of a master or a moment."""
     number: int
+    """The position within the shard."""
+
+    def __str__(self) -> str:
+        return f"page {self.kind} {self.number} of unit {self.unit}"
 
 
 class Pages(Generic[Held]):

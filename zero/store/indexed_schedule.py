@@ -1,4 +1,4 @@
-"""What the rules of `schedule` decide, found by index: many groups cost no more than few.
+"""The decisions about read-ahead and write-behind, found by index: many groups cost no more than few.
 
 `tests/store/specification.py` defines what is right: it is a pure function, and tests search every order of events.
 Each of its events looks at everything. Here operations are found by page, those that can start by their turn, and those
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 
 from zero.store.base import Page
-from zero.store.schedule import (
+from zero.store.events import (
     Action,
     Copy,
     Event,

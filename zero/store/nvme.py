@@ -151,8 +151,7 @@ class NvmeStore(Store):
 
 
 def _bad(page: Page, entry: _Entry, what: str) -> StoreError:
-    where = f"page {page.kind} {page.number} of unit {page.unit} at offset {entry.offset} of the file in {entry.folder}"
-    return StoreError(f"{where}: {what}")
+    return StoreError(f"{page} at offset {entry.offset} of the file in {entry.folder}: {what}")
 
 
 class Speed(NamedTuple):

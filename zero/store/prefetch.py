@@ -20,8 +20,8 @@ from zero.core.sizes import BLOCK_BYTES, round_up
 from zero.errors import StoreError
 from zero.platform.handle import Done
 from zero.store.base import Page, Pages, Store, Ticket, Watch, check_matching
-from zero.store.schedule import Action, Copy, Expect, Group, Modify, Move, Read, Transfer, Work, Write
-from zero.store.traffic import Counter, Traffic
+from zero.store.events import Action, Copy, Expect, Group, Modify, Move, Read, Transfer, Work, Write
+from zero.store.traffic_counter import Counter, Traffic
 from zero.store.workers import WorkerPool
 
 

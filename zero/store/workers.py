@@ -18,9 +18,9 @@ import torch
 from zero.errors import StoreError
 from zero.platform.threads import Beside, uninterrupted
 from zero.store.base import Ticket, Watch, nobody
+from zero.store.events import Action, Copy, Event, Finished, Modify, Move, Read, Transfer, Work, Write
 from zero.store.indexed_schedule import Schedule
-from zero.store.schedule import Action, Copy, Event, Finished, Modify, Move, Read, Transfer, Work, Write
-from zero.store.traffic import Counter
+from zero.store.traffic_counter import Counter
 
 IDLE_S = 1.0
 """How often a worker without work looks up: what it costs at most if an interrupt swallows a wake-up."""
@@ -299,7 +299,7 @@ def _words(what: Action | Modify | Transfer | None) -> str:
         case Write(_, group):
             return f"the write of {group}"
         case Transfer(_, page, writes) | Move(_, page, writes):
-            return f"the {'write' if writes else 'read'} of page {page.kind} {page.number} of unit {page.unit}"
+            return f"the {'write' if writes else 'read'} of {page}"
         case Copy(_, page):
-            return f"the read of page {page.kind} {page.number} of unit {page.unit}"
+            return f"the read of {page}"
     return "all operations"

@@ -4,7 +4,7 @@ from zero.testing.processes import forked_ranks, run_processes
 from zero.testing.races import RaceError
 from zero.testing.simulated_gpu import simulated_gpu
 from zero.testing.store_contract import StoreContract
-from zero.testing.threads import ThreadWorld, run_ranks
+from zero.testing.thread_world import ThreadWorld, run_ranks
 
 __all__ = [
     "RaceError",

@@ -21,12 +21,12 @@ from zero.distributed.world import Handle, ProcessWorld, World
 from zero.platform.device import Device
 from zero.platform.handle import Then
 from zero.store.base import Page, Ticket
+from zero.store.events import Action, Copy, Modify, Move, Transfer, Work
 from zero.store.prefetch import PrefetchStore
-from zero.store.schedule import Action, Copy, Modify, Move, Transfer, Work
 from zero.store.workers import WorkerPool
 from zero.testing.races import VectorClock
 from zero.testing.streams import NETWORK_BYTES_PER_S, Gate, Handoffs, Key, Marker, Streams, thread, untraced
-from zero.testing.threads import ThreadWorld
+from zero.testing.thread_world import ThreadWorld
 
 
 class InstrumentedDevice(Device, ABC):

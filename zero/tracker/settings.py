@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from zero.core.schema import Section
-from zero.core.settings import Reads, Whole, Word, key, names_of, text_of
+from zero.core.setting_types import Reads, Whole, Word, key, names_of, text_of
 
 
 def _name(value: object) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero.core import schema, suggest
-from zero.core.settings import words
+from zero.core.setting_types import words
 from zero.errors import ConfigError
 from zero.trainer import replies
 from zero.trainer.config import Config

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from zero.core import schema, suggest
 from zero.core.schema import Section
-from zero.core.settings import Place, key
+from zero.core.setting_types import Place, key
 from zero.errors import ConfigError
 from zero.settings import Settings
 from zero.trainer.config.sections import Checkpoint, Debug, Explain, Launch, Machine, Sample, Val

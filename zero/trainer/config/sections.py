@@ -8,16 +8,30 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from zero.core import settings
 from zero.core.schema import Section
-from zero.core.settings import Memory, Names, Natural, NonNegative, Place, Ranks, Rows, Threads, Whole, Word, key
+from zero.core.setting_types import (
+    Memory,
+    Names,
+    Natural,
+    NonNegative,
+    Place,
+    Ranks,
+    Rows,
+    Threads,
+    Whole,
+    Word,
+    bytes_of,
+    key,
+    memory_of,
+    or_auto,
+)
 
 
 def _disk(value: object) -> int:
-    return settings.bytes_of(value) and settings.memory_of(value)
+    return bytes_of(value) and memory_of(value)
 
 
-Disk = Annotated[int | Literal["auto"], settings.or_auto("a size such as 4TB", _disk)]
+Disk = Annotated[int | Literal["auto"], or_auto("a size such as 4TB", _disk)]
 
 
 class Val(Section):

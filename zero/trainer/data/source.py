@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from zero.core.schema import Section
-from zero.core.settings import Needed, Place, Reads, Rows, Word, key, names_of
+from zero.core.setting_types import Needed, Place, Reads, Rows, Word, key, names_of
 from zero.errors import ConfigError
 from zero.trainer.data.tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from zero.core.schema import Section
-from zero.core.settings import Positive, Rate, Rows, key
+from zero.core.setting_types import Positive, Rate, Rows, key
 from zero.errors import ConfigError
 
 UNIT_CLASSES = ("Block", "Attention", "MLP", "Embedding", "Linear", "RMSNorm", "LayerNorm")

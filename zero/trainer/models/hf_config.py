@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from zero.core.schema import Section
-from zero.core.settings import Needed, Rows, key
+from zero.core.setting_types import Needed, Rows, key
 from zero.errors import ConfigError
 from zero.trainer.data.tokenizer import FILE, SETTINGS
 

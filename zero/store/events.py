@@ -1,4 +1,4 @@
-"""What is read ahead and written behind: the words of it, which are events and actions, and the rules.
+"""The events and actions of read-ahead and write-behind.
 
 Memory has a few **slots**. A **group** of pages is in a store, and is loaded into a slot to be modified:
 
@@ -9,13 +9,13 @@ so its slot can be taken back for free. Beside groups there are **transfers**: s
 
 A modification or a transfer is an **operation** from its submission to its end. Operations that touch one page with at
 least one write keep the order of submission. A page that a group is writing back is still in its slot, so a read that
-waits for that is a copy from there, and the slot stays until it ends, though the write may end first. Read-ahead is no
-operation: it never starts on a page that an operation writes, and a write that is submitted makes what was read ahead
-of it stale.
+waits for the write is a copy from there, and the slot stays until the copy ends, though the write may end first.
+Read-ahead is no operation: it never starts on a page that an operation writes, and a write that is submitted makes
+pages that were read ahead stale.
 
-Nothing here waits, reads a clock or knows a thread. `tests/store/specification.py` says what is right as one pure
-function, (state, event) -> (state, actions), of which `tests/store/test_schedule.py` searches every order of events.
-`indexed_schedule` decides the same for many groups.
+`tests/store/specification.py` defines the right actions as one pure function, (state, event) -> (state, actions), of
+which `tests/store/test_schedule.py` searches every order of events. `indexed_schedule` decides the same for many
+groups.
 """
 
 from enum import Enum

@@ -100,7 +100,7 @@ def summed(world: World, dtype: torch.dtype, travels: torch.dtype, accumulate: b
         full = rough(world.size * NUMEL, dtype, world.rank, number)
         sums.append(before(share, world.rank % sharers) if accumulate else torch.full((share,), torch.nan))
         partial = torch.full((partial_numel(world, full.numel()),), torch.nan)
-        routes.advance(0)
+        routes.advance()
         handles.append(routes.reduce_scatter(full, torch.empty_like(full), sums[-1], partial, accumulate=accumulate))
     for handle in handles if world.rank % 2 else handles[::-1]:
         handle.wait()

@@ -65,7 +65,7 @@ def events_of(steps: int, **settings) -> list[str]:
         for number, unit in enumerate(state.model.layers):
             unit.register_forward_pre_hook(lambda *_, n=number: events.append(f"forward {n}"))
             unit.register_full_backward_hook(lambda *_, n=number: events.append(f"backward {n}"))
-        apply = state.runtime.updater.apply
+        apply = state.runtime.updater.apply_deferred
         applied = lambda unit: (events.append(f"update {unit.spec.name}"), apply(unit))  # noqa: E731
         state.runtime.gatherer.residency._apply = applied
         step = zero.make_step(plan, lambda model, x: model(x).square().mean())

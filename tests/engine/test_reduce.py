@@ -151,7 +151,7 @@ def test_an_interrupted_update_is_never_taken_for_a_state(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(state.runtime.updater, "_update", interrupted)
+        patch.setattr(state.runtime.updater, "_update_pieces", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step(state, [batch_of(1, 0, 0)])
     with pytest.raises(StaleStateError, match="interrupted"):

@@ -279,7 +279,7 @@ def train_and_hold(world: zero.World, path: Path, **given) -> str:
     for number in range(STEPS):
         state, _ = step(state, [rows(number, world, torch.bfloat16)])
         parts = state.runtime
-        parts.come_to_rest()
+        parts.settle()
         for unit in parts.units:
             parts.gradients.open(unit, fresh=True, held=True).zero_()
         for unit in parts.units:
@@ -564,13 +564,11 @@ OTHERS = {
     ),
     "zero/store/prefetch.py:PrefetchStore._copy": "an inner store's, which does its work when it is asked",
     "zero/trainer/planning/rates.py": "a probe's time is taken when all is done",
-    "zero/engine/state.py:Runtime.finish_step": "for what is counted: the next read of a page waits by itself",
-    "zero/engine/step.py:Step.finish": "the reducer, whose waits are in the list",
+    "zero/engine/step.py:Step._reduce": "the reducer, whose waits are in the list",
     "zero/deepspeed/engine.py": "a step, whose waits are in the list",
     "zero/engine/full.py:_summed": "gradients, whose waits are in the list",
     "zero/store/prefetch.py:PrefetchStore.drain": "passes waits on",
-    "zero/engine/state.py:Runtime.drain_store": "`test_reads_that_an_interrupt_lost_have_ended_before_the_step_is_made_"
-    "again` has it",
+    "zero/engine/step.py:_drain": "`test_reads_that_an_interrupt_lost_have_ended_before_the_step_is_made_again` has it",
 }
 """Files, or functions, with calls that are named like waits, and why they are none of the list."""
 
@@ -594,7 +592,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "zero/engine/totals.py": ("stage 1",),
     "zero/engine/step.py:_defer_updates": ("serial",),
     "zero/engine/pool.py": ("stage 1", "infinity"),
-    "zero/engine/reduce.py:Reducer._drop": ("forgotten", "forgotten, of many"),
+    "zero/engine/reduce.py:Reducer.reset": ("forgotten", "forgotten, of many"),
     "zero/engine/reduce.py:Reducer._start": ("more and more losses",),
     "zero/engine/reduce.py": ("stage 0",),
     "zero/engine/residency.py": ("stage 1",),
@@ -604,7 +602,7 @@ WHERE: dict[str, tuple[str, ...]] = {
         "stage 1, two microbatches, units skipped",
         "infinity, gradients on the device, units skipped",
     ),
-    "zero/engine/update.py:Updater.apply": ("cpu at stage 1", "nvme at stage 1"),
+    "zero/engine/update.py:Updater.apply_deferred": ("cpu at stage 1", "nvme at stage 1"),
     "zero/engine/update.py": ("cpu", "cpu, updated by the host", "nvme"),
     "zero/distributed/routes.py": ("two nodes", "two nodes at stage 0"),
     "zero/distributed/world.py:World.all_reduce": ("a loop of one's own",),

@@ -205,13 +205,13 @@ def test_what_is_placed_by_itself_leaves_some_of_the_hosts_memory(budget, most, 
 
 def test_what_the_host_updates_beside_a_gpu_is_the_same_on_every_tier_off_it(monkeypatch):
     """As the README says it. The CPU's kernel is made to give other bits than what stands for the GPU's."""
-    update = Updater._update
+    update = Updater._update_pieces
 
     def with_other_bits(self, unit, hyper, where, pieces):
         changed = [one._replace(grad_K=one.grad_K * (1 + 2**-8)) for one in pieces] if where.shares_memory else pieces
         update(self, unit, hyper, where, changed)
 
-    monkeypatch.setattr(Updater, "_update", with_other_bits)
+    monkeypatch.setattr(Updater, "_update_pieces", with_other_bits)
     plain = Setting(precision="bf16", accumulate=2, page_bytes=4096)
     asked = [(), (("preset", "cpu"),), (("preset", "nvme"),), (("preset", "infinity"),)]
     with simulated_gpu():

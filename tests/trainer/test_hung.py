@@ -45,7 +45,7 @@ class Hang(NamedTuple):
         methods: dict[str, tuple[type, str]] = {
             "forward": (Gatherer, "run"),
             "backward": (Gatherer, "deliver"),
-            "update": (Updater, "_apply"),
+            "update": (Updater, "_update_offloaded"),
             "paging": (PrefetchStore, "_copy"),
             "save": (Disk, "pwrite"),
         }

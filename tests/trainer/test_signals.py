@@ -37,7 +37,7 @@ from zero.trainer.loop import Run
 SITES: dict[str, tuple[type, str]] = {
     "forward": (Gatherer, "run"),
     "backward": (Gatherer, "deliver"),
-    "update": (Updater, "_apply"),
+    "update": (Updater, "_update_offloaded"),
     "paging": (PrefetchStore, "_copy"),
     "save": (Disk, "pwrite"),
     "load": (ShardReader, "read"),

@@ -72,7 +72,7 @@ def load(
         )
     runtime, plan = state.runtime, state.plan
     runtime.tree.check()
-    runtime.come_to_rest()
+    runtime.settle()
     partial, convert = tuple(partial), tuple(convert)
     buffers = buffers_of(state.model)
     wanted = _tensors(plan, buffers)

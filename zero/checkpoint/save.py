@@ -141,7 +141,7 @@ class Saving:
 
     def __init__(self, state: State, root: Root, facts: Mapping[str, Any], *, behind: bool, progress: Progress) -> None:
         state.runtime.tree.check()
-        state.runtime.come_to_rest()
+        state.runtime.settle()
         plan, buffers = state.plan, buffers_of(state.model)
         self._world, self._root = plan.world, root
         self._threads: list[threading.Thread] = []

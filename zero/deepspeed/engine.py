@@ -358,7 +358,7 @@ class Engine(EngineCheckpoints):
         run them, as scripts for DeepSpeed's first stages do."""
         runtime = self._state.runtime
         if not any(unit.tickets for unit in runtime.units):
-            runtime.align()
+            runtime.gather_changed()
 
     def _current_step(self, method: str) -> Step:
         if self._step is None:

@@ -71,7 +71,7 @@ class Routes:
         *,
         secondary: Tensor | None = None,
         current: bool = False,
-        turn: int = 0,
+        of_sum: bool = False,
         what: str = "",
     ) -> Handle:
         """As `World.gather`.
@@ -80,11 +80,11 @@ class Routes:
             secondary: ((N - 1) x S,), keeps the secondary shard, in memory that the device copies to and from; None:
                 nobody does.
             current: `secondary` has been filled already, or is being filled by an earlier gather.
-            turn: see `advance`.
+            of_sum: it ends an all-reduce, see `advance`.
         """
         if self._gathers is None or not shard_S.numel():
             return self._world.gather(shard_S, full_P, what=what)
-        return self._gathers.start(shard_S, full_P, secondary, current=current, turn=turn, what=what)
+        return self._gathers.start(shard_S, full_P, secondary, current=current, of_sum=of_sum, what=what)
 
     def reduce_scatter(
         self,
@@ -94,7 +94,6 @@ class Routes:
         partial: Tensor | None,
         *,
         accumulate: bool,
-        turn: int = 0,
         what: str = "",
     ) -> Handle:
         """As `World.reduce_scatter`.
@@ -102,26 +101,25 @@ class Routes:
         Args:
             partial: (`partial_numel`,) fp32, where sums are by node: this node's; scratch until the handle was waited
                 for.
-            turn: see `advance`.
         """
         if self._sums is None or partial is None or not partial.numel():
             return self._world.reduce_scatter(full_P, recv_P, sum_S, accumulate=accumulate, what=what)
-        return self._sums.start(_Sum(full_P, recv_P, sum_S, partial, accumulate, what), turn)
+        return self._sums.start(_Sum(full_P, recv_P, sum_S, partial, accumulate, what))
 
     @property
     def are_waiting(self) -> bool:
         """There are parts of operations to start."""
         return self._queue.is_waiting
 
-    def advance(self, turns: int, *, through: bool = False) -> None:
-        """Start the second halves of what began in the first `turns` turns, on the current stream.
+    def advance(self, *, sums: bool = True, through: bool = False) -> None:
+        """Start the second halves of what this rank has begun, on the current stream.
 
         Args:
-            turns: so many every rank is sure to take without waiting for this one. Turns are counted as the caller
-                likes, alike on all ranks; 0 is before all of them.
+            sums: also of sums, and of operations after them. Without, it is safe where other ranks wait for this one
+                before they begin the sums that it has begun.
             through: the third parts too, which have to wait for the second ones.
         """
-        self._queue.advance(turns, through=through)
+        self._queue.advance(sums=sums, through=through)
 
 
 def within_node(world: World, kind: str) -> World:
@@ -147,7 +145,7 @@ class _GathersByNode:
         self._at_once = not world.compute.shares_memory  # on a GPU the host does not wait
 
     def start(
-        self, shard_S: Tensor, full_P: Tensor, secondary: Tensor | None, *, current: bool, turn: int, what: str
+        self, shard_S: Tensor, full_P: Tensor, secondary: Tensor | None, *, current: bool, of_sum: bool, what: str
     ) -> Handle:
         nodes, here = self._across.size, self._across.rank
         places = full_P.view(nodes, -1, shard_S.numel())
@@ -166,7 +164,7 @@ class _GathersByNode:
             return handles
 
         at_once = self._at_once or (current and not self._queue.is_waiting)
-        return self._queue.add(first, gather_within, turn, at_once=at_once)
+        return self._queue.add(first, gather_within, is_sum=of_sum, at_once=at_once)
 
     def _copy(self, rows: Sequence[Tensor], into: Sequence[Tensor]) -> None:
         for row, place in zip(rows, into, strict=True):
@@ -191,7 +189,7 @@ class _SumsByNode:
         self._within, self._across = within_node(world, "sum"), across_nodes(world, "sum")
         self._travels, self._queue = travels, queue
 
-    def start(self, one: _Sum, turn: int) -> Handle:
+    def start(self, one: _Sum) -> Handle:
         rows = (flat.view(self._across.size, -1) for flat in (one.full_P, one.recv_P, one.partial))
         first: list[Handle] = []
 
@@ -202,7 +200,7 @@ class _SumsByNode:
         with if_it_fails(wait):
             for row in zip(*rows, strict=True):
                 first.append(self._within.reduce_scatter(*row, what=one.what))
-        return self._queue.add(first, lambda: [self._add_nodes(one)], turn)
+        return self._queue.add(first, lambda: [self._add_nodes(one)], is_sum=True)
 
     def _add_nodes(self, one: _Sum) -> Handle:
         """The second half. The memory of the first one's flats is free by now."""
@@ -220,7 +218,7 @@ class _SumsForCopies(_SumsByNode):
         super().__init__(world, travels, queue)
         self._back = across_nodes(world, "sum for copies")
 
-    def start(self, one: _Sum, turn: int) -> Handle:
+    def start(self, one: _Sum) -> Handle:
         total, partial = one.sum_S, one.partial
         share, padding = partial[: total.numel()], partial[total.numel() :]
 
@@ -229,7 +227,7 @@ class _SumsForCopies(_SumsByNode):
             after_bytes = partial.numel() * self._travels.itemsize
             own = _reused(one.full_P, partial.dtype, partial.numel() // self._back.size, start=after_bytes)
             added = self._add_nodes(one._replace(sum_S=own, accumulate=False))
-            back = self._queue.add_third(added, lambda: [self._back.gather(own, partial, what=one.what)], turn)
+            back = self._queue.add_third(added, lambda: [self._back.gather(own, partial, what=one.what)])
 
             def add_share() -> None:  # on the stream that waits
                 back.wait()
@@ -241,7 +239,7 @@ class _SumsForCopies(_SumsByNode):
             return [Then(add_share)]
 
         first = self._within.reduce_scatter(one.full_P, one.recv_P, share, what=one.what)
-        return self._queue.add([first], add_nodes, turn)
+        return self._queue.add([first], add_nodes, is_sum=True)
 
 
 class _Queue:
@@ -259,30 +257,30 @@ class _Queue:
         return bool(self._waiting)
 
     def add(
-        self, first: Sequence[Handle], then: Callable[[], Sequence[Handle]], turn: int, *, at_once: bool = False
+        self, first: Sequence[Handle], then: Callable[[], Sequence[Handle]], *, is_sum: bool, at_once: bool = False
     ) -> Handle:
-        operation = _TwoHalves(first, then, turn, self)
+        operation = _TwoHalves(first, then, is_sum, self)
         if at_once:
             operation.go_on()
         else:
             self._waiting.append(operation)
         return operation
 
-    def add_third(self, second: Handle, then: Callable[[], Sequence[Handle]], turn: int) -> Handle:
+    def add_third(self, second: Handle, then: Callable[[], Sequence[Handle]]) -> Handle:
         """Called as the second part starts."""
-        operation = _TwoHalves([second], then, turn, self, is_third=True)
+        operation = _TwoHalves([second], then, True, self, is_third=True)
         self._waiting.insert(1, operation)  # the second part is still at the front
         return operation
 
-    def advance(self, turns: int, *, through: bool) -> None:
-        """Start second parts of what began in the first `turns` turns, and third ones as far as they are before those.
+    def advance(self, *, sums: bool, through: bool) -> None:
+        """Start second parts, and third ones as far as they are before those.
 
         Args:
+            sums: also of sums, and of operations after them.
             through: all third parts too, which have to wait for the second ones.
         """
-        while self._waiting and self._waiting[0].turn <= turns:
-            is_last = len(self._waiting) == 1 or self._waiting[1].turn > turns
-            if self._waiting[0].is_third and is_last and not through:
+        while self._waiting and (sums or not self._waiting[0].is_sum):
+            if self._waiting[0].is_third and len(self._waiting) == 1 and not through:
                 return
             self.advance_to(self._waiting[0])
 
@@ -299,7 +297,7 @@ class _Queue:
 class _TwoHalves:
     handles: Sequence[Handle]
     then: Callable[[], Sequence[Handle]] | None
-    turn: int
+    is_sum: bool
     queue: _Queue
     is_third: bool = False
 

@@ -176,18 +176,13 @@ class Facts:
         return after_forward, {index for numel, count in counts for index in of_size[numel][:count]}
 
     def flat_counts(self) -> dict[int, int]:
-        """Number of elements -> number of gradient flats: one for each unit that fills, and two for a reduction.
-
-        Two units of a size fill at once, and sizes that only padding makes equal count apart, see `Reducer`.
+        """Number of elements -> number of gradient flats: two units of a size fill at once, or two reductions, each of
+        two flats, are under way.
         """
         if self.world.size == 1:
             return {}
-        alike = Counter((unit.trainable.P, unit.trainable.numel) for unit in self.units if unit.trainable.slots)
-        filling, units = Counter[int](), Counter[int]()
-        for (numel, _), n in alike.items():
-            filling[numel] += min(n, 2)
-            units[numel] += n
-        return {numel: filling[numel] + min(n, 2) for numel, n in units.items()}
+        sizes = Counter(unit.trainable.P for unit in self.units if unit.trainable.slots)
+        return {numel: 2 * min(n, 2) for numel, n in sizes.items()}
 
     def partial_counts(self) -> dict[int, int]:
         """Where sums are by node, those of this node: elements of one to how many; one for each reduction under way."""

@@ -78,7 +78,7 @@ def full_state_dict(source: Source, kind: str = "param") -> dict[str, Tensor]:
 def full_values(state: State, kind: str, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
     """The same, one after the other: no more than a unit is gathered at a time, and none for names in `without`."""
     state.runtime.tree.check()
-    state.runtime.come_to_rest()
+    state.runtime.settle()
     names = set(_names(state, None, kind)) - set(without)
     yield from _values(state, kind, names)
 
@@ -99,7 +99,7 @@ def get_full(source: Source, name: str | Tensor, kind: str = "param") -> Tensor:
         StaleStateError: a gradient, and no step is between backward and its end.
     """
     state = _state_of(source, "zero.get_full", "zero.get_full(state, name)")
-    state.runtime.come_to_rest()
+    state.runtime.settle()
     name = _name(state, name, kind)
     return dict(_values(state, kind, {name}))[name]
 
@@ -155,7 +155,7 @@ def gathered(
         WorldError: the ranks made different edits.
     """
     state = _state_of(source, "zero.gathered", "with zero.gathered(state, names) as full:")
-    state.runtime.come_to_rest()
+    state.runtime.settle()
     given = [names] if isinstance(names, str | ParameterPlaceholder) else names
     patterns = None if given is None else [_text(one) for one in given]
     fields = {"names": repr(patterns), "modify": repr(modify), "kind": kind}
@@ -379,7 +379,7 @@ def _flat(state: State, unit: UnitState, layout: Layout, kind: str) -> Tensor:
     if kind == "grad":
         full = _gathered_flat(state, unit, _gradient(state, unit), kind)
         return full.to("cpu", torch.float32, copy=True).div_(_divisor(state))
-    state.runtime.updater.apply(unit)
+    state.runtime.updater.apply_deferred(unit)
     if kind in plan.optimizer.moments:
         form = plan.optimizer.form(kind)
         kept = _pages(state, unit, kind, form.dtype)
@@ -438,8 +438,7 @@ def _summed(state: State) -> Collection[int]:
     """
     parts = state.runtime
     parts.gatherer.reduce_arrived()
-    parts.reducer.finish()
-    if not parts.updater.sums or not parts.reducer.has_gradients:
+    if not parts.reducer.sum_so_far() or not parts.updater.sums:
         raise StaleStateError(
             "there is no gradient: it is there between backward and the end of the step, so take the step in pieces, "
             "with zero.Step"

@@ -238,7 +238,9 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
         copies=plan.sharers < plan.world.size,
         travels=plan.precision.reduce,
     )
-    residency = Residency(plan, units, updater, _fetch(plan, routes, store), routes.advance, log, tape)
+    residency = Residency(
+        plan, units, updater, _fetch(plan, routes, store), partial(routes.advance, sums=False), log, tape
+    )
     reducer = Reducer(plan, routes, units, gradients, updater, first=residency.complete, log=log, tape=tape)
     activations = OnHost(device, pin=plan.offload.pin) if _goes_to_host(plan) else InPlace()
     gatherer = Gatherer(plan, units, residency, reducer, activations, tape)

@@ -46,13 +46,13 @@ class Residency:
         units: Sequence[UnitState],
         updater: Updater,
         fetch: Fetch,
-        advance: Callable[[int], None],
+        advance: Callable[[], None],
         log: CollectiveLog,
         tape: Tape,
     ) -> None:
         self._advance = advance
         self._units, self._device, self._log, self._tape = units, plan.world.compute, log, tape
-        self._prefetch, self._apply, self._fetch = plan.prefetch, updater.apply, fetch
+        self._prefetch, self._apply, self._fetch = plan.prefetch, updater.apply_deferred, fetch
         self._hand_off = updater.hand_off if plan.params_offloaded else None
         self.pool = None if plan.resident else Pool(plan.buffer_counts(), plan.precision.compute, self._device)
         self._alone = plan.world.size == 1  # what is gathered ahead may depend on what happens to be ready
@@ -130,7 +130,7 @@ class Residency:
         if self._in_order:
             for unit in self._units:
                 self._request(unit)
-            self._advance(0)  # those that this rank does not use are waited for by others
+            self._advance()  # those that this rank does not use are waited for by others
 
     def _request(self, unit: UnitState) -> None:
         """Start the gather of `unit` unless a current copy is loaded or on its way."""

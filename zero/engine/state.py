@@ -8,7 +8,6 @@ showing numbers of a later step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -23,7 +22,7 @@ from zero.engine.reduce import Reducer
 from zero.engine.unit_state import UnitState
 from zero.engine.update import Updater
 from zero.engine.visit_order import CollectiveLog
-from zero.errors import StaleStateError, StoreError
+from zero.errors import StaleStateError
 from zero.platform.timeline import Tape
 from zero.store import PrefetchStore
 
@@ -53,38 +52,27 @@ class Runtime:
     tape: Tape
     open_edits: list[Callable[[], None]] = field(default_factory=list)
 
-    def align(self) -> None:
-        """Before what all ranks do together outside of a step: what some have gathered since, in forwards of their own,
-        all of them have."""
+    def gather_changed(self) -> None:
+        """Start to gather resident units that have changed: a rank may have run forwards of its own. Collective."""
         with self.gatherer.use:
             self.gatherer.residency.complete()
 
-    def come_to_rest(self) -> None:
+    def make_updates(self) -> None:
+        """Make all deferred updates, and wait for the device. Collective."""
+        self.gather_changed()
+        for unit in self.units:
+            self.updater.apply_deferred(unit)
+        self.gatherer.residency.land()
+        self.plan.world.compute.join()  # for the host an update was made when it was launched
+
+    def settle(self) -> None:
         """Write open edits, make all deferred updates, and wait for the device. Collective.
 
         Call it before pages and parameters are read or written outside of a step, also by the host.
         """
         for write in self.open_edits:
             write()
-        self.rest()
-
-    def rest(self) -> None:
-        """Make all deferred updates, and wait for the device."""
-        self.align()
-        for unit in self.units:
-            self.updater.apply(unit)
-        self.gatherer.residency.land()
-        self.plan.world.compute.join()  # for the host an update was made when it was launched
-
-    def drain_store(self) -> None:
-        """Wait for all work of the store, after an exception that may have lost tickets."""
-        with suppress(StoreError):  # the caller raises the error of a broken store
-            self.store.drain()
-
-    def finish_step(self) -> None:
-        """Between two steps: make what the last one has deferred, to the last page written. Collective."""
-        self.rest()
-        self.store.drain()
+        self.make_updates()
 
 
 @dataclass(frozen=True, eq=False)

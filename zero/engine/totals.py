@@ -38,6 +38,10 @@ class Totals(NamedTuple):
     nonfinite_unit: str | None
     rank_flags: tuple[float, ...]
     statuses: Collection[int]
+    any_extra: bool
+    """Some rank has gradients that are not in the sums."""
+    one_order: bool
+    """Units became ready in the same order on all ranks."""
 
     def norm(self, divisor: float) -> float:
         """The global norm of the mean gradient, added in unit order and rounded once to fp32."""
@@ -68,24 +72,28 @@ def gather_totals(
         *(torch.stack(aux[name]).mean().to(world.device) for name in names),
     ]
     # `full` and not `tensor`: see `optim.on_device`
-    counted = [zero.new_full((), value) for value in (status, flag, runtime.log.fingerprint)]
-    mine = torch.stack([*measured, *counted])
+    reducer = runtime.reducer
+    numbers = flag, status, reducer.has_extra, reducer.order_seen, runtime.log.fingerprint
+    mine = torch.stack([*measured, *(zero.new_full((), number) for number in numbers)])
     everyone = torch.zeros(world.size * mine.numel(), dtype=torch.float64, device=world.device)
     what = "norms and losses"
     [handle] = runtime.tape.under_way("reduce", what, lambda: [world.gather(mine, everyone, what=what)])
     handle.wait()
     ranks = world.compute.numbers(everyone.view(world.size, -1))
-    _check_fingerprints(runtime, [int(rank[-1]) for rank in ranks])
+    flags, statuses, extras, orders, fingerprints = zip(*(rank[-len(numbers) :] for rank in ranks), strict=True)
+    _check_fingerprints(runtime, fingerprints)
     sums = [sum(rank[number] for rank in ranks[: runtime.plan.sharers]) for number in range(count)]  # of one copy
-    means = [sum(rank[number] for rank in ranks) / world.size for number in range(count, len(ranks[0]) - 3)]
+    means = [sum(rank[number] for rank in ranks) / world.size for number in range(count, count + 1 + len(names))]
     nonfinite = (unit for unit, total in zip(runtime.units, sums, strict=True) if not math.isfinite(total))
     return Totals(
         sums,
         means[0],
         dict(zip(names, means[1:], strict=True)),
         next((unit.spec.name for unit in nonfinite), None),
-        tuple(float(rank[-2]) for rank in ranks),
-        {int(rank[-3]) for rank in ranks},
+        flags,
+        {int(status) for status in statuses},
+        any_extra=any(extras),
+        one_order=len(set(orders)) == 1,
     )
 
 
@@ -122,7 +130,7 @@ def check_gradients(statuses: Collection[int], *, went_back: bool) -> None:
         raise ConfigError(NOTHING_TRAINS if went_back else f"{none}: call backward before the step")
 
 
-def _check_fingerprints(runtime: Runtime, fingerprints: Sequence[int]) -> None:
+def _check_fingerprints(runtime: Runtime, fingerprints: Sequence[float]) -> None:
     """Refuse the step if the ranks' collectives were not the same ones in the same order: bytes met the wrong bytes."""
     odd = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
     if odd:

@@ -211,7 +211,8 @@ class Track:
         The updates that the last step has deferred are made first, because they are that step's.
         """
         self._drop_recording()
-        self._runtime.finish_step()
+        self._runtime.make_updates()
+        self._runtime.store.drain()
         with self._meter.paused():
             yield
 

@@ -168,7 +168,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
         saving = self._stopping or self._saver.is_due(number, self._last)
         validating = not self._stopping and self._is_validated(number)
         if saving or validating:  # they would make the updates of this step, which are no part of them
-            self._state.runtime.finish_step()
+            self._state.runtime.make_updates()
+            self._state.runtime.store.drain()
         with self._meter.standing():
             self._saver.publish_if_written(metrics.rank_flags)
         if saving:

@@ -106,7 +106,7 @@ class Saver:
         Raises:
             CheckpointError: this save or the one before it failed, and `checkpoint.on_failure` is stop.
         """
-        state.runtime.come_to_rest()
+        state.runtime.settle()
         self.finish()
         with self._tolerating_failures():
             self._under_way = begin(

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import zero
-from zero.settings import optim
+from zero.settings import optimizers
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "own-loop.md"
-SECTIONS = {section.model_fields["name"].default: section for section in optim.Optim.__args__[0].__args__}
+SECTIONS = {section.model_fields["name"].default: section for section in optimizers.Optim.__args__[0].__args__}
 TORCHS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
 
 

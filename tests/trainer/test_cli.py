@@ -133,7 +133,7 @@ REFUSALS = [
         ["-m", "offload=infinity", "zero.stage=0,1", "steps=5"],
         "which only zero.stage=3 can; use zero.stage=3, or offload=nvme\n",
     ),
-    (["-m", "zero.stage=3,0", "offload=infinity", "steps=5", "schedule.warmup=9"], "leaves no step of steps=5"),
+    (["-m", "zero.stage=3,0", "offload=infinity", "steps=5", "schedule.warmup=9"], "no step of steps=5"),
     (["-m", "zero.stage=0", "offload=infinity,none", "steps=5,9", "schedule.warmup=9"], "(in the run offload=infinity"),
     (["-m", "zero.stage=3,0,9", "offload=infinity"], "zero.stage=9: must be 0, 1, 2 or 3, or auto"),
     (["-m", "mode=train,plan"], "mode=plan runs nothing, so it cannot be part of a sweep; ask it by itself"),

@@ -91,13 +91,19 @@ MISTAKES = [
     ({"model": {"vocab": 100}}, "model.vocab=100 is smaller than the 256 tokens of data=text"),
     ({"data": {"name": "tokens"}}, "data=tokens needs data.path=FILE"),
     ({"data": {"name": "text", "holdout": 0}}, "data.holdout=0: must be above 0"),
-    ({"schedule": {"name": "warmup_linear", "warmup": 1200}}, "schedule.warmup=1200 leaves no step of steps=1200"),
+    (
+        {"schedule": {"name": "warmup_linear", "warmup": 1200}},
+        "schedule.warmup=1200, schedule.hold=0: no step of steps=1200",
+    ),
     (
         {"schedule": {"name": "warmup_cosine", "warmup": 5, "hold": 15, "total": 20}},
-        "schedule.warmup=5 and schedule.hold=15 leave no step of schedule.total=20",
+        "schedule.warmup=5, schedule.hold=15: no step of schedule.total=20",
     ),
     ({"schedule": {"name": "one_cycle", "momentum_min": 0.95}}, "schedule.momentum_min=0.95 is above"),
-    ({"schedule": {"name": "one_cycle"}, "optim": {"name": "adagrad"}}, "momentum that optim=adagrad has not"),
+    (
+        {"schedule": {"name": "one_cycle"}, "optim": {"name": "adagrad"}},
+        "schedule.momentum=true: optim=adagrad has no momentum",
+    ),
     ({"optim": {}}, "optim needs optim.name"),
 ]
 

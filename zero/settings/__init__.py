@@ -1,8 +1,8 @@
 """The settings of a training step, as one closed schema without model and data.
 
-Reads a nested mapping, gives a frozen `Settings` or raises one `ConfigError` of one line: the key as the user typed it,
-what was seen, what to write. Knows nothing of ranks or torch, so a mistake is answered before they are there. Whoever
-has more to set extends it, as the trainer does. `build` makes the engine's objects of it.
+`Settings.read` turns a nested mapping into a frozen `Settings` or raises a `ConfigError` of one line. Nothing here
+needs ranks or torch, so a mistake is reported before they are started. The trainer's `Config` extends this schema, and
+`build` makes the engine's objects from it.
 """
 
 import os
@@ -17,14 +17,14 @@ from zero.core.secret import refuse_secrets
 from zero.core.setting_types import Natural, Whole, key
 from zero.core.stage import Stage
 from zero.errors import ConfigError
-from zero.settings.optim import SGD, Adagrad, AdamW, Optim
+from zero.settings.optimizers import SGD, Adagrad, AdamW, Optim
 from zero.settings.schedule import Decay, OneCycle, Schedule, Warmup, WarmupCosine
-from zero.settings.sections import Batch, Precision, Zero
+from zero.settings.step_sections import Batch, Precision, Zero
 from zero.tracker.settings import Jsonl, TrackerSettings
 
 
 class Settings(Section):
-    """The settings of a training step, and of what a loop shows."""
+    """Settings of a training step and of its tracker."""
 
     steps: Whole = key(1200, "optimizer steps", unit="steps", example="5000")
     seed: Natural = key(0, "seed of weights, data order, sample and random rounding", example="1")
@@ -43,35 +43,35 @@ class Settings(Section):
         return self
 
     def _schedule_agrees(self) -> None:
-        chosen = self.schedule
-        if isinstance(chosen, Decay) and self.warmup + chosen.hold >= self.decayed:
-            held = f" and schedule.hold={chosen.hold}" if chosen.hold else ""
-            total = "steps" if chosen.total is None else "schedule.total"
-            verb = "leave" if held else "leaves"
+        schedule = self.schedule
+        if isinstance(schedule, Decay) and self.warmup + schedule.hold >= self.decayed:
+            total = "steps" if schedule.total is None else "schedule.total"
             raise ConfigError(
-                f"schedule.warmup={self.warmup}{held} {verb} no step of {total}={self.decayed} for the decay"
+                f"schedule.warmup={self.warmup}, schedule.hold={schedule.hold}: no step of {total}={self.decayed} is "
+                "left for the decay. Lower one of them."
             )
-        without = isinstance(self.optim, Adagrad) or (isinstance(self.optim, SGD) and not self.optim.momentum)
-        if isinstance(chosen, OneCycle) and chosen.momentum and without:
+        has_momentum = not isinstance(self.optim, Adagrad | SGD) or (
+            isinstance(self.optim, SGD) and self.optim.momentum
+        )
+        if isinstance(schedule, OneCycle) and schedule.momentum and not has_momentum:
             raise ConfigError(
-                f"schedule.momentum=true moves a momentum that optim={self.optim.name} has not; "
-                "set schedule.momentum=false"
+                f"schedule.momentum=true: optim={self.optim.name} has no momentum. Set schedule.momentum=false."
             )
 
     @property
     def warmup(self) -> int:
         """Steps until the peak learning rate."""
-        given = self.schedule.warmup if isinstance(self.schedule, Warmup) else 0
-        return self.steps // 20 if given == "auto" else given
+        steps = self.schedule.warmup if isinstance(self.schedule, Warmup) else 0
+        return self.steps // 20 if steps == "auto" else steps
 
     @property
     def decayed(self) -> int:
         """The step at which a decay reaches its last learning rate."""
-        given = self.schedule.total if isinstance(self.schedule, Decay) else None
-        return self.steps if given is None else given
+        total = self.schedule.total if isinstance(self.schedule, Decay) else None
+        return self.steps if total is None else total
 
     def on(self, ranks: int) -> Self:
-        """The same with the batch as numbers.
+        """Return the same settings with the batch as numbers.
 
         Raises:
             ConfigError: the batch does not divide over `ranks`.
@@ -79,17 +79,17 @@ class Settings(Section):
         return self.model_copy(update={"batch": self.batch.solved(ranks)})
 
     def plain(self) -> dict[str, Any]:
-        """Nested dict of plain values, keys as the user types them; `read` gives the same settings back."""
+        """Return a nested dict of plain values, keys as the user types them; the inverse of `read`."""
         values = self.model_dump(by_alias=True, mode="json")
         return {name: values[name] for name in self.in_reading_order()}
 
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> Self:
-        """The settings in `raw`, defaults for what it leaves out.
+        """Check `raw` and return its settings, with defaults for missing keys.
 
         Raises:
-            SettingError: one line about the first key or value that no run could have, unknown keys first.
-            ConfigError: settings that do not go together, or one that looks like a secret.
+            SettingError: a key that does not exist, or a value that no run could have.
+            ConfigError: settings that contradict each other, or a value that looks like a secret.
         """
         refuse_secrets(raw, os.environ)
         return cls(**{str(name): value for name, value in raw.items()})

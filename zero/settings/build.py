@@ -1,6 +1,5 @@
-"""From settings to the engine's objects: one function each."""
+"""Functions that make the engine's objects from settings."""
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -8,73 +7,54 @@ from torch import nn
 from zero.core import lr_schedule, optim
 from zero.core.lr_schedule import Schedule
 from zero.core.optim import Transform
-from zero.core.placement import Room
 from zero.core.precision import Precision
 from zero.core.stage import Stage
 from zero.distributed.world import World
-from zero.engine.compile import Backend
 from zero.engine.plan import Plan
 from zero.errors import ConfigError
 from zero.settings import Settings
-from zero.settings.optim import SGD, Adagrad, AdamW, Lion
+from zero.settings.optimizers import SGD, Adagrad, AdamW, Lion
 from zero.settings.schedule import Decay, LrRange, OneCycle, Warmup, WarmupLinear
 
 
-def build_plan(
-    config: Settings,
-    model: nn.Module,
-    world: World,
-    *,
-    optimizer: Transform | None = None,
-    units: Sequence[str] | None = None,
-    compile: Backend = False,
-    in_place: bool = False,
-    room: Room | None = None,
-    activation_bytes: int = 0,
-    host_activation_bytes: int = 0,
-    lighter: Callable[[], Mapping[str, int]] = dict,
-) -> Plan:
-    """The plan of a run whose batch is solved for this world.
+def build_plan(config: Settings, model: nn.Module, world: World, **overrides: Any) -> Plan:
+    """Make the plan of a run whose batch is solved for this world.
 
     Args:
-        optimizer, units, compile: in place of the config's.
-        in_place, room, activation_bytes, host_activation_bytes, lighter: see `Plan`.
+        overrides: arguments of `Plan` in place of the config's, or that no config has, such as `room`; None and False
+            leave the config's.
 
     Raises:
-        ConfigError: what only the model can tell, such as a class of `zero.units` that it does not have; or an auto
-            that was not settled (see `zero/trainer/planning`).
+        ConfigError: a setting that does not fit the model, such as a class in `zero.units` that it does not have; or
+            `zero.stage=auto`, which `zero.trainer.planning.resolve_auto` replaces.
     """
     if config.zero.stage == "auto":
         raise ConfigError(
             "zero.stage=auto was not settled; write `config, _ = zero.trainer.planning.resolve_auto(config, ...)` first"
         )
-    _, _, accumulate = config.batch.solved(world.size).numbers()
-    return Plan(
-        model,
-        optimizer=optimizer or build_optimizer(config),
-        stage=Stage(config.zero.stage),
-        precision=build_precision(config),
-        offload=config.offload,
-        world=world,
-        units=units or (None if config.zero.units == "auto" else list(config.zero.units)),
-        prefetch=config.zero.prefetch,
-        activations=config.zero.activations_by_pattern,
-        compile=compile or config.zero.compile,
-        update=config.zero.update,
-        accumulate=accumulate,
-        in_place=in_place,
-        gather=config.zero.gather,
-        reduce=config.zero.reduce,
-        shard=config.zero.shard,
-        room=room,
-        activation_bytes=activation_bytes,
-        host_activation_bytes=host_activation_bytes,
-        lighter=lighter,
-    )
+    sharding = config.zero
+    arguments: dict[str, Any] = {
+        "stage": Stage(config.zero.stage),
+        "precision": build_precision(config),
+        "offload": config.offload,
+        "units": None if sharding.units == "auto" else list(sharding.units),
+        "prefetch": sharding.prefetch,
+        "activations": sharding.activations_by_pattern,
+        "compile": sharding.compile,
+        "update": sharding.update,
+        "accumulate": config.batch.solved(world.size).numbers()[2],
+        "gather": sharding.gather,
+        "reduce": sharding.reduce,
+        "shard": sharding.shard,
+    }
+    arguments |= {name: value for name, value in overrides.items() if value is not None and value is not False}
+    if "optimizer" not in arguments:
+        arguments["optimizer"] = build_optimizer(config)
+    return Plan(model, world=world, **arguments)
 
 
 def build_optimizer(config: Settings) -> Transform:
-    """The transform with its schedule, clipping and decay, and the mean of the parameters if it is asked for."""
+    """Make the transform with its schedule, clipping, decay and, if set, the mean of the parameters."""
     transform, ema = _build_transform(config), config.optim.ema
     if config.optim.moments != "fp32":
         transform = optim.with_moments(transform, config.optim.moments, seed=config.seed)
@@ -85,20 +65,20 @@ def _build_transform(config: Settings) -> Transform:
     chosen = config.optim
     decay = optim.decay_matrices if chosen.decay == "matrices" else lambda name, shape: True
     lr, cycled = build_schedule(config), _cycled_momentum(config)
-    how: dict[str, Any] = {"weight_decay": chosen.weight_decay, "clip": chosen.clip, "decay": decay}
+    shared: dict[str, Any] = {"weight_decay": chosen.weight_decay, "clip": chosen.clip, "decay": decay}
     if isinstance(chosen, Adagrad):
-        return optim.adagrad(lr, eps=chosen.eps, **how)
+        return optim.adagrad(lr, eps=chosen.eps, **shared)
     if isinstance(chosen, SGD):
-        return optim.sgd(lr, momentum=cycled or chosen.momentum, nesterov=chosen.nesterov, **how)
+        return optim.sgd(lr, momentum=cycled or chosen.momentum, nesterov=chosen.nesterov, **shared)
     betas: dict[str, Any] = {"beta1": cycled or chosen.beta1, "beta2": chosen.beta2}
     if isinstance(chosen, Lion):
-        return optim.lion(lr, **betas, **how)
+        return optim.lion(lr, **betas, **shared)
     make = optim.adamw if isinstance(chosen, AdamW) else optim.adam
-    return make(lr, **betas, eps=chosen.eps, **how)
+    return make(lr, **betas, eps=chosen.eps, **shared)
 
 
 def build_schedule(config: Settings) -> Schedule:
-    """Step to learning rate."""
+    """Make the function from step to learning rate."""
     chosen, lr = config.schedule, config.optim.lr
     if isinstance(chosen, Warmup):
         start = None if chosen.start is None else chosen.start * lr
@@ -115,7 +95,6 @@ def build_schedule(config: Settings) -> Schedule:
 
 
 def _cycled_momentum(config: Settings) -> Schedule | None:
-    """What goes in place of the optimizer's momentum, where the schedule says so."""
     chosen = config.schedule
     if not isinstance(chosen, OneCycle) or not chosen.momentum:
         return None
@@ -136,7 +115,7 @@ def _cycle(config: Settings, chosen: OneCycle) -> lr_schedule.Cycle:
 
 
 def build_precision(config: Settings) -> Precision:
-    """The dtypes; loss scaling for fp16 only."""
+    """Make the dtypes, with loss scaling for fp16 only."""
     chosen = config.precision
     scale = chosen.scale if chosen.compute == "fp16" else None
     return Precision(chosen.compute, reduce=chosen.reduce, scale=scale, master=chosen.master)

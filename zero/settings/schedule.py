@@ -16,7 +16,7 @@ class Constant(Section):
 
 
 class Warmup(Section):
-    """What every schedule with a warm-up has."""
+    """Fields of every schedule with a warm-up."""
 
     warmup: Steps = key("auto", "steps until the peak; auto: a twentieth of `steps`", unit="steps", example="20")
     start: Share | None = key(
@@ -30,7 +30,7 @@ class Warmup(Section):
 
 
 class Decay(Warmup):
-    """What every schedule with a decay has."""
+    """Fields of every schedule with a decay."""
 
     hold: Annotated[int, Field(ge=-1, le=MOST)] = key(
         0, "steps that the peak lasts before the decay; -1: the decay is a step ahead", unit="steps", example="100"

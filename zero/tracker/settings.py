@@ -1,4 +1,4 @@
-"""Where the numbers of a run are written: the settings of a tracker."""
+"""Settings of the tracker."""
 
 from typing import Annotated, Literal
 
@@ -16,16 +16,16 @@ def _name(value: object) -> str:
 
 
 def _tags(value: object) -> tuple[str, ...]:
-    found = names_of(value)
-    if long := next((tag for tag in found if len(tag) > 64), None):
+    tags = names_of(value)
+    if long := next((tag for tag in tags if len(tag) > 64), None):
         raise ValueError(f"has {long}; a tag has at most 64 characters, which W&B takes")
-    return found
+    return tags
 
 
 def _project(value: object) -> str:
     text = _name(value)
-    if found := set(text) & set("/\\#?%:"):
-        raise ValueError(f"must be without {min(found)}, which W&B refuses in the name of a project")
+    if refused := set(text) & set("/\\#?%:"):
+        raise ValueError(f"must be without {min(refused)}, which W&B refuses in the name of a project")
     return text
 
 
@@ -35,7 +35,7 @@ Project = Annotated[str, Reads("text", _project)]
 
 
 class Jsonl(Section):
-    """metrics.jsonl and the console; always on."""
+    """metrics.jsonl and the console, which every run has."""
 
     name: Literal["jsonl"] = key("jsonl", "kind of tracker")
     every: Whole = key(10, "steps between two rows", unit="steps", example="1")
@@ -48,7 +48,7 @@ class Jsonl(Section):
 
 
 class Wandb(Jsonl):
-    """The same, and a Weights & Biases run beside it."""
+    """`Jsonl` and a Weights & Biases run."""
 
     name: Literal["wandb"] = key("wandb", "kind of tracker")  # type: ignore[assignment]
     project: Project | None = key(None, "W&B project; null: WANDB_PROJECT, else functional-zero", example="my-project")

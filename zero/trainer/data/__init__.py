@@ -29,7 +29,7 @@ def check_data(config: DataConfig, seq: int) -> None:
         elif isinstance(config, TokensConfig):
             check_tokens(config, seq + 1)
         elif isinstance(config, HFTextConfig):
-            from zero.trainer.data.hf import check_hf
+            from zero.trainer.data.tokenised import check_hf
 
             check_hf(config)
     except OSError as error:
@@ -49,7 +49,7 @@ def open_data(
         ConfigError: as `check_data`.
     """
     if isinstance(config, HFTextConfig):
-        from zero.trainer.data.hf import open_hf
+        from zero.trainer.data.tokenised import open_hf
 
         return open_hf(config, seq, seed, world, progress)
     check_data(config, seq)

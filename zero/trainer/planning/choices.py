@@ -14,7 +14,7 @@ from zero.engine.traffic import traffic
 from zero.errors import ConfigError
 from zero.progress import Progress, reported, silent
 from zero.settings.build import build_plan
-from zero.settings.sections import Batch
+from zero.settings.step_sections import Batch
 from zero.trainer.config import Config
 from zero.trainer.planning.activations import Activations, Taken
 from zero.trainer.planning.cost import Rates, step_seconds

@@ -1,4 +1,4 @@
-"""Settings of each optimizer. What `zero.adamw` and its like default to is the default here too, and torch's."""
+"""Settings of each optimizer, with the defaults of `zero.adamw` and the others, which are torch's."""
 
 from typing import Annotated, Literal, Self
 

@@ -1,9 +1,10 @@
-"""Settings of how the state is sharded and moved, of the batch and of number types."""
+"""Settings of a training step: sharding of the state, batch, number types."""
 
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import model_validator
 
+from zero.core.batch import solve_batch
 from zero.core.loss_scale import LossScaling
 from zero.core.schema import Section
 from zero.core.setting_types import Count, Natural, Reads, UnitActivations, key, or_auto
@@ -29,7 +30,7 @@ Units = Annotated[Literal["auto"] | tuple[str, ...], Reads("auto or a list of cl
 
 
 class Zero(Section):
-    """How the training state is sharded and moved."""
+    """Sharding and movement of the training state."""
 
     stage: StageOrAuto = key(
         3,
@@ -87,11 +88,11 @@ class Zero(Section):
 
     @property
     def activations_by_pattern(self) -> dict[str, Any]:
-        """Patterns of units' names to what is done with their activations; auto, before it is settled, is keep."""
+        """Patterns of units' names to keep, remat or offload; auto counts as keep until it is settled."""
         if self.activations == "auto":
             return {"*": "keep"}
         listed = (f"*:{self.activations}",) if isinstance(self.activations, str) else self.activations
-        return {pattern: word for pattern, _, word in (one.rpartition(":") for one in listed)}
+        return {pattern: word for pattern, _, word in (entry.rpartition(":") for entry in listed)}
 
     compile: bool = key(
         False,
@@ -128,37 +129,16 @@ class Batch(Section):
 
     @property
     def is_open(self) -> bool:
-        """Whether the microbatch may be chosen."""
+        """Whether only `batch.global` is set, so that the microbatch may be chosen."""
         return self.global_ != "auto" and self.micro == "auto" and self.accumulate == "auto"
 
     def solved(self, ranks: int) -> "Batch":
-        """All three as numbers.
-
-        Raises:
-            ConfigError: they contradict each other or do not divide; the message has the numbers.
-        """
-        rows, micro, accumulate = self.global_, self.micro, self.accumulate
-        if accumulate == "auto":
-            accumulate = 1 if rows == "auto" or micro == "auto" else rows // (micro * ranks)
-        if micro == "auto":
-            if rows == "auto":
-                raise ConfigError("batch.global and batch.micro are both auto; give one of them")
-            micro = rows // (accumulate * ranks)
-        if rows == "auto":
-            rows = micro * accumulate * ranks
-        if rows != micro * accumulate * ranks:
-            given = {"batch.micro": self.micro, "batch.accumulate": self.accumulate}
-            factors = [f"{key}={value}" for key, value in given.items() if value != "auto"]
-            product = " x ".join([*factors, f"{ranks} rank{'s' * (ranks > 1)}"])
-            if len(factors) == 2:
-                raise ConfigError(
-                    f"batch.global={rows} is not {product} = {micro * accumulate * ranks}; set one of the three to auto"
-                )
-            raise ConfigError(f"batch.global={rows} does not divide by {product}; choose a multiple")
+        """Return the same batch with all three as numbers; see `solve_batch`."""
+        rows, micro, accumulate = solve_batch(self.global_, self.micro, self.accumulate, ranks)
         return Batch(**{"global": rows, "micro": micro, "accumulate": accumulate})
 
     def numbers(self) -> tuple[int, int, int]:
-        """(global, micro, accumulate) of a solved batch."""
+        """Return (global, micro, accumulate) of a solved batch."""
         if self.global_ == "auto" or self.micro == "auto" or self.accumulate == "auto":
             raise ConfigError("batch.* still holds auto; write `config = config.on(ranks)` first")
         return self.global_, self.micro, self.accumulate

@@ -15,7 +15,6 @@ Installed, this file is the command `zero-train`.
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,10 +40,9 @@ def train(config: Config, folder: Path) -> "Summary":
     import torch  # here, because a command line that is refused does not wait for it
 
     import zero
-    from zero.settings.build import build_plan
     from zero.tracker import open_tracker
     from zero.trainer.loop import Run, out_of_memory_explained, resumed
-    from zero.trainer.planning import Activations, resolve_auto
+    from zero.trainer.planning import Activations, plan_of_run, resolve_auto
     from zero.trainer.saver import find
     from zero.trainer.task import build_task
 
@@ -63,10 +61,7 @@ def train(config: Config, folder: Path) -> "Summary":
         config, predicted_s = resolve_auto(config, task.model, world, tracker, activations)
         if world.rank == 0:
             write_config(config, folder)
-        _, micro, _ = config.batch.numbers()
-        activations = activations.resolved(config)
-        lighter = partial(activations.lighter, micro, world.compute.kind)
-        plan = build_plan(config, task.model, world, lighter=lighter, **activations.planned(micro, world.compute.kind))
+        plan = plan_of_run(config, task.model, world, activations)
         tracker.note(f"{plan}\ndata {config.data.name}, digest {data.digest[:12]}\nfolder {folder}")
 
         restarts = launch.restart_count()

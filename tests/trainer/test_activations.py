@@ -26,7 +26,7 @@ from zero.trainer.planning.activations import Activations
 from zero.trainer.planning.choices import planned, with_activations
 from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.resolve_activations import CPU_LIBRARIES_BYTES
-from zero.trainer.planning.resolve_auto import _with_activations
+from zero.trainer.planning.resolve_auto import _choose_activations
 from zero.trainer.planning.tracing import META, trace
 
 MIXED = {"blocks.0": "remat", "blocks.1": "offload", "blocks.*": "keep"}
@@ -126,12 +126,11 @@ def test_auto_makes_again_as_few_as_fit_for_every_budget():
         count = {"keep": 0, "remat": len(names)}.get(policy if isinstance(policy, str) else "", len(policy))
         told.append(count)
         planned(chosen, model, machine.world, machine.room, counted)
-        assert f"auto: zero.activations: {count} of {len(names)} units" in reasons[-1]
+        assert f"auto: zero.activations: units computed again in backward: {count} of {len(names)}" in reasons[-1]
         if count:
             fewer = [f"{name}:remat" for name in names[: count - 1]] or "keep"
             with pytest.raises(ConfigError, match="activations"):
                 planned(with_activations(settings, fewer), model, machine.world, machine.room, counted)
-    print(told)
     assert told == sorted(told, reverse=True)
     assert (told[0] > len(names) // 2, told[-1]) == (True, 0)
     assert len(set(told)) >= 5
@@ -184,7 +183,7 @@ def test_auto_sends_to_the_host_what_hides_beside_forward_and_makes_the_rest_aga
     told = []
     for share in (0.01, 0.4, 2.0):  # of all units' bytes that a copy engine moves in the time of forward
         rates = replace(ROUND, copy_bytes=share * traced.host_bytes * ROUND.flops / traced.forward.flops)
-        monkeypatch.setattr(sys.modules[_with_activations.__module__], "assumed", lambda *_, rates=rates: rates)
+        monkeypatch.setattr(sys.modules[_choose_activations.__module__], "assumed", lambda *_, rates=rates: rates)
         chosen, reasons = _settled(settings, machine, model)
         words = Counter(chosen.zero.activations_by_pattern.values())
         plan = build_plan(
@@ -193,8 +192,7 @@ def test_auto_sends_to_the_host_what_hides_beside_forward_and_makes_the_rest_aga
         sent_bytes = plan.bytes.get("host", {}).get("activations", 0)
         assert sent_bytes <= share * traced.host_bytes
         told.append((words["offload"], words["remat"]))
-        assert f"{words['remat']} of {len(names)} units" in reasons[-1]
-    print(told)
+        assert f"computed again in backward: {words['remat']} of {len(names)}" in reasons[-1]
     (none, most), (some, fewer), (all_sent, nothing) = told
     assert (none, nothing) == (0, 0)
     assert 0 < some < all_sent
@@ -205,7 +203,7 @@ def test_auto_sends_to_the_host_what_hides_beside_forward_and_makes_the_rest_aga
 def fast_copies(monkeypatch):
     """Whatever is sent to the host hides beside forward."""
     rates = replace(ROUND, copy_bytes=1e18)
-    monkeypatch.setattr(sys.modules[_with_activations.__module__], "assumed", lambda *_: rates)
+    monkeypatch.setattr(sys.modules[_choose_activations.__module__], "assumed", lambda *_: rates)
 
 
 @pytest.mark.by_turns(2)
@@ -257,7 +255,7 @@ def test_what_is_kept_pushes_no_state_off_the_device(copies, monkeypatch):
         zero_={"activations": "auto", "stage": 0},
     )
     rates = replace(ROUND, copy_bytes=1e18 if copies == "fast" else 1.0)
-    monkeypatch.setattr(sys.modules[_with_activations.__module__], "assumed", lambda *_: rates)
+    monkeypatch.setattr(sys.modules[_choose_activations.__module__], "assumed", lambda *_: rates)
     model = model_of(settings)
     counted = Activations(settings, model)
     names = counted.unit_names
@@ -276,7 +274,6 @@ def test_what_is_kept_pushes_no_state_off_the_device(copies, monkeypatch):
         told.append(words["remat"])
         if share >= 0:
             assert set(least.placement.optimizer.values()) == {"device"}
-    print(told)
     assert told[-1] == 0
     assert told[1:] == sorted(told[1:], reverse=True)
     assert (told[3] > 0) == (copies == "slow")
@@ -292,7 +289,7 @@ def test_auto_measures_rates_once_and_only_where_it_needs_them(monkeypatch, stag
         asked.append("rates")
         return ROUND
 
-    monkeypatch.setattr(sys.modules[_with_activations.__module__], "measured", measured)
+    monkeypatch.setattr(sys.modules[_choose_activations.__module__], "measured", measured)
     lightest = with_activations(settings, "remat")
     lightest = lightest.model_copy(update={"zero": lightest.zero.model_copy(update={"stage": 0})})
     need = _device_bytes(lightest, model, gpu(1))
@@ -341,12 +338,12 @@ def test_a_plan_counts_what_auto_becomes():
         assert fitting
         told[word] = " ".join(text.split())
     assert "zero.activations=auto zero.stage" in told["auto"]
-    became = re.search(r"it then becomes: (\d+) of 10 units (is|are) computed again", told["auto"])
+    became = re.search(r"the answer counts units computed again in backward: (\d+) of 10", told["auto"])
     assert became
     assert 0 < int(became[1]) < 10
     taken = {word: float(re.search(r"a rank takes ([\d.]+) MiB of GPU memory", told[word])[1]) for word in told}
     assert taken["remat"] < 200 < taken["auto"] <= 300
-    assert "becomes" not in told["remat"]
+    assert "the answer counts" not in told["remat"]
 
 
 def test_a_run_is_planned_with_what_auto_became(here, capsys):
@@ -364,7 +361,7 @@ def test_a_run_is_planned_with_what_auto_became(here, capsys):
     budget = sum(build_plan(settings, model, world, **taken).bytes["device"].values()) + CPU_LIBRARIES_BYTES + 2**19
     assert train.main([*words, "zero.activations=auto", f"offload.host_budget={budget}"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"auto: zero.activations: [1-9] of 6 units are computed again", out), out
+    assert re.search(r"auto: zero.activations: units computed again in backward: [1-9] of 6", out), out
 
 
 def cpu(host_bytes: int) -> Machine:
@@ -373,7 +370,7 @@ def cpu(host_bytes: int) -> Machine:
 
 def _settled(settings, machine, model, counted=None):
     """What auto becomes, and why."""
-    return _with_activations(settings, machine, model, counted or Activations(settings, model), lambda *_: None)[:2]
+    return _choose_activations(settings, machine, model, counted or Activations(settings, model), lambda *_: None)[:2]
 
 
 def _words(settings):

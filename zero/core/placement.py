@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
@@ -270,6 +270,21 @@ class Placement:
     bytes: Mapping[Tier, int]
 
 
+class DoesNotFit(ConfigError):
+    """A plan that needs more of a memory than there is.
+
+    Attributes:
+        problem: the memory, its limit and the needs, in words.
+        ways: what to do about it, in words, the easiest first.
+        needs_bytes: of all that has to be in the memory.
+        activation_bytes: of these, activations.
+    """
+
+    def __init__(self, problem: str, ways: Sequence[str], *, needs_bytes: int, activation_bytes: int) -> None:
+        self.problem, self.ways, self.needs_bytes, self.activation_bytes = problem, ways, needs_bytes, activation_bytes
+        super().__init__(f"{problem}; {', or '.join(ways or ['use a machine with more memory'])}")
+
+
 def place(
     offload: Offload,
     groups: Sequence[tuple[int, int, int]],
@@ -282,7 +297,6 @@ def place(
     host_bytes: int,
     device_is_host: bool,
     activation_bytes: int = 0,
-    lighter: Callable[[], Mapping[str, int]] = dict,
     resorts: Sequence[str] = ("use more ranks",),
     parameters_sharded: bool = True,
     disk_bytes: int | None = None,
@@ -299,7 +313,6 @@ def place(
         param_bytes, grad_bytes: what this rank keeps of each between two uses.
         device_fixed_bytes, host_fixed_bytes: buffers that are there in any case.
         activation_bytes: what forward and backward need on the device.
-        lighter: what would make that less, in words, and what it would be then; asked only before a refusal.
         resorts: what helps beside that, in words: one at least.
         parameters_sharded: as the stage says: others keep their parameters on the device.
         device_bytes, host_bytes: the budgets as numbers, see `budget_bytes`.
@@ -308,7 +321,7 @@ def place(
         disk_bytes: what the disk has; None if that is not known.
 
     Raises:
-        ConfigError: what has to be in a memory does not fit there; numbers, and the key to change.
+        DoesNotFit: what has to be in a memory does not fit there.
     """
     kinds = {"param": param_bytes, "grad": grad_bytes, "optimizer": sum(size for _, _, size in groups)}
     fixed = {key: _TIER_OF[setting] for key in kinds if (setting := getattr(offload, key)) != "auto"}
@@ -328,10 +341,12 @@ def place(
     for tiers in memories:
         limit_bytes = budgets[tiers[0]]
         if needs.total(tiers) > limit_bytes:
-            ways = _ways_out(offload, needs, tiers, limit_bytes, lighter, resorts, parameters_sharded)
-            raise ConfigError(
+            raise DoesNotFit(
                 f"{_limit(tiers[0], offload.budget(tiers[0]), limit_bytes)}: a rank needs at least "
-                f"{size_text(needs.total(tiers))} there: {needs.text(tiers)}; {', or '.join(ways)}"
+                f"{size_text(needs.total(tiers))} there: {needs.text(tiers)}",
+                _ways_out(offload, needs, tiers, limit_bytes, resorts, parameters_sharded),
+                needs_bytes=needs.total(tiers),
+                activation_bytes=needs.active_bytes(tiers),
             )
 
     def has_room(tier: Tier, size: int) -> bool:
@@ -399,24 +414,21 @@ def _ways_out(
     needs: _Needs,
     tiers: Sequence[Tier],
     limit_bytes: int,
-    lighter: Callable[[], Mapping[str, int]],
     resorts: Sequence[str],
     parameters_sharded: bool,
 ) -> list[str]:
-    """What to do where a memory, of one tier or of both, is too small for what has to be there: one way at least."""
-    inside, active_bytes = needs.inside(tiers), needs.active_bytes(tiers)
-    out = "cpu" if tiers == ("device",) else "nvme"
-    leaving = ("optimizer", "grad", "param") if parameters_sharded else ("optimizer", "grad")
-    moves = [f"set offload.{key}={out}" for key in leaving if key in inside]
-    if active_bytes > limit_bytes:  # whatever else left, it would not be enough
-        moves = []
-    elif tiers == ("host",) and not inside:  # what pages pass through is all there is
-        moves = ["set offload.page smaller"] * (offload.page_bytes != BLOCK_BYTES)
-    found = lighter() if 2 * active_bytes > needs.total(tiers) else {}
-    smaller = [way for way, nbytes in found.items() if nbytes < active_bytes]
+    """List what helps where a memory, of one tier or of both, is too small, beside smaller activations."""
+    inside = needs.inside(tiers)
     raises = [f"raise offload.{tiers[0]}_budget"] * _is_the_limit(offload.budget(tiers[0]), limit_bytes)
-    ways = [*raises, *smaller, *moves[:1], *(resorts if active_bytes <= limit_bytes else ())]
-    return ways or ["use a machine with more memory"]
+    if needs.active_bytes(tiers) > limit_bytes:  # too much without anything else
+        return raises
+    if tiers == ("host",) and not inside:  # the slots that pages pass through are all there is
+        moves = ["set offload.page smaller"] * (offload.page_bytes != BLOCK_BYTES)
+    else:
+        out = "cpu" if tiers == ("device",) else "nvme"
+        leaving = ("optimizer", "grad", "param") if parameters_sharded else ("optimizer", "grad")
+        moves = [f"set offload.{key}={out}" for key in leaving if key in inside]
+    return [*raises, *moves[:1], *resorts]
 
 
 def usable_bytes(offload: Offload, free_bytes: int, total_bytes: int) -> int:

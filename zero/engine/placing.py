@@ -1,7 +1,7 @@
 """Sizes of pages and of the arena, and whether all fits; which tier each page gets, `core.placement.place` says."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from zero.core.placement import Offload, Placement, Room, Tier, budget_bytes, place
 from zero.core.sizes import MiB
@@ -54,7 +54,6 @@ def place_pages(
     buffer_bytes: int,
     activation_bytes: int,
     host_activation_bytes: int,
-    lighter: Callable[[], Mapping[str, int]],
 ) -> tuple[int, Placement]:
     """How many slots the arena has, and where everything is.
 
@@ -62,10 +61,9 @@ def place_pages(
         table: with the lowest tiers.
         buffer_bytes: of the model's own buffers.
         activation_bytes, host_activation_bytes: what forward and backward need beside everything else.
-        lighter: see `Plan`.
 
     Raises:
-        ConfigError: it does not fit, even with the fewest slots.
+        DoesNotFit: even with the fewest slots.
     """
     optimizer_tier = lowest_tiers(offload)[0]
     groups = [
@@ -86,7 +84,6 @@ def place_pages(
                 param_bytes=table.param_bytes(),
                 grad_bytes=table.most_grad_bytes(),
                 activation_bytes=activation_bytes,
-                lighter=lighter,
                 resorts=_resorts(table),
                 parameters_sharded=table.stage.parameters,
                 device_fixed_bytes=sum(table.buffer_bytes().values()) + table.secondary_bytes("device") + buffer_bytes,

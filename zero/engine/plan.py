@@ -8,7 +8,7 @@ properties that `init` allocates by, so the table is true by construction.
 import hashlib
 import platform
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from types import MappingProxyType
@@ -100,7 +100,6 @@ class Plan(PageTable):
         activation_bytes: what forward and backward need beside everything else, at most; it is counted and not
             allocated.
         host_activation_bytes: the same of host memory, where units send their activations there.
-        lighter: returns what would make that less: settings in words to bytes. Called only where a plan does not fit.
 
     Attributes:
         activations: of each unit, by its index: "keep", "remat" or "offload".
@@ -110,7 +109,7 @@ class Plan(PageTable):
     Raises:
         PlanError: a setting that does not exist or does not go together with another; a model that cannot be split or
             copied.
-        ConfigError: what has to be in a memory does not fit there.
+        DoesNotFit: what has to be in a memory does not fit there.
     """
 
     @own_arguments(LINES, THEIRS)
@@ -136,7 +135,6 @@ class Plan(PageTable):
         room: Room | None = None,
         activation_bytes: int = 0,
         host_activation_bytes: int = 0,
-        lighter: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         _refuse_strangers(model, optimizer, world)
         _refuse_compiled(model)
@@ -191,7 +189,6 @@ class Plan(PageTable):
             buffer_bytes=self.model_buffer_bytes,
             activation_bytes=activation_bytes,
             host_activation_bytes=host_activation_bytes,
-            lighter=lighter,
         )
         table = PageTable(**vars(facts), page_numel=page_bytes // 4)
         try:

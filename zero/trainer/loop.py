@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zero.checkpoint import Checkpoint, load
+from zero.core.placement import size_text
 from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.engine.step import Metrics, make_forward, record
@@ -27,28 +28,28 @@ from zero.trainer.config import Config
 from zero.trainer.data.windows import Data
 from zero.trainer.evaluate import sample_text, validation_loss
 from zero.trainer.launch import describe, preempted
-from zero.trainer.planning import against_measured, measured, out_of_memory
+from zero.trainer.planning import against_measured, measured
 from zero.trainer.resume import refuse_other_model, refuse_other_moments
 from zero.trainer.saver import STOP_REQUESTED, Saver
 from zero.trainer.task import Task
 
 RECORDED = 3
-"""Which step after a start is recorded at the earliest: the first ones learn in which order units are visited."""
+"""The first step after a start that may be recorded; earlier ones learn in which order units are visited."""
 
 MOST_SKIPPED = 50
-"""Steps skipped in a row that end a run. A loss scale falls from its usual start to 1 in 32."""
+"""Steps skipped in a row that end a run. A loss scale falls from its usual start to 1 in 32 steps."""
 
 
 class Run(contextlib.AbstractContextManager["Run"]):
     """A run whose batch is solved for this world. Making one is collective.
 
-    A context manager: an error that leaves the body is written into summary.json, and what is being saved is given up.
+    A context manager: an error that leaves the body is written into summary.json, and a save under way is abandoned.
 
     Args:
-        state: what the first step begins with.
+        state: before the first step.
         folder: of the run.
-        checkpoint: what it goes on from; None for a fresh start.
-        predicted_s: what a step was predicted to take; None: nothing was.
+        checkpoint: the one to go on from; None for a fresh start.
+        predicted_s: predicted seconds of a step; None: nothing was predicted.
     """
 
     def __init__(
@@ -100,11 +101,11 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._logits = make_forward(plan, task.logits)
 
     def flag(self) -> float:
-        """What this rank says with each step; for `zero.make_step`."""
+        """Return this rank's flag for `zero.make_step`."""
         return self._saver.flag()
 
     def steps(self) -> Iterator[int]:
-        """Numbers of the steps to make, until some rank is asked to stop; none with `mode=eval`."""
+        """Yield the numbers of the steps to make, until some rank is asked to stop; none with `mode=eval`."""
         first = self._meter.steps + 1
         if self._config.mode == "eval":
             return
@@ -117,7 +118,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 return
 
     def microbatches(self, number: int) -> tuple[torch.Tensor, ...]:
-        """This rank's rows of a step, (micro, seq + 1) tokens each. They depend on seed and step alone."""
+        """Return this rank's rows of a step, (micro, seq + 1) tokens each. They depend on seed and step alone."""
         count = self._accumulate * self._micro
         first = self._world.rank * count
         batch = self._data.batch(1 if self._config.debug.overfit else number, first, first + count, self._rows)
@@ -125,10 +126,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     @contextlib.contextmanager
     def recorded(self, number: int) -> Iterator[None]:
-        """Around each step. Of one of them rank 0 records a timeline, which takes longer, so nobody times that step.
-
-        With `profile` torch records it too.
-        """
+        """Enclose each step. Rank 0 records a timeline of one step, with `profile` torch's too, and nobody times it."""
         if number != self._recorded:
             yield
             return
@@ -143,9 +141,9 @@ class Run(contextlib.AbstractContextManager["Run"]):
                     timeline.write(self._folder / "trace.json")
                     if profile is not None:
                         profile.export_chrome_trace(str(self._folder / "profile.json"))
-                except (MachineError, RuntimeError) as error:  # a picture is no reason to stop: the others go on
+                except (MachineError, RuntimeError) as error:  # the run goes on without a picture
                     self._tracker.note(f"warning: no trace: {error}")
-            self._world.barrier("a step was recorded")  # the next one must not wait for its files
+            self._world.barrier("a step was recorded")  # else the next step would wait for these files
 
     def after(self, state: State, metrics: Metrics) -> None:
         """Count a step; save, validate and write a row where they are due. Collective.
@@ -158,7 +156,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         number = self._meter.steps
         self._skipped_in_a_row = (self._skipped_in_a_row + 1) * metrics.skipped
         if self._skipped_in_a_row >= MOST_SKIPPED:
-            self._log(validated=False)  # what it ends with
+            self._log(validated=False)
             raise NumericsError(
                 f"step {number}: the last {MOST_SKIPPED} steps were skipped, because the gradient of "
                 f"{metrics.nonfinite_unit} is not finite (loss scale {metrics.loss_scale:g}); lower optim.lr, or use "
@@ -167,7 +165,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._stopping = number < self._last and any(int(flag) & STOP_REQUESTED for flag in metrics.rank_flags)
         saving = self._stopping or self._saver.is_due(number, self._last)
         validating = not self._stopping and self._is_validated(number)
-        if saving or validating:  # they would make the updates of this step, which are no part of them
+        if saving or validating:  # else their time would include the updates of this step
             self._state.runtime.make_updates()
             self._state.runtime.store.drain()
         with self._meter.standing():
@@ -190,21 +188,21 @@ class Run(contextlib.AbstractContextManager["Run"]):
             try:
                 self._tracker.report(report.write(self._folder, Config().plain()))
                 self._tracker.note(f"report {self._folder / 'report.html'}")
-            except Exception as error:  # the run is done all the same
+            except Exception as error:  # the run itself has ended well
                 self._tracker.note(f"warning: no report: {describe(error)}")
         if summary.endurance:
             self._tracker.note(summary.endurance)
         self._tracker.finish(summary._asdict(), Preempted.exit_code if exit_reason == STOPPED else 0)
         return summary
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         if error is not None:
             self._saver.abandon()
-            with contextlib.suppress(MachineError):  # the disk may be what failed
+            with contextlib.suppress(MachineError):  # the disk may have failed
                 self._report(write_failure, describe(error))
 
     def _finish(self) -> str:
-        """What is left to do after the last step; returns how the run ended."""
+        """Do what is left after the last step; returns how the run ended."""
         if self._config.mode == "eval":
             self._validate()
             of = "" if self._config.val.weights == "parameter" else f" of {self._config.val.weights}"
@@ -220,20 +218,20 @@ class Run(contextlib.AbstractContextManager["Run"]):
         return FINISHED if self._last == self._config.steps else CUT_SHORT
 
     def _report(self, write: Callable[[Path, Mapping[str, Any]], None], exit_reason: str) -> Summary:
-        """What is known of the run, written by rank 0. Not collective: the other ranks may be gone."""
+        """Write what is known of the run, on rank 0. Not collective: the other ranks may be gone."""
         so_far = self._meter.summary(self._data.digest, exit_reason, self._saver.last_published)
         if self._world.rank == 0:
             write(self._folder, so_far._asdict() | self._beside)
         return so_far
 
     def _log(self, *, validated: bool) -> None:
-        """One row. Collective."""
+        """Write a row. Collective."""
         row = self._meter.row(validated=validated)
-        self._report(write_summary, RUNNING)  # for a run that is killed
+        self._report(write_summary, RUNNING)  # a run that is killed leaves this one
         self._tracker.log(row)
 
     def _is_followed(self, number: int) -> bool:
-        """A validation or a save comes between this step and the next."""
+        """Whether a validation or a save comes between this step and the next."""
         return self._is_validated(number) or self._saver.is_due(number, self._last)
 
     def _is_validated(self, number: int) -> bool:
@@ -247,7 +245,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             self._meter.validated(validation_loss(of_chunk, self._data, self._world, rows=rows, progress=show))
 
     def _facts(self) -> dict[str, Any]:
-        """What a checkpoint remembers beside the state."""
+        """Return the facts that a checkpoint keeps beside the state."""
         return {
             "config": self._config.plain(),
             "data": self._data.digest,
@@ -258,16 +256,16 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
 
 def _behind(checkpoint: Checkpoint, folder: Path) -> list[Earlier]:
-    """What is known of the steps before a checkpoint: by what it remembers, and by rows of its run and of this one.
+    """Collect what the checkpoint, its run and this folder say of the steps before it.
 
-    After a step a run saves first and validates then, so the last validation is in rows alone.
+    A run saves before it validates, so the last validation is in rows alone.
     """
-    there = earlier(checkpoint.folder.parent.parent, checkpoint.step)._replace(seconds=0.0)  # it may have gone on
+    there = earlier(checkpoint.folder.parent.parent, checkpoint.step)._replace(seconds=0.0)  # that run may have gone on
     return [Earlier.of(mapping(checkpoint.facts.get("so far"))), there, earlier(folder, checkpoint.step)]
 
 
 def resumed(state: State, checkpoint: Checkpoint | None, config: Config, tracker: Tracker) -> State:
-    """The state that a run goes on from: what a checkpoint holds, or `state` where there is none. Collective.
+    """Return the state of the checkpoint, or `state` where there is none. Collective.
 
     Raises:
         ConfigError, CheckpointError: the checkpoint is of another model or optimizer, or it is damaged.
@@ -292,7 +290,7 @@ def resumed(state: State, checkpoint: Checkpoint | None, config: Config, tracker
 
 @contextlib.contextmanager
 def out_of_memory_explained(config: Config, plan: Plan) -> Iterator[None]:
-    """A GPU that runs out of memory is answered with what was planned, what was taken and what would fit.
+    """Turn torch's error for a GPU without memory into one with the bytes planned and held, and what to set.
 
     Raises:
         MachineError: in place of torch's error.
@@ -301,23 +299,43 @@ def out_of_memory_explained(config: Config, plan: Plan) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         device = plan.world.compute
-        taken_bytes, total_bytes = device.peak_bytes(), device.total_bytes()
-        message = out_of_memory(config, plan, plan.model, taken_bytes=taken_bytes, device_bytes=total_bytes)
-        raise MachineError(message) from error
+        raise MachineError(out_of_memory(config, plan, device.peak_bytes(), device.total_bytes())) from error
+
+
+def out_of_memory(config: Config, plan: Plan, held_bytes: int, device_bytes: int) -> str:
+    """Return the message for a GPU that ran out of memory although the plan fitted.
+
+    Args:
+        config: of the run, with every auto resolved.
+        held_bytes: the most that tensors took on the device.
+        device_bytes: all that it has.
+    """
+    ways = {
+        "a smaller batch.micro": config.batch.numbers()[1] > 1,
+        "zero.stage=3": plan.world.size > 1 and config.zero.stage != 3,
+        "zero.activations=remat": config.zero.activations != "remat",
+        "offload=cpu": config.offload.optimizer in ("none", "auto"),
+        "more ranks": True,
+    }
+    planned_bytes = sum(plan.bytes["device"].values())
+    return (
+        f"the GPU ran out of memory: planned {size_text(planned_bytes)}, taken {size_text(held_bytes)} of "
+        f"{size_text(device_bytes)}; use {', or '.join(way for way, helps in ways.items() if helps)}"
+    )
 
 
 def step_to_record(first: int, last: int, is_followed: Callable[[int], bool]) -> int:
-    """The first one from `first` on that follows a step directly, or `first`: after a validation units may be whole.
+    """Return the first step from `first` on that follows another step directly: after a validation units may be whole.
 
     Args:
-        is_followed: something comes between this step and the next; where it is not so after each, then not after one
-            of four in a row.
+        is_followed: whether something comes between this step and the next; unless that is so after each step, it is
+            not after one of four in a row.
     """
     return next((number for number in range(first, min(first + 3, last) + 1) if not is_followed(number - 1)), first)
 
 
 def _profiler(wanted: bool) -> contextlib.AbstractContextManager[Any]:
-    """Torch's, which sees the store's threads too."""
+    """Return torch's profiler, which sees the store's threads too."""
     if not wanted:
         return contextlib.nullcontext()
     all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)

@@ -1,11 +1,15 @@
-"""What a run will take and how long it will last, from shapes alone; and numbers for every setting that is auto."""
+"""Memory and time of a run from shapes alone, and numbers for every setting that is auto."""
 
 from zero.engine.measured import measured as measured
 from zero.trainer.planning.activations import Activations as Activations
-from zero.trainer.planning.choices import Choice as Choice, best as best, choices as choices
+from zero.trainer.planning.choices import (
+    Choice as Choice,
+    best as best,
+    choices as choices,
+    plan_of_run as plan_of_run,
+)
 from zero.trainer.planning.cost import Rates as Rates, step_seconds as step_seconds
 from zero.trainer.planning.machine import Machine as Machine, PaperWorld as PaperWorld
-from zero.trainer.planning.out_of_memory import out_of_memory as out_of_memory
 from zero.trainer.planning.resolve_auto import resolve_auto as resolve_auto
 from zero.trainer.planning.table import against_measured as against_measured, plan_text as plan_text
 from zero.trainer.planning.tracing import trace as trace

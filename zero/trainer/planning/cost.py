@@ -1,4 +1,4 @@
-"""Estimate the time of a step from a plan and rates: arithmetic only.
+"""The time of a step, estimated from a plan and rates: arithmetic only.
 
 An update hides behind the next forward, so a lazy step lasts max(C_forward, O) + C_backward, with C the time to compute
 and O the time to move and update what is offloaded. Gathers hide behind the compute of other units, and
@@ -6,8 +6,8 @@ reductions behind backward. What the device itself updates hides behind nothing.
 first forward hides the update, and at stages that keep parameters the gather; the last backward hides the reduction of
 what microbatches added up to.
 
-It is for comparing settings. What it leaves out: start-up of the first unit, imbalance of units, and that copies, disk
-and compute slow each other down.
+The estimate is for comparing settings. It leaves out the start-up of the first unit, imbalance of units, and that
+copies, disk and compute slow each other down.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from zero.trainer.planning.tracing import Work
 
 
 def seconds_text(seconds: float) -> str:
-    """A time with its unit: three digits of it, or all those before the point."""
+    """Write a time with its unit, in three digits or all those before the point."""
     unit, name = duration_unit(seconds)
     value = seconds / unit
     return f"{f'{value:.3g}' if value < 100 else f'{value:,.0f}'} {name}"
@@ -27,7 +27,7 @@ def seconds_text(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Rates:
-    """What one rank moves and computes per second.
+    """Rates at which one rank moves and computes, per second.
 
     Attributes:
         flops: floating point operations in products of matrices, forward and backward.
@@ -55,7 +55,7 @@ class Rates:
 
 
 def compute_seconds(work: Work, rates: Rates) -> float:
-    """Time to compute, each kind of work at its rate."""
+    """Estimate the time of a work, each of its parts at its rate."""
     return (
         work.flops / rates.flops
         + work.attention_flops / rates.attention_flops
@@ -65,7 +65,7 @@ def compute_seconds(work: Work, rates: Rates) -> float:
 
 
 def step_seconds(plan: Plan, rates: Rates, forward: Work, backward: Work) -> float:
-    """Predicted time of one step.
+    """Predict the time of one step.
 
     Args:
         forward, backward: of one microbatch; recomputation counts as backward.
@@ -92,9 +92,9 @@ def step_seconds(plan: Plan, rates: Rates, forward: Work, backward: Work) -> flo
 
 
 def _moving(load: Load, rates: Rates, on_cpu: bool) -> tuple[float, float]:
-    """Seconds that hide behind compute, all ways at once: the slowest decides; and those that do not.
+    """Return the seconds that hide behind compute, all ways at once, and those that do not.
 
-    What a CPU sends to other ranks its cores copy, which then do not compute.
+    On a CPU the cores copy what goes to other ranks, so that time does not hide.
     """
     disk_s, copy_s = load.disk / rates.disk_bytes, load.copy / rates.copy_bytes
     link_s = (load.link - load.wire) / rates.link_bytes + load.wire / rates.wire_bytes

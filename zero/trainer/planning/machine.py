@@ -1,7 +1,4 @@
-"""The machine that a plan is for: this one, or one that is only described.
-
-A machine on paper is numbers alone: nothing of it is read here, least of all from a GPU.
-"""
+"""The machine that a plan is for: this one, or one that is described by numbers alone."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,33 +14,32 @@ from zero.platform.run_files import folders_of, free_by_file_system
 from zero.trainer.config import Config
 
 NODE_RANKS = 8
-"""Ranks that share one host memory at most, unless `plan.ranks_per_node` says how many."""
+"""Ranks on a node, unless `plan.ranks_per_node` says otherwise."""
 
 
 class PaperWorld(World):
-    """Rank 0 of a world that exists on paper: it has a size and a device, and no other ranks."""
+    """Rank 0 of a world that has a size and a device, and no other ranks."""
 
     def __init__(self, size: int, *, local_size: int, device: Literal["cuda", "cpu"]) -> None:
         super().__init__(0, size, device=device, timeout_s=1.0)
         self.local_size = local_size
 
-    def _nobody(self, *given: Any, **_: Any) -> Handle:
-        """The operation is given last."""
-        raise WorldError(f"{given[-1]}: a world on paper has no ranks to talk to")
+    def _refuse(self, *arguments: Any, **_: Any) -> Handle:
+        raise WorldError(f"{arguments[-1]}: a world on paper has no ranks to talk to")
 
-    _gather = _exchange = _broadcast = _nobody
+    _gather = _exchange = _broadcast = _refuse
 
 
 @dataclass(frozen=True)
 class Machine:
-    """How much there is to take.
+    """The memory and disk of a machine.
 
     Attributes:
         ranks: in all.
         ranks_per_node: that share `host_bytes` and `disk_bytes`.
         device_bytes: free on the GPU of each rank; 0 where the CPU computes.
         host_bytes, disk_bytes: free on each node, for all its ranks together.
-        paper: some of it was described and not read here, so nothing can be measured.
+        paper: some numbers were described and not read here, so nothing can be measured.
         links: rates between ranks that were measured, by their names in `Rates`.
     """
 
@@ -58,15 +54,15 @@ class Machine:
 
     @staticmethod
     def of(config: Config, world: World) -> "Machine":
-        """What the ranks of a running world may take; all go by the one that has least. Collective."""
+        """Read what the ranks of a running world may take; the least of any rank counts. Collective."""
         on_host = usable_host_bytes(config.offload, free_host_bytes(), device_is_host=world.compute.shares_memory)
-        mine = (_usable_bytes(config, world.compute), on_host, _disk_bytes(config))
-        least = world.exchange(torch.tensor(mine, device="cpu"), what="free memory").amin(dim=0).tolist()
+        here = (_usable_bytes(config, world.compute), on_host, _disk_bytes(config))
+        least = world.exchange(torch.tensor(here, device="cpu"), what="free memory").amin(dim=0).tolist()
         return Machine(world.size, world.local_size, world.compute.kind, *least)
 
     @staticmethod
     def described(config: Config) -> "Machine":
-        """What `plan.*` says, and where it says auto, this machine. With a `plan.device_memory` it has GPUs.
+        """Return the machine of `plan.*`, and for each auto this machine. With a `plan.device_memory` it has GPUs.
 
         Raises:
             ConfigError: `launch.ranks` are the ranks of one machine, and this one has fewer GPUs.
@@ -84,7 +80,7 @@ class Machine:
         per_node = min(ranks, per_node if plan.ranks_per_node == "auto" else plan.ranks_per_node)
         device: Literal["cuda", "cpu"] = "cuda" if on_paper or on_gpus else "cpu"
         device_bytes, host_bytes, disk_bytes = plan.device_memory, plan.host_memory, plan.disk
-        paper = any(one != "auto" for one in (plan.ranks, device_bytes, host_bytes, disk_bytes))
+        paper = any(value != "auto" for value in (plan.ranks, device_bytes, host_bytes, disk_bytes))
         if device_bytes == "auto":
             device_bytes = _usable_bytes(config, compute_device(torch.device(device)))
         if host_bytes == "auto":
@@ -95,12 +91,12 @@ class Machine:
 
     @property
     def room(self) -> Room:
-        """What one rank may take: of a node's memory and disk, its share."""
+        """Memory and disk of one rank: its share of the node's."""
         return Room(self.device_bytes, self.host_bytes // self.ranks_per_node, self.disk_bytes // self.ranks_per_node)
 
     @property
     def world(self) -> PaperWorld:
-        """Its rank 0, to plan with."""
+        """Rank 0 of the machine, to plan with."""
         return PaperWorld(self.ranks, local_size=self.ranks_per_node, device=self.device)
 
     def __str__(self) -> str:
@@ -117,6 +113,6 @@ def _usable_bytes(config: Config, device: Device) -> int:
 
 
 def _disk_bytes(config: Config) -> int:
-    """Free at `offload.path`, in all folders together: pages go where there is room; 0 if there is no such folder."""
+    """Add up the bytes free at `offload.path`, over all its folders that exist."""
     folders = [folder for folder in folders_of(config.offload.paths) if folder.is_dir()]
     return sum(free_bytes for _, free_bytes in free_by_file_system(folders))

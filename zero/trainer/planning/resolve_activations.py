@@ -1,10 +1,10 @@
 """Replace `zero.activations=auto` unit by unit: as few units are computed again as the memories allow.
 
-The first units of forward do not keep theirs, because theirs are kept longest: as many as cost no time and as the host
-holds send theirs there, and those after them are computed again.
+The first units of forward do not keep their activations, because they would be held longest. As many as cost no time
+and as the host holds send theirs to the host; the units after them are computed again.
 
-All else was settled as if every unit were computed again, and stays so: activations get what the state leaves, and
-push none of it to a slower tier.
+The other settings were chosen as if every unit were computed again, and stay so: activations get the room that the
+state leaves.
 """
 
 from bisect import bisect_left
@@ -23,20 +23,19 @@ from zero.trainer.planning.cost import Rates
 from zero.trainer.planning.machine import Machine
 
 CPU_LIBRARIES_BYTES = 16 * MiB
-"""Of the memory of a process that computes on a CPU, what is left to matrix products, code and threads, which no plan
-counts: 5 to 8 MB in `benchmarks/activations.py`. A GPU's libraries have `offload.reserve`.
-"""
+"""Memory left to matrix products, code and threads of a process on a CPU, which no plan counts: 5 to 8 MB in
+`benchmarks/activations.py`. A GPU's libraries have `offload.reserve`."""
 
 
 def resolve_activations(
     config: Config, machine: Machine, model: nn.Module, activations: Activations, rates: Callable[[], Rates]
 ) -> tuple[Config, str]:
-    """The same settings with something for each unit, and what that is in words.
+    """Return the settings with a word for each unit, and these words as a sentence.
 
     Args:
         config: computes every unit again, and fits; its batch is solved.
-        activations: of this model: what was counted for others is not counted again.
-        rates: asked only where something has to leave the device.
+        activations: of this model.
+        rates: called only where something has to leave the device.
 
     Raises:
         ConfigError: it does not fit after all.
@@ -45,7 +44,7 @@ def resolve_activations(
     least = planned(config, model, machine.world, machine.room, activations)
 
     def of(count: int, sent: int) -> Config:
-        """With `count` units that do not keep theirs, the first `sent` of which send theirs to the host."""
+        """Return the settings where the first `sent` of `count` units offload, and the others are computed again."""
         listed = [f"{name}:{'offload' if number < sent else 'remat'}" for number, name in enumerate(names[:count])]
         return config if count == len(names) and not sent else with_activations(config, listed or "keep")
 
@@ -58,25 +57,20 @@ def resolve_activations(
 
     count = sent = 0
     if not fits(0, 0):
-        sent = 0 if machine.device == "cpu" else _most_sent(config, machine, activations, least, rates())
-        while sent and not fits(len(names), sent):  # what is on its way back takes more than what is computed again
+        sent = 0 if machine.device == "cpu" else _largest_offload(config, machine, activations, least, rates())
+        while sent and not fits(len(names), sent):  # on its way back a unit takes more than a recomputed one
             sent -= 1
-        # that all units leave nothing fits, as was just seen; and the fewer keep theirs, the less is taken
+        # `count = len(names)` fits, and more units that do not keep theirs never take more
         count = 1 + bisect_left(range(1, len(names)), True, key=lambda count: fits(count, sent))
     sent = min(count, sent)
-    again = count - sent
-    beside = f", {sent} {'sends' if sent == 1 else 'send'} theirs to host memory beside forward" if sent else ""
-    return of(count, sent), (
-        f"{again} of {len(names)} units {'is' if again == 1 else 'are'} computed again in backward{beside}, "
-        "as few as fit"
-    )
+    beside = f", {sent} sent to host memory beside forward" if sent else ""
+    return of(count, sent), f"units computed again in backward: {count - sent} of {len(names)}{beside}, as few as fit"
 
 
-def _most_sent(config: Config, machine: Machine, activations: Activations, least: Plan, rates: Rates) -> int:
-    """How many units, from the first on, a GPU's copy engine can send to the host while forward computes.
+def _largest_offload(config: Config, machine: Machine, activations: Activations, least: Plan, rates: Rates) -> int:
+    """Count the units, from the first on, whose activations a GPU can send to the host while forward computes.
 
-    Backward takes longer than forward, so what hides beside the one hides beside the other. And no more than the host
-    holds beside what is there in any case.
+    Backward takes longer than forward, so their way back hides as well. The host must hold them beside its state.
     """
     rows = config.batch.solved(machine.ranks).numbers()[1]
     room_bytes = budget_bytes(config.offload.host_budget, machine.room.host) - least.placement.bytes["host"]
@@ -91,14 +85,14 @@ def _most_sent(config: Config, machine: Machine, activations: Activations, least
 
 
 def _leaves_room(plan: Plan, config: Config, machine: Machine) -> bool:
-    """Libraries have memory, too; a GPU's were counted before anything was placed."""
+    """Whether a CPU's libraries have room; a GPU's were counted before anything was placed."""
     if machine.device != "cpu":
         return True
-    taken_bytes = plan.placement.bytes["device"] + plan.placement.bytes["host"]
-    return taken_bytes + CPU_LIBRARIES_BYTES <= budget_bytes(config.offload.host_budget, machine.room.host)
+    needs_bytes = plan.placement.bytes["device"] + plan.placement.bytes["host"]
+    return needs_bytes + CPU_LIBRARIES_BYTES <= budget_bytes(config.offload.host_budget, machine.room.host)
 
 
 def _state_of(plan: Plan) -> tuple[object, ...]:
-    """Where everything but activations is, and the buffers that it passes through."""
+    """Return where everything but activations is, and the buffers that it passes through."""
     placed = plan.placement
     return placed.param, placed.grad, dict(placed.optimizer), plan.secondary, plan.arena_slots

@@ -5,8 +5,8 @@ sites of the plan's splitting, the engine's own recomputation, each parameter's 
 (the engine copies it into a flat that is counted elsewhere). Every new storage is counted while it lives. Parameters
 are left out: the engine packs away what a graph would keep of them.
 
-Memory that a kernel takes for itself is not counted. Attention is that of the CPU's fused kernel, which keeps what
-those of GPUs keep: inputs, output, and one number per row. Nothing here knows a `Config`.
+Memory that a kernel allocates for itself is not counted. Attention is that of the CPU's fused kernel, which keeps what
+those of GPUs keep: inputs, output, and one number per row.
 """
 
 import weakref
@@ -36,20 +36,20 @@ aten = torch.ops.aten
 META = torch.device("meta")
 
 AT_ONCE = 2**62
-"""As in `gather`: autograd runs what it can in the order of these numbers, largest first."""
+"""A sequence number for autograd, which runs ready nodes in the order of these numbers, largest first."""
 
 
 class Work(NamedTuple):
-    """What operators compute: the kinds are counted apart because a machine does each at a rate of its own."""
+    """Work of operators, in parts that a machine does at different rates."""
 
     flops: float = 0
-    """Floating point operations of matrix products."""
+    """Operations of matrix products."""
     attention_flops: float = 0
-    """Of fused attention, as if nothing were masked."""
+    """Operations of fused attention, as if nothing were masked."""
     nbytes: float = 0
-    """Read and written by all other operators."""
+    """Bytes read and written by all other operators."""
     launches: float = 0
-    """Operators, but for those that only make views."""
+    """Number of operators, without those that only make views."""
 
     def __add__(self, other: object) -> "Work":
         assert isinstance(other, Work)
@@ -64,14 +64,14 @@ class Product(NamedTuple):
     k: int
     n: int
     turned: tuple[bool, bool]
-    """Whether each factor lies in memory column by column."""
+    """Whether each factor is stored column by column."""
 
     @property
     def flops(self) -> float:
         return 2.0 * self.batch * self.m * self.k * self.n
 
     def shortened(self, flops: float) -> "Product":
-        """Its longest sides halved until it takes at most so many operations."""
+        """Halve the longest sides until at most `flops` operations are left."""
         if self.flops <= max(flops, 2.0):
             return self
         side = max(("batch", "m", "k", "n"), key=lambda name: getattr(self, name))
@@ -79,21 +79,21 @@ class Product(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """What one microbatch takes."""
+    """Memory and work of one microbatch."""
 
     peak_bytes: int
-    """Most bytes that forward and backward hold at once."""
+    """The most bytes that forward and backward hold at once."""
     host_bytes: int
-    """Of host memory, for what is sent there."""
+    """Host memory for offloaded activations."""
     forward: Work
     backward: Work
-    """Recomputation counts as backward."""
+    """Includes recomputation."""
     products: Mapping[Product, int]
-    """How often each is computed."""
+    """Each product and how often it is computed."""
     attention: tuple[int, ...] | None
     """Shape of a query: rows, heads, tokens and channels; None without fused attention."""
     elementwise_numel: int
-    """Of what the other operators make, at a time: half of all their bytes belong to results of this size or larger."""
+    """Median size of the other operators' results, weighted by their bytes."""
 
 
 def trace(
@@ -110,7 +110,7 @@ def trace(
     """Count one microbatch.
 
     Args:
-        model: whose parameters may be on any device; it is copied, never changed.
+        model: its parameters may be on any device; it is copied, never changed.
         splitting: of the model, as its plan has it.
         loss: (model, microbatch) to a scalar, or to (scalar, more).
         microbatch: tensors on meta, of the shapes that training has.
@@ -130,7 +130,7 @@ def trace(
     host = _Host([*values.values()])
 
     def call(site: Site, body: Body, args: Any, kwargs: Any) -> Any:
-        """What a site does when it is called: see `Gatherer.run`."""
+        """Run a site as `Gatherer.run` does."""
         unit = site.units[0]
         held = {
             f"module.module.{bound.local}": _arriving(values[bound.unit, bound.trainable, bound.slot])
@@ -161,7 +161,7 @@ def _arriving(parameter: Tensor) -> Tensor:
 
 
 class _Arrive(torch.autograd.Function):
-    """The identity; a gradient that arrives goes no further."""
+    """The identity, which drops the gradient that arrives."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
@@ -180,10 +180,10 @@ class _Meta(Device):
 
 
 class _Host(OnHost):
-    """The engine's own way to host memory and back, with blocks that have a size and no memory.
+    """The engine's way to host memory and back, with blocks that have a size and no memory.
 
     Args:
-        parameters: which a graph does not keep.
+        parameters: tensors that a graph does not keep.
     """
 
     def __init__(self, parameters: list[Tensor]) -> None:
@@ -191,7 +191,7 @@ class _Host(OnHost):
         self._parameters = {tensor.untyped_storage()._cdata for tensor in parameters}
 
     def taking(self) -> AbstractContextManager[Any]:
-        """What autograd keeps within is sent."""
+        """Send the tensors that autograd saves within the block."""
         return torch.autograd.graph.saved_tensors_hooks(self.keep, self.find)
 
     def keep(self, tensor: Tensor) -> Any:
@@ -205,9 +205,9 @@ class _Live(TorchDispatchMode):
 
     Attributes:
         peak_bytes: the most there was at once.
-        work: so far; whoever counts in parts sets it to none.
+        work: so far; the caller resets it to count in parts.
         products, attention: see `Traced`.
-        made: bytes of operators that compute no product, by the elements of their results.
+        made: bytes of operators that compute no product, by the number of elements of their results.
     """
 
     def __init__(self, known: list[Tensor]) -> None:
@@ -234,7 +234,7 @@ class _Live(TorchDispatchMode):
         return made
 
     def _count(self, func: Any, args: Any, results: list[Tensor]) -> None:
-        """What an operator computes. Of a table in which it looks up rows it reads what it returns."""
+        """Add an operator to the work. A look-up reads as many bytes of its table as it returns."""
         if func.is_view or func.overloadpacket in _FREE:
             return
         if product := _product(func, args):
@@ -309,7 +309,7 @@ def _product(func: Any, args: Any) -> Product | None:
 
 
 def _median(made: Mapping[int, int]) -> int:
-    """Of sizes, weighted by bytes."""
+    """Return the median of sizes, weighted by bytes."""
     left = sum(made.values()) / 2
     for numel, nbytes in sorted(made.items(), reverse=True):
         left -= nbytes
@@ -327,4 +327,4 @@ _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: (4.0, 0, 1),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (10.0, 1, 2),
 }
-"""Operations for each element of a query and each key; and which arguments these are."""
+"""Operations for each element of a query and each key; and the positions of these arguments."""

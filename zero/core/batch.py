@@ -1,0 +1,30 @@
+"""The arithmetic of a batch: global = micro x accumulate x ranks."""
+
+from typing import Literal
+
+from zero.errors import ConfigError
+
+Auto = Literal["auto"]
+
+
+def solve_batch(rows: int | Auto, micro: int | Auto, accumulate: int | Auto, ranks: int) -> tuple[int, int, int]:
+    """Replace each "auto" of (global, micro, accumulate) by its number; a free accumulate is 1.
+
+    Raises:
+        ConfigError: the numbers contradict each other or do not divide.
+    """
+    typed = {"batch.micro": micro, "batch.accumulate": accumulate}
+    if accumulate == "auto":
+        accumulate = 1 if rows == "auto" or micro == "auto" else rows // (micro * ranks)
+    if micro == "auto":
+        if rows == "auto":
+            raise ConfigError("batch.global and batch.micro are both auto; give one of them")
+        micro = rows // (accumulate * ranks)
+    product = micro * accumulate * ranks
+    if rows not in ("auto", product):
+        factors = [f"{key}={value}" for key, value in typed.items() if value != "auto"]
+        text = " x ".join([*factors, f"{ranks} rank{'s' * (ranks > 1)}"])
+        if len(factors) == 2:
+            raise ConfigError(f"batch.global={rows} is not {text} = {product}; set one of the three to auto")
+        raise ConfigError(f"batch.global={rows} does not divide by {text}; choose a multiple")
+    return product, micro, accumulate

@@ -17,8 +17,8 @@ from zero.trainer.task import loss_of
 
 HEAP: Mapping[str, float] = {"keep": 1.5, "remat": 2.5}
 """Growth of a process's heap for a byte of activations on a CPU, by `zero.activations`: freed tensors leave holes that
-others do not fit in. Measured with `benchmarks/plan_memory.py` (glibc 2.36, `launch.malloc=raised`): 1.4 to 1.7, 2.5 to 3.4,
-the higher the smaller the model. With `lean`, which maps large tensors apart, it is 1."""
+others do not fit in. Measured with `benchmarks/plan_memory.py` (glibc 2.36, `launch.malloc=raised`): 1.4 to 1.7 and
+2.5 to 3.4, the higher the smaller the model. With `lean`, which maps large tensors apart, it is 1."""
 
 
 _Units = frozenset[int]

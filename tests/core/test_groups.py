@@ -14,6 +14,7 @@ from tests.common.small import Setting, Small, slice_of, small_batch, small_loss
 from zero.core.groups import Group
 from zero.core.lr_schedule import Cycle, cycled_momentum, one_cycle
 from zero.core.optim import adagrad, adam, adamw, lion, sgd
+from zero.core.updates import PageBatch
 from zero.engine.full import digest, full_state_dict
 from zero.errors import ConfigError
 from zero.testing import run_ranks
@@ -348,7 +349,7 @@ def test_one_cycle_moves_rate_and_momentum_of_adam():
         oracle.param_groups[0].update(lr=rate(step), betas=(momentum(step), 0.999))
         theirs.grad = grad.clone()
         oracle.step()
-        transform.update([ours], [grad], tuple([m] for m in moments), transform.groups[1](step), 1.0)
+        transform.update(PageBatch([ours], [grad], tuple([m] for m in moments), transform.groups[1](step), 1.0))
     torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-6)
 
 

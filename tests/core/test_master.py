@@ -95,12 +95,14 @@ def test_how_a_master_is_kept(compute, how, kind):
     assert type(Precision(compute, master=how).master) is kind
 
 
-@pytest.mark.parametrize("compute", ["fp32", "fp16"])
-def test_only_bf16_is_half_of_its_master(compute):
-    with pytest.raises(ConfigError, match=f"precision.master=split with precision.compute={compute}"):
-        Precision(compute, master="split")
-
-
-def test_an_unknown_way_is_refused():
-    with pytest.raises(ConfigError, match=r"precision\.master=halves: it is one of auto, split, whole"):
-        Precision("bf16", master="halves")
+@pytest.mark.parametrize(
+    ("compute", "form", "message"),
+    [
+        ("fp32", "split", "precision.master=split with precision.compute=fp32"),
+        ("fp16", "split", "precision.master=split with precision.compute=fp16"),
+        ("bf16", "halves", "precision.master=halves: must be one of auto, split, whole"),
+    ],
+)
+def test_a_master_that_cannot_be(compute, form, message):
+    with pytest.raises(ConfigError, match=message):
+        Precision(compute, master=form)

@@ -62,20 +62,20 @@ def test_what_services_give_out_is_known_wherever_it_stands(text, around):
 @pytest.mark.parametrize("text", PLAIN)
 def test_what_people_call_their_runs_and_folders_is_not(text):
     assert not looks_secret(text)
-    assert hidden(text) == text
+    assert hidden(text, {}) == text
 
 
 def test_a_refusal_names_the_key_and_keeps_the_secret():
     with pytest.raises(ConfigError, match=r"^tracker\.run: this looks like a secret") as refused:
-        refuse_secrets({"steps": 3, "tracker": {"run": f"hf_{HEX}"}})
+        refuse_secrets({"steps": 3, "tracker": {"run": f"hf_{HEX}"}}, {})
     assert HEX not in str(refused.value)
     with pytest.raises(ConfigError, match=r"^zero\.units:"):
-        refuse_secrets({"zero": {"units": ["Block", HEX]}})
-    refuse_secrets({"zero": {"units": ["Block"], "stage": 3, "path": None}})
+        refuse_secrets({"zero": {"units": ["Block", HEX]}}, {})
+    refuse_secrets({"zero": {"units": ["Block"], "stage": 3, "path": None}}, {})
 
 
 def test_what_is_said_of_an_error_has_no_secret():
-    assert hidden(f"no answer from https://a:{HEX}@b.example in 3 s") == "no answer from *** in 3 s"
+    assert hidden(f"no answer from https://a:{HEX}@b.example in 3 s", {}) == "no answer from *** in 3 s"
 
 
 # What the environment keeps
@@ -106,7 +106,7 @@ def test_a_value_is_a_secret_where_its_variable_is_called_so(name, around):
 
 
 def test_no_key_of_ours_is_called_like_a_secret():
-    refuse_secrets(dict.fromkeys(keys(), "x"))
+    refuse_secrets(dict.fromkeys(keys(), "x"), {})
 
 
 def test_settings_from_anywhere_are_compared_with_the_environment(monkeypatch):

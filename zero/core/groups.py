@@ -1,4 +1,4 @@
-"""Which parameters share settings, and what these are at each step.
+"""Groups of parameters that share settings, and the values of these at each step.
 
 A **group** is the parameters that share `Settings`. Its learning rate, decay and momenta are numbers, functions of the
 step, or read at each step from a dict that the user holds, as the `param_groups` of torch; so is whether it trains.
@@ -21,13 +21,13 @@ Number = float | Schedule
 
 
 def decay_matrices(name: str, shape: tuple[int, ...]) -> bool:
-    """The usual mask: weights with 2 or more dimensions decay, biases and norms do not."""
+    """Return whether a parameter has 2 or more dimensions: weights decay, biases and norms do not."""
     return len(shape) >= 2
 
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters with settings of their own; what is None is as in the optimizer's call.
+    """Parameters with settings of their own; a setting that is None is as in the optimizer's call.
 
         slow, late = zero.Group(["embed.*"], lr=1e-4), zero.Group(["head.*"], trains=lambda step: step > 100)
         optimizer = zero.adamw(1e-3, groups=[slow, late])
@@ -55,27 +55,27 @@ class Group:
             return bool(self.takes(name, shape))
         return name in self._names or any(fnmatchcase(name, pattern) for pattern in self._patterns)
 
-    def stranger(self, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-        """What of it fits none of these parameters, as a message; None: everything fits."""
+    def problem(self, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+        """Return a message about a name, a pattern or a function that fits none of these parameters; None: all fit."""
         if callable(self.takes):
             taken = any(self.takes(name, shape) for name, shape in shapes.items())
             return None if taken else f"takes none of the model's {len(shapes)} parameters"
-        for one in sorted(self._names):
-            if one not in shapes and not any(fnmatchcase(name, one) for name in shapes):
-                return f"takes {one!r}, and no parameter is named so{meant(one, shapes)}"
+        for pattern in sorted(self._names):
+            if pattern not in shapes and not any(fnmatchcase(name, pattern) for name in shapes):
+                return f"takes {pattern!r}, and no parameter is named so{meant(pattern, shapes)}"
         return None
 
     @property
     def masked(self) -> bool:
-        """Whether the optimizer's mask says what of it decays."""
+        """Return whether the optimizer's mask decides which of its parameters decay."""
         return self.weight_decay is None and "weight_decay" not in self.live
 
-    def given(self) -> dict[str, Any]:
-        """lr, weight_decay, betas and trains as they are now."""
-        now = {"lr": self.lr, "weight_decay": self.weight_decay, "betas": self.betas, "trains": self.trains}
+    def now(self) -> dict[str, Any]:
+        """Return lr, weight_decay, betas and trains as they are now."""
+        values = {"lr": self.lr, "weight_decay": self.weight_decay, "betas": self.betas, "trains": self.trains}
         if "momentum" in self.live:
-            now["betas"] = (self.live["momentum"],)
-        return now | {key: self.live[key] for key in now if key in self.live}
+            values["betas"] = (self.live["momentum"],)
+        return values | {key: self.live[key] for key in values if key in self.live}
 
     @cached_property
     def _names(self) -> frozenset[str]:
@@ -87,44 +87,44 @@ class Group:
 
 
 def number_of(groups: tuple[Group, ...], decay: Mask, name: str, shape: tuple[int, ...]) -> int:
-    """Of a parameter's settings: 2 i without decay and 2 i + 1 with it, i = 0 where no group has it."""
+    """Return the number of a parameter's settings: 2 i without decay, 2 i + 1 with it, i = 0 where no group has it."""
     for number, group in enumerate(groups, 1):
         if group.has(name, shape):
             return 2 * number + (decay(name, shape) if group.masked else True)
     return int(decay(name, shape))
 
 
-def settings_of(group: Group, default: Group, betas: tuple[str, ...], decays: bool, where: str, step: int) -> Settings:
-    """What a group, or else the default one, says of a step.
+def settings_at(group: Group, default: Group, betas: tuple[str, ...], decays: bool, where: str, step: int) -> Settings:
+    """Return the settings of a group at a step; what the group leaves out is the default group's.
 
     Args:
-        betas: what the optimizer calls them.
-        decays: the half of the group that does.
-        where: of the group in a message.
+        betas: their names in the optimizer.
+        decays: the half of the group that has weight decay.
+        where: the group in a message.
 
     Raises:
-        ConfigError: a number out of range, or not as many betas.
+        ConfigError: a number out of range, or another number of betas.
     """
-    given = default.given() | {key: value for key, value in group.given().items() if value is not None}
+    values = default.now() | {key: value for key, value in group.now().items() if value is not None}
 
     def at(key: str, value: Any) -> float:
-        return float(in_range(f"{where}{key} at step {step}", value(step) if callable(value) else value, key))
+        return float(check_setting(key, value(step) if callable(value) else value, f"{where}{key} at step {step}"))
 
-    if len(given["betas"]) != len(betas):
+    if len(values["betas"]) != len(betas):
         wanted = f"({', '.join(betas)})" if betas else "none"
-        raise ConfigError(f"optim.{where}betas={given['betas']}; this optimizer has {wanted}")
-    trains = given["trains"](step) if callable(given["trains"]) else given["trains"]
+        raise ConfigError(f"optim.{where}betas={values['betas']}; this optimizer has {wanted}")
+    trains = values["trains"]
     return Settings(
-        at("lr", given["lr"]),
-        at("weight_decay", given["weight_decay"]) if decays else 0.0,
-        tuple(at(key, value) for key, value in zip(betas, given["betas"], strict=True)),
-        bool(trains),
+        at("lr", values["lr"]),
+        at("weight_decay", values["weight_decay"]) if decays else 0.0,
+        tuple(at(key, value) for key, value in zip(betas, values["betas"], strict=True)),
+        bool(trains(step) if callable(trains) else trains),
         step,
     )
 
 
 def without_momentum(settings: Callable[[int], Settings], step: int) -> Settings:
-    """Refuse a momentum that begins later: nothing was set aside for it to be kept in."""
+    """Return the settings of a step, and reject a momentum that begins later, which has no moment to be kept in."""
     now = settings(step)
     if any(now.betas):
         raise ConfigError(
@@ -134,30 +134,23 @@ def without_momentum(settings: Callable[[int], Settings], step: int) -> Settings
     return now
 
 
-def listed(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Refuse one that is in no list."""
+def as_tuple(groups: Sequence[Group]) -> tuple[Group, ...]:
     if isinstance(groups, Group):
         raise ConfigError("optim.groups is one Group; pass a list: groups=[zero.Group(...)]")
     return tuple(groups)
 
 
-def in_range(key: str, value: float, kind: str | None = None) -> float:
-    """Refuse a rate, a decay or a momentum that no update takes; `kind` says which it is, where `key` says where."""
-    if (kind or key) in ("lr", "weight_decay"):
-        return require(key, value, is_finite, "0 or more and finite: check the schedule")
-    return require(key, value, is_share, "at least 0 and less than 1")
-
-
-def is_finite(value: float) -> bool:
-    return 0 <= value < inf
-
-
-def is_share(value: float) -> bool:
-    return 0 <= value < 1
+def check_setting(key: str, value: float, where: str = "") -> float:
+    """Return a rate, a decay or a momentum that an update takes; `where` replaces `key` in the message."""
+    if key in ("lr", "weight_decay"):
+        return require(
+            where or key, value, lambda number: 0 <= number < inf, "0 or more and finite: check the schedule"
+        )
+    return require(where or key, value, lambda number: 0 <= number < 1, "at least 0 and less than 1")
 
 
 def require(key: str, value: float, holds: Callable[[float], bool], wanted: str) -> float:
-    """`holds` is to be false for NaN too, as every comparison with NaN is."""
+    """Return `value` if it `holds`, which must be false for NaN, as every comparison with NaN is."""
     if not isinstance(value, SupportsFloat):
         raise ConfigError(f"optim.{key}={value!r} is a {type(value).__name__}; it must be a number")
     if not holds(value):

@@ -1,4 +1,4 @@
-"""What `master` and `moments` have in common: an update opens what is kept in fp32, and it is written back after."""
+"""The forms in which a run keeps master and moments: an update opens them in fp32 and writes them back."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,21 +27,21 @@ class Kept:
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Of its pages, by kind: what is kept of the master, if anything, and the moments."""
+        """The dtypes of pages by kind: of the part of the master that is kept, if any, and of the moments."""
         master = {} if self._master.kind is None else {self._master.kind: self._master.dtype}
         return master | {kind: form.dtype for kind, form in self._moments.items()}
 
     def numel(self, kind: str, count: int) -> int:
-        """Elements of its dtype that a page of one kind has for `count` parameters."""
+        """Return the elements of a page of one kind for `count` parameters."""
         return self._moments[kind].numel(count) if kind in self._moments else count
 
     @cached_property
     def draws(self) -> bool:
-        """To write it back takes random bits, so `opened` has to know each element's place."""
+        """Writing back takes random bits, so `opened` needs each element's place."""
         return any(form.draws for form in self._moments.values())
 
     def prepare(self, device: torch.device) -> None:
-        """Make what updates on `device` read, before any thread or stream of its own makes one."""
+        """Make the tensor of random bits on `device`, before several threads or streams could each make one."""
         if self.draws:
             permutation(device)
 
@@ -49,18 +49,18 @@ class Kept:
     def opened(
         self, params: Sequence[Tensor], kept: Sequence[Sequence[Tensor]], places: Sequence[Sequence[Piece]], step: int
     ) -> Iterator[list[Sequence[Tensor]]]:
-        """Yields the master and each moment in fp32, to be updated in place; then all of it is written back.
+        """Yield the master and each moment in fp32, to be updated in place; then write them back.
 
         Args:
             params: some (K,) tensors in the dtype of compute, which follow their master.
-            kept: for each of them what its pages hold of the same elements, in the order of `dtypes`.
-            places: for each of them, which elements of which parameters it has; empty where nothing is drawn.
+            kept: for each of them its pages of the same elements, in the order of `dtypes`.
+            places: for each of them its pieces of parameters; empty where nothing is drawn.
             step: of the update, from 1.
         """
         by_kind = dict(zip(self.dtypes, zip(*kept, strict=True), strict=True))
         with ExitStack() as stack:
             pages = by_kind.pop(str(self._master.kind), ())
-            found = [stack.enter_context(self._master.opened(params, pages))]
+            opened = [stack.enter_context(self._master.opened(params, pages))]
             for kind, form in self._moments.items():
-                found.append(stack.enter_context(form.opened(by_kind[kind], places, f"{step}/{kind}")))
-            yield found
+                opened.append(stack.enter_context(form.opened(by_kind[kind], places, f"{step}/{kind}")))
+            yield opened

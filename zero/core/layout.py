@@ -1,4 +1,4 @@
-"""Where each parameter of a unit sits inside one flat tensor.
+"""The places of a unit's parameters inside one flat tensor.
 
 A flat tensor is slots in order, one per parameter, with gaps of zeros between them. Every slot starts at a whole
 vector of 64 elements and the flat is padded so that every rank's shard is whole vectors too: fused kernels give
@@ -20,22 +20,21 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from zero.core.sizes import round_up
 from zero.errors import LayoutError
 
 VECTOR = 64
-"""Elements. Cuts fall on multiples of it; 128 bytes in a 2-byte dtype, a cache line or more in every dtype."""
+"""Elements; cuts fall on multiples of it. 128 bytes in a 2-byte dtype: a cache line or more in every dtype."""
 
 PAGE_QUANTUM = 1024
-"""Elements. 4 KiB of fp32, the unit of direct file access; whole vectors in every dtype."""
+"""Elements: 4 KiB of fp32, the unit of direct file access, and whole vectors in every dtype."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place: elements [offset, stop) of the flat, row-major. `group` says who shares its settings."""
+    """One parameter's place: elements [offset, stop) of the flat, row-major. Parameters of a `group` share settings."""
 
     name: str
     shape: tuple[int, ...]
@@ -55,7 +54,7 @@ class Slot:
         return tuple(prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
 
     def of(self, full_P: Tensor) -> Tensor:
-        """This slot of a flat tensor: a view, in the slot's shape."""
+        """Return a view of this slot of a flat tensor, in the slot's shape."""
         # Every gather comes through here: as_strided is one operator, a third of the time of slice and view.
         return full_P.as_strided(self.shape, self.stride, full_P.storage_offset() + self.offset)
 
@@ -79,33 +78,10 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The slots of one flat tensor, in order, and the number of ranks that share it.
-
-    Make one with `Layout.of`. Two layouts are equal when slots and world size are.
-
-    Raises:
-        LayoutError: slots overlap, are out of order, start between vectors or share a name; the world is empty.
-    """
+    """The slots of one flat tensor, in order, and the number of ranks that share it. `Layout.of` makes one."""
 
     slots: tuple[Slot, ...]
     world_size: int
-
-    def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise LayoutError(f"world size is {self.world_size}; a layout needs at least 1 rank")
-        end, names = 0, set()
-        for slot in self.slots:
-            if any(size < 0 for size in slot.shape):
-                raise LayoutError(f"{slot.name!r} has shape {slot.shape}; sizes must be 0 or more")
-            if slot.name in names:
-                raise LayoutError(f"{slot.name!r} has two slots; give each parameter its own name")
-            if slot.offset < end or slot.offset % VECTOR:
-                raise LayoutError(
-                    f"{slot.name!r} starts at element {slot.offset}; "
-                    f"expected a multiple of {VECTOR}, {end} or more, as `Layout.of` chooses"
-                )
-            names.add(slot.name)
-            end = slot.stop
 
     @classmethod
     def of(
@@ -121,10 +97,14 @@ class Layout:
             LayoutError: a negative size, no ranks, or a group for a name that has no shape.
         """
         groups = groups or {}
+        if world_size < 1:
+            raise LayoutError(f"world size is {world_size}; a layout needs at least 1 rank")
         if unknown := [name for name in groups if name not in shapes]:
             raise LayoutError(f"groups name {unknown[0]!r}, which has no shape; known: {', '.join(shapes) or 'none'}")
         slots, end = [], 0
         for name, shape in shapes.items():
+            if any(size < 0 for size in shape):
+                raise LayoutError(f"{name!r} has shape {tuple(shape)}; sizes must be 0 or more")
             slot = Slot(name, tuple(int(size) for size in shape), round_up(end, VECTOR), groups.get(name, 0))
             slots.append(slot)
             end = slot.stop
@@ -153,64 +133,27 @@ class Layout:
         return tuple((end, begin) for end, begin in zip(ends, begins, strict=True) if begin > end)
 
     def shard(self, rank: int) -> tuple[int, int]:
-        """The (start, stop) range of the flat that `rank` owns."""
+        """Return the (start, stop) range of the flat that `rank` owns."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is not in a world of {self.world_size}")
         return rank * self.S, (rank + 1) * self.S
 
     def views(self, full_P: Tensor) -> dict[str, Tensor]:
-        """Name the parameters inside a flat one.
-
-        Args:
-            full_P: (P,), contiguous, any dtype or device.
-
-        Returns:
-            Views of `full_P`, in the layout's order. Writing to one writes to it.
-
-        Raises:
-            LayoutError: `full_P` is not (P,) and contiguous.
-        """
-        if full_P.shape != (self.P,) or not full_P.is_contiguous():
-            raise LayoutError(f"the flat tensor has shape {tuple(full_P.shape)}; expected ({self.P},), contiguous")
+        """Return views of the parameters in a flat tensor, (P,) and contiguous, by name in the layout's order."""
         return {slot.name: slot.of(full_P) for slot in self.slots}
 
-    @torch.no_grad()
-    def flatten(self, tensors: Mapping[str, Tensor], out_P: Tensor) -> None:
-        """Write tensors into their slots, cast to the dtype of `out_P`; gaps and missing names become zeros.
-
-        Args:
-            tensors: name -> tensor of the slot's shape, any dtype, device or strides.
-            out_P: (P,), contiguous, overwritten whole.
-
-        Raises:
-            LayoutError: an unknown name, another shape than the slot's, or `out_P` as in `views`. Nothing was written.
-        """
-        views = self.views(out_P)
-        for name, tensor in tensors.items():
-            if name not in views:
-                raise LayoutError(f"no slot is named {name!r}; known: {', '.join(views) or 'none'}")
-            if tensor.shape != views[name].shape:
-                raise LayoutError(f"{name!r} has shape {tuple(tensor.shape)}; its slot has {tuple(views[name].shape)}")
-        for name, view in views.items():
-            if name in tensors:
-                view.copy_(tensors[name])
-            else:
-                view.zero_()
-        for start, stop in self.gaps:
-            out_P[start:stop].zero_()
-
     def pieces(self, start: int, stop: int) -> list[Piece]:
-        """Which part of which slot lies in [start, stop) of the flat, in order; slots without one are left out.
+        """Return the parts of slots that lie in [start, stop) of the flat, in order.
 
         Raises:
             LayoutError: the range is not inside the flat.
         """
-        found = []
+        pieces = []
         for slot in self._filled_from(start, stop):
             first, last = max(start, slot.offset), min(stop, slot.stop)
             if first < last:
-                found.append(Piece(slot, first - slot.offset, last - slot.offset, first - start))
-        return found
+                pieces.append(Piece(slot, first - slot.offset, last - slot.offset, first - start))
+        return pieces
 
     def segments(self, start: int, stop: int) -> tuple[Segment, ...]:
         """Cover [start, stop) with the longest runs of one group; a gap belongs to the slot before it.
@@ -220,22 +163,22 @@ class Layout:
         Raises:
             LayoutError: the range is not inside the flat.
         """
-        found: list[Segment] = []
+        segments: list[Segment] = []
         for slot in self._filled_from(start, stop):
-            if found and found[-1].group == slot.group:
+            if segments and segments[-1].group == slot.group:
                 continue
             first = max(start, slot.offset)
-            if found:
-                found[-1] = found[-1]._replace(stop=first)
-            found.append(Segment(first, stop, slot.group))
-        return tuple(found)
+            if segments:
+                segments[-1] = segments[-1]._replace(stop=first)
+            segments.append(Segment(first, stop, slot.group))
+        return tuple(segments)
 
     @cached_property
     def _filled(self) -> tuple[Slot, ...]:
         return tuple(slot for slot in self.slots if slot.numel)
 
     def _filled_from(self, start: int, stop: int) -> tuple[Slot, ...]:
-        """The filled slots that begin before `stop`, from the last one that begins at or before `start`."""
+        """Return the filled slots that begin before `stop`, from the last one that begins at or before `start`."""
         if not 0 <= start <= stop <= self.P:
             raise LayoutError(f"[{start}, {stop}) is not a range of a flat of {self.P} elements")
         if start == stop:
@@ -249,10 +192,8 @@ def pages(numel: int, page_numel: int) -> tuple[tuple[int, int], ...]:
     """Cut `numel` elements into (start, stop) pages of `page_numel`; the last one may be shorter.
 
     Raises:
-        LayoutError: `page_numel` is not a positive multiple of 1024 (4 KiB of fp32), or `numel` is negative.
+        LayoutError: `page_numel` is not a positive multiple of 1024 (4 KiB of fp32).
     """
     if page_numel < 1 or page_numel % PAGE_QUANTUM:
         raise LayoutError(f"a page of {page_numel} elements; it must be a positive multiple of {PAGE_QUANTUM}")
-    if numel < 0:
-        raise LayoutError(f"{numel} elements cannot be cut into pages")
     return tuple((start, min(start + page_numel, numel)) for start in range(0, numel, page_numel))

@@ -1,7 +1,7 @@
-"""How large the loss is made so that fp16 gradients do not vanish: a pure automaton.
+"""The factor of the loss that keeps fp16 gradients from vanishing: a pure automaton.
 
 `LossScaling` is the rule, `LossScale` the state, and `advance` makes the next state from the last one and whether the
-step's gradients were finite. No torch here: a setting is refused without it.
+step's gradients were finite. It imports no torch, so a wrong setting is rejected at once.
 
 Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2; hysteresis as in DeepSpeed's and
 Megatron-LM's dynamic scalers.
@@ -17,10 +17,9 @@ from zero.errors import ConfigError
 
 
 class LossScale(NamedTuple):
-    """Where the automaton stands; four numbers to save and to compare."""
+    """The state of the automaton, which checkpoints hold."""
 
     scale: float
-    """The loss is multiplied, and gradients divided, by it."""
     good_steps: int
     """Finite steps since the last overflow or growth."""
     hysteresis_left: int
@@ -33,7 +32,7 @@ _Scale = Annotated[float, Field(gt=0, le=2**40), AfterValidator(in_fp32)]
 
 
 class LossScaling(Section):
-    """Loss scaling; used by precision=fp16 only.
+    """The rule of loss scaling, for precision=fp16 only.
 
     A step whose gradients are not finite uses up hysteresis, then halves the scale each time; `window` finite steps in
     a row double it and refill the hysteresis. A static scale never moves.
@@ -64,12 +63,11 @@ class LossScaling(Section):
         return self
 
     def start(self) -> LossScale:
-        """The state before the first step."""
         scale = self.initial if self.static is None else self.static
         return LossScale(scale, good_steps=0, hysteresis_left=self.hysteresis, skipped=0)
 
     def advance(self, last: LossScale, finite: bool) -> LossScale:
-        """The state after a step whose gradients were `finite` on every rank, or were not and it was skipped."""
+        """Return the state after a step; one whose gradients were not `finite` on every rank was skipped."""
         if self.static is not None:
             return last if finite else last._replace(skipped=last.skipped + 1)
         if not finite:
@@ -79,7 +77,7 @@ class LossScaling(Section):
         return LossScale(min(last.scale * 2, self.maximum), 0, self.hysteresis, last.skipped)
 
     def resumed(self, saved: LossScale, *, dynamic: bool) -> LossScale:
-        """Where a run goes on that saved `saved` under a `dynamic` or static rule; what never moved begins anew."""
+        """Return the state with which a run resumes; a scale that was saved under a static rule begins anew."""
         if self.static is not None or not dynamic:
             return self.start()._replace(skipped=saved.skipped)
         return saved._replace(scale=min(max(saved.scale, self.minimum), self.maximum))

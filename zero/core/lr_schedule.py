@@ -1,11 +1,11 @@
-"""Step -> learning rate, as plain functions.
+"""Learning rates and momenta as functions of the step.
 
 `step` counts updates from 1: the first update is made with `schedule(1)`. A warm-up rises from `start` at step 1 to lr
 at step `warmup`, in a straight line or with the logarithm of the step; without a `start` the line comes from 0 at the
 step before the first. A decay then leads from the peak, which may last `hold` more steps, to `final` at step `total`,
 and stays there; with a `hold` of -1 it is a step ahead, and the peak is passed. A cycle rises and falls once, and may
-decay after that; the momentum of `cycled_momentum` moves against it. Every schedule is `partial` of a function of
-this file, so it can be printed, pickled and sent to another process.
+decay after that; the momentum of `cycled_momentum` moves against it. Every schedule can be printed, pickled and sent to
+another process.
 
 Source: Goyal et al. 2017, section 2.2 (warm-up); Loshchilov and Hutter 2017, "SGDR", equation 5 (cosine); Smith 2018,
 "A disciplined approach to neural network hyper-parameters" (range test, one cycle).
@@ -14,9 +14,10 @@ Source: Goyal et al. 2017, section 2.2 (warm-up); Loshchilov and Hutter 2017, "S
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from math import ceil, cos, inf, log, pi
-from typing import Literal, NamedTuple, SupportsFloat
+from typing import Literal, SupportsFloat
 
 from zero.errors import ConfigError
 
@@ -25,18 +26,18 @@ Curve = Literal["linear", "log"]
 
 
 def constant(lr: float) -> Schedule:
-    """The same learning rate at every step."""
+    """Make a schedule with the same learning rate at every step."""
     return partial(_constant, _rate("lr", lr))
 
 
 def linear_warmup(lr: float, warmup: int, *, start: float | None = None, curve: Curve = "linear") -> Schedule:
-    """A rise over `warmup` steps, then `lr` for good. `warmup` 0 is `constant`.
+    """Make a rise over `warmup` steps, then `lr` for good. `warmup` 0 is a constant.
 
     Args:
         start: learning rate of step 1; None: a line from 0 before it, and 0 for the logarithm.
         curve: "linear", or "log": steep at first, as the logarithm of the step.
     """
-    return partial(_warmup, _rise(lr, warmup, start, curve))
+    return _Warmup(lr, warmup, start, curve)
 
 
 def warmup_linear(
@@ -49,12 +50,12 @@ def warmup_linear(
     start: float | None = None,
     curve: Curve = "linear",
 ) -> Schedule:
-    """Warm-up, `hold` steps more at the peak, then a straight line to `final` (a learning rate) at step `total`.
+    """Make a warm-up, `hold` steps more at the peak, then a straight line to `final` (a learning rate) at step `total`.
 
     Raises:
         ConfigError: a negative or non-finite rate, a `final` above lr, or no step between the peak and `total`.
     """
-    return partial(_decayed, _straight, _rise(lr, warmup, start, curve), _fall(lr, warmup, hold, total, final))
+    return _Decay(_Warmup(lr, warmup, start, curve), hold, total, final, _straight)
 
 
 def warmup_cosine(
@@ -67,23 +68,24 @@ def warmup_cosine(
     start: float | None = None,
     curve: Curve = "linear",
 ) -> Schedule:
-    """Warm-up, `hold` steps more at the peak, then half a cosine to `final` (a learning rate) at step `total`.
+    """Make a warm-up, `hold` steps more at the peak, then half a cosine to `final` (a learning rate) at step `total`.
 
     Raises:
         ConfigError: a negative or non-finite rate, a `final` above lr, or no step between the peak and `total`.
     """
-    return partial(_decayed, _half_cosine, _rise(lr, warmup, start, curve), _fall(lr, warmup, hold, total, final))
+    return _Decay(_Warmup(lr, warmup, start, curve), hold, total, final, _half_cosine)
 
 
 def lr_range(lr: float, every: int, *, rate: float = 1.0, stairs: bool = False) -> Schedule:
-    """A test of learning rates: `lr` at step 1, and `rate` x lr more with each `every` steps, evenly or in stairs."""
-    return partial(_lr_range, _rate("lr", lr), _rate("rate", rate), _steps("every", every, least=1), stairs)
+    """Make a test of learning rates: `lr` at step 1, and `rate` x lr more every `every` steps, evenly or in stairs."""
+    return partial(_lr_range, _rate("lr", lr), rate, every, stairs)
 
 
-class Cycle(NamedTuple):
-    """The shape of one cycle: `rise` steps up, `fall` steps down, then a decay over each `decay_every` steps.
+@dataclass(frozen=True)
+class Cycle:
+    """One cycle: `rise` steps up, `fall` steps down, then a decay over each `decay_every` steps.
 
-    `stairs` is into how many equal stairs each half is cut, 0 for none; `decay_every` 0: no decay.
+    `stairs` is the number of equal stairs in each half, 0 for none; `decay_every` 0: no decay.
     """
 
     rise: int
@@ -91,14 +93,24 @@ class Cycle(NamedTuple):
     stairs: tuple[int, int] = (0, 0)
     decay_every: int = 0
 
+    def between(self, end: float, middle: float, step: int) -> float:
+        """Return `end` at both ends of the cycle and after it, `middle` between its halves."""
+        done, left = step - 1, self.rise + self.fall - (step - 1)
+        rises = done <= self.rise
+        at, half, stairs = (done, self.rise, self.stairs[0]) if rises else (left, self.fall, self.stairs[1])
+        if at <= 0:
+            return end
+        return end + (middle - end) * ((at * stairs // half) / stairs if stairs else at / half)
+
+    def decays(self, step: int) -> float:
+        """Return the intervals of the decay until `step`."""
+        after = step - 1 - self.rise - self.fall
+        return after / self.decay_every if self.decay_every and after > 0 else 0.0
+
 
 def one_cycle(lr: float, start: float, cycle: Cycle, *, decay_rate: float = 0.0) -> Schedule:
-    """From `start` up to `lr` and down again; then start / (1 + decay_rate x intervals of the decay).
-
-    Raises:
-        ConfigError: a negative or non-finite rate, or a half of the cycle without a step.
-    """
-    return partial(_one_cycle, _rate("start", start), _rate("lr", lr), _checked(cycle), _rate("decay_rate", decay_rate))
+    """Make a cycle from `start` to `lr` and back; then start / (1 + decay_rate x intervals of the decay)."""
+    return partial(_one_cycle, _rate("start", start), _rate("lr", lr), cycle, decay_rate)
 
 
 def cycled_momentum(
@@ -110,68 +122,89 @@ def cycled_momentum(
     first: float | None = None,
     steps: int | None = None,
 ) -> Schedule:
-    """The momentum that goes with it: from `high` down to `low` and up again; then high x (1 + decay_rate x intervals).
+    """Make the momentum of a cycle: from `high` to `low` and back; then high x (1 + decay_rate x intervals).
 
     Args:
         first: momentum of the first step, in place of `high`.
-        steps: how many will be made; None: unknown.
+        steps: the number of updates of the run; None: unknown.
 
     Raises:
-        ConfigError: as `one_cycle`; or the decay brings it to 1 within `steps`.
+        ConfigError: the decay brings the momentum to 1 within `steps`.
     """
-    bounds = _rate("momentum_max", high), _rate("momentum_min", low)
     if steps and decay_rate and cycle.decay_every and high:
-        left = (1 / high - 1) / decay_rate * cycle.decay_every  # steps of the decay
-        reached = cycle.rise + cycle.fall + 1 + ceil(left)
+        decaying_steps = (1 / high - 1) / decay_rate * cycle.decay_every
+        reached = cycle.rise + cycle.fall + 1 + ceil(decaying_steps)
         if reached <= steps:
             raise ConfigError(
                 f"schedule.momentum_decay_rate={decay_rate:g} brings the momentum from {high:g} to 1 at step {reached}"
                 "; leave it out, or set schedule.decay_every higher"
             )
-    first = high if first is None else _rate("momentum_start", first)
-    return partial(_cycled_momentum, *bounds, _checked(cycle), _rate("momentum_decay_rate", decay_rate), first)
+    return partial(_cycled_momentum, high, low, cycle, decay_rate, high if first is None else first)
 
 
-class _Rise(NamedTuple):
-    """A warm-up, checked."""
-
+@dataclass(frozen=True)
+class _Warmup:
     lr: float
-    warmup: int
+    steps: int
     start: float | None
     curve: Curve
 
+    def __post_init__(self) -> None:
+        if self.curve not in ("linear", "log"):
+            raise ConfigError(f"schedule.curve={self.curve}; it must be linear or log")
+        _rate("lr", self.lr)
+        _steps("warmup", self.steps)
+        if self.start is not None:
+            _rate("start", self.start)
 
-class _Fall(NamedTuple):
-    """A decay, checked: from the peak at one step to `final` at another."""
+    def __call__(self, step: int) -> float:
+        if step >= self.steps:
+            return self.lr
+        if self.curve == "log":
+            done = log(step) / log(self.steps)
+        elif self.start is None:
+            return self.lr * step / self.steps
+        else:
+            done = (step - 1) / (self.steps - 1)
+        start = self.start or 0.0
+        return start + (self.lr - start) * done
 
-    peak: int
+
+@dataclass(frozen=True)
+class _Decay:
+    """A warm-up and a decay; `left` gives the share of the decay that is left, from the share that is done."""
+
+    warmup: _Warmup
+    hold: int
     total: int
     final: float
+    left: Callable[[float], float]
+
+    def __post_init__(self) -> None:
+        _steps("hold", self.hold, least=-1)
+        if _steps("total", self.total) <= self.peak:
+            raise ConfigError(
+                f"schedule.total={self.total} is not after the peak at step {self.peak} "
+                f"(schedule.warmup={self.warmup.steps}, hold={self.hold}); a decay needs steps of its own"
+            )
+        if _rate("final", self.final) > self.warmup.lr:
+            raise ConfigError(
+                f"final={self.final:g} is above lr={self.warmup.lr:g}: it is a learning rate, and not a share of lr"
+            )
+
+    @property
+    def peak(self) -> int:
+        return self.warmup.steps + self.hold
+
+    def __call__(self, step: int) -> float:
+        if step < max(self.peak, self.warmup.steps):
+            return self.warmup(step)
+        left = self.left(min(1.0, (step - self.peak) / (self.total - self.peak)))
+        return self.final + (self.warmup.lr - self.final) * left
 
 
 def _constant(lr: float, step: int) -> float:
     return lr
-
-
-def _warmup(rise: _Rise, step: int) -> float:
-    lr, warmup, start, curve = rise
-    if step >= warmup:
-        return lr
-    if curve == "log":
-        done = log(step) / log(warmup)
-    elif start is None:
-        return lr * step / warmup
-    else:
-        done = (step - 1) / (warmup - 1)
-    return (start or 0.0) + (lr - (start or 0.0)) * done
-
-
-def _decayed(left: Callable[[float], float], rise: _Rise, fall: _Fall, step: int) -> float:
-    """`left` gives the share of the decay that is left, from the share that is done."""
-    peak, total, final = fall
-    if step < max(peak, rise.warmup):
-        return _warmup(rise, step)
-    return final + (rise.lr - final) * left(min(1.0, (step - peak) / (total - peak)))
 
 
 def _straight(done: float) -> float:
@@ -188,29 +221,13 @@ def _lr_range(lr: float, rate: float, every: int, stairs: bool, step: int) -> fl
 
 
 def _one_cycle(start: float, lr: float, cycle: Cycle, decay_rate: float, step: int) -> float:
-    return _along(start, lr, cycle, step) / (1 + decay_rate * _decays(cycle, step))
+    return cycle.between(start, lr, step) / (1 + decay_rate * cycle.decays(step))
 
 
 def _cycled_momentum(high: float, low: float, cycle: Cycle, decay_rate: float, first: float, step: int) -> float:
     if step == 1:
         return first
-    return _along(high, low, cycle, step) * (1 + decay_rate * _decays(cycle, step))
-
-
-def _along(end: float, middle: float, cycle: Cycle, step: int) -> float:
-    """`end` at both ends of the cycle and after it, `middle` between its halves."""
-    done, left = step - 1, cycle.rise + cycle.fall - (step - 1)
-    rises = done <= cycle.rise
-    at, half, stairs = (done, cycle.rise, cycle.stairs[0]) if rises else (left, cycle.fall, cycle.stairs[1])
-    if at <= 0:
-        return end
-    return end + (middle - end) * ((at * stairs // half) / stairs if stairs else at / half)
-
-
-def _decays(cycle: Cycle, step: int) -> float:
-    """Intervals of the decay until `step`."""
-    after = step - 1 - cycle.rise - cycle.fall
-    return after / cycle.decay_every if cycle.decay_every and after > 0 else 0.0
+    return cycle.between(high, low, step) * (1 + decay_rate * cycle.decays(step))
 
 
 def _rate(key: str, value: float) -> float:
@@ -219,38 +236,7 @@ def _rate(key: str, value: float) -> float:
     return value
 
 
-def _rise(lr: float, warmup: int, start: float | None, curve: Curve) -> _Rise:
-    if curve not in ("linear", "log"):
-        raise ConfigError(f"schedule.curve={curve}; it must be linear or log")
-    return _Rise(_rate("lr", lr), _steps("warmup", warmup), None if start is None else _rate("start", start), curve)
-
-
 def _steps(key: str, value: int, least: int = 0) -> int:
     if not isinstance(value, SupportsFloat) or value < least:
         raise ConfigError(f"schedule.{key}={value!r}; it must be {least} or more steps")
     return value
-
-
-def _fall(lr: float, warmup: int, hold: int, total: int, final: float) -> _Fall:
-    peak = warmup + _steps("hold", hold, least=-1)
-    if _steps("total", total) <= peak:
-        raise ConfigError(
-            f"schedule.total={total} is not after the peak at step {peak} (schedule.warmup={warmup}, hold={hold}); "
-            "a decay needs steps of its own"
-        )
-    final = _rate("final", final)
-    if final > lr:
-        raise ConfigError(f"final={final:g} is above lr={lr:g}: it is a learning rate, and not a share of lr")
-    return _Fall(peak, total, final)
-
-
-def _checked(cycle: Cycle) -> Cycle:
-    for key, value, least in (
-        ("rise", cycle.rise, 1),
-        ("fall", cycle.fall, 1),
-        ("rise_stairs", cycle.stairs[0], 0),
-        ("fall_stairs", cycle.stairs[1], 0),
-        ("decay_every", cycle.decay_every, 0),
-    ):
-        _steps(key, value, least)
-    return cycle

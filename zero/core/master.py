@@ -1,4 +1,4 @@
-"""The fp32 master: kept whole, or as the half that the bf16 parameter lacks; and how it is rounded to that parameter.
+"""The fp32 master, kept whole or as the half that the bf16 parameter lacks, and its rounding to that parameter.
 
 fp32 compute     `Master`: the parameters are the master
 bf16             `SplitMaster`: the 16 bits that the parameters lack, 2 bytes a parameter
@@ -27,7 +27,7 @@ class Master:
     """The parameters themselves, which are fp32.
 
     Attributes:
-        kind: what its pages are called; None where it has none.
+        kind: the name of its pages; None where it has none.
         dtype: of its pages.
         reads_params: the update has to read the parameters, not only to write them.
     """
@@ -38,7 +38,7 @@ class Master:
 
     @contextmanager
     def opened(self, params: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-        """Yields the master in fp32, to be updated in place; then it is written back, and the parameters follow.
+        """Yield the master in fp32, to be updated in place; then write it back and round the parameters from it.
 
         Args:
             params: (K,) tensors in the dtype of compute, one or more.
@@ -47,17 +47,17 @@ class Master:
         yield params
 
     def of(self, param_K: Tensor, kept_K: Tensor) -> Tensor:
-        """The master in fp32, to be read only."""
+        """Return the master in fp32, to be read only."""
         return param_K
 
     def page_of(self, values_K: Tensor) -> Tensor:
-        """What its page holds for fp32 values, (K,)."""
+        """Return the contents of its page for fp32 values, (K,)."""
         return values_K
 
 
 @dataclass(frozen=True)
 class WholeMaster(Master):
-    """fp32 pages of its own."""
+    """An fp32 master in pages of its own."""
 
     kind = "master"
     reads_params = False
@@ -73,7 +73,7 @@ class WholeMaster(Master):
 
 @dataclass(frozen=True)
 class SplitMaster(Master):
-    """Pages of the lower halves, beside parameters in bf16."""
+    """A master whose lower halves are in pages, beside parameters in bf16."""
 
     kind = "master_low"
     dtype = torch.int16
@@ -94,24 +94,24 @@ class SplitMaster(Master):
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 values in the dtype that a model computes in: to the nearest; in bf16 a tie goes up in magnitude."""
+    """Round fp32 values to the nearest in the dtype that a model computes in; in bf16 a tie goes up in magnitude."""
     return (_without_ties(values) if dtype == torch.bfloat16 and values.dtype == torch.float32 else values).to(dtype)
 
 
 def low(master_K: Tensor) -> Tensor:
-    """(K,) int16: the lower halves of fp32 numbers, as signed numbers."""
+    """Return the lower halves of fp32 numbers as signed numbers, (K,) int16."""
     return master_K.view(torch.int32).to(torch.int16)
 
 
 def join(param_K: Tensor, low_K: Tensor) -> Tensor:
-    """(K,) fp32 masters of bf16 parameters and lower halves. NaN stays NaN, with another payload."""
+    """Return the fp32 masters, (K,), of bf16 parameters and lower halves. NaN stays NaN, with another payload."""
     master_K = param_K.float()
     master_K.view(torch.int32).add_(low_K)
     return master_K
 
 
 def _without_ties(values: Tensor) -> Tensor:
-    """Numbers whose nearest bf16 number is the nearest of `values`, and the larger one of two that are as near.
+    """Return numbers whose nearest bf16 number is that of `values`, and the larger one of two that are as near.
 
     Without the lower 15 bits a tie stays a tie, and what is above it becomes one. A 4096th of each value, less than the
     distance to the next tie, then moves all of these up; how that sum is rounded does not matter. Infinities and NaN
@@ -121,24 +121,24 @@ def _without_ties(values: Tensor) -> Tensor:
 
 
 def _round_into(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-    """Write the parameters of masters, which have the same elements one after the other."""
+    """Write the parameters of masters, which have the same elements in one sequence."""
     if params[0].dtype == torch.bfloat16:
         masters = cut_as(params, _without_ties(one_after_another(masters)))
     torch._foreach_copy_(list(params), list(masters))
 
 
 def one_after_another(tensors: Sequence[Tensor]) -> Tensor:
-    """One after the other: on a GPU each operator is a launch, so all of them go through at once."""
+    """Concatenate tensors: on a GPU each operator is a launch, so all of them go through at once."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def in_fp32(tensors: Sequence[Tensor]) -> Tensor:
-    """Copies of tensors of one dtype, in fp32 and one after the other: one launch."""
+    """Concatenate tensors of one dtype in fp32, in one launch."""
     flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors), dtype=torch.float32)
     torch._foreach_copy_(cut_as(tensors, flat), list(tensors))
     return flat
 
 
 def cut_as(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
-    """`flat` cut as the tensors are."""
-    return [flat] if len(tensors) == 1 else list(flat.split_with_sizes([one.numel() for one in tensors]))
+    """Cut `flat` as the tensors are."""
+    return [flat] if len(tensors) == 1 else list(flat.split_with_sizes([tensor.numel() for tensor in tensors]))

@@ -1,4 +1,4 @@
-"""How moments are kept between updates: in fp32, in bf16 or in 8 bits. Updates work in fp32 always.
+"""Moments between updates: kept in fp32, in bf16 or in 8 bits. Updates always work in fp32.
 
 fp32   `Moments`: as they are, 4 bytes a parameter each
 bf16   `Bf16Moments`: rounded stochastically, 2 bytes a parameter each
@@ -14,9 +14,8 @@ Eight bits are an exponent, counted from one that a block of 64 elements shares,
 a mean               sign, 4 bits of exponent: down to 2^-15 of the block's largest, and zero
 a mean of squares    5 bits of exponent: down to 2^-31 of the block's largest, and not zero beside what is not
 
-What is smaller is kept as the smallest of them, so its mean is not exact. A mean of squares that became zero would
-divide its mean by nothing. Blocks are those vectors of a flat that no cut falls into, and every parameter begins with
-one of its own.
+Smaller values are kept as the smallest of these, so their mean is not exact. A mean of squares that became zero would
+be a division by zero. A block is a vector of the flat: no cut falls into it, and every parameter begins a new one.
 
 Source: Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", section 3.1; Zamirai et al. 2020,
 "Revisiting BFloat16 Training", section 4; Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"; Rouhani
@@ -41,18 +40,18 @@ BLOCK = 2**16
 """Elements of a parameter that share a number of 16 random bits."""
 
 _KEYS = 32
-"""Such numbers in one hash."""
+"""Numbers in one hash."""
 
 _NAN = 0x7FC00000
 """The bits of a NaN, as an integer."""
 
 _DROPPED = 20
-"""Of the 23 bits of a mantissa, where 3 are kept."""
+"""Bits of a mantissa that are dropped: 3 of 23 are kept."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Kept in fp32.
+    """Moments in fp32.
 
     Attributes:
         dtype: of the pages.
@@ -65,36 +64,36 @@ class Moments:
     draws: ClassVar[bool] = False
 
     def of_squares(self) -> "Moments":
-        """The form of what is never negative."""
+        """Return the form for moments that are never negative."""
         return self
 
     def numel(self, count: int) -> int:
-        """Elements of `dtype` that keep `count` values, a multiple of 64."""
+        """Return the elements of `dtype` that keep `count` values, a multiple of 64."""
         return count
 
     @contextmanager
     def opened(self, kept: Sequence[Tensor], places: Sequence[Sequence[Piece]], key: str) -> Iterator[Sequence[Tensor]]:
-        """Yields one moment in fp32, to be updated in place; then it is written back.
+        """Yield one moment in fp32, to be updated in place; then write it back.
 
         Args:
             kept: (K,) tensors of its pages, one or more.
-            places: of each, which elements of which parameters it has; empty where nothing is drawn.
+            places: of each, its pieces of parameters; empty where nothing is drawn.
             key: of this moment in this step, for random bits.
         """
         yield kept
 
     def page_of(self, values_K: Tensor) -> Tensor:
-        """What a page holds for fp32 values, (K,): the nearest."""
+        """Return the contents of a page for fp32 values, (K,), rounded to the nearest."""
         return values_K
 
     def values_of(self, page: Tensor) -> Tensor:
-        """(K,) in `saved`: what a page holds."""
+        """Return the values of a page, (K,), in the dtype `saved`."""
         return page
 
 
 @dataclass(frozen=True)
 class Bf16Moments(Moments):
-    """Kept in bf16, rounded stochastically.
+    """Moments in bf16, rounded stochastically.
 
     Attributes:
         seed: of the random bits.
@@ -111,7 +110,7 @@ class Bf16Moments(Moments):
         bits = flat.view(torch.int32)
         bits.clamp_(max=_NAN)  # a GPU's NaN is the largest number of all: to add to it would make it -0
         _draw(cut_as(kept, bits), places, f"{self.seed}/{key}")  # up or down in magnitude, as these bits carry or not
-        torch._foreach_copy_([one.view(torch.int16) for one in kept], cut_as(kept, bits.bitwise_right_shift_(16)))
+        torch._foreach_copy_([page.view(torch.int16) for page in kept], cut_as(kept, bits.bitwise_right_shift_(16)))
 
     def page_of(self, values_K: Tensor) -> Tensor:
         return rounded(values_K, torch.bfloat16)
@@ -119,7 +118,7 @@ class Bf16Moments(Moments):
 
 @dataclass(frozen=True)
 class EightBitMoments(Moments):
-    """Kept in 8 bits, rounded stochastically: of each block its exponent, then its codes.
+    """Moments in 8 bits, rounded stochastically: of each block its exponent, then its codes.
 
     Attributes:
         seed: of the random bits.
@@ -141,7 +140,7 @@ class EightBitMoments(Moments):
     def opened(self, kept: Sequence[Tensor], places: Sequence[Sequence[Piece]], key: str) -> Iterator[Sequence[Tensor]]:
         page = one_after_another(kept)
         flat = self.values_of(page)
-        numels = [one.numel() // (VECTOR + 1) * VECTOR for one in kept]
+        numels = [tensor.numel() // (VECTOR + 1) * VECTOR for tensor in kept]
         yield list(flat.split(numels))
         self._write(page, flat, lambda bits: _draw(bits.split(numels), places, f"{self.seed}/{key}", _DROPPED - 16))
         if len(kept) > 1:
@@ -163,13 +162,13 @@ class EightBitMoments(Moments):
         return bits.bitwise_or_(codes.bitwise_and_(0x80).bitwise_left_shift_(24)).view(torch.float32).view(-1)
 
     def _write(self, page: Tensor, values: Tensor, add: Callable[[Tensor], object]) -> None:
-        """Fill a page. `add` adds to all bits, (K,) int32, what rounds the bits that are dropped."""
+        """Fill a page. `add` adds the rounding of the bits that are dropped to all bits, (K,) int32."""
         codes = 128 if self.signed else 256
         flat = values.abs().view(torch.int32).clamp_(max=_NAN)  # a GPU's NaN would become negative, as for bf16
         add(flat)
         bits = flat.view(-1, VECTOR).bitwise_right_shift_(_DROPPED)
-        # the exponent of the largest as it was rounded: of the largest itself, what is just below a power of two could
-        # never become it
+        # the exponent of the largest after rounding: a value just below a power of two could not round up to it
+        # otherwise
         lowest = bits.amax(1, keepdim=True).bitwise_right_shift_(23 - _DROPPED).sub_(codes // 8 - 1)
         lowest.clamp_(min=0)
         bits.sub_(lowest.bitwise_left_shift(23 - _DROPPED)).clamp_(min=0)
@@ -182,9 +181,9 @@ class EightBitMoments(Moments):
 
 def _draw(bits: Sequence[Tensor], places: Sequence[Sequence[Piece]], key: str, left: int = 0) -> None:
     """Add random bits to (K,) int32 tensors, as `add_random` does; nothing in gaps, which are zero."""
-    for one, pieces in zip(bits, places, strict=True):
+    for tensor, pieces in zip(bits, places, strict=True):
         for slot, start, stop, place in pieces:
-            add_random(one[place : place + stop - start], f"{key}/{slot.name}", start, left)
+            add_random(tensor[place : place + stop - start], f"{key}/{slot.name}", start, left)
 
 
 def add_random(bits: Tensor, key: str, start: int, left: int = 0) -> None:
@@ -204,15 +203,15 @@ def add_random(bits: Tensor, key: str, start: int, left: int = 0) -> None:
 
 
 def _number(key: str, block: int) -> int:
-    found = array("H", hashlib.blake2b(f"{key}/{block // _KEYS}".encode(), digest_size=2 * _KEYS).digest())
-    return found[block % _KEYS]
+    numbers = array("H", hashlib.blake2b(f"{key}/{block // _KEYS}".encode(), digest_size=2 * _KEYS).digest())
+    return numbers[block % _KEYS]
 
 
 @cache
 def permutation(device: torch.device) -> Tensor:
-    """(2^17,) int32: all values of 16 bits once, without order, and all once more in the same order.
+    """Return (2^17,) int32: a permutation of all values of 16 bits, twice.
 
-    Made once, by whoever asks first; others have to come after that. Source: Wellons 2018, "Prospecting for Hash
+    Made by the first call; other threads and streams must come after it. Source: Wellons 2018, "Prospecting for Hash
     Functions", of 16 bits.
     """
     x = torch.arange(BLOCK, dtype=torch.int64)

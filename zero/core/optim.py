@@ -18,14 +18,12 @@ from zero.core.groups import (
     Group,
     Mask,
     Number,
+    as_tuple,
+    check_setting,
     decay_matrices,
-    in_range,
-    is_finite,
-    is_share,
-    listed,
     number_of,
     require,
-    settings_of,
+    settings_at,
     without_momentum,
 )
 from zero.core.moments import Bf16Moments, EightBitMoments, Moments
@@ -43,73 +41,71 @@ class Hyper(NamedTuple):
     """Gradients are divided by it once, in fp32: ranks x accumulate x loss scale / clip coefficient."""
     groups: tuple[Settings, ...]
     numbers: Numbers = NO_NUMBERS
-    """Of those above what kernels read from memory, as 0-dim fp32 tensors of one device: made once for all updates."""
+    """The numbers that kernels read from memory, made once for all updates of a step."""
 
     @property
     def lr(self) -> float:
-        """Of the default group."""
+        """The learning rate of the default group."""
         return self.groups[0].lr
 
 
 FP32_MOMENTS = Moments()
 SQUARES = "nu"
-"""What every optimizer calls a mean or sum of squares."""
+"""The moment of every optimizer that is a mean or a sum of squares."""
 
 
 @dataclass(frozen=True)
 class Transform:
     """An optimizer as data. Make one with `adamw`, `adam`, `sgd`, `lion` or `adagrad`.
 
-    `update(params, grads, moments, settings, divisor, numbers)` works in place on lists of (K,) fp32 tensors of one
-    device, none of which requires a gradient; each K is a multiple of 64, and there is a list for each of `moments`. It
-    may destroy `grads`; `numbers` are those of `Hyper`. Moments are zeros before the first update, except `copies`,
-    which begin as the parameters.
+    Moments are zeros before the first update, except `copies`, which begin as the parameters.
 
     Raises:
-        ConfigError: a negative or non-finite setting.
+        ConfigError: `clip` is not more than 0.
     """
 
     name: str
     moments: tuple[str, ...]
     update: Update
+    constants: tuple[float, ...]
+    """The numbers that `update` was made with, for comparison between ranks."""
     groups: tuple[Callable[[int], Settings], ...]
     """By number, a function of the step, 1 for the first update; the first is the default group's."""
     group: Callable[[str, tuple[int, ...]], int]
-    """(name, shape) -> the number of its group."""
+    """(name, shape) of a parameter -> the number of its group."""
     clip: float | None = None
     """The largest global gradient norm, None for no clipping."""
     copies: tuple[str, ...] = ()
     given_groups: tuple[Group, ...] = ()
-    """The groups as they were given."""
     kept: Moments = FP32_MOMENTS
-    """How moments are kept between updates; `copies` in fp32 always."""
+    """The form of moments between updates; `copies` are always kept in fp32."""
 
     def __post_init__(self) -> None:
         if self.clip is not None:
             require("clip", self.clip, lambda clip: 0 < clip < inf, "more than 0, or none")
 
-    def form(self, kind: str) -> Moments:
-        """How a moment is kept."""
-        if kind in self.copies:
+    def form(self, moment: str) -> Moments:
+        """Return the form in which a moment is kept."""
+        if moment in self.copies:
             return FP32_MOMENTS
-        return self.kept.of_squares() if kind == SQUARES else self.kept
+        return self.kept.of_squares() if moment == SQUARES else self.kept
 
     def check_groups(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Refuse a group whose function takes no parameter, or with a name or pattern that fits none.
+        """Check that every group, name and pattern fits a parameter.
 
         Args:
-            shapes: of all parameters, by name.
+            shapes: the shapes of all parameters by name.
 
         Raises:
-            ConfigError: there is one; with the nearest name, where there is one.
+            ConfigError: a group fits none, or one of its names does not.
         """
         for number, group in enumerate(self.given_groups):
-            stranger = group.stranger(shapes)
-            if stranger:
-                raise ConfigError(f"optim.groups[{number}] {stranger}")
+            problem = group.problem(shapes)
+            if problem:
+                raise ConfigError(f"optim.groups[{number}] {problem}")
 
     def hyper_at(self, step: int, divisor: float) -> Hyper:
-        """What update `step` is made with, as far as that can be known before the norm.
+        """Return the numbers of update `step`, as far as they are known before the norm.
 
         Raises:
             ConfigError: a schedule or a dict gave a number out of range.
@@ -117,10 +113,10 @@ class Transform:
         return Hyper(step, divisor, tuple(group(step) for group in self.groups))
 
     def fields(self) -> dict[str, str]:
-        """What all ranks must agree on."""
+        """Return everything that all ranks must agree on."""
         return {
             "optim": f"{self.name} clip={self.clip}",
-            "optim settings": f"{updates.made_with(self.update)} {[tuple(group(1)[1:]) for group in self.groups]}",
+            "optim settings": f"{self.constants} {[tuple(group(1)[1:]) for group in self.groups]}",
             "optim.lr": str([group(1).lr for group in self.groups]),
             "optim.moments": str(self.kept),
         }
@@ -138,7 +134,7 @@ def adamw(
     decay: Mask = decay_matrices,
     groups: Sequence[Group] = (),
 ) -> Transform:
-    """AdamW: Adam with decoupled weight decay: parameters shrink by lr x weight_decay, moments never see it.
+    """Make AdamW: Adam whose parameters shrink by lr x weight_decay, which its moments never see.
 
     Args:
         lr: learning rate, 0 or more: a number, or a function of the step, which is 1 for the first update.
@@ -153,8 +149,9 @@ def adamw(
     Raises:
         ConfigError: a setting that is not a number or is out of range.
     """
-    update, betas = partial(updates.adam, torch._fused_adamw_, _eps(eps)), {"beta1": beta1, "beta2": beta2}
-    return _transform("adamw", ("mu", "nu"), update, lr, betas, weight_decay, clip, decay, groups)
+    constants, betas = (_checked("eps", eps),), {"beta1": beta1, "beta2": beta2}
+    update = partial(updates.adam, torch._fused_adamw_, eps)
+    return _transform("adamw", ("mu", "nu"), update, constants, lr, betas, weight_decay, clip, decay, groups)
 
 
 @own_arguments()
@@ -169,23 +166,10 @@ def adam(
     decay: Mask = decay_matrices,
     groups: Sequence[Group] = (),
 ) -> Transform:
-    """Adam with L2 weight decay: weight_decay x parameter is added to the gradient.
-
-    Args:
-        lr: learning rate, 0 or more: a number, or a function of the step, which is 1 for the first update.
-        beta1: decay of the mean of gradients, 0 or more and less than 1; a number or a function of the step.
-        beta2: decay of the mean of squared gradients; likewise.
-        eps: added to the root of that mean, 0 or more.
-        weight_decay: 0 or more; a number or a function of the step.
-        clip: the largest global norm of the gradient, more than 0; None: no clipping.
-        decay: (name, shape) of a parameter to whether it decays; by default those of 2 or more dimensions do.
-        groups: parameters with settings of their own; what no group takes has those of this call.
-
-    Raises:
-        ConfigError: a setting that is not a number or is out of range.
-    """
-    update, betas = partial(updates.adam, torch._fused_adam_, _eps(eps)), {"beta1": beta1, "beta2": beta2}
-    return _transform("adam", ("mu", "nu"), update, lr, betas, weight_decay, clip, decay, groups)
+    """Make Adam with L2 weight decay: weight_decay x parameter is added to the gradient. Arguments as in `adamw`."""
+    constants, betas = (_checked("eps", eps),), {"beta1": beta1, "beta2": beta2}
+    update = partial(updates.adam, torch._fused_adam_, eps)
+    return _transform("adam", ("mu", "nu"), update, constants, lr, betas, weight_decay, clip, decay, groups)
 
 
 @own_arguments()
@@ -199,26 +183,23 @@ def sgd(
     decay: Mask = decay_matrices,
     groups: Sequence[Group] = (),
 ) -> Transform:
-    """Stochastic gradient descent with L2 weight decay, as `torch.optim.SGD`: without momentum there are no moments.
+    """Make stochastic gradient descent with L2 weight decay, as `torch.optim.SGD`; other arguments as in `adamw`.
 
     Args:
-        lr: learning rate, 0 or more: a number, or a function of the step, which is 1 for the first update.
-        momentum: 0 or more and less than 1; a number or a function of the step.
+        momentum: 0 or more and less than 1; a number or a function of the step. 0 keeps no moment.
         nesterov: look ahead along the momentum.
-        weight_decay: 0 or more; a number or a function of the step.
-        clip: the largest global norm of the gradient, more than 0; None: no clipping.
-        decay: (name, shape) of a parameter to whether it decays; by default those of 2 or more dimensions do.
-        groups: parameters with settings of their own; what no group takes has those of this call.
 
     Raises:
-        ConfigError: a setting that is not a number or is out of range; `nesterov` without a momentum.
+        ConfigError: as `adamw`, or `nesterov` without a momentum.
     """
-    remembers = bool(momentum) or any(any(group.given()["betas"] or ()) for group in listed(groups))
-    if nesterov and not remembers:
+    has_momentum = bool(momentum) or any(any(group.now()["betas"] or ()) for group in as_tuple(groups))
+    if nesterov and not has_momentum:
         raise ConfigError("optim.nesterov=true looks ahead along the momentum, which is 0; set optim.momentum")
-    moments, update, betas = ("mu",) if remembers else (), partial(updates.sgd, nesterov), {"momentum": momentum}
-    made = _transform("sgd", moments, update, lr, betas, weight_decay, clip, decay, groups)
-    return made if remembers else replace(made, groups=tuple(partial(without_momentum, one) for one in made.groups))
+    moments, update, betas = ("mu",) if has_momentum else (), partial(updates.sgd, nesterov), {"momentum": momentum}
+    made = _transform("sgd", moments, update, (nesterov,), lr, betas, weight_decay, clip, decay, groups)
+    if has_momentum:
+        return made
+    return replace(made, groups=tuple(partial(without_momentum, settings) for settings in made.groups))
 
 
 @own_arguments()
@@ -232,22 +213,15 @@ def lion(
     decay: Mask = decay_matrices,
     groups: Sequence[Group] = (),
 ) -> Transform:
-    """Lion: the sign of a momentum as the direction, and decoupled weight decay; lr is a third to a tenth of AdamW's.
+    """Make Lion: steps along the sign of a momentum, and decoupled weight decay. Other arguments as in `adamw`.
 
     Args:
-        lr: learning rate, 0 or more: a number, or a function of the step, which is 1 for the first update.
+        lr: a third to a tenth of AdamW's.
         beta1: share of the momentum in the direction, 0 or more and less than 1; a number or a function of the step.
         beta2: decay of the momentum; likewise.
-        weight_decay: 0 or more; a number or a function of the step.
-        clip: the largest global norm of the gradient, more than 0; None: no clipping.
-        decay: (name, shape) of a parameter to whether it decays; by default those of 2 or more dimensions do.
-        groups: parameters with settings of their own; what no group takes has those of this call.
-
-    Raises:
-        ConfigError: a setting that is not a number or is out of range.
     """
     betas = {"beta1": beta1, "beta2": beta2}
-    return _transform("lion", ("mu",), updates.lion, lr, betas, weight_decay, clip, decay, groups)
+    return _transform("lion", ("mu",), updates.lion, (), lr, betas, weight_decay, clip, decay, groups)
 
 
 @own_arguments()
@@ -261,29 +235,22 @@ def adagrad(
     decay: Mask = decay_matrices,
     groups: Sequence[Group] = (),
 ) -> Transform:
-    """Adagrad: steps divided by the root of the sum of squared gradients; L2 weight decay, as `torch.optim.Adagrad`.
+    """Make Adagrad, as `torch.optim.Adagrad`: steps divided by the root of the sum of squared gradients.
+
+    Other arguments as in `adamw`.
 
     Args:
-        lr: learning rate, 0 or more: a number, or a function of the step, which is 1 for the first update.
         lr_decay: the rate of step t is lr / (1 + (t - 1) x lr_decay); 0 or more.
-        eps: added to that root, 0 or more.
-        weight_decay: 0 or more; a number or a function of the step.
-        clip: the largest global norm of the gradient, more than 0; None: no clipping.
-        decay: (name, shape) of a parameter to whether it decays; by default those of 2 or more dimensions do.
-        groups: parameters with settings of their own; what no group takes has those of this call.
-
-    Raises:
-        ConfigError: a setting that is not a number or is out of range.
     """
-    require("lr_decay", lr_decay, is_finite, "0 or more")
-    update = partial(updates.adagrad, lr_decay, _eps(eps))
-    return _transform("adagrad", ("nu",), update, lr, {}, weight_decay, clip, decay, groups)
+    constants = _checked("lr_decay", lr_decay), _checked("eps", eps)
+    update = partial(updates.adagrad, lr_decay, eps)
+    return _transform("adagrad", ("nu",), update, constants, lr, {}, weight_decay, clip, decay, groups)
 
 
 def with_ema(transform: Transform, decay: float = 0.999) -> Transform:
-    """The same optimizer, and a running mean of the parameters, ema = decay x ema + (1 - decay) x parameter per update.
+    """Add a running mean of the parameters, ema = decay x ema + (1 - decay) x parameter per update.
 
-    It is a moment, "ema": it is kept where the others are, and is read with `full_state_dict(state, "ema")`.
+    The mean is a moment, "ema", on the tier of the others; `full_state_dict(state, "ema")` reads it.
 
     Args:
         transform: an optimizer, from `adamw` and its family.
@@ -292,19 +259,20 @@ def with_ema(transform: Transform, decay: float = 0.999) -> Transform:
     Raises:
         ConfigError: `decay` is out of range.
     """
-    require("ema", decay, is_share, "at least 0 and less than 1")
+    check_setting("ema", decay)
     return replace(
         transform,
         moments=(*transform.moments, "ema"),
         copies=(*transform.copies, "ema"),
         update=partial(updates.ema, transform.update, decay),
+        constants=(*transform.constants, decay),
     )
 
 
 def with_moments(transform: Transform, dtype: str = "bf16", *, seed: int = 0) -> Transform:
-    """The same optimizer with its moments kept in another dtype; it still computes in fp32.
+    """Keep the moments of an optimizer in another dtype; updates still compute in fp32.
 
-    In bf16 they take 2 bytes per parameter each instead of 4, on their tier and on every way; in 8 bits 1 1/64, the
+    In bf16 each moment takes 2 bytes per parameter instead of 4, on its tier and on every way; in 8 bits 1 1/64, the
     64th for an exponent that 64 elements share. They are rounded stochastically, with bits that depend on seed, step,
     parameter and element alone: see `zero.core.moments`. A running mean of the parameters, from `with_ema`, stays in
     fp32.
@@ -319,7 +287,7 @@ def with_moments(transform: Transform, dtype: str = "bf16", *, seed: int = 0) ->
     """
     forms = {"fp32": FP32_MOMENTS, "bf16": Bf16Moments(seed), "8bit": EightBitMoments(seed)}
     if dtype not in forms:
-        raise ConfigError(f"optim.moments={dtype}: it is fp32, bf16 or 8bit")
+        raise ConfigError(f"optim.moments={dtype}: must be fp32, bf16 or 8bit")
     return replace(transform, kept=forms[dtype])
 
 
@@ -327,6 +295,7 @@ def _transform(
     name: str,
     moments: tuple[str, ...],
     update: Update,
+    constants: tuple[float, ...],
     lr: Number,
     betas: Mapping[str, Number],
     weight_decay: Number,
@@ -334,23 +303,24 @@ def _transform(
     decay: Mask,
     groups: Sequence[Group],
 ) -> Transform:
-    """Each group twice, what does not decay and what does: number 2 i and 2 i + 1 of group i, the default one first."""
+    """Make a transform with two groups for each group i: 2 i without weight decay and 2 i + 1 with it."""
     if not callable(decay):
         raise ConfigError(
             f"decay={decay!r}: it must be a function of a parameter's name and shape. Write decay=lambda name, shape: "
             "True for all of them."
         )
-    groups, default = listed(groups), Group((), lr, weight_decay, tuple(betas.values()))
+    groups, default = as_tuple(groups), Group((), lr, weight_decay, tuple(betas.values()))
     for key, value in {"lr": lr, "weight_decay": weight_decay, **betas}.items():
         if not callable(value):
-            in_range(key, value)
+            check_setting(key, value)
     settings = tuple(
-        partial(settings_of, group, default, tuple(betas), decays, f"groups[{i - 1}]." if i else "")
+        partial(settings_at, group, default, tuple(betas), decays, f"groups[{i - 1}]." if i else "")
         for i, group in enumerate((default, *groups))
         for decays in (False, True)
     )
-    return Transform(name, moments, update, settings, partial(number_of, groups, decay), clip, given_groups=groups)
+    group_of = partial(number_of, groups, decay)
+    return Transform(name, moments, update, constants, settings, group_of, clip, given_groups=groups)
 
 
-def _eps(value: float) -> float:
-    return require("eps", value, is_finite, "0 or more")
+def _checked(key: str, value: float) -> float:
+    return require(key, value, lambda number: 0 <= number < inf, "0 or more")

@@ -1,4 +1,4 @@
-"""Which dtype each thing has.
+"""The dtypes of a run.
 
 Parameters are kept, and gradients added, in fp32 (the master, see `zero.core.master`); the model computes in `compute`;
 ranks exchange gradients in `reduce`.
@@ -8,7 +8,6 @@ Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -17,7 +16,6 @@ import torch
 
 from zero.core.loss_scale import LossScaling
 from zero.core.master import Master, SplitMaster, WholeMaster
-from zero.core.suggest import meant
 from zero.errors import ConfigError
 
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
@@ -41,13 +39,10 @@ class Precision:
     """
 
     compute: torch.dtype
-    """What the model's parameters are gathered in."""
     reduce: torch.dtype
-    """What gradients travel between ranks in; they are added in fp32."""
     scale: LossScaling
-    """Dynamic for fp16 unless given, else a static 1."""
+    """Dynamic for fp16 by default, else a static 1."""
     master: Master
-    """What the optimizer updates, fp32 always, and how it is kept."""
 
     def __init__(
         self,
@@ -66,34 +61,21 @@ class Precision:
             raise ConfigError(f"precision.scale is for fp16; {compute} has fp32's range, so remove it")
         object.__setattr__(self, "master", _master(compute, master))
 
-    @property
-    def has_master(self) -> bool:
-        """The old name of a question to `master`; it goes with the next version."""
-        warnings.warn("Precision.has_master is Precision.master.kind is not None now", DeprecationWarning, stacklevel=2)
-        return self.master.kind is not None
 
-
-def _master(compute: str, how: str) -> Master:
-    if how not in ("auto", "split", "whole"):
-        raise ConfigError(f"precision.master={how}: it is one of auto, split, whole")
-    if how == "split" and compute != "bf16":
+def _master(compute: str, form: str) -> Master:
+    if form not in ("auto", "split", "whole"):
+        raise ConfigError(f"precision.master={form}: must be one of auto, split, whole")
+    if form == "split" and compute != "bf16":
         raise ConfigError(
             f"precision.master=split with precision.compute={compute}: a bf16 parameter alone is half of its master; "
             "set precision.master=auto"
         )
     if compute == "fp32":
         return Master()
-    return SplitMaster() if compute == "bf16" and how != "whole" else WholeMaster()
-
-
-def _digits(word: str) -> list[str]:
-    return sorted(filter(str.isdigit, word))
+    return SplitMaster() if compute == "bf16" and form != "whole" else WholeMaster()
 
 
 def _dtype(key: str, name: str) -> torch.dtype:
     if name not in DTYPES:
-        word = str(name).removeprefix("torch.")
-        alike = [known for known in DTYPES if _digits(known) == _digits(word)]  # fp8 is no misspelling of fp32
-        hint = meant(word, alike, cutoff=0.4) or f"; known: {', '.join(DTYPES)}"
-        raise ConfigError(f"precision.{key}={name}{hint}")
+        raise ConfigError(f"precision.{key}={name}: must be one of {', '.join(DTYPES)}")
     return DTYPES[name]

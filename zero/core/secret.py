@@ -1,13 +1,12 @@
-"""Whether a text is a secret: a key, a token or a password.
+"""Detection of secrets in settings: keys, tokens and passwords.
 
-Settings are written to the run folder, to checkpoints and to dashboards, so none of them may be one. A value is a
-secret if its key or its variable is named like one, whatever it looks like. A token under another key, such as a run's
-name, has no name that tells, so the shapes of common services' tokens are refused too, and addresses with a password.
+Settings are written to the run folder, to checkpoints and to dashboards, so none of them may be a secret. A value is a
+secret if its key or its variable is named like one. A token under another key, such as a run's name, has no such name,
+so the shapes of common services' tokens are rejected too, and addresses with a password.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
 
 from zero.errors import ConfigError
 
@@ -15,7 +14,7 @@ _SHAPES = re.compile(
     r"""
       (?<![A-Za-z0-9])(
           wandb_v\d_\w{20,}                                       # Weights & Biases
-        | local-[0-9a-f]{40}                                      # the same, a server of one's own
+        | local-[0-9a-f]{40}                                      # a private W&B server
         | hf_[A-Za-z0-9]{30,} | api_org_[A-Za-z0-9]{30,}          # Hugging Face
         | gh[pousr]_[A-Za-z0-9]{30,} | github_pat_\w{30,}         # GitHub
         | glpat-[\w-]{20,}                                        # GitLab
@@ -38,12 +37,11 @@ _SHAPES = re.compile(
 _HEX = re.compile(r"[0-9a-fA-F]{40,}")
 """W&B's older keys. Only as a word of its own: hashes are usual inside paths."""
 
-
 _SECRET_NAME = re.compile(
     r"(?:_KEY|APIKEY|(?:^|_)TOKEN|(?:SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?(?:_.*)?)$", re.I
 )
 _PLACE_NAME = re.compile(r"_(?:FILE|PATH|DIR|URL|NAME|ID)$", re.I)
-"""Names of secrets, and names that only say where one is."""
+"""Names of secrets, and names that only say where a secret is."""
 
 _NAMES = re.compile(r"oc\.env:\s*(\w+)|[{,]\s*(\w+)\s*:")
 """Variables that a text reads, and keys of a mapping that is written as text."""
@@ -51,22 +49,20 @@ _NAMES = re.compile(r"oc\.env:\s*(\w+)|[{,]\s*(\w+)\s*:")
 SHORTEST = 8
 """Characters of a variable's value that is searched for in other texts: a shorter one may be in any path by chance."""
 
-NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
-
 
 def looks_secret(text: str) -> bool:
-    """Whether some part of `text` has the shape of a key, a token or a password in an address."""
+    """Return whether some part of `text` has the shape of a key, a token or a password in an address."""
     return bool(_SHAPES.search(text)) or any(_HEX.fullmatch(word) for word in re.split(r"[\s,;=\[\]{}'\"]+", text))
 
 
-def hidden(text: str, environment: Mapping[str, str] = NO_VARIABLES) -> str:
-    """`text` with *** in place of words that look secret, and of secrets of the environment."""
+def hidden(text: str, environment: Mapping[str, str]) -> str:
+    """Return `text` with *** in place of words that look secret, and of secrets of the environment."""
     for value in _secrets_of(environment).values():
         text = text.replace(value, "***")
     return " ".join("***" if looks_secret(word) else word for word in text.split(" "))
 
 
-def refuse_secrets(settings: Mapping[str, object], environment: Mapping[str, str] = NO_VARIABLES) -> None:
+def refuse_secrets(settings: Mapping[str, object], environment: Mapping[str, str]) -> None:
     """Check every text in a nested mapping.
 
     Args:
@@ -77,26 +73,17 @@ def refuse_secrets(settings: Mapping[str, object], environment: Mapping[str, str
     """
     secrets = _secrets_of(environment)
     for key, text in _texts(settings, ""):
-        used = [key.split(".")[-1], *filter(None, (name for found in _NAMES.findall(text) for name in found))]
+        used = [key.split(".")[-1], *(name for names in _NAMES.findall(text) for name in names)]
         names = [*filter(_names_secret, used), *(name for name, value in secrets.items() if value in text)]
         if names or looks_secret(text):
-            of = f" ({names[0]})" if names else ""
+            source = f" ({names[0]})" if names else ""
             raise ConfigError(
-                f"{key}: this looks like a secret{of}, and settings are written to files and dashboards; keep it in an "
-                "environment variable or in ~/.netrc"
+                f"{key}: this looks like a secret{source}, and settings are written to files and dashboards; keep it "
+                "in an environment variable or in ~/.netrc"
             )
 
 
-def _names_secret(name: str) -> bool:
-    return bool(_SECRET_NAME.search(name)) and not _PLACE_NAME.search(name)
-
-
-def _secrets_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """The secrets of an environment by their names."""
-    return {name: value for name, value in environment.items() if len(value) >= SHORTEST and _names_secret(name)}
-
-
-def refuse_secret_words(words: Iterable[str], environment: Mapping[str, str] = NO_VARIABLES) -> None:
+def refuse_secret_words(words: Iterable[str], environment: Mapping[str, str]) -> None:
     """Check the words of a command line, before an error message repeats one.
 
     Raises:
@@ -105,6 +92,14 @@ def refuse_secret_words(words: Iterable[str], environment: Mapping[str, str] = N
     for word in words:
         key, _, value = word.partition("=")
         refuse_secrets({key: value} if value else {"a word of the command line": word}, environment)
+
+
+def _names_secret(name: str) -> bool:
+    return bool(_SECRET_NAME.search(name)) and not _PLACE_NAME.search(name)
+
+
+def _secrets_of(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if len(value) >= SHORTEST and _names_secret(name)}
 
 
 def _texts(node: object, key: str) -> Iterator[tuple[str, str]]:

@@ -1,8 +1,8 @@
-"""How one setting is declared: `key`, and kinds of values with the words that describe them.
+"""The declaration of one setting: `key`, and types of values with the words that describe them.
 
-A setting is declared once, by the part that uses it. Its words are said three times: to whoever typed something else,
-by mode=explain, and in docs/config.md. Pydantic's own kinds would answer a mistake in `int | "auto"` with two errors,
-and read 0.5 as a size of no bytes.
+A setting is declared once, by the part that uses it. Its words are printed in errors, by mode=explain and in
+docs/config.md. Pydantic's own types would report a mistake in `int | "auto"` as two errors, and read 0.5 as a size of
+no bytes.
 """
 
 import re
@@ -11,14 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import (
-    AfterValidator,
-    ByteSize,
-    Field,
-    GetCoreSchemaHandler,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import AfterValidator, ByteSize, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
@@ -35,29 +28,28 @@ def key(
     unit: str | None = None,
     trades: str | None = None,
     example: str | None = None,
-    **how: Any,
+    **field: Any,
 ) -> Any:
-    """One setting of a section.
+    """Declare one setting of a section.
 
     Args:
-        text: its meaning, in a sentence without an end.
-        unit: what a number counts.
-        trades: what more of it costs, and what it buys.
-        example: a value as one types it; more settings may follow where they belong together.
-        how: an alias or bounds, as pydantic's Field takes them.
+        text: its meaning, a sentence without a full stop.
+        unit: of a number.
+        trades: the cost and the benefit of more of it.
+        example: a typed value; settings that belong to it may follow.
+        **field: an alias or bounds, as pydantic's Field takes them.
     """
-    said = {"unit": unit, "trades": trades, "example": example}
-    return Field(
-        default, description=text, json_schema_extra={name: text for name, text in said.items() if text}, **how
-    )
+    texts = {"unit": unit, "trades": trades, "example": example}
+    extra: dict[str, Any] = {name: value for name, value in texts.items() if value}
+    return Field(default, description=text, json_schema_extra=extra, **field)
 
 
 @dataclass(frozen=True)
 class Reads:
-    """How a value is read, and what to say of all that it may be.
+    """The reader of a value, and the words for the values that it accepts.
 
-    `read` returns what is kept, or raises a ValueError; without words of its own that becomes "must be ...". `write`
-    gives back what one types for it.
+    `read` returns the value to keep, or raises a ValueError; one without a message becomes "must be ...". `write`
+    returns the text that one types for a kept value.
     """
 
     words: str
@@ -71,8 +63,8 @@ class Reads:
     def _read(self, value: object) -> Any:
         try:
             return self.read(value)
-        except ValueError as refused:
-            raise ValueError(str(refused) or f"must be {self.words}") from None
+        except ValueError as error:
+            raise ValueError(str(error) or f"must be {self.words}") from None
 
 
 # Numbers
@@ -81,12 +73,7 @@ class Reads:
 def or_auto(
     words: str, read: Callable[[Any], Any], auto: Any = "auto", write: Callable[[Any], Any] = lambda kept: kept
 ) -> Reads:
-    """What `read` takes, or the word auto.
-
-    Args:
-        auto: what is kept for the word; None if it is not the word itself.
-        write: gives back what one types for a value of `read`.
-    """
+    """Accept the values of `read`, or the word auto, which is kept as `auto`."""
     return Reads(
         f"{words}, or auto",
         lambda value: auto if value == "auto" else read(value),
@@ -94,14 +81,14 @@ def or_auto(
     )
 
 
-def whole_or_auto(least: int, most: int = MOST, auto: Any = "auto") -> Reads:
-    """A whole number, or the word auto. What is strict here: `True` and `2.0` are neither."""
+def whole_or_auto(least: int, largest: int = MOST, auto: Any = "auto") -> Reads:
+    """Accept a whole number, or the word auto; `True` and `2.0` are neither."""
 
     def read(value: object) -> int:
         if type(value) is not int or value < least:
             raise ValueError
-        if value > most:
-            raise ValueError(f"must be at most {most}")
+        if value > largest:
+            raise ValueError(f"must be at most {largest}")
         return value
 
     return or_auto(f"a whole number from {least}", read, auto)
@@ -134,7 +121,7 @@ _MOST_BYTES = 2**60
 
 
 def bytes_of(value: object) -> int:
-    # pydantic's ByteSize ignores what follows the unit, and reads 0.5 as no bytes at all
+    # pydantic's ByteSize ignores text after the unit, and reads 0.5 as no bytes
     if not (type(value) is int or (isinstance(value, str) and _SIZE.fullmatch(value))):
         raise ValueError
     try:
@@ -147,7 +134,7 @@ def bytes_of(value: object) -> int:
 
 
 def memory_of(value: object) -> int:
-    """80 is a slip of whoever means 80GiB; 80B is none."""
+    """Reject a bare 80: the user means 80GiB. 80B is accepted below as an explicit size."""
     nbytes = bytes_of(value)
     if nbytes >= 2**20 or re.fullmatch(r"\d+B", str(value)):
         return nbytes
@@ -192,19 +179,18 @@ def _places(value: object) -> str | tuple[str, ...]:
         return _place(value)
     if not value:
         raise ValueError("must not be empty")
-    return _once(tuple(_place(one) for one in value))
+    return _unique(tuple(_place(path) for path in value))
 
 
-def _once(found: tuple[str, ...]) -> tuple[str, ...]:
-    """None of them twice."""
-    for one in found:
-        if found.count(one) > 1:
-            raise ValueError(f"has {one} twice")
-    return found
+def _unique(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"has {name} twice")
+    return names
 
 
 Activations = Literal["keep", "remat", "offload"]
-"""What is done with what a unit's forward leaves for its backward."""
+"""The treatment of the tensors that a unit's forward leaves for its backward."""
 ACTIVATIONS: tuple[str, ...] = get_args(Activations)
 
 
@@ -215,15 +201,15 @@ def _activations(value: object) -> str | tuple[str, ...]:
             hint = meant(str(value), words)
             raise ValueError(f"must be one of {', '.join(words)}{hint}" if hint else "")
         return str(value)
-    found = tuple(text_of(one) for one in value)
-    for one in found:
-        pattern, _, word = one.rpartition(":")
-        if not pattern or word not in ACTIVATIONS:
-            raise ValueError(f"has {one}; write UNITS:WORD, such as blocks.0:remat, with keep, remat or offload")
-    if not found:
+    if not value:
         raise ValueError("must not be empty")
-    _once(tuple(one.rpartition(":")[0] for one in found))  # the first that fits counts, so the second never would
-    return found
+    entries = tuple(text_of(entry) for entry in value)
+    for entry in entries:
+        pattern, _, word = entry.rpartition(":")
+        if not pattern or word not in ACTIVATIONS:
+            raise ValueError(f"has {entry}; write UNITS:WORD, such as blocks.0:remat, with keep, remat or offload")
+    _unique(tuple(entry.rpartition(":")[0] for entry in entries))
+    return entries
 
 
 UnitActivations = Annotated[
@@ -232,7 +218,7 @@ UnitActivations = Annotated[
 Place = Annotated[str, Reads("a path", _place)]
 Places = Annotated[str | tuple[str, ...], Reads("a path, or a list of paths such as [/nvme0, /nvme1]", _places)]
 Needed = Annotated[str, Reads("a path, or null", lambda value: value if value is None else _place(value))]
-"""A path without a default; its section refuses null in words of its own."""
+"""A path without a default; its section rejects null with its own message."""
 Word = Annotated[str, Reads("text", text_of)]
 Names = Annotated[tuple[str, ...], Reads("a list such as [a, b]", names_of)]
 
@@ -240,25 +226,25 @@ Names = Annotated[tuple[str, ...], Reads("a list such as [a, b]", names_of)]
 
 
 def words(field: FieldInfo) -> str:
-    """What may be written for a setting: "a whole number from 1, or null"."""
+    """Describe the values of a setting: "a whole number from 1, or null"."""
     return _words(field.annotation, field.metadata)
 
 
-def _words(kind: Any, metadata: Iterable[Any]) -> str:
+def _words(annotation: Any, metadata: Iterable[Any]) -> str:
     for note in metadata:
         if isinstance(note, Reads):
             return note.words
-    if get_origin(kind) is Annotated:
-        kind, *inner = get_args(kind)
-        return _words(kind, [*_flat(inner), *metadata])
-    if get_origin(kind) is Literal:
-        *most, last = map(str, get_args(kind))
-        return f"{', '.join(most)} or {last}" if most else last
-    if get_origin(kind) in (Union, types.UnionType):
-        (inner,) = (one for one in get_args(kind) if one is not type(None))
+    if get_origin(annotation) is Annotated:
+        annotation, *inner = get_args(annotation)
+        return _words(annotation, [*_flat(inner), *metadata])
+    if get_origin(annotation) is Literal:
+        *others, last = map(str, get_args(annotation))
+        return f"{', '.join(others)} or {last}" if others else last
+    if get_origin(annotation) in (Union, types.UnionType):
+        (inner,) = (member for member in get_args(annotation) if member is not type(None))
         return _words(inner, metadata) + ", or null"
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    return " ".join([names[kind], ", ".join(_bounds(metadata))]).strip()
+    return " ".join([names[annotation], ", ".join(_bounds(metadata))]).strip()
 
 
 def _flat(metadata: Iterable[Any]) -> Iterator[Any]:
@@ -267,10 +253,10 @@ def _flat(metadata: Iterable[Any]) -> Iterator[Any]:
 
 
 def _bounds(metadata: Iterable[Any]) -> Iterator[str]:
-    """Bounds that somebody may meet; those of the number's type are left unsaid."""
-    said = {"ge": "from", "gt": "above", "le": "at most", "lt": "below"}
+    """Describe bounds below a million; larger ones are those of the number's type."""
+    words = {"ge": "from", "gt": "above", "le": "at most", "lt": "below"}
     for note in metadata:
-        for bound, word in said.items():
+        for bound, word in words.items():
             limit = getattr(note, bound, None)
             if limit is not None and limit < 1e6:
                 yield f"{word} {limit:g}"

@@ -1,4 +1,4 @@
-"""Numbers of bytes: units, whole blocks, and how a size is written in a message."""
+"""Numbers of bytes: units, whole blocks, and sizes in messages."""
 
 KiB, MiB, GiB = 1024, 1024**2, 1024**3
 
@@ -7,12 +7,12 @@ BLOCK_BYTES = 4096
 
 
 def round_up(count: int, multiple: int = BLOCK_BYTES) -> int:
-    """The smallest multiple of `multiple` that is at least `count`."""
+    """Return the smallest multiple of `multiple` that is at least `count`."""
     return -(-count // multiple) * multiple
 
 
 def size_text(count: int) -> str:
-    """A number of bytes with the largest unit that fits, such as "1.5 GiB"."""
+    """Write a number of bytes with the largest unit that fits, such as "1.5 GiB"."""
     for unit, name in ((1024 * GiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
         if count >= unit:
             return f"{count / unit:.1f} {name}"

@@ -25,7 +25,7 @@ from zero.errors import ConfigError
 
 @dataclass(frozen=True)
 class Stage:
-    """Which parts of the training state are sharded over the ranks.
+    """The parts of the training state that are sharded over the ranks.
 
     Args:
         level: 0 nothing, 1 moments and fp32 master, 2 gradients too, 3 parameters too.
@@ -42,15 +42,15 @@ class Stage:
 
     @property
     def moments(self) -> bool:
-        """The moments and the fp32 master are sharded."""
+        """Return whether the moments and the fp32 master are sharded."""
         return self.level >= 1
 
     @property
     def gradients(self) -> bool:
-        """Accumulated gradients are sharded: reduced every microbatch."""
+        """Return whether accumulated gradients are sharded: reduced every microbatch."""
         return self.level >= 2
 
     @property
     def parameters(self) -> bool:
-        """Parameters are sharded between uses: gathered just in time and released."""
+        """Return whether parameters are sharded between uses: gathered just in time and released."""
         return self.level >= 3

@@ -1,4 +1,4 @@
-"""The tensors inside whatever a module takes and returns: containers of every kind, inside one another.
+"""The tensors inside the arguments and results of a module: in containers of every kind, inside one another.
 
 Lists, tuples, named tuples, mappings of any class, dataclasses whether torch knows them or not, and whatever was
 registered with torch's pytree. Anything else is opaque, and so is what it holds.
@@ -14,16 +14,16 @@ from torch.utils._pytree import SUPPORTED_NODES
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Every tensor in `value`, in order; one that is there twice comes twice."""
-    found: list[Tensor] = []
-    _find(value, found, set())
-    return found
+    """Return every tensor in `value`, in order, as often as it is there."""
+    tensors: list[Tensor] = []
+    _collect(value, tensors, set())
+    return tensors
 
 
 def replaced(value: Any, new: Mapping[int, Tensor]) -> Any:
-    """`value` with other tensors in the places of those whose ids `new` has.
+    """Return `value` with other tensors in the places of those whose ids `new` has.
 
-    Containers on the way to one are copied, all others are shared: what nothing is replaced in is the same object.
+    Containers that hold a replaced tensor are copied; all others are the same objects.
     """
     return _replace(value, new, set()) if new else value
 
@@ -31,14 +31,14 @@ def replaced(value: Any, new: Mapping[int, Tensor]) -> Any:
 # Functions of the module, as closures that call themselves are cycles: they would keep tensors until a collection.
 
 
-def _find(value: Any, found: list[Tensor], within: set[int]) -> None:
+def _collect(value: Any, tensors: list[Tensor], within: set[int]) -> None:
     """Args: within: ids of the containers around `value`, as a container may hold itself."""
     if isinstance(value, Tensor):
-        found.append(value)
+        tensors.append(value)
     elif id(value) not in within:
         within.add(id(value))
         for _, part in _parts(value):
-            _find(part, found, within)
+            _collect(part, tensors, within)
         within.discard(id(value))
 
 
@@ -55,7 +55,7 @@ def _replace(value: Any, new: Mapping[int, Tensor], within: set[int]) -> Any:
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:
-    """(key, part) of what a container holds; nothing for what is opaque."""
+    """Return (key, part) of the contents of a container; nothing for an opaque object."""
     if isinstance(value, list | tuple):
         return list(enumerate(value))
     if type(value) in SUPPORTED_NODES and not isinstance(value, dict):
@@ -63,12 +63,12 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, Mapping):
         return list(value.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(one.name, getattr(value, one.name, None)) for one in dataclasses.fields(value)]
+        return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
     return []
 
 
 def _rebuilt(value: Any, parts: list[tuple[Any, Any]], changed: Mapping[Any, Any]) -> Any:
-    """A copy of the container with other parts."""
+    """Return a copy of the container with other parts."""
     if isinstance(value, tuple):
         make = getattr(type(value), "_make", type(value))  # a named tuple takes its parts one by one otherwise
         return make(changed.get(key, part) for key, part in parts)

@@ -1,9 +1,9 @@
-"""What an optimizer computes: one page of parameters, moved in place.
+"""The arithmetic of optimizers: pages of parameters and moments, updated in place.
 
-Every update keeps the cut test: any cut at multiples of 64 elements gives the same bits, whatever the number of
-threads. torch's fused kernels keep it, because they hand out work in units of 64 elements (not at other cuts: the tail
-of their vector loop rounds differently). Elementwise operators are cut anywhere by threads, so the ones used here round
-once: `add(alpha=)` and `lerp` round once or twice as the compiler likes, in the loop and in its tail.
+Every update gives the same bits for any cut of a flat at multiples of 64 elements and for any number of threads. The
+fused kernels of torch do, because they hand out work in units of 64 elements (at other cuts the tail of their vector
+loop rounds differently). Threads cut elementwise operators anywhere, so the operators used here round once:
+`add(alpha=)` and `lerp` round once or twice as the compiler likes, in the loop and in its tail.
 
 Letters: K elements of one page.
 Source: Kingma and Ba 2015, "Adam"; Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization";
@@ -12,99 +12,106 @@ Methods for Online Learning and Stochastic Optimization".
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+Tensors = list[Tensor]
+Numbers = Mapping[float, Tensor]
+"""Numbers that kernels read from memory, as 0-dim fp32 tensors of one device."""
+NO_NUMBERS: Numbers = MappingProxyType({})
+
 
 class Settings(NamedTuple):
-    """What one group is updated with at one step."""
+    """The numbers with which one group is updated at one step."""
 
     lr: float
     weight_decay: float = 0.0
     betas: tuple[float, ...] = ()
     """As many as the optimizer has: two for Adam and Lion, the momentum for SGD."""
     trains: bool = True
-    """A group that does not keeps its parameters and moments, and its gradient does not count in the norm."""
+    """False keeps the group's parameters and moments, and leaves its gradient out of the norm."""
     step: int = 1
-    """1 for the group's first update: neither skipped steps count, nor those in which it did not train."""
+    """1 for the group's first update; skipped steps and steps in which the group does not train are not counted."""
 
 
-Tensors = list[Tensor]
-Numbers = Mapping[float, Tensor]
-"""What kernels read from memory, as 0-dim fp32 tensors of one device."""
-Update = Callable[[Tensors, Tensors, tuple[Tensors, ...], Settings, float, Numbers], None]
-NO_NUMBERS: Numbers = MappingProxyType({})
+class PageBatch(NamedTuple):
+    """Pages of one group and one device that are updated at once; no tensor requires a gradient.
+
+    Args:
+        params: fp32, updated in place; each K is a multiple of 64.
+        grads: fp32, may be overwritten.
+        moments: a list as long as `params` for each moment, updated in place.
+        divisor: gradients are divided by it.
+        numbers: the step and the divisor as tensors, where they exist already.
+    """
+
+    params: Tensors
+    grads: Tensors
+    moments: tuple[Tensors, ...]
+    settings: Settings
+    divisor: float
+    numbers: Numbers = NO_NUMBERS
+
+    def scalar(self, value: float) -> Tensor:
+        made = self.numbers.get(float(value))
+        device = self.params[0].device
+        return made if made is not None and made.device == device else on_device(value, device)
+
+    def grad_scale(self) -> Tensor | None:
+        return None if self.divisor == 1.0 else self.scalar(self.divisor)
+
+    def divide_grads(self) -> None:
+        if self.divisor != 1.0:
+            torch._foreach_div_(self.grads, self.divisor)
 
 
-def adam(
-    kernel: Callable[..., None],
-    eps: float,
-    params: Tensors,
-    grads: Tensors,
-    moments: tuple[Tensors, ...],
-    now: Settings,
-    divisor: float,
-    numbers: Numbers = NO_NUMBERS,
-) -> None:
-    (mus, nus), (beta1, beta2) = moments, now.betas
+Update = Callable[[PageBatch], None]
+
+
+def adam(kernel: Callable[..., None], eps: float, batch: PageBatch) -> None:
+    (mus, nus), (beta1, beta2) = batch.moments, batch.settings.betas
     kernel(
-        params,
-        grads,
+        batch.params,
+        batch.grads,
         mus,
         nus,
         [],
-        [_scalar(now.step, params[0], numbers)] * len(params),
-        lr=now.lr,
+        [batch.scalar(batch.settings.step)] * len(batch.params),
+        lr=batch.settings.lr,
         beta1=beta1,
         beta2=beta2,
-        weight_decay=now.weight_decay,
+        weight_decay=batch.settings.weight_decay,
         eps=eps,
         amsgrad=False,
         maximize=False,
-        grad_scale=_divisor(divisor, params[0], numbers),
+        grad_scale=batch.grad_scale(),
     )
 
 
-def sgd(
-    nesterov: bool,
-    params: Tensors,
-    grads: Tensors,
-    moments: tuple[Tensors, ...],
-    now: Settings,
-    divisor: float,
-    numbers: Numbers = NO_NUMBERS,
-) -> None:
-    (momentum,) = now.betas
+def sgd(nesterov: bool, batch: PageBatch) -> None:
+    (momentum,) = batch.settings.betas
     torch._fused_sgd_(
-        params,
-        grads,
-        moments[0] if momentum else [],
-        lr=now.lr,
+        batch.params,
+        batch.grads,
+        batch.moments[0] if momentum else [],
+        lr=batch.settings.lr,
         momentum=momentum,
-        weight_decay=now.weight_decay,
+        weight_decay=batch.settings.weight_decay,
         dampening=0.0,
         nesterov=nesterov and momentum > 0,
         maximize=False,
-        is_first_step=now.step == 1,
-        grad_scale=_divisor(divisor, params[0], numbers),
+        is_first_step=batch.settings.step == 1,
+        grad_scale=batch.grad_scale(),
     )
 
 
-def lion(
-    params: Tensors,
-    grads: Tensors,
-    moments: tuple[Tensors, ...],
-    now: Settings,
-    divisor: float,
-    numbers: Numbers = NO_NUMBERS,
-) -> None:
-    (mus,), (beta1, beta2) = moments, now.betas
-    if divisor != 1.0:
-        torch._foreach_div_(grads, divisor)
+def lion(batch: PageBatch) -> None:
+    params, grads, now = batch.params, batch.grads, batch.settings
+    (mus,), (beta1, beta2) = batch.moments, now.betas
+    batch.divide_grads()
     # The sign of beta1 mu + (1 - beta1) grad, divided by 1 - beta1: one temporary less.
     directions = torch._foreach_mul(mus, beta1 / (1 - beta1))
     torch._foreach_add_(directions, grads)
@@ -118,19 +125,10 @@ def lion(
     torch._foreach_add_(mus, grads)
 
 
-def adagrad(
-    lr_decay: float,
-    eps: float,
-    params: Tensors,
-    grads: Tensors,
-    moments: tuple[Tensors, ...],
-    now: Settings,
-    divisor: float,
-    numbers: Numbers = NO_NUMBERS,
-) -> None:
-    (nus,) = moments
-    if divisor != 1.0:
-        torch._foreach_div_(grads, divisor)
+def adagrad(lr_decay: float, eps: float, batch: PageBatch) -> None:
+    params, grads, now = batch.params, batch.grads, batch.settings
+    (nus,) = batch.moments
+    batch.divide_grads()
     if now.weight_decay:
         torch._foreach_add_(grads, torch._foreach_mul(params, now.weight_decay))
     torch._foreach_add_(nus, torch._foreach_mul(grads, grads))
@@ -141,42 +139,13 @@ def adagrad(
     torch._foreach_sub_(params, grads)
 
 
-def ema(
-    update: Update,
-    decay: float,
-    params: Tensors,
-    grads: Tensors,
-    moments: tuple[Tensors, ...],
-    now: Settings,
-    divisor: float,
-    numbers: Numbers = NO_NUMBERS,
-) -> None:
-    *own, means = moments
-    update(params, grads, tuple(own), now, divisor, numbers)
+def ema(update: Update, decay: float, batch: PageBatch) -> None:
+    *moments, means = batch.moments
+    update(batch._replace(moments=tuple(moments)))
     torch._foreach_mul_(means, decay)
-    torch._foreach_add_(means, torch._foreach_mul(params, 1 - decay))
+    torch._foreach_add_(means, torch._foreach_mul(batch.params, 1 - decay))
 
 
 def on_device(value: float, device: torch.device) -> Tensor:
-    """0-dim fp32. `full` and not `tensor`: on a GPU it is one launch, where a copy from the host would wait for it."""
+    """Make a 0-dim fp32 tensor by `full`: on a GPU that is one launch, and `tensor` would wait for a copy."""
     return torch.full((), value, dtype=torch.float32, device=device)
-
-
-def made_with(update: Any) -> list[Any]:
-    """The numbers that an optimizer's update was made with."""
-    given = update.args if isinstance(update, partial) else ()
-    return [
-        one
-        for arg in given
-        for one in (made_with(arg) if isinstance(arg, partial) else [arg])
-        if isinstance(one, float | int)
-    ]
-
-
-def _divisor(divisor: float, like: Tensor, numbers: Numbers) -> Tensor | None:
-    return None if divisor == 1.0 else _scalar(divisor, like, numbers)
-
-
-def _scalar(value: float, like: Tensor, numbers: Numbers) -> Tensor:
-    made = numbers.get(float(value))
-    return made if made is not None and made.device == like.device else on_device(value, like.device)

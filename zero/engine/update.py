@@ -25,7 +25,7 @@ from torch import Tensor
 from zero.core.layout import Layout, pages
 from zero.core.master import cut_as, in_fp32
 from zero.core.optim import Hyper
-from zero.core.updates import Settings, on_device
+from zero.core.updates import PageBatch, Settings, on_device
 from zero.engine.gradient import Gradients
 from zero.engine.plan import Plan
 from zero.engine.unit_state import UnitState
@@ -277,7 +277,7 @@ class Updater:
                         parts.append(tensor[a - piece.first : b - piece.first])
         for number, (grads, masters, *moments) in grouped.items():
             now = hyper.groups[number]
-            self._transform.update(masters, grads, tuple(moments), now, hyper.divisor, hyper.numbers)
+            self._transform.update(PageBatch(masters, grads, tuple(moments), now, hyper.divisor, hyper.numbers))
 
     # -- where things are ----------------------------------------------------------------------------------------------
 

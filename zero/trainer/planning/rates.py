@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from zero.core.kept import Kept
 from zero.core.layout import Layout
+from zero.core.updates import PageBatch
 from zero.distributed.routes import across_nodes, within_node
 from zero.distributed.world import World
 from zero.engine.update import Piece
@@ -302,7 +303,7 @@ def _update_numel(config: Config, device: Device) -> float:
         piece, places = Piece(0, param, state, grad).cut(start, stop), layout.pieces(start, stop)
         device.sum_of_squares(piece.grad_K)
         with kept.opened([piece.param_K], [piece.kept], [places], 1) as (masters, *moments):
-            optimizer.update(list(masters), [piece.grad_K], tuple(list(moment) for moment in moments), now, 1.0, {})
+            optimizer.update(PageBatch(list(masters), [piece.grad_K], tuple(map(list, moments)), now, 1.0))
 
     works = [partial(work, start) for start in range(0, PROBE_NUMEL, device.piece_numel)]
     return PROBE_NUMEL / sum(_fastest_s(works, device, PROBE_S["other"]))

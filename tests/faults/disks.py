@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero.platform.files import DIRECT, NAMELESS, READ, Files
+from zero.platform.files import NAMELESS, READ, Files
 from zero.platform.handle import Done
 from zero.store.base import Page, Store, Ticket
 
@@ -120,7 +120,7 @@ class FaultyFiles(Files):
         at: number of the first chosen call, counted from 1 among the calls in `only`.
         on: choose every later call, too; otherwise only this one.
         only: names of the calls that count, separated by spaces, such as "pread pwrite"; empty for all.
-        direct: "yes" if direct I/O works; "open" or "transfer" if that call refuses it.
+        direct: "yes" if direct I/O works; "switch" or "transfer" if that call rejects it.
         nameless: files without a name (O_TMPFILE) are supported.
         before: called with each call before it is made, in the same thread, for example for a delay.
 
@@ -198,17 +198,13 @@ class FaultyFiles(Files):
     def _really_open(self, path: Path, flags: int) -> int:
         if not self._nameless and flags & NAMELESS == NAMELESS:
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        if flags & DIRECT and self._refuses_direct == "open":
-            if flags & os.O_CREAT:
-                super().close(super().open(path, flags & ~DIRECT))  # as on Linux: the name is created first
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         fd = super().open(path, flags)
         self.held.add(fd)
-        if flags & DIRECT:
-            self._direct.add(fd)
         return fd
 
     def _really_direct(self, fd: int, on: bool) -> None:
+        if on and self._refuses_direct == "switch":
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         super().direct(fd, on)
         (self._direct.add if on else self._direct.discard)(fd)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.disks import FaultyFiles, fail
-from zero.platform.files import DIRECT, NAMELESS
+from zero.platform.files import NAMELESS
 from zero.store.nvme import Speed
 from zero.trainer import doctor
 from zero.trainer.config import read
@@ -216,7 +216,7 @@ def test_the_current_folder_must_do_only_if_something_goes_there(tmp_path, monke
 
 @pytest.mark.parametrize(
     ("name", "call", "flag"),
-    [("nameless files", "open", NAMELESS), ("direct I/O", "open", DIRECT), ("reserving", "fallocate", 0)],
+    [("nameless files", "open", NAMELESS), ("direct I/O", "direct", 0), ("reserving", "fallocate", 0)],
 )
 def test_what_a_file_system_refuses_is_named_with_what_follows(tmp_path, monkeypatch, name, call, flag):
     def fault(given):

@@ -311,7 +311,7 @@ def test_a_rank_that_was_killed_is_named_though_another_complains_first(folder: 
 
 
 def test_memory_is_blamed_where_little_was_free(folder: Path) -> None:
-    scarce = Reading(most_bytes=3 << 30, all_bytes=6 << 30, free_bytes=1 << 30)
+    scarce = Reading(largest_bytes=3 << 30, all_bytes=6 << 30, free_bytes=1 << 30)
     said = str(launch.ranks._first_failure(1, -signal.SIGKILL, [], folder, scarce))
     assert "most likely because host memory ran out; shortly before, the ranks held 6.0 GiB" in said
     assert "mode=plan" in said

@@ -1,7 +1,4 @@
-"""A GPU as the compute device: streams and events of CUDA, pinned host memory, readings.
-
-Nothing here was written for speed alone: each wait is what keeps an overlap right, and says why.
-"""
+"""A GPU as the compute device: streams and events of CUDA, pinned host memory, readings."""
 
 import socket
 import warnings
@@ -37,7 +34,7 @@ class CudaClock(Clock):
     def __init__(self, device: torch.device) -> None:
         self._main = torch.cuda.current_stream(device)
         self._zero = self._event(self._main)
-        self._zero.synchronize()  # so that the host's zero is the device's
+        self._zero.synchronize()  # the host's zero is the device's then
         super().__init__()
 
     def here(self) -> Moment:
@@ -66,8 +63,8 @@ class Cuda(Device):
     backend = "cpu:gloo,cuda:nccl"
     shares_memory = False
     piece_numel = 1 << 24
-    """Nothing would stay in a cache, so only what an update holds in fp32 is bounded: 64 MiB for gradients, and with
-    moments in 8 bits six times that. A kernel over so many takes several times as long as its launch."""
+    """A bound for the fp32 copies of an update: 64 MiB of gradients, six times that with moments in 8 bits. A kernel of
+    this size takes several times as long as its launch."""
     sum_numel = 1 << 22
     batch_bytes = 16 << 20
 
@@ -94,7 +91,7 @@ class Cuda(Device):
             try:
                 yield event
             finally:
-                event.record()  # also of what an error broke off: nobody waits for an event that was never recorded
+                event.record()  # also after an error, because a wait for an unrecorded event returns at once
 
     def event(self) -> Event:
         return CudaEvent()
@@ -121,12 +118,12 @@ class Cuda(Device):
                     end.record()
 
     def prepare_thread(self) -> None:
-        """A thread begins on GPU 0, whoever's it is: every rank would open a context there, of half a gigabyte."""
+        """Set the thread's GPU: by default it is GPU 0, where every rank would open a context of half a gigabyte."""
         torch.cuda.set_device(self.device)
         work_alone()
 
     def sum_of_squares(self, flat: Tensor) -> Tensor:
-        """One kernel that adds in fp64, whatever the size. Squaring its root costs the last bit of an fp64 number."""
+        """Sum in fp64 with one kernel. Squaring the norm costs the last bit of an fp64 number."""
         return torch.linalg.vector_norm(flat, dtype=torch.float64).square_()
 
     @property
@@ -139,7 +136,7 @@ class Cuda(Device):
     def pin(self, memory: Tensor) -> bool:
         code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         if int(code) != 0:
-            with suppress(RuntimeError):  # the next launch raises what is left of the error, and clears it: this one
+            with suppress(RuntimeError):  # the next launch raises the pending error and clears it
                 torch.zeros(1, device=self.device)
             warnings.warn(
                 f"{memory.nbytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {int(code)}); copies "
@@ -153,7 +150,7 @@ class Cuda(Device):
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
     def give_back_memory(self) -> None:
-        """Nothing: torch keeps what was freed for what comes next, and the host's memory is not what is short."""
+        """Do nothing: torch reuses freed memory, and host memory is not short."""
 
     def free_bytes(self) -> int:
         cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
@@ -172,14 +169,14 @@ class Cuda(Device):
 
 
 def compute_device(device: torch.device) -> Device:
-    """The door to what computes there."""
+    """Return the compute device for a torch device."""
     if Device.stand_in is not None:
         return Device.stand_in()
     return Cuda(device) if device.type == "cuda" else Device(device)
 
 
 def claim_device(kind: str | None, local_rank: int) -> torch.device:
-    """Where this process computes: of several GPUs that of rank `local_rank` of the machine, now torch's current one.
+    """Choose the device of this process, and make its GPU torch's current one: of several, number `local_rank`.
 
     Args:
         kind: "cpu", "cuda", or None: CUDA where torch finds it.
@@ -200,13 +197,11 @@ def claim_device(kind: str | None, local_rank: int) -> torch.device:
             f"LOCAL_RANK is {local_rank} and this machine has {count} GPUs; type launch.ranks={count}, or "
             "launch.device=cpu"
         )
-    number = 0 if count == 1 else local_rank  # a rank that is shown one GPU has that one, whatever its number
+    number = 0 if count == 1 else local_rank  # a rank that sees one GPU uses it
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
 
 
 def _is_ordered(tensor: Tensor) -> bool:
-    """A copy from or to it happens in the stream's order. Pageable memory may be read or written later than the call
-    returns, where the driver does not stage it, and by then it may hold something else.
-    """
+    """Return whether copies of it may be asynchronous: pageable memory could change before the driver reads it."""
     return tensor.is_cuda or tensor.is_pinned()

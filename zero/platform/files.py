@@ -29,10 +29,10 @@ from zero.core.sizes import BLOCK_BYTES, round_up, size_text
 from zero.errors import CheckpointError, StoreError, if_it_fails
 
 REQUEST_BYTES = 4 * 2**20
-"""The default size of one call: large enough that Python's share of it does not show."""
+"""The default size of one call: large enough that Python's share of its time does not show."""
 
 MOST_BYTES = 2**30
-"""Of one call: no system moves more than 2 GiB."""
+"""The largest size of one call: no system moves more than 2 GiB."""
 
 FILE_MODE = 0o600
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -56,12 +56,12 @@ class Files:
         return os.stat(path)
 
     def free_bytes(self, path: Path) -> int:
-        """What an ordinary user may still write there."""
-        found = os.statvfs(path)
-        return found.f_bavail * found.f_frsize
+        """Return the bytes that an ordinary user may still write there."""
+        status = os.statvfs(path)
+        return status.f_bavail * status.f_frsize
 
     def open(self, path: Path, flags: int = READ) -> int:
-        """A descriptor; a file that this makes belongs to its owner alone."""
+        """Return a descriptor; a file that this makes belongs to its owner alone."""
         return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
 
     def unlink(self, path: Path) -> None:
@@ -75,13 +75,11 @@ class Files:
         call(fd, offset, nbytes)
 
     def truncate(self, fd: int, nbytes: int) -> None:
-        """Set the length; what is new reads as zeros and has no blocks yet."""
+        """Set the length; new bytes read as zeros and have no blocks yet."""
         os.ftruncate(fd, nbytes)
 
     def direct(self, fd: int, on: bool) -> None:
-        """Whether transfers go past the page cache; where they cannot, OSError, or EINVAL from the transfer."""
-        if on and not DIRECT:
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        """Let transfers go past the page cache or not; raises OSError, or the transfer does with EINVAL."""
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | DIRECT if on else flags & ~DIRECT)
 
@@ -92,7 +90,7 @@ class Files:
         return os.pwrite(fd, view[:MOST_BYTES], offset)
 
     def close(self, fd: int) -> None:
-        """The descriptor is gone, even when this raises."""
+        """Close a descriptor; it is gone even when this raises."""
         os.close(fd)
 
 
@@ -103,10 +101,10 @@ def move(
     offset: int,
     naming: Callable[[int], AbstractContextManager[None]] = lambda offset: contextlib.nullcontext(),
 ) -> None:
-    """Have `call` move all of `block`: each call moves as much as it likes, and the next goes on from there.
+    """Repeat `call` until all of `block` has moved.
 
     Args:
-        naming: around the call at an offset, so that an error names it.
+        naming: a context for the call at an offset, so that an error names it.
 
     Raises:
         OSError: as the system says, or EIO at the end of the file.
@@ -125,7 +123,7 @@ def naming(path: Path, what: str = "", *, if_full: str = "") -> Iterator[None]:
     """Turn an OSError into a CheckpointError of one line that names the path.
 
     Args:
-        what: what was being done, such as "writing".
+        what: the action, such as "writing".
         if_full: advice where there is no space.
     """
     try:
@@ -138,8 +136,8 @@ def naming(path: Path, what: str = "", *, if_full: str = "") -> Iterator[None]:
 class ScratchFile:
     """A file without a name in `folder`; its space is free again when it is closed, or when the process dies.
 
-    Different parts may be read and written by different threads at once. Offsets are multiples of `BLOCK_BYTES`; what
-    lies between the end of a transfer and the end of its last block is not kept.
+    Different parts may be read and written by different threads at once. Offsets are multiples of `BLOCK_BYTES`; the
+    rest of the last block of a transfer is not kept.
 
     Attributes:
         reserved_bytes: room that the file has.
@@ -159,14 +157,12 @@ class ScratchFile:
         self._users = 0
         self._closed = False
         self._bounce = threading.local()
-        self._fd, self._direct = _open_scratch(folder, files)
+        self._fd = _open_scratch(folder, files)
         with if_it_fails(self.close):
-            if DIRECT and not self._direct:
-                self._say_buffered()
             self._try_out()
 
     def reserve(self, end_bytes: int) -> None:
-        """Give the file room up to `end_bytes`, so that a full disk shows before the training and not in it.
+        """Give the file room up to `end_bytes`, so that a full disk is noticed before the training.
 
         Raises:
             StoreError: there is not so much space, with both numbers.
@@ -191,7 +187,7 @@ class ScratchFile:
         """Fill `memory`, all of it. Raises OSError."""
         with self._using() as fd:
             for start, piece, block in self._requests(memory):
-                move(self._falling_back(self._files.pread), fd, block, offset + start)
+                move(self._files.pread, fd, block, offset + start)
                 if block is not piece:
                     piece[:] = block[: len(piece)]
 
@@ -202,10 +198,10 @@ class ScratchFile:
                 if block is not piece:
                     block[: len(piece)] = piece
                     block[len(piece) :] = bytes(len(block) - len(piece))
-                move(self._falling_back(self._files.pwrite), fd, block, offset + start)
+                move(self._files.pwrite, fd, block, offset + start)
 
     def close(self) -> None:
-        """Refuse what comes; the last transfer that is still under way closes the descriptor.
+        """Reject new transfers; the last one that is still under way closes the descriptor.
 
         A number that was closed under a running transfer may already be another file's.
         """
@@ -236,7 +232,7 @@ class ScratchFile:
             self._files.close(self._fd)
 
     def _requests(self, memory: memoryview) -> Iterator[tuple[int, memoryview, memoryview]]:
-        """(start, piece, block) of each: a piece of `memory`, and what is moved: that itself, or an aligned block."""
+        """Yield (start, piece of `memory`, block to move), where the block is the piece itself or an aligned buffer."""
         nbytes = len(memory)
         if not self._direct:
             straight_bytes = nbytes
@@ -250,40 +246,40 @@ class ScratchFile:
                 yield start, piece, piece if straight else self._aligned(len(piece))
 
     def _aligned(self, nbytes: int) -> memoryview:
-        """Whole blocks for so many bytes, of a buffer that this thread alone has."""
+        """Return whole blocks of a buffer that belongs to this thread."""
         buffer = getattr(self._bounce, "buffer", None)
         if buffer is None:
-            buffer = self._bounce.buffer = mmap.mmap(-1, self._request_bytes)  # becomes resident as far as it is used
+            buffer = self._bounce.buffer = mmap.mmap(-1, self._request_bytes)  # resident only as far as it is used
         return memoryview(buffer)[: round_up(nbytes)]
 
-    def _falling_back(self, call: Transfer) -> Transfer:
-        """The call, and once more through the page cache where direct I/O turns out to be refused."""
-
-        def move_some(fd: int, view: memoryview, offset: int) -> int:
-            direct = self._direct
+    def _try_out(self) -> None:
+        """Write and read one block, past the page cache if the file system agrees, so that a refusal shows now."""
+        try:
             try:
-                return call(fd, view, offset)
+                self._direct = bool(DIRECT)
+                self._files.direct(self._fd, self._direct)
+                self._check_first_block()
             except OSError as error:
-                if error.errno != errno.EINVAL or not direct:
+                if error.errno != errno.EINVAL or not self._direct:
                     raise
-            self._go_buffered(fd)
-            return call(fd, view, offset)
+                self._direct = False
+                self._files.direct(self._fd, False)
+                self._check_first_block()
+                warnings.warn(
+                    f"offload.path={self._folder}: direct I/O is refused here, pages go through the page cache (same "
+                    "bits)",
+                    stacklevel=4,
+                )
+        except OSError as error:
+            raise _refused(self._folder, "the first block cannot be written and read", error) from error
 
-        return move_some
-
-    def _go_buffered(self, fd: int) -> None:
-        with self._lock:
-            if not self._direct:
-                return
-            self._files.direct(fd, False)
-            self._direct = False
-        self._say_buffered()
-
-    def _say_buffered(self) -> None:
-        warnings.warn(
-            f"offload.path={self._folder}: direct I/O is refused here, pages go through the page cache (same bits)",
-            stacklevel=2,
-        )
+    def _check_first_block(self) -> None:
+        pattern = secrets.token_bytes(BLOCK_BYTES)
+        block = bytearray(BLOCK_BYTES)
+        self.write(memoryview(bytearray(pattern)), 0)
+        self.read(memoryview(block), 0)
+        if block != pattern:
+            raise StoreError(f"offload.path={self._folder}: the first block reads differently than it was written")
 
     def _fallocate(self, fd: int, end_bytes: int) -> None:
         try:
@@ -299,25 +295,17 @@ class ScratchFile:
                     stacklevel=2,
                 )
 
-    def _try_out(self) -> None:
-        """One block there and back: what a folder does not allow must show now."""
-        pattern = secrets.token_bytes(BLOCK_BYTES)
-        found = bytearray(BLOCK_BYTES)
-        try:
-            self.write(memoryview(bytearray(pattern)), 0)
-            self.read(memoryview(found), 0)
-        except OSError as error:
-            raise _refused(self._folder, "the first block cannot be written and read", error) from error
-        if found != pattern:
-            raise StoreError(f"offload.path={self._folder}: the first block reads differently than it was written")
 
-
-def _open_scratch(folder: Path, files: Files) -> tuple[int, bool]:
-    """A descriptor, and whether it is direct."""
+def _open_scratch(folder: Path, files: Files) -> int:
     try:
         if not stat.S_ISDIR(files.stat(folder).st_mode):
             raise StoreError(f"offload.path={folder} is not a folder; set offload.path to one on a local disk")
-        return _first_that_opens(folder, files)
+        try:
+            return open_nameless(folder, files)
+        except OSError as error:
+            if error.errno not in _NO_NAMELESS:
+                raise
+            return open_and_unlink(folder, files)
     except FileNotFoundError:
         raise StoreError(f"offload.path={folder} does not exist; make it, or set offload.path") from None
     except OSError as error:
@@ -326,51 +314,33 @@ def _open_scratch(folder: Path, files: Files) -> tuple[int, bool]:
         raise StoreError(f"offload.path={str(folder)!r} is not a path: {error}; set offload.path") from None
 
 
-def _first_that_opens(folder: Path, files: Files) -> tuple[int, bool]:
-    """Without a name if the file system can, directly if it can: four ways, the best first."""
-    ways = [(open_nameless, True), (open_nameless, False), (open_and_unlink, True), (open_and_unlink, False)]
-    for opening, direct in ways[:-1]:
-        try:
-            return opening(folder, files, DIRECT if direct else 0), direct and bool(DIRECT)
-        except OSError as error:
-            if error.errno not in _NO_NAMELESS:
-                raise
-    return open_and_unlink(folder, files), False
-
-
-def open_nameless(folder: Path, files: Files, direct: int = 0) -> int:
-    """A file that never has a name; OSError where the file system cannot do that."""
+def open_nameless(folder: Path, files: Files) -> int:
+    """Open a file that never has a name; OSError where the file system cannot do that."""
     if not NAMELESS:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-    return files.open(folder, os.O_RDWR | NAMELESS | direct)
+    return files.open(folder, os.O_RDWR | NAMELESS)
 
 
-def open_and_unlink(folder: Path, files: Files, direct: int = 0) -> int:
-    """A file that loses its name at once."""
+def open_and_unlink(folder: Path, files: Files) -> int:
+    """Open a file that loses its name at once."""
     path = folder / f".zero-{secrets.token_hex(16)}"
-    try:
-        fd = files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | direct)
-    except OSError as error:
-        if error.errno == errno.EINVAL:  # O_DIRECT is refused after the name was made
-            with contextlib.suppress(OSError):
-                files.unlink(path)
-        raise
+    fd = files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     with if_it_fails(partial(files.close, fd)):
         files.unlink(path)
     return fd
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, not copied; they keep it alive."""
+    """Return the bytes of a contiguous tensor in host memory, not copied; they keep it alive."""
     if not tensor.numel():
         return memoryview(b"")
     octets = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    octets.tensor = tensor  # type: ignore[attr-defined]  # one without a name would be freed before it is read
+    octets.tensor = tensor  # type: ignore[attr-defined]  # a temporary tensor would be freed before it is read
     return memoryview(octets).cast("B")
 
 
 def named(error: OSError) -> str:
-    """The error's name and words: "EIO (Input/output error)"."""
+    """Return the error's name and text: "EIO (Input/output error)"."""
     return f"{errno.errorcode.get(error.errno or 0, error.errno)} ({error.strerror})"
 
 

@@ -1,18 +1,18 @@
-"""Something under way that can be waited for: a transfer of a store, an operation between ranks."""
+"""Operations under way that can be waited for: transfers of a store, collectives of ranks."""
 
 from collections.abc import Callable
 from typing import Protocol
 
 
 class Handle(Protocol):
-    """Something under way."""
+    """An operation under way."""
 
     def wait(self) -> None:
-        """Return when it has ended; raise what went wrong. Waiting again is free."""
+        """Wait until it has ended, and raise its error. Waiting again is free."""
 
 
 class Done:
-    """Something that was complete when it was started."""
+    """An operation that was complete at its start."""
 
     ended = True
 
@@ -21,9 +21,9 @@ class Done:
 
 
 class Then:
-    """An operation that `finish` completes, once; `tensors` are kept alive until then.
+    """An operation that the first `wait` completes by `finish`; `tensors` are kept alive until then.
 
-    Where an error breaks `finish` off, the next wait calls it again.
+    After an error in `finish` the next wait calls it again.
     """
 
     def __init__(self, finish: Callable[[], object], tensors: object = None) -> None:

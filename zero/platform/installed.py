@@ -1,7 +1,7 @@
-"""What of the program is installed here: its packages, its pages, and the commands that can be typed.
+"""The installation of the program: its packages, its pages, and the commands that can be typed.
 
-Texts are written for a checkout: `python train.py`, `scripts/export`, `docs/scale.md`. A wheel has what stands at the
-top of the repository in `zero/application`, and is started by `zero-train` or `python -m zero`.
+Texts are written for a checkout: `python train.py`, `scripts/export`, `docs/scale.md`. A wheel has the top of the
+repository in `zero/application`, and is started by `zero-train` or `python -m zero`.
 """
 
 import re
@@ -19,14 +19,14 @@ TOP = _APPLICATION if _IN_WHEEL else _PACKAGE.parent
 """The folder with conf/ and docs/."""
 
 TRAIN = "python train.py"
-"""How texts begin a command."""
+"""The beginning of a command in texts."""
 
 
 def require(*packages: str) -> None:
-    """Refuse a Python that does not have one of them, by their names in an import.
+    """Check that packages can be imported.
 
     Raises:
-        ModuleNotFoundError: with the line to type.
+        ModuleNotFoundError: one is missing; with the command that installs it.
     """
     for package in packages:
         if find_spec(package) is None:
@@ -38,18 +38,18 @@ def require(*packages: str) -> None:
 
 
 def install(extra: str = "") -> str:
-    """What to type for the packages that zero needs, or those of an `extra` of it.
+    """Return the command that installs the packages that zero needs, or those of an `extra`.
 
-    In a checkout that is zero itself. A wheel names the packages that are missing: no index has a zero that is ours.
+    A checkout is installed itself. A wheel names the missing packages, because no index has this zero.
     """
     if not _IN_WHEEL:
         return f"pip install -e '.[{extra}]'" if extra else "pip install -e ."
     wanted = [
-        one.strip()
-        for one, _, marker in (line.partition(";") for line in metadata.requires("functional-zero") or ())
+        package.strip()
+        for package, _, marker in (line.partition(";") for line in metadata.requires("functional-zero") or ())
         if (re.search(rf"""extra == ["']{extra}["']""", marker) if extra else "extra ==" not in marker)
     ]
-    missing = [one for one in wanted if not _is_installed(re.split(r"[^\w.-]", one)[0])]
+    missing = [package for package in wanted if not _is_installed(re.split(r"[^\w.-]", package)[0])]
     return f"pip install {shlex.join(missing or wanted)}"
 
 
@@ -58,13 +58,13 @@ def _is_installed(distribution: str) -> bool:
 
 
 def page(name: str) -> Path:
-    """A page of docs/, as it can be opened from the current folder."""
+    """Return the path of a page of docs/, relative to the current folder if it is inside."""
     path, here = TOP / "docs" / name, Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def program() -> str:
-    """What one types to start it: train.py in a checkout, a command or a module where it is installed."""
+    """Return the command that started the program: train.py in a checkout, else a command or a module."""
     path = Path(sys.argv[0])
     if path.name == "zero-train":
         return "zero-train"
@@ -72,13 +72,13 @@ def program() -> str:
 
 
 def as_called(text: str) -> str:
-    """With the commands and pages in it as they are here: whoever installed a wheel has no train.py beside him."""
-    text = re.sub(r"\bdocs/([\w-]+\.md)", lambda found: str(page(found[1])), text)
+    """Replace the commands and pages in a text by those of this installation."""
+    text = re.sub(r"\bdocs/([\w-]+\.md)", lambda match: str(page(match[1])), text)
     called = program()
     if called == TRAIN:
         return text
     text = re.sub(r"scripts/(report|sample|export|import)\b", rf"{called} \1", text)
-    shorter = " " * (len(TRAIN) - len(called))  # what stands beside commands stays below each other
+    shorter = " " * (len(TRAIN) - len(called))  # keeps columns beside commands aligned
     text = re.sub(rf"{re.escape(TRAIN)}(.*?  )", rf"{called}\1{shorter}", text)
     text = text.replace(TRAIN, called)
     text = re.sub(r"\b(torchrun (?:-\S+ \S+ )+)train\.py\b", r"\1-m zero", text)

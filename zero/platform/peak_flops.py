@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Peak(NamedTuple):
-    """A GPU whose name has all of these words."""
+    """The peaks of a GPU whose name has all of these words."""
 
     words: str
     bf16: float
@@ -18,7 +18,7 @@ class Peak(NamedTuple):
     fp32: float
 
 
-# The first that fits counts, so the special ones come first.
+# The first match counts, so special models come first.
 PEAKS = (
     Peak("B200", 2250, 2250, 75),
     Peak("H200 NVL", 835.5, 835.5, 60.3),
@@ -53,22 +53,22 @@ PEAKS = (
 )
 
 OTHERS = frozenset(("MIG", "Laptop", "Max-Q", "D"))
-"""Words of devices that only share the name."""
+"""Words of devices that share the name and not the peaks."""
 
 
 def peak_flops(name: str, dtype: str) -> float | None:
-    """Floating point operations per second that a GPU can do at most; None where that is not known.
+    """Return the peak floating point operations per second of a GPU; None if unknown.
 
     Args:
-        name: as `Device.product` says it.
+        name: as `Device.product` returns it.
         dtype: "bf16", "fp16", "fp32", or "tf32": products of fp32 matrices, where `torch.set_float32_matmul_precision`
-            lets tensor cores round their factors. Those that know bf16 take half its rate; others compute in fp32.
+            lets tensor cores round their factors. GPUs with bf16 do tf32 at half its rate; others compute in fp32.
     """
     words = set(name.split()) | set(re.split(r"[\s-]+", name))
     if words & OTHERS:
         return None
-    found = next((peak for peak in PEAKS if words.issuperset(peak.words.split())), None)
-    if found is None:
+    match = next((peak for peak in PEAKS if words.issuperset(peak.words.split())), None)
+    if match is None:
         return None
-    rates = {"bf16": found.bf16, "fp16": found.fp16, "fp32": found.fp32, "tf32": max(found.bf16 / 2, found.fp32)}
+    rates = {"bf16": match.bf16, "fp16": match.fp16, "fp32": match.fp32, "tf32": max(match.bf16 / 2, match.fp32)}
     return rates[dtype] * 1e12 or None

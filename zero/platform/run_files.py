@@ -1,6 +1,6 @@
-"""Write the files of a run's folder: replaced in one piece, and one line where the system refuses. Folders as given.
+"""The files of a run's folder: replaced in one piece, with errors of one line; and folders that settings name.
 
-A call that writes does not say which file it was about, so each file is named where it is written.
+Python's error of a failed write does not name the file, so each file is named where it is written.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from zero.core.suggest import shown
 from zero.errors import ConfigError, MachineError
 
 MEMORY = ("tmpfs", "ramfs")
-"""Types of file systems whose files are host memory."""
+"""File systems whose files are in host memory."""
 
 _SPACE = "free space there, or set hydra.run.dir to a folder on another disk"
 _CURES: Mapping[int | None, str] = {
@@ -31,10 +31,10 @@ _CURES: Mapping[int | None, str] = {
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What the system refuses, said of this path.
+    """Turn an OSError of the body into an error of one line that names the path.
 
     Raises:
-        MachineError: one line: what cannot be written, why, and what to do.
+        MachineError: with the cause and the remedy.
     """
     try:
         yield
@@ -46,11 +46,11 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def making(key: str, folder: Path) -> Iterator[None]:
-    """A folder that a setting names is made, and gets its first files.
+    """Turn an OSError of making a folder that a setting names into an error that names the setting.
 
     Raises:
-        ConfigError: it cannot be one.
-        MachineError: it can, and the machine has no room for it.
+        ConfigError: the path cannot be a folder.
+        MachineError: the machine has no room for it.
     """
     try:
         yield
@@ -89,7 +89,7 @@ def hold(key: str, folder: Path) -> int:
 
 
 def publish(path: Path, text: str) -> None:
-    """Write a file that is whole at any moment: its readers see the old one or the new one, and no third is left.
+    """Write a file so that readers see the old or the new one, and no unfinished one is left.
 
     Raises:
         MachineError: it cannot be written.
@@ -104,7 +104,7 @@ def publish(path: Path, text: str) -> None:
 
 
 def takes_files(folder: Path) -> bool:
-    """Return whether a file can be made in a folder. For root `os.access` allows every folder, also /proc."""
+    """Return whether a file can be made in a folder. `os.access` would allow root every folder, also /proc."""
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError:
@@ -113,42 +113,42 @@ def takes_files(folder: Path) -> bool:
 
 
 def folders_of(paths: Sequence[str]) -> list[Path]:
-    """Paths as a person gives them: ~ is the home folder, and $NAME what this process has in that variable.
+    """Expand ~ and $NAME in paths, from the variables of this process.
 
     Raises:
-        ConfigError: there is no such variable here.
+        ConfigError: a variable is missing.
     """
-    found = [os.path.expandvars(path) for path in paths]
-    for path in found:
+    expanded = [os.path.expandvars(path) for path in paths]
+    for path in expanded:
         if missing := re.search(r"\$(\w+|\{[^}]*\})", path):
             raise ConfigError(f"offload.path={path}: there is no variable {missing[0]} on {socket.gethostname()}")
-    return [Path(path).expanduser() for path in found]
+    return [Path(path).expanduser() for path in expanded]
 
 
 def free_by_file_system(folders: Sequence[Path]) -> list[tuple[list[Path], int]]:
-    """Folders that are on one file system, and the bytes that it has free for all of them; in the order given."""
+    """Group folders by file system, in their order, with the free bytes of each."""
     sharing: dict[int, list[Path]] = {}
     for folder in folders:
         sharing.setdefault(folder.stat().st_dev, []).append(folder)
-    return [(those, shutil.disk_usage(those[0]).free) for those in sharing.values()]
+    return [(group, shutil.disk_usage(group[0]).free) for group in sharing.values()]
 
 
 def mount_of(mountinfo: str, path: str) -> str:
-    """The type of the file system that holds `path`, from the text of /proc/self/mountinfo."""
-    best, kind = -1, "unknown"
+    """Return the type of the file system that holds `path`, from the text of /proc/self/mountinfo."""
+    longest, mount_type = -1, "unknown"
     for line in mountinfo.splitlines():
         left, _, right = line.partition(" - ")
         fields = left.split()
         if len(fields) < 5 or not right:
             continue
-        point = re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), fields[4])
-        if (path == point or path.startswith(point.rstrip("/") + "/")) and len(point) >= best:
-            best, kind = len(point), right.split()[0]
-    return kind
+        point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), fields[4])
+        if (path == point or path.startswith(point.rstrip("/") + "/")) and len(point) >= longest:
+            longest, mount_type = len(point), right.split()[0]
+    return mount_type
 
 
 def file_system(folder: Path) -> str:
-    """The type of the file system that holds `folder`; "unknown" where the system does not say."""
+    """Return the type of the file system that holds `folder`, or "unknown"."""
     try:
         return mount_of(Path("/proc/self/mountinfo").read_text(errors="replace"), str(folder.resolve()))
     except OSError:
@@ -156,11 +156,11 @@ def file_system(folder: Path) -> str:
 
 
 def in_memory(folders: Sequence[Path]) -> str:
-    """A warning about those that are no disk; "" where all are."""
+    """Return a warning about the first folder that is in memory, or ""."""
     for folder in folders:
-        if (kind := file_system(folder)) in MEMORY:
+        if (mount_type := file_system(folder)) in MEMORY:
             return (
-                f"offload.path={folder} is memory, not a disk ({kind}): what goes there still takes host memory; use "
-                "a folder on a disk, or offload=cpu, which needs no file"
+                f"offload.path={folder} is memory, not a disk ({mount_type}): its files take host memory; use a folder "
+                "on a disk, or offload=cpu, which needs no file"
             )
     return ""

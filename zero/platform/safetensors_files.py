@@ -1,9 +1,9 @@
-"""Safetensors files: the header of a new one, and tensors that are read one by one as they are asked for.
+"""Safetensors files: the header of a new one, and reading tensors one by one.
 
     the header's length in 8 bytes | header: JSON, padded with spaces | the values of one tensor after the other
 
 A folder is read by its index, or without one by the headers of all its files. Each file is opened once, and a tensor is
-read from its own bytes: a mapped file would stay in memory as far as it has been read, which for a model is all of it.
+read from its own bytes: the pages of a mapped file would stay in memory, which for a model is all of it.
 """
 
 import itertools
@@ -46,13 +46,13 @@ NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The dtypes that a checkpoint may hold, and what safetensors calls them."""
+"""The dtypes that a checkpoint may hold, and their names in safetensors."""
 
 LENGTH_BYTES = 8
-"""Of the number that a file begins with."""
+"""The size of the number at the beginning of a file."""
 
 MOST_HEADER_BYTES = 100_000_000
-"""Safetensors itself opens no file with a longer one."""
+"""The longest header that safetensors itself opens."""
 
 ALIGN_BYTES = BLOCK_BYTES
 """The data of a checkpoint's files begins at a multiple of this, so that it can be mapped and read directly."""
@@ -76,26 +76,26 @@ class Part(NamedTuple):
 
 
 def by_width(part: Part) -> int:
-    """What to sort by, so that every part is aligned to its dtype: the widest come first."""
+    """Return a sort key that puts the widest parts first, so that each is aligned to its dtype."""
     return -part.dtype.itemsize
 
 
 def widest_first(parts: Sequence[Part]) -> list[Part]:
-    """In such an order; equally wide ones keep theirs."""
+    """Sort parts by width; equally wide ones keep their order."""
     return sorted(parts, key=by_width)
 
 
 def header(
     parts: Sequence[Part], *, align_bytes: int = ALIGN_BYTES, metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """What the file begins with.
+    """Return the bytes at the beginning of the file.
 
     Args:
         align_bytes: the data begins at a multiple of this.
-        metadata: texts for whoever reads the file.
+        metadata: texts for readers of the file.
 
     Raises:
-        CheckpointError: parts that safetensors cannot hold, or not in this order; the line names the part.
+        CheckpointError: parts that safetensors cannot hold, or not in this order; names the part.
     """
     entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     for part, start in zip(parts, _starts(parts), strict=False):
@@ -110,13 +110,13 @@ def header(
 
 
 def offsets(parts: Sequence[Part]) -> tuple[int, ...]:
-    """Where each part begins, in bytes from the beginning of a checkpoint's file."""
+    """Return the byte at which each part begins in a checkpoint's file."""
     begin = len(header(parts))
     return tuple(begin + start for start in _starts(parts)[:-1])
 
 
 def _starts(parts: Sequence[Part]) -> list[int]:
-    """Where each part begins in the data, and at last where the data ends."""
+    """Return the byte at which each part begins in the data, and the end of the data."""
     return list(itertools.accumulate((part.nbytes for part in parts), initial=0))
 
 
@@ -130,8 +130,6 @@ def _check(part: Part, start: int, taken: Mapping[str, object]) -> None:
         raise refuse("has a name that cannot be printed")
     if part.dtype not in NAMES:
         raise refuse(f"is {part.dtype}, which safetensors does not hold")
-    if any(length < 0 for length in part.shape):
-        raise refuse(f"has shape {part.shape}")
     if start % part.dtype.itemsize:
         raise refuse(f"begins at byte {start} of the data, not aligned to {part.dtype}; order parts by widest_first")
 
@@ -140,7 +138,7 @@ def _check(part: Part, start: int, taken: Mapping[str, object]) -> None:
 
 
 class _Piece(NamedTuple):
-    """Where one tensor is: bytes [start, stop) of a file."""
+    """The place of one tensor: bytes [start, stop) of a file."""
 
     file: "_File"
     dtype: torch.dtype
@@ -153,11 +151,11 @@ class StoredWeights(Mapping[str, Tensor]):
     """The tensors of a folder or a file by name. Each look-up reads; nothing is kept.
 
     Attributes:
-        ties: further name -> name, as the index of an export says.
+        ties: further name -> name, from the index of an export.
 
     Raises:
         PlanError: there is nothing to read.
-        CheckpointError: files that are no safetensors, or that lack what the index says they hold.
+        CheckpointError: files that are no safetensors, or lack tensors of the index.
     """
 
     def __init__(self, path: Path) -> None:
@@ -165,11 +163,11 @@ class StoredWeights(Mapping[str, Tensor]):
         self.ties: Mapping[str, str] = {}
         self._pieces: dict[str, _Piece] = {}
         for file, names in self._files().items():
-            found = _pieces_of(_File(file))
-            missing = [name for name in names or () if name not in found]
+            pieces = _pieces_of(_File(file))
+            missing = [name for name in names or () if name not in pieces]
             if missing:
                 raise CheckpointError(f"{file}: lacks {missing[0]!r}, which {INDEX} says it holds")
-            self._pieces |= found if names is None else {name: found[name] for name in names}
+            self._pieces |= pieces if names is None else {name: pieces[name] for name in names}
 
     def __getitem__(self, name: str) -> Tensor:
         return self.read(name, 0, math.prod(self.shape(name))).view(self.shape(name))
@@ -190,14 +188,14 @@ class StoredWeights(Mapping[str, Tensor]):
         return self._pieces[name].shape
 
     def nbytes(self, name: str) -> int:
-        """Of a tensor as it is stored; nothing is read."""
+        """Return the bytes of a stored tensor without reading it."""
         return self._pieces[name].stop - self._pieces[name].start
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a tensor, row-major: 1-D, on the host.
+        """Read elements [start, stop) of a tensor, row-major: 1-D, on the host.
 
         Raises:
-            CheckpointError: the file cannot be read; the line says where.
+            CheckpointError: the file cannot be read; names the offset.
         """
         piece = self._pieces[name]
         values = aligned_zeros(stop - start, piece.dtype, torch.device("cpu"))
@@ -205,7 +203,7 @@ class StoredWeights(Mapping[str, Tensor]):
         return values
 
     def _files(self) -> Mapping[Path, list[str] | None]:
-        """File to the names that are to be taken from it, None for all."""
+        """Return the files, each with the names to take from it, None for all."""
         path = self.path
         if path.is_file():
             return {path: None}
@@ -217,19 +215,19 @@ class StoredWeights(Mapping[str, Tensor]):
             for name, file in weight_map.items():
                 files.setdefault(path / file, []).append(name)
             return files
-        found = sorted(path.glob("*.safetensors"))
-        if not found:
+        unindexed = sorted(path.glob("*.safetensors"))
+        if not unindexed:
             raise PlanError(f"weights={path}: the folder holds no file that ends in .safetensors")
-        return dict.fromkeys(found)
+        return dict.fromkeys(unindexed)
 
 
 class _File:
-    """One open file, closed when nobody refers to it."""
+    """An open file, closed when the last reference goes."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._files = path, Files()
         with naming(path, "opening"):
-            self._fd = self._files.open(path, os.O_RDONLY)  # often a link: a cache of downloads is full of them
+            self._fd = self._files.open(path, os.O_RDONLY)  # caches of downloads are full of links
         weakref.finalize(self, os.close, self._fd)
         self.nbytes = os.fstat(self._fd).st_size
 
@@ -243,7 +241,7 @@ class _File:
 
 
 def _read_index(path: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Name -> file, and the ties; the names of files lead nowhere else."""
+    """Return name -> file, and the ties; every file is inside the folder."""
     try:
         with naming(path):
             body = json.loads(path.read_bytes())
@@ -260,14 +258,14 @@ def _read_index(path: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _pieces_of(file: _File) -> dict[str, _Piece]:
-    """What a header says, compared with the file's length: the tensors fill the file, one after the other."""
+    """Return the tensors of a file's header, which must fill the file one after another."""
     try:
         length = int.from_bytes(file.read(0, LENGTH_BYTES), "little")
         data = LENGTH_BYTES + length
         if length > MOST_HEADER_BYTES or data > file.nbytes:
             raise ValueError("a header longer than the file")
         entries = json.loads(file.read(LENGTH_BYTES, length))
-        pieces = {name: _piece(file, data, name, one) for name, one in entries.items() if name != "__metadata__"}
+        pieces = {name: _piece(file, data, name, entry) for name, entry in entries.items() if name != "__metadata__"}
         for start, stop in sorted((piece.start, piece.stop) for piece in pieces.values()):
             if start != data:
                 raise ValueError("tensors that overlap or leave a hole")

@@ -1,8 +1,8 @@
 """Threads beside the training thread; the interpreter waits for them, so none ends inside torch.
 
-A daemon that asks for the interpreter's lock after that has its stack unwound; where C++ is on it, the process dies
-with SIGABRT. For a thread that is not a daemon Python waits without end, and before anybody could stop it. So these
-are daemons which are asked to stop, and waited for, just before: what is under way ends, and nothing new begins.
+Python unwinds the stack of a daemon that asks for the interpreter's lock after the end; with C++ on the stack the
+process dies with SIGABRT. For other threads Python waits without a limit, before anything could stop them. So these
+threads are daemons that an exit handler asks to stop and waits for.
 """
 
 import atexit
@@ -19,16 +19,16 @@ from zero.errors import ConfigError
 log = logging.getLogger("zero")
 
 LIMIT_S = 90.0
-"""How long the end waits: longer than a view of the run is waited for as it closes, and not for ever for a disk."""
+"""Seconds that the end waits: longer than a run waits for a view to close, and not for ever for a disk."""
 
 
 class Beside(threading.Thread):
     """A daemon that the end of the interpreter waits for.
 
     Args:
-        work: what it does.
-        stop: has `work` return soon; called by another thread, and returns at once.
-        limit_s: how long the end waits for it. Who has given it up sets 0.
+        work: the function that it runs.
+        stop: makes `work` return soon; called by another thread, and returns at once.
+        limit_s: seconds that the end waits for it; 0 once it is given up.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Beside(threading.Thread):
         try:
             super().run()
         finally:
-            self.stop = lambda: None  # as Python lets go of the work: whose thread this was may be gone
+            self.stop = lambda: None  # free the owner, as Python frees `work`
 
 
 class OneThread:
@@ -102,7 +102,7 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def repeating(work: Callable[[], None], every_s: float, *, name: str) -> Iterator[None]:
-    """While the body runs, a thread calls `work` every so often; it must not call torch."""
+    """Call `work`, which must not call torch, every `every_s` seconds in a thread while the body runs."""
     over = threading.Event()
 
     def repeat() -> None:
@@ -119,20 +119,21 @@ def repeating(work: Callable[[], None], every_s: float, *, name: str) -> Iterato
 
 
 def _end() -> None:
-    """A process that was forked has none of its parent's threads, and waits for none."""
+    """Stop all threads and wait for them. A forked process has none of its parent's threads."""
     begin_s, late = time.monotonic(), set[Beside]()
-    while threads := [one for one in _at_work() if one not in late]:  # one that ends may have begun another
-        for one in threads:
-            one.stop()
-        for one in threads:
-            one.join(max(0.0, begin_s + one.limit_s - time.monotonic()))
-        late |= {one for one in threads if one.is_alive()}
-    for one in late:
-        log.warning("the thread %r is still at work %g s after the end of the script", one.name, one.limit_s)
+    while threads := [thread for thread in _at_work() if thread not in late]:  # a thread may start another at its end
+        for thread in threads:
+            thread.stop()
+        for thread in threads:
+            thread.join(max(0.0, begin_s + thread.limit_s - time.monotonic()))
+        late |= {thread for thread in threads if thread.is_alive()}
+    for thread in late:
+        log.warning("the thread %r is still at work %g s after the end of the script", thread.name, thread.limit_s)
 
 
 def _at_work() -> list[Beside]:
-    return [one for one in threading.enumerate() if isinstance(one, Beside) and one.is_alive() and one.limit_s]
+    threads = [thread for thread in threading.enumerate() if isinstance(thread, Beside)]
+    return [thread for thread in threads if thread.is_alive() and thread.limit_s]
 
 
-atexit.register(_end)  # now: what a script registers later may still use the threads
+atexit.register(_end)  # handlers that a script registers later run first and may use the threads

@@ -1,22 +1,21 @@
-"""Record what ran when in one step, and how much of it was hidden behind compute.
+"""A recording of one step: the time of every operation, and the share that was hidden behind compute.
 
-A `Span` is something under way, in one of these rows:
+A `Span` is an operation under way, in one of these rows:
 
-    compute    the training thread computes; on a GPU its main stream, work that is yet to be launched included
-    gather     a unit, from the start of its gather until somebody has waited for it
+    compute    the training thread computes; on a GPU its main stream, with launches
+    gather     a unit, from the start of its gather until the end of the wait for it
     reduce     a gradient, or the numbers at the end of a step, likewise
     page in    one page on its way from the store
     update     a part of the optimizer's update
     page out   one page on its way to the store
-    exposed    the training thread stands still for the rows that the span is named after, or does their work itself
+    exposed    the training thread waits for the rows that the span is named after, or does their work itself
 
-`compute` and `exposed` share out the step: at each moment it is in one or the other. **Busy** is the time in which at
-least one span of a row is under way. **Exposed** is the part of it in which the training thread stood still for that
-row; the rest is **hidden**. A thread that waits for the store waits for all three of its rows, so exposed times may
-overlap, and add up to more than the step's.
+Each moment of the step is in either `compute` or `exposed`. **Busy** is the time in which at least one span of a row is
+under way. **Exposed** is the part of it in which the training thread waited for that row; the rest is **hidden**. A
+wait for the store is a wait for all three of its rows, so exposed times may overlap and exceed the step's time.
 
-The parts of a run report to a `Tape` what they do. It forgets at once unless somebody records: then it notes moments,
-which become seconds after the step. Nothing here waits for a device while a step runs.
+The parts of a run report their operations to a `Tape`. During a recording it notes moments, which become seconds after
+the step. Nothing here waits for a device while a step runs.
 
 Source: Holistic Trace Analysis (Meta 2023), "communication computation overlap".
 """
@@ -31,14 +30,14 @@ from zero.errors import StaleStateError
 from zero.platform.handle import Handle, Then
 from zero.platform.run_files import publish
 
-if TYPE_CHECKING:  # it imports torch, which whoever only reads a timeline does not need
+if TYPE_CHECKING:  # it imports torch, which reading a timeline does not need
     from zero.platform.device import Clock
 
 ROWS = ("gather", "compute", "reduce", "page in", "update", "page out")
 EXPOSED = "exposed"
 
 STORE_ROWS = {"read": "page in", "work": "update", "write": "page out"}
-"""What a store says it does, as rows."""
+"""The actions of a store -> rows."""
 
 ALL_STORE_ROWS = ", ".join(STORE_ROWS.values())
 
@@ -47,35 +46,33 @@ Interval = tuple[float, float]
 
 
 class Span(NamedTuple):
-    """Something that was under way; seconds since the recording began."""
+    """An operation that was under way; seconds since the recording began."""
 
     row: str
     name: str
-    """What is shown, with its unit: "gather blocks.3". Of a span in `exposed` the rows that it stood still for."""
+    """The text in a viewer, with the unit: "gather blocks.3". In `exposed` the rows that were waited for."""
     begin_s: float
     end_s: float
     unit: str = ""
-    """Or what else it is about."""
     rank: int = 0
 
 
 class Share(NamedTuple):
-    """How long a row was busy, and how much of that the training thread stood still for it."""
+    """The seconds in which a row was busy, and the part of them in which the training thread waited for it."""
 
     busy_s: float
     exposed_s: float
 
     @property
     def hidden_s(self) -> float:
-        """Busy, and not exposed."""
         return self.busy_s - self.exposed_s
 
 
 class Timeline:
-    """One recording: spans in the order in which they began. Those of several ranks may stand in one.
+    """One recording: spans of one or several ranks, in the order in which they began.
 
     Attributes:
-        spans: empty while it is being recorded.
+        spans: empty during the recording.
     """
 
     def __init__(self, spans: Iterable[Span] = ()) -> None:
@@ -83,11 +80,11 @@ class Timeline:
 
     @property
     def step_s(self) -> float:
-        """Seconds from the start of the recording to its end."""
+        """Return the seconds of the recording."""
         return max((span.end_s for span in self.spans if span.row in ("compute", EXPOSED)), default=0.0)
 
     def hidden(self) -> dict[str, Share]:
-        """Busy and exposed seconds of every row in `ROWS`; of several ranks their sum."""
+        """Return busy and exposed seconds of every row in `ROWS`; of several ranks their sum."""
         return shares(self.spans)
 
     def write(self, path: Path) -> None:
@@ -100,7 +97,7 @@ class Timeline:
 
     @classmethod
     def read(cls, path: Path) -> "Timeline":
-        """What `write` wrote.
+        """Read a trace that `write` wrote.
 
         Raises:
             OSError: it cannot be read.
@@ -113,7 +110,7 @@ class Timeline:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments as disjoint intervals in order; empty ones are dropped."""
+    """Return the same moments as disjoint intervals in order, without empty ones."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -124,14 +121,14 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(ours: Iterable[Interval], theirs: Iterable[Interval]) -> list[Interval]:
-    """The moments in both, as disjoint intervals in order: those since 0 that are outside of neither."""
-    one, other = union(ours), union(theirs)
-    end = max((stop for _, stop in one + other), default=0.0)
-    return outside(outside(one, end) + outside(other, end), end)
+    """Return the moments in both since 0, as disjoint intervals in order: the moments outside of neither."""
+    first, second = union(ours), union(theirs)
+    end = max((stop for _, stop in first + second), default=0.0)
+    return outside(outside(first, end) + outside(second, end), end)
 
 
 def outside(intervals: Iterable[Interval], end: float) -> list[Interval]:
-    """The moments of (0, end) that are in none of `intervals`."""
+    """Return the moments of (0, end) that are in none of `intervals`."""
     free, begin = [], 0.0
     for start, stop in [*union(intervals), (end, end)]:
         if begin < min(start, end):
@@ -141,25 +138,26 @@ def outside(intervals: Iterable[Interval], end: float) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Seconds that are in at least one interval."""
+    """Return the seconds that are in at least one interval."""
     return sum(end - begin for begin, end in union(intervals))
 
 
 def shares(spans: Sequence[Span]) -> dict[str, Share]:
-    """Busy and exposed seconds of each row: what `Timeline.hidden` returns."""
-    found = {row: Share(0.0, 0.0) for row in ROWS}
+    """Return busy and exposed seconds of each row."""
+    shares = {row: Share(0.0, 0.0) for row in ROWS}
     for rank in {span.rank for span in spans}:
-        own = [span for span in spans if span.rank == rank]
-        for row, before in found.items():
-            under_way = [(span.begin_s, span.end_s) for span in own if span.row == row]
-            stood = [(one.begin_s, one.end_s) for one in own if one.row == EXPOSED and row in one.name.split(", ")]
-            exposed_s = length(intersection(under_way, stood))
-            found[row] = Share(before.busy_s + length(under_way), before.exposed_s + exposed_s)
-    return found
+        of_rank = [span for span in spans if span.rank == rank]
+        exposed = [span for span in of_rank if span.row == EXPOSED]
+        for row, before in shares.items():
+            under_way = [(span.begin_s, span.end_s) for span in of_rank if span.row == row]
+            waited = [(span.begin_s, span.end_s) for span in exposed if row in span.name.split(", ")]
+            exposed_s = length(intersection(under_way, waited))
+            shares[row] = Share(before.busy_s + length(under_way), before.exposed_s + exposed_s)
+    return shares
 
 
 class Mark(NamedTuple):
-    """What was computed up to here, since the mark before."""
+    """The end of a computation that began at the mark before."""
 
     at_s: float
     name: str
@@ -167,7 +165,7 @@ class Mark(NamedTuple):
 
 
 def computing(exposed: Iterable[Interval], marks: Sequence[Mark], step_s: float, rank: int) -> list[Span]:
-    """The spans of `compute`: what is left of the step, cut at the marks and named after the one that ends it."""
+    """Return the spans of `compute`: the rest of the step, cut at the marks and named after the mark at the end."""
     spans, begin = [], 0.0
     free = outside(exposed, step_s)
     for mark in [*marks, Mark(step_s, "rest", "")]:
@@ -180,12 +178,12 @@ def computing(exposed: Iterable[Interval], marks: Sequence[Mark], step_s: float,
 
 
 def to_trace(spans: Iterable[Span]) -> dict[str, Any]:
-    """Spans as a Chrome trace: a rank is a process, a row is a thread; what overlaps in a row gets one more thread."""
+    """Write spans as a Chrome trace: a rank is a process, a row a thread; overlapping spans get more threads."""
     named: list[dict[str, Any]] = []
     drawn: list[dict[str, Any]] = []
-    lanes: dict[tuple[int, str], list[float]] = {}  # by rank and row: when each thread is free again
+    lanes: dict[tuple[int, str], list[float]] = {}  # (rank, row) -> the end of the last span of each thread
     order = (*ROWS, EXPOSED)
-    for span in sorted(spans, key=lambda one: (one.rank, order.index(one.row), one.begin_s)):
+    for span in sorted(spans, key=lambda span: (span.rank, order.index(span.row), span.begin_s)):
         ends = lanes.setdefault((span.rank, span.row), [])
         lane = next((number for number, end_s in enumerate(ends) if end_s <= span.begin_s), len(ends))
         tid = 1000 * order.index(span.row) + lane
@@ -200,7 +198,7 @@ def to_trace(spans: Iterable[Span]) -> dict[str, Any]:
 
 
 def _names(span: Span, tid: int) -> list[dict[str, Any]]:
-    """What a viewer calls a rank and a row, and where it shows them."""
+    """Return the events that name and order a rank and a row in a viewer."""
     of_process = {"ph": "M", "pid": span.rank, "tid": tid, "name": "process_name"}
     return [
         {**of_process, "args": {"name": f"rank {span.rank}"}},
@@ -210,7 +208,7 @@ def _names(span: Span, tid: int) -> list[dict[str, Any]]:
 
 
 def from_trace(trace: Mapping[str, Any]) -> list[Span]:
-    """The spans of a trace that `to_trace` made.
+    """Return the spans of a trace that `to_trace` made.
 
     Raises:
         ValueError: it is no such trace.
@@ -238,11 +236,11 @@ def from_trace(trace: Mapping[str, Any]) -> list[Span]:
 
 
 class Tape:
-    """Where the parts of a run record what they do. While nobody records that costs them one look.
+    """The recorder of a run's operations. Without a recording each method only checks that there is none.
 
     Args:
         clock: makes a clock for one recording.
-        streams: there are streams beside the one that computes, and it may have to wait for one.
+        streams: the device has streams beside the one that computes.
     """
 
     def __init__(self, clock: "Callable[[], Clock]", *, rank: int, streams: bool) -> None:
@@ -252,7 +250,7 @@ class Tape:
 
     @contextmanager
     def record(self, *, profile: bool = False, yields: bool = False) -> Iterator[Timeline]:
-        """See `zero.record`. One that yields gives way to the next, and stays empty."""
+        """Record: see `zero.record`. A recording that yields ends, empty, when the next one begins."""
         if self._recording is not None and not self._yields:
             raise StaleStateError("this run is being recorded already; end that recording first")
         timeline = Timeline()
@@ -266,36 +264,36 @@ class Tape:
                 timeline.spans = Timeline(recording.end()).spans
 
     def doing(self, row: str, unit: str) -> AbstractContextManager[None]:
-        """The training thread does the work of `row` itself."""
+        """Note that the training thread does the work of `row` itself."""
         return _NOTHING if (recording := self._recording) is None else recording.doing(row, unit)
 
     def standing(self, rows: str, unit: str = "") -> AbstractContextManager[None]:
-        """The training thread stands still for `rows`."""
+        """Note that the training thread waits for `rows`."""
         return _NOTHING if (recording := self._recording) is None else recording.standing(rows, unit)
 
     def stream_standing(self, rows: str, unit: str = "") -> AbstractContextManager[None]:
-        """The stream that computes is made to wait for another; where there is one."""
+        """Note that the compute stream waits for another stream, if the device has streams."""
         return self.standing(rows, unit) if self._streams else _NOTHING
 
     def streaming(self, row: str, unit: str) -> AbstractContextManager[None]:
-        """The current stream, beside the one that computes, does the work of `row`; where there is one."""
+        """Note that a side stream, the current one, does the work of `row`, if the device has streams."""
         return recording.streaming(row, unit) if self._streams and (recording := self._recording) else _NOTHING
 
     def under_way(self, row: str, unit: str, start: Callable[[], Sequence[Handle]]) -> Sequence[Handle]:
-        """Start something that goes on by itself; returns what to wait for."""
+        """Start operations that continue beside this thread; return the handles to wait for."""
         return start() if (recording := self._recording) is None else [recording.under_way(row, unit, start)]
 
     def forward(self, path: str, unit: str) -> AbstractContextManager[None]:
-        """A site computes; around the sites that lie in it, too."""
+        """Note that a site computes, around the sites in it."""
         return _NOTHING if (recording := self._recording) is None else recording.forward(path, unit)
 
     def passed(self, name: str, unit: str = "") -> None:
-        """What was computed since this was last called is called `name`, and belongs to `unit`."""
+        """Name the computation since the last call `name`, of `unit`."""
         if (recording := self._recording) is not None:
             recording.passed(f"{name} {unit}" if unit else name, unit)
 
     def of_store(self, units: Sequence[str]) -> Callable[..., AbstractContextManager[None]]:
-        """A `Watch` for a store whose units have these names."""
+        """Return a `Watch` for a store whose units have these names."""
 
         def watch(what: str, unit: int = -1, *part: object) -> AbstractContextManager[None]:
             if (recording := self._recording) is None:
@@ -311,21 +309,21 @@ _NOTHING = nullcontext()
 
 
 class _Entry:
-    """A span that has begun. Its moments are the clock's."""
+    """A span that has begun, with moments of the clock."""
 
     def __init__(self, row: str, name: str, unit: str, begin: Any) -> None:
         self.row, self.name, self.unit, self.begin = row, name, unit, begin
-        self.end: Any = None  # of a span that is still under way
+        self.end: Any = None  # None while the span is under way
 
 
 class _Recording:
-    """What was recorded so far. Any thread may append, which a list takes in whole."""
+    """One recording. Any thread may append to its lists, because that is atomic."""
 
     def __init__(self, clock: "Clock", rank: int, profile: bool) -> None:
         self.clock, self._rank, self._profile = clock, rank, profile
         self._entries: list[_Entry] = []
         self._marks: list[tuple[Any, str, str]] = []
-        self._sites = [("", "")]  # whose forward is under way, the innermost last
+        self._sites = [("", "")]  # the sites whose forward is under way, the innermost last
 
     @contextmanager
     def doing(self, row: str, unit: str) -> Iterator[None]:
@@ -348,7 +346,7 @@ class _Recording:
         return self._during(row, f"{row} {unit}", unit, self.clock.here)
 
     def under_way(self, row: str, unit: str, start: Callable[[], Sequence[Handle]]) -> Handle:
-        """Several operations that are one span; waited for together, the last one first."""
+        """Start several operations as one span; they are waited for together, the last one first."""
         entry = self._add(row, f"{row} {unit}", unit, self.clock.here())
         with self.standing(row, unit):
             handles = start()
@@ -380,7 +378,7 @@ class _Recording:
         self._marks.append((self.clock.main(), name, unit))
 
     def end(self) -> list[Span]:
-        """Everything as spans; what is still under way is cut off here."""
+        """Return everything as spans; spans under way end here."""
         step_s = self.clock.seconds(self.clock.main())
         spans = [span for entry in tuple(self._entries) if (span := self._span(entry, step_s)).begin_s < span.end_s]
         marks = [Mark(self.clock.seconds(at), name, unit) for at, name, unit in tuple(self._marks)]
@@ -388,13 +386,12 @@ class _Recording:
         return [*spans, *computing(exposed, marks, step_s, self._rank)]
 
     def _span(self, entry: _Entry, step_s: float) -> Span:
-        end = entry.end  # read once: its thread may be at it
+        end = entry.end  # read once, because its thread may set it meanwhile
         begin_s, end_s = self.clock.seconds(entry.begin), step_s if end is None else self.clock.seconds(end)
         return Span(entry.row, entry.name, max(begin_s, 0.0), min(end_s, step_s), entry.unit, self._rank)
 
     @contextmanager
     def _during(self, row: str, name: str, unit: str, moment: Callable[[], Any]) -> Iterator[None]:
-        """A span that lasts as long as the body."""
         entry = self._add(row, name, unit, moment())
         try:
             yield
@@ -409,6 +406,6 @@ class _Recording:
     def _range(self, name: str) -> AbstractContextManager[Any]:
         if not self._profile:
             return _NOTHING
-        from torch.profiler import record_function  # whoever only reads a timeline needs no torch
+        from torch.profiler import record_function  # reading a timeline needs no torch
 
         return record_function(name)

@@ -1,7 +1,7 @@
 """The contract of a state store: pages of master and moments, read and written by key.
 
-A store knows keys and bytes. It does not know what Adam is, how many ranks there are, or where a page lies in a model.
-A page is a 1-D tensor of fixed length and dtype; its contents are whatever was last written to it.
+A store knows keys and bytes, and nothing of optimizers, ranks or models. A page is a 1-D tensor of fixed length and
+dtype with the contents that were last written to it.
 
 Every tier passes the same tests, `zero.testing.StoreContract`.
 """
@@ -44,7 +44,7 @@ class Page(NamedTuple):
 
 
 class Pages(Generic[Held]):
-    """What a store keeps of each of its pages, until it is closed."""
+    """A store's record of each of its pages, until the store is closed."""
 
     def __init__(self) -> None:
         self._held: dict[Page, Held] | None = {}
@@ -77,7 +77,7 @@ class Pages(Generic[Held]):
 
 
 def check_matching(page: Page, numel: int, dtype: torch.dtype, other: Tensor) -> None:
-    """Refuse what a page cannot be copied from or to."""
+    """Raise StoreError unless the page can be copied from and to the tensor `other`."""
     if other.shape != (numel,) or other.dtype != dtype:
         raise StoreError(f"{page} holds ({numel},) {dtype}, the other side is {tuple(other.shape)} {other.dtype}")
 
@@ -87,32 +87,29 @@ class Ticket(Handle, Protocol):
 
     @property
     def ended(self) -> bool:
-        """`wait` would return at once."""
+        """Return whether `wait` would return at once."""
 
 
 class Watch(Protocol):
-    """Called with what a store does; its context lasts as long. From any thread."""
+    """A function from an action of a store to a context that lasts as long. Called from any thread."""
 
     def __call__(self, what: str, unit: int = -1, *part: object) -> AbstractContextManager[None]:
         """
         Args:
             what: "read" or "write" of a page, "work" on a group, or "wait": a caller is blocked.
             unit: the unit of the page or group; -1 of a wait.
-            part: which part of it: kind and number of the page, or number of the group.
+            part: kind and number of the page, or number of the group.
         """
         ...
 
 
 def nobody(what: str, unit: int = -1, *part: object) -> AbstractContextManager[None]:
-    """Watches nothing."""
-    return _NOTHING
-
-
-_NOTHING = nullcontext()
+    """Watch nothing."""
+    return nullcontext()
 
 
 class Store(ABC):
-    """Where pages are between two updates."""
+    """A place for pages between two updates."""
 
     @abstractmethod
     def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
@@ -140,12 +137,12 @@ class Store(ABC):
 
     @abstractmethod
     def in_place(self, page: Page) -> Tensor | None:
-        """The page itself where the compute device can work on it directly, else None: then read and write it."""
+        """Return the page itself where the compute device can work on it directly, else None."""
 
     @property
     @abstractmethod
     def allocated_bytes(self) -> int:
-        """Bytes that all pages take on this store's tier."""
+        """Return the bytes that all pages take on this store's tier."""
 
     @abstractmethod
     def close(self) -> None:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from zero.store.base import Page
 
-# -- what there is -----------------------------------------------------------------------------------------------------
+# -- groups ------------------------------------------------------------------------------------------------------------
 
 
 class Group(NamedTuple):
@@ -40,7 +40,7 @@ class Group(NamedTuple):
 
     @property
     def all(self) -> tuple[Page, ...]:
-        """In the order in which they lie in a slot."""
+        """Return all pages in their order in a slot."""
         return (*self.pages, *self.beside, *self.out)
 
     def __str__(self) -> str:
@@ -48,27 +48,27 @@ class Group(NamedTuple):
 
 
 class Phase(Enum):
-    """Where a loaded group is on its way through a slot."""
+    """The state of a loaded group in its slot."""
 
     READING = "reading"
     READY = "ready"
     WORKING = "working"
     WRITING = "writing"
     LEAVING = "leaving"
-    """Written; somebody still copies from the slot, or is to."""
+    """Written, and a read still copies from the slot or will."""
 
 
-# -- what happens, and what is to be done ------------------------------------------------------------------------------
+# -- events and actions ------------------------------------------------------------------------------------------------
 
 
 class Expect(NamedTuple):
-    """These groups, which all have `pages`, will be modified in this order; replaces what was expected before."""
+    """The groups that will be modified next, in this order; all have `pages`. Replaces the last such event."""
 
     groups: tuple[Group, ...]
 
 
 class Modify(NamedTuple):
-    """A group is to be modified."""
+    """The submission of work on a group."""
 
     number: int
     """Of the operation: larger than every earlier one."""
@@ -76,28 +76,28 @@ class Modify(NamedTuple):
     priority: tuple[int, ...]
     """Smallest first."""
     in_place: bool = False
-    """The store lends all its pages: no slot, no read, no write."""
+    """The store lends all pages of the group: no slot, no read, no write."""
 
 
 class Transfer(NamedTuple):
-    """A page is to be read or written."""
+    """The submission of a read or a write of one page."""
 
     number: int
     page: Page
     writes: bool
     here: bool = False
-    """If it can start at once, then in the asking thread: it takes no worker."""
+    """True: the calling thread carries it out if it can start at once, without a worker."""
 
 
 class Read(NamedTuple):
-    """Bring the group's `pages` into the slot."""
+    """The read of a group's `pages` into a slot."""
 
     group: Group
     slot: int
 
 
 class Work(NamedTuple):
-    """Read what is `beside`, then do the work. Without a slot: on the pages in place."""
+    """The read of `beside` and then the work; without a slot, on the pages in place."""
 
     number: int
     group: Group
@@ -105,7 +105,7 @@ class Work(NamedTuple):
 
 
 class Write(NamedTuple):
-    """Write `pages` and `out` back. The worker that did the work goes on with it."""
+    """The write of `pages` and `out`, by the worker that did the work."""
 
     number: int
     group: Group
@@ -113,7 +113,7 @@ class Write(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Carry out a transfer."""
+    """The execution of a transfer."""
 
     number: int
     page: Page
@@ -121,7 +121,7 @@ class Move(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Carry out a read from the slot that the page is written from, or was."""
+    """The execution of a read from the slot that the page is written from, or was."""
 
     number: int
     page: Page
@@ -133,7 +133,7 @@ Action = Read | Work | Write | Move | Copy
 
 
 class Finished(NamedTuple):
-    """An action has ended well."""
+    """The end of an action without an error."""
 
     action: Action
 

@@ -1,8 +1,8 @@
 """The decisions about read-ahead and write-behind, found by index: many groups cost no more than few.
 
-`tests/store/specification.py` defines what is right: it is a pure function, and tests search every order of events.
-Each of its events looks at everything. Here operations are found by page, those that can start by their turn, and those
-that have to wait know what they wait for, so an event costs O(log operations).
+`tests/store/specification.py` defines the right decisions as a pure function, and tests search every order of events.
+There each event looks at everything. Here operations are indexed by page, the ones that can start are in a heap by
+turn, and the others know which operations they wait for, so an event costs O(log operations).
 `tests/store/test_indexed_schedule.py` compares the two.
 """
 
@@ -30,16 +30,16 @@ Turn = tuple[int, ...]
 
 
 _NONE: frozenset[int] = frozenset()
-"""What most operations wait for. Few objects for each keep Python's collector from looking at all of them for long."""
+"""The `after` of most operations, shared because Python's collector looks at every set."""
 
 
 class _Operation:
     """A modification or a transfer that has not ended.
 
     Attributes:
-        turn: of those that could start, the smallest goes first.
+        turn: the smallest of the operations that could start goes first.
         after: numbers of earlier operations that must end before this one starts.
-        before: later ones that have it in their `after`.
+        before: later operations that have this one in their `after`.
         source: the group from whose slot a read is copied, once a worker is free; its write may have ended by then.
     """
 
@@ -56,8 +56,8 @@ class _Held:
     """A group in a slot.
 
     Attributes:
-        number: of the operation it is loaded for, None where it was read ahead.
-        readers: how many reads copy from the slot, or are to once a worker is free.
+        number: of the operation that it is loaded for, None where it was read ahead.
+        readers: the number of reads that copy from the slot, or will once a worker is free.
     """
 
     __slots__ = ("number", "phase", "readers", "slot", "stale")
@@ -70,7 +70,7 @@ class _Held:
 class _Queue:
     """Operations in one of the places where they wait to be started.
 
-    Those that wait for others are members only; `push` puts one in line once it waits for none.
+    An operation that waits for others is a member only; `push` puts it in line once it waits for none.
     """
 
     def __init__(self) -> None:
@@ -81,11 +81,11 @@ class _Queue:
         heappush(self._line, (turn, number))
 
     def take(self, start: Callable[[int], Action | None]) -> Action | None:
-        """The first for which `start` gives an action, which leaves; the others keep their places."""
+        """Remove the first operation for which `start` returns an action, and return that action."""
         passed, action = [], None
         while self._line and action is None:
             entry = heappop(self._line)
-            if entry[1] in self.members:  # else it left, and stood here twice
+            if entry[1] in self.members:  # else the entry is a second one of an operation that left
                 action = start(entry[1])
                 if action is None:
                     passed.append(entry)
@@ -97,23 +97,23 @@ class _Queue:
 
 
 class Schedule:
-    """What the specification's `State` is, changed in place.
+    """The specification's `State`, changed in place.
 
     Args:
-        slots: how many groups fit in memory.
-        workers: most actions under way at once.
-        read_ahead: most groups in slots that no operation needs yet.
+        slots: the number of groups that fit in memory.
+        workers: the most actions under way at once.
+        read_ahead: the most groups in slots that no operation needs yet.
 
     Attributes:
-        running: what workers do now.
+        running: the actions under way.
     """
 
     def __init__(self, *, slots: int, workers: int, read_ahead: int) -> None:
-        self._workers, self._most_ahead = workers, read_ahead
+        self._workers, self._ahead_limit = workers, read_ahead
         self._free = list(range(slots))
-        self._expected: dict[Group, int] = {}  # with its place
+        self._expected: dict[Group, int] = {}  # group -> its position
         self._loaded: dict[Group, _Held] = {}
-        self._ahead: dict[Group, _Held] = {}  # of those the ones that were read ahead
+        self._ahead: dict[Group, _Held] = {}  # the loaded groups that were read ahead
         self._ahead_with: dict[Page, list[Group]] = {}
         self._operations: dict[int, _Operation] = {}
         self._touching: dict[Page, tuple[tuple[int, bool], ...]] = {}  # operations, and whether they write the page
@@ -122,11 +122,11 @@ class Schedule:
 
     @property
     def is_quiet(self) -> bool:
-        """No operation is queued or under way; groups that were read ahead may lie READY."""
+        """Return whether no operation is queued or under way; groups that were read ahead may be READY."""
         return not self._operations and not self.running
 
     def advance(self, event: Event) -> list[Action]:
-        """Take in one event; returns the actions to start now, in order of urgency."""
+        """Take in one event and return the actions to start now, in order of urgency."""
         actions: list[Action] = []
         match event:
             case Expect(groups):
@@ -147,7 +147,7 @@ class Schedule:
         return actions
 
     def would_start(self, event: Transfer) -> bool:
-        """`event`, submitted with `here`, would start at once."""
+        """Return whether `event`, submitted with `here`, would start at once."""
         if event.writes:
             return event.page not in self._touching and not self._is_being_read(event.page)
         return not self._is_written(event.page)
@@ -156,8 +156,8 @@ class Schedule:
 
     def _expect(self, groups: Iterable[Group]) -> None:
         self._expected = {group: place for place, group in enumerate(dict.fromkeys(groups))}
-        for group in [one for one, held in self._ahead.items() if held.phase is Phase.READY]:
-            if group not in self._expected:
+        for group, held in [*self._ahead.items()]:
+            if held.phase is Phase.READY and group not in self._expected:
                 self._release(group)
 
     def _modify(self, event: Modify) -> None:
@@ -185,7 +185,7 @@ class Schedule:
             self._wait_in(self._queued, event.number)
 
     def _enter(self, operation: _Operation, written: Sequence[Page], read: Sequence[Page]) -> None:
-        """Queue up behind every conflicting operation, and drop what was read ahead of a write."""
+        """Queue up behind every conflicting operation, and drop pages that were read ahead of a write."""
         event, number = operation.event, operation.event.number
         self._operations[number] = operation
         for pages, writes in ((written, True), (read, False)):
@@ -196,9 +196,9 @@ class Schedule:
                         operation.after = {*operation.after, other}
                         self._operations[other].before += (number,)
                 self._touching[page] = (*others, (number, writes))
-        own = event.group if isinstance(event, Modify) else None
+        modified = event.group if isinstance(event, Modify) else None
         for page in written:
-            for group in [one for one in self._ahead_with.get(page, ()) if one != own]:
+            for group in [group for group in self._ahead_with.get(page, ()) if group != modified]:
                 if self._ahead[group].phase is Phase.READING:
                     self._ahead[group].stale = True
                 else:
@@ -238,7 +238,7 @@ class Schedule:
             self._wait_in(self._ready, held.number)
 
     def _leave(self, group: Group) -> None:
-        """Free the slot of a group that is written, unless somebody still copies from it, or is to."""
+        """Free the slot of a group that is written, unless a read still copies from it, or will."""
         held = self._loaded[group]
         if not held.readers and held.phase is Phase.LEAVING:
             self._release(group)
@@ -246,15 +246,12 @@ class Schedule:
     def _end(self, number: int) -> None:
         operation = self._operations.pop(number)
         event = operation.event
-        pages = (
-            (event.page,) if isinstance(event, Transfer) else event.group.pages + event.group.out + event.group.beside
-        )
-        for page in pages:
-            others = tuple(one for one in self._touching.pop(page, ()) if one[0] != number)
+        for page in (event.page,) if isinstance(event, Transfer) else event.group.all:
+            others = tuple(touch for touch in self._touching.pop(page, ()) if touch[0] != number)
             if others:
                 self._touching[page] = others
         for later in operation.before:
-            if later not in self._operations:  # a copy from the slot: it ended first
+            if later not in self._operations:  # a copy from the slot, which ended first
                 continue
             self._operations[later].after -= {number}
             if self._operations[later].after:
@@ -295,31 +292,31 @@ class Schedule:
         return self._read(group, number)
 
     def _next_ahead(self) -> Action | None:
-        if not self._free or len(self._ahead) >= self._most_ahead:
+        if not self._free or len(self._ahead) >= self._ahead_limit:
             return None
-        group = next((one for one in self._expected if one not in self._loaded), None)
+        group = next((group for group in self._expected if group not in self._loaded), None)
         if group is None or any(self._is_written(page) for page in group.pages):
-            return None  # of a page that is to be written: the groups after it wait as well, they are needed later
+            return None  # the groups after one that an operation writes are needed later, so they wait as well
         return self._read(group, None)
 
     def _has_slot(self) -> bool:
-        """One is free, or can be made so: see `_give_up_one`."""
+        """Return whether a slot is free, or `_give_up_one` can free one."""
         if self._free or any(held.phase is Phase.READY for held in self._ahead.values()):
             return True
         return not self.running and any(held.number in self._ready.members for held in self._loaded.values())
 
     def _give_up_one(self) -> None:
-        """Free a slot whose group is clean: the one read ahead that is needed last.
+        """Free the slot of the READY group that is needed last.
 
-        If there is none, nothing runs and yet a modification cannot start, then all slots are held by groups that were
-        read ahead and whose own modifications must come after it: one of them is unloaded again.
+        Without one, all slots hold groups that were read ahead and whose own modifications must come after the next
+        modification, which cannot start: one of them is unloaded again.
         """
         ahead = [group for group, held in self._ahead.items() if held.phase is Phase.READY]
         if ahead:
             self._release(max(ahead, key=self._expected.__getitem__))
             return
         held = (held.number for held in self._loaded.values() if held.number in self._ready.members)
-        _, number = max(self._operations[one].turn for one in held if one is not None)
+        _, number = max(self._operations[number].turn for number in held if number is not None)
         self._ready.members.discard(number)
         self._wait_in(self._unloaded, number)
         self._release(self._modify_of(number).group)
@@ -335,7 +332,7 @@ class Schedule:
             self._may_copy(number)
 
     def _may_copy(self, number: int) -> None:
-        """Put a read in line that waits for nothing but a page on its way out of its slot, which then stays for it."""
+        """Put a read in line that waits only for a page on its way out of a slot, which stays until the read ends."""
         operation = self._operations[number]
         if number in self._queued.members and operation.source is None:
             operation.source = self._written_by(number)
@@ -344,26 +341,25 @@ class Schedule:
                 self._queued.push(operation.turn, number)
 
     def _written_by(self, number: int) -> Group | None:
-        """The group from whose slot a read can be copied, as all that it waits for is that the page is written."""
+        """Return the group from whose slot a read can be copied, because it waits only for the write of the page."""
         operation = self._operations[number]
         if not isinstance(operation.event, Transfer) or operation.event.writes or len(operation.after) != 1:
             return None
-        (before,) = (self._operations[one].event for one in operation.after)
+        (before,) = (self._operations[number].event for number in operation.after)
         if not isinstance(before, Modify):
             return None
         held = self._loaded.get(before.group)
         return before.group if held is not None and held.phase is Phase.WRITING else None
 
     def _can_start(self, number: int) -> bool:
-        """Every earlier conflicting operation has ended, and nothing that is being read ahead would be overwritten."""
+        """Return whether every conflicting operation has ended and no page that it writes is being read ahead."""
         operation = self._operations[number]
         if operation.after:
             return False
         event = operation.event
-        written = (
-            event.group.pages + event.group.out if isinstance(event, Modify) else (event.page,) if event.writes else ()
-        )
-        return not any(self._is_being_read(page) for page in written)
+        if isinstance(event, Modify):
+            return not any(map(self._is_being_read, event.group.pages + event.group.out))
+        return not (event.writes and self._is_being_read(event.page))
 
     def _is_written(self, page: Page) -> bool:
         return any(writes for _, writes in self._touching.get(page, ()))

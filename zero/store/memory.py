@@ -1,8 +1,7 @@
 """The device tier and the host tier: pages in memory.
 
-`in_place` lends the pages themselves. Where they lie on the device that computes, the optimizer works on them and
-nothing is ever copied; host pages of a run on a GPU are copied from and to directly, because they lie in its pinned
-arena.
+`in_place` lends the pages themselves. On the compute device the optimizer works on them and nothing is copied; host
+pages of a run on a GPU are copied directly, because they lie in its pinned arena.
 """
 
 from collections.abc import Callable
@@ -19,8 +18,8 @@ class MemoryStore(Store):
     """Pages as tensors.
 
     Args:
-        device: where they are.
-        take: gives (n,) uint8 of zeros for n bytes, to cut pages from; None: torch's own.
+        device: of the pages.
+        take: returns (n,) uint8 of zeros for n bytes; None: torch's own.
         copy: (into, source) between a page and memory of the device that computes.
     """
 

@@ -1,12 +1,11 @@
 """The disk tier: pages in one unlinked file, each checked by version, length and CRC-32 when it is read.
 
-All pages of a store lie in one unlinked file (`ScratchFile`), each in whole blocks of its own. Memory holds for each
-page how often it was written and the CRC-32 of what was written; a read must find exactly that. So a page that was
-damaged, went elsewhere or never reached the disk is not delivered, and nothing on the disk is believed that this
-process did not write.
+All pages of a store lie in one unlinked file (`ScratchFile`), each in whole blocks of its own. For each page memory
+holds the number of writes and the CRC-32 of the last one, and a read must match both. So a page that was damaged, was
+written elsewhere or never reached the disk is not delivered.
 
-Reads and writes are complete when they return. Different pages may be moved by different threads at once: the system
-calls and the checksum let the interpreter go. `PrefetchStore` brings the threads, `probe` measures how many are best.
+Reads and writes are complete when they return. Different threads may move different pages at once: the system calls and
+the checksum release the interpreter's lock. `PrefetchStore` has the threads, `probe` measures the best number.
 """
 
 import itertools
@@ -35,7 +34,7 @@ _PROBE_BYTES = 256 * 2**20
 
 @dataclass(slots=True)
 class _Entry:
-    """What memory knows of a page. `version` counts writes; `crc` is None while the page holds nothing to be read."""
+    """A page's place and checksum. `version` counts writes; `crc` is None while the page cannot be read."""
 
     folder: Path
     offset: int
@@ -56,8 +55,8 @@ class NvmeStore(Store):
     Args:
         capacity_bytes: reserved now; pages beyond it reserve more as they are allocated.
         verify: compare the checksum of every page that is read. Without it, only what the system reports is noticed.
-        request_bytes: the most that one system call moves, a multiple of 4 KiB.
-        files: the door to the file system.
+        request_bytes: the largest size of a system call, a multiple of 4 KiB.
+        files: the file system.
 
     Raises:
         StoreError: `folder` cannot be used, or has not enough space: one line that names `offload.path`.
@@ -130,7 +129,7 @@ class NvmeStore(Store):
         return Done()
 
     def in_place(self, page: Page) -> Tensor | None:
-        self._entries[page]  # which refuses what is unknown
+        self._entries[page]  # raises StoreError for an unknown page
         return None
 
     @property
@@ -142,11 +141,11 @@ class NvmeStore(Store):
         self._entries.close()
         self._file.close()
 
-    def _matching(self, page: Page, other: Tensor) -> _Entry:
+    def _matching(self, page: Page, tensor: Tensor) -> _Entry:
         entry = self._entries[page]
-        check_matching(page, entry.numel, entry.dtype, other)
-        if not other.is_cpu or not other.is_contiguous():
-            raise StoreError(f"{page} moves only from and to contiguous host memory, the other side is {other.device}")
+        check_matching(page, entry.numel, entry.dtype, tensor)
+        if not tensor.is_cpu or not tensor.is_contiguous():
+            raise StoreError(f"{page} moves only from and to contiguous host memory, the tensor is on {tensor.device}")
         return entry
 
 
@@ -155,9 +154,9 @@ def _bad(page: Page, entry: _Entry, what: str) -> StoreError:
 
 
 class Speed(NamedTuple):
-    """The best way to use a disk, and what it then moves, in 1e9 bytes per second.
+    """The fastest way to use a disk, and its rates in 1e9 bytes per second.
 
-    The rates are those of reading and writing at once, in turns, as an update does; so both are the same.
+    The rates are those of reading and writing in turns, as an update does; so both are the same.
     """
 
     read_gbps: float
@@ -178,13 +177,14 @@ def probe(
     clock: Callable[[], float] = time.monotonic,
     progress: Report = lambda done, total: None,
 ) -> Speed:
-    """Try 2 and 4 threads with requests of 1 and 4 MiB, on a file of its own. No store has more by itself.
+    """Measure a disk with 2 and 4 threads and requests of 1 and 4 MiB, on a file that is deleted again.
 
     Args:
-        size_bytes: what will be stored; a small store is not worth a long measurement.
-        limit_s: an answer is there after this time even if the disk hangs.
-        files, clock: the doors to the file system and to time, in seconds.
-        progress: called with how many turns are done, of how many.
+        size_bytes: of the later store; a small one is not worth a long measurement.
+        limit_s: seconds until the result, even if the disk hangs.
+        files: the file system.
+        clock: the time in seconds.
+        progress: called with the number of turns that are done, and of all.
 
     Returns:
         The fastest way; of ways within 5 % the one with the fewest threads. The default way, and rates of 0, if the
@@ -197,70 +197,72 @@ def probe(
     file = ScratchFile(Path(folder), files or Files())
     try:
         file.reserve(max(2 * REQUEST_BYTES, min(size_bytes, _PROBE_BYTES)) // REQUEST_BYTES * REQUEST_BYTES)
-        race = _Race(file, clock, start_s + limit_s, progress)
-        return _best(race.run(start_s + limit_s / 3))
+        race = _Race(file, clock, start_s + limit_s)
+        return _best(race.run(start_s + limit_s / 3, progress))
     except OSError as error:
         raise StoreError(f"offload.path={folder}: {named(error)} while measuring its speed") from error
     finally:
         file.close()
 
 
-class _Moved(NamedTuple):
-    requests: int
-    time_s: float
-
-
-_Move = Callable[[int, memoryview], None]
-
-
 class _Race:
     """Threads that move numbered requests until all are moved or their time is up."""
 
-    def __init__(self, file: ScratchFile, clock: Callable[[], float], end_s: float, progress: Report) -> None:
+    def __init__(self, file: ScratchFile, clock: Callable[[], float], end_s: float) -> None:
         self._file = file
         self._clock = clock
         self._end_s = end_s
-        self._progress = progress
-        self._noise = os.urandom(REQUEST_BYTES)  # a disk may be quick with zeros
+        self._noise = os.urandom(REQUEST_BYTES)  # a disk may be faster with zeros
 
-    def run(self, filled_by_s: float) -> list[Speed]:
-        """First write what is to be read, since blocks that were never written are read without the disk. Then every
-        way gets two turns, because a disk has good and bad moments.
+    def run(self, filled_by_s: float, progress: Report) -> list[Speed]:
+        """Return the speed of every way that ended in time.
+
+        The blocks are written first, because a file system reads blocks that were never written without the disk. Then
+        every way gets two turns, because the speed of a disk varies.
         """
         requests = self._file.reserved_bytes // REQUEST_BYTES
         ways = [(threads, request_bytes) for threads in (2, 4) for request_bytes in (2**20, REQUEST_BYTES)]
-        total = 3 * len(ways)  # two turns each, and writing first takes a third of the time
-        self._progress(0, total)
-        half_bytes = self._go(4, REQUEST_BYTES, requests, self._fill, filled_by_s).requests // 2 * REQUEST_BYTES
-        turns: dict[tuple[int, int], list[_Moved]] = {way: [] for way in ways}
+        total = 3 * len(ways)  # two turns each; the first writes take a third of the time
+        progress(0, total)
+        half_bytes = self._go(4, REQUEST_BYTES, requests, self._fill, filled_by_s)[0] // 2 * REQUEST_BYTES
+        moved: dict[tuple[int, int], list[tuple[int, float]]] = {way: [] for way in ways}
         for done, (threads, request_bytes) in enumerate(ways * 2):
-            self._progress(len(ways) + done, total)
+            progress(len(ways) + done, total)
             now_s = self._clock()
             stop_s = now_s + (self._end_s - now_s) / (2 * len(ways) - done + 1)
             count = 2 * half_bytes // request_bytes
-            moved = self._go(threads, request_bytes, count, partial(self._mix, half_bytes), stop_s)
-            if not moved.requests:
+            turn = self._go(threads, request_bytes, count, partial(self._mix, half_bytes), stop_s)
+            if not turn[0]:
                 break
-            turns[threads, request_bytes].append(moved)
-        self._progress(total, total)
-        return [_speed(*way, moves) for way, moves in turns.items() if moves]
+            moved[threads, request_bytes].append(turn)
+        progress(total, total)
+        return [_speed(*way, turns) for way, turns in moved.items() if turns]
 
     def _fill(self, number: int, memory: memoryview) -> None:
         self._file.write(memory, number * len(memory))
 
     def _mix(self, half_bytes: int, number: int, memory: memoryview) -> None:
-        """Reads from the one half and writes to the other take turns."""
+        """Read from the one half and write to the other, in turns."""
         offset = number // 2 * len(memory)
         if number % 2:
             self._file.write(memory, half_bytes + offset)
         else:
             self._file.read(memory, offset)
 
-    def _go(self, threads: int, request_bytes: int, count: int, move: _Move, stop_s: float) -> _Moved:
-        """What was moved, and in which time; nothing, if a request is still under way when all time is over."""
+    def _go(
+        self,
+        threads: int,
+        request_bytes: int,
+        count: int,
+        move: Callable[[int, memoryview], None],
+        stop_s: float,
+    ) -> tuple[int, float]:
+        """Return the requests that were moved and the seconds; 0 if one is still under way when all time is over."""
         numbers, made, failures = itertools.count(), itertools.count(), list[BaseException]()
 
-        def work(memory: memoryview) -> None:
+        def work() -> None:
+            memory = memoryview(mmap.mmap(-1, request_bytes))
+            memory[:] = self._noise[:request_bytes]
             try:
                 while self._clock() < stop_s and (number := next(numbers)) < count:
                     move(number, memory)
@@ -268,24 +270,21 @@ class _Race:
             except BaseException as error:
                 failures.append(error)
 
-        memories = [memoryview(mmap.mmap(-1, request_bytes)) for _ in range(threads)]
-        for memory in memories:
-            memory[:] = self._noise[:request_bytes]
         start_s = self._clock()
-        workers = [threading.Thread(target=work, args=(memory,), daemon=True) for memory in memories]
+        workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
         for thread in workers:
             thread.start()
         for thread in workers:
             thread.join(max(0.0, self._end_s - self._clock()))
         if failures:
             raise failures[0]
-        late = any(thread.is_alive() for thread in workers)
-        return _Moved(0 if late else next(made), self._clock() - start_s)
+        is_late = any(thread.is_alive() for thread in workers)
+        return 0 if is_late else next(made), self._clock() - start_s
 
 
-def _speed(threads: int, request_bytes: int, moves: list[_Moved]) -> Speed:
-    nbytes = sum(moved.requests for moved in moves) * request_bytes
-    gbps = nbytes / max(sum(moved.time_s for moved in moves), 1e-9) / 1e9
+def _speed(threads: int, request_bytes: int, turns: list[tuple[int, float]]) -> Speed:
+    nbytes = sum(requests for requests, _ in turns) * request_bytes
+    gbps = nbytes / max(sum(seconds for _, seconds in turns), 1e-9) / 1e9
     return Speed(gbps / 2, gbps / 2, threads, request_bytes)
 
 

@@ -1,12 +1,12 @@
-"""Read-ahead and write-behind around any store: what `indexed_schedule` decides, a few threads carry out.
+"""Read-ahead and write-behind around any store: threads carry out the decisions of `indexed_schedule`.
 
-`modify` has a group of pages read into a slot, worked on and written back, by whichever worker is free;
-`expect` says which groups will be modified next, so that they are read before. Beside that every page can be read and
-written on its own. Operations on one page happen in the order in which they were submitted.
+`modify` has a group of pages read into a slot, worked on and written back by a free worker; `expect` announces the
+groups that will be modified next, so that they are read before. Every page can also be read and written on its own.
+Operations on one page happen in the order in which they were submitted.
 
 A page that the inner store lends is never copied to a slot: work gets the page itself.
 
-The threads are `workers`'s, and so are waiting and failing; here is what one action does to pages and slots.
+`workers` has the threads, the waits and the failures; this file carries out one action on pages and slots.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,15 +32,15 @@ class PrefetchStore(Store):
         inner: reads and writes in the calling thread; called from several threads at once, for different pages. Its
             pages are allocated through this store.
         slots: host memory for groups on their way: 1-D uint8, of equal size, aligned to 4 KiB.
-        threads: most actions (read, work, write) at a time.
-        read_ahead: most slots that groups may take which are expected and not yet to be modified.
-        timeout_s: the longest that anybody waits.
+        threads: the most actions (read, work, write) at a time.
+        read_ahead: the most slots for groups that are only expected.
+        timeout_s: of every wait.
         prepare: called once in each thread before its first action.
 
     The threads are started when they are first needed and end in `close`.
 
     Raises:
-        StoreError: slots that are not as above.
+        StoreError: slots of another form.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class PrefetchStore(Store):
         self._inner, self._slots = inner, tuple(slots)
         self._sizes = Pages[tuple[int, torch.dtype]]()
         self._shapes: dict[Group, _Shape] = {}
-        self._opened: list[tuple[Tensor, ...]] = [()] * len(slots)  # what lies in each slot
+        self._opened: list[tuple[Tensor, ...]] = [()] * len(slots)  # the pages in each slot
         self._meter = Counter()
         self._claimed = False
         self._workers = WorkerPool(
@@ -86,23 +86,24 @@ class PrefetchStore(Store):
         return self._inner.in_place(page)
 
     def in_place_views(self, pages: Sequence[Page]) -> list[Tensor]:
-        """Pages of one dtype where they lie in memory, one after the other, in as few tensors as they
-        lie there in one piece. Who reads them waits for what changes them: the tickets of `modify`.
+        """Return pages of one dtype where they are in memory, adjacent ones as one tensor.
+
+        The caller waits for changes of them, the tickets of `modify`, before it reads.
 
         Raises:
-            StoreError: one of them is not in place, or something has failed.
+            StoreError: a page is not in place, or something has failed.
         """
         self._workers.check()
-        found: list[Tensor] = []
+        views: list[Tensor] = []
         for page in pages:
             memory = self._inner.in_place(page)
             if memory is None:
                 raise StoreError(f"{page} is on no tier that gives it in place")
-            if found and _adjoin(found[-1], memory):
-                found[-1] = found[-1].as_strided((found[-1].numel() + memory.numel(),), (1,))
+            if views and _adjoin(views[-1], memory):
+                views[-1] = views[-1].as_strided((views[-1].numel() + memory.numel(),), (1,))
             else:
-                found.append(memory)
-        return found
+                views.append(memory)
+        return views
 
     @property
     def allocated_bytes(self) -> int:
@@ -110,7 +111,7 @@ class PrefetchStore(Store):
 
     @property
     def slots_bytes(self) -> int:
-        """Memory that pages pass through."""
+        """Return the memory of all slots."""
         return sum(slot.nbytes for slot in self._slots)
 
     def close(self) -> None:
@@ -124,13 +125,13 @@ class PrefetchStore(Store):
         self._inner.close()
 
     def claim(self) -> None:
-        """Say that the pages hold a state from here on; a store holds one in its life.
+        """Reserve the store for one state.
 
         Raises:
-            StoreError: it has one already, which another would mix with.
+            StoreError: it has one already.
         """
         if self._claimed:
-            raise StoreError("this store holds a state already; open another one with zero.open_store(plan)")
+            raise StoreError("this store holds a state already. Open another one with zero.open_store(plan).")
         self._claimed = True
 
     def observe(self, watch: Watch) -> None:
@@ -140,7 +141,7 @@ class PrefetchStore(Store):
     # -- groups --
 
     def expect(self, groups: Sequence[Group]) -> None:
-        """These groups will be modified next, in this order; replaces what was expected before.
+        """Announce the groups that will be modified next, in this order; replaces the last announcement.
 
         Raises:
             StoreError: an unknown page, or a group that is larger than a slot.
@@ -153,13 +154,13 @@ class PrefetchStore(Store):
         """Have the group read, run `work` on it in a worker under `no_grad`, and have it written back.
 
         Args:
-            work: gets a 1-D tensor for each of `pages`, `beside` and `out`, in this order, which are its own until it
-                returns; those of `out` hold anything. It must not wait for this store.
-            priority: of the groups that are to be modified, the smallest goes first.
+            work: gets a 1-D tensor for each of `pages`, `beside` and `out`, in this order, until it returns; those of
+                `out` are not initialized. It must not wait for this store.
+            priority: the smallest goes first.
 
         Returns:
-            A ticket whose `wait` returns when `work` has run; what it launched on a device may still be under way. The
-            pages are written behind.
+            A ticket whose `wait` returns when `work` has run. Its launches on a device may still be under way, and the
+            pages are written later.
 
         Raises:
             StoreError: an unknown page, or a group that is larger than a slot.
@@ -167,10 +168,10 @@ class PrefetchStore(Store):
         return self._workers.submit(Modify(0, group, priority, self._shape(group).is_in_place), work)
 
     def drain(self) -> None:
-        """Return when all operations are done and written. Expected groups may stay in slots.
+        """Wait until all operations are done and written. Expected groups may stay in slots.
 
         Raises:
-            StoreError: something went wrong, now or earlier; or `timeout_s` went by.
+            StoreError: an operation failed, now or earlier, or took longer than `timeout_s`.
         """
         self._workers.drain()
 
@@ -195,7 +196,7 @@ class PrefetchStore(Store):
         return shape
 
     def _new_shape(self, group: Group) -> "_Shape":
-        """Where each page of a group lies: one after the other from the slot's start, without those in place."""
+        """Place the pages of a group one after another from the slot's start, without the pages in place."""
         places, end = [], 0
         for page in group.all:
             (numel, dtype), view = self._sizes[page], self._inner.in_place(page)
@@ -217,7 +218,7 @@ class PrefetchStore(Store):
     # -- what workers do --
 
     def _carry_out(self, action: Action, job: Callable[..., None]) -> None:
-        """One action. The schedule sees to it that nobody else touches its slot and its pages."""
+        """Carry out one action. The schedule keeps all others from its slot and its pages."""
         match action:
             case Move():
                 job()
@@ -229,7 +230,7 @@ class PrefetchStore(Store):
             case Work(_, group, slot):
                 opened = self._shape(group).open(None) if slot is None else self._opened[slot]
                 self._move_all(group, self._shape(group).beside, opened, writes=False)
-                with self._workers.watch(_kind_of(group), group.unit, group.number):
+                with self._workers.watch(_action_on(group), group.unit, group.number):
                     job(opened)
             case Write(_, group, slot):
                 self._move_all(group, self._shape(group).writes, self._opened[slot], writes=True)
@@ -240,7 +241,7 @@ class PrefetchStore(Store):
 
     def _move(self, page: Page, tensor: Tensor, writes: bool, slot_K: Tensor | None = None) -> None:
         with self._workers.watch("write" if writes else "read", *page):
-            if slot_K is not None:  # a page that is written, or was just now: it is in memory still
+            if slot_K is not None:  # the page is still in memory, because it is written now or was just written
                 tensor.copy_(slot_K)
                 return
             with self._meter.moving(tensor.nbytes, writes):
@@ -254,17 +255,17 @@ class PrefetchStore(Store):
             self._copy(page, tensor, writes)
 
 
-def _kind_of(group: Group) -> str:
-    """Work on no pages of its own takes in what is `beside`, or gives what goes `out`: see `transfer`."""
+def _action_on(group: Group) -> str:
+    """Name the work on a group for `Watch`: a group without `pages` only reads `beside` or writes `out`."""
     if group.pages:
         return "work"
     return "read" if group.beside else "write"
 
 
-def _adjoin(one: Tensor, following: Tensor) -> bool:
-    """Two 1-D tensors lie back to back in one piece of memory."""
-    one_piece = one.untyped_storage().data_ptr() == following.untyped_storage().data_ptr()
-    return one_piece and one.data_ptr() + one.nbytes == following.data_ptr()
+def _adjoin(first: Tensor, second: Tensor) -> bool:
+    """Return whether the second 1-D tensor begins where the first ends, in one storage."""
+    same_storage = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    return same_storage and first.data_ptr() + first.nbytes == second.data_ptr()
 
 
 def _check_slots(slots: Sequence[Tensor]) -> None:
@@ -276,7 +277,7 @@ def _check_slots(slots: Sequence[Tensor]) -> None:
 
 
 class _Place(NamedTuple):
-    """Where one page of a group is while the group is loaded."""
+    """The place of one page while its group is loaded."""
 
     part: slice
     """Bytes of the slot."""
@@ -286,7 +287,7 @@ class _Place(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """A group in memory: every page's place, and which of them move when; pages in place never do."""
+    """A group in memory: the place of every page, and the numbers of the pages that move with each action."""
 
     places: tuple[_Place, ...]
     reads: tuple[int, ...]
@@ -298,7 +299,7 @@ class _Shape(NamedTuple):
         return not (self.reads or self.beside or self.writes)
 
     def open(self, slot: Tensor | None) -> tuple[Tensor, ...]:
-        """The pages as tensors: views of the slot, or the page where it lies."""
+        """Return the pages as tensors: views of the slot, or the pages in place."""
         opened = []
         for part, dtype, view in self.places:
             if view is None:

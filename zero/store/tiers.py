@@ -9,24 +9,24 @@ from torch import Tensor
 from zero.store.base import Page, Pages, Store, Ticket
 
 TOTAL_WEIGHT = 1 / 4
-"""Of what a disk lacks over all kinds, beside what it lacks of the page's own kind: heavier, and kinds are uneven."""
+"""The weight of a disk's deficit over all kinds beside that of the page's kind: larger makes kinds uneven."""
 
 
 def spread(
     sizes: Mapping[Page, int], rates: Sequence[float], room_bytes: Sequence[int] | None = None
 ) -> dict[Page, str]:
-    """Which of several disks each page is on. Of every kind, each disk has its share after every page.
+    """Choose a disk for each page, so that after every page each disk has its share of every kind.
 
-    A phase of a step moves some kinds only, a backward's gathers for one, so a total alone would let it wait for one
-    disk. A page goes to the disk that lacks most of its kind, and kinds begin on different disks because it also counts
-    what a disk lacks of all kinds together. No disk has more of a kind than its share and one page of that kind, so of
-    two disks none has less by more than that either.
+    A phase of a step moves some kinds only, for example the parameters that backward gathers; shares of the total alone
+    could let it wait for one disk. A page goes to the disk with the largest deficit of its kind; the deficit over all
+    kinds, with a small weight, lets kinds begin on different disks. No disk has more of a kind than its share and one
+    page of that kind.
 
     Args:
         sizes: bytes of every page, in the order in which a step uses them.
         rates: of each disk, in any unit, more than 0.
-        room_bytes: what each disk can take; None: all of it. What one cannot take goes to the others, of every kind as
-            much. A page that none can take goes to the disk with most room left, which has to refuse it.
+        room_bytes: of each disk; None: no limit. The other disks take what exceeds it, of every kind as much. A page
+            that fits on none goes to the disk with most room left, whose store raises.
 
     Returns:
         Page to the number of its disk, as text.
@@ -36,37 +36,37 @@ def spread(
     largest: dict[str, int] = {}
     for page, nbytes in sizes.items():
         largest[page.kind] = max(largest.get(page.kind, 1), nbytes)
-    largest_bytes = max(largest.values(), default=1)
-    lacking_of = {kind: [0.0] * len(rates) for kind in largest}
-    lacking_in_all, found = [0.0] * len(rates), {}
+    deficits = {kind: [0.0] * len(rates) for kind in largest}  # in pages of the kind
+    total_deficit, disk_of = [0.0] * len(rates), {}  # in pages of the largest kind
     for page, nbytes in sizes.items():
-        page_bytes, lacking = largest[page.kind], lacking_of[page.kind]
+        deficit, weight = deficits[page.kind], nbytes / largest[page.kind]
+        total_weight = nbytes / max(largest.values())
         for disk, share in enumerate(shares):
-            lacking[disk] += nbytes * share / page_bytes
-            lacking_in_all[disk] += nbytes * share / largest_bytes
-        fitting = [disk for disk, left in enumerate(left_bytes) if left >= nbytes] or [
-            left_bytes.index(max(left_bytes))
-        ]
-        below = [disk for disk in fitting if lacking[disk] >= nbytes / page_bytes - 1] or fitting
-        chosen = max(below, key=lambda one: lacking[one] + TOTAL_WEIGHT * lacking_in_all[one])
+            deficit[disk] += share * weight
+            total_deficit[disk] += share * total_weight
+        fitting = [disk for disk, left in enumerate(left_bytes) if left >= nbytes]
+        fitting = fitting or [left_bytes.index(max(left_bytes))]
+        behind = [disk for disk in fitting if deficit[disk] >= weight - 1] or fitting
+        chosen = max(behind, key=lambda disk: deficit[disk] + TOTAL_WEIGHT * total_deficit[disk])
         left_bytes[chosen] -= nbytes
-        lacking[chosen] -= nbytes / page_bytes
-        lacking_in_all[chosen] -= nbytes / largest_bytes
-        found[page] = str(chosen)
-    return found
+        deficit[chosen] -= weight
+        total_deficit[chosen] -= total_weight
+        disk_of[page] = str(chosen)
+    return disk_of
 
 
 def _shares(rates: Sequence[float], room_bytes: Sequence[int], nbytes: int) -> list[float]:
-    """Of all bytes, what each disk takes: by its rate, and where that is more than its room, as much as there is."""
-    taken, left_bytes, others = [0.0] * len(rates), float(nbytes), set(range(len(rates)))
-    while others:
-        by_rate = {disk: left_bytes * rates[disk] / sum(rates[one] for one in others) for disk in others}
-        full = {disk for disk in others if by_rate[disk] > room_bytes[disk]}
-        for disk in full or others:
+    """Return each disk's share of all bytes: by its rate, or its room where that is less."""
+    taken, left_bytes, open_disks = [0.0] * len(rates), float(nbytes), set(range(len(rates)))
+    while open_disks:
+        total_rate = sum(rates[disk] for disk in open_disks)
+        by_rate = {disk: left_bytes * rates[disk] / total_rate for disk in open_disks}
+        full = {disk for disk in open_disks if by_rate[disk] > room_bytes[disk]}
+        for disk in full or open_disks:
             taken[disk] = min(by_rate[disk], room_bytes[disk])
             left_bytes -= taken[disk]
-        others = others - full if full else set()
-    return [one / max(sum(taken), 1.0) for one in taken]
+        open_disks = open_disks - full if full else set()
+    return [share / max(sum(taken), 1.0) for share in taken]
 
 
 class Tiers(Store):
@@ -74,8 +74,8 @@ class Tiers(Store):
 
     Args:
         stores: tier to store; closed with this one.
-        where: page to tier, and always the same one.
-        release: called when all of them are closed.
+        where: page to tier, always the same.
+        release: called when all stores are closed.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Tiers(Store):
 
     def close(self) -> None:
         self._pages.close()
-        with ExitStack() as closing:  # one that fails does not keep the others open
+        with ExitStack() as closing:  # a failure does not keep the others open
             closing.callback(self._release)
             for store in self._stores.values():
                 closing.callback(store.close)

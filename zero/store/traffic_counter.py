@@ -1,4 +1,4 @@
-"""How much moves between a store and memory, and for how long something was under way."""
+"""Counters of the bytes that move between a store and memory, and of the time that they take."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Traffic:
-    """What moved between the inner store and memory since the store was opened; pages in place do not move."""
+    """Bytes and times since the store was opened; pages in place do not move."""
 
     read_bytes: int = 0
     write_bytes: int = 0
@@ -34,7 +34,7 @@ class Counter:
 
     @contextmanager
     def moving(self, nbytes: int, writes: bool) -> Iterator[None]:
-        """Around one read or write; its bytes count when it has ended well."""
+        """Count one read or write; its bytes count only without an error."""
         self._change(writes, +1, 0)
         moved = 0
         try:

@@ -1,10 +1,10 @@
-"""The store's threads: a few workers that carry out what the schedule decides, and everyone who waits for them.
+"""The store's threads: workers that carry out the actions of the schedule, and callers that wait for them.
 
-One lock guards the schedule's state. It is never held during I/O or work, and no worker waits for another operation:
-what cannot start yet is not given to a worker. A worker that finishes takes its next action along, so that nobody has
-to be woken for it.
+One lock guards the schedule's state. It is never held during I/O or work, and no worker waits for another operation,
+because the schedule gives out only actions that can start. A worker that finishes takes its next action along, so that
+no other has to be woken.
 
-The first error ends everything: whoever waits or submits afterwards gets its text, because a page may be half modified.
+After the first error every wait and every submission raises its text, because a page may be half modified.
 """
 
 import threading
@@ -23,7 +23,7 @@ from zero.store.indexed_schedule import Schedule
 from zero.store.traffic_counter import Counter
 
 IDLE_S = 1.0
-"""How often a worker without work looks up: what it costs at most if an interrupt swallows a wake-up."""
+"""Seconds after which an idle worker looks for work: the delay if an interrupt swallows a wake-up."""
 
 
 class _Ticket:
@@ -44,7 +44,7 @@ class _Ticket:
         self.ended = True
 
     def drop(self) -> None:
-        """Let go of the job: a ticket may be kept for longer than what its job holds."""
+        """Free the job and the tensors that it holds; the ticket may be kept for longer."""
         self.job = _nothing
 
 
@@ -53,7 +53,7 @@ def _nothing(*_: Any) -> None:
 
 
 class _Watcher(NamedTuple):
-    """A caller that waits for a condition; looked at after every action, woken only when it holds."""
+    """A caller that waits for a condition, which is checked after every action; it is woken only when it holds."""
 
     holds: Callable[[], bool]
     called: threading.Condition
@@ -63,7 +63,7 @@ class WorkerPool:
     """The schedule's state, one lock around it, and the threads that carry out its actions.
 
     Args:
-        carry_out: does an action; gets what was given as `job` with the operation.
+        carry_out: called with an action and the `job` of its operation.
     """
 
     def __init__(
@@ -93,13 +93,13 @@ class WorkerPool:
     # -- what callers do --
 
     def post(self, event: Event) -> None:
-        """An event that nobody waits for."""
+        """Take in an event that has no ticket."""
         with self._lock, uninterrupted():
             self._refuse()
             self._advance(event)
 
     def submit(self, event: Modify | Transfer, job: Callable[..., None]) -> Ticket:
-        """A new operation, which gets its number here."""
+        """Submit a new operation, which gets its number here."""
         with self._lock:
             self._refuse()
             with uninterrupted():
@@ -110,7 +110,7 @@ class WorkerPool:
         return ticket
 
     def do_here(self, event: Transfer, job: Callable[..., None]) -> None:
-        """A transfer in the calling thread, once every earlier operation on its page has ended."""
+        """Carry out a transfer in the calling thread, once every earlier operation on its page has ended."""
         move: Action | None = None
         try:
             with self._lock:
@@ -131,7 +131,7 @@ class WorkerPool:
                     self._finish(move, keep_first=False)
 
     def check(self) -> None:
-        """Raise what has failed."""
+        """Raise the first failure, if there was one."""
         with self._lock:
             self._refuse()
 
@@ -147,7 +147,7 @@ class WorkerPool:
             self._wait(lambda: self._schedule.is_quiet, None)
 
     def leave(self) -> None:
-        """No more actions; returns when every thread has ended."""
+        """Start no more actions and return when every thread has ended."""
         with self._lock:
             self._closed = True
             self._called.notify_all()
@@ -162,13 +162,13 @@ class WorkerPool:
         self._threads.clear()
 
     def _stop(self) -> None:
-        """For the end of the interpreter: actions that are under way end, and waits for others end with this error."""
+        """End at the end of the interpreter: running actions finish, and waits for others raise this error."""
         self._fail(StoreError("the script is over; close the store, or destroy the engine, to end it in order"), None)
 
     # -- what workers do --
 
     def _run(self) -> None:
-        """A worker's life: prepare, then one action after the other until the pool is closed or something failed."""
+        """Carry out actions in a worker until the pool is closed or something failed."""
         action: Action | None = None
         try:
             self._prepare()
@@ -191,7 +191,7 @@ class WorkerPool:
         return self._tickets[action.number].job if isinstance(action, Work | Move | Copy) else _nothing
 
     def _finish(self, action: Action, *, keep_first: bool) -> Action | None:
-        """The action has ended well; returns the next one for this thread, if it is to keep the first."""
+        """Take in the end of an action; with `keep_first` return the next action for this thread."""
         with self._lock:
             if self._is_over:
                 return None
@@ -204,7 +204,7 @@ class WorkerPool:
         return following
 
     def _fail(self, error: BaseException, action: Action | None) -> None:
-        """Everything ends, and so does every wait, with this error."""
+        """End everything, and every wait with this error."""
         where = "a thread of the store" if action is None else _words(action)
         message = str(error) if isinstance(error, StoreError) else f"{where}: {type(error).__name__}: {error}"
         with self._lock:
@@ -222,14 +222,14 @@ class WorkerPool:
         return self._closed or self._failure is not None
 
     def _advance(self, event: Event, *, keep_first: bool = False) -> Action | None:
-        """Take in an event and hand its actions out, all of them or all but the first."""
+        """Take in an event and queue its actions; with `keep_first` return the first one instead."""
         try:
             actions = self._schedule.advance(event)
             kept, handed = (actions[0], actions[1:]) if keep_first and actions else (None, actions)
             if handed and not self._threads:
                 self._start_threads()
             self._to_start += handed
-        except BaseException as error:  # an interrupt in the middle of it: nobody knows what is under way
+        except BaseException as error:  # also an interrupt, after which the state is unknown
             self._failure = self._failure or (f"the store's schedule broke off: {type(error).__name__}", error)
             self._wake_all()
             raise
@@ -243,7 +243,7 @@ class WorkerPool:
             watcher.called.notify()
 
     def _start_threads(self) -> None:
-        """As many as configured, or as many as there can be."""
+        """Start the configured number of threads, or as many as the system allows."""
         while len(self._threads) < self._size:
             name = f"store worker {len(self._threads)}"
             thread = Beside(self._run, name=name, stop=self._stop)
@@ -289,9 +289,9 @@ class WorkerPool:
             raise StoreError(message) from error
 
 
-def _words(what: Action | Modify | Transfer | None) -> str:
-    """An operation or an action, as messages name it."""
-    match what:
+def _words(action: Action | Modify | Transfer | None) -> str:
+    """Name an operation or an action for a message."""
+    match action:
         case Modify(_, group) | Work(_, group):
             return f"the work on {group}"
         case Read(group):

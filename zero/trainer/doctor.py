@@ -28,7 +28,7 @@ from packaging.version import Version
 from zero.core.sizes import GiB, size_text
 from zero.errors import MachineError, StoreError, if_it_fails
 from zero.platform.device import memory_groups
-from zero.platform.files import DIRECT, Files, named, open_and_unlink, open_nameless
+from zero.platform.files import Files, named, open_and_unlink, open_nameless
 from zero.platform.installed import install
 from zero.platform.run_files import MEMORY, folders_of, mount_of, takes_files
 from zero.store.nvme import probe
@@ -395,10 +395,9 @@ def _file_system(host: Host, folder: Path) -> tuple[str, int]:
 
 def _calls(folder: Path, host: Host) -> Iterator[Check]:
     """What the file system supports of what a store uses, tried on a file of one block."""
-    direct = partial(open_and_unlink, direct=DIRECT)
     for name, attempt, without in (
         ("nameless files", open_nameless, "a file with a name is used, and unlinked at once"),
-        ("direct I/O", direct, "pages go through the page cache: state comes back as memory, and reads are slower"),
+        ("direct I/O", _direct, "pages go through the page cache: state comes back as memory, and reads are slower"),
         ("reserving", _reserved, "a disk that fills up is noticed in the middle of a run"),
     ):
         try:
@@ -406,6 +405,13 @@ def _calls(folder: Path, host: Host) -> Iterator[Check]:
             yield Check(name, "ok", "works")
         except OSError as error:
             yield Check(name, "warn", named(error), without)
+
+
+def _direct(folder: Path, files: Files) -> int:
+    fd = open_and_unlink(folder, files)
+    with if_it_fails(partial(files.close, fd)):
+        files.direct(fd, True)
+    return fd
 
 
 def _reserved(folder: Path, files: Files) -> int:

@@ -14,8 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from tests.conftest import LONG_S
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,7 +115,6 @@ def there_is_a_page_of_whatever_was_told(results: Results, folder: Path) -> None
         assert all(row_text(row) for row in task["rows"])
 
 
-@pytest.mark.by_turns(2)
 def test_a_dry_run_from_its_beginning_to_its_page(tmp_path):
     """One run, looked at from all sides."""
     run(SCRIPT, "--dry", "--out", tmp_path)
@@ -255,7 +252,6 @@ def test_a_run_that_is_killed_leaves_the_parts_that_it_had(tmp_path):
     assert "running" in page(results) or "not begun" in page(results)
 
 
-@pytest.mark.by_turns(2)
 def test_processes_that_are_not_forked_do_the_same(tmp_path):
     printed = run(SCRIPT, "--dry", "--start", "spawn", "--parts", "1,5", "--out", tmp_path).stdout
     assert "part 1, the machine: done" in printed

@@ -1,4 +1,4 @@
-"""What orders threads and ranks of a simulated GPU: jobs of the store, and collectives.
+"""The order between threads and ranks of a simulated GPU: jobs of the store, and collectives.
 
 The library is instrumented by wrapping the methods of `WorkerPool`, `PrefetchStore` and `World` through which threads
 and ranks hand over to one another. A job of the store runs after the call that submitted it, after earlier jobs on the
@@ -58,8 +58,8 @@ class InstrumentedDevice(Device, ABC):
         """Record that the host reads or writes `tensor` without a torch operator, as for a file."""
 
     @abstractmethod
-    def keeps_wait(self, kind: str) -> bool:
-        """Record a wait of this kind at the calling line; False if it is the one that a test leaves out."""
+    def keeps_wait(self, name: str) -> bool:
+        """Record a wait at the calling line; return False if a test leaves this wait out."""
 
 
 class _TracingMode(TorchDispatchMode):
@@ -79,7 +79,7 @@ def _detach_thread() -> None:
 def instrumentation() -> Iterator[None]:
     """Instrument torch's operators, the store and the worlds in the block, for instrumented devices.
 
-    What stands for a method takes the object, the method itself, and what that takes.
+    A replacement of a method takes the object, the method itself, and the arguments of the method.
     """
     wrapped: list[tuple[type, str, Callable[..., Any]]] = [
         (WorkerPool, "_run", _run),
@@ -95,10 +95,10 @@ def instrumentation() -> Iterator[None]:
         (World, "__exit__", _exit),
     ]
     wrapped += [(World, name, _between_hosts) for name in ("agree", "barrier", "gather_texts", "share")]
-    wrapped += [(kind, name, wrap) for kind in (ThreadWorld, ProcessWorld) for name, wrap in COLLECTIVES.items()]
+    wrapped += [(world, name, wrap) for world in (ThreadWorld, ProcessWorld) for name, wrap in COLLECTIVES.items()]
     with ExitStack() as undo:
-        for kind, name, wrap in wrapped:
-            undo.enter_context(patch.object(kind, name, partialmethod(wrap, getattr(kind, name))))
+        for owner, name, wrap in wrapped:
+            undo.enter_context(patch.object(owner, name, partialmethod(wrap, getattr(owner, name))))
         thread.mode = undo.enter_context(_TracingMode())
         undo.callback(_detach_thread)
         yield
@@ -118,7 +118,7 @@ class _Job:
 
 
 def _run(workers: WorkerPool, original: Any) -> None:
-    """Removes the dispatch mode before a thread of the store ends. Torch would otherwise drop it after the thread's
+    """Remove the dispatch mode before a thread of the store ends. Torch would otherwise drop it after the thread's
     last line of Python. Python's exit waits only for that line, so the process could end by a signal."""
     try:
         original(workers)
@@ -256,7 +256,7 @@ def _collective(world: World, op: str, source: Tensor, into: Tensor, start: Call
     Args:
         source: what this rank sends.
         into: where the result arrives.
-        start: starts the real collective, into the tensor that it is given.
+        start: starts the real collective into its argument.
     """
     gpu = world.compute
     assert isinstance(gpu, InstrumentedDevice)
@@ -267,7 +267,7 @@ def _collective(world: World, op: str, source: Tensor, into: Tensor, start: Call
     network = streams.collective()
     with streams.on(network):
         streams.wait_on_stream(before)
-        streams.run(network, network.launched)  # what is sent is read now: the other ranks need it
+        streams.run(network, network.launched)  # the sent values are read now, because the other ranks need them
         streams.add_time(network.agent, into.nbytes / NETWORK_BYTES_PER_S)
         arriving = _outside(into, source)
         streams.access(network.agent, [source], arriving, op)

@@ -1,4 +1,4 @@
-"""What a torch operator does with memory, taken from its schema: which bytes it reads and which it writes."""
+"""The memory accesses of a torch operator, taken from its schema: the bytes that it reads and writes."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -51,13 +51,13 @@ class _TensorArgument(NamedTuple):
 
 
 class OperatorInfo(NamedTuple):
-    """What the schema of an operator says.
+    """The facts in the schema of an operator.
 
     Attributes:
         name: such as "aten::add_".
         without_kernel: the operator reads and writes no bytes on the device.
         allocates: its result is uninitialized memory.
-        arguments: those that are tensors or lists of tensors.
+        arguments: the tensors and lists of tensors among them.
         returned: for an in-place operator, the positions of the arguments that it returns.
     """
 
@@ -76,23 +76,23 @@ class OperatorInfo(NamedTuple):
 def operator_info(operator: OpOverload) -> OperatorInfo:
     schema = operator._schema
     arguments = [
-        _TensorArgument(number, one.name, one.alias_info is not None and one.alias_info.is_write)
-        for number, one in enumerate(schema.arguments)
-        if "Tensor" in str(one.type)
+        _TensorArgument(number, argument.name, argument.alias_info is not None and argument.alias_info.is_write)
+        for number, argument in enumerate(schema.arguments)
+        if "Tensor" in str(argument.type)
     ]
     name = schema.name
     without_kernel = name in WITHOUT_KERNEL or operator.is_view
     aliases = {
         alias: number
-        for number, one in enumerate(schema.arguments)
-        if one.alias_info is not None and one.alias_info.is_write
-        for alias in one.alias_info.before_set
+        for number, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for alias in argument.alias_info.before_set
     }
     returned = tuple(
         aliases[alias]
-        for one in schema.returns
-        if one.alias_info is not None
-        for alias in one.alias_info.before_set
+        for result in schema.returns
+        if result.alias_info is not None
+        for alias in result.alias_info.before_set
         if alias in aliases
     )
     return OperatorInfo(name, without_kernel, "empty" in name, tuple(arguments), returned)
@@ -101,36 +101,37 @@ def operator_info(operator: OpOverload) -> OperatorInfo:
 def tensor_arguments(
     info: OperatorInfo, args: Sequence[Any], kwargs: Mapping[str, Any], *, written: bool
 ) -> list[Tensor]:
-    """The tensors that a call writes (`written`), or those that it only reads."""
+    """Return the tensors that a call writes (`written`), or those that it only reads."""
     return [
         tensor
-        for one in info.arguments
-        if one.is_written is written
-        for tensor in tensors_in(args[one.number] if one.number < len(args) else kwargs.get(one.name))
+        for argument in info.arguments
+        if argument.is_written is written
+        for tensor in tensors_in(args[argument.number] if argument.number < len(args) else kwargs.get(argument.name))
     ]
 
 
 def in_place_results(info: OperatorInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a call of an in-place operator returns: some of its own arguments, a tuple if several, None if none."""
-    names = {one.number: one.name for one in info.arguments}
-    found = [args[number] if number < len(args) else kwargs[names[number]] for number in info.returned]
-    return None if not found else found[0] if len(found) == 1 else tuple(found)
+    """Return the arguments that a call of an in-place operator returns: a tuple if several, None if none."""
+    names = {argument.number: argument.name for argument in info.arguments}
+    results = [args[number] if number < len(args) else kwargs[names[number]] for number in info.returned]
+    return tuple(results) if len(results) > 1 else next(iter(results), None)
 
 
 def matmul_flops(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Floating-point operations of a matrix product; 0 for any other operator."""
+    """Return the floating-point operations of a matrix product; 0 for any other operator."""
     if operator_info(operator).name not in MATMULS:
         return 0
     return int(flop_registry[operator.overloadpacket](*args, **kwargs))
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All strided CPU tensors in an operator's argument or result, with those inside lists and tuples."""
-    return [one for one in tree.tensors_in(value) if one.device.type == "cpu" and one.layout is torch.strided]
+    """Return all strided CPU tensors in an operator's argument or result, also inside lists and tuples."""
+    tensors = tree.tensors_in(value)
+    return [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.layout is torch.strided]
 
 
 def byte_range(tensor: Tensor) -> ByteRange | None:
-    """From the first to the last byte that the tensor's elements occupy; None if it has no elements or no storage."""
+    """Return the first to the last byte of the tensor's elements; None if it has no elements or no storage."""
     if not tensor.numel():
         return None
     storage = tensor.untyped_storage().data_ptr()

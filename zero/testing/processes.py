@@ -1,4 +1,4 @@
-"""Ranks as processes that communicate over gloo, with a time limit. When that is over, every rank's stack is shown."""
+"""Ranks as processes that communicate over gloo, with a time limit that ends in every rank's stack."""
 
 import contextlib
 import faulthandler
@@ -106,7 +106,7 @@ def _run_inheriting(rank: int, inherited: "_Inherited", fn: Callable[..., Any], 
 
 
 def _fork_context() -> Any:
-    """The multiprocessing context of a running fork server, which finds modules on the same path as this process."""
+    """Return the context of a running fork server, which finds modules on the same path as this process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, *PRELOADED])
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1"):
@@ -115,7 +115,7 @@ def _fork_context() -> Any:
 
 
 class _Inherited(NamedTuple):
-    """What a new process inherits from its parent. A forked one would have the fork server's, from the first call."""
+    """The environment of a new process: its parent's, and not the fork server's, which is that of the first call."""
 
     environ: dict[str, str]
     streams: list[Connection]
@@ -139,7 +139,7 @@ def _inherited(environ: Mapping[str, str]) -> Iterator[_Inherited]:
 
 
 class _Outcome(NamedTuple):
-    """How a rank ended: its result, or its error and traceback."""
+    """The result of a rank, or its error and traceback."""
 
     result: Any = None
     error: BaseException | None = None
@@ -179,7 +179,7 @@ class _RankProcess:
         child_end.close()
 
     def receive(self) -> "_Outcome | None":
-        """The next message from the rank: None if it says that the rank has started, else the rank's outcome."""
+        """Return the rank's outcome, or None for the message that it has started."""
         try:
             message = self.outcome.recv_bytes()
         except EOFError:
@@ -206,7 +206,7 @@ class _RankProcess:
 
 
 def _collect(ranks: list[_RankProcess], timeout_s: float) -> list[Any]:
-    """Results in rank order. Raises the error that caused the others, if there was one."""
+    """Return results in rank order, or raise the error that caused the others."""
     waiting = {rank.outcome: rank for rank in ranks}
     results: dict[int, Any] = {}
     errors: list[BaseException] = []

@@ -33,7 +33,7 @@ class Agent:
         number: its index in vector clocks.
         name: for messages.
         clock: what happens before its next operation.
-        time_s: simulated seconds at which all work that it was given so far is finished.
+        time_s: simulated seconds at which all its work so far is finished.
     """
 
     number: int
@@ -42,14 +42,14 @@ class Agent:
     time_s: float = 0.0
 
     def join(self, clock: VectorClock, time_s: float = 0.0) -> None:
-        """Everything in `clock` happens before this agent's next operation, which begins at `time_s` or later."""
+        """Order everything in `clock` before this agent's next operation, which begins at `time_s` or later."""
         for number, count in clock.items():
             if count > self.clock.get(number, 0):
                 self.clock[number] = count
         self.time_s = max(self.time_s, time_s)
 
     def tick(self) -> int:
-        """Count one more operation; returns the count."""
+        """Count one more operation and return the count."""
         count = self.clock[self.number] = self.clock.get(self.number, 0) + 1
         return count
 
@@ -64,7 +64,7 @@ class Access(NamedTuple):
     """The operation and its line of code."""
 
     def happens_before(self, clock: VectorClock) -> bool:
-        """The access happens before the point that `clock` describes."""
+        """Return whether the access happens before the point that `clock` describes."""
         return clock.get(self.agent.number, 0) >= self.epoch
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class History:
         self._spans[first:last] = [_with_reader(span, access) for span in self._spans[first:last]]
 
     def free(self, agent: Agent) -> None:
-        """The last reference to the storage goes away while `agent` runs. The owner may allocate the memory again.
+        """Free the storage while `agent` runs. The owner may allocate the memory again.
 
         Raises:
             RaceError: an access by another agent may still be under way.
@@ -134,7 +134,7 @@ class History:
                 )
 
     def _cut(self, at: int) -> int:
-        """The number of the span that begins at byte `at`; splits the span that contains it if none does."""
+        """Return the number of the span that begins at byte `at`, after a split of the span around it if none does."""
         number = bisect_right(self._spans, at, key=lambda span: span.start) - 1
         if self._spans[number].start == at:
             return number
@@ -149,5 +149,5 @@ def _accesses(span: _Span) -> Iterator[Access]:
 
 
 def _with_reader(span: _Span, access: Access) -> _Span:
-    """Keeps the last read of each agent, which comes after its earlier ones."""
-    return span._replace(reads=(*(one for one in span.reads if one.agent is not access.agent), access))
+    """Keep the last read of each agent, which comes after its earlier ones."""
+    return span._replace(reads=(*(read for read in span.reads if read.agent is not access.agent), access))

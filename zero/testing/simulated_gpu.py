@@ -59,9 +59,9 @@ COPIES = frozenset(("aten::copy_", "aten::_foreach_copy_", "aten::_to_copy", "at
 
 
 class WaitSite(NamedTuple):
-    """A wait in the library's code: its kind, and the file and line of the call."""
+    """A wait in the library's code: the method that waits, and the file and line of the call."""
 
-    kind: str
+    name: str
     file: str
     line: int
 
@@ -86,12 +86,12 @@ class Settings:
 
     @property
     def is_instrumented(self) -> bool:
-        """Every operator is recorded."""
+        """Return whether every operator is recorded."""
         return self.races or self.order != "program"
 
 
 class Simulation:
-    """What happened on the devices of one `simulated_gpu` block.
+    """The record of one `simulated_gpu` block.
 
     Attributes:
         gpus: one for each rank.
@@ -188,7 +188,7 @@ class SimulatedGpu(Device):
 
     def _forget(self, first: int) -> None:
         with self._lock:
-            self._host_memory = {one: stop for one, stop in self._host_memory.items() if one != first}
+            self._host_memory = {start: stop for start, stop in self._host_memory.items() if start != first}
 
 
 class _SimulatedHost(Device):
@@ -316,9 +316,9 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
             into.copy_(source)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        found = super().zeros(numel, dtype)
-        self.streams.access(self.streams.current.agent, [], [found], f"zeros{_location()}")
-        return found
+        zeros = super().zeros(numel, dtype)
+        self.streams.access(self.streams.current.agent, [], [zeros], f"zeros{_location()}")
+        return zeros
 
     def numbers(self, tensor: Tensor) -> list[Any]:
         self.streams.synchronize(self.streams.current)
@@ -327,8 +327,8 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
 
     # -- what is recorded ----------------------------------------------------------------------------------------------
 
-    def keeps_wait(self, kind: str) -> bool:
-        site = WaitSite(kind, *_calling_line())
+    def keeps_wait(self, name: str) -> bool:
+        site = WaitSite(name, *_calling_line())
         self.simulation.sites.add(site)
         return site != self.simulation.settings.without
 
@@ -379,8 +379,8 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
         streams.access(streams.host, reads, writes, f"{info.name}{_location()}")
 
     def _is_like_one_of_the_host(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """What is allocated as `empty_like` does, after a tensor of the host."""
-        return any(not self.is_home_of(one) for one in tensors_in(args)) and kwargs.get("device") is None
+        """Return whether an allocation takes its device from a tensor of the host, as `empty_like` does."""
+        return any(not self.is_home_of(tensor) for tensor in tensors_in(args)) and kwargs.get("device") is None
 
     def _adopt_all(self, result: Any) -> None:
         for fresh in tensors_in(result):
@@ -434,7 +434,7 @@ def _recompute(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], resul
 
 
 def _calling_line() -> tuple[str, int]:
-    """(file, line) of the innermost caller in the library, without `DEVICE_FILES` and `FORWARDING`; ("", 0) if none."""
+    """Return (file, line) of the innermost caller in the library but `DEVICE_FILES` and `FORWARDING`, else ("", 0)."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -456,12 +456,12 @@ _SETTINGS: list[Settings] = []
 
 
 def current_settings() -> Settings | None:
-    """The settings of the innermost block, to be passed to new processes; None outside of any block."""
+    """Return the settings of the innermost block, for new processes; None outside of any block."""
     return _SETTINGS[-1] if _SETTINGS else None
 
 
 def with_settings(settings: Settings | None) -> AbstractContextManager[Simulation | None]:
-    """Simulate as the process does that these are the `current_settings` of."""
+    """Simulate with the `current_settings` of another process."""
     return nullcontext() if settings is None else _simulated(settings)
 
 
@@ -473,7 +473,7 @@ def simulated_gpu(
     seed: int = 0,
     without: WaitSite | None = None,
 ) -> AbstractContextManager[Simulation]:
-    """Worlds that are made in the block have a simulated GPU, also in `run_ranks` and `run_processes`.
+    """Give worlds that are made in the block a simulated GPU, also in `run_ranks` and `run_processes`.
 
     Args:
         memory_bytes: what each GPU reports as its total and free memory, in bytes.
@@ -507,7 +507,7 @@ def _simulated(settings: Settings) -> Iterator[Simulation]:
 
 
 def count_launches(run: Callable[[], object]) -> Counter[str]:
-    """How many kernels `run` would launch on a GPU, by name of the operator, in all threads.
+    """Count the kernels that `run` would launch on a GPU, by name of the operator, in all threads.
 
     Counts operators that Python or autograd calls, not those that other operators call.
     """

@@ -33,7 +33,7 @@ class StoreContract:
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
 
     def open(self) -> Store:
-        """A new, empty store. The tests close it."""
+        """Open a new, empty store, which the tests close."""
         raise NotImplementedError
 
     def test_a_fresh_page_holds_zeros(self) -> None:
@@ -110,12 +110,12 @@ class StoreContract:
             assert _bytes_of(view) == _bytes_of(source)
 
     def test_two_stores_are_independent(self) -> None:
-        with contextlib.closing(self.open()) as one, contextlib.closing(self.open()) as other:
+        with contextlib.closing(self.open()) as first, contextlib.closing(self.open()) as second:
             page = Page(0, "mu", 0)
-            for store, value in ((one, 1.0), (other, 2.0)):
+            for store, value in ((first, 1.0), (second, 2.0)):
                 store.allocate(page, 64, torch.float32)
                 store.write(page, torch.full((64,), value)).wait()
-            self._check(one, {page: torch.ones(64)})
+            self._check(first, {page: torch.ones(64)})
 
     def test_allocated_bytes_counts_all_pages(self) -> None:
         with contextlib.closing(self.open()) as store:
@@ -136,7 +136,7 @@ class StoreContract:
                 _raises_store_error(partial(_finish, store.write, page, tensor))
             self._check(store, {page: source})
 
-    def test_an_unknown_page_is_raises_store_error(self) -> None:
+    def test_an_unknown_page_raises_store_error(self) -> None:
         with contextlib.closing(self.open()) as store:
             store.allocate(Page(1, "mu", 2), 64, torch.float32)
             for page in (Page(0, "mu", 2), Page(1, "nu", 2), Page(1, "mu", 0)):
@@ -174,14 +174,14 @@ class StoreContract:
 
     def _check(self, store: Store, expected: Mapping[Page, Tensor]) -> None:
         """Compare pages with `expected`: start all reads at once, then wait for them from the last to the first."""
-        found = {page: torch.empty_like(source) for page, source in expected.items()}
-        for ticket in reversed([store.read(page, into) for page, into in found.items()]):
+        contents = {page: torch.empty_like(source) for page, source in expected.items()}
+        for ticket in reversed([store.read(page, into) for page, into in contents.items()]):
             ticket.wait()
-        for page, into in found.items():
+        for page, into in contents.items():
             assert _bytes_of(into) == _bytes_of(expected[page]), page
 
     def _noise(self, numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-        """Random bytes, and so numbers of every kind that the dtype has."""
+        """Return random bytes, and so numbers of every sort that the dtype has."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
 
@@ -191,7 +191,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 
 def _finish(start: Callable[[Page, Tensor], Ticket], page: Page, tensor: Tensor) -> None:
-    """A store may raise at once or when its ticket is waited for."""
+    """Start and wait: a store may raise at once or in `wait`."""
     start(page, tensor).wait()
 
 

@@ -1,4 +1,4 @@
-"""Streams, events and threads of a simulated GPU: what orders what, when each launch runs, and how long it would take.
+"""Streams, events and threads of a simulated GPU: their order, the execution of launches, and simulated time.
 
 Two things happen to every launch. Its accesses go to the race detector (`races`), in an order that some execution has.
 And it is executed: at once, in program order; or, on side streams, as late as an event that somebody waits for allows,
@@ -59,27 +59,27 @@ Key = tuple[Hashable, ...]
 
 
 class Handoffs:
-    """Vector clocks that threads hand to one another, by what they hand over: a ticket, a page, a slot."""
+    """Vector clocks that threads hand to one another, by key: a ticket, a page, a slot."""
 
     def __init__(self, streams: "Streams") -> None:
         self._streams = streams
         self._released: dict[Key, tuple[VectorClock, float]] = {}
 
     def release(self, key: Key) -> None:
-        """What this thread did so far happens before whatever follows the next `acquire(key)`."""
+        """Order the work of this thread so far before everything after the next `acquire(key)`."""
         with self._streams.lock:
             host = self._streams.host
             self._released[key] = dict(host.clock), host.time_s
 
     def acquire(self, key: Key) -> None:
-        """This thread continues after the last `release(key)`, if there was one."""
+        """Order the last `release(key)`, if there was one, before the next work of this thread."""
         with self._streams.lock:
             if key in self._released:
                 self._streams.host.join(*self._released[key])
 
     def acquire_all(self, owner: int) -> None:
         """`acquire` for every key whose first element is `owner`."""
-        for key in [one for one in self._released if one[0] == owner]:
+        for key in [key for key in self._released if key[0] == owner]:
             self.acquire(key)
 
     def ordered(self, keys: Sequence[Key], run: Callable[[], None]) -> None:
@@ -289,9 +289,10 @@ class Streams:
 
     @property
     def is_idle(self) -> bool:
-        """All work of all streams and threads happens before what the calling thread does next."""
+        """Return whether all work of all streams and threads is ordered before the calling thread's next work."""
         with self.lock:
-            return all(self.host.clock.get(one.number, 0) >= one.clock.get(one.number, 0) for one in self._agents)
+            done = self.host.clock
+            return all(done.get(agent.number, 0) >= agent.clock.get(agent.number, 0) for agent in self._agents)
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -327,9 +328,9 @@ class Streams:
         with self.lock:
             stream = self.current
             if self.is_deferred(stream):
-                one = _Launch(run, [tensor.data for tensor in writes])
-                stream.queue.append(one)
-                self._poison(one)
+                launched = _Launch(run, [tensor.data for tensor in writes])
+                stream.queue.append(launched)
+                self._poison(launched)
                 self._run_at_random()
                 return
             self.run(stream, stream.launched)
@@ -339,7 +340,7 @@ class Streams:
             run()
 
     def is_deferred(self, stream: Stream | None = None) -> bool:
-        """What is launched on the stream, by default the current one, runs later, not at once."""
+        """Return whether launches on the stream, by default the current one, run later."""
         return self._order != "program" and (stream or self.current) is not self.main
 
     def run(self, stream: Stream, until: int) -> None:
@@ -352,8 +353,9 @@ class Streams:
                     tensor.copy_(before)
                 self._poisoned.clear()
                 self._execute(stream, until)
-                for one in [one for each in self._streams.values() for one in each.queue]:
-                    self._poison(one)
+                for other in self._streams.values():
+                    for launched in other.queue:
+                        self._poison(launched)
 
     def add_time(self, agent: Agent, seconds: float, *, is_launch: bool = True) -> None:
         """`agent` works for so many seconds more, after the host has launched it if `is_launch`."""
@@ -368,21 +370,21 @@ class Streams:
     def _run_at_random(self) -> None:
         """In order "random", sometimes execute the next launch of a random stream."""
         if self._order == "random" and self._draw.random() < 0.3:
-            waiting = [one for one in self._streams.values() if one.queue and one not in self._network]
+            waiting = [stream for stream in self._streams.values() if stream.queue and stream not in self._network]
             if waiting:
                 stream = self._draw.choice(waiting)
                 self.run(stream, stream.done + 1)
 
     def _execute(self, stream: Stream, until: int) -> None:
         while stream.done < until:
-            one = stream.queue.pop(0)
+            launched = stream.queue.pop(0)
             stream.done += 1
             with untraced():
-                one.run()
+                launched.run()
 
-    def _poison(self, one: _Launch) -> None:
+    def _poison(self, launched: _Launch) -> None:
         with untraced():
-            for tensor in one.writes:
+            for tensor in launched.writes:
                 self._poisoned.append((tensor, tensor.clone()))
                 poison(tensor)
 

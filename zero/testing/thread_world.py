@@ -48,7 +48,7 @@ class _Collective:
 
 
 class _Shared:
-    """What thread ranks share: one lock, the collectives under way, the ranks that have left, the first failure."""
+    """The shared state of thread ranks: one lock, the collectives under way, the ranks that left, the first failure."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -60,15 +60,15 @@ class _Shared:
         self.failure: tuple[int, BaseException] | None = None
 
     def start(
-        self, rank: int, ranks: Sequence[int], number: tuple[Any, ...], op: str, own: _Buffers, move: _Move
+        self, rank: int, ranks: Sequence[int], number: tuple[Any, ...], op: str, buffers: _Buffers, move: _Move
     ) -> _Collective:
         """Start collective `number` of `ranks` on this one; the last to start it moves the data of all of them."""
         with self.changed:
             self.raise_failure(rank, op)
             self.last_op[rank] = op
             collective = self.collectives.setdefault(number, _Collective())
-            collective.signatures[rank] = signature_of(op, own.target)
-            collective.buffers[rank] = own
+            collective.signatures[rank] = signature_of(op, buffers.target)
+            collective.buffers[rank] = buffers
             if len(set(collective.signatures.values())) > 1:
                 different = WorldError(f"the ranks run different operations: {by_rank(collective.signatures)}")
                 self.fail(rank, different)
@@ -191,10 +191,10 @@ class ThreadWorld(World):
     def _broadcast(self, flat: Tensor, source: int, op: str) -> Handle:
         return self._start(op, _Buffers(flat, flat), lambda buffers: _move_broadcast(buffers, source))
 
-    def _start(self, op: str, own: _Buffers, move: _Move, *, aside: bool = False) -> Handle:
+    def _start(self, op: str, buffers: _Buffers, move: _Move, *, aside: bool = False) -> Handle:
         self._numbers[self._name, aside] += 1
         rank, number = self._ranks[self.rank], (self._name, self._ranks, aside, self._numbers[self._name, aside])
-        collective = self._shared.start(rank, self._ranks, number, op, own, move)
+        collective = self._shared.start(rank, self._ranks, number, op, buffers, move)
         return Then(lambda: self._shared.wait(rank, self._ranks, collective, op, self.timeout_s))
 
 
@@ -261,7 +261,7 @@ def run_ranks(size: int, fn: Callable[..., Any], *args: Any, nodes: int = 1, tim
 
 
 def _current_core() -> int | None:
-    """The core to which all ranks are kept, with the threads that they start: the caller's, so that others have theirs.
+    """Return the caller's core, to which all ranks and their threads are kept, so that other processes have theirs.
 
     Python's global lock lets only one rank run at a time anyway, and passing it from core to core costs 8 ranks a
     quarter of their time.
